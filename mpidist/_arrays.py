@@ -1,0 +1,297 @@
+"""Arrays on the host and on a GPU; the only user of CuPy.
+
+CuPy is imported only to look for a GPU when a strategy is made. Whether an
+object is a CuPy array is asked of ``sys.modules``: where nobody has imported
+CuPy there are no CuPy arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import numbers
+import sys
+from typing import Any, Final, Literal
+
+import numpy as np
+
+LeafKind = Literal["array", "scalar", "number"]
+
+_REAL_AND_COMPLEX: Final = "biufc"
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Where a replica keeps its arrays: the host, or one GPU."""
+
+    kind: Literal["cpu", "gpu"]
+    index: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.index}"
+
+    def name_on(self, rank: int) -> str:
+        """Return the device string, in the manner of TensorFlow's."""
+        return f"/rank:{rank}/device:{self.kind.upper()}:{self.index}"
+
+    @property
+    def array_module(self) -> Any:
+        """NumPy or CuPy."""
+        if self.kind == "gpu":
+            return sys.modules["cupy"]
+        return np
+
+    def activate(self) -> None:
+        """Make this the current device of the thread."""
+        if self.kind == "gpu":
+            sys.modules["cupy"].cuda.Device(self.index).use()
+
+
+def select_device(request: object, local_rank: int) -> Device:
+    """Return the device that a request such as ``"auto"`` or ``"gpu:1"`` means.
+
+    Args:
+        request: "auto", "cpu", "gpu" or "gpu:K".
+        local_rank: this rank's number on its node; ranks are dealt to GPUs in turn.
+
+    Raises:
+        TypeError, ValueError: for another request.
+        RuntimeError: for "gpu" where CuPy or the GPU is missing.
+    """
+    if not isinstance(request, str):
+        raise TypeError(
+            'MPIStrategy: expected `device` to be "auto", "cpu", "gpu" or "gpu:K", '
+            f"got {request!r} of type {type(request).__name__}"
+        )
+    kind, _, index = request.lower().partition(":")
+    if request.lower() == "cpu":
+        return Device("cpu")
+    if kind not in ("auto", "gpu") or (index and not index.isdigit()):
+        raise ValueError(
+            'MPIStrategy: expected `device` to be "auto", "cpu", "gpu" or "gpu:K", '
+            f"got {request!r}"
+        )
+    if kind == "auto" and index:
+        raise ValueError(f'MPIStrategy: write device="gpu:{index}", not {request!r}')
+    count, reason = _count_gpus()
+    if count == 0:
+        if kind == "auto":
+            return Device("cpu")
+        raise RuntimeError(
+            f'MPIStrategy: device={request!r}, but {reason}; write device="cpu", or '
+            "install the extra `cuda12` or `cuda13` on a machine with a GPU"
+        )
+    chosen = int(index) if index else local_rank % count
+    if chosen >= count:
+        raise ValueError(
+            f"MPIStrategy: device={request!r}, but this machine has {count} GPU(s), "
+            f"numbered from 0"
+        )
+    return Device("gpu", chosen)
+
+
+def _count_gpus() -> tuple[int, str]:
+    """Return the number of GPUs, and the reason where it is 0."""
+    if "cupy" not in sys.modules and importlib.util.find_spec("cupy") is None:
+        return 0, "CuPy is not installed"
+    try:
+        import cupy
+
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except Exception as error:  # a broken CuPy or driver: as good as none
+        return 0, f"CuPy finds no GPU ({type(error).__name__}: {error})"
+    return count, "" if count else "CuPy finds no GPU"
+
+
+def is_device_array(x: object) -> bool:
+    """Return whether ``x`` is a CuPy array."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(x, getattr(cupy, "ndarray", ()))
+
+
+def is_array(x: object) -> bool:
+    """Return whether ``x`` is a NumPy array or scalar, or a CuPy array."""
+    return isinstance(x, (np.ndarray, np.generic)) or is_device_array(x)
+
+
+def is_number(x: object) -> bool:
+    """Return whether ``x`` is a Python number; a bool is not taken for one."""
+    return isinstance(x, (int, float, complex)) and not isinstance(x, bool)
+
+
+def module_of(x: object) -> Any:
+    """Return the array module that ``x`` belongs to."""
+    return sys.modules["cupy"] if is_device_array(x) else np
+
+
+def as_array(x: object, call: str) -> tuple[Any, LeafKind]:
+    """Return a leaf as an array, and what it was.
+
+    Args:
+        x: a NumPy or CuPy array, a NumPy scalar, a Python number or bool.
+        call: the name of the calling function, for the message.
+
+    Returns:
+        The array (0-d for numbers; native byte order; not copied unless it must
+        be), and "array", "scalar" (NumPy) or "number" (Python).
+
+    Raises:
+        TypeError: for anything else, saying what to write.
+        OverflowError: for a Python int beyond 64 bits.
+    """
+    if is_device_array(x):
+        return x, "array"
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            f"{call}: got a masked array, whose mask would be lost; write "
+            "`x.filled(value)`, or reduce data and mask as two arrays"
+        )
+    if isinstance(x, np.ndarray):
+        array = np.asarray(x)
+        check_dtype(array.dtype, call)
+        if not array.dtype.isnative:
+            array = array.astype(array.dtype.newbyteorder("="))
+        return array, "array"
+    if isinstance(x, np.generic):
+        array = np.asarray(x)
+        check_dtype(array.dtype, call)
+        return array, "scalar"
+    if isinstance(x, (bool, int, float, complex)):
+        array = np.asarray(x)
+        if array.dtype.kind not in _REAL_AND_COMPLEX:
+            raise OverflowError(
+                f"{call}: the int {x} does not fit into 64 bits; convert it to float "
+                "first"
+            )
+        return array, "number"
+    component = getattr(type(x), "_as_component", None)
+    if component is not None:  # a Mirrored or a Variable: what this replica has of it
+        return as_array(component(x), call)
+    if isinstance(x, numbers.Number):
+        raise TypeError(
+            f"{call}: expected an array or a Python or NumPy number, got "
+            f"{type(x).__name__}; write `float(x)`"
+        )
+    raise TypeError(f"{call}: {_not_an_array(x)}")
+
+
+def _not_an_array(x: object) -> str:
+    kind = type(x).__name__
+    if x is None:
+        return (
+            "expected an array or a number, got None; leave out what has no value "
+            "(for example the gradient of an unused variable)"
+        )
+    if isinstance(x, (list, tuple, range)):
+        return (
+            f"expected an array, got a {kind}; write `numpy.asarray(...)` around the "
+            f"{kind}"
+        )
+    if hasattr(x, "__dlpack__"):
+        return (
+            f"expected a NumPy or CuPy array, got {type(x).__module__}.{kind}; write "
+            "`numpy.from_dlpack(x)` or `cupy.from_dlpack(x)`, which do not copy"
+        )
+    return (
+        f"expected a NumPy or CuPy array or a number, got {x!r:.80} of type {kind}; "
+        "write `numpy.asarray(x)` if it holds numbers"
+    )
+
+
+def check_dtype(dtype: Any, call: str) -> None:
+    """Raise a TypeError for a dtype that holds no numbers."""
+    if dtype.kind in _REAL_AND_COMPLEX or is_bfloat16(dtype):
+        return
+    raise TypeError(
+        f"{call}: arrays of dtype {dtype} can not be communicated; expected a bool, "
+        "integer, floating or complex dtype. Write `x.astype(float)` if the array "
+        "holds numbers"
+    )
+
+
+def is_bfloat16(dtype: Any) -> bool:
+    """Return whether this is the bfloat16 of ml_dtypes."""
+    return dtype.kind == "V" and dtype.name == "bfloat16"
+
+
+def restore(array: Any, kind: LeafKind) -> Any:
+    """Return an array as what the leaf it came from was: the reverse of as_array."""
+    if kind == "array":
+        return array
+    return array.item() if kind == "number" else array[()]
+
+
+def contiguous(x: Any) -> Any:
+    """Return ``x`` in C order, copied only if need be; a 0-d array stays 0-d."""
+    if x.flags.c_contiguous:
+        return x
+    return module_of(x).ascontiguousarray(x)
+
+
+def flat(x: Any) -> Any:
+    """Return a C-contiguous array as one dimension, without a copy."""
+    return x.reshape(-1)
+
+
+def empty_like(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return a new array, where ``x`` is."""
+    return module_of(x).empty(shape, dtype)
+
+
+def to_host(x: Any) -> Any:
+    """Return a NumPy array with the values of ``x``; NumPy arrays as they are."""
+    return x.get() if is_device_array(x) else np.asarray(x)
+
+
+def like(x: Any, host: Any) -> Any:
+    """Return a NumPy array's values as an array where ``x`` is."""
+    return sys.modules["cupy"].asarray(host) if is_device_array(x) else host
+
+
+def place(host: Any, device: Device) -> Any:
+    """Return a NumPy array's values as an array on a device."""
+    return device.array_module.asarray(host)
+
+
+def fill(target: Any, values: Any) -> None:
+    """Copy ``values`` into ``target``, from host to GPU or back if need be."""
+    if is_device_array(target):
+        if is_device_array(values):
+            target[...] = values
+        else:
+            # set() wants the very dtype and C order.
+            host = np.ascontiguousarray(values, dtype=target.dtype)
+            target.set(host.reshape(target.shape))
+    else:
+        target[...] = to_host(values)
+
+
+def synchronize(x: Any) -> None:
+    """Wait until the GPU has written ``x``, before anybody else reads it."""
+    if is_device_array(x):
+        sys.modules["cupy"].cuda.get_current_stream().synchronize()
+
+
+def as_bytes(x: Any) -> Any:
+    """View a C-contiguous array as one dimension of uint8, without a copy."""
+    if x.dtype.kind == "V":
+        x = x.view(f"u{x.dtype.itemsize}")
+    return x.reshape(-1).view(np.uint8)
+
+
+def from_bytes(raw: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+    """View uint8 as an array of a dtype and shape; copies where not aligned."""
+    if raw.size == 0:
+        return module_of(raw).empty(shape, dtype)
+    return raw.view(dtype).reshape(shape)
+
+
+def describe(x: Any) -> str:
+    """Return for example ``float32 (3, 4)``."""
+    return f"{x.dtype.name} {tuple(x.shape)}"
+
+
+def pinned_empty(count: int, dtype: Any) -> Any:
+    """Return a NumPy array in page-locked memory, for copies to and from a GPU."""
+    cupyx = importlib.import_module("cupyx")
+    return cupyx.empty_pinned(count, dtype)

@@ -1,0 +1,525 @@
+"""The verbs: each collective once, for whoever calls it.
+
+Replica code, cross-replica code and the coordinator's commands all end here. Every
+verb goes the same way: look at the arguments, agree with the other ranks (`Guard`),
+move the bytes (`Transports`), and wrap the result. What can fail on one rank alone
+happens before the agreement, and its failure is told to all ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NoReturn, ParamSpec, TypeVar
+
+import numpy as np
+
+from mpidist import _arrays, _dtypes, _fusion, _nest, _transports
+from mpidist._comm import AnyCommunicator
+from mpidist._guard import Call, Guard
+from mpidist._options import CommunicationOptions, Environment, ReduceOp
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+# The fixed part of a command; what does not fit follows in a broadcast of its own.
+_COMMAND_BYTES: Final = 1024
+_COMMAND_HEAD: Final = 8
+_MOST_PLANS: Final = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    call: Call
+    leaves: list[_fusion.Leaf]
+    buckets: list[_fusion.Bucket]
+
+
+@dataclasses.dataclass(frozen=True)
+class _ArrayHead:
+    """Dtype and shape of an array whose bytes travel apart; or a whole object."""
+
+    dtype: Any
+    shape: tuple[int, ...]
+    kind: _arrays.LeafKind
+    on_device: bool
+    payload: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        if self.dtype is None:
+            return 0
+        return math.prod(self.shape) * int(self.dtype.itemsize)
+
+
+def timed(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Add the time that the outermost verb takes to the statistics."""
+
+    @functools.wraps(method)
+    def verb(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        self: Any = args[0]
+        if self.busy:
+            return method(*args, **kwargs)
+        self.busy = True
+        start = time.perf_counter()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self.busy = False
+            self.comm.traffic.seconds += time.perf_counter() - start
+
+    return verb
+
+
+class Collectives:
+    """The verbs of one group of replicas."""
+
+    def __init__(
+        self,
+        comm: AnyCommunicator,
+        guard: Guard,
+        options: CommunicationOptions,
+        environment: Environment,
+        device: _arrays.Device,
+    ) -> None:
+        self.comm = comm
+        self.guard = guard
+        self.options = options
+        self.device = device
+        self.busy = False
+        self._environment = environment
+        self._transports: dict[Any, _transports.Transports] = {}
+        self._buffers = _fusion.FlatBuffers()
+        self._plans: dict[Any, _Plan] = {}
+        self.transports = self._choose(options)
+
+    def _choose(self, options: CommunicationOptions) -> _transports.Transports:
+        chosen = self._transports.get(options.implementation)
+        if chosen is None:
+            chosen = self._transports[options.implementation] = _transports.choose(
+                self.comm, options.implementation, self._environment, self.device
+            )
+        return chosen
+
+    def merge_options(
+        self, options: CommunicationOptions | None
+    ) -> CommunicationOptions:
+        """Return the strategy's options with those of one call on top.
+
+        Raises:
+            ValueError: if the call sets ``guard``, which is the strategy's.
+        """
+        if options is None:
+            return self.options
+        merged = self.options.merge(options)
+        if options.guard is not None and options.guard != self.guard.enabled:
+            raise ValueError(
+                "`guard` can not be changed for one call, since the ranks would wait "
+                "for different things; write `MPIStrategy(communication_options="
+                "CommunicationOptions(guard=...))`"
+            )
+        return merged
+
+    def invalid(self, call: str, error: BaseException) -> NoReturn:
+        """Raise ``error``, which this rank found in its arguments, on all ranks."""
+        raise self.guard.fail(Call(f"{call} with invalid arguments"), error, "invalid")
+
+    # --- all_reduce -----------------------------------------------------------
+
+    @timed
+    def all_reduce(
+        self,
+        op: ReduceOp,
+        tree: Any,
+        options: CommunicationOptions | None = None,
+        call: str = "all_reduce",
+    ) -> Any:
+        """Reduce each leaf of ``tree`` over the ranks. Collective.
+
+        Args:
+            op: the operation.
+            tree: a nest of arrays and numbers; the same structure, shapes and dtypes
+                on all ranks.
+            options: of this call.
+            call: the name of the verb in messages.
+
+        Returns:
+            The nest of results, new arrays, bit-identical on all ranks.
+        """
+        try:
+            merged = self.merge_options(options)
+            transports = self._choose(merged)
+            leaves, structure = _nest.flatten(tree)
+            pairs = [_arrays.as_array(leaf, call) for leaf in leaves]
+            arrays = [array for array, _ in pairs]
+            plan = self._plan(op, structure, arrays, call, merged.bytes_per_pack)
+            results: list[Any] = [None] * len(arrays)
+        except Exception as error:
+            self.invalid(call, error)
+        self.guard.agree(plan.call, merged.timeout_seconds)
+        for bucket in plan.buckets:
+            _fusion.reduce_bucket(
+                bucket, plan.leaves, arrays, transports, self._buffers, results
+            )
+        return structure.unflatten(
+            [
+                _arrays.restore(result, kind)
+                for result, (_, kind) in zip(results, pairs, strict=True)
+            ]
+        )
+
+    def _plan(
+        self,
+        op: ReduceOp,
+        structure: _nest.Structure,
+        arrays: list[Any],
+        call: str,
+        bytes_per_pack: int,
+    ) -> _Plan:
+        described = tuple(
+            (x.dtype, x.shape, _arrays.is_device_array(x)) for x in arrays
+        )
+        key = (op, structure, call, bytes_per_pack, described)
+        plan = self._plans.get(key)
+        if plan is not None:
+            return plan
+        leaves = [
+            _fusion.Leaf(tuple(shape), _dtypes.reduction(dtype, op, call), on_device)
+            for dtype, shape, on_device in described
+        ]
+        room = bytes_per_pack or self._environment.bytes_per_pack
+        text = structure.render([_arrays.describe(x) for x in arrays])
+        plan = _Plan(
+            Call(f"{call} {op.name} {text}"),
+            leaves,
+            _fusion.plan_buckets(leaves, room),
+        )
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+        self._plans[key] = plan
+        return plan
+
+    # --- all_gather -----------------------------------------------------------
+
+    @timed
+    def all_gather(
+        self,
+        tree: Any,
+        axis: int,
+        options: CommunicationOptions | None = None,
+        call: str = "all_gather",
+    ) -> Any:
+        """Concatenate each leaf of ``tree`` over the ranks. Collective.
+
+        Args:
+            tree: a nest of arrays of at least one dimension, which may differ between
+                ranks in their size along ``axis``, and only there.
+            axis: the axis to concatenate along, negative from the end.
+            options: of this call.
+            call: the name of the verb in messages.
+
+        Returns:
+            The nest of results, on all ranks, in rank order.
+        """
+        try:
+            merged = self.merge_options(options)
+            transports = self._choose(merged)
+            leaves, structure = _nest.flatten(tree)
+            arrays = [_arrays.as_array(leaf, call)[0] for leaf in leaves]
+            axes = [_check_axis(x, axis, call) for x in arrays]
+            described = [
+                f"{x.dtype.name} {_shape_without(x.shape, k)}"
+                for x, k in zip(arrays, axes, strict=True)
+            ]
+            # The gathered axis goes first, so that rows of ranks are contiguous.
+            rows = [
+                _arrays.contiguous(_arrays.module_of(x).moveaxis(x, k, 0))
+                for x, k in zip(arrays, axes, strict=True)
+            ]
+        except Exception as error:
+            self.invalid(call, error)
+        text = structure.render(described)
+        self.guard.agree(Call(f"{call} axis={axis} {text}"), merged.timeout_seconds)
+        if not arrays:
+            return structure.unflatten([])
+        lengths = self.comm.all_gather_integers([x.shape[0] for x in rows])
+        results = []
+        for index, (x, k) in enumerate(zip(rows, axes, strict=True)):
+            row_bytes = math.prod(x.shape[1:]) * x.dtype.itemsize
+            counts = [lengths[rank][index] for rank in range(self.comm.size)]
+            shape = (sum(counts), *x.shape[1:])
+            result = _arrays.empty_like(x, shape, x.dtype)
+            transports.of(x).all_gather(
+                _arrays.as_bytes(x),
+                _arrays.as_bytes(result),
+                [count * row_bytes for count in counts],
+            )
+            results.append(
+                _arrays.contiguous(_arrays.module_of(x).moveaxis(result, 0, k))
+            )
+        return structure.unflatten(results)
+
+    # --- copies from one rank -------------------------------------------------
+
+    @timed
+    def broadcast(
+        self,
+        tree: Any,
+        root: int = 0,
+        options: CommunicationOptions | None = None,
+        call: str = "broadcast",
+    ) -> Any:
+        """Return the root's leaves on all ranks. Collective.
+
+        Args:
+            tree: a nest of arrays and numbers, of the same structure, shapes and
+                dtypes on all ranks.
+            root: the rank whose values count.
+            options: of this call.
+            call: the name of the verb in messages.
+        """
+        try:
+            merged = self.merge_options(options)
+            transports = self._choose(merged)
+            leaves, structure = _nest.flatten(tree)
+            pairs = [_arrays.as_array(leaf, call) for leaf in leaves]
+            results = [_arrays.contiguous(x).copy() for x, _ in pairs]
+        except Exception as error:
+            self.invalid(call, error)
+        text = structure.render([_arrays.describe(x) for x in results])
+        self.guard.agree(Call(f"{call} {text}"), merged.timeout_seconds)
+        for x in results:
+            transports.of(x).broadcast(_arrays.as_bytes(x), root)
+        return structure.unflatten(
+            [
+                _arrays.restore(x, kind)
+                for x, (_, kind) in zip(results, pairs, strict=True)
+            ]
+        )
+
+    @timed
+    def share(
+        self, make: Callable[[], list[Any]], text: str
+    ) -> tuple[Any, list[Any]]:
+        """Return rank 0's values on all ranks, which need know nothing of them.
+
+        Collective. ``make`` is called on rank 0 alone; if it raises, all ranks do.
+
+        Args:
+            make: gives the values: arrays go from their buffers, all else pickled.
+            text: what this is for, the same on all ranks.
+
+        Returns:
+            The values; host arrays on a rank whose device is the host.
+        """
+        call = Call(text)
+        values: list[Any] = []
+        if self.comm.rank == 0:
+            try:
+                values = make()
+                heads = [_head_of(value, text) for value in values]
+                data = pickle.dumps(heads)
+            except Exception as error:
+                raise self.guard.fail(call, error, "invalid") from None
+        self.guard.agree(call)
+        if self.comm.rank != 0:
+            data = self.receive_bytes()
+            heads = pickle.loads(data)
+            values = [self._receive_array(head) for head in heads]
+        else:
+            self.send_bytes(data)
+            values = [
+                self._send_array(value, head)
+                for value, head in zip(values, heads, strict=True)
+            ]
+        return values
+
+    def _send_array(self, value: Any, head: _ArrayHead) -> Any:
+        if head.dtype is None:
+            return value
+        x = _arrays.contiguous(_arrays.as_array(value, "broadcast")[0])
+        self.transports.of(x).broadcast(_arrays.as_bytes(x), 0)
+        return value
+
+    def _receive_array(self, head: _ArrayHead) -> Any:
+        if head.dtype is None:
+            return head.payload
+        module = self.device.array_module if head.on_device else np
+        x = module.empty(head.shape, head.dtype)
+        self.transports.of(x).broadcast(_arrays.as_bytes(x), 0)
+        return _arrays.restore(x, head.kind)
+
+    def send_arrays(self, values: list[Any], call: str) -> None:
+        """Send arrays and objects from rank 0, to ranks that wait for them.
+
+        Without agreement: for the coordinator, whose followers only wait.
+        """
+        heads = [_head_of(value, call) for value in values]
+        self.send_bytes(pickle.dumps(heads))
+        for value, head in zip(values, heads, strict=True):
+            self._send_array(value, head)
+
+    def receive_arrays(self) -> list[Any]:
+        """Return what rank 0 sends with `send_arrays`."""
+        heads = pickle.loads(self.receive_bytes())
+        return [self._receive_array(head) for head in heads]
+
+    # --- one value per rank, to and from rank 0 ---------------------------------
+
+    @timed
+    def collect(self, values: list[Any], call: str) -> list[list[Any]]:
+        """Return the values of all ranks on rank 0, and nothing elsewhere.
+
+        Collective. The values may differ in dtype and shape between ranks.
+
+        Returns:
+            On rank 0 a list with, for each rank, the list of its values.
+        """
+        try:
+            heads = [_head_of(value, call) for value in values]
+            data = pickle.dumps(heads)
+            arrays = [
+                _arrays.to_host(_arrays.contiguous(_arrays.as_array(value, call)[0]))
+                for value, head in zip(values, heads, strict=True)
+                if head.dtype is not None
+            ]
+        except Exception as error:
+            self.invalid(call, error)
+        self.guard.agree(Call(f"{call} of {len(values)} values"))
+        all_heads: list[list[_ArrayHead]] = [
+            pickle.loads(item) for item in self.comm.all_gather_objects(data)
+        ]
+        counts = [sum(head.nbytes for head in heads) for heads in all_heads]
+        send = _join_bytes(arrays)
+        if self.comm.rank != 0:
+            self.comm.gather(send, None, counts, 0)
+            return []
+        receive = np.empty(sum(counts), np.uint8)
+        self.comm.gather(send, receive, counts, 0)
+        result = []
+        start = 0
+        for heads, count in zip(all_heads, counts, strict=True):
+            result.append(self._split(receive[start : start + count], heads))
+            start += count
+        result[0] = list(values)
+        return result
+
+    @timed
+    def scatter(self, values: list[list[Any]] | None, call: str) -> list[Any]:
+        """Give each rank its list of values, which rank 0 has. Collective.
+
+        Args:
+            values: on rank 0 a list of values for each rank; elsewhere None.
+            call: the name of the verb in messages.
+        """
+        heads: list[list[_ArrayHead]] = []
+        joined = np.empty(0, np.uint8)
+        if values is not None:
+            try:
+                heads = [[_head_of(v, call) for v in row] for row in values]
+                data = pickle.dumps(heads)
+                joined = _join_bytes(
+                    [
+                        _arrays.to_host(_arrays.as_array(value, call)[0])
+                        for row, row_heads in zip(values, heads, strict=True)
+                        for value, head in zip(row, row_heads, strict=True)
+                        if head.dtype is not None
+                    ]
+                )
+            except Exception as error:
+                self.invalid(call, error)
+        self.guard.agree(Call(call))
+        if values is not None:
+            self.send_bytes(data)
+        else:
+            heads = pickle.loads(self.receive_bytes())
+        counts = [sum(head.nbytes for head in row) for row in heads]
+        receive = np.empty(counts[self.comm.rank], np.uint8)
+        self.comm.scatter(None if values is None else joined, receive, counts, 0)
+        if values is not None:
+            return list(values[0])
+        return self._split(receive, heads[self.comm.rank])
+
+    def _split(self, raw: Any, heads: list[_ArrayHead]) -> list[Any]:
+        values = []
+        start = 0
+        for head in heads:
+            if head.dtype is None:
+                values.append(head.payload)
+                continue
+            # A copy: it is aligned, and does not keep the whole buffer alive.
+            part = raw[start : start + head.nbytes].copy()
+            start += head.nbytes
+            array = _arrays.from_bytes(part, head.dtype, head.shape)
+            if head.on_device:
+                array = _arrays.place(array, self.device)
+            values.append(_arrays.restore(array, head.kind))
+        return values
+
+    # --- bytes from rank 0 ------------------------------------------------------
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send bytes from rank 0 to all ranks, which wait for them."""
+        buffer = np.zeros(_COMMAND_BYTES, np.uint8)
+        buffer[:_COMMAND_HEAD].view(np.int64)[0] = len(data)
+        inline = min(len(data), _COMMAND_BYTES - _COMMAND_HEAD)
+        body = np.frombuffer(data, np.uint8)
+        buffer[_COMMAND_HEAD : _COMMAND_HEAD + inline] = body[:inline]
+        self.guard.wait(self.comm.start_broadcast(buffer, 0), "a message to all ranks")
+        self.comm.traffic.count("Ibcast", _COMMAND_BYTES)
+        if inline < len(data):
+            self.comm.broadcast(body[inline:].copy(), 0)
+
+    def receive_bytes(self, what: str = "a message from rank 0") -> bytes:
+        """Return the bytes that rank 0 sends; wait for them with the deadline."""
+        buffer = np.empty(_COMMAND_BYTES, np.uint8)
+        self.guard.wait(self.comm.start_broadcast(buffer, 0), what)
+        self.comm.traffic.count("Ibcast", _COMMAND_BYTES)
+        size = int(buffer[:_COMMAND_HEAD].view(np.int64)[0])
+        inline = min(size, _COMMAND_BYTES - _COMMAND_HEAD)
+        head = buffer[_COMMAND_HEAD : _COMMAND_HEAD + inline].tobytes()
+        if inline == size:
+            return head
+        rest = np.empty(size - inline, np.uint8)
+        self.comm.broadcast(rest, 0)
+        return head + rest.tobytes()
+
+
+def _head_of(value: Any, call: str) -> _ArrayHead:
+    if _arrays.is_array(value):
+        x, kind = _arrays.as_array(value, call)
+        return _ArrayHead(x.dtype, tuple(x.shape), kind, _arrays.is_device_array(x))
+    return _ArrayHead(None, (), "array", False, payload=value)
+
+
+def _join_bytes(arrays: Sequence[Any]) -> Any:
+    parts = [_arrays.as_bytes(_arrays.contiguous(x)) for x in arrays]
+    return np.concatenate(parts) if parts else np.empty(0, np.uint8)
+
+
+def _check_axis(x: Any, axis: object, call: str) -> int:
+    if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
+        raise TypeError(
+            f"{call}: expected `axis` to be an int, got {axis!r} of type "
+            f"{type(axis).__name__}"
+        )
+    if x.ndim == 0:
+        raise ValueError(
+            f"{call}: expected arrays of at least one dimension, got {x.dtype.name} "
+            "(); write `numpy.reshape(x, (1,))` to gather one number per replica"
+        )
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(
+            f"{call}: expected -{x.ndim} <= axis < {x.ndim} for {_arrays.describe(x)}, "
+            f"got axis={axis}"
+        )
+    return int(axis) % x.ndim
+
+
+def _shape_without(shape: tuple[int, ...], axis: int) -> str:
+    sizes = ["*" if k == axis else str(n) for k, n in enumerate(shape)]
+    return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"

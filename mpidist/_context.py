@@ -1,0 +1,159 @@
+"""Which strategy, and at which of the levels, the current thread runs.
+
+A stack of frames per thread. Strategies push themselves; this module knows none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpidist._coordinator import Coordinator
+    from mpidist._replica import ReplicaContext
+    from mpidist._strategy import Strategy
+
+
+class Level(enum.Enum):
+    """What kind of code runs, and with it which calls are legal."""
+
+    CROSS_REPLICA = "in cross-replica context"
+    REPLICA = "in a replica context (inside `strategy.run`)"
+    COORDINATOR = "inside merge_fn"
+    UPDATE = "inside the function of `update`"
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One entry of the stack."""
+
+    strategy: Strategy
+    level: Level
+    replica_context: ReplicaContext | None = None
+    coordinator: Coordinator | None = None
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.scope_is_global = False
+
+
+_stack = _Stack()
+_defaults: list[Frame] = []
+
+
+def set_default(frame: Frame) -> None:
+    """Say what holds where no strategy is in force."""
+    _defaults[:] = [frame]
+
+
+def current() -> Frame:
+    """Return the innermost frame; the default one outside every scope."""
+    frames = _stack.frames
+    return frames[-1] if frames else _defaults[0]
+
+
+def depth() -> int:
+    """Return the number of frames that are in force."""
+    return len(_stack.frames)
+
+
+@contextlib.contextmanager
+def entered(frame: Frame) -> Iterator[None]:
+    """Make ``frame`` the innermost one, for the length of a ``with`` block."""
+    frames = _stack.frames
+    frames.append(frame)
+    try:
+        yield
+    finally:
+        if frames[-1] is not frame:
+            raise RuntimeError(
+                f"a scope of {frame.strategy} was left while a later one is still "
+                "open; leave scopes in the reverse order, best by `with`"
+            )
+        frames.pop()
+
+
+def push_global(frame: Frame | None) -> None:
+    """Enter, replace or leave the scope that needs no ``with``."""
+    if _stack.frames and not _stack.scope_is_global or len(_stack.frames) > 1:
+        raise RuntimeError(
+            "Must not be called inside a `Strategy` scope. "
+            "`experimental_set_strategy` is for the top level of a program; leave the "
+            "`with strategy.scope():` block first"
+        )
+    _stack.frames[:] = [] if frame is None else [frame]
+    _stack.scope_is_global = frame is not None
+
+
+def get_strategy() -> Strategy:
+    """Return the strategy in force; outside every scope the default strategy.
+
+    Never None. Inside ``scope()``, ``run``, ``merge_fn`` and ``update`` it is the
+    strategy that these belong to. Not collective.
+    """
+    return current().strategy
+
+
+def has_strategy() -> bool:
+    """Return whether a strategy other than the default one is in force.
+
+    Not collective.
+    """
+    return current().strategy is not _defaults[0].strategy
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """Return the replica context, or None in cross-replica context.
+
+    Outside every scope it is that of the default strategy: replica 0 of 1. Not
+    collective.
+    """
+    return current().replica_context
+
+
+def in_cross_replica_context() -> bool:
+    """Return whether `get_replica_context` returns None.
+
+    True in ``scope()``, in ``merge_fn`` and in the function of ``update``. Not
+    collective.
+    """
+    return current().replica_context is None
+
+
+def require_cross_replica(strategy: Strategy, call: str) -> Frame:
+    """Return the frame if ``call`` of ``strategy`` is legal here, else raise."""
+    frame = current()
+    if _stack.frames and frame.strategy is not strategy:
+        raise RuntimeError(
+            f"{call}: Mixing different Strategy objects: {frame.strategy} is not "
+            f"{strategy}. Leave the scope of the first one, or make the call on "
+            "`mpidist.get_strategy()`"
+        )
+    if frame.level is Level.REPLICA and _stack.frames:
+        raise RuntimeError(
+            f"{call}: Method requires being in cross-replica context, use "
+            f"get_replica_context().merge_call(). This code runs {frame.level.value}: "
+            f"{_instead(call)}"
+        )
+    return frame
+
+
+def _instead(call: str) -> str:
+    name = call.split(".")[-1]
+    if name in ("reduce", "reduce_to", "batch_reduce_to"):
+        return "write `mpidist.get_replica_context().all_reduce(op, value)`"
+    if name == "gather":
+        return (
+            "use get_replica_context().all_gather() instead: write "
+            "`mpidist.get_replica_context().all_gather(value, axis)`"
+        )
+    return (
+        f"call `{name}` outside `strategy.run`, or in a function that you pass to "
+        "`mpidist.get_replica_context().merge_call(...)`"
+    )

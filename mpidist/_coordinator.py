@@ -1,0 +1,452 @@
+"""merge_call: rank 0 commands, the other ranks follow.
+
+The protocol
+------------
+1. *Entry.* All ranks agree on the structure of the arguments (one header). Arrays and
+   numbers become `PerReplica` handles; each rank keeps its component under the same
+   key. Other objects are compared by a hash that rides in the same header: equal ones
+   stay as they are; if any differ, all ranks exchange the hashes, and those that differ
+   become PerReplica of objects.
+2. *Commands.* Rank 0 runs merge_fn. Each cross-replica verb that it calls is one
+   message to the followers: name and arguments, pickled, with distributed values,
+   variables and the strategy replaced by their keys, and arrays sent apart from
+   their buffers. Then every rank runs the verb (`_dispatch.execute`), which does its
+   own agreement and moves its own data, and registers its results under the same keys.
+3. *End.* The last message says what merge_fn returned or raised. Values that the
+   ranks have are named by key, arrays that rank 0 made are broadcast from their
+   buffers, PerReplica that rank 0 made are scattered, the rest is in the message.
+
+When something fails
+--------------------
+- merge_fn raises: the last message carries the exception; all ranks raise.
+- A verb fails: verbs fail on all ranks or on none (see `_collectives`). Rank 0 raises
+  inside merge_fn, which may catch it, so the followers keep quiet and wait for the
+  next message. If merge_fn lets it through, they raise what they had, or rank 0's.
+- A follower can not even read a message (a function that is not importable there): it
+  joins the verb's agreement with its error flag up.
+- Rank 0 takes too long: the followers' wait for a message has the guard's deadline.
+
+Memory: when rank 0 drops a handle, its key rides along with the next command, and the
+followers drop theirs. At the end of the merge_call all are dropped.
+
+Rejected: gathering the arguments on rank 0 (the one thing that this module avoids);
+running merge_fn on every rank, as TensorFlow's multi-worker strategy does (side effects
+happen N times, and code that looks at one replica's values diverges silently).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import cloudpickle
+import numpy as np
+
+from mpidist import _arrays, _context, _dispatch, _nest
+from mpidist._errors import CollectiveError, format_exception
+from mpidist._guard import Call, dump_exception, load_exception
+from mpidist._values import (
+    DistributedValues,
+    Key,
+    Mirrored,
+    PerReplica,
+    own_component,
+)
+from mpidist._variables import Variable
+
+if TYPE_CHECKING:
+    from mpidist._strategy import Strategy
+
+_STRATEGY: Final = "strategy"
+_VALUE: Final = "value"
+_MAIN: Final = "__main__"
+
+
+class Coordinator:
+    """Rank 0's side of one merge_call, while merge_fn runs."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._collectives = strategy.extended._collectives
+        self._registry = strategy.extended._registry
+        self._dropped: list[Key] = []
+
+    def command(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Have all ranks run a verb; return rank 0's result."""
+        if self._collectives.comm.size == 1:
+            return _dispatch.execute(self._strategy, name, args)
+        head, buffers = self.encode((name, args))
+        self._collectives.guard.check_late()
+        dropped, self._dropped = self._dropped, []
+        self._collectives.send_bytes(
+            pickle.dumps(("do", head, len(buffers), dropped, name))
+        )
+        if buffers:
+            self._collectives.send_arrays(buffers, name)
+        result = self._execute(name, args)
+        self.watch(result)
+        return result
+
+    def _execute(self, name: str, args: tuple[Any, ...]) -> Any:
+        frame = _context.Frame(self._strategy, _context.Level.CROSS_REPLICA)
+        with _context.entered(frame):
+            return _dispatch.execute(self._strategy, name, args)
+
+    def fetch(self, values: list[DistributedValues]) -> None:
+        """Gather the components of these values to rank 0, where not known."""
+        unknown = [v for v in values if v._all is None and not isinstance(v, Mirrored)]
+        if unknown:
+            columns = self.command("collect", (unknown,))
+            for value, column in zip(unknown, columns, strict=True):
+                value._all = tuple(column)
+
+    def watch(self, tree: Any) -> None:
+        """Tell the followers when rank 0 drops one of these values."""
+        for leaf in _nest.flatten(tree)[0]:
+            if isinstance(leaf, DistributedValues):
+                weakref.finalize(leaf, self._dropped.append, leaf._key)
+
+    def encode(self, message: Any) -> tuple[bytes, list[Any]]:
+        """Pickle a message; return it and the arrays that travel apart."""
+        stream = io.BytesIO()
+        pickler = _Pickler(stream, self)
+        pickler.dump(message)
+        return stream.getvalue(), pickler.arrays
+
+    def key_of(self, value: Any) -> Key:
+        """Return the key under which every rank has this value.
+
+        A PerReplica that rank 0 made is scattered first.
+
+        Raises:
+            ValueError: for a value that the other ranks do not have.
+        """
+        key: Key = value._key
+        if key is not None and self._registry.get(key) is value:
+            return key
+        if isinstance(value, DistributedValues) and value._all is not None:
+            self.command("scatter", (_OnRank0(value),))
+            return value._key
+        if isinstance(value, Mirrored):
+            # The same everywhere: rank 0's copy serves.
+            value._key = None
+        raise ValueError(
+            f"merge_fn uses {value!r:.200}, which the other ranks do not have (any "
+            "more): it belongs to a `merge_call` that has ended, or was made on rank "
+            "0 alone. Pass it to `merge_call` as an argument"
+        )
+
+
+class _OnRank0:
+    """Marks an argument of a command that stays on rank 0."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_OnRank0, (None,))
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles functions by cloudpickle; values by key; arrays apart."""
+
+    def __init__(self, stream: io.BytesIO, coordinator: Coordinator) -> None:
+        super().__init__(stream, protocol=5, buffer_callback=None)
+        self._coordinator = coordinator
+        self.arrays: list[Any] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        if obj is self._coordinator._strategy:
+            return (_STRATEGY,)
+        if isinstance(obj, (DistributedValues, Variable)):
+            return (_VALUE, self._coordinator.key_of(obj))
+        if obj is self._coordinator._strategy.extended:
+            return ("extended",)
+        plain = type(obj) is np.ndarray and obj.dtype.kind in "biufc" and obj.size > 8
+        if plain or _arrays.is_device_array(obj):
+            self.arrays.append(obj)
+            return ("array", len(self.arrays) - 1)
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        # Every rank runs the same program, so what is at the top level of the script
+        # is there too: by reference, as for any other module. cloudpickle would copy
+        # it with the globals that it uses.
+        if isinstance(obj, (types.FunctionType, type)):
+            name = getattr(obj, "__qualname__", "")
+            if obj.__module__ == _MAIN and _lookup(_MAIN, name) is obj:
+                return (_lookup_or_raise, (_MAIN, name))
+        return super().reducer_override(obj)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, strategy: Strategy, arrays: list[Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._strategy = strategy
+        self._arrays = arrays
+
+    def persistent_load(self, pid: Any) -> Any:
+        if pid[0] == _STRATEGY:
+            return self._strategy
+        if pid[0] == "extended":
+            return self._strategy.extended
+        if pid[0] == "array":
+            return self._arrays[pid[1]]
+        value = self._strategy.extended._registry.get(pid[1])
+        if value is None:
+            rank = self._strategy.extended._replica_id
+            raise ValueError(
+                f"merge_fn uses a value that rank {rank} has not kept; pass it to "
+                "`merge_call` as an argument"
+            )
+        return value
+
+
+def _lookup(module: str, name: str) -> Any:
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _lookup_or_raise(module: str, name: str) -> Any:
+    found = _lookup(module, name)
+    if found is None:
+        raise AttributeError(
+            f"`{name}` is not defined in the program of this rank; define it on all "
+            "ranks, outside `if rank == 0`"
+        )
+    return found
+
+
+# --- one merge_call, from all sides -------------------------------------------------
+
+
+def merge_call(
+    strategy: Strategy,
+    merge_fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run ``merge_fn`` on rank 0; return this replica's part of its result.
+
+    Collective.
+    """
+    collectives = strategy.extended._collectives
+    arguments, held = _enter(strategy, merge_fn, args, kwargs)
+    if collectives.comm.rank == 0:
+        return _lead(strategy, merge_fn, arguments)
+    return _follow(strategy, held)
+
+
+def _enter(
+    strategy: Strategy,
+    merge_fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, dict[Key, Any]]:
+    """Agree on the arguments; return them as merge_fn sees them, and the handles."""
+    collectives = strategy.extended._collectives
+    registry = strategy.extended._registry
+    try:
+        if not callable(merge_fn):
+            raise TypeError(
+                f"merge_call: expected `merge_fn` to be a function, got {merge_fn!r}"
+            )
+        leaves, structure = _nest.flatten((args, kwargs))
+        kinds = [_kind_of(leaf, strategy) for leaf in leaves]
+        hashes = [
+            _object_hash(leaf) if kind == "object" else 0
+            for leaf, kind in zip(leaves, kinds, strict=True)
+        ]
+    except Exception as error:
+        collectives.invalid("merge_call", error)
+    combined = hash(tuple(hashes)) >> 2
+    text = structure.render(kinds)
+    equal = collectives.guard.agree_softly(Call(f"merge_call {text}"), combined)
+    different: set[int] = set()
+    if not equal:
+        rows = collectives.comm.all_gather_integers(hashes)
+        different = {
+            i for i, column in enumerate(zip(*rows, strict=True)) if len({*column}) > 1
+        }
+    number = registry.next_key()
+    held: dict[Key, Any] = {}
+    seen = []
+    for index, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
+        if kind == "component" or index in different:
+            key = (number, index)
+            leaf = registry.wrap(PerReplica, own_component(leaf), key)
+            held[key] = leaf
+        seen.append(leaf)
+    return structure.unflatten(seen), held
+
+
+def _kind_of(leaf: Any, strategy: Strategy) -> str:
+    """Return what becomes of an argument; the same text on all ranks, or a mismatch."""
+    if isinstance(leaf, Variable):
+        if leaf.distribute_strategy is not strategy:
+            raise ValueError(
+                f"merge_call: {leaf!r} belongs to {leaf.distribute_strategy}, not to "
+                f"{strategy}"
+            )
+        return f"Variable {leaf.name!r} #{leaf._key}"
+    if isinstance(leaf, DistributedValues):
+        return "component"
+    if _arrays.is_array(leaf) or _arrays.is_number(leaf):
+        _arrays.as_array(leaf, "merge_call")
+        return "component"
+    return "object"
+
+
+def _object_hash(x: Any) -> int:
+    """Return a hash that is the same on all ranks for equal objects."""
+    try:
+        data = repr(x).encode() if type(x) in (str, bool) else cloudpickle.dumps(x)
+    except Exception:
+        # Not picklable (a lock, an open file): the ranks' objects are taken for the
+        # same if they are of the same type.
+        data = type(x).__qualname__.encode()
+    digest = hashlib.blake2b(data, digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+def _lead(strategy: Strategy, merge_fn: Callable[..., Any], arguments: Any) -> Any:
+    coordinator = Coordinator(strategy)
+    collectives = strategy.extended._collectives
+    args, kwargs = arguments
+    frame = _context.Frame(
+        strategy, _context.Level.COORDINATOR, coordinator=coordinator
+    )
+    several = collectives.comm.size > 1
+    try:
+        with _context.entered(frame):
+            coordinator.watch((args, kwargs))
+            result = merge_fn(strategy, *args, **kwargs)
+            del args, kwargs, arguments
+            leaves, structure = _nest.flatten(result)
+            parts = [_part_of(leaf, coordinator) for leaf in leaves]
+            if several:
+                head, buffers = coordinator.encode(structure.unflatten(parts))
+                collectives.guard.check_late()
+    except BaseException as error:
+        if several and not collectives.guard.broken:
+            data = dump_exception(error)
+            trace = format_exception(error)
+            collectives.send_bytes(pickle.dumps(("raise", data, trace)))
+        raise
+    if several:
+        collectives.send_bytes(pickle.dumps(("return", head, len(buffers))))
+        if buffers:
+            collectives.send_arrays(buffers, "merge_call")
+    return structure.unflatten([own_component(leaf) for leaf in leaves])
+
+
+def _part_of(leaf: Any, coordinator: Coordinator) -> Any:
+    """Return a leaf of merge_fn's result in the form in which it travels."""
+    if isinstance(leaf, Mirrored) and (
+        leaf._key is None or coordinator._registry.get(leaf._key) is not leaf
+    ):
+        return leaf._own
+    return leaf
+
+
+def _follow(strategy: Strategy, held: dict[Key, Any]) -> Any:
+    """Run what rank 0 commands until it says that merge_fn has ended."""
+    collectives = strategy.extended._collectives
+    failure: BaseException | None = None
+    while True:
+        message = pickle.loads(
+            collectives.receive_bytes("merge_call, waiting for merge_fn on rank 0")
+        )
+        if message[0] == "do":
+            _, head, num_arrays, dropped, name = message
+            failure = _obey(strategy, head, num_arrays, name, held)
+            for key in dropped:
+                held.pop(key, None)
+        elif message[0] == "return":
+            _, head, num_arrays = message
+            arrays = collectives.receive_arrays() if num_arrays else []
+            if failure is not None and not collectives.guard.enabled:
+                raise failure  # nobody else knows
+            result = _Unpickler(head, strategy, arrays).load()
+            return _nest.map_structure(own_component, result)
+        else:
+            _, data, trace = message
+            raise remote_error(collectives.comm.rank, data, trace, failure)
+
+
+def _obey(
+    strategy: Strategy, head: bytes, num_arrays: int, name: str, held: dict[Key, Any]
+) -> BaseException | None:
+    """Run one command. What it raises, rank 0 has raised too, and decides about."""
+    collectives = strategy.extended._collectives
+    frame = _context.Frame(strategy, _context.Level.CROSS_REPLICA)
+    try:
+        arrays = collectives.receive_arrays() if num_arrays else []
+        with _context.entered(frame):
+            try:
+                _, args = _Unpickler(head, strategy, arrays).load()
+            except Exception as error:
+                collectives.invalid(f"the coordinator's {name}", error)
+            result = _dispatch.execute(strategy, name, args)
+    except Exception as error:
+        if collectives.guard.broken:
+            raise
+        return error
+    for leaf in _nest.flatten(result)[0]:
+        if isinstance(leaf, (DistributedValues, Variable)):
+            held[leaf._key] = leaf
+    for value in args:
+        if isinstance(value, _OnRank0) and isinstance(value.value, PerReplica):
+            held[value.value._key] = value.value
+    return None
+
+
+def remote_error(
+    rank: int, data: bytes, trace: str, failure: BaseException | None
+) -> BaseException:
+    """Return what a follower raises when merge_fn has raised on rank 0."""
+    error = load_exception(data, trace)
+    own = failure is not None and not isinstance(failure, CollectiveError)
+    if own and isinstance(error, CollectiveError) and failure is not None:
+        return failure  # it was this rank's own function that failed
+    if error is None:
+        last = trace.strip().splitlines()[-1] if trace.strip() else "unknown"
+        return CollectiveError(
+            f"[rank {rank}] merge_fn raised on rank 0: {last}\n{trace}"
+        )
+    error.add_note(f"[rank {rank}] merge_fn raised this on rank 0:\n{trace}")
+    return error
+
+
+# --- the verbs that only the coordinator needs ----------------------------------------
+
+
+@_dispatch.verb("collect")
+def _collect(strategy: Strategy, values: list[DistributedValues]) -> Any:
+    """Return the components of values: on rank 0, a column for each value."""
+    collectives = strategy.extended._collectives
+    rows = collectives.collect([v._own for v in values], "experimental_local_results")
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+@_dispatch.verb("scatter")
+def _scatter(strategy: Strategy, marked: _OnRank0) -> None:
+    """Give each rank its component of a PerReplica that rank 0 made."""
+    collectives = strategy.extended._collectives
+    registry = strategy.extended._registry
+    value = marked.value
+    rows = None if value is None else [[component] for component in value._all]
+    (own,) = collectives.scatter(rows, "scatter a PerReplica of the coordinator")
+    key = (registry.next_key(), 0)
+    if value is None:
+        marked.value = registry.wrap(PerReplica, own, key)
+    else:
+        registry.add(key, value)

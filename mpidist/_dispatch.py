@@ -1,0 +1,45 @@
+"""From a cross-replica call to its verb: at once, or as a command of the coordinator.
+
+A verb is a function ``verb(strategy, *args)`` that every rank runs, with the same
+effect on all. At program level all ranks call it. Inside ``merge_fn`` only rank 0
+does: there the call becomes a command, and then every rank runs the very same verb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mpidist import _context
+
+if TYPE_CHECKING:
+    from mpidist._strategy import Strategy
+
+_verbs: dict[str, Callable[..., Any]] = {}
+
+
+def verb(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as the verb of that name."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _verbs[name] = function
+        return function
+
+    return register
+
+
+def perform(strategy: Strategy, name: str, *args: Any) -> Any:
+    """Check that a cross-replica call is legal here, and carry it out.
+
+    Raises:
+        RuntimeError: in a replica context, or in the scope of another strategy.
+    """
+    frame = _context.require_cross_replica(strategy, name)
+    if frame.coordinator is not None:
+        return frame.coordinator.command(name, args)
+    return execute(strategy, name, args)
+
+
+def execute(strategy: Strategy, name: str, args: tuple[Any, ...]) -> Any:
+    """Run the verb on this rank."""
+    return _verbs[name](strategy, *args)

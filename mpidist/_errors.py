@@ -1,0 +1,83 @@
+"""The exceptions of mpidist, and how their messages begin.
+
+::
+
+    RuntimeError
+    └── CollectiveError
+        ├── CollectiveMismatchError   the ranks called different things
+        ├── CollectiveTimeoutError    a rank did not come
+        └── ReplicaError              another rank raised
+
+Everything else that mpidist raises is a built-in: ``TypeError`` and
+``ValueError`` for bad input, ``RuntimeError`` for a call in the wrong context.
+"""
+
+from __future__ import annotations
+
+import traceback
+
+
+class CollectiveError(RuntimeError):
+    """Base class of the errors that all ranks of a strategy raise together."""
+
+
+class CollectiveMismatchError(CollectiveError):
+    """The ranks did not make the same call, or not with the same arrays.
+
+    Raised on every rank, before any data moves. The message lists, for each
+    group of ranks, what that group called. The strategy can be used afterwards.
+    """
+
+
+class CollectiveTimeoutError(CollectiveError):
+    """Some ranks did not arrive at a collective within ``timeout_seconds``.
+
+    The message names the missing ranks. The strategy that timed out can not be
+    used any more; the arrays of each rank are as they were before the call.
+    """
+
+
+class ReplicaError(CollectiveError):
+    """Another rank raised while this one was waiting for it.
+
+    The message holds that rank's traceback. The rank that failed raises its own
+    exception, unchanged. The strategy can be used afterwards.
+    """
+
+
+class RemoteTraceback(Exception):
+    """Carries a traceback that was printed on another rank, as a ``__cause__``."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.text}"""'
+
+
+def on_rank(rank: int, message: str) -> str:
+    """Prefix a message with the rank that raises it."""
+    return f"[rank {rank}] {message}"
+
+
+def format_exception(error: BaseException) -> str:
+    """Return the whole traceback of ``error`` as text."""
+    return "".join(
+        traceback.format_exception(type(error), error, error.__traceback__)
+    )
+
+
+def format_ranks(ranks: list[int] | tuple[int, ...]) -> str:
+    """Return ``rank 2`` or ``ranks 0-2, 5`` for a list of ranks."""
+    ordered = sorted(ranks)
+    spans: list[str] = []
+    start = previous = None
+    for rank in [*ordered, None]:
+        if previous is not None and rank == previous + 1:
+            previous = rank
+            continue
+        if start is not None:
+            spans.append(str(start) if start == previous else f"{start}-{previous}")
+        start = previous = rank
+    return f"rank{'' if len(ordered) == 1 else 's'} {', '.join(spans)}"

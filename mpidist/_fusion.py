@@ -1,0 +1,153 @@
+"""Many leaves in few flat buffers: the plan of an all-reduce, and its execution.
+
+A plan is made once for each (operation, structure, shapes, dtypes) and kept: it
+knows which leaf goes to which place of which buffer, and what MPI is asked to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Final
+
+import numpy as np
+
+from mpidist import _arrays, _dtypes
+from mpidist._options import ReduceOp
+from mpidist._transports import Transports
+
+_NUMPY_COMBINE: Final = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What a plan knows of a leaf: everything but its values."""
+
+    shape: tuple[int, ...]
+    reduction: _dtypes.Reduction
+    on_device: bool
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Leaves that travel in one buffer: their indices, and their places in it."""
+
+    leaves: tuple[int, ...]
+    offsets: tuple[int, ...]
+    size: int
+
+
+class FlatBuffers:
+    """Flat buffers that are kept from call to call, one for each kind of array."""
+
+    def __init__(self) -> None:
+        self._kept: dict[bool, Any] = {}
+
+    def get(self, count: int, dtype: Any, near: Any) -> Any:
+        """Return a flat buffer of ``count`` elements, where the array ``near`` is."""
+        key = _arrays.is_device_array(near)
+        nbytes = count * dtype.itemsize
+        kept = self._kept.get(key)
+        if kept is None or kept.nbytes < nbytes:
+            kept = self._kept[key] = _arrays.empty_like(near, (nbytes,), np.uint8)
+        return kept[:nbytes].view(dtype)
+
+
+def plan_buckets(leaves: list[Leaf], bytes_per_pack: int) -> list[Bucket]:
+    """Deal leaves to buckets of at most ``bytes_per_pack``, in order, by dtype.
+
+    A leaf that is larger than a bucket has one of its own.
+    """
+    groups: dict[tuple[Any, str, bool], list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        reduction = leaf.reduction
+        key = (reduction.wire, reduction.mpi, leaf.on_device)
+        groups.setdefault(key, []).append(index)
+    buckets: list[Bucket] = []
+    for (wire, mpi, _), members in groups.items():
+        room = max(1, bytes_per_pack // wire.itemsize)
+        taken: list[int] = []
+        offsets: list[int] = []
+        used = 0
+        for index in members:
+            size = leaves[index].size
+            if taken and (used + size > room or mpi == "gather"):
+                buckets.append(Bucket(tuple(taken), tuple(offsets), used))
+                taken, offsets, used = [], [], 0
+            taken.append(index)
+            offsets.append(used)
+            used += size
+        buckets.append(Bucket(tuple(taken), tuple(offsets), used))
+    return buckets
+
+
+def reduce_bucket(
+    bucket: Bucket,
+    leaves: list[Leaf],
+    arrays: list[Any],
+    transports: Transports,
+    buffers: FlatBuffers,
+    results: list[Any],
+) -> None:
+    """All-reduce the arrays of one bucket into new arrays in ``results``.
+
+    Collective. The input arrays are not changed.
+    """
+    num_replicas = transports.host.comm.size
+    first = arrays[bucket.leaves[0]]
+    transport = transports.of(first)
+    reduction = leaves[bucket.leaves[0]].reduction
+    if reduction.mpi == "gather":
+        (index,) = bucket.leaves
+        results[index] = _reduce_gathered(arrays[index], reduction, transports)
+        return
+    if len(bucket.leaves) == 1:
+        (index,) = bucket.leaves
+        send = _arrays.flat(_arrays.contiguous(arrays[index]))
+        encoded = reduction.encode(send)
+        if reduction.encoding == "bool":
+            encoded = encoded.copy()  # a view of the user's array
+        if reduction.encoding == "none":
+            result = _arrays.empty_like(send, leaves[index].shape, reduction.result)
+            received = _arrays.flat(result)
+            transport.allreduce(encoded, received, reduction.mpi)
+            if reduction.op is ReduceOp.MEAN:
+                reduction.decode(received, num_replicas, received)
+        else:
+            transport.allreduce_in_place(encoded, reduction.mpi)
+            result = _unpack(encoded, leaves[index], num_replicas)
+        results[index] = result
+        return
+    packed = buffers.get(bucket.size, reduction.wire, first)
+    for index, offset in zip(bucket.leaves, bucket.offsets, strict=True):
+        leaf = leaves[index]
+        part = packed[offset : offset + leaf.size]
+        leaf.reduction.encode(arrays[index], part.reshape(leaf.shape))
+    transport.allreduce_in_place(packed, reduction.mpi)
+    for index, offset in zip(bucket.leaves, bucket.offsets, strict=True):
+        leaf = leaves[index]
+        part = packed[offset : offset + leaf.size]
+        results[index] = _unpack(part, leaf, num_replicas)
+
+
+def _unpack(part: Any, leaf: Leaf, num_replicas: int) -> Any:
+    result = _arrays.empty_like(part, leaf.shape, leaf.reduction.result)
+    leaf.reduction.decode(part.reshape(leaf.shape), num_replicas, result)
+    return result
+
+
+def _reduce_gathered(
+    x: Any, reduction: _dtypes.Reduction, transports: Transports
+) -> Any:
+    """Reduce what MPI can not: gather all values, combine them in rank order."""
+    size = transports.host.comm.size
+    send = _arrays.as_bytes(_arrays.contiguous(x))
+    receive = _arrays.empty_like(send, (send.size * size,), np.uint8)
+    transports.of(x).all_gather(send, receive, [send.size] * size)
+    values = _arrays.from_bytes(receive, x.dtype, (size, *x.shape))
+    return _NUMPY_COMBINE[reduction.op].reduce(values, axis=0).reshape(x.shape)

@@ -1,0 +1,172 @@
+"""Nested structures, with the rules of tf.nest; the only user of optree.
+
+Nodes are lists, tuples, named tuples, dicts and other standard mappings (their
+children ordered by sorted key) and deques; everything else, None and strings
+included, is a leaf. optree keeps the insertion order of an OrderedDict, which
+may differ from rank to rank; here its keys are sorted as well, so that no leaf
+is ever reduced into another one.
+"""
+
+from __future__ import annotations
+
+import collections
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import optree
+
+NAMESPACE: Final = "mpidist"
+_LEAF: Final = "\0"  # stands for a leaf in a text: no repr of a key contains it
+
+
+class Structure:
+    """The shape of a nest: hashable, comparable across ranks by its text."""
+
+    __slots__ = ("_order", "_parts", "_spec", "_text")
+
+    def __init__(self, spec: optree.PyTreeSpec) -> None:
+        self._spec = spec
+        order: list[int] = []
+        self._parts = _describe(spec, 0, order).split(_LEAF)
+        self._text = "*".join(self._parts)
+        identity = order == list(range(len(order)))
+        self._order = None if identity else order
+
+    @property
+    def num_leaves(self) -> int:
+        """The number of leaves."""
+        return int(self._spec.num_leaves)
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __repr__(self) -> str:
+        return f"Structure({self._text})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Structure) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def render(self, leaves: list[str]) -> str:
+        """Return the text of this structure with a text for each leaf."""
+        pieces = [self._parts[0]]
+        for leaf, part in zip(leaves, self._parts[1:], strict=True):
+            pieces += (leaf, part)
+        return "".join(pieces)
+
+    def sort(self, leaves: list[Any]) -> list[Any]:
+        """Bring leaves from optree's order into this structure's order."""
+        if self._order is None:
+            return leaves
+        return [leaves[i] for i in self._order]
+
+    def unflatten(self, leaves: Iterable[Any]) -> Any:
+        """Build the nest with these leaves."""
+        if self._order is None:
+            return self._spec.unflatten(leaves)
+        unsorted: list[Any] = [None] * len(self._order)
+        for position, leaf in zip(self._order, leaves, strict=True):
+            unsorted[position] = leaf
+        return self._spec.unflatten(unsorted)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Structure]:
+    """Return the leaves of a nest, and its structure."""
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    structure = _structures.get(spec)
+    if structure is None:
+        if len(_structures) >= _MOST_STRUCTURES:
+            _structures.clear()
+        structure = _structures[spec] = Structure(spec)
+    return structure.sort(leaves), structure
+
+
+def map_structure(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Apply ``function`` to the leaves of nests of one structure.
+
+    Raises:
+        ValueError: where the structures differ.
+    """
+    leaves, structure = flatten(tree)
+    columns = [leaves]
+    for other in others:
+        more, its_structure = flatten(other)
+        if its_structure != structure:
+            raise ValueError(
+                f"expected nests of the same structure, got {structure} and "
+                f"{its_structure}"
+            )
+        columns.append(more)
+    return structure.unflatten([function(*row) for row in zip(*columns, strict=True)])
+
+
+def is_leaf(tree: Any) -> bool:
+    """Return whether ``tree`` is one leaf rather than a container."""
+    return bool(optree.all_leaves((tree,), none_is_leaf=True, namespace=NAMESPACE))
+
+
+# A training loop sees a handful of structures; the limit is for programs that
+# make new ones for ever.
+_MOST_STRUCTURES: Final = 1024
+_structures: dict[optree.PyTreeSpec, Structure] = {}
+
+
+def _describe(spec: optree.PyTreeSpec, first: int, order: list[int]) -> str:
+    """Return the canonical text of ``spec``; append its leaf numbers to order."""
+    if spec.is_leaf():
+        order.append(first)
+        return _LEAF
+    children = spec.children()
+    entries: list[Any] = list(spec.entries())
+    starts: list[int] = []
+    for child in children:
+        starts.append(first)
+        first += child.num_leaves
+    rows = list(zip(entries, children, starts, strict=True))
+    kind = spec.type
+    if kind is not None and issubclass(kind, dict):
+        rows.sort(key=lambda row: _sort_key(row[0]))
+        name = "" if kind is dict else kind.__name__
+        inner = ", ".join(f"{k!r}: {_describe(c, s, order)}" for k, c, s in rows)
+        return f"{name}{{{inner}}}"
+    parts = [_describe(c, s, order) for _, c, s in rows]
+    if kind is list:
+        return f"[{', '.join(parts)}]"
+    if kind is tuple:
+        return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
+    fields = getattr(kind, "_fields", None)
+    if fields is not None:
+        parts = [f"{f}={p}" for f, p in zip(fields, parts, strict=True)]
+    elif kind in _MAPPINGS:
+        parts = [f"{k!r}: {p}" for k, p in zip(entries, parts, strict=True)]
+    return f"{getattr(kind, '__name__', kind)}({', '.join(parts)})"
+
+
+def _sort_key(key: Any) -> tuple[str, Any]:
+    # Keys of one type sort by themselves; mixed ones by type first, as optree does.
+    try:
+        key < key  # noqa: B015
+    except TypeError:
+        return (type(key).__qualname__, repr(key))
+    return (type(key).__qualname__, key)
+
+
+_MAPPINGS: Final[tuple[type, ...]] = (collections.UserDict, types.MappingProxyType)
+
+
+def _register(kind: Any) -> None:
+    def take_apart(mapping: Any) -> tuple[list[Any], tuple[Any, ...], tuple[Any, ...]]:
+        keys = tuple(sorted(mapping, key=_sort_key))
+        return [mapping[key] for key in keys], keys, keys
+
+    def put_together(keys: tuple[Any, ...], children: Iterable[Any]) -> Any:
+        return kind(dict(zip(keys, children, strict=True)))
+
+    optree.register_pytree_node(kind, take_apart, put_together, namespace=NAMESPACE)
+
+
+for _kind in _MAPPINGS:
+    _register(_kind)

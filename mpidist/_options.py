@@ -1,0 +1,300 @@
+"""Enumerations, option records and the environment; no arrays, no MPI."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+from typing import Final
+
+DEFAULT_TIMEOUT_SECONDS: Final = 1800.0
+DEFAULT_STALL_SECONDS: Final = 60.0
+DEFAULT_BYTES_PER_PACK: Final = 32 * 1024 * 1024
+
+
+class ReduceOp(enum.Enum):
+    """How the values of the replicas are combined.
+
+    ``SUM`` and ``MEAN`` are those of ``tf.distribute.ReduceOp``; ``MIN``, ``MAX``
+    and ``PROD`` go beyond it. Wherever one is expected its name is accepted too,
+    in any case. ``docs/porting.md`` has the table of dtypes and operations.
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+    MIN = "MIN"
+    MAX = "MAX"
+    PROD = "PROD"
+
+    @classmethod
+    def from_variable_aggregation(cls, aggregation: VariableAggregation) -> ReduceOp:
+        """Return the operation that aggregates a variable's updates.
+
+        Args:
+            aggregation: ``VariableAggregation.SUM`` or ``MEAN``.
+
+        Raises:
+            ValueError: for every other aggregation.
+        """
+        if aggregation is VariableAggregation.SUM:
+            return cls.SUM
+        if aggregation is VariableAggregation.MEAN:
+            return cls.MEAN
+        raise ValueError(
+            f"`VariableAggregation.{aggregation.name}` has no `ReduceOp`; only SUM "
+            "and MEAN have one"
+        )
+
+
+class VariableSynchronization(enum.Enum):
+    """When the copies of a variable are brought together (as in TensorFlow)."""
+
+    AUTO = 0
+    NONE = 1
+    ON_WRITE = 2
+    ON_READ = 3
+
+
+class VariableAggregation(enum.Enum):
+    """How the values that replicas assign to one variable are combined."""
+
+    NONE = 0
+    SUM = 1
+    MEAN = 2
+    ONLY_FIRST_REPLICA = 3
+
+
+class CommunicationImplementation(enum.Enum):
+    """How flat buffers are moved.
+
+    ``AUTO`` picks by where the array lives and what MPI can do. ``DIRECT`` gives
+    MPI the buffer as it stands (for a GPU array the MPI must be CUDA-aware).
+    ``STAGED`` copies GPU arrays through host memory. ``RING`` and ``NCCL`` are
+    TensorFlow's names: ``RING`` means ``AUTO`` here, since MPI chooses its own
+    algorithm; ``NCCL`` is refused, since this version has no NCCL transport.
+    """
+
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+    DIRECT = "DIRECT"
+    STAGED = "STAGED"
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class CommunicationOptions:
+    """Options of the collectives of a strategy, or of one call.
+
+    Attributes:
+        bytes_per_pack: the most bytes that leaves are packed into before one MPI
+            call. 0, the default, means ``MPIDIST_FUSION_MB`` or 32 MiB.
+        timeout_seconds: how long a rank waits for the others before every waiting
+            rank raises `CollectiveTimeoutError`, in seconds. None, the default,
+            means ``MPIDIST_TIMEOUT`` or 1,800; 0 means no limit.
+        implementation: a `CommunicationImplementation` or its name.
+        guard: whether each collective first checks that all ranks call the same
+            thing. None, the default, means on, unless ``MPIDIST_GUARD=0``. It
+            belongs to the strategy: in the options of one call it is refused.
+    """
+
+    bytes_per_pack: int
+    timeout_seconds: float | None
+    implementation: CommunicationImplementation
+    guard: bool | None
+
+    def __init__(
+        self,
+        bytes_per_pack: int = 0,
+        timeout_seconds: float | None = None,
+        implementation: CommunicationImplementation | str = (
+            CommunicationImplementation.AUTO
+        ),
+        guard: bool | None = None,
+    ) -> None:
+        """Check and keep the options.
+
+        Raises:
+            ValueError: for a negative size or time, or an unknown implementation.
+            TypeError: for a size, time or guard that is not of its type.
+        """
+        if isinstance(bytes_per_pack, bool) or not isinstance(bytes_per_pack, int):
+            raise TypeError(
+                "CommunicationOptions: expected `bytes_per_pack` to be an int of "
+                f"bytes, got {bytes_per_pack!r}"
+            )
+        if bytes_per_pack < 0:
+            raise ValueError(
+                "CommunicationOptions: expected `bytes_per_pack` to be 0 (automatic) "
+                f"or a number of bytes, got {bytes_per_pack}"
+            )
+        if timeout_seconds is not None:
+            if isinstance(timeout_seconds, bool) or not isinstance(
+                timeout_seconds, (int, float)
+            ):
+                raise TypeError(
+                    "CommunicationOptions: expected `timeout_seconds` to be a number "
+                    f"of seconds or None, got {timeout_seconds!r}"
+                )
+            if not timeout_seconds >= 0:
+                raise ValueError(
+                    "CommunicationOptions: expected `timeout_seconds` to be 0 (no "
+                    f"limit) or a number of seconds, got {timeout_seconds}"
+                )
+        if guard is not None and not isinstance(guard, bool):
+            raise TypeError(
+                "CommunicationOptions: expected `guard` to be True, False or None, "
+                f"got {guard!r}"
+            )
+        object.__setattr__(self, "bytes_per_pack", bytes_per_pack)
+        object.__setattr__(self, "timeout_seconds", timeout_seconds)
+        object.__setattr__(self, "implementation", _as_implementation(implementation))
+        object.__setattr__(self, "guard", guard)
+
+    def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
+        """Return these options, with the fields that ``options`` sets taking over."""
+        if options is None:
+            return self
+        if not isinstance(options, CommunicationOptions):
+            raise TypeError(
+                "expected `options` to be a `mpidist.experimental."
+                f"CommunicationOptions`, got {type(options).__name__}"
+            )
+        implementation = options.implementation
+        if implementation is CommunicationImplementation.AUTO:
+            implementation = self.implementation
+        return CommunicationOptions(
+            bytes_per_pack=options.bytes_per_pack or self.bytes_per_pack,
+            timeout_seconds=(
+                self.timeout_seconds
+                if options.timeout_seconds is None
+                else options.timeout_seconds
+            ),
+            implementation=implementation,
+            guard=self.guard if options.guard is None else options.guard,
+        )
+
+
+def CollectiveHints(
+    bytes_per_pack: int = 0, timeout_seconds: float | None = None
+) -> CommunicationOptions:
+    """Return `CommunicationOptions`; the older TensorFlow name for them."""
+    return CommunicationOptions(
+        bytes_per_pack=bytes_per_pack, timeout_seconds=timeout_seconds
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """What the environment variables ``MPIDIST_*`` say.
+
+    Attributes:
+        abort: end the whole job on an uncaught exception (``MPIDIST_ABORT``).
+        cuda_aware: whether MPI takes GPU buffers; None: ask MPI
+            (``MPIDIST_CUDA_AWARE``).
+        guard: check every collective (``MPIDIST_GUARD``).
+        timeout_seconds: default deadline (``MPIDIST_TIMEOUT``), in seconds.
+        stall_seconds: wait after which the missing ranks are named on stderr
+            (``MPIDIST_STALL_SECONDS``), in seconds.
+        bytes_per_pack: default bucket size, from ``MPIDIST_FUSION_MB`` (MiB).
+    """
+
+    abort: bool
+    cuda_aware: bool | None
+    guard: bool
+    timeout_seconds: float
+    stall_seconds: float
+    bytes_per_pack: int
+
+
+def read_environment() -> Environment:
+    """Read the variables ``MPIDIST_*``.
+
+    Raises:
+        ValueError: for a value that can not be read, naming the variable.
+    """
+    return Environment(
+        abort=_flag("MPIDIST_ABORT", True) is not False,
+        cuda_aware=_flag("MPIDIST_CUDA_AWARE", None),
+        guard=_flag("MPIDIST_GUARD", True) is not False,
+        timeout_seconds=_number("MPIDIST_TIMEOUT", DEFAULT_TIMEOUT_SECONDS),
+        stall_seconds=_number("MPIDIST_STALL_SECONDS", DEFAULT_STALL_SECONDS),
+        bytes_per_pack=int(
+            _number("MPIDIST_FUSION_MB", DEFAULT_BYTES_PER_PACK / 2**20) * 2**20
+        ),
+    )
+
+
+def as_reduce_op(value: object, call: str) -> ReduceOp:
+    """Return the `ReduceOp` that a user means.
+
+    Args:
+        value: a `ReduceOp`, its name in any case, or `VariableAggregation` SUM or
+            MEAN (the StrategyExtended page of TensorFlow writes those).
+        call: the name of the calling function, for the message.
+
+    Raises:
+        ValueError: for a name that is none.
+        TypeError: for another type.
+    """
+    if isinstance(value, ReduceOp):
+        return value
+    if isinstance(value, str):
+        try:
+            return ReduceOp[value.upper()]
+        except KeyError:
+            raise ValueError(
+                f"{call}: {value!r} is not a valid ReduceOp; expected one of "
+                f"{', '.join(op.name for op in ReduceOp)}"
+            ) from None
+    if isinstance(value, VariableAggregation):
+        return ReduceOp.from_variable_aggregation(value)
+    raise TypeError(
+        f"{call}: expected `reduce_op` to be a `mpidist.ReduceOp` or its name, got "
+        f"{value!r} of type {type(value).__name__}"
+    )
+
+
+def _as_implementation(
+    value: CommunicationImplementation | str,
+) -> CommunicationImplementation:
+    if isinstance(value, CommunicationImplementation):
+        return value
+    names = ", ".join(item.name for item in CommunicationImplementation)
+    if isinstance(value, str):
+        try:
+            return CommunicationImplementation[value.upper()]
+        except KeyError:
+            pass
+    raise ValueError(
+        f"CommunicationOptions: expected `implementation` to be one of {names}, got "
+        f"{value!r}"
+    )
+
+
+def _flag(name: str, default: bool | None) -> bool | None:
+    text = os.environ.get(name, "").strip().lower()
+    if text in ("", "auto"):
+        return default
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(
+        f"the environment variable {name} is {text!r}; expected 1 or 0, or unset it"
+    )
+
+
+def _number(name: str, default: float) -> float:
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value >= 0:
+        raise ValueError(
+            f"the environment variable {name} is {text!r}; expected a number that is "
+            "not negative, or unset it"
+        )
+    return value

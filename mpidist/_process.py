@@ -1,0 +1,124 @@
+"""What happens to the job when one of its processes ends, well or badly.
+
+MPI has no rule for a process that ends early: the others wait for it for ever. So,
+from the first `MPIStrategy` on,
+
+- an uncaught exception prints its traceback, with the rank, and aborts the job;
+- a process that reaches its end waits for the others' (as MPI_Finalize would), and a
+  rank that still waits in a collective learns that this one has left: by
+  `sys.exit(code)`, or by finishing.
+
+``MPIDIST_ABORT=0`` turns both off.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Final
+
+from mpidist import _comm
+from mpidist._errors import CollectiveError, RemoteTraceback
+from mpidist._guard import Call, Guard
+
+_LEAVING: Final = Call("nothing more: this rank has left the program")
+_SHORT: Final = 0.0005
+_LONG: Final = 0.02
+# The rank that failed prints and aborts; the others, which raise because of it, wait
+# for that, so that a person reads one traceback.
+_OTHERS_FIRST_SECONDS: Final = 1.5
+_INTERRUPTED: Final = 130  # what a shell reports after Ctrl-C
+
+_guards: list[Guard] = []
+_exit_code: Any = None
+_installed = False
+
+
+def watch(guard: Guard) -> None:
+    """Have the end of this process wait for the ranks of ``guard``."""
+    _guards.append(guard)
+
+
+def forget(guard: Guard) -> None:
+    """Stop that: the strategy was closed."""
+    with contextlib.suppress(ValueError):
+        _guards.remove(guard)
+
+
+def install() -> None:
+    """Install the hooks, once."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    previous_hook = sys.excepthook
+    previous_exit = sys.exit
+
+    def excepthook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        rank = _comm.world_rank()
+        if rank is None or _comm.world_size() == 1:
+            previous_hook(kind, error, trace)
+            return
+        _end_job(rank, kind, error, trace)
+
+    def exit_and_remember(status: Any = None, /) -> None:
+        # An atexit handler can not see the exit code; the ranks that wait for this
+        # one shall leave with the same. `raise SystemExit` is not seen here: those
+        # ranks then raise CollectiveMismatchError instead.
+        global _exit_code
+        _exit_code = status
+        previous_exit(status)
+
+    sys.excepthook = excepthook
+    sys.exit = exit_and_remember  # type: ignore[assignment]
+    atexit.register(_leave)
+
+
+def _end_job(
+    rank: int,
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        text = f"mpidist: rank {rank}: interrupted\n"
+        code = _INTERRUPTED
+    else:
+        because_of_others = isinstance(error, CollectiveError) or isinstance(
+            error.__cause__, RemoteTraceback
+        )
+        if because_of_others:
+            time.sleep(_OTHERS_FIRST_SECONDS + (0.5 if rank else 0.0))
+        lines = "".join(traceback.format_exception(kind, error, trace))
+        text = f"mpidist: rank {rank} raised an exception, ending the job:\n{lines}"
+        code = 1
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    _comm.abort(code)
+
+
+def _leave() -> None:
+    """Wait until all ranks of all strategies have come to their end."""
+    if _comm.world_rank() is None:
+        return
+    waiting: list[Iterator[None]] = [
+        guard.leave(_LEAVING, _exit_code) for guard in _guards
+    ]
+    start = time.monotonic()
+    while waiting:
+        for leaving in list(waiting):
+            try:
+                next(leaving)
+            except StopIteration:
+                waiting.remove(leaving)
+        if waiting:
+            time.sleep(_SHORT if time.monotonic() - start < 1.0 else _LONG)

@@ -1,0 +1,405 @@
+"""Strategy, MPIStrategy, and the default strategy of one replica without MPI."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+from mpidist import _arrays, _comm, _context, _dispatch, _guard, _nest, _process
+from mpidist._collectives import Collectives
+from mpidist._extended import StrategyExtended, local_results
+from mpidist._options import (
+    CommunicationOptions,
+    Environment,
+    ReduceOp,
+    read_environment,
+)
+from mpidist._replica import ReplicaContext, ValueContext
+from mpidist._values import PerReplica
+
+_numbers = itertools.count(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class CommunicationStatistics:
+    """What a strategy has communicated so far, on this rank.
+
+    Attributes:
+        seconds: time in collectives, waiting for other ranks included.
+        calls: number of MPI calls that moved arrays, by MPI name.
+        bytes: bytes of this rank's buffers in them, by MPI name.
+    """
+
+    seconds: float
+    calls: dict[str, int]
+    bytes: dict[str, int]
+
+
+class Strategy:
+    """Runs code on replicas and keeps their state together.
+
+    The methods are those of ``tf.distribute.Strategy``. Make an `MPIStrategy`; this
+    class is what it shares with the default strategy.
+    """
+
+    _name = "Strategy"
+
+    def __init__(self, collectives: Collectives, *, is_mpi: bool) -> None:
+        self._number = next(_numbers) if is_mpi else 0
+        self._extended: StrategyExtended = StrategyExtended.__new__(StrategyExtended)
+        self._collectives = collectives
+        self._num_replicas = collectives.comm.size
+        self._extended._replica_id = collectives.comm.rank
+        StrategyExtended.__init__(self._extended, self, collectives, is_mpi=is_mpi)
+
+    def __repr__(self) -> str:
+        extended = self._extended
+        return (
+            f"<mpidist.{self._name} #{self._number}: replica {extended._replica_id} of "
+            f"{self._num_replicas}, on {extended._device_name}>"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self} can not be pickled or copied: it is a group of processes. Make it "
+            "once, and call `mpidist.get_strategy()` where it is needed"
+        )
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """More methods, for library writers."""
+        return self._extended
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas: the ranks of the communicator."""
+        return self._num_replicas
+
+    @property
+    def array_module(self) -> Any:
+        """NumPy or CuPy: the module for arrays on this replica's device."""
+        return self._collectives.device.array_module
+
+    def communication_statistics(self) -> CommunicationStatistics:
+        """Return what was communicated so far, on this rank. Not collective."""
+        traffic = self._collectives.comm.traffic
+        return CommunicationStatistics(
+            traffic.seconds, dict(traffic.calls), dict(traffic.bytes)
+        )
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """Make this the current strategy, in cross-replica context.
+
+        Not collective. Variables that are made inside are mirrored. May be entered
+        again inside itself.
+
+        Raises:
+            RuntimeError: inside the scope of another strategy, or in a replica
+                function.
+        """
+        frame = _context.require_cross_replica(self, "scope")
+        if frame.strategy is self and frame.coordinator is not None:
+            inner = frame
+        else:
+            inner = _context.Frame(self, _context.Level.CROSS_REPLICA)
+        with _context.entered(dataclasses.replace(inner)):
+            yield self
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: Any = None,
+    ) -> Any:
+        """Run ``fn`` once on every replica.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            fn: the replica function; every rank calls its own.
+            args: its positional arguments. PerReplica and Mirrored arguments (nested
+                too) arrive as the replica's component, variables as themselves.
+            kwargs: its keyword arguments, likewise.
+            options: taken and not used (``tf.distribute.RunOptions`` is for TPUs).
+
+        Returns:
+            What ``fn`` returns: each array or number of the nest as a `PerReplica`,
+            also with one replica; variables, None and other objects as they are.
+
+        Raises:
+            Exception: what ``fn`` raised on this rank.
+            ReplicaError: if it raised on another rank.
+            CollectiveMismatchError: if replicas made different collective calls, or
+                returned different structures.
+            RuntimeError: in a replica function, or in another strategy's scope.
+        """
+        kwargs = {} if kwargs is None else kwargs
+        return self._perform("call_for_each_replica", fn, args, kwargs)
+
+    experimental_run_v2 = run
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:
+        """Combine a per-replica value into one. Collective.
+
+        Args:
+            reduce_op: a `ReduceOp` or its name.
+            value: a `PerReplica`, or a nest of them.
+            axis: None to combine the replicas' arrays element by element; an int or
+                a tuple of ints to reduce each array over these axes too. MEAN then
+                divides by the number of elements over all replicas, so that uneven
+                last batches, and empty ones, count as they should.
+
+        Returns:
+            One array or number, the same on all ranks, in the nest of ``value``. A
+            value that is not per replica comes back as it is for MEAN, MIN and MAX.
+
+        Raises:
+            ValueError: for an unknown operation, an axis out of range, or SUM or
+                PROD of a value that is not per replica.
+            CollectiveMismatchError: if the ranks' arrays differ in shape or dtype.
+        """
+        return self._perform("reduce", reduce_op, value, axis)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenate a per-replica value along an axis. Collective.
+
+        Args:
+            value: a `PerReplica` of arrays of at least one dimension, whose shapes
+                may differ along ``axis``.
+            axis: the axis to concatenate along; negative from the end.
+
+        Returns:
+            One array, in the order of the replicas, on all ranks. A value that is
+            not per replica comes back as it is.
+
+        Raises:
+            TypeError, ValueError: for what is no array, or an axis out of range.
+            CollectiveMismatchError: if shapes differ elsewhere, or dtypes differ.
+        """
+        return self._perform("gather", value, axis)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return the components that this process can see, as a tuple.
+
+        At program level this rank's, as a tuple of one. In ``merge_fn`` those of all
+        replicas, in replica order; they are gathered then. A nest gives one nest per
+        replica; a value that is not distributed gives ``(value,)``.
+        """
+        return local_results(self, value)
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any:
+        """Make a `PerReplica` from a function. Collective.
+
+        Args:
+            value_fn: called with a `ValueContext`. At program level every rank calls
+                it for its own replica; in ``merge_fn`` rank 0 calls it for each.
+
+        Returns:
+            A PerReplica for each leaf of what ``value_fn`` returns, of any type.
+
+        Raises:
+            ReplicaError: if ``value_fn`` raised on another rank.
+        """
+        frame = _context.require_cross_replica(
+            self, "experimental_distribute_values_from_function"
+        )
+        if not callable(value_fn):
+            raise TypeError(
+                "experimental_distribute_values_from_function: expected `value_fn` to "
+                f"be a function of a ValueContext, got {value_fn!r}"
+            )
+        if frame.coordinator is None:
+            return _dispatch.execute(self, "distribute_values", (value_fn,))
+        number = self._num_replicas
+        values = [value_fn(ValueContext(i, number)) for i in range(number)]
+        return _nest.map_structure(lambda *row: PerReplica(row), *values)
+
+    def _perform(self, name: str, *args: Any) -> Any:
+        return _dispatch.perform(self, name, *args)
+
+
+class MPIStrategy(Strategy):
+    """One replica on each rank of an MPI communicator.
+
+    Collective: every rank of ``comm`` makes it. It communicates on a duplicate of
+    ``comm``, so strategies, and other users of the communicator, do not disturb each
+    other. The first one starts MPI if that has not been done, and installs the hooks
+    that end the whole job on an uncaught exception (``MPIDIST_ABORT=0``: does not).
+
+    Args:
+        comm: an `mpi4py.MPI.Comm`; None is COMM_WORLD. Groups of ranks can have
+            strategies of their own: ``MPIStrategy(MPI.COMM_WORLD.Split(color))``.
+        device: "auto" is this rank's GPU (by its number on the node) where CuPy finds
+            one, and else the host; "cpu"; "gpu"; "gpu:K".
+        communication_options: `mpidist.experimental.CommunicationOptions`; the same
+            on all ranks.
+
+    Raises:
+        TypeError, ValueError: for arguments that are none of these; on every rank.
+        RuntimeError: for "gpu" where there is none; on every rank.
+        ImportError: where there is no MPI library.
+    """
+
+    _name = "MPIStrategy"
+
+    def __init__(
+        self,
+        comm: Any = None,
+        device: str = "auto",
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
+        """Join the other ranks of ``comm`` in a strategy. Collective."""
+        environment = read_environment()
+        if environment.abort:
+            _process.install()
+        base = _comm.check_communicator(comm)
+        given = communication_options
+        timeout = environment.timeout_seconds
+        if isinstance(given, CommunicationOptions) and given.timeout_seconds is not None:
+            timeout = given.timeout_seconds
+        communicator = _comm.Communicator(
+            base, lambda request, what: _guard.poll(request, what, timeout)
+        )
+        enabled = environment.guard
+        if isinstance(given, CommunicationOptions) and given.guard is not None:
+            enabled = given.guard
+        # The constructor itself is always guarded: ranks may have been given
+        # different options, `guard` among them.
+        guard = _guard.Guard(
+            communicator,
+            timeout_seconds=timeout,
+            stall_seconds=environment.stall_seconds,
+        )
+        collectives = _make_collectives(
+            communicator, guard, device, given, environment, enabled
+        )
+        guard.enabled = enabled
+        super().__init__(collectives, is_mpi=True)
+        if environment.abort and enabled:
+            _process.watch(guard)
+
+    def close(self) -> None:
+        """Give the communicator back to MPI. Collective.
+
+        For programs that make many strategies. The strategy can not be used
+        afterwards; its variables can still be read.
+        """
+        guard = self._collectives.guard
+        if guard.broken:
+            return
+        guard.agree(_guard.Call("MPIStrategy.close"))
+        _process.forget(guard)
+        guard.broken = "this strategy was closed; make a new one"
+        self._collectives.comm.free()
+
+
+def _make_collectives(
+    communicator: _comm.Communicator,
+    guard: _guard.Guard,
+    device: object,
+    options: object,
+    environment: Environment,
+    enabled: bool,
+) -> Collectives:
+    """Check the arguments of MPIStrategy on all ranks, and build its verbs."""
+    try:
+        if options is not None and not isinstance(options, CommunicationOptions):
+            raise TypeError(
+                "MPIStrategy: expected `communication_options` to be a `mpidist."
+                f"experimental.CommunicationOptions`, got {type(options).__name__}"
+            )
+        settings = CommunicationOptions().merge(options)
+        chosen = _arrays.select_device(device, _comm.local_rank(communicator))
+        chosen.activate()
+        collectives = Collectives(communicator, guard, settings, environment, chosen)
+    except Exception as error:
+        raise guard.fail(
+            _guard.Call("MPIStrategy(...)"), error, "invalid"
+        ) from None
+    guard.agree(
+        _guard.Call(
+            f"MPIStrategy(...) with {settings.bytes_per_pack} bytes_per_pack, "
+            f"{guard.timeout_seconds} timeout_seconds, "
+            f"{settings.implementation.name}, guard={enabled}, "
+            f"MPIDIST_FUSION_MB={environment.bytes_per_pack / 2**20}"
+        )
+    )
+    return collectives
+
+
+class _DefaultStrategy(Strategy):
+    """What is in force outside every scope: one replica, on the host, no MPI."""
+
+    _name = "default strategy"
+
+    def __init__(self) -> None:
+        environment = Environment(
+            abort=False,
+            cuda_aware=None,
+            guard=False,
+            timeout_seconds=0.0,
+            stall_seconds=0.0,
+            bytes_per_pack=0,
+        )
+        comm = _comm.SelfCommunicator()
+        guard = _guard.Guard(
+            comm, timeout_seconds=0.0, stall_seconds=0.0, enabled=False
+        )
+        device = _arrays.Device("cpu")
+        super().__init__(
+            Collectives(comm, guard, CommunicationOptions(), environment, device),
+            is_mpi=False,
+        )
+
+    def __repr__(self) -> str:
+        return "<mpidist default strategy: 1 replica, without MPI>"
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """Enter cross-replica context of the default strategy."""
+        if _context.depth():
+            raise RuntimeError(
+                "Must not nest Strategy scopes: the default strategy's scope can not "
+                f"be entered inside that of {_context.get_strategy()}"
+            )
+        with _context.entered(_context.Frame(self, _context.Level.CROSS_REPLICA)):
+            yield self
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Enter the scope of a strategy for good, without ``with``. Not collective.
+
+    Args:
+        strategy: the strategy, in place of one that was set before; None to leave.
+
+    Raises:
+        RuntimeError: inside a ``with strategy.scope():`` block.
+        TypeError: for anything but a strategy or None.
+    """
+    if strategy is None:
+        _context.push_global(None)
+        return
+    if not isinstance(strategy, Strategy):
+        raise TypeError(
+            "experimental_set_strategy: expected a `mpidist.Strategy` or None, got "
+            f"{strategy!r}"
+        )
+    _context.push_global(_context.Frame(strategy, _context.Level.CROSS_REPLICA))
+
+
+def _install_default() -> None:
+    strategy = _DefaultStrategy()
+    context: ReplicaContext = strategy.extended._replica_context
+    _context.set_default(
+        _context.Frame(strategy, _context.Level.REPLICA, replica_context=context)
+    )
+
+
+_install_default()

@@ -1,0 +1,65 @@
+"""Ways to move one flat buffer between ranks; one file each.
+
+A transport takes one-dimensional, C-contiguous arrays. `choose` picks one for each
+kind of array when the strategy is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from mpidist import _arrays
+from mpidist._comm import AnyCommunicator, query_cuda_support
+from mpidist._options import CommunicationImplementation, Environment
+from mpidist._transports._direct import DirectTransport
+from mpidist._transports._staged import StagedTransport
+
+Transport = DirectTransport | StagedTransport
+
+
+@dataclasses.dataclass(frozen=True)
+class Transports:
+    """The transports of a strategy: one for host arrays, one for GPU arrays."""
+
+    host: DirectTransport
+    device: Transport
+    reason: str
+
+    def of(self, x: Any) -> Transport:
+        """Return the transport for the array ``x``."""
+        return self.device if _arrays.is_device_array(x) else self.host
+
+
+def choose(
+    comm: AnyCommunicator,
+    implementation: CommunicationImplementation,
+    environment: Environment,
+    device: _arrays.Device,
+) -> Transports:
+    """Pick the transports, and say why.
+
+    Raises:
+        ValueError: for an implementation that this version does not have.
+    """
+    direct = DirectTransport(comm)
+    if implementation is CommunicationImplementation.NCCL:
+        raise ValueError(
+            "MPIStrategy: `CommunicationImplementation.NCCL` is not available in this "
+            "version; write AUTO, which is direct where MPI is CUDA-aware and staged "
+            "through the host elsewhere"
+        )
+    if implementation is CommunicationImplementation.DIRECT:
+        return Transports(direct, direct, "direct: asked for in the options")
+    staged = StagedTransport(direct)
+    if implementation is CommunicationImplementation.STAGED:
+        return Transports(direct, staged, "staged: asked for in the options")
+    if environment.cuda_aware is not None:
+        value = int(environment.cuda_aware)
+        chosen: Transport = direct if environment.cuda_aware else staged
+        return Transports(direct, chosen, f"MPIDIST_CUDA_AWARE={value}")
+    if device.kind == "gpu" and query_cuda_support():
+        return Transports(direct, direct, "direct: the MPI says it is CUDA-aware")
+    return Transports(
+        direct, staged, "staged: the MPI does not say that it is CUDA-aware"
+    )

@@ -1,0 +1,37 @@
+"""MPI on the buffer as it stands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpidist import _arrays
+from mpidist._comm import AnyCommunicator, MPIOp
+
+
+class DirectTransport:
+    """Hands buffers to MPI: host memory, or GPU memory where MPI is CUDA-aware."""
+
+    name = "direct"
+
+    def __init__(self, comm: AnyCommunicator) -> None:
+        self.comm = comm
+
+    def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
+        """Reduce ``send`` of all ranks into ``receive``."""
+        _arrays.synchronize(send)
+        self.comm.allreduce(send, receive, op)
+
+    def allreduce_in_place(self, buffer: Any, op: MPIOp) -> None:
+        """Reduce ``buffer`` of all ranks into itself."""
+        _arrays.synchronize(buffer)
+        self.comm.allreduce_in_place(buffer, op)
+
+    def broadcast(self, buffer: Any, root: int) -> None:
+        """Copy the root's ``buffer`` to all ranks."""
+        _arrays.synchronize(buffer)
+        self.comm.broadcast(buffer, root)
+
+    def all_gather(self, send: Any, receive: Any, counts: list[int]) -> None:
+        """Concatenate bytes of all ranks, on all ranks."""
+        _arrays.synchronize(send)
+        self.comm.all_gather(send, receive, counts)

@@ -1,0 +1,389 @@
+"""Values with one component per replica, and objects that act as arrays."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Final, NoReturn
+
+import numpy as np
+
+from mpidist import _arrays, _context, _nest
+
+Key = Hashable
+
+_DELEGATED: Final = frozenset(
+    "T all any argmax argmin astype clip conj copy cumsum dot flatten imag item "
+    "itemsize max mean min nbytes prod ravel real reshape round squeeze std strides "
+    "sum tolist trace transpose var".split()
+)
+
+
+class DistributedValues:
+    """A value with a component on each replica.
+
+    Users get these from `Strategy.run`, from
+    `Strategy.experimental_distribute_values_from_function` and as the arguments of
+    a ``merge_fn``, and rarely make one. Each rank holds its own component; the
+    others are on their ranks. On the coordinator, inside ``merge_fn``, `values` has
+    them all.
+
+    Args:
+        values: one component per replica, in replica order; for a ``merge_fn`` that
+            makes a value for each replica.
+    """
+
+    _own: Any
+    _all: tuple[Any, ...] | None
+    _key: Key | None
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        """Hold one component per replica of the strategy in force.
+
+        Raises:
+            TypeError: if ``values`` is no list or tuple.
+            ValueError: if it does not have one component per replica.
+        """
+        name = type(self).__name__
+        if not isinstance(values, (list, tuple)):
+            raise TypeError(
+                f"{name}: expected a list or tuple of components, got "
+                f"{type(values).__name__}"
+            )
+        strategy = _context.get_strategy()
+        if len(values) != strategy.num_replicas_in_sync:
+            raise ValueError(
+                f"{name}: expected one component for each of the "
+                f"{strategy.num_replicas_in_sync} replicas of {strategy}, got "
+                f"{len(values)}"
+            )
+        self._all = tuple(values)
+        self._replica_id = strategy.extended._replica_id
+        self._num_replicas = len(values)
+        self._own = values[self._replica_id]
+        self._key = None
+
+    @classmethod
+    def _local(cls, own: Any, replica_id: int, num_replicas: int) -> Any:
+        """Hold the component of this rank, whose others are on their ranks."""
+        value = cls.__new__(cls)
+        value._own = own
+        value._all = None
+        value._replica_id = replica_id
+        value._num_replicas = num_replicas
+        value._key = None
+        return value
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components that this process can see, in replica order.
+
+        In ``merge_fn`` all of them, gathered from their ranks at the first look; at
+        the other levels the one of this rank.
+        """
+        coordinator = _context.current().coordinator
+        if coordinator is not None and self._all is None:
+            coordinator.fetch([self])
+        if self._all is not None and (coordinator is not None or self._key is None):
+            return self._all
+        return (self._own,)
+
+    def _as_component(self) -> Any:
+        return self._own
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        if self._all is not None:
+            rows = [f"  {i}: {value!r}" for i, value in enumerate(self._all)]
+            return f"{name}:{{\n" + ",\n".join(rows) + "\n}"
+        return f"{name}(replica {self._replica_id} of {self._num_replicas}: {self._own!r})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} can not be pickled: its components are on other "
+            "ranks. Write `strategy.experimental_local_results(value)[0]` for this "
+            "rank's component, or `strategy.gather(value, axis=0)` for all of them"
+        )
+
+
+class PerReplica(DistributedValues):
+    """A value that is different on each replica.
+
+    It has no operators: what should ``x + 1`` be? Reduce it
+    (`Strategy.reduce`), gather it (`Strategy.gather`), pass it to
+    `Strategy.run`, or take this rank's component with
+    `Strategy.experimental_local_results`.
+    """
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"a PerReplica has no truth value; {_WAY_OUT}")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        frame = _context.current()
+        if frame.level is not _context.Level.REPLICA:
+            raise TypeError(
+                f"a PerReplica is no array {frame.level.value}: it has a component on "
+                f"each replica; {_WAY_OUT}"
+            )
+        return np.array(self._own, dtype=dtype, copy=copy)
+
+
+_WAY_OUT: Final = (
+    "write `strategy.reduce(op, value, axis=None)`, "
+    "`strategy.experimental_local_results(value)`, or pass it to `strategy.run`"
+)
+
+
+class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
+    """What acts as an array in arithmetic and in NumPy and CuPy functions.
+
+    Results are plain arrays. In-place operators and item assignment are refused:
+    they would change one copy only.
+    """
+
+    __array_priority__ = 1000.0
+
+    def _read(self) -> Any:
+        """Return the array that operations see; not to be written to."""
+        raise NotImplementedError
+
+    def _refuse_write(self, what: str) -> NoReturn:
+        raise TypeError(
+            f"`{what}` would change the copy of one replica only; write a new array "
+            "with `x = x + ...`, or put the value into a `mpidist.Variable`"
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return tuple(self._read().shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the array."""
+        return self._read().dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return int(self._read().ndim)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(self._read().size)
+
+    def numpy(self) -> Any:
+        """Return a copy, as a NumPy array on the host. Not collective."""
+        return np.array(_arrays.to_host(self._read()))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        x = self._read()
+        if _arrays.is_device_array(x):
+            raise TypeError(
+                f"this {type(self).__name__} is on a GPU and is not copied to the "
+                "host unasked; write `x.numpy()`, or `cupy.asarray(x)`"
+            )
+        return np.array(x, dtype=dtype, copy=copy)
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        x = self._read()
+        if not _arrays.is_device_array(x):
+            raise AttributeError("__cuda_array_interface__")
+        return x.__cuda_array_interface__
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kw: Any) -> Any:
+        for target in kw.get("out", ()):
+            if isinstance(target, ArrayLike):
+                target._refuse_write(f"numpy.{ufunc.__name__}(..., out=x)")
+        inputs = tuple(to_plain(x) for x in inputs)
+        return getattr(ufunc, method)(*inputs, **{k: to_plain(v) for k, v in kw.items()})
+
+    def __array_function__(
+        self, func: Any, types: Any, args: Any, kwargs: Any
+    ) -> Any:
+        if isinstance(kwargs.get("out"), ArrayLike):
+            kwargs["out"]._refuse_write(f"numpy.{func.__name__}(..., out=x)")
+        if func is np.copyto and args and isinstance(args[0], ArrayLike):
+            args[0]._refuse_write("numpy.copyto(x, ...)")
+        return func(*_plain_arguments(args), **_plain_arguments(kwargs))
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._read()[to_plain(index)]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._refuse_write("x[...] = ...")
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __iter__(self) -> Any:
+        return iter(self._read())
+
+    def __bool__(self) -> bool:
+        return bool(self._read())
+
+    def __int__(self) -> int:
+        return int(self._read())
+
+    def __float__(self) -> float:
+        return float(self._read())
+
+    def __complex__(self) -> complex:
+        return complex(self._read())
+
+    def __index__(self) -> int:
+        return int(self._read().__index__())
+
+    def __format__(self, spec: str) -> str:
+        if not spec:
+            return str(self)
+        return format(self._read(), spec)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _DELEGATED:
+            return getattr(self._read(), name)
+        raise AttributeError(
+            f"'{type(self).__name__}' object has no attribute {name!r}"
+        )
+
+
+def _make_in_place(symbol: str) -> Callable[[ArrayLike, Any], NoReturn]:
+    def operator(self: ArrayLike, other: Any) -> NoReturn:
+        self._refuse_write(f"x {symbol} ...")
+
+    return operator
+
+
+for _name, _symbol in {
+    "add": "+=",
+    "sub": "-=",
+    "mul": "*=",
+    "truediv": "/=",
+    "floordiv": "//=",
+    "mod": "%=",
+    "pow": "**=",
+    "matmul": "@=",
+    "and": "&=",
+    "or": "|=",
+    "xor": "^=",
+    "lshift": "<<=",
+    "rshift": ">>=",
+}.items():
+    setattr(ArrayLike, f"__i{_name}__", _make_in_place(_symbol))
+
+
+class Mirrored(DistributedValues, ArrayLike):
+    """A value that is the same on all replicas: the result of a reduction.
+
+    It acts as the array that it holds.
+    """
+
+    def _read(self) -> Any:
+        return self._own
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components that this process can see; they are all equal."""
+        if _context.current().coordinator is not None:
+            return (self._own,) * self._num_replicas
+        return (self._own,)
+
+    def __repr__(self) -> str:
+        return f"Mirrored(on {self._num_replicas} replicas: {self._own!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        # Any attribute of what it holds, as in TensorFlow; but no private ones,
+        # which pickle and copy look for before there is a component.
+        if name.startswith("_"):
+            raise AttributeError(f"'Mirrored' object has no attribute {name!r}")
+        return getattr(self._own, name)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the array."""
+        return _arrays.as_array(self._own, "Mirrored.dtype")[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return tuple(np.shape(self._own))
+
+
+class Registry:
+    """The distributed values of a strategy by key: the same key on every rank.
+
+    Keys are counted by collective calls, which all ranks make in the same order.
+    Values live as long as the user's program keeps them; those of a ``merge_call``
+    as long as it lasts, or until the coordinator has dropped them.
+    """
+
+    def __init__(self, replica_id: int, num_replicas: int) -> None:
+        self._replica_id = replica_id
+        self._num_replicas = num_replicas
+        self._values: weakref.WeakValueDictionary[Key, Any] = (
+            weakref.WeakValueDictionary()
+        )
+        self._count = 0
+
+    def next_key(self) -> int:
+        """Count one collective call; return its number."""
+        self._count += 1
+        return self._count
+
+    def add(self, key: Key, value: Any) -> Any:
+        """Give a value its key, and return it."""
+        value._key = key
+        self._values[key] = value
+        return value
+
+    def wrap(self, kind: type[DistributedValues], own: Any, key: Key) -> Any:
+        """Return a PerReplica or Mirrored with this component, known by ``key``."""
+        return self.add(key, kind._local(own, self._replica_id, self._num_replicas))
+
+    def wrap_tree(self, kind: type[DistributedValues], tree: Any) -> Any:
+        """Wrap the arrays and numbers of a nest that one collective call gave.
+
+        Leaves of other kinds, and variables, stay as they are.
+        """
+        leaves, structure = _nest.flatten(tree)
+        number = self.next_key()
+        return structure.unflatten(
+            [
+                self.wrap(kind, leaf, (number, i)) if is_component(leaf) else leaf
+                for i, leaf in enumerate(leaves)
+            ]
+        )
+
+    def get(self, key: Key) -> Any:
+        """Return the value with this key, or None if there is none any more."""
+        return self._values.get(key)
+
+
+def to_plain(x: Any) -> Any:
+    """Return the array of an `ArrayLike`, and anything else as it is."""
+    return x._read() if isinstance(x, ArrayLike) else x
+
+
+def _plain_arguments(x: Any) -> Any:
+    if isinstance(x, (list, tuple)) and type(x) in (list, tuple):
+        return type(x)(_plain_arguments(item) for item in x)
+    if type(x) is dict:
+        return {key: _plain_arguments(item) for key, item in x.items()}
+    return to_plain(x)
+
+
+def select_replica(tree: Any) -> Any:
+    """Replace PerReplica and Mirrored leaves by this rank's component."""
+    return _nest.map_structure(own_component, tree)
+
+
+def own_component(x: Any) -> Any:
+    """Return this rank's component of a distributed value; all else as it is."""
+    return x._own if isinstance(x, DistributedValues) else x
+
+
+def is_component(x: Any) -> bool:
+    """Return whether `run` gives a PerReplica for this leaf: arrays and numbers."""
+    return _arrays.is_array(x) or isinstance(x, (bool, int, float, complex))

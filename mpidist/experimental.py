@@ -1,0 +1,19 @@
+"""What ``tf.distribute`` keeps in its ``experimental`` module."""
+
+from __future__ import annotations
+
+from mpidist._options import CollectiveHints as CollectiveHints
+from mpidist._options import CommunicationImplementation as CommunicationImplementation
+from mpidist._options import CommunicationOptions as CommunicationOptions
+from mpidist._replica import ValueContext as ValueContext
+
+# The older name.
+CollectiveCommunication = CommunicationImplementation
+
+__all__ = [
+    "CollectiveCommunication",
+    "CollectiveHints",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "ValueContext",
+]

@@ -1,0 +1,117 @@
+"""Fixtures and reports for tests that run on one process and on several ranks.
+
+Under ``mpirun -n N python -m pytest --with-mpi --only-mpi`` every rank runs every test.
+Rank 0 reports; a test that fails on any rank fails on all, and rank 0 shows why. A
+rank that hangs is ended by pytest-timeout, which ends the job.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import mpidist
+
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+LAUNCHED = any(name in os.environ for name in RANK_VARIABLES)
+RANK = next((int(os.environ[n]) for n in RANK_VARIABLES if n in os.environ), 0)
+
+_report_comm: Any = None
+
+
+def _under_mpi(config: pytest.Config) -> bool:
+    return LAUNCHED and bool(config.getoption("--with-mpi"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    if RANK and _under_mpi(config) and reporter is not None:
+        # Rank 0 speaks for all; what this one would say is kept for a crash.
+        config.stash[_quiet] = io.StringIO()
+        reporter._tw._file = config.stash[_quiet]
+
+
+_quiet = pytest.StashKey[io.StringIO]()
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if not _under_mpi(config):
+        return None
+    from mpi4py import MPI
+
+    library = MPI.Get_library_version().splitlines()[0].split(",")[0]
+    return f"mpi: {MPI.COMM_WORLD.size} ranks, {library}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
+    """Make a test that fails on one rank fail on all, with that rank's report."""
+    global _report_comm
+    report = yield
+    if not _under_mpi(item.config) or item.get_closest_marker("mpi") is None:
+        return report
+    from mpi4py import MPI
+
+    if MPI.COMM_WORLD.size == 1:
+        return report
+    if _report_comm is None:
+        _report_comm = MPI.COMM_WORLD.Dup()
+    text = report.longreprtext if report.failed else ""
+    outcomes = _report_comm.allgather((item.nodeid, report.outcome, text))
+    if len({nodeid for nodeid, _, _ in outcomes}) > 1:
+        print(f"ranks run different tests: {outcomes}", file=sys.stderr, flush=True)
+        MPI.COMM_WORLD.Abort(70)
+    failed = [(r, t) for r, (_, outcome, t) in enumerate(outcomes) if outcome == "failed"]
+    if failed:
+        report.outcome = "failed"
+        ranks = ", ".join(str(r) for r, _ in failed)
+        parts = [f"failed on rank(s) {ranks} of {len(outcomes)}"]
+        parts += [f"--- [rank {r}] ---\n{t}" for r, t in failed[:2]]
+        report.longrepr = "\n".join(parts)
+    return report
+
+
+@pytest.fixture(scope="session")
+def strategy() -> mpidist.MPIStrategy:
+    """A strategy over all ranks, which tests share and leave usable."""
+    options = mpidist.experimental.CommunicationOptions(timeout_seconds=60)
+    return mpidist.MPIStrategy(communication_options=options)
+
+
+@pytest.fixture
+def new_strategy() -> Iterator[Callable[..., mpidist.MPIStrategy]]:
+    """Make strategies that are closed after the test."""
+    made: list[mpidist.MPIStrategy] = []
+
+    def make(**options: Any) -> mpidist.MPIStrategy:
+        arguments = {k: options.pop(k) for k in ("comm", "device") if k in options}
+        options.setdefault("timeout_seconds", 60)
+        made.append(
+            mpidist.MPIStrategy(
+                communication_options=mpidist.experimental.CommunicationOptions(
+                    **options
+                ),
+                **arguments,
+            )
+        )
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def rank(strategy: mpidist.MPIStrategy) -> int:
+    return strategy.extended._replica_id
+
+
+@pytest.fixture
+def size(strategy: mpidist.MPIStrategy) -> int:
+    return strategy.num_replicas_in_sync
