@@ -211,7 +211,7 @@ def check_dtype(dtype: Any, call: str) -> None:
 
 def is_bfloat16(dtype: Any) -> bool:
     """Return whether this is the bfloat16 of ml_dtypes."""
-    return dtype.kind == "V" and dtype.name == "bfloat16"
+    return bool(dtype.kind == "V" and dtype.name == "bfloat16")
 
 
 def restore(array: Any, kind: LeafKind) -> Any:

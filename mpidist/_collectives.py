@@ -302,9 +302,7 @@ class Collectives:
         )
 
     @timed
-    def share(
-        self, make: Callable[[], list[Any]], text: str
-    ) -> tuple[Any, list[Any]]:
+    def share(self, make: Callable[[], list[Any]], text: str) -> list[Any]:
         """Return rank 0's values on all ranks, which need know nothing of them.
 
         Collective. ``make`` is called on rank 0 alone; if it raises, all ranks do.
@@ -517,7 +515,7 @@ def _check_axis(x: Any, axis: object, call: str) -> int:
             f"{call}: expected -{x.ndim} <= axis < {x.ndim} for {_arrays.describe(x)}, "
             f"got axis={axis}"
         )
-    return int(axis) % x.ndim
+    return int(axis) % int(x.ndim)
 
 
 def _shape_without(shape: tuple[int, ...], axis: int) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -37,7 +38,7 @@ _LOCAL_RANK_VARIABLES: Final = (
 class Request(Protocol):
     """A non-blocking operation that was started."""
 
-    def Test(self) -> bool:
+    def Test(self) -> bool:  # noqa: N802 - mpi4py's name
         """Return whether it has completed, and move it along."""
 
 
@@ -123,7 +124,7 @@ class Communicator:
         # One call addresses its receive buffer with ints: the whole of it must
         # fit, not only the part of one rank.
         if sum(counts) <= self.chunk_elements:
-            self._comm.Allgatherv(send, [receive, counts, offsets[:-1], _BYTE()])
+            self._comm.Allgatherv(send, [receive, counts, offsets[:-1], _byte()])
         else:
             for root, count in enumerate(counts):
                 start = offsets[root]
@@ -142,7 +143,7 @@ class Communicator:
         if sum(counts) <= self.chunk_elements:
             target = None
             if receive is not None:
-                target = [receive, counts, offsets[:-1], _BYTE()]
+                target = [receive, counts, offsets[:-1], _byte()]
             self._comm.Gatherv(send, target, root)
         else:
             for rank, count in enumerate(counts):
@@ -167,7 +168,7 @@ class Communicator:
         if sum(counts) <= self.chunk_elements:
             source = None
             if send is not None:
-                source = [send, counts, offsets[:-1], _BYTE()]
+                source = [send, counts, offsets[:-1], _byte()]
             self._comm.Scatterv(source, receive, root)
         else:
             for rank, count in enumerate(counts):
@@ -199,7 +200,7 @@ class Communicator:
         receive = np.empty(sum(counts), np.uint8)
         self.all_gather(np.frombuffer(data, np.uint8), receive, counts)
         offsets = _offsets(counts)
-        return [receive[a:b].tobytes() for a, b in zip(offsets, offsets[1:])]
+        return [receive[a:b].tobytes() for a, b in itertools.pairwise(offsets)]
 
     def all_gather_integers(self, numbers: list[int]) -> list[list[int]]:
         """Return the (equally many) integers of each rank, on all ranks."""
@@ -310,7 +311,7 @@ AnyCommunicator = Communicator | SelfCommunicator
 
 
 class _Done:
-    def Test(self) -> bool:
+    def Test(self) -> bool:  # noqa: N802 - mpi4py's name
         return True
 
 
@@ -407,5 +408,5 @@ def _offsets(counts: list[int]) -> list[int]:
     return offsets
 
 
-def _BYTE() -> Any:
+def _byte() -> Any:
     return mpi_module().BYTE

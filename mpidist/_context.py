@@ -81,7 +81,7 @@ def entered(frame: Frame) -> Iterator[None]:
 
 def push_global(frame: Frame | None) -> None:
     """Enter, replace or leave the scope that needs no ``with``."""
-    if _stack.frames and not _stack.scope_is_global or len(_stack.frames) > 1:
+    if (_stack.frames and not _stack.scope_is_global) or len(_stack.frames) > 1:
         raise RuntimeError(
             "Must not be called inside a `Strategy` scope. "
             "`experimental_set_strategy` is for the top level of a program; leave the "

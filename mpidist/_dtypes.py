@@ -31,10 +31,18 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from mpidist import _arrays
+from mpidist._comm import MPIOp
 from mpidist._options import ReduceOp
 
 Encoding = Literal["none", "cast", "order", "bool"]
 
+_MPI_OPERATION: Final[dict[ReduceOp, MPIOp]] = {
+    ReduceOp.SUM: "SUM",
+    ReduceOp.MEAN: "SUM",
+    ReduceOp.MIN: "MIN",
+    ReduceOp.MAX: "MAX",
+    ReduceOp.PROD: "PROD",
+}
 _INTEGER_OF_SIZE: Final = {4: np.dtype(np.int32), 8: np.dtype(np.int64)}
 
 
@@ -132,7 +140,7 @@ def reduction(dtype: Any, op: ReduceOp, call: str) -> Reduction:
             wire=np.dtype(compute if wire is None else wire),
             result=np.dtype(dtype if result is None else result),
             encoding=encoding,
-            mpi=mpi or ("SUM" if op is ReduceOp.MEAN else op.name),
+            mpi=mpi or _MPI_OPERATION[op],
         )
 
     extreme = op in (ReduceOp.MIN, ReduceOp.MAX)

@@ -45,7 +45,7 @@ class ReplicaError(CollectiveError):
     """
 
 
-class RemoteTraceback(Exception):
+class RemoteTraceback(Exception):  # noqa: N818 - no error, but the cause of one
     """Carries a traceback that was printed on another rank, as a ``__cause__``."""
 
     def __init__(self, text: str) -> None:
@@ -63,9 +63,7 @@ def on_rank(rank: int, message: str) -> str:
 
 def format_exception(error: BaseException) -> str:
     """Return the whole traceback of ``error`` as text."""
-    return "".join(
-        traceback.format_exception(type(error), error, error.__traceback__)
-    )
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
 
 
 def format_ranks(ranks: list[int] | tuple[int, ...]) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from mpidist import _arrays, _context, _dispatch, _dtypes, _nest
 from mpidist._collectives import Collectives
 from mpidist._errors import CollectiveError
-from mpidist._guard import Call
+from mpidist._guard import Call, ErrorKind
 from mpidist._options import CommunicationOptions, ReduceOp, as_reduce_op
 from mpidist._replica import ReplicaContext, ValueContext, check_arguments
 from mpidist._values import (
@@ -199,9 +199,7 @@ class StrategyExtended:
         result = self._perform("update", var, fn, args, kwargs, group)
         if group:
             return result
-        return _nest.map_structure(
-            lambda leaf: _local_results_of(leaf, frame), result
-        )
+        return _nest.map_structure(lambda leaf: _local_results_of(leaf, frame), result)
 
     # --- for the package ------------------------------------------------------
 
@@ -262,7 +260,7 @@ def _one_of(call: str, options: Any, hints: Any) -> CommunicationOptions | None:
     return chosen
 
 
-# --- the verbs --------------------------------------------------------------------------
+# --- the verbs ----------------------------------------------------------------------
 
 
 @_dispatch.verb("call_for_each_replica")
@@ -270,26 +268,28 @@ def _call_for_each_replica(strategy: Strategy, fn: Any, args: Any, kwargs: Any) 
     extended = strategy.extended
     context = extended._replica_context
     call = _end_of_run(getattr(fn, "__qualname__", type(fn).__qualname__))
+    guard = extended._collectives.guard
     error: BaseException | None = None
     result = None
     structure = ""
-    try:
-        if not callable(fn):
-            raise TypeError(f"run: expected `fn` to be a function, got {fn!r}")
-        check_arguments("run", args, kwargs)
-        args, kwargs = select_replica(tuple(args)), select_replica(kwargs)
-        frame = _context.Frame(
-            strategy, _context.Level.REPLICA, replica_context=context
-        )
-        with _context.entered(frame):
-            result = fn(*args, **kwargs)
-        structure = str(_nest.flatten(result)[1])
-    except KeyboardInterrupt:
-        raise
-    except BaseException as raised:
-        error = raised
-    kind = "agreed" if isinstance(error, CollectiveError) else "raised"
-    error = extended._collectives.guard.join(call, error, kind, structure)
+    with guard.section():
+        try:
+            if not callable(fn):
+                raise TypeError(f"run: expected `fn` to be a function, got {fn!r}")
+            check_arguments("run", args, kwargs)
+            args, kwargs = select_replica(tuple(args)), select_replica(kwargs)
+            frame = _context.Frame(
+                strategy, _context.Level.REPLICA, replica_context=context
+            )
+            with _context.entered(frame):
+                result = fn(*args, **kwargs)
+            structure = str(_nest.flatten(result)[1])
+        except KeyboardInterrupt:
+            raise
+        except BaseException as raised:
+            error = raised
+        kind: ErrorKind = "agreed" if isinstance(error, CollectiveError) else "raised"
+        error = guard.join(call, error, kind, structure)
     if error is not None:
         raise error
     return extended._registry.wrap_tree(PerReplica, result)
@@ -356,9 +356,11 @@ def _reduce_same(op: ReduceOp, leaf: Any, axes: Any, call: str) -> Any:
     part, count = _reduce_axes(op, x, axes)
     result = part / count if op is ReduceOp.MEAN else part
     entry = _dtypes.reduction(x.dtype, op, call)
-    return _arrays.restore(np.asarray(result, entry.result), kind) if kind != (
-        "array"
-    ) else _arrays.like(x, np.asarray(_arrays.to_host(result), entry.result))
+    return (
+        _arrays.restore(np.asarray(result, entry.result), kind)
+        if kind != ("array")
+        else _arrays.like(x, np.asarray(_arrays.to_host(result), entry.result))
+    )
 
 
 def _as_axes(axis: Any) -> tuple[int, ...] | None:
@@ -566,19 +568,21 @@ def _update(
                 )
     except Exception as error:
         collectives.invalid(name, error)
-    error_here: BaseException | None = None
+    guard = collectives.guard
+    raised: BaseException | None = None
     result = None
     structure = ""
     frame = _context.Frame(strategy, _context.Level.UPDATE)
-    try:
-        with _context.entered(frame):
-            result = fn(
-                var, *select_replica(tuple(args)), **select_replica(dict(kwargs))
-            )
-        structure = str(_nest.flatten(result)[1])
-    except Exception as error:
-        error_here = error
-    failure = collectives.guard.join(Call(name), error_here, "raised", structure)
+    with guard.section():
+        try:
+            with _context.entered(frame):
+                result = fn(
+                    var, *select_replica(tuple(args)), **select_replica(dict(kwargs))
+                )
+            structure = str(_nest.flatten(result)[1])
+        except Exception as error:
+            raised = error
+        failure = guard.join(Call(name), raised, "raised", structure)
     if failure is not None:
         _make_equal(collectives, var)
         raise failure
@@ -596,16 +600,18 @@ def _make_equal(collectives: Collectives, var: Variable) -> None:
 def _distribute_values(strategy: Strategy, value_fn: Any) -> Any:
     extended = strategy.extended
     context = ValueContext(extended._replica_id, extended._num_replicas)
-    error: BaseException | None = None
+    call = Call("experimental_distribute_values_from_function")
+    guard = extended._collectives.guard
+    raised: BaseException | None = None
     value = None
     structure = ""
-    try:
-        value = value_fn(context)
-        structure = str(_nest.flatten(value)[1])
-    except Exception as raised:
-        error = raised
-    call = Call("experimental_distribute_values_from_function")
-    failure = extended._collectives.guard.join(call, error, "raised", structure)
+    with guard.section():
+        try:
+            value = value_fn(context)
+            structure = str(_nest.flatten(value)[1])
+        except Exception as error:
+            raised = error
+        failure = guard.join(call, raised, "raised", structure)
     if failure is not None:
         raise failure
     registry = extended._registry

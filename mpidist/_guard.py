@@ -36,6 +36,7 @@ fabrics it moves only while its target calls MPI).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -71,6 +72,7 @@ _NOTICE_INTERVAL: Final = 0.05
 _SETTLE_SECONDS: Final = 0.25
 
 _LONGEST_CALL: Final = 360
+_NO_FLOOR: Final = sys.maxsize
 ErrorKind = Literal["none", "raised", "invalid", "agreed", "exit"]
 
 
@@ -102,14 +104,16 @@ class Report:
     summary: str = ""
     pickled_error: bytes = b""
     exit_code: Any = None
+    depth: int = 0
 
     @classmethod
     def of(
         cls, rank: int, call: Call, error: BaseException | None, kind: ErrorKind
     ) -> Report:
         """Describe where this rank is, and its exception if it has one."""
-        report = cls(rank, call.text, _call_site(), kind)
+        report = cls(rank, call.text, _call_site())
         if error is not None:
+            report.kind = kind
             report.trace = format_exception(error)
             report.summary = f"{type(error).__qualname__}: {error}"
             report.pickled_error = dump_exception(error)
@@ -148,6 +152,11 @@ class Guard:
         self.enabled = enabled
         self.sequence = 0
         self.broken = ""
+        # Sections that this rank is in: stretches that end with a `join`. Those above
+        # the floor are given up, because some rank is not in them.
+        self._depth = 0
+        self._floor = _NO_FLOOR
+        self._given_up: BaseException | None = None
         self._last_call = "making the strategy"
         self._last_time = time.monotonic()
         self._send = np.zeros(_WORDS, np.int64)
@@ -210,9 +219,10 @@ class Guard:
     ) -> BaseException | None:
         """Wait until every rank has come to this call; return what to raise.
 
-        The end of a replica function: a rank that is here first meets the headers
-        of ranks that are still inside it, tells them what happened to it, and
-        waits on, until all are here. ``result`` must then be the same on all.
+        The end of a `section`: a rank that is here first meets the headers of ranks
+        that are still inside it, tells them what happened to it, and waits on, until
+        all are here. ``result`` must then be the same on all. If it turns out that
+        some rank never entered the section, there is nothing to wait for.
         """
         if self.broken:
             return error or CollectiveTimeoutError(
@@ -221,16 +231,29 @@ class Guard:
         if not self.enabled:
             return error
         soft = fingerprint(result) if result else 0
+        if self._floor < self._depth:
+            return error or self._given_up
         while not self._exchange(call, 0 if error is None else 1, soft, None):
             together = self._same(_PRINT)
             found = self._difference(call, error, kind)
             if error is None:
                 error, kind = found, "agreed"
-            if together:
+            if together or self._floor < self._depth:
                 return error
         if not self._same(_SOFT):
             return self._difference(Call(f"{call.text} -> {result}"), None, "none")
         return error
+
+    @contextlib.contextmanager
+    def section(self) -> Iterator[None]:
+        """A stretch of the program that every rank enters, and leaves by `join`."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth <= self._floor:
+                self._floor, self._given_up = _NO_FLOOR, None
 
     def leave(self, call: Call, code: Any) -> Iterator[None]:
         """Wait, at the end of the program, for the end of the others' programs.
@@ -310,10 +333,14 @@ class Guard:
     ) -> BaseException:
         """Exchange reports and return the exception that this rank raises."""
         report = Report.of(self._comm.rank, call, error, kind)
+        report.depth = self._depth
         data = self._comm.all_gather_objects(pickle.dumps(report))
-        if error is not None:
-            return error
-        return judge(self._comm.rank, [pickle.loads(item) for item in data])
+        reports: list[Report] = [pickle.loads(item) for item in data]
+        found = judge(self._comm.rank, reports) if error is None else error
+        floor = min(report.depth for report in reports)
+        if floor < self._depth:
+            self._floor, self._given_up = min(floor, self._floor), found
+        return found
 
     # --- waiting --------------------------------------------------------------
 
@@ -383,9 +410,7 @@ class Guard:
                 if request is not None:
                     self._sent.append(request)
                 self.broken = notice.gave_up
-                raise CollectiveTimeoutError(
-                    on_rank(self._comm.rank, notice.gave_up)
-                )
+                raise CollectiveTimeoutError(on_rank(self._comm.rank, notice.gave_up))
 
     def _waiting_and_missing(self) -> tuple[list[int], list[int]]:
         waiting = [
@@ -480,9 +505,7 @@ def judge(rank: int, reports: list[Report]) -> BaseException:
     return CollectiveMismatchError(on_rank(rank, _describe_mismatch(reports)))
 
 
-def _judge_exit(
-    rank: int, reports: list[Report], left: list[Report]
-) -> BaseException:
+def _judge_exit(rank: int, reports: list[Report], left: list[Report]) -> BaseException:
     for report in left:
         if report.exit_code:
             print(
@@ -533,7 +556,11 @@ def _shorten(calls: list[str]) -> list[str]:
     """Cut long texts down to their beginning and the place where they differ."""
     if max(map(len, calls)) <= _LONGEST_CALL:
         return calls
-    same = len(os.path.commonprefix(calls))
+    first, last = min(calls), max(calls)
+    same = next(
+        (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b),
+        len(first),
+    )
     start = max(_LONGEST_CALL // 3, same - _LONGEST_CALL // 3)
     stop = same + _LONGEST_CALL // 3
     return [
@@ -579,4 +606,3 @@ def _call_site() -> str:
             return f"  (at {name}:{frame.f_lineno} in {code.co_name})"
         frame = frame.f_back
     return ""
-

@@ -162,7 +162,7 @@ def _register(kind: Any) -> None:
         keys = tuple(sorted(mapping, key=_sort_key))
         return [mapping[key] for key in keys], keys, keys
 
-    def put_together(keys: tuple[Any, ...], children: Iterable[Any]) -> Any:
+    def put_together(keys: Any, children: Iterable[Any]) -> Any:
         return kind(dict(zip(keys, children, strict=True)))
 
     optree.register_pytree_node(kind, take_apart, put_together, namespace=NAMESPACE)

@@ -174,7 +174,7 @@ class CommunicationOptions:
         )
 
 
-def CollectiveHints(
+def CollectiveHints(  # noqa: N802 - TensorFlow's name
     bytes_per_pack: int = 0, timeout_seconds: float | None = None
 ) -> CommunicationOptions:
     """Return `CommunicationOptions`; the older TensorFlow name for them."""

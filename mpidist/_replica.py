@@ -233,8 +233,7 @@ class ReplicaContext:
 _INSTEAD = {
     "all_reduce": "Write `strategy.reduce(op, value, axis=None)` here",
     "all_gather": "Write `strategy.gather(value, axis)` here",
-    "merge_call": "Here the function can be called as it is: "
-    "`merge_fn(strategy, ...)`",
+    "merge_call": "Here the function can be called as it is: `merge_fn(strategy, ...)`",
 }
 
 

@@ -262,7 +262,10 @@ class MPIStrategy(Strategy):
         base = _comm.check_communicator(comm)
         given = communication_options
         timeout = environment.timeout_seconds
-        if isinstance(given, CommunicationOptions) and given.timeout_seconds is not None:
+        if (
+            isinstance(given, CommunicationOptions)
+            and given.timeout_seconds is not None
+        ):
             timeout = given.timeout_seconds
         communicator = _comm.Communicator(
             base, lambda request, what: _guard.poll(request, what, timeout)
@@ -320,9 +323,7 @@ def _make_collectives(
         chosen.activate()
         collectives = Collectives(communicator, guard, settings, environment, chosen)
     except Exception as error:
-        raise guard.fail(
-            _guard.Call("MPIStrategy(...)"), error, "invalid"
-        ) from None
+        raise guard.fail(_guard.Call("MPIStrategy(...)"), error, "invalid") from None
     guard.agree(
         _guard.Call(
             f"MPIStrategy(...) with {settings.bytes_per_pack} bytes_per_pack, "

@@ -13,9 +13,40 @@ from mpidist import _arrays, _context, _nest
 Key = Hashable
 
 _DELEGATED: Final = frozenset(
-    "T all any argmax argmin astype clip conj copy cumsum dot flatten imag item "
-    "itemsize max mean min nbytes prod ravel real reshape round squeeze std strides "
-    "sum tolist trace transpose var".split()
+    [
+        "T",
+        "all",
+        "any",
+        "argmax",
+        "argmin",
+        "astype",
+        "clip",
+        "conj",
+        "copy",
+        "cumsum",
+        "dot",
+        "flatten",
+        "imag",
+        "item",
+        "itemsize",
+        "max",
+        "mean",
+        "min",
+        "nbytes",
+        "prod",
+        "ravel",
+        "real",
+        "reshape",
+        "round",
+        "squeeze",
+        "std",
+        "strides",
+        "sum",
+        "tolist",
+        "trace",
+        "transpose",
+        "var",
+    ]
 )
 
 
@@ -96,7 +127,9 @@ class DistributedValues:
         if self._all is not None:
             rows = [f"  {i}: {value!r}" for i, value in enumerate(self._all)]
             return f"{name}:{{\n" + ",\n".join(rows) + "\n}"
-        return f"{name}(replica {self._replica_id} of {self._num_replicas}: {self._own!r})"
+        return (
+            f"{name}(replica {self._replica_id} of {self._num_replicas}: {self._own!r})"
+        )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -198,11 +231,11 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
             if isinstance(target, ArrayLike):
                 target._refuse_write(f"numpy.{ufunc.__name__}(..., out=x)")
         inputs = tuple(to_plain(x) for x in inputs)
-        return getattr(ufunc, method)(*inputs, **{k: to_plain(v) for k, v in kw.items()})
+        return getattr(ufunc, method)(
+            *inputs, **{k: to_plain(v) for k, v in kw.items()}
+        )
 
-    def __array_function__(
-        self, func: Any, types: Any, args: Any, kwargs: Any
-    ) -> Any:
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(kwargs.get("out"), ArrayLike):
             kwargs["out"]._refuse_write(f"numpy.{func.__name__}(..., out=x)")
         if func is np.copyto and args and isinstance(args[0], ArrayLike):

@@ -251,9 +251,7 @@ class Variable(ArrayLike):
                 f"{self.name!r} belongs to {strategy}, but {frame.strategy} is in "
                 "force; make the variable in the scope of the strategy that uses it"
             )
-        if not strategy.extended._is_mpi:
-            self._apply(how, self._prepare(how, value))
-        elif frame.level is _context.Level.UPDATE:
+        if not strategy.extended._is_mpi or frame.level is _context.Level.UPDATE:
             self._apply(how, self._prepare(how, value))
         elif frame.level is _context.Level.REPLICA and in_force:
             self._apply(how, self._aggregate(how, value))

@@ -67,7 +67,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
     if len({nodeid for nodeid, _, _ in outcomes}) > 1:
         print(f"ranks run different tests: {outcomes}", file=sys.stderr, flush=True)
         MPI.COMM_WORLD.Abort(70)
-    failed = [(r, t) for r, (_, outcome, t) in enumerate(outcomes) if outcome == "failed"]
+    failed = [
+        (r, t) for r, (_, outcome, t) in enumerate(outcomes) if outcome == "failed"
+    ]
     if failed:
         report.outcome = "failed"
         ranks = ", ".join(str(r) for r, _ in failed)

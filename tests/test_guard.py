@@ -1,0 +1,505 @@
+"""No silent hang: every difference between ranks ends in the same error on all."""
+
+import time
+
+import numpy as np
+import pytest
+
+import mpidist
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.core]
+
+
+def outcome(strategy, fn):
+    """Run a replica function; return the exception of each rank, as text."""
+    error = None
+    try:
+        strategy.run(fn)
+    except Exception as raised:
+        error = raised
+    return error
+
+
+def on_all(strategy, error):
+    """Return, on every rank, (type name, message) of each rank's error."""
+    text = (type(error).__name__, str(error))
+    return strategy.extended._collectives.comm.all_gather_objects(repr(text).encode())
+
+
+def assert_usable(strategy):
+    n = strategy.num_replicas_in_sync
+
+    def step():
+        return mpidist.get_replica_context().all_reduce("SUM", np.ones(3))
+
+    (result,) = strategy.experimental_local_results(strategy.run(step))
+    np.testing.assert_array_equal(result, np.full(3, float(n)))
+
+
+def expect_mismatch(strategy, fn, *parts):
+    start = time.monotonic()
+    error = outcome(strategy, fn)
+    assert time.monotonic() - start < 10
+    texts = [eval(t) for t in on_all(strategy, error)]
+    for name, message in texts:
+        assert name == "CollectiveMismatchError"
+        for part in parts:
+            assert part in message, message
+    # The same message on every rank, but for the rank that it begins with.
+    assert len({message.split("] ", 1)[1] for _, message in texts}) == 1
+    assert_usable(strategy)
+
+
+@pytest.fixture
+def last(size):
+    """The rank that does something else than the others."""
+    return size - 1
+
+
+def context():
+    return mpidist.get_replica_context()
+
+
+def test_another_shape(strategy, rank, last):
+    x = np.ones((4, 3) if rank == last else (3, 4), np.float32)
+    expect_mismatch(
+        strategy,
+        lambda: context().all_reduce("SUM", x),
+        "float32 (3, 4)",
+        "float32 (4, 3)",
+        f"rank {last}: all_reduce",
+    )
+
+
+def test_another_dtype(strategy, rank, last):
+    x = np.ones(3, np.float64 if rank == last else np.float32)
+    expect_mismatch(
+        strategy, lambda: context().all_reduce("SUM", x), "float32 (3,)", "float64 (3,)"
+    )
+
+
+def test_another_operation(strategy, rank, last):
+    op = "MAX" if rank == last else "SUM"
+    expect_mismatch(
+        strategy,
+        lambda: context().all_reduce(op, np.ones(3)),
+        "all_reduce MAX",
+        "all_reduce SUM",
+    )
+
+
+def test_another_structure(strategy, rank, last):
+    x = {"a": 1.0, "c": 2.0} if rank == last else {"a": 1.0, "b": 2.0}
+    expect_mismatch(
+        strategy, lambda: context().all_reduce("SUM", x), "'b': float64", "'c': float64"
+    )
+
+
+def test_ordered_dicts_in_another_order_are_the_same(strategy, rank, size):
+    from collections import OrderedDict
+
+    keys = ["a", "b"] if rank % 2 else ["b", "a"]
+    value = OrderedDict((k, 1.0 if k == "a" else 10.0) for k in keys)
+
+    def step():
+        return context().all_reduce("SUM", value)
+
+    result = strategy.experimental_local_results(strategy.run(step))[0]
+    assert dict(result) == {"a": 1.0 * size, "b": 10.0 * size}
+
+
+def test_another_verb(strategy, rank, last):
+    def step():
+        if rank == last:
+            context().merge_call(lambda strategy, x: None, args=(1.0,))
+        else:
+            context().all_reduce("SUM", 1.0)
+
+    expect_mismatch(strategy, step, "all_reduce SUM", "merge_call")
+
+
+def test_all_gather_of_another_axis(strategy, rank, last):
+    axis = 1 if rank == last else 0
+    expect_mismatch(
+        strategy,
+        lambda: context().all_gather(np.ones((2, 2)), axis=axis),
+        "axis=0",
+        "axis=1",
+    )
+
+
+@pytest.mark.parametrize("who", ["first", "last"])
+def test_one_all_reduce_fewer(strategy, rank, last, who):
+    odd = 0 if who == "first" else last
+
+    def step():
+        context().all_reduce("SUM", 1.0)
+        if rank != odd:
+            context().all_reduce("SUM", np.ones(2))
+
+    expect_mismatch(strategy, step, "the end of run(", f"rank {odd}: the end", "(2,)")
+
+
+@pytest.mark.parametrize("who", ["first", "last"])
+def test_one_all_reduce_more(strategy, rank, last, who):
+    odd = 0 if who == "first" else last
+
+    def step():
+        context().all_reduce("SUM", 1.0)
+        if rank == odd:
+            context().all_reduce("SUM", np.ones(2))
+
+    expect_mismatch(strategy, step, "the end of run(", f"rank {odd}: all_reduce")
+
+
+@pytest.mark.parametrize("who", ["first", "last"])
+@pytest.mark.parametrize("more", [False, True])
+def test_one_merge_call_fewer_or_more(strategy, rank, last, who, more):
+    odd = 0 if who == "first" else last
+
+    def step():
+        context().merge_call(lambda strategy: None)
+        if (rank == odd) == more:
+            context().merge_call(lambda strategy: None)
+
+    expect_mismatch(strategy, step, "the end of run(", "merge_call")
+
+
+def test_another_variable(strategy, rank, last):
+    mean = mpidist.VariableAggregation.MEAN
+    with strategy.scope():
+        a = mpidist.Variable(1.0, name="a", aggregation=mean)
+        b = mpidist.Variable(2.0, name="b", aggregation=mean)
+    expect_mismatch(
+        strategy,
+        lambda: (b if rank == last else a).assign(3.0),
+        "Variable 'a'.assign",
+        "Variable 'b'.assign",
+    )
+    assert (float(a), float(b)) == (1.0, 2.0)
+
+
+def test_results_of_another_structure(strategy, rank, last):
+    expect_mismatch(
+        strategy, lambda: [1.0] if rank == last else [1.0, 2.0], "[*]", "[*, *]"
+    )
+
+
+def test_run_on_some_ranks_and_reduce_on_others(strategy, rank, last):
+    value = strategy.run(lambda: 1.0)
+    error = None
+    try:
+        if rank == last:
+            strategy.run(lambda: 1.0)
+        else:
+            strategy.reduce("SUM", value, axis=None)
+    except Exception as raised:
+        error = raised
+    for text in on_all(strategy, error):
+        name, message = eval(text)
+        assert name == "CollectiveMismatchError"
+        assert "Strategy.reduce SUM" in message
+        assert "the end of run(" in message
+    assert_usable(strategy)
+
+
+def test_the_message_shows_where_each_side_is(strategy, rank, last):
+    def step():
+        if rank == last:
+            return context().all_reduce("MAX", 1.0)
+        return context().all_reduce("SUM", 1.0)
+
+    error = outcome(strategy, step)
+    assert str(error).count("test_guard.py:") == 2
+    assert str(error).startswith(f"[rank {rank}]")
+
+
+def test_long_nests_are_shortened_around_the_difference(strategy, rank, last):
+    shape = (8, 1) if rank == last else (8,)
+    tree = {f"layer{i:03}": np.ones(3) for i in range(200)}
+    tree["layer150"] = np.ones(shape)
+    error = outcome(strategy, lambda: context().all_reduce("SUM", tree))
+    assert "'layer150': float64 (8,)" in str(error)
+    assert "'layer150': float64 (8, 1)" in str(error)
+    assert len(str(error)) < 1500
+    assert_usable(strategy)
+
+
+# --- a replica that raises --------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["first", "last"])
+@pytest.mark.parametrize("when", ["before", "between", "after", "alone"])
+def test_a_replica_function_that_raises(strategy, rank, last, when, who):
+    odd = 0 if who == "first" else last
+
+    def fail_if(now):
+        if rank == odd and now == when:
+            raise ZeroDivisionError(f"on purpose, {when}")
+
+    def step():
+        fail_if("alone")
+        if when != "alone":
+            fail_if("before")
+            context().all_reduce("SUM", 1.0)
+            fail_if("between")
+            context().merge_call(lambda strategy, x: x, args=(np.ones(3),))
+            fail_if("after")
+        return 1.0
+
+    error = outcome(strategy, step)
+    for r, text in enumerate(on_all(strategy, error)):
+        name, message = eval(text)
+        if r == odd:
+            assert (name, message) == ("ZeroDivisionError", f"on purpose, {when}")
+        else:
+            assert name == "ReplicaError"
+            assert f"rank {odd} raised an exception" in message
+            assert "in fail_if" in message  # the traceback of the other rank
+            assert f"ZeroDivisionError: on purpose, {when}" in message
+    assert_usable(strategy)
+
+
+def test_all_replicas_raise(strategy, rank):
+    def step():
+        raise ValueError(f"rank {rank} says so")
+
+    error = outcome(strategy, step)
+    assert type(error) is ValueError
+    assert str(error) == f"rank {rank} says so"
+    assert_usable(strategy)
+
+
+def test_a_replica_that_swallows_the_error_of_another(strategy, rank, last):
+    """The others go on and call again: they are told again, until all are out."""
+    seen = []
+
+    def step():
+        if rank == last:
+            raise KeyError("gone")
+        for _ in range(3):
+            try:
+                context().all_reduce("SUM", 1.0)
+            except mpidist.ReplicaError as error:
+                seen.append(error)
+
+    error = outcome(strategy, step)
+    if rank == last:
+        assert isinstance(error, KeyError)
+    else:
+        # Each of the three calls met the rank that had gone, and said so; with
+        # several others the second meets them as well.
+        assert len(seen) == 3
+    names = [eval(t)[0] for t in on_all(strategy, error)]
+    assert names == ["ReplicaError"] * last + ["KeyError"]
+    assert_usable(strategy)
+
+
+def test_a_mismatch_that_is_swallowed(strategy, rank, last):
+    def step():
+        try:
+            context().all_reduce("SUM", np.ones(3 if rank == last else 2))
+        except mpidist.CollectiveMismatchError:
+            return context().all_reduce("SUM", 1.0)
+
+    (result,) = strategy.experimental_local_results(strategy.run(step))
+    assert result == strategy.num_replicas_in_sync
+
+
+def test_an_exception_that_can_not_be_pickled(strategy, rank, last):
+    class LocalError(Exception):
+        pass
+
+    def step():
+        if rank == last:
+            raise LocalError(lambda: None)
+        context().all_reduce("SUM", 1.0)
+
+    error = outcome(strategy, step)
+    assert type(error) is (LocalError if rank == last else mpidist.ReplicaError)
+    assert rank == last or "LocalError" in str(error)
+    assert_usable(strategy)
+
+
+# --- on the coordinator -----------------------------------------------------------
+
+
+def test_merge_fn_that_raises(strategy, rank):
+    def merge_fn(strategy, x):
+        raise LookupError("on the coordinator")
+
+    error = outcome(strategy, lambda: context().merge_call(merge_fn, args=(1.0,)))
+    assert type(error) is LookupError
+    assert str(error) == "on the coordinator"
+    if rank:
+        notes = "\n".join(error.__notes__)
+        assert "merge_fn raised this on rank 0" in notes
+        assert "in merge_fn" in notes
+    assert_usable(strategy)
+
+
+@pytest.mark.parametrize("who", ["first", "last"])
+def test_the_function_of_update_raises_on_one_rank(strategy, rank, last, who):
+    odd = 0 if who == "first" else last
+    with strategy.scope():
+        v = mpidist.Variable(np.zeros(4), name="v")
+
+    def fn(v, odd):
+        me = mpidist.get_strategy().extended._replica_id
+        v.assign_add(np.ones(4))
+        if me == odd:
+            raise FloatingPointError("in update")
+
+    def merge_fn(strategy, x):
+        strategy.extended.update(v, fn, args=(odd,))
+
+    error = outcome(strategy, lambda: context().merge_call(merge_fn, args=(1.0,)))
+    for r, text in enumerate(on_all(strategy, error)):
+        name, message = eval(text)
+        if r == odd or odd == 0:  # on rank 0 it is merge_fn that raises, for all
+            assert (name, message) == ("FloatingPointError", "in update")
+        else:
+            assert name == "ReplicaError"
+            assert "FloatingPointError: in update" in message
+    copies = strategy.gather(strategy.run(lambda: v.numpy()[None]), axis=0)
+    assert (copies == copies[0]).all()
+    assert_usable(strategy)
+
+
+def test_followers_with_other_shapes_in_merge_fn(strategy, rank, last):
+    x = np.ones(5 if rank == last else 4)
+
+    def merge_fn(strategy, x):
+        return strategy.extended.reduce_to("SUM", x, x)
+
+    expect_mismatch(
+        strategy,
+        lambda: context().merge_call(merge_fn, args=(x,)),
+        "reduce_to SUM [float64 (4,)]",
+        "reduce_to SUM [float64 (5,)]",
+    )
+
+
+# --- bad input, on one rank ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind", "part"),
+    [
+        (np.array([object()]), TypeError, "dtype object"),
+        ("text", TypeError, "'text'"),
+        (None, TypeError, "got None"),
+        (np.array(["a"]), TypeError, "dtype <U1"),
+        (2**70, OverflowError, "64 bits"),
+        (np.ma.masked_array([1.0], [True]), TypeError, "mask"),
+    ],
+)
+@pytest.mark.parametrize("on_every_rank", [True, False])
+def test_bad_leaves(strategy, rank, last, bad, kind, part, on_every_rank):
+    x = bad if rank == last or on_every_rank else 1.0
+    error = outcome(strategy, lambda: context().all_reduce("SUM", x))
+    assert type(error) is kind
+    assert part in str(error)
+    assert "all_reduce" in str(error)
+    if rank != last and not on_every_rank:
+        assert f"because rank {last} raised it" in error.__notes__[0]
+    assert_usable(strategy)
+
+
+def test_bad_operation_on_one_rank(strategy, rank, last):
+    op = "PRODUCT" if rank == last else "SUM"
+    error = outcome(strategy, lambda: context().all_reduce(op, 1.0))
+    assert type(error) is ValueError
+    assert "'PRODUCT' is not a valid ReduceOp; expected one of SUM, MEAN" in str(error)
+    assert_usable(strategy)
+
+
+def test_bad_value_at_program_level_on_one_rank(strategy, rank, last):
+    value = strategy.run(lambda: 1.0)
+    with pytest.raises(ValueError, match="cannot be reduced with the given reduce op"):
+        strategy.reduce("SUM", 5.0 if rank == last else value, axis=None)
+    assert_usable(strategy)
+
+
+# --- the deadline -------------------------------------------------------------------
+
+
+def test_a_rank_that_sleeps(new_strategy, rank, size, capfd, monkeypatch):
+    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.4")
+    strategy = new_strategy(timeout_seconds=1.5)
+    sleeper = size - 1
+
+    def step():
+        context().all_reduce("SUM", 1.0)
+        if rank == sleeper:
+            time.sleep(4.0)
+        context().all_reduce("SUM", np.ones(7))
+
+    start = time.monotonic()
+    error = outcome(strategy, step)
+    assert isinstance(error, mpidist.CollectiveTimeoutError)
+    assert time.monotonic() - start < 8
+    message = str(error)
+    assert f"rank {sleeper} did not come to call" in message
+    assert "all_reduce SUM float64 (7,)" in message  # what the others wait in
+    assert "all_reduce SUM float64 ()" in message  # what the missing one called last
+    assert "can not be used any more" in message
+    with pytest.raises(mpidist.CollectiveTimeoutError, match="did not come"):
+        strategy.run(lambda: 1.0)
+    lines = [x for x in capfd.readouterr().err.splitlines() if "did not come" in x]
+    assert len(lines) == (1 if rank == 0 else 0)
+
+
+def test_a_merge_fn_that_sleeps(new_strategy, rank):
+    strategy = new_strategy(timeout_seconds=1.0)
+
+    def merge_fn(strategy, x):
+        time.sleep(3.0)
+        return strategy.reduce("SUM", x, axis=None)
+
+    error = outcome(strategy, lambda: context().merge_call(merge_fn, args=(1.0,)))
+    assert isinstance(error, mpidist.CollectiveTimeoutError)
+    assert "rank 0 did not come" in str(error)
+    assert "merge_fn" in str(error)
+
+
+def test_slow_but_in_time(new_strategy, rank, size, monkeypatch):
+    """Late ranks are marked and confirmed, and go on."""
+    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.2")
+    strategy = new_strategy(timeout_seconds=20)
+
+    def step():
+        total = 0.0
+        for i in range(3):
+            time.sleep(0.5 if rank == i % size else 0.0)
+            total += context().all_reduce("SUM", 1.0)
+        return total
+
+    (result,) = strategy.experimental_local_results(strategy.run(step))
+    assert result == 3.0 * size
+
+
+def test_options_differ_between_ranks(rank, last):
+    options = mpidist.experimental.CommunicationOptions(
+        timeout_seconds=30, bytes_per_pack=1000 if rank == last else 2000
+    )
+    with pytest.raises(mpidist.CollectiveMismatchError, match="1000 bytes_per_pack"):
+        mpidist.MPIStrategy(communication_options=options)
+
+
+def test_guard_off(new_strategy, rank, size):
+    strategy = new_strategy(guard=False)
+
+    def merge_fn(strategy, x):
+        return strategy.extended.reduce_to("SUM", x, x)
+
+    def step():
+        a = context().all_reduce("SUM", np.full(3, 1.0 + rank))
+        return a, context().merge_call(merge_fn, args=(np.ones(2),))
+
+    a, b = strategy.experimental_local_results(strategy.run(step))[0]
+    np.testing.assert_array_equal(a, np.full(3, size * (size + 1) / 2))
+    np.testing.assert_array_equal(b, np.full(2, float(size)))
+    with pytest.raises(ValueError, match="`guard` can not be changed for one call"):
+        options = mpidist.experimental.CommunicationOptions(guard=True)
+        strategy.run(lambda: context().all_reduce("SUM", 1.0, options))
