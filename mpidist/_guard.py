@@ -103,7 +103,8 @@ class Report:
     trace: str = ""
     summary: str = ""
     pickled_error: bytes = b""
-    exit_code: Any = None
+    exits: bool = False
+    exit_code: int | str | None = None
     depth: int = 0
 
     @classmethod
@@ -119,7 +120,8 @@ class Report:
             report.pickled_error = dump_exception(error)
             if isinstance(error, SystemExit):
                 code = error.code
-                report.exit_code = code if isinstance(code, int) else str(code)
+                report.exits = True
+                report.exit_code = code if code is None else _plain_code(code)
         return report
 
     def load_error(self) -> BaseException | None:
@@ -464,6 +466,10 @@ class Guard:
         return CollectiveTimeoutError(on_rank(self._comm.rank, facts))
 
 
+def _plain_code(code: object) -> int | str:
+    return code if isinstance(code, int) else str(code)
+
+
 def poll(request: Request, what: str, timeout: float) -> None:
     """Wait for an operation of a communicator that has no guard yet.
 
@@ -497,7 +503,7 @@ def judge(rank: int, reports: list[Report]) -> BaseException:
         return _repeat(rank, invalid[0])
     if raised := by_kind.get("raised"):
         for report in raised:
-            if report.exit_code is not None:
+            if report.exits:
                 return SystemExit(report.exit_code)
         return _replica_error(rank, raised)
     if agreed := by_kind.get("agreed"):

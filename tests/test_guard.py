@@ -500,6 +500,6 @@ def test_guard_off(new_strategy, rank, size):
     a, b = strategy.experimental_local_results(strategy.run(step))[0]
     np.testing.assert_array_equal(a, np.full(3, size * (size + 1) / 2))
     np.testing.assert_array_equal(b, np.full(2, float(size)))
+    options = mpidist.experimental.CommunicationOptions(guard=True)
     with pytest.raises(ValueError, match="`guard` can not be changed for one call"):
-        options = mpidist.experimental.CommunicationOptions(guard=True)
         strategy.run(lambda: context().all_reduce("SUM", 1.0, options))

@@ -1,0 +1,249 @@
+"""How a job ends: exceptions outside `run`, sys.exit, Ctrl-C, and leaving early."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from launching import find_mpirun, rank_environment, run_ranks
+
+pytestmark = pytest.mark.core
+
+PROLOGUE = """
+import os, sys, time
+import numpy as np
+import mpidist
+strategy = mpidist.MPIStrategy()
+rank = strategy.extended._replica_id
+size = strategy.num_replicas_in_sync
+def step():
+    return mpidist.get_replica_context().all_reduce("SUM", 1.0)
+strategy.run(step)
+"""
+
+
+def program(body):
+    return PROLOGUE + textwrap.dedent(body)
+
+
+def end_of(body, n=3, timeout=40, prologue=True, **env):
+    """Run a program; return its exit code, stdout, stderr and seconds after start."""
+    text = program(body) if prologue else textwrap.dedent(body)
+    result = run_ranks(n, ["-c", text], timeout=timeout, env=env)
+    return result.returncode, result.stdout, result.stderr
+
+
+def count_tracebacks(stderr):
+    return stderr.count("Traceback (most recent call last)")
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("others", ["wait in run", "wait in reduce", "sleep"])
+def test_an_uncaught_exception_on_one_rank_ends_the_job(n, others):
+    waiting = {
+        "wait in run": "strategy.run(step)",
+        "wait in reduce": "strategy.reduce('SUM', strategy.run(step), axis=None)",
+        "sleep": "time.sleep(60)",
+    }[others]
+    body = f"""
+    if rank == size - 1:
+        print("failing at", time.time(), flush=True)
+        raise LookupError("no such key")
+    {waiting}
+    """
+    code, out, err = end_of(body, n)
+    ended = time.time()
+    assert code != 0
+    assert err.count("LookupError: no such key") == 1
+    assert count_tracebacks(err) == 1
+    assert f"mpidist: rank {n - 1} raised an exception" in err
+    assert ended - float(out.split("failing at ")[1].split()[0]) < 5
+
+
+def test_an_uncaught_exception_inside_run_is_printed_once():
+    body = """
+    def bad():
+        if rank == 1:
+            raise LookupError("no such key")
+        return step()
+    strategy.run(bad)
+    """
+    code, _, err = end_of(body)
+    assert code != 0
+    assert "mpidist: rank 1 raised an exception" in err
+    assert err.count("LookupError: no such key") == 1
+
+
+def test_an_uncaught_mismatch_is_printed_once_and_ends_the_job():
+    body = """
+    strategy.run(lambda: mpidist.get_replica_context().all_reduce(
+        "SUM", np.ones(3 if rank else 2)))
+    """
+    code, _, err = end_of(body)
+    assert code != 0
+    assert err.count("the ranks do not make the same call") == 1
+    assert count_tracebacks(err) == 1
+
+
+def test_an_exception_of_merge_fn_is_printed_once():
+    body = """
+    def merge_fn(strategy, x):
+        raise LookupError("in merge_fn")
+    strategy.run(lambda: mpidist.get_replica_context().merge_call(merge_fn, (1.0,)))
+    """
+    code, _, err = end_of(body)
+    assert code != 0
+    assert "mpidist: rank 0 raised an exception" in err
+    assert count_tracebacks(err) == 1
+
+
+@pytest.mark.parametrize("who", ["one", "all"])
+@pytest.mark.parametrize("where", ["outside", "in run"])
+def test_sys_exit(who, where):
+    condition = "rank == 1" if who == "one" else "True"
+    body = f"""
+    def leave():
+        if {condition}:
+            sys.exit(3)
+        return step()
+    if {where == "in run"}:
+        strategy.run(leave)
+    else:
+        leave()
+        strategy.run(step)
+    print("not reached", flush=True)
+    """
+    code, out, err = end_of(body)
+    assert code == 3, err
+    assert "not reached" not in out
+    assert count_tracebacks(err) == 0
+
+
+def test_a_rank_that_ends_while_the_others_wait_for_it():
+    body = """
+    if rank != 1:
+        strategy.run(step)
+    """
+    code, _, err = end_of(body)
+    assert code != 0
+    assert "this rank has left the program" in err
+    assert "rank 1: nothing more" in err
+    assert count_tracebacks(err) == 1
+
+
+def test_a_rank_may_end_later_than_the_others():
+    body = """
+    if rank == 1:
+        time.sleep(2)
+        print("done", flush=True)
+    """
+    code, out, err = end_of(body)
+    assert (code, out.split()) == (0, ["done"])
+    assert err == ""
+
+
+def test_groups_with_strategies_of_their_own_end_well():
+    body = """
+    from mpi4py import MPI
+    half = mpidist.MPIStrategy(MPI.COMM_WORLD.Split(rank % 2))
+    other = mpidist.MPIStrategy()
+    total = half.experimental_local_results(half.run(step))[0]
+    both = other.experimental_local_results(other.run(step))[0]
+    print(f"{total:g} of {both:g}", flush=True)
+    """
+    code, out, _ = end_of(body, 4)
+    assert code == 0
+    assert sorted(out.splitlines()) == ["2 of 4"] * 4
+
+
+def test_abort_can_be_left_to_the_user():
+    body = """
+    try:
+        raise LookupError("mine")
+    finally:
+        print(sys.excepthook is sys.__excepthook__, flush=True)
+        os._exit(0)
+    """
+    _, out, err = end_of(body, 2, MPIDIST_ABORT="0")
+    assert out.split() == ["True", "True"]
+    assert "mpidist" not in err
+
+
+def test_a_time_out_that_is_not_caught_ends_the_job():
+    body = """
+    if rank == 1:
+        time.sleep(60)
+    strategy.run(step)
+    """
+    code, _, err = end_of(body, MPIDIST_TIMEOUT="2", MPIDIST_STALL_SECONDS="0.5")
+    assert code != 0
+    assert "rank 1 did not come to call" in err
+    assert "CollectiveTimeoutError" in err
+
+
+def test_a_time_out_that_is_caught_lets_the_program_end():
+    body = """
+    if rank == 1:
+        time.sleep(3)
+    try:
+        strategy.run(step)
+    except mpidist.CollectiveTimeoutError as error:
+        print("caught", flush=True)
+    """
+    code, out, err = end_of(body, MPIDIST_TIMEOUT="1")
+    assert code == 0, err
+    assert out.split() == ["caught"] * 3
+
+
+@pytest.mark.parametrize("target", ["mpirun", "one rank"])
+def test_ctrl_c(target):
+    body = """
+    print("pid", os.getpid(), flush=True)
+    if rank == 0:
+        time.sleep(60)
+    strategy.run(step)
+    """
+    command = [find_mpirun(), "-n", "3", sys.executable, "-c", program(body)]
+    job = subprocess.Popen(
+        command,
+        env=rank_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        pids = [int(job.stdout.readline().split()[1]) for _ in range(3)]
+        time.sleep(0.5)
+        start = time.monotonic()
+        os.kill(job.pid if target == "mpirun" else pids[1], signal.SIGINT)
+        _, err = job.communicate(timeout=30)
+    finally:
+        job.kill()
+    assert time.monotonic() - start < 10
+    assert job.returncode != 0
+    assert count_tracebacks(err) == 0, err
+    deadline = time.monotonic() + 5
+    while alive := [pid for pid in pids if os.path.exists(f"/proc/{pid}/exe")]:
+        assert time.monotonic() < deadline, f"processes are left: {alive}"
+        time.sleep(0.1)
+
+
+def test_import_starts_no_mpi_and_loads_no_cupy():
+    code = (
+        "import sys, mpidist, mpidist.experimental\n"
+        "mpidist.get_strategy().run(lambda: mpidist.get_replica_context()"
+        ".all_reduce('SUM', 1.0))\n"
+        "print([m for m in ('mpi4py', 'mpi4py.MPI', 'cupy') if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env=rank_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.strip() == "[]"
