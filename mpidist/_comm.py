@@ -373,8 +373,10 @@ def world_size() -> int:
 def local_rank(communicator: Communicator) -> int:
     """Return this process's number on its node, among all of the job.
 
-    Launchers say it; a communicator of some of the ranks only knows its own.
+    A communicator of all ranks knows it; for one of some of them, launchers say it.
     """
+    if communicator.size == world_size():
+        return communicator.local_rank
     for name in _LOCAL_RANK_VARIABLES:
         value = os.environ.get(name, "")
         if value.isdigit():

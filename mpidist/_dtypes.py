@@ -71,7 +71,8 @@ class Reduction:
     def encode(self, x: Any, out: Any | None = None) -> Any:
         """Return ``x`` in the dtype that travels, in ``out`` where it is given."""
         if self.encoding == "none":
-            result = x
+            # C's long and long long may be one dtype, but are two of MPI's types.
+            result = x if x.dtype.char == self.wire.char else x.view(self.wire)
         elif self.encoding == "bool":
             result = x.view(np.uint8)
         elif self.encoding == "cast":

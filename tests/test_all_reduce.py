@@ -10,7 +10,9 @@ def test_nest_of_the_replica_context_page(strategy, size):
     def step():
         ctx = mpidist.get_replica_context()
         value = {"a": 1, "b": [40, 1]}
-        return ctx.all_reduce("SUM", value), ctx.all_reduce(mpidist.ReduceOp.MEAN, value)
+        return ctx.all_reduce("SUM", value), ctx.all_reduce(
+            mpidist.ReduceOp.MEAN, value
+        )
 
     total, mean = strategy.experimental_local_results(strategy.run(step))[0]
     assert total == {"a": size, "b": [40 * size, size]}
@@ -28,7 +30,9 @@ def test_inputs_are_not_changed_and_results_are_new(strategy, rank, size):
 
     big, strided = strategy.experimental_local_results(strategy.run(step))[0]
     np.testing.assert_array_equal(x, before)
-    expected = sum(np.arange(6, dtype=np.float32).reshape(2, 3) + r for r in range(size))
+    expected = sum(
+        np.arange(6, dtype=np.float32).reshape(2, 3) + r for r in range(size)
+    )
     np.testing.assert_array_equal(big, expected)
     np.testing.assert_array_equal(strided, expected[:, ::2])
     assert not np.shares_memory(big, x)

@@ -1,0 +1,386 @@
+"""The core on NumPy arrays, on host memory that poses as a GPU array, and on CuPy."""
+
+import itertools
+import sys
+
+import ml_dtypes
+import numpy as np
+import posing
+import pytest
+
+import mpidist
+
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = [
+    *map(np.dtype, "?bhilqBHILQefdgFDG"),
+    BFLOAT16,
+]
+OPS = list(mpidist.ReduceOp)
+ON_A_GPU = [d for d in DTYPES if d.char not in "gG" and d != BFLOAT16]
+
+
+@pytest.fixture(
+    params=[
+        "numpy",
+        "posing staged",
+        "posing direct",
+        pytest.param("cupy staged", marks=pytest.mark.gpu),
+    ]
+)
+def where(request, monkeypatch, new_strategy):
+    """Give a strategy and the array module of its device."""
+    kind, _, implementation = request.param.partition(" ")
+    if kind == "posing":
+        posing.install(monkeypatch)
+    elif kind == "cupy":
+        pytest.importorskip("cupy")
+    strategy = new_strategy(
+        device="cpu" if kind == "numpy" else "gpu",
+        implementation=implementation or "AUTO",
+    )
+    return strategy, strategy.array_module
+
+
+def host(x):
+    return x if isinstance(x, (np.ndarray, np.generic)) else x.get()
+
+
+def local(strategy, fn):
+    return strategy.experimental_local_results(strategy.run(fn))[0]
+
+
+def context():
+    return mpidist.get_replica_context()
+
+
+def values_of(dtype, rank):
+    """Return small values of a dtype, for which float sums are exact."""
+    base = np.array([[rank + 1, 2, 0], [3, rank, 1]])
+    if dtype.kind == "?":
+        return base % 2 == 0
+    if dtype.kind == "c":
+        return (base + 1j * (rank + 1)).astype(dtype)
+    return base.astype(dtype)
+
+
+def expected(op, dtype, arrays):
+    """Return what NumPy makes of the arrays of all ranks; None where it is refused."""
+    if dtype.kind == "b":
+        if op.name in ("MIN", "MAX"):
+            return (np.min if op.name == "MIN" else np.max)(arrays, axis=0)
+        return None
+    if dtype.kind == "c" and op.name in ("MIN", "MAX"):
+        return None
+    wide = [a.astype(np.float64) for a in arrays] if dtype == BFLOAT16 else arrays
+    if op.name == "MEAN":
+        result = np.mean(wide, axis=0)
+        return result if dtype.kind in "iu" else result.astype(dtype)
+    reduce = {"SUM": np.sum, "PROD": np.prod, "MIN": np.min, "MAX": np.max}[op.name]
+    kwargs = {"dtype": dtype} if op.name in ("SUM", "PROD") and wide is arrays else {}
+    return reduce(wide, axis=0, **kwargs).astype(dtype)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_dtype_table(where, op):
+    strategy, xp = where
+    rank = strategy.extended._replica_id
+    size = strategy.num_replicas_in_sync
+    for dtype in DTYPES if xp is np else ON_A_GPU:
+        mine = values_of(dtype, rank)
+        reference = expected(op, dtype, [values_of(dtype, r) for r in range(size)])
+        x = xp.asarray(mine)
+        if reference is None:
+            with pytest.raises(TypeError, match=f"{op.name} of {dtype.name} is not"):
+                strategy.run(lambda x=x: context().all_reduce(op, x))
+            continue
+        alone, packed = local(
+            strategy,
+            lambda x=x: (
+                context().all_reduce(op, x),
+                context().all_reduce(op, [x, x[:, ::2], x.T]),
+            ),
+        )
+        assert isinstance(alone, type(x))
+        for result, want in zip(
+            [alone, *packed],
+            [reference, reference, reference[:, ::2], reference.T],
+            strict=True,
+        ):
+            assert result.dtype == want.dtype, (dtype, op)
+            assert result.shape == want.shape
+            assert result.flags.c_contiguous
+            np.testing.assert_allclose(
+                host(result).astype(np.complex128 if dtype.kind == "c" else float),
+                want.astype(np.complex128 if dtype.kind == "c" else float),
+                rtol=2e-2 if dtype.itemsize == 2 else 1e-6,
+                err_msg=f"{dtype} {op}",
+            )
+        np.testing.assert_array_equal(host(x), mine)
+
+
+def test_shapes(where):
+    """Empty, 0-d, non-contiguous and F-ordered arrays keep their shape and values."""
+    strategy, xp = where
+    size = strategy.num_replicas_in_sync
+    base = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    arrays = [
+        base,
+        np.asfortranarray(base),
+        base.transpose(2, 0, 1),
+        base[:, ::2, ::-1],
+        np.float32(3).reshape(()),
+        base[:0],
+        np.empty((0, 3), np.int32),
+        np.broadcast_to(np.float32(2), (3, 2)),
+    ]
+    given = [xp.asarray(x) if xp is not np else x for x in arrays]
+    singly, together = local(
+        strategy,
+        lambda: (
+            [context().all_reduce("SUM", x) for x in given],
+            context().all_reduce("SUM", given),
+        ),
+    )
+    for results in (singly, together):
+        for result, x in zip(results, arrays, strict=True):
+            assert result.shape == x.shape
+            assert result.dtype == x.dtype
+            np.testing.assert_array_equal(host(result), x * size)
+
+
+def test_buckets_and_chunks(where, monkeypatch):
+    """Small limits give the same results as one large buffer."""
+    strategy, xp = where
+    rank = strategy.extended._replica_id
+    size = strategy.num_replicas_in_sync
+    rng = np.random.default_rng(7)
+    shapes = [(3, 5), (), (40,), (2, 2, 2), (0,), (11,)]
+    data = [rng.integers(0, 99, s).astype(np.float32) for s in shapes]
+    mine = [xp.asarray(x + rank) for x in data]
+    monkeypatch.setattr(strategy.extended._collectives.comm, "chunk_elements", 7)
+
+    def step():
+        results = []
+        for limit in (0, 1, 64, 4096):
+            options = mpidist.experimental.CommunicationOptions(bytes_per_pack=limit)
+            results.append(context().all_reduce("SUM", mine, options))
+        gathered = context().all_gather([mine[0], mine[2]], 0)
+        return results, gathered, context().merge_call(merge_fn, (mine[2],))
+
+    def merge_fn(strategy, x):
+        everything = strategy.experimental_local_results(x)
+        made = mpidist.PerReplica([y * 2 for y in everything])
+        return made, everything[-1] + 1
+
+    results, gathered, (scattered, broadcast) = local(strategy, step)
+    for result in results:
+        for y, x in zip(result, data, strict=True):
+            np.testing.assert_array_equal(host(y), x * size + sum(range(size)))
+    for y, i in zip(gathered, (0, 2), strict=True):
+        want = np.concatenate([data[i] + r for r in range(size)])
+        np.testing.assert_array_equal(host(y), want)
+    np.testing.assert_array_equal(host(scattered), (data[2] + rank) * 2)
+    np.testing.assert_array_equal(host(broadcast), data[2] + size)
+    assert isinstance(scattered, type(mine[0]))
+    assert isinstance(broadcast, type(mine[0]))
+
+
+def test_all_gather(where):
+    strategy, xp = where
+    rank = strategy.extended._replica_id
+    size = strategy.num_replicas_in_sync
+    for dtype in DTYPES if xp is np else ON_A_GPU:
+        parts = [
+            np.arange(2 * (r + 1) * 3).reshape(2, r + 1, 3).astype(dtype)
+            + dtype.type(r)
+            if dtype.kind != "b"
+            else np.ones((2, r + 1, 3), bool)
+            for r in range(size)
+        ]
+        y = local(
+            strategy, lambda p=parts: context().all_gather(xp.asarray(p[rank]), -2)
+        )
+        assert y.dtype == dtype
+        np.testing.assert_array_equal(
+            host(y).astype(complex), np.concatenate(parts, axis=1).astype(complex)
+        )
+
+
+def test_variables(where):
+    strategy, xp = where
+    rank = strategy.extended._replica_id
+    size = strategy.num_replicas_in_sync
+    with strategy.scope():
+        v = mpidist.Variable(
+            np.full(3, 1.0 + rank), aggregation=mpidist.VariableAggregation.SUM
+        )
+    assert isinstance(v.read_value(), xp.ndarray)
+    strategy.run(lambda: v.assign_add(xp.asarray(np.full(3, float(rank)))))
+    want = np.full(3, 1.0 + sum(range(size)))
+    np.testing.assert_array_equal(v.numpy(), want)
+    np.testing.assert_array_equal(host(v + 1), want + 1)
+    np.testing.assert_array_equal(host(xp.asarray(np.ones(3)) * v), want)
+    np.testing.assert_array_equal(host(xp.asarray(v)), want)
+    np.testing.assert_array_equal(host(np.sqrt(v)), np.sqrt(want))
+    assert float(np.sum(v)) == want.sum()
+    with strategy.scope():
+        v.assign(np.zeros(3))
+        strategy.extended.update(v, lambda v, x: v.assign_sub(x), args=(xp.ones(3),))
+    np.testing.assert_array_equal(v.numpy(), -np.ones(3))
+
+
+def test_update_pattern(where):
+    strategy, xp = where
+    rank = strategy.extended._replica_id
+    size = strategy.num_replicas_in_sync
+    with strategy.scope():
+        variables = [mpidist.Variable(np.zeros(n)) for n in (2, 30)]
+
+    def merge_fn(strategy, pairs):
+        rate = 0.5
+        scale = xp.asarray(np.full(1, rate))
+        sums = strategy.extended.batch_reduce_to("SUM", pairs)
+        for total, (_, v) in zip(sums, pairs, strict=True):
+            strategy.extended.update(
+                v, lambda v, g: v.assign_sub(scale * g), args=(total,)
+            )
+        return strategy.extended.broadcast_to(xp.arange(4), variables[0])
+
+    def step():
+        pairs = [(xp.asarray(np.full(v.shape, 1.0 + rank)), v) for v in variables]
+        return context().merge_call(merge_fn, args=(pairs,))
+
+    four = local(strategy, step)
+    np.testing.assert_array_equal(host(four), np.arange(4))
+    for v in variables:
+        np.testing.assert_array_equal(
+            v.numpy(), np.full(v.shape, -0.5 * size * (size + 1) / 2)
+        )
+
+
+def test_reduce_over_axes(where):
+    strategy, xp = where
+    rank = strategy.extended._replica_id
+    size = strategy.num_replicas_in_sync
+    rows = [np.arange(2.0 * r).reshape(r, 2) for r in range(size)]
+    value = strategy.run(lambda: xp.asarray(rows[rank]))
+    everything = np.concatenate([*rows])
+    for op, fn in [("SUM", np.sum), ("MAX", np.max), ("MIN", np.min)]:
+        if size > 1 or op == "SUM":
+            result = strategy.reduce(op, value, axis=0)
+            np.testing.assert_allclose(host(result), fn(everything, axis=0))
+    if size > 1:
+        mean = strategy.reduce("MEAN", value, axis=(0, 1))
+        np.testing.assert_allclose(host(mean), everything.mean())
+
+
+@pytest.mark.parametrize("dtype", ["e", "f", "d", "g", BFLOAT16], ids=str)
+def test_min_and_max_with_nan_and_signed_zeros(new_strategy, dtype):
+    """Every rank has the same bits, NaN wins, and -0.0 < 0.0."""
+    strategy = new_strategy()
+    rank = strategy.extended._replica_id
+    size = strategy.num_replicas_in_sync
+    special = [np.nan, -0.0, 0.0, np.inf, -np.inf, 1.5, -1.5]
+    columns = np.array(list(itertools.product(special, repeat=2)), dtype)
+    x = columns[:, rank % 2].copy()
+    for op, fn in (("MIN", np.minimum), ("MAX", np.maximum)):
+        result = local(strategy, lambda op=op: context().all_reduce(op, x))
+        wide = columns.astype(np.float64)
+        want = wide[:, 0] if size == 1 else fn(wide[:, 0], wide[:, 1])
+        np.testing.assert_array_equal(result.astype(float), want)
+        if dtype != "g" and size > 1:
+            zeros = (columns == 0).all(axis=1)
+            signs = np.signbit(columns[zeros])
+            want_sign = signs.any(axis=1) if op == "MIN" else signs.all(axis=1)
+            np.testing.assert_array_equal(np.signbit(result[zeros]), want_sign)
+        raw = np.ascontiguousarray(result).view(np.uint8)[None]
+        nan = np.isnan(result.astype(float))
+        everywhere = strategy.gather(strategy.run(lambda raw=raw: raw), axis=0)
+        if dtype == "g":  # ten of its sixteen bytes count
+            continue
+        assert (everywhere == everywhere[0]).all(), nan
+
+
+def test_half_precision_accumulates_in_float32(new_strategy):
+    strategy = new_strategy()
+    size = strategy.num_replicas_in_sync
+    rank = strategy.extended._replica_id
+    # 2048 + 1 + 1 + 1 is 2048 in float16 added one by one, and 2051 -> 2052 at once.
+    x = np.float16(2048 if rank == 0 else 1)
+    total = local(strategy, lambda: context().all_reduce("SUM", x))
+    assert total == np.float16(2048 + size - 1)
+    assert type(total) is np.float16
+
+
+def test_int_mean_does_not_overflow(new_strategy):
+    strategy = new_strategy()
+    x = np.array([127, -128], np.int8)
+    mean = local(strategy, lambda: context().all_reduce("MEAN", x))
+    assert mean.dtype == np.float64
+    np.testing.assert_array_equal(mean, [127.0, -128.0])
+
+
+def test_other_byte_orders_come_back_native(new_strategy):
+    strategy = new_strategy()
+    size = strategy.num_replicas_in_sync
+    x = np.arange(3, dtype=">f4")
+    total = local(strategy, lambda: context().all_reduce("SUM", x))
+    assert total.dtype == np.dtype("=f4")
+    np.testing.assert_array_equal(total, np.arange(3) * size)
+
+
+def test_results_are_the_same_bits_on_all_ranks(new_strategy):
+    strategy = new_strategy()
+    rank = strategy.extended._replica_id
+    x = np.random.default_rng(rank).normal(size=100_000).astype(np.float32)
+    total = strategy.run(lambda: context().all_reduce("SUM", x)[None])
+    everywhere = strategy.gather(total, axis=0).view(np.uint32)
+    assert (everywhere == everywhere[0]).all()
+
+
+def test_streams_are_synchronized_before_mpi(monkeypatch, new_strategy):
+    posing.install(monkeypatch)
+    strategy = new_strategy(device="gpu", implementation="DIRECT")
+    xp = strategy.array_module
+    before = posing.ndarray.synchronized
+    strategy.run(lambda: context().all_reduce("SUM", xp.ones(3)))
+    assert posing.ndarray.synchronized > before
+
+
+def test_ranks_are_dealt_to_the_gpus_of_the_node(monkeypatch, new_strategy):
+    posing.install(monkeypatch, num_devices=2)
+    strategy = new_strategy(device="auto")
+    rank = strategy.extended._replica_id
+    size = strategy.num_replicas_in_sync
+    assert strategy.run(lambda: context().devices)[0] == (
+        f"/rank:{rank}/device:GPU:{rank % 2}"
+    )
+    assert strategy.extended.worker_devices == tuple(
+        f"/rank:{r}/device:GPU:{r % 2}" for r in range(size)
+    )
+    assert new_strategy(device="gpu:1").extended._device_name.endswith("GPU:1")
+    with pytest.raises(ValueError, match=r"has 2 GPU\(s\), numbered from 0"):
+        mpidist.MPIStrategy(device="gpu:2")
+
+
+@pytest.mark.parametrize(
+    ("device", "kind"),
+    [
+        ("tpu", ValueError),
+        ("gpu:x", ValueError),
+        ("auto:1", ValueError),
+        (3, TypeError),
+    ],
+)
+def test_bad_devices(device, kind):
+    with pytest.raises(kind, match="MPIStrategy"):
+        mpidist.MPIStrategy(device=device)
+
+
+def test_no_gpu_is_said_plainly(monkeypatch):
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"CuPy is not installed; write device=.cpu"):
+        mpidist.MPIStrategy(device="gpu")
