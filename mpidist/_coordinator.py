@@ -422,7 +422,7 @@ def remote_error(
         return CollectiveError(
             f"[rank {rank}] merge_fn raised on rank 0: {last}\n{trace}"
         )
-    error.add_note(f"[rank {rank}] merge_fn raised this on rank 0:\n{trace}")
+    error.add_note(f"[rank {rank}] merge_fn raised this on rank 0, as shown above")
     return error
 
 

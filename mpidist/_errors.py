@@ -14,7 +14,11 @@ Everything else that mpidist raises is a built-in: ``TypeError`` and
 
 from __future__ import annotations
 
+import os
 import traceback
+from typing import Final
+
+_PACKAGE: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 class CollectiveError(RuntimeError):
@@ -62,8 +66,27 @@ def on_rank(rank: int, message: str) -> str:
 
 
 def format_exception(error: BaseException) -> str:
-    """Return the whole traceback of ``error`` as text."""
-    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    """Return the traceback of ``error`` as text, without the frames of this package.
+
+    What a person looks for is their own code. ``MPIDIST_DEBUG=1`` shows all frames,
+    and so does an error with nothing else to show.
+    """
+    report = traceback.TracebackException.from_exception(error)
+    if os.environ.get("MPIDIST_DEBUG", "") in ("", "0"):
+        _hide_own_frames(report, set())
+    return "".join(report.format())
+
+
+def _hide_own_frames(report: traceback.TracebackException, seen: set[int]) -> None:
+    if id(report) in seen:
+        return
+    seen.add(id(report))
+    kept = [frame for frame in report.stack if not frame.filename.startswith(_PACKAGE)]
+    if kept:
+        report.stack = traceback.StackSummary.from_list(kept)
+    for other in (report.__cause__, report.__context__):
+        if other is not None:
+            _hide_own_frames(other, seen)
 
 
 def format_ranks(ranks: list[int] | tuple[int, ...]) -> str:

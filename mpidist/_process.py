@@ -17,13 +17,12 @@ import atexit
 import contextlib
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Final
 
 from mpidist import _comm
-from mpidist._errors import CollectiveError, RemoteTraceback
+from mpidist._errors import CollectiveError, RemoteTraceback, format_exception
 from mpidist._guard import Call, Guard
 
 _LEAVING: Final = Call("nothing more: this rank has left the program")
@@ -96,7 +95,7 @@ def _end_job(
         )
         if because_of_others:
             time.sleep(_OTHERS_FIRST_SECONDS + (0.5 if rank else 0.0))
-        lines = "".join(traceback.format_exception(kind, error, trace))
+        lines = format_exception(error.with_traceback(trace))
         text = f"mpidist: rank {rank} raised an exception, ending the job:\n{lines}"
         code = 1
     with contextlib.suppress(Exception):
