@@ -212,20 +212,17 @@ class Communicator:
 
     def start_all_max(self, send: Buffer, receive: Buffer) -> Request:
         """Start the elementwise maximum over all ranks."""
-        request: Request = self._comm.Iallreduce(send, receive, self._ops["MAX"])
-        return request
+        request = self._comm.Iallreduce(send, receive, self._ops["MAX"])
+        return _Pending(request, (send, receive))
 
     def start_broadcast(self, buffer: Buffer, root: int) -> Request:
         """Start copying ``buffer`` of the root to all ranks."""
-        request: Request = self._comm.Ibcast(buffer, root)
-        return request
+        return _Pending(self._comm.Ibcast(buffer, root), buffer)
 
     def post_notice(self, data: bytes, receiver: int) -> Request:
         """Send a small message to one rank without waiting for it to look."""
-        request: Request = self._comm.Isend(
-            np.frombuffer(data, np.uint8), receiver, NOTICE_TAG
-        )
-        return request
+        buffer = np.frombuffer(data, np.uint8)
+        return _Pending(self._comm.Isend(buffer, receiver, NOTICE_TAG), buffer)
 
     def read_notice(self) -> bytes | None:
         """Return one message that was posted to this rank, or None."""
@@ -236,6 +233,20 @@ class Communicator:
         data = np.empty(status.Get_count(mpi.BYTE), np.uint8)
         self._comm.Recv(data, status.Get_source(), NOTICE_TAG)
         return data.tobytes()
+
+
+class _Pending:
+    """A pending request, which keeps its buffers alive.
+
+    mpi4py's request does not: with Open MPI the sum of a temporary array was wrong
+    once it had been collected (mpi4py 4.1.2).
+    """
+
+    __slots__ = ("Test", "_buffers")
+
+    def __init__(self, request: Any, buffers: Any) -> None:
+        self.Test: Callable[[], bool] = request.Test
+        self._buffers = buffers
 
 
 class SelfCommunicator:

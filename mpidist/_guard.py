@@ -276,8 +276,9 @@ class Guard:
                 while not request.Test():
                     yield
                     try:
-                        self._read_notices(request)
+                        self._read_notices()
                     except CollectiveTimeoutError:
+                        self._sent.append(request)
                         return
                 if not self._receive[_LATE]:
                     break
@@ -353,6 +354,21 @@ class Guard:
             CollectiveTimeoutError: after ``timeout`` seconds (None: the strategy's;
                 0: never), on every waiting rank.
         """
+        try:
+            self._poll(request, what, timeout)
+        except BaseException as error:
+            # MPI goes on writing to the buffers of what it has not completed.
+            self._sent.append(request)
+            self._send = np.zeros(_WORDS, np.int64)
+            self._receive = np.zeros(_WORDS, np.int64)
+            if not self.broken:
+                self.broken = (
+                    f"a wait in {what} was interrupted by {type(error).__name__}; this "
+                    "strategy can not be used any more"
+                )
+            raise
+
+    def _poll(self, request: Request, what: str, timeout: float | None) -> None:
         timeout = self.timeout_seconds if timeout is None else timeout
         start = time.monotonic()
         publish = self._stall
@@ -370,7 +386,7 @@ class Guard:
             if now < next_look:
                 continue
             next_look = now + _NOTICE_INTERVAL
-            self._read_notices(request)
+            self._read_notices()
             if waited < publish:
                 continue
             if not published:
@@ -380,7 +396,7 @@ class Guard:
                 warned = True
                 self._report_stall(what, waited)
             if timeout and waited >= timeout:
-                raise self._give_up(request, what, timeout)
+                raise self._give_up(what, timeout)
 
     def check_late(self) -> None:
         """Raise if the others have given up on this rank while it was away."""
@@ -402,15 +418,13 @@ class Guard:
             if rank != self._comm.rank:
                 self._sent.append(self._comm.post_notice(data, rank))
 
-    def _read_notices(self, request: Request | None = None) -> None:
+    def _read_notices(self) -> None:
         while (data := self._comm.read_notice()) is not None:
             notice: _Notice = pickle.loads(data)
             if notice.sequence != self.sequence:
                 continue  # of a wait that is over
             self._notices[notice.rank] = notice
             if notice.gave_up:
-                if request is not None:
-                    self._sent.append(request)
                 self.broken = notice.gave_up
                 raise CollectiveTimeoutError(on_rank(self._comm.rank, notice.gave_up))
 
@@ -447,11 +461,7 @@ class Guard:
             f"{self._last_call}"
         )
 
-    def _give_up(
-        self, request: Request, what: str, timeout: float
-    ) -> CollectiveTimeoutError:
-        # MPI goes on writing to the buffers of what it has not completed.
-        self._sent.append(request)
+    def _give_up(self, what: str, timeout: float) -> CollectiveTimeoutError:
         facts = (
             f"{self._describe_wait(what, timeout)}. This strategy can not be used any "
             "more, since the missing rank may still be on its way; variables and "
@@ -460,8 +470,6 @@ class Guard:
             "was only slow"
         )
         self._post_notice(what, facts)
-        self._send = np.zeros(_WORDS, np.int64)
-        self._receive = np.zeros(_WORDS, np.int64)
         self.broken = facts
         return CollectiveTimeoutError(on_rank(self._comm.rank, facts))
 

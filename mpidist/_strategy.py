@@ -79,6 +79,16 @@ class Strategy:
         return self._num_replicas
 
     @property
+    def replica_id(self) -> int:
+        """The number of this process's replica, from 0: its rank.
+
+        At all levels; in a replica function it is what the replica context calls
+        ``replica_id_in_sync_group``. Beyond tf.distribute, where one process has
+        several replicas.
+        """
+        return self._extended._replica_id
+
+    @property
     def array_module(self) -> Any:
         """NumPy or CuPy: the module for arrays on this replica's device."""
         return self._collectives.device.array_module

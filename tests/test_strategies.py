@@ -1,0 +1,166 @@
+"""Making, closing and mixing strategies."""
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist.experimental import CommunicationOptions
+
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
+
+
+def total(strategy, value):
+    def step():
+        return mpidist.get_replica_context().all_reduce("SUM", value)
+
+    return strategy.experimental_local_results(strategy.run(step))[0]
+
+
+def test_two_strategies_do_not_disturb_each_other(strategy, new_strategy, rank, size):
+    from mpi4py import MPI
+
+    other = new_strategy()
+    # User traffic on COMM_WORLD, pending while both strategies communicate.
+    sent, received = np.ones(1), np.zeros(1)
+    request = MPI.COMM_WORLD.Iallreduce(sent, received)
+    for i in range(5):
+        assert total(strategy, float(i)) == i * size
+        assert total(other, np.full(3, rank)).tolist() == [sum(range(size))] * 3
+    request.Wait()
+    assert received[0] == size
+
+
+def test_an_error_in_one_strategy_leaves_the_other_alone(strategy, new_strategy, size):
+    other = new_strategy()
+
+    def bad():
+        raise KeyError("bad")
+
+    with pytest.raises(KeyError):
+        other.run(bad)
+    assert total(strategy, 1.0) == size
+    assert total(other, 1.0) == size
+
+
+def test_groups_of_ranks(strategy, rank, size):
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Split(rank % 2)
+    half = mpidist.MPIStrategy(comm)
+    members = [r for r in range(size) if r % 2 == rank % 2]
+    assert half.num_replicas_in_sync == len(members)
+    assert half.replica_id == members.index(rank)
+    assert total(half, float(rank)) == sum(members)
+    with half.scope():
+        v = mpidist.Variable(float(rank))
+    assert float(v) == members[0]
+    half.close()
+    comm.Free()
+    assert total(strategy, 1.0) == size
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_strategy_on_some_of_the_ranks(strategy, rank, size):
+    from mpi4py import MPI
+
+    color = 0 if rank < size - 1 else MPI.UNDEFINED
+    comm = MPI.COMM_WORLD.Split(color)
+    if comm == MPI.COMM_NULL:
+        with pytest.raises(ValueError, match="COMM_NULL"):
+            mpidist.MPIStrategy(comm)
+    else:
+        most = mpidist.MPIStrategy(comm)
+        assert total(most, 1.0) == size - 1
+        most.close()
+    assert total(strategy, 1.0) == size
+
+
+def test_reversed_ranks(strategy, rank, size):
+    """The replicas are numbered by the communicator that was given."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Split(0, key=-rank)
+    backwards = mpidist.MPIStrategy(comm)
+    assert backwards.replica_id == size - 1 - rank
+    order = backwards.gather(backwards.run(lambda: np.array([rank])), axis=0)
+    assert order.tolist() == list(range(size))[::-1]
+    backwards.close()
+
+
+def test_closed_strategies(strategy, size):
+    closed = mpidist.MPIStrategy()
+    with closed.scope():
+        v = mpidist.Variable([1.0, 2.0])
+    closed.close()
+    closed.close()
+    with pytest.raises(RuntimeError, match="this strategy was closed"):
+        closed.run(lambda: 1.0)
+    np.testing.assert_array_equal(v, [1.0, 2.0])
+
+
+def test_many_strategies_can_be_made_and_closed(strategy, size):
+    """MPICH has some 2,000 communicators; closing gives them back."""
+    for _ in range(300):
+        one = mpidist.MPIStrategy()
+        one.close()
+    assert total(strategy, 1.0) == size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        ({"comm": "world"}, TypeError, "expected `comm` to be an `mpi4py.MPI.Comm`"),
+        ({"communication_options": 3}, TypeError, "communication_options"),
+        (
+            {"communication_options": CommunicationOptions(implementation="NCCL")},
+            ValueError,
+            "not available in this version",
+        ),
+    ],
+)
+def test_bad_arguments(strategy, arguments, kind, text):
+    with pytest.raises(kind, match=text):
+        mpidist.MPIStrategy(**arguments)
+    assert total(strategy, 1.0) == strategy.num_replicas_in_sync
+
+
+@pytest.mark.mpi(min_size=2)
+def test_bad_arguments_on_one_rank(strategy, rank, size):
+    with pytest.raises(ValueError, match="expected `device`") as caught:
+        mpidist.MPIStrategy(device="tpu" if rank == size - 1 else "cpu")
+    if rank != size - 1:
+        assert f"because rank {size - 1} raised it" in caught.value.__notes__[0]
+
+
+def test_what_a_strategy_says_of_itself(strategy, rank, size):
+    assert f"replica {rank} of {size}, on /rank:{rank}/device:" in repr(strategy)
+    with pytest.raises(TypeError, match="can not be pickled or copied"):
+        __import__("copy").copy(strategy)
+
+
+def test_statistics(new_strategy, size):
+    strategy = new_strategy()
+    before = strategy.communication_statistics()
+    total(strategy, np.ones(1000, np.float32))
+    after = strategy.communication_statistics()
+    assert after.calls["Allreduce"] - before.calls.get("Allreduce", 0) == 1
+    assert after.bytes["Allreduce"] - before.bytes.get("Allreduce", 0) == 4000
+    assert after.seconds > before.seconds
+
+
+def test_options_of_one_call(new_strategy, size):
+    strategy = new_strategy(bytes_per_pack=64)
+    leaves = [np.ones(10, np.float32)] * 4
+
+    def calls_with(options):
+        def step():
+            ctx = mpidist.get_replica_context()
+            return ctx.all_reduce("SUM", leaves, options)
+
+        before = strategy.communication_statistics().calls.get("Allreduce", 0)
+        strategy.run(step)
+        return strategy.communication_statistics().calls["Allreduce"] - before
+
+    assert calls_with(None) == 4
+    assert calls_with(CommunicationOptions(bytes_per_pack=80)) == 2
+    assert calls_with(mpidist.experimental.CollectiveHints(bytes_per_pack=10**6)) == 1
