@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import math
 import pickle
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn, ParamSpec, TypeVar
 
@@ -57,20 +56,13 @@ class _ArrayHead:
 
 
 def timed(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Add the time that the outermost verb takes to the statistics."""
+    """Count the time that a verb takes in the statistics."""
 
     @functools.wraps(method)
     def verb(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        self: Any = args[0]
-        if self.busy:
+        collectives: Any = args[0]
+        with collectives.comm.traffic.timed():
             return method(*args, **kwargs)
-        self.busy = True
-        start = time.perf_counter()
-        try:
-            return method(*args, **kwargs)
-        finally:
-            self.busy = False
-            self.comm.traffic.seconds += time.perf_counter() - start
 
     return verb
 
@@ -90,7 +82,6 @@ class Collectives:
         self.guard = guard
         self.options = options
         self.device = device
-        self.busy = False
         self._environment = environment
         self._transports: dict[Any, _transports.Transports] = {}
         self._buffers = _fusion.FlatBuffers()
@@ -472,6 +463,7 @@ class Collectives:
         if inline < len(data):
             self.comm.broadcast(body[inline:].copy(), 0)
 
+    @timed
     def receive_bytes(self, what: str = "a message from rank 0") -> bytes:
         """Return the bytes that rank 0 sends; wait for them with the deadline."""
         buffer = np.empty(_COMMAND_BYTES, np.uint8)

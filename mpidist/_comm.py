@@ -11,13 +11,15 @@ is larger than `chunk_elements` is moved in pieces, since MPI 3 counts in ints.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import importlib
 import itertools
 import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
@@ -49,12 +51,27 @@ class Traffic:
     Attributes:
         calls: number of MPI calls, by kind.
         bytes: bytes of this rank's buffers in them, by kind.
-        seconds: time spent in verbs, from the first check to the last byte.
+        seconds: time spent in verbs and in waiting for other ranks.
     """
 
     calls: dict[str, int] = dataclasses.field(default_factory=dict)
     bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
+    _timing: bool = False
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Add the time of a block to ``seconds``; of nested blocks the outermost."""
+        if self._timing:
+            yield
+            return
+        self._timing = True
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._timing = False
+            self.seconds += time.perf_counter() - start
 
     def count(self, kind: str, nbytes: int) -> None:
         """Add one MPI call that moves ``nbytes`` of this rank's memory."""

@@ -297,6 +297,10 @@ class Guard:
             self.sequence += 1
             self._receive[_NOT_PRINT] = self._receive[_NOT_SOFT] = ~0
             return not flag
+        with self._comm.traffic.timed():
+            return self._compare(call, flag, soft, timeout)
+
+    def _compare(self, call: Call, flag: int, soft: int, timeout: float | None) -> bool:
         timeout = self.timeout_seconds if timeout is None else timeout
         send = self._send
         now = time.monotonic()

@@ -31,6 +31,7 @@ _LONG: Final = 0.02
 # The rank that failed prints and aborts; the others, which raise because of it, wait
 # for that, so that a person reads one traceback.
 _OTHERS_FIRST_SECONDS: Final = 1.5
+_TURN_SECONDS: Final = 0.2
 _INTERRUPTED: Final = 130  # what a shell reports after Ctrl-C
 
 _guards: list[Guard] = []
@@ -93,8 +94,9 @@ def _end_job(
         because_of_others = isinstance(error, CollectiveError) or isinstance(
             error.__cause__, RemoteTraceback
         )
-        if because_of_others:
-            time.sleep(_OTHERS_FIRST_SECONDS + (0.5 if rank else 0.0))
+        wait = _OTHERS_FIRST_SECONDS if because_of_others else 0.0
+        # Several ranks may fail at once: the lowest prints, and ends the job.
+        time.sleep(wait + (_TURN_SECONDS * (1 + min(rank, 4)) if rank else 0.0))
         lines = format_exception(error.with_traceback(trace))
         text = f"mpidist: rank {rank} raised an exception, ending the job:\n{lines}"
         code = 1

@@ -148,6 +148,9 @@ class PerReplica(DistributedValues):
     `Strategy.experimental_local_results`.
     """
 
+    # NumPy and CuPy arrays then leave operators to this class.
+    __array_ufunc__ = None
+
     def __bool__(self) -> bool:
         raise TypeError(f"a PerReplica has no truth value; {_WAY_OUT}")
 
@@ -161,9 +164,27 @@ class PerReplica(DistributedValues):
         return np.array(self._own, dtype=dtype, copy=copy)
 
 
+def _refuse_operator(self: PerReplica, *others: Any) -> NoReturn:
+    raise TypeError(
+        "a PerReplica has no operators, since it has a component on each replica; "
+        f"{_WAY_OUT}"
+    )
+
+
+for _name in (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or"),
+    *("xor", "lshift", "rshift"),
+):
+    for _prefix in ("", "r"):
+        setattr(PerReplica, f"__{_prefix}{_name}__", _refuse_operator)
+for _name in ("neg", "pos", "abs", "invert", "float", "int", "lt", "le", "gt", "ge"):
+    setattr(PerReplica, f"__{_name}__", _refuse_operator)
+
+
 _WAY_OUT: Final = (
     "write `strategy.reduce(op, value, axis=None)`, "
-    "`strategy.experimental_local_results(value)`, or pass it to `strategy.run`"
+    "`strategy.experimental_local_results(value)`, or pass it to `strategy.run`. "
+    "Numbers that you pass to `merge_call` become PerReplica too"
 )
 
 
@@ -172,6 +193,10 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
 
     Results are plain arrays. In-place operators and item assignment are refused:
     they would change one copy only.
+
+    It has no ``__cuda_array_interface__``, on purpose: where CuPy sees one it takes
+    ``x @ variable`` for its own, and fails on the type. Without it CuPy hands over to
+    `__array_ufunc__`. `value` gives the CuPy array where a function insists on one.
     """
 
     __array_priority__ = 1000.0
@@ -206,6 +231,13 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
         """Number of elements."""
         return int(self._read().size)
 
+    def value(self) -> Any:
+        """Return the array itself, without a copy. Not collective.
+
+        A NumPy array is read-only. A CuPy array can not be: do not write to it.
+        """
+        return self._read()
+
     def numpy(self) -> Any:
         """Return a copy, as a NumPy array on the host. Not collective."""
         return np.array(_arrays.to_host(self._read()))
@@ -215,16 +247,10 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
         if _arrays.is_device_array(x):
             raise TypeError(
                 f"this {type(self).__name__} is on a GPU and is not copied to the "
-                "host unasked; write `x.numpy()`, or `cupy.asarray(x)`"
+                "host unasked; write `x.numpy()` for a copy there, or `x.value()` for "
+                "the CuPy array"
             )
         return np.array(x, dtype=dtype, copy=copy)
-
-    @property
-    def __cuda_array_interface__(self) -> Any:
-        x = self._read()
-        if not _arrays.is_device_array(x):
-            raise AttributeError("__cuda_array_interface__")
-        return x.__cuda_array_interface__
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kw: Any) -> Any:
         for target in kw.get("out", ()):
@@ -323,6 +349,10 @@ class Mirrored(DistributedValues, ArrayLike):
             return (self._own,) * self._num_replicas
         return (self._own,)
 
+    def value(self) -> Any:
+        """Return what it holds, without a copy. Not collective."""
+        return self._own
+
     def __repr__(self) -> str:
         return f"Mirrored(on {self._num_replicas} replicas: {self._own!r})"
 
@@ -407,9 +437,9 @@ def _plain_arguments(x: Any) -> Any:
     return to_plain(x)
 
 
-def select_replica(tree: Any) -> Any:
+def select_replica(tree: tuple[Any, ...] | dict[str, Any]) -> Any:
     """Replace PerReplica and Mirrored leaves by this rank's component."""
-    return _nest.map_structure(own_component, tree)
+    return _nest.map_structure(own_component, tree) if tree else tree
 
 
 def own_component(x: Any) -> Any:

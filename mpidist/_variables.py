@@ -188,10 +188,6 @@ class Variable(ArrayLike):
         """Return a copy of the value, an array on this replica's device."""
         return self._array.copy()
 
-    def value(self) -> Any:
-        """Return a copy of the value, an array on this replica's device."""
-        return self._array.copy()
-
     # --- writing --------------------------------------------------------------
 
     def assign(

@@ -222,7 +222,10 @@ def test_variables(where):
     np.testing.assert_array_equal(v.numpy(), want)
     np.testing.assert_array_equal(host(v + 1), want + 1)
     np.testing.assert_array_equal(host(xp.asarray(np.ones(3)) * v), want)
-    np.testing.assert_array_equal(host(xp.asarray(v)), want)
+    np.testing.assert_array_equal(host(v.value()), want)
+    np.testing.assert_array_equal(
+        host(xp.asarray(np.ones((2, 3))) @ v), [want.sum()] * 2
+    )
     np.testing.assert_array_equal(host(np.sqrt(v)), np.sqrt(want))
     assert float(np.sum(v)) == want.sum()
     with strategy.scope():

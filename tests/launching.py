@@ -1,0 +1,154 @@
+"""Starts Python programs under mpirun, with a deadline: for tests in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parents[1]
+
+_MARK = "MPIDIST_TEST_JOB"  # by which the processes of a job are found again
+
+# What mpirun gives its ranks. If pytest is one, these would make another mpirun believe
+# that it is part of the same job.
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+_OF_JOBS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "MPIR_")
+
+# The test machine may have fewer cores than ranks, and be a container without a user.
+_SETTINGS = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",  # the same for Open MPI 4
+    "OMPI_MCA_osc": "^ucx",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+
+def run_ranks(
+    n: int,
+    argv: Sequence[str | os.PathLike[str]],
+    *,
+    timeout: float,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run this Python with the arguments ``argv`` on ``n`` ranks.
+
+    Args:
+        n: number of ranks.
+        argv: what follows ``python``: a script or ``-c`` or ``-m``, and arguments.
+        timeout: seconds; then every process that was started is killed.
+        env: environment variables to set on top.
+        cwd: folder to run in.
+
+    Returns:
+        The exit status of mpirun, and what the ranks wrote to stdout and stderr.
+
+    Raises:
+        TimeoutError: at the deadline, with what was written until then.
+    """
+    command = [find_mpirun(), "-n", str(n), sys.executable, *map(os.fspath, argv)]
+    mark = f"job-{uuid.uuid4().hex}"
+    environment = rank_environment(env)
+    # Added to that of an outer job, which then finds these processes too.
+    environment[_MARK] = f"{environment.get(_MARK, '')} {mark}"
+    # Files, since a stray process that held a pipe open would keep us waiting.
+    with _output_file() as out, _output_file() as err:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            cwd=cwd,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            late = not _ends_within(process, timeout)
+            if late:
+                os.killpg(process.pid, signal.SIGTERM)  # mpirun then cleans up
+                _ends_within(process, 3)
+        finally:
+            _kill_marked(mark)
+            status = process.wait()
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read())
+    if late:
+        raise TimeoutError(
+            f"{n} ranks of {' '.join(command[4:])[:500]!r} did not end within "
+            f"{timeout} s\n--- stdout\n{texts[0]}\n--- stderr\n{texts[1]}"
+        )
+    return subprocess.CompletedProcess(command, status, *texts)
+
+
+def find_mpirun() -> str:
+    """Return the mpirun of this Python's environment, else the one on the PATH."""
+    # Not resolved: in a virtual environment sys.executable is a link to elsewhere.
+    beside = Path(sys.executable).with_name("mpirun")
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if found is None:
+        raise FileNotFoundError("no mpirun beside this Python, and none on the PATH")
+    return found
+
+
+def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment to start mpirun in."""
+    env = dict(os.environ)
+    if any(name in env for name in _RANK_VARIABLES):
+        env = {k: v for k, v in env.items() if not k.startswith(_OF_JOBS)}
+    for name, value in _SETTINGS.items():
+        env.setdefault(name, value)
+    if not _is_installed():
+        paths = [str(ROOT), *filter(None, [env.get("PYTHONPATH")])]
+        env["PYTHONPATH"] = os.pathsep.join(paths)
+    # Unbuffered, Python writes a line and its end apart, and ranks mix theirs.
+    env.pop("PYTHONUNBUFFERED", None)
+    env.update(extra or {})
+    return env
+
+
+def _is_installed() -> bool:
+    # A build leaves metadata in the repository, which is no installation.
+    elsewhere = [p for p in sys.path if Path(p).resolve() != ROOT]
+    found = importlib.metadata.distributions(name="mpidist", path=elsewhere)
+    return any(True for _ in found)
+
+
+def _output_file() -> IO[str]:
+    return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+
+
+def _ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill mpirun and the ranks, which mpirun puts into sessions of their own."""
+    found = True
+    while found:
+        found = False
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):  # gone, or somebody else's
+                if mark.encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                    os.kill(int(pid), signal.SIGKILL)
+                    found = True
+        time.sleep(0.01 * found)

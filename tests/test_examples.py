@@ -1,0 +1,111 @@
+"""Every program in examples/ runs under mpirun and says what it should, once."""
+
+import json
+import re
+
+import pytest
+from launching import ROOT, run_ranks
+
+EXAMPLES = ROOT / "examples"
+RANKS = 2
+TIMEOUT = 100.0  # seconds; each takes a few on an idle machine
+
+
+def run_example(name, *arguments, cwd, ranks=RANKS):
+    script = EXAMPLES / name
+    result = run_ranks(ranks, [script, *arguments], timeout=TIMEOUT, cwd=cwd)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+def the_match(pattern, text):
+    """Return the only match of ``pattern`` in ``text``."""
+    matches = list(re.finditer(pattern, text))
+    assert len(matches) == 1, f"{len(matches)} matches of {pattern!r} in:\n{text}"
+    return matches[0]
+
+
+def test_every_example_is_tested():
+    names = {path.name for path in EXAMPLES.glob("*.py")}
+    assert names == {
+        "clip_by_global_norm.py",
+        "hello.py",
+        "kmeans.py",
+        "monte_carlo_pi.py",
+        "train_digits.py",
+    }
+
+
+def test_hello(tmp_path):
+    output = run_example("hello.py", cwd=tmp_path).stdout
+    the_match(r"the sum of 1 to 2 is 3\b", output)
+    for replica_id in range(RANKS):
+        the_match(
+            rf"hello from replica {replica_id} of 2, on /rank:{replica_id}", output
+        )
+
+
+def test_clip_by_global_norm(tmp_path):
+    output = run_example("clip_by_global_norm.py", cwd=tmp_path).stdout
+    match = the_match(
+        r"slope (\S+) \(true: 3.0\), offset (\S+) \(true: -1.0\); "
+        r"clipped (\d+) of 300 gradients, the largest of norm (\d+)",
+        output,
+    )
+    slope, offset, clipped, largest = map(float, match.groups())
+    assert slope == pytest.approx(3, abs=0.15)
+    assert offset == pytest.approx(-1, abs=0.15)
+    assert 0 < clipped < 150
+    assert largest > 3
+
+
+def test_monte_carlo_pi(tmp_path):
+    output = run_example("monte_carlo_pi.py", cwd=tmp_path).stdout
+    pi, error = map(float, the_match(r"pi is (\S+) \+- (\S+), from", output).groups())
+    assert error <= 5e-4
+    assert pi == pytest.approx(3.14159, abs=3 * error)
+
+
+@pytest.mark.parametrize("ranks", [1, RANKS, 3])
+def test_kmeans_does_not_depend_on_the_number_of_ranks(tmp_path, ranks):
+    pytest.importorskip("sklearn")
+    output = run_example("kmeans.py", cwd=tmp_path, ranks=ranks).stdout
+    the_match(
+        rf"10 starts on {ranks} replicas: clusters of \[38, 50, 62\] flowers, "
+        r"inertia 78\.8514 \(expected: 78\.8514\)",
+        output,
+    )
+
+
+def test_train_digits(tmp_path):
+    pytest.importorskip("sklearn")
+    picture = tmp_path / "new folder" / "training.png"
+    result = run_example(
+        "train_digits.py", "--output", picture, "--losses", "l.json", cwd=tmp_path
+    )
+    output = result.stdout
+    the_match(r"replicas +2, with \w+ arrays", output)
+    accuracy = the_match(r"test accuracy +(\S+)%", output)[1]
+    assert float(accuracy) >= 96
+    rate = the_match(r"samples per second +([\d,]+)", output)[1]
+    assert int(rate.replace(",", "")) > 0
+    share = the_match(r"communicating +(\d+)% of the time", output)[1]
+    assert 0 < int(share) <= 100
+    assert the_match(r"picture +(.+?)\r?\n", output)[1] == str(picture)
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+    losses = json.loads((tmp_path / "l.json").read_text())
+    assert len(losses) == 20 * 15
+    assert sum(losses[-15:]) < 0.1 * sum(losses[:15])
+    # One progress bar, which came to its end.
+    the_match(r"training: +0%\|.* 0/20 ", result.stderr)
+    assert " 20/20 " in result.stderr
+
+
+def test_train_digits_names_a_bad_argument(tmp_path):
+    pytest.importorskip("sklearn")
+    script = EXAMPLES / "train_digits.py"
+    arguments = ["--batch-size", "0"]
+    result = run_ranks(1, [script, *arguments], timeout=TIMEOUT, cwd=tmp_path)
+    assert result.returncode == 2
+    assert "argument --batch-size: invalid positive value: '0'" in result.stderr
