@@ -1,0 +1,140 @@
+# shellcheck shell=bash
+# What the commands in launch/ share: which environment, which MPI. Sourced, never run.
+set -euo pipefail
+
+repo=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
+
+say() { printf 'launch: %s\n' "$*" >&2; }
+die() {
+  say "$*"
+  exit 1
+}
+
+# The folder of the active virtual or conda environment, or nothing. conda's `base` does not count:
+# many have it on without asking for it, and it is no place to install things unasked.
+active_env() {
+  if [[ -n ${VIRTUAL_ENV:-} ]]; then
+    printf '%s\n' "$VIRTUAL_ENV"
+  elif [[ -n ${CONDA_PREFIX:-} && ${CONDA_DEFAULT_ENV:-} != base ]]; then
+    printf '%s\n' "$CONDA_PREFIX"
+  fi
+}
+
+# How many ranks Open MPI starts here without being told to oversubscribe: it counts cores, nproc
+# counts hardware threads (and would answer OMP_NUM_THREADS where that is set).
+cores() {
+  local n smt=0
+  n=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
+  [[ ! -r /sys/devices/system/cpu/smt/active ]] || smt=$(</sys/devices/system/cpu/smt/active)
+  if ((smt && n > 1)); then n=$((n / 2)); fi
+  printf '%s\n' "$n"
+}
+
+# mpi_variables RANKS: export what MPI needs to start RANKS ranks here, and no more.
+mpi_variables() {
+  # One rank per core is the parallelism; BLAS threads would come on top of it.
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-1}
+  if ((EUID == 0)); then
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+  fi
+  # Without a fast network Open MPI's UCX windows only print an error as they give up.
+  [[ -d /sys/class/infiniband ]] || export OMPI_MCA_osc=${OMPI_MCA_osc:-^ucx}
+  # Oversubscription turns off the binding of ranks to cores, so only where it is needed; and never
+  # in a batch job, whose nodes the scheduler counts. (PRTE_: Open MPI 5, OMPI_: Open MPI 4.)
+  if (($1 > $(cores))) && [[ -z ${SLURM_JOB_ID:-}${PBS_JOBID:-}${LSB_JOBID:-} ]]; then
+    export PRTE_MCA_rmaps_default_mapping_policy=${PRTE_MCA_rmaps_default_mapping_policy:-:oversubscribe}
+    export OMPI_MCA_rmaps_base_oversubscribe=${OMPI_MCA_rmaps_base_oversubscribe:-1}
+  fi
+}
+
+# prefer ENV: ENV's programs first; and, for an MPI from a wheel, ENV's libraries before those that
+# the module of a site's own MPI has put into the variables.
+prefer() {
+  export PATH=$1/bin:$PATH
+  if [[ -e $1/bin/mpirun && $1 != "$(active_env)" ]]; then
+    unset OPAL_PREFIX PMIX_PREFIX PRTE_PREFIX
+    if [[ -n ${LD_LIBRARY_PATH:-} ]]; then
+      export LD_LIBRARY_PATH=$1/lib:$1/lib/openmpi:$LD_LIBRARY_PATH
+    fi
+  fi
+}
+
+# The first mpirun on the PATH that is not launch/mpirun.
+find_mpirun() {
+  local candidate
+  while read -r candidate; do
+    if [[ ! $candidate -ef $repo/launch/mpirun ]]; then
+      printf '%s\n' "$candidate"
+      return
+    fi
+  done < <(type -ap mpirun)
+  return 1
+}
+
+# make_venv DIR: a virtual environment in DIR, unless one that works is there.
+make_venv() {
+  local base
+  if "$1/bin/python" -c 'import pip' 2>/dev/null; then return; fi
+  for base in python3 python3.14 python3.13 python3.12 python3.11 ''; do # '': none of them
+    if "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi
+  done
+  [[ -n $base ]] || die "Python 3.11 or newer is needed, and none is on the PATH"
+  say "making a virtual environment in $1"
+  "$base" -m venv --clear "$1" || die "'$base -m venv' failed"
+}
+
+# The stamp in an environment names the extras installed into it, below a hash of the checkout,
+# Python and metadata that they were installed for. It makes a second start quick.
+stamped() { grep -qxF -- "$1" "$env/mpidist.stamp" 2>/dev/null; }
+
+# install EXTRAS: mpidist, editable, with the extras (comma-separated) into $env.
+install() {
+  local key extra names missing=
+  IFS=, read -ra names <<<"$1"
+  key=$(cd -- "$repo" && { "$python" -VV && cat setup.cfg setup.py mpidist/_version.py && pwd; } | sha256sum)
+  stamped "$key" || printf '%s\n' "$key" >"$env/mpidist.stamp"
+  for extra in "${names[@]}"; do stamped "$extra" || missing=1; done
+  if [[ -z $missing ]]; then return; fi
+  say "installing mpidist[$1] into $env (can take a few minutes)"
+  # A PEP 517 build with every pip: the newer ones have no `setup.py develop` any more.
+  (cd -- "$repo" && PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore "$python" -m pip install -qq \
+    --disable-pip-version-check --use-pep517 --editable ".[$1]" </dev/null) ||
+    die "pip could not install mpidist[$1] into $env"
+  printf '%s\n' "${names[@]}" >>"$env/mpidist.stamp"
+}
+
+# Whether two ranks of $python find each other. Sets $mpirun, and $mpi to a name such as "Open MPI
+# 5.0.11", or to what was printed instead.
+try_mpi() {
+  local name program='
+from mpi4py import MPI
+name, version = MPI.get_vendor()
+if MPI.COMM_WORLD.rank == 0:
+    print(f"{MPI.COMM_WORLD.size} ranks, {name}", ".".join(map(str, version)))'
+  mpi="there is no mpirun"
+  mpirun=$(find_mpirun) || return 1
+  mpi=$(timeout -k 5 120 "$mpirun" -n 2 "$python" -c "$program" </dev/null 2>&1) || return 1
+  name=$(sed -n 's/^2 ranks, //p' <<<"$mpi")
+  [[ -n $name ]] && mpi=$name
+}
+
+# set_up DIR WHEEL EXTRAS: sets $env, $python, $mpirun, $mpi and the PATH. DIR is a virtual
+# environment to make, whose MPI is the extra WHEEL, or an active one, which keeps its MPI or the
+# site's, if one works.
+set_up() {
+  local extras=$3
+  env=$1 python=$1/bin/python
+  if [[ $env != "$(active_env)" ]]; then
+    make_venv "$env"
+    extras=$2,$3
+  fi
+  install "$extras"
+  prefer "$env"
+  mpi_variables 2
+  if ! try_mpi; then
+    # Never a wheel over an mpirun that is in the environment already, conda's for example.
+    if [[ ! -e $env/bin/mpirun ]]; then install "$2"; fi
+    try_mpi || die "two ranks did not find each other with ${mpirun:-mpirun} and $python: $mpi"
+  fi
+  say "using $mpi ($mpirun)"
+}

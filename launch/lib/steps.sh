@@ -1,0 +1,88 @@
+# shellcheck shell=bash
+# Steps with a deadline, and one summary of them. Sourced by launch/test and launch/gpu-check, which set
+# pytest_args; after lib/env.sh.
+
+deadline=900 # seconds for one step
+logs=$(mktemp -d)
+step=
+trap 'rm -rf -- "$logs"' EXIT
+# A step is in a process group of its own (timeout makes it), where Ctrl-C does not reach it.
+trap '[[ -z $step ]] || kill "$step"; exit 130' HUP INT TERM
+
+rows=() total_passed=0 total_failed=0 total_skipped=0
+
+# run NAME COMMAND...: sets $status and $seconds. The output goes through a file, so that a stray
+# process that holds it open cannot keep us waiting. bash has background jobs ignore Ctrl-C, which
+# tests send to themselves: the trap undoes that.
+run() {
+  local start=$SECONDS
+  printf '\n--- %s\n' "$1"
+  rm -f -- "$logs/report.xml"
+  : >"$logs/output"
+  (
+    trap - INT QUIT
+    exec timeout -k 10 "$deadline" "${@:2}" </dev/null >"$logs/output" 2>&1
+  ) &
+  step=$!
+  tail -n +1 -f -s 0.2 --pid="$step" "$logs/output" &
+  status=0
+  wait "$step" || status=$?
+  step=
+  wait $! || true
+  seconds=$((SECONDS - start))
+}
+
+# record NAME PASSED FAILED SKIPPED: one row of the summary.
+record() {
+  local result=PASS note="$2 passed, $3 failed, $4 skipped"
+  if (($3)); then result=FAIL; fi
+  if ((status)); then note+=" (exit status $status)"; fi
+  if ((status == 124 || status == 137)); then note+=" stopped at the deadline"; fi
+  rows+=("$(printf '%-26s %-6s %7d   %s' "$1" "$result" "$seconds" "$note")")
+  total_passed=$((total_passed + $2))
+  total_failed=$((total_failed + $3))
+  total_skipped=$((total_skipped + $4))
+}
+
+# check NAME COMMAND...: a step that counts as one test.
+check() {
+  run "$@"
+  record "$1" $((status == 0)) $((status != 0)) 0
+}
+
+# tests NAME COMMAND...: a step of pytest, which leaves rank 0's report in $logs/report.xml.
+tests() {
+  local errors failures skipped all failed passed
+  run "$@"
+  read -r errors failures skipped all <<<"$(
+    sed -nE 's/.*<testsuite [^>]*errors="([0-9]+)" failures="([0-9]+)" skipped="([0-9]+)" tests="([0-9]+)".*/\1 \2 \3 \4/p' \
+      "$logs/report.xml" 2>/dev/null
+  )"
+  [[ -n $all ]] || errors=1 failures=0 skipped=0 all=1 # no report at all
+  failed=$((errors + failures))
+  passed=$((all - failed - skipped))
+  # 5: no test was selected, which is fine where the caller did the selecting.
+  # shellcheck disable=SC2154
+  if ((status == 5 && ${#pytest_args[@]})); then status=0; fi
+  # A rank that fails or dies alone is not in rank 0's report.
+  if ((status && !failed)); then failed=1; fi
+  record "$1" "$passed" "$failed" "$skipped"
+}
+
+# ranks MPI MPIRUN PYTHON N MARKERS: the tests with MARKERS on N ranks. No colours, which pytest takes for
+# wanted, since Open MPI gives each rank a terminal.
+ranks() {
+  # shellcheck disable=SC2016 # each rank expands it: only rank 0 writes the report
+  local program='case ${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}} in 0) set -- "$@" "--junitxml=$0" ;; esac; exec "$@"'
+  tests "$1, ranks: $4" env PATH="${3%/*}:$PATH" PY_COLORS=0 "$2" -n "$4" bash -c "$program" "$logs/report.xml" \
+    "$3" -m pytest -p no:cacheprovider --with-mpi -m "$5" "${pytest_args[@]}"
+}
+
+# summary: the table, and as the last line pytest's closing line for the whole, a check being one test
+# (CI reads it). Fails if a step did.
+summary() {
+  printf '\n%-26s %-6s %7s\n' step result seconds
+  printf '%s\n' "${rows[@]}"
+  printf '\n%d passed, %d failed, %d skipped\n' "$total_passed" "$total_failed" "$total_skipped"
+  ((total_failed == 0))
+}
