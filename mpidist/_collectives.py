@@ -19,8 +19,9 @@ import numpy as np
 
 from mpidist import _arrays, _dtypes, _fusion, _nest, _transports
 from mpidist._comm import AnyCommunicator
-from mpidist._guard import Call, Guard
+from mpidist._guard import Guard
 from mpidist._options import CommunicationOptions, Environment, ReduceOp
+from mpidist._reports import Call
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -184,6 +185,9 @@ class Collectives:
         ]
         room = bytes_per_pack or self._environment.bytes_per_pack
         text = structure.render([_arrays.describe(x) for x in arrays])
+        if bytes_per_pack != self.options.bytes_per_pack:
+            # The ranks must cut their buffers at the same places.
+            text += f" with bytes_per_pack={bytes_per_pack}"
         plan = _Plan(
             Call(f"{call} {op.name} {text}"),
             leaves,

@@ -49,8 +49,9 @@ import cloudpickle
 import numpy as np
 
 from mpidist import _arrays, _context, _dispatch, _nest
+from mpidist._dispatch import OnRank0
 from mpidist._errors import CollectiveError, format_exception
-from mpidist._guard import Call, dump_exception, load_exception
+from mpidist._reports import Call, dump_exception, load_exception
 from mpidist._values import (
     DistributedValues,
     Key,
@@ -131,7 +132,7 @@ class Coordinator:
         if key is not None and self._registry.get(key) is value:
             return key
         if isinstance(value, DistributedValues) and value._all is not None:
-            self.command("scatter", (_OnRank0(value),))
+            self.command("scatter", (OnRank0(value),))
             return value._key
         if isinstance(value, Mirrored):
             # The same everywhere: rank 0's copy serves.
@@ -141,16 +142,6 @@ class Coordinator:
             "more): it belongs to a `merge_call` that has ended, or was made on rank "
             "0 alone. Pass it to `merge_call` as an argument"
         )
-
-
-class _OnRank0:
-    """Marks an argument of a command that stays on rank 0."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_OnRank0, (None,))
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -404,7 +395,7 @@ def _obey(
         if isinstance(leaf, (DistributedValues, Variable)):
             held[leaf._key] = leaf
     for value in args:
-        if isinstance(value, _OnRank0) and isinstance(value.value, PerReplica):
+        if isinstance(value, OnRank0) and isinstance(value.value, PerReplica):
             held[value.value._key] = value.value
     return None
 
@@ -438,7 +429,7 @@ def _collect(strategy: Strategy, values: list[DistributedValues]) -> Any:
 
 
 @_dispatch.verb("scatter")
-def _scatter(strategy: Strategy, marked: _OnRank0) -> None:
+def _scatter(strategy: Strategy, marked: OnRank0) -> None:
     """Give each rank its component of a PerReplica that rank 0 made."""
     collectives = strategy.extended._collectives
     registry = strategy.extended._registry

@@ -15,6 +15,17 @@ from mpidist import _context
 if TYPE_CHECKING:
     from mpidist._strategy import Strategy
 
+
+class OnRank0:
+    """An argument of a verb of which only rank 0's counts: no command carries it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (OnRank0, (None,))
+
+
 _verbs: dict[str, Callable[..., Any]] = {}
 
 

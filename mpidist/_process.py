@@ -23,7 +23,8 @@ from typing import Any, Final
 
 from mpidist import _comm
 from mpidist._errors import CollectiveError, RemoteTraceback, format_exception
-from mpidist._guard import Call, Guard
+from mpidist._guard import Guard
+from mpidist._reports import Call
 
 _LEAVING: Final = Call("nothing more: this rank has left the program")
 _SHORT: Final = 0.0005

@@ -8,7 +8,16 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from mpidist import _arrays, _comm, _context, _dispatch, _guard, _nest, _process
+from mpidist import (
+    _arrays,
+    _comm,
+    _context,
+    _dispatch,
+    _guard,
+    _nest,
+    _process,
+    _reports,
+)
 from mpidist._collectives import Collectives
 from mpidist._extended import StrategyExtended, local_results
 from mpidist._options import (
@@ -307,7 +316,7 @@ class MPIStrategy(Strategy):
         guard = self._collectives.guard
         if guard.broken:
             return
-        guard.agree(_guard.Call("MPIStrategy.close"))
+        guard.agree(_reports.Call("MPIStrategy.close"))
         _process.forget(guard)
         guard.broken = "this strategy was closed; make a new one"
         self._collectives.comm.free()
@@ -333,9 +342,9 @@ def _make_collectives(
         chosen.activate()
         collectives = Collectives(communicator, guard, settings, environment, chosen)
     except Exception as error:
-        raise guard.fail(_guard.Call("MPIStrategy(...)"), error, "invalid") from None
+        raise guard.fail(_reports.Call("MPIStrategy(...)"), error, "invalid") from None
     guard.agree(
-        _guard.Call(
+        _reports.Call(
             f"MPIStrategy(...) with {settings.bytes_per_pack} bytes_per_pack, "
             f"{guard.timeout_seconds} timeout_seconds, "
             f"{settings.implementation.name}, guard={enabled}, "

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import numpy as np
 
 from mpidist import _arrays, _context, _dispatch
-from mpidist._guard import Call
 from mpidist._options import ReduceOp, VariableAggregation, VariableSynchronization
+from mpidist._reports import Call
 from mpidist._values import ArrayLike, Mirrored, PerReplica
 
 if TYPE_CHECKING:

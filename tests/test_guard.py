@@ -119,6 +119,19 @@ def test_another_verb(strategy, rank, last):
     expect_mismatch(strategy, step, "all_reduce SUM", "merge_call")
 
 
+def test_other_options(strategy, rank, last):
+    """Buckets that are cut elsewhere would be added to each other silently."""
+    leaves = [np.ones(4), np.ones(4)]
+    limit = 32 if rank == last else 64
+    options = mpidist.experimental.CommunicationOptions(bytes_per_pack=limit)
+    expect_mismatch(
+        strategy,
+        lambda: context().all_reduce("SUM", leaves, options),
+        "bytes_per_pack=32",
+        "bytes_per_pack=64",
+    )
+
+
 def test_all_gather_of_another_axis(strategy, rank, last):
     axis = 1 if rank == last else 0
     expect_mismatch(

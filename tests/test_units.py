@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpidist
-from mpidist import _dtypes, _errors, _fusion, _guard, _options
+from mpidist import _dtypes, _errors, _fusion, _options, _reports
 from mpidist.experimental import (
     CollectiveHints,
     CommunicationImplementation,
@@ -157,7 +157,7 @@ def test_format_ranks(ranks, text):
 
 @given(st.text(), st.text())
 def test_fingerprints_fit_the_header(one, other):
-    a, b = _guard.fingerprint(one), _guard.fingerprint(other)
+    a, b = _reports.fingerprint(one), _reports.fingerprint(other)
     assert 0 <= a < 2**62
     assert np.int64(~a) == ~a
     assert (a == b) == (one == other)
@@ -168,12 +168,12 @@ def test_exceptions_that_do_not_come_back_from_pickle():
         def __init__(self, a, b):
             super().__init__(a)
 
-    assert _guard.dump_exception(StrangeError(1, 2)) == b""
-    data = _guard.dump_exception(KeyError("k"))
-    error = _guard.load_exception(data, "the trace")
+    assert _reports.dump_exception(StrangeError(1, 2)) == b""
+    data = _reports.dump_exception(KeyError("k"))
+    error = _reports.load_exception(data, "the trace")
     assert type(error) is KeyError
     assert "the trace" in str(error.__cause__)
-    assert _guard.load_exception(b"no pickle", "") is None
+    assert _reports.load_exception(b"no pickle", "") is None
 
 
 def test_tracebacks_show_the_users_frames(monkeypatch):

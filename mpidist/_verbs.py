@@ -1,0 +1,393 @@
+"""The cross-replica verbs: what every rank runs, at program level or on command.
+
+`StrategyExtended` and `Strategy` perform them by name (`_dispatch`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from mpidist import _arrays, _context, _dispatch, _dtypes, _nest
+from mpidist._collectives import Collectives
+from mpidist._errors import CollectiveError
+from mpidist._options import ReduceOp, as_reduce_op
+from mpidist._replica import ValueContext, check_arguments
+from mpidist._reports import Call, ErrorKind
+from mpidist._values import (
+    ArrayLike,
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    own_component,
+    select_replica,
+    to_plain,
+)
+from mpidist._variables import Variable
+
+if TYPE_CHECKING:
+    from mpidist._strategy import Strategy
+
+# Reducing one value that is the same everywhere: these leave it as it is.
+_IDEMPOTENT: Final = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
+
+
+@_dispatch.verb("call_for_each_replica")
+def _call_for_each_replica(strategy: Strategy, fn: Any, args: Any, kwargs: Any) -> Any:
+    extended = strategy.extended
+    context = extended._replica_context
+    call = _end_of_run(getattr(fn, "__qualname__", type(fn).__qualname__))
+    guard = extended._collectives.guard
+    error: BaseException | None = None
+    result = None
+    structure = ""
+    with guard.section():
+        try:
+            if not callable(fn):
+                raise TypeError(f"run: expected `fn` to be a function, got {fn!r}")
+            check_arguments("run", args, kwargs)
+            args, kwargs = select_replica(tuple(args)), select_replica(kwargs)
+            frame = _context.Frame(
+                strategy, _context.Level.REPLICA, replica_context=context
+            )
+            with _context.entered(frame):
+                result = fn(*args, **kwargs)
+            structure = str(_nest.flatten(result)[1])
+        except KeyboardInterrupt:
+            raise
+        except BaseException as raised:
+            error = raised
+        kind: ErrorKind = "agreed" if isinstance(error, CollectiveError) else "raised"
+        error = guard.join(call, error, kind, structure)
+    if error is not None:
+        raise error
+    return extended._registry.wrap_tree(PerReplica, result)
+
+
+_ends: dict[str, Call] = {}
+
+
+def _end_of_run(name: str) -> Call:
+    call = _ends.get(name)
+    if call is None:
+        if len(_ends) > 1000:
+            _ends.clear()
+        call = _ends[name] = Call(f"the end of run({name})")
+    return call
+
+
+@_dispatch.verb("reduce")
+def _reduce(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
+    collectives = strategy.extended._collectives
+    try:
+        op = as_reduce_op(reduce_op, "Strategy.reduce")
+        leaves, structure = _nest.flatten(value)
+        moving = [i for i, x in enumerate(leaves) if isinstance(x, PerReplica)]
+        axes = _as_axes(axis)
+        results = list(leaves)
+        for i, leaf in enumerate(leaves):
+            if i not in moving:
+                results[i] = _reduce_same(op, leaf, axes, "Strategy.reduce")
+        local = [leaves[i]._own for i in moving]
+        if axes is not None:
+            pairs = [_arrays.as_array(x, "Strategy.reduce") for x in local]
+            parts = [_reduce_axes(op, x, axes) for x, _ in pairs]
+    except Exception as error:
+        collectives.invalid("Strategy.reduce", error)
+    if axes is None:
+        reduced = collectives.all_reduce(op, local, call="Strategy.reduce")
+    else:
+        reduced = _reduce_parts(collectives, op, parts, pairs)
+    for i, x in zip(moving, reduced, strict=True):
+        results[i] = x
+    return structure.unflatten(results)
+
+
+def _reduce_same(op: ReduceOp, leaf: Any, axes: Any, call: str) -> Any:
+    """Reduce a value that is no PerReplica: the same on all replicas."""
+    if isinstance(leaf, (list, tuple)) or leaf is None:
+        raise TypeError(
+            f"{call}: expected a PerReplica, got {leaf!r}; pass what `strategy.run` "
+            "returned"
+        )
+    if op not in _IDEMPOTENT:
+        raise ValueError(
+            f"{call}: A non-DistributedValues value {leaf!r:.80} cannot be reduced "
+            f"with the given reduce op ReduceOp.{op.name}. It is not per replica, so "
+            "it is not clear how often it counts; pass what `strategy.run` returned, "
+            "or make a per-replica value with "
+            "`strategy.experimental_distribute_values_from_function`"
+        )
+    leaf = own_component(leaf)
+    if axes is None:
+        return leaf
+    x, kind = _arrays.as_array(to_plain(leaf), call)
+    part, count = _reduce_axes(op, x, axes)
+    result = part / count if op is ReduceOp.MEAN else part
+    entry = _dtypes.reduction(x.dtype, op, call)
+    return (
+        _arrays.restore(np.asarray(result, entry.result), kind)
+        if kind != ("array")
+        else _arrays.like(x, np.asarray(_arrays.to_host(result), entry.result))
+    )
+
+
+def _as_axes(axis: Any) -> tuple[int, ...] | None:
+    if axis is None:
+        return None
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    for one in axes:
+        if isinstance(one, bool) or not isinstance(one, (int, np.integer)):
+            raise TypeError(
+                "Strategy.reduce: expected `axis` to be an int, a tuple of ints or "
+                f"None, got {axis!r}"
+            )
+    return tuple(int(one) for one in axes)
+
+
+def _reduce_axes(op: ReduceOp, x: Any, axes: tuple[int, ...]) -> tuple[Any, int]:
+    """Reduce one replica's array over its axes; return it and what was counted."""
+    entry = _dtypes.reduction(x.dtype, op, "Strategy.reduce")
+    for axis in axes:
+        if not -x.ndim <= axis < x.ndim:
+            raise ValueError(
+                f"Strategy.reduce: expected -{x.ndim} <= axis < {x.ndim} for "
+                f"{_arrays.describe(x)}, got axis={axis}"
+            )
+    xp = _arrays.module_of(x)
+    count = math.prod(x.shape[axis] for axis in axes)
+    if op is ReduceOp.PROD:
+        return xp.prod(x, axis=axes, dtype=entry.compute), count
+    if op in (ReduceOp.SUM, ReduceOp.MEAN):
+        return xp.sum(x, axis=axes, dtype=entry.compute), count
+    if count == 0:
+        kept = [n for k, n in enumerate(x.shape) if k not in _positive(axes, x.ndim)]
+        return xp.full(kept, _identity(op, x.dtype), x.dtype), 0
+    return (xp.min if op is ReduceOp.MIN else xp.max)(x, axis=axes), count
+
+
+def _positive(axes: tuple[int, ...], ndim: int) -> set[int]:
+    return {axis % ndim for axis in axes}
+
+
+def _identity(op: ReduceOp, dtype: Any) -> Any:
+    if dtype.kind == "b":
+        return op is ReduceOp.MIN
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return limits.max if op is ReduceOp.MIN else limits.min
+    return np.inf if op is ReduceOp.MIN else -np.inf
+
+
+def _reduce_parts(
+    collectives: Collectives, op: ReduceOp, parts: list[Any], pairs: list[Any]
+) -> list[Any]:
+    """Reduce what each replica made of its own rows, and what it counted."""
+    how = ReduceOp.SUM if op is ReduceOp.MEAN else op
+    call = f"Strategy.reduce {op.name} over axes"
+    arrays = [x for x, _ in parts]
+    counts = np.array([n for _, n in parts], np.int64)
+    if how is ReduceOp.SUM:
+        arrays, totals = collectives.all_reduce(how, (arrays, counts), call=call)
+    else:
+        totals = collectives.all_reduce(ReduceOp.SUM, counts, call=call)
+        arrays = collectives.all_reduce(how, arrays, call=call)
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and not all(totals):
+        raise ValueError(
+            f"Strategy.reduce: {op.name} over an axis that has no elements on any "
+            "replica"
+        )
+    results = []
+    for reduced, total, (x, _) in zip(arrays, totals, pairs, strict=True):
+        entry = _dtypes.reduction(x.dtype, op, "Strategy.reduce")
+        if op is ReduceOp.MEAN:
+            with np.errstate(invalid="ignore", divide="ignore"):
+                reduced = np.true_divide(reduced, entry.compute.type(total))
+        results.append(reduced.astype(entry.result, copy=False))
+    return results
+
+
+@_dispatch.verb("reduce_to")
+def _reduce_to(
+    strategy: Strategy, reduce_op: Any, value: Any, destinations: Any, options: Any
+) -> Any:
+    return _reduce_pairs(
+        strategy, reduce_op, [(value, destinations)], options, "reduce_to"
+    )[0]
+
+
+@_dispatch.verb("batch_reduce_to")
+def _batch_reduce_to(
+    strategy: Strategy, reduce_op: Any, pairs: Any, options: Any
+) -> list[Any]:
+    return _reduce_pairs(strategy, reduce_op, pairs, options, "batch_reduce_to")
+
+
+def _reduce_pairs(
+    strategy: Strategy, reduce_op: Any, pairs: Any, options: Any, call: str
+) -> list[Any]:
+    extended = strategy.extended
+    try:
+        op = as_reduce_op(reduce_op, call)
+        values = []
+        for pair in _check_pairs(pairs, call):
+            values.append(pair[0])
+            _check_destinations(strategy, pair[1], call)
+        leaves, structure = _nest.flatten(values)
+        results = list(leaves)
+        moving = [i for i, x in enumerate(leaves) if isinstance(x, PerReplica)]
+        for i, leaf in enumerate(leaves):
+            if i not in moving and not (
+                op in _IDEMPOTENT and isinstance(leaf, (Mirrored, Variable))
+            ):
+                results[i] = _reduce_same(op, leaf, None, call)
+        local = [leaves[i]._own for i in moving]
+    except Exception as error:
+        extended._collectives.invalid(call, error)
+    reduced = extended._collectives.all_reduce(op, local, options, call=call)
+    wrapped = extended._registry.wrap_tree(Mirrored, reduced)
+    for i, x in zip(moving, wrapped, strict=True):
+        results[i] = x
+    listed: list[Any] = structure.unflatten(results)
+    return listed
+
+
+def _check_pairs(pairs: Any, call: str) -> list[tuple[Any, Any]]:
+    if isinstance(pairs, (list, tuple)) and all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
+    ):
+        return [(pair[0], pair[1]) for pair in pairs]
+    raise ValueError(
+        f"{call}: expected `value_destination_pairs` to be a list of (value, "
+        f"destinations) tuples, got {pairs!r:.200}"
+    )
+
+
+def _check_destinations(strategy: Strategy, destinations: Any, call: str) -> None:
+    if isinstance(destinations, Variable):
+        strategy.extended._check_owner(call, destinations)
+        return
+    if isinstance(destinations, (DistributedValues, ArrayLike)):
+        return
+    if _arrays.is_array(destinations):
+        return
+    if isinstance(destinations, str) and destinations in strategy.extended._devices:
+        return
+    raise ValueError(
+        f"{call}: destinations must be a `mpidist.Variable`, a distributed value, an "
+        f"array or one of {strategy.extended._devices}, got {destinations!r:.80}"
+    )
+
+
+@_dispatch.verb("broadcast_to")
+def _broadcast_to(strategy: Strategy, marked: Any, destinations: Any) -> Any:
+    extended = strategy.extended
+    collectives = extended._collectives
+
+    def make() -> list[Any]:
+        value = marked.value
+        _check_destinations(strategy, destinations, "broadcast_to")
+        if isinstance(value, PerReplica):
+            raise TypeError(
+                "broadcast_to: got a PerReplica, which is not one value; write "
+                "`strategy.extended.reduce_to(op, value, destinations)`"
+            )
+        if not isinstance(value, (Mirrored, bool, int, float, complex)):
+            _arrays.as_array(to_plain(value), "broadcast_to")
+        return [to_plain(value), isinstance(value, (bool, int, float, complex))]
+
+    value, is_number = collectives.share(make, "broadcast_to")
+    if is_number:
+        return value
+    return extended._registry.wrap_tree(Mirrored, value)
+
+
+@_dispatch.verb("gather")
+def _gather(strategy: Strategy, value: Any, axis: Any) -> Any:
+    collectives = strategy.extended._collectives
+    if isinstance(value, PerReplica):
+        return collectives.all_gather(value._own, axis, call="Strategy.gather")
+    try:
+        # Not per replica: returned as it is, not n times (as in TensorFlow).
+        plain = own_component(value)
+        _arrays.as_array(to_plain(plain), "Strategy.gather")
+    except Exception as error:
+        collectives.invalid("Strategy.gather", error)
+    collectives.guard.agree(Call("Strategy.gather of a value that is not per replica"))
+    return plain
+
+
+@_dispatch.verb("update")
+def _update(
+    strategy: Strategy, var: Variable, fn: Any, args: Any, kwargs: Any, group: bool
+) -> Any:
+    extended = strategy.extended
+    collectives = extended._collectives
+    name = f"update of Variable {var.name!r}"
+    try:
+        check_arguments("update", args, kwargs)
+        if not callable(fn):
+            raise TypeError(f"update: expected `fn` to be a function, got {fn!r}")
+        for leaf in _nest.flatten((args, kwargs))[0]:
+            if isinstance(leaf, PerReplica):
+                raise ValueError(
+                    "update: got a PerReplica among the arguments, which would make "
+                    "the copies of the variable differ; reduce it first: "
+                    "`strategy.extended.reduce_to(op, value, var)`"
+                )
+    except Exception as error:
+        collectives.invalid(name, error)
+    guard = collectives.guard
+    raised: BaseException | None = None
+    result = None
+    structure = ""
+    frame = _context.Frame(strategy, _context.Level.UPDATE)
+    with guard.section():
+        try:
+            with _context.entered(frame):
+                result = fn(
+                    var, *select_replica(tuple(args)), **select_replica(dict(kwargs))
+                )
+            structure = str(_nest.flatten(result)[1])
+        except Exception as error:
+            raised = error
+        failure = guard.join(Call(name), raised, "raised", structure)
+    if failure is not None:
+        _make_equal(collectives, var)
+        raise failure
+    return extended._registry.wrap_tree(Mirrored if group else PerReplica, result)
+
+
+def _make_equal(collectives: Collectives, var: Variable) -> None:
+    """Give all replicas rank 0's copy, after an update that failed on some."""
+    if collectives.guard.checks and not collectives.guard.broken:
+        transport = collectives.transports.of(var._array)
+        transport.broadcast(_arrays.as_bytes(var._array), 0)
+
+
+@_dispatch.verb("distribute_values")
+def _distribute_values(strategy: Strategy, value_fn: Any) -> Any:
+    extended = strategy.extended
+    context = ValueContext(extended._replica_id, extended._num_replicas)
+    call = Call("experimental_distribute_values_from_function")
+    guard = extended._collectives.guard
+    raised: BaseException | None = None
+    value = None
+    structure = ""
+    with guard.section():
+        try:
+            value = value_fn(context)
+            structure = str(_nest.flatten(value)[1])
+        except Exception as error:
+            raised = error
+        failure = guard.join(call, raised, "raised", structure)
+    if failure is not None:
+        raise failure
+    registry = extended._registry
+    leaves, shape = _nest.flatten(value)
+    number = registry.next_key()
+    return shape.unflatten(
+        [registry.wrap(PerReplica, x, (number, i)) for i, x in enumerate(leaves)]
+    )
