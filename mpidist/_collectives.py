@@ -188,6 +188,10 @@ class Collectives:
         if bytes_per_pack != self.options.bytes_per_pack:
             # The ranks must cut their buffers at the same places.
             text += f" with bytes_per_pack={bytes_per_pack}"
+        if len({leaf.on_device for leaf in leaves}) > 1:
+            # Likewise: what is on the GPU has buckets of its own.
+            places = ["GPU" if leaf.on_device else "host" for leaf in leaves]
+            text += f" on {structure.render(places)}"
         plan = _Plan(
             Call(f"{call} {op.name} {text}"),
             leaves,

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpidist._coordinator import Coordinator
@@ -29,12 +29,16 @@ class Level(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """One entry of the stack."""
+    """One entry of the stack.
+
+    ``written`` collects the variables that the function of an update writes.
+    """
 
     strategy: Strategy
     level: Level
     replica_context: ReplicaContext | None = None
     coordinator: Coordinator | None = None
+    written: list[Any] | None = None
 
 
 class _Stack(threading.local):

@@ -77,16 +77,18 @@ class Coordinator:
         self._collectives = strategy.extended._collectives
         self._registry = strategy.extended._registry
         self._dropped: list[Key] = []
+        self._fetched: list[weakref.ref[DistributedValues]] = []
 
     def command(self, name: str, args: tuple[Any, ...]) -> Any:
         """Have all ranks run a verb; return rank 0's result."""
         if self._collectives.comm.size == 1:
-            return _dispatch.execute(self._strategy, name, args)
-        head, buffers = self.encode((name, args))
+            return self._execute(name, args)
+        head, buffers = self.encode(args)
         self._collectives.guard.check_late()
-        dropped, self._dropped = self._dropped, []
+        dropped = self._dropped[:]
+        del self._dropped[: len(dropped)]  # in place: `watch` appends to this list
         self._collectives.send_bytes(
-            pickle.dumps(("do", head, len(buffers), dropped, name))
+            pickle.dumps(("do", head, len(buffers), dropped, name, _label(name, args)))
         )
         if buffers:
             self._collectives.send_arrays(buffers, name)
@@ -106,6 +108,13 @@ class Coordinator:
             columns = self.command("collect", (unknown,))
             for value, column in zip(unknown, columns, strict=True):
                 value._all = tuple(column)
+                self._fetched.append(weakref.ref(value))
+
+    def forget(self) -> None:
+        """Forget what was gathered: the arrays may change until the next merge_call."""
+        for reference in self._fetched:
+            if (value := reference()) is not None:
+                value._all = None
 
     def watch(self, tree: Any) -> None:
         """Tell the followers when rank 0 drops one of these values."""
@@ -132,11 +141,9 @@ class Coordinator:
         if key is not None and self._registry.get(key) is value:
             return key
         if isinstance(value, DistributedValues) and value._all is not None:
-            self.command("scatter", (OnRank0(value),))
+            self.command("scatter", (OnRank0(value), isinstance(value, Mirrored)))
+            self.watch(value)
             return value._key
-        if isinstance(value, Mirrored):
-            # The same everywhere: rank 0's copy serves.
-            value._key = None
         raise ValueError(
             f"merge_fn uses {value!r:.200}, which the other ranks do not have (any "
             "more): it belongs to a `merge_call` that has ended, or was made on rank "
@@ -159,6 +166,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return (_VALUE, self._coordinator.key_of(obj))
         if obj is self._coordinator._strategy.extended:
             return ("extended",)
+        if obj is self._coordinator._strategy.extended._replica_context:
+            return ("context",)
         plain = type(obj) is np.ndarray and obj.dtype.kind in "biufc" and obj.size > 8
         if plain or _arrays.is_device_array(obj):
             self.arrays.append(obj)
@@ -187,6 +196,8 @@ class _Unpickler(pickle.Unpickler):
             return self._strategy
         if pid[0] == "extended":
             return self._strategy.extended
+        if pid[0] == "context":
+            return self._strategy.extended._replica_context
         if pid[0] == "array":
             return self._arrays[pid[1]]
         value = self._strategy.extended._registry.get(pid[1])
@@ -232,7 +243,9 @@ def merge_call(
     collectives = strategy.extended._collectives
     arguments, held = _enter(strategy, merge_fn, args, kwargs)
     if collectives.comm.rank == 0:
+        held.clear()  # merge_fn alone keeps its arguments
         return _lead(strategy, merge_fn, arguments)
+    del arguments
     return _follow(strategy, held)
 
 
@@ -241,7 +254,7 @@ def _enter(
     merge_fn: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> tuple[Any, dict[Key, Any]]:
+) -> tuple[list[Any], dict[Key, Any]]:
     """Agree on the arguments; return them as merge_fn sees them, and the handles."""
     collectives = strategy.extended._collectives
     registry = strategy.extended._registry
@@ -276,7 +289,8 @@ def _enter(
             leaf = registry.wrap(PerReplica, own_component(leaf), key)
             held[key] = leaf
         seen.append(leaf)
-    return structure.unflatten(seen), held
+    # In a list, so that who takes them out is the only one to keep them.
+    return [structure.unflatten(seen)], held
 
 
 def _kind_of(leaf: Any, strategy: Strategy) -> str:
@@ -299,19 +313,43 @@ def _kind_of(leaf: Any, strategy: Strategy) -> str:
 def _object_hash(x: Any) -> int:
     """Return a hash that is the same on all ranks for equal objects."""
     try:
-        data = repr(x).encode() if type(x) in (str, bool) else cloudpickle.dumps(x)
+        data = _canonical(x)
     except Exception:
-        # Not picklable (a lock, an open file): the ranks' objects are taken for the
-        # same if they are of the same type.
+        # Not picklable (a lock, an open file, an object that holds variables): the
+        # ranks' objects are taken for the same if they are of the same type.
         data = type(x).__qualname__.encode()
     digest = hashlib.blake2b(data, digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 
 
-def _lead(strategy: Strategy, merge_fn: Callable[..., Any], arguments: Any) -> Any:
+def _canonical(x: Any) -> bytes:
+    """Pickle an object so that equal ones give equal bytes in every process."""
+    stream = io.BytesIO()
+    pickler = _CanonicalPickler(stream, protocol=5)
+    # Without the memo: which strings are one object differs between processes.
+    pickler.fast = True
+    pickler.dump(x)
+    return stream.getvalue()
+
+
+class _CanonicalPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def persistent_id(self, obj: Any) -> Any:
+        # The order of a set depends on the hashes of strings, which are randomised;
+        # that of a dict does not count when dicts are compared.
+        if type(obj) in (set, frozenset):
+            return (type(obj).__name__, sorted(_canonical(item) for item in obj))
+        if type(obj) is dict:
+            pairs = ((_canonical(k), _canonical(v)) for k, v in obj.items())
+            return ("dict", sorted(pairs))
+        return None
+
+
+def _lead(
+    strategy: Strategy, merge_fn: Callable[..., Any], arguments: list[Any]
+) -> Any:
     coordinator = Coordinator(strategy)
     collectives = strategy.extended._collectives
-    args, kwargs = arguments
+    args, kwargs = arguments.pop()
     frame = _context.Frame(
         strategy, _context.Level.COORDINATOR, coordinator=coordinator
     )
@@ -320,7 +358,7 @@ def _lead(strategy: Strategy, merge_fn: Callable[..., Any], arguments: Any) -> A
         with _context.entered(frame):
             coordinator.watch((args, kwargs))
             result = merge_fn(strategy, *args, **kwargs)
-            del args, kwargs, arguments
+            del args, kwargs
             leaves, structure = _nest.flatten(result)
             parts = [_part_of(leaf, coordinator) for leaf in leaves]
             if several:
@@ -332,11 +370,18 @@ def _lead(strategy: Strategy, merge_fn: Callable[..., Any], arguments: Any) -> A
             trace = format_exception(error)
             collectives.send_bytes(pickle.dumps(("raise", data, trace)))
         raise
+    finally:
+        coordinator.forget()
     if several:
         collectives.send_bytes(pickle.dumps(("return", head, len(buffers))))
         if buffers:
             collectives.send_arrays(buffers, "merge_call")
-    return structure.unflatten([own_component(leaf) for leaf in leaves])
+    return structure.unflatten([_own_result(leaf) for leaf in leaves])
+
+
+def _own_result(leaf: Any) -> Any:
+    """Return rank 0's part: of an array a copy, since merge_fn may go on using it."""
+    return leaf.copy() if _arrays.is_array(leaf) else own_component(leaf)
 
 
 def _part_of(leaf: Any, coordinator: Coordinator) -> Any:
@@ -357,8 +402,8 @@ def _follow(strategy: Strategy, held: dict[Key, Any]) -> Any:
             collectives.receive_bytes("merge_call, waiting for merge_fn on rank 0")
         )
         if message[0] == "do":
-            _, head, num_arrays, dropped, name = message
-            failure = _obey(strategy, head, num_arrays, name, held)
+            _, head, num_arrays, dropped, name, label = message
+            failure = _obey(strategy, head, num_arrays, name, label, held)
             for key in dropped:
                 held.pop(key, None)
         elif message[0] == "return":
@@ -373,8 +418,18 @@ def _follow(strategy: Strategy, held: dict[Key, Any]) -> Any:
             raise remote_error(collectives.comm.rank, data, trace, failure)
 
 
+def _label(name: str, args: tuple[Any, ...]) -> str:
+    """Return what ranks agree on at the end of a command, for one that fails first."""
+    return str(args[-1]) if name == "update" else ""
+
+
 def _obey(
-    strategy: Strategy, head: bytes, num_arrays: int, name: str, held: dict[Key, Any]
+    strategy: Strategy,
+    head: bytes,
+    num_arrays: int,
+    name: str,
+    label: str,
+    held: dict[Key, Any],
 ) -> BaseException | None:
     """Run one command. What it raises, rank 0 has raised too, and decides about."""
     collectives = strategy.extended._collectives
@@ -383,8 +438,11 @@ def _obey(
         arrays = collectives.receive_arrays() if num_arrays else []
         with _context.entered(frame):
             try:
-                _, args = _Unpickler(head, strategy, arrays).load()
+                args = _Unpickler(head, strategy, arrays).load()
             except Exception as error:
+                if label:
+                    # The others run the function, and may have to be undone.
+                    _dispatch.execute(strategy, f"fail to {name}", (error, label))
                 collectives.invalid(f"the coordinator's {name}", error)
             result = _dispatch.execute(strategy, name, args)
     except Exception as error:
@@ -395,7 +453,7 @@ def _obey(
         if isinstance(leaf, (DistributedValues, Variable)):
             held[leaf._key] = leaf
     for value in args:
-        if isinstance(value, OnRank0) and isinstance(value.value, PerReplica):
+        if isinstance(value, OnRank0) and isinstance(value.value, DistributedValues):
             held[value.value._key] = value.value
     return None
 
@@ -429,8 +487,8 @@ def _collect(strategy: Strategy, values: list[DistributedValues]) -> Any:
 
 
 @_dispatch.verb("scatter")
-def _scatter(strategy: Strategy, marked: OnRank0) -> None:
-    """Give each rank its component of a PerReplica that rank 0 made."""
+def _scatter(strategy: Strategy, marked: OnRank0, mirrored: bool) -> None:
+    """Give each rank its component of a value that rank 0 made."""
     collectives = strategy.extended._collectives
     registry = strategy.extended._registry
     value = marked.value
@@ -438,6 +496,6 @@ def _scatter(strategy: Strategy, marked: OnRank0) -> None:
     (own,) = collectives.scatter(rows, "scatter a PerReplica of the coordinator")
     key = (registry.next_key(), 0)
     if value is None:
-        marked.value = registry.wrap(PerReplica, own, key)
+        marked.value = registry.wrap(Mirrored if mirrored else PerReplica, own, key)
     else:
         registry.add(key, value)

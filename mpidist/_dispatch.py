@@ -39,13 +39,19 @@ def verb(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
-def perform(strategy: Strategy, name: str, *args: Any) -> Any:
+def perform(strategy: Strategy, name: str, *args: Any, call: str = "") -> Any:
     """Check that a cross-replica call is legal here, and carry it out.
+
+    Args:
+        strategy: whose call it is.
+        name: of the verb.
+        args: of the verb.
+        call: the name that the user wrote, where it is another.
 
     Raises:
         RuntimeError: in a replica context, or in the scope of another strategy.
     """
-    frame = _context.require_cross_replica(strategy, name)
+    frame = _context.require_cross_replica(strategy, call or name)
     if frame.coordinator is not None:
         return frame.coordinator.command(name, args)
     return execute(strategy, name, args)

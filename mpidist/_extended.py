@@ -6,7 +6,7 @@ the verb of the same name here, or commands it where rank 0 is in ``merge_fn``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mpidist import _context, _dispatch, _nest
@@ -119,7 +119,7 @@ class StrategyExtended:
             A list with what `reduce_to` gives for each pair, in order.
         """
         options = _one_of("batch_reduce_to", options, experimental_hints)
-        if isinstance(value_destination_pairs, zip):
+        if isinstance(value_destination_pairs, Iterator):
             value_destination_pairs = list(value_destination_pairs)
         result: list[Any] = self._perform(
             "batch_reduce_to", reduce_op, value_destination_pairs, options
@@ -168,8 +168,10 @@ class StrategyExtended:
         Raises:
             ValueError: for a PerReplica among the arguments, which would make the
                 copies differ.
-            ReplicaError: if ``fn`` raised on another replica. Then all copies are
-                made equal to rank 0's again.
+            ReplicaError: if ``fn`` raised on another replica. Then all copies of what
+                it wrote are made equal to rank 0's again.
+            CollectiveMismatchError: for plain arguments that are not the same on all
+                replicas (likewise).
         """
         kwargs = {} if kwargs is None else kwargs
         frame = _context.require_cross_replica(self._strategy, "update")
@@ -181,7 +183,8 @@ class StrategyExtended:
                 )
             return fn(var, *select_replica(tuple(args)), **select_replica(kwargs))
         self._check_owner("update", var)
-        result = self._perform("update", var, fn, args, kwargs, group)
+        text = f"update of Variable {var.name!r}"
+        result = self._perform("update", var, fn, args, kwargs, group, text)
         if group:
             return result
         return _nest.map_structure(lambda leaf: _local_results_of(leaf, frame), result)

@@ -169,18 +169,23 @@ class Guard:
         if not self.enabled:
             return error
         soft = fingerprint(result) if result else 0
-        if self._floor < self._depth:
+        if self.deserted:
             return error or self._given_up
         while not self._exchange(call, 0 if error is None else 1, soft, None):
             together = self._same(_PRINT)
             found = self._difference(call, error, kind)
             if error is None:
                 error, kind = found, "agreed"
-            if together or self._floor < self._depth:
+            if together or self.deserted:
                 return error
         if not self._same(_SOFT):
             return self._difference(Call(f"{call.text} -> {result}"), None, "none")
         return error
+
+    @property
+    def deserted(self) -> bool:
+        """Whether some rank is not in the innermost section that this one is in."""
+        return self._floor < self._depth
 
     @contextlib.contextmanager
     def section(self) -> Iterator[None]:

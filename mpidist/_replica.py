@@ -198,14 +198,14 @@ class ReplicaContext:
         self._require_current("merge_call")
         extended = self._strategy.extended
         kwargs = {} if kwargs is None else kwargs
-        if not extended._is_mpi:
-            frame = _context.Frame(self._strategy, _context.Level.CROSS_REPLICA)
-            with _context.entered(frame):
-                return merge_fn(self._strategy, *args, **kwargs)
         try:
             check_arguments("merge_call", args, kwargs)
         except Exception as error:
             extended._collectives.invalid("merge_call", error)
+        if not extended._is_mpi:
+            frame = _context.Frame(self._strategy, _context.Level.CROSS_REPLICA)
+            with _context.entered(frame):
+                return merge_fn(self._strategy, *args, **kwargs)
         return _coordinator.merge_call(self._strategy, merge_fn, tuple(args), kwargs)
 
     def _require_current(self, call: str) -> None:

@@ -158,7 +158,9 @@ class Strategy:
             RuntimeError: in a replica function, or in another strategy's scope.
         """
         kwargs = {} if kwargs is None else kwargs
-        return self._perform("call_for_each_replica", fn, args, kwargs)
+        return _dispatch.perform(
+            self, "call_for_each_replica", fn, args, kwargs, call="Strategy.run"
+        )
 
     experimental_run_v2 = run
 

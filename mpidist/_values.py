@@ -156,7 +156,7 @@ class PerReplica(DistributedValues):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         frame = _context.current()
-        if frame.level is not _context.Level.REPLICA:
+        if frame.level is not _context.Level.REPLICA or not _context.has_strategy():
             raise TypeError(
                 f"a PerReplica is no array {frame.level.value}: it has a component on "
                 f"each replica; {_WAY_OUT}"
@@ -177,7 +177,10 @@ for _name in (
 ):
     for _prefix in ("", "r"):
         setattr(PerReplica, f"__{_prefix}{_name}__", _refuse_operator)
-for _name in ("neg", "pos", "abs", "invert", "float", "int", "lt", "le", "gt", "ge"):
+for _name in (
+    *("neg", "pos", "abs", "invert", "float", "int", "lt", "le", "gt", "ge"),
+    *("getitem", "iter", "contains"),
+):
     setattr(PerReplica, f"__{_name}__", _refuse_operator)
 
 
@@ -207,29 +210,33 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
 
     def _refuse_write(self, what: str) -> NoReturn:
         raise TypeError(
-            f"`{what}` would change the copy of one replica only; write a new array "
-            "with `x = x + ...`, or put the value into a `mpidist.Variable`"
+            f"`{what.format(x='x')}` would change the copy of one replica only; write "
+            "a new array with `x = x + ...`, or put the value into a `mpidist.Variable`"
         )
+
+    def _array_view(self) -> Any:
+        """Return what it holds as an array, also where that is a number."""
+        return _arrays.as_array(self._read(), type(self).__name__)[0]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the array."""
-        return tuple(self._read().shape)
+        return tuple(self._array_view().shape)
 
     @property
     def dtype(self) -> Any:
         """Dtype of the array."""
-        return self._read().dtype
+        return self._array_view().dtype
 
     @property
     def ndim(self) -> int:
         """Number of dimensions."""
-        return int(self._read().ndim)
+        return int(self._array_view().ndim)
 
     @property
     def size(self) -> int:
         """Number of elements."""
-        return int(self._read().size)
+        return int(self._array_view().size)
 
     def value(self) -> Any:
         """Return the array itself, without a copy. Not collective.
@@ -255,7 +262,9 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kw: Any) -> Any:
         for target in kw.get("out", ()):
             if isinstance(target, ArrayLike):
-                target._refuse_write(f"numpy.{ufunc.__name__}(..., out=x)")
+                target._refuse_write(f"numpy.{ufunc.__name__}(..., out={{x}})")
+        if method == "at" and isinstance(inputs[0], ArrayLike):
+            inputs[0]._refuse_write(f"numpy.{ufunc.__name__}.at({{x}}, ...)")
         inputs = tuple(to_plain(x) for x in inputs)
         return getattr(ufunc, method)(
             *inputs, **{k: to_plain(v) for k, v in kw.items()}
@@ -263,22 +272,25 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(kwargs.get("out"), ArrayLike):
-            kwargs["out"]._refuse_write(f"numpy.{func.__name__}(..., out=x)")
+            kwargs["out"]._refuse_write(f"numpy.{func.__name__}(..., out={{x}})")
         if func is np.copyto and args and isinstance(args[0], ArrayLike):
-            args[0]._refuse_write("numpy.copyto(x, ...)")
+            args[0]._refuse_write("numpy.copyto({x}, ...)")
         return func(*_plain_arguments(args), **_plain_arguments(kwargs))
 
     def __getitem__(self, index: Any) -> Any:
         return self._read()[to_plain(index)]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self._refuse_write("x[...] = ...")
+        self._refuse_write("{x}[...] = ...")
 
     def __len__(self) -> int:
         return len(self._read())
 
     def __iter__(self) -> Any:
         return iter(self._read())
+
+    def __contains__(self, value: Any) -> bool:
+        return bool((self._read() == to_plain(value)).any())
 
     def __bool__(self) -> bool:
         return bool(self._read())
@@ -310,7 +322,7 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
 
 def _make_in_place(symbol: str) -> Callable[[ArrayLike, Any], NoReturn]:
     def operator(self: ArrayLike, other: Any) -> NoReturn:
-        self._refuse_write(f"x {symbol} ...")
+        self._refuse_write(f"{{x}} {symbol} ...")
 
     return operator
 
@@ -340,18 +352,18 @@ class Mirrored(DistributedValues, ArrayLike):
     """
 
     def _read(self) -> Any:
+        if isinstance(self._own, np.ndarray):
+            view = self._own.view()
+            view.flags.writeable = False
+            return view
         return self._own
 
     @property
     def values(self) -> tuple[Any, ...]:
         """The components that this process can see; they are all equal."""
         if _context.current().coordinator is not None:
-            return (self._own,) * self._num_replicas
-        return (self._own,)
-
-    def value(self) -> Any:
-        """Return what it holds, without a copy. Not collective."""
-        return self._own
+            return (self._read(),) * self._num_replicas
+        return (self._read(),)
 
     def __repr__(self) -> str:
         return f"Mirrored(on {self._num_replicas} replicas: {self._own!r})"
@@ -361,17 +373,7 @@ class Mirrored(DistributedValues, ArrayLike):
         # which pickle and copy look for before there is a component.
         if name.startswith("_"):
             raise AttributeError(f"'Mirrored' object has no attribute {name!r}")
-        return getattr(self._own, name)
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the array."""
-        return _arrays.as_array(self._own, "Mirrored.dtype")[0].dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
-        return tuple(np.shape(self._own))
+        return getattr(self._read(), name)
 
 
 class Registry:

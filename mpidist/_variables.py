@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
@@ -179,7 +178,7 @@ class Variable(ArrayLike):
 
     def _refuse_write(self, what: str) -> NoReturn:
         raise TypeError(
-            f"`{what.replace('x', 'variable', 1)}` would change one copy of Variable "
+            f"`{what.format(x='variable')}` would change one copy of Variable "
             f"{self.name!r} only; write `variable.assign_add(value)`, `assign_sub` or "
             "`assign`, or `out = variable + value` for a new array"
         )
@@ -224,7 +223,7 @@ class Variable(ArrayLike):
         name: str | None = None,
         read_value: bool = True,
     ) -> Variable | None:
-        """Add to the value; see `assign`."""
+        """Add to the value. Collective, and the rest, as `assign`."""
         return self._write("assign_add", value, read_value)
 
     def assign_sub(
@@ -234,7 +233,7 @@ class Variable(ArrayLike):
         name: str | None = None,
         read_value: bool = True,
     ) -> Variable | None:
-        """Subtract from the value; see `assign`."""
+        """Subtract from the value. Collective, and the rest, as `assign`."""
         return self._write("assign_sub", value, read_value)
 
     def _write(self, how: Assignment, value: Any, read_value: bool) -> Variable | None:
@@ -248,7 +247,10 @@ class Variable(ArrayLike):
                 "force; make the variable in the scope of the strategy that uses it"
             )
         if not strategy.extended._is_mpi or frame.level is _context.Level.UPDATE:
-            self._apply(how, self._prepare(how, value))
+            prepared = self._prepare(how, value)
+            if frame.written is not None:
+                frame.written.append(self)
+            self._apply(how, prepared)
         elif frame.level is _context.Level.REPLICA and in_force:
             self._apply(how, self._aggregate(how, value))
         else:
@@ -291,16 +293,16 @@ class Variable(ArrayLike):
             value = value._own
         if isinstance(value, ArrayLike):
             value = value._read()
-        if isinstance(value, (list, tuple)):
-            value = np.asarray(value, self.dtype)
-        x, kind = _arrays.as_array(value, call)
+        listed = isinstance(value, (list, tuple))
+        x, kind = _arrays.as_array(np.asarray(value) if listed else value, call)
         if tuple(x.shape) != self.shape:
             raise ValueError(
                 f"{call}: expected a value of shape {self.shape}, got "
                 f"{_arrays.describe(x)}; write `numpy.full({self.shape}, value)` to "
                 "spread a number over the array"
             )
-        if x.dtype != self.dtype and not _fits(x, self.dtype, kind):
+        python_numbers = listed or kind == "number"
+        if x.dtype != self.dtype and not _fits(x, self.dtype, python_numbers):
             raise ValueError(
                 f"{call}: expected a value that fits into {self.dtype.name}, got "
                 f"{_arrays.describe(x)}; write `value.astype({self.dtype.name!r})`"
@@ -343,33 +345,28 @@ def _assign_variable(
     except Exception as error:
         collectives.invalid(call, error)
     text = f"{call} {_arrays.describe(prepared)}"
-    if not isinstance(value, (Mirrored, Variable)):
-        text += f" = {_summary(prepared)}" if collectives.guard.checks else ""
+    trusted = isinstance(value, (Mirrored, Variable)) and value._key is not None
+    if collectives.guard.checks and not trusted:
+        text += f" = {_arrays.summarize(prepared)}"
     collectives.guard.agree(Call(text))
     variable._apply(how, prepared)
 
 
-def _summary(x: Any) -> str:
-    """Return a text that differs where the values differ in a single bit."""
-    host = _arrays.contiguous(_arrays.to_host(x))
-    checksum = zlib.crc32(_arrays.as_bytes(host))
-    if host.size <= 6:
-        return f"{host.tolist()} (checksum {checksum:08x})"
-    return f"values with checksum {checksum:08x}"
+def _fits(x: Any, dtype: Any, python_numbers: bool) -> bool:
+    """Return whether values may be cast: to the same kind of dtype, or a wider one.
 
-
-def _fits(x: Any, dtype: Any, kind: _arrays.LeafKind) -> bool:
-    if np.can_cast(x.dtype, dtype, "same_kind"):
-        return True
-    # A Python number takes the variable's dtype if that keeps its kind: an int
-    # becomes a float, a float no int.
+    Integers that were written as Python numbers must be in the dtype's range.
+    """
+    if _arrays.is_bfloat16(dtype):
+        return x.dtype.kind in "biuf"
+    if python_numbers and x.dtype.kind in "iu" and dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return bool(((x >= limits.min) & (x <= limits.max)).all())
     order = "biufc"
-    known = _arrays.is_bfloat16(dtype) and x.dtype.kind in "biuf"
-    if known:
-        return True
-    if kind == "number" and x.dtype.kind in "iu" and dtype.kind in "iu":
-        return bool(np.iinfo(dtype).min <= x <= np.iinfo(dtype).max)
-    return order.find(x.dtype.kind) < order.find(dtype.kind) and dtype.kind != "V"
+    return bool(
+        np.can_cast(x.dtype, dtype, "same_kind")
+        or order.find(x.dtype.kind) < order.find(dtype.kind)
+    )
 
 
 def _check_attributes(
@@ -387,6 +384,7 @@ def _check_attributes(
             "Variable: expected `aggregation` to be a `mpidist.VariableAggregation`, "
             f"got {aggregation!r}"
         )
+    name = name or "Variable"
     if synchronization is VariableSynchronization.NONE:
         raise ValueError(
             f"Variable {name!r}: `NONE` variable synchronization mode is not "
@@ -398,7 +396,7 @@ def _check_attributes(
             "value in a plain array of each replica, and reduce it when you read it"
         )
     return _Attributes(
-        name=name or "Variable",
+        name=name,
         trainable=True if trainable is None else bool(trainable),
         synchronization=VariableSynchronization.ON_WRITE,
         aggregation=aggregation,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -89,7 +90,7 @@ def _reduce(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
         results = list(leaves)
         for i, leaf in enumerate(leaves):
             if i not in moving:
-                results[i] = _reduce_same(op, leaf, axes, "Strategy.reduce")
+                results[i] = _reduce_same(strategy, op, leaf, axes, "Strategy.reduce")
         local = [leaves[i]._own for i in moving]
         if axes is not None:
             pairs = [_arrays.as_array(x, "Strategy.reduce") for x in local]
@@ -105,13 +106,17 @@ def _reduce(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
     return structure.unflatten(results)
 
 
-def _reduce_same(op: ReduceOp, leaf: Any, axes: Any, call: str) -> Any:
+def _reduce_same(
+    strategy: Strategy, op: ReduceOp, leaf: Any, axes: Any, call: str
+) -> Any:
     """Reduce a value that is no PerReplica: the same on all replicas."""
     if isinstance(leaf, (list, tuple)) or leaf is None:
         raise TypeError(
             f"{call}: expected a PerReplica, got {leaf!r}; pass what `strategy.run` "
             "returned"
         )
+    if not strategy.extended._is_mpi and axes is None:
+        return own_component(leaf)  # of one replica, which needs no wrapping
     if op not in _IDEMPOTENT:
         raise ValueError(
             f"{call}: A non-DistributedValues value {leaf!r:.80} cannot be reduced "
@@ -242,7 +247,7 @@ def _reduce_pairs(
             if i not in moving and not (
                 op in _IDEMPOTENT and isinstance(leaf, (Mirrored, Variable))
             ):
-                results[i] = _reduce_same(op, leaf, None, call)
+                results[i] = _reduce_same(strategy, op, leaf, None, call)
         local = [leaves[i]._own for i in moving]
     except Exception as error:
         extended._collectives.invalid(call, error)
@@ -294,9 +299,10 @@ def _broadcast_to(strategy: Strategy, marked: Any, destinations: Any) -> Any:
                 "broadcast_to: got a PerReplica, which is not one value; write "
                 "`strategy.extended.reduce_to(op, value, destinations)`"
             )
-        if not isinstance(value, (Mirrored, bool, int, float, complex)):
-            _arrays.as_array(to_plain(value), "broadcast_to")
-        return [to_plain(value), isinstance(value, (bool, int, float, complex))]
+        if isinstance(value, (bool, int, float, complex)):
+            return [value, True]
+        # A copy: what happens to the array afterwards must not show on one rank.
+        return [_arrays.as_array(to_plain(value), "broadcast_to")[0].copy(), False]
 
     value, is_number = collectives.share(make, "broadcast_to")
     if is_number:
@@ -310,6 +316,12 @@ def _gather(strategy: Strategy, value: Any, axis: Any) -> Any:
     if isinstance(value, PerReplica):
         return collectives.all_gather(value._own, axis, call="Strategy.gather")
     try:
+        if isinstance(value, (list, tuple, dict)):
+            raise TypeError(
+                f"Strategy.gather: expected one PerReplica or array, got a "
+                f"{type(value).__name__}; gather its parts one by one, or write "
+                "`all_gather` in the replica function, which takes nests"
+            )
         # Not per replica: returned as it is, not n times (as in TensorFlow).
         plain = own_component(value)
         _arrays.as_array(to_plain(plain), "Strategy.gather")
@@ -321,50 +333,94 @@ def _gather(strategy: Strategy, value: Any, axis: Any) -> Any:
 
 @_dispatch.verb("update")
 def _update(
-    strategy: Strategy, var: Variable, fn: Any, args: Any, kwargs: Any, group: bool
+    strategy: Strategy,
+    var: Variable,
+    fn: Any,
+    args: Any,
+    kwargs: Any,
+    group: bool,
+    text: str,
 ) -> Any:
     extended = strategy.extended
-    collectives = extended._collectives
-    name = f"update of Variable {var.name!r}"
-    try:
-        check_arguments("update", args, kwargs)
-        if not callable(fn):
-            raise TypeError(f"update: expected `fn` to be a function, got {fn!r}")
-        for leaf in _nest.flatten((args, kwargs))[0]:
-            if isinstance(leaf, PerReplica):
-                raise ValueError(
-                    "update: got a PerReplica among the arguments, which would make "
-                    "the copies of the variable differ; reduce it first: "
-                    "`strategy.extended.reduce_to(op, value, var)`"
-                )
-    except Exception as error:
-        collectives.invalid(name, error)
-    guard = collectives.guard
+    guard = extended._collectives.guard
+    written: list[Any] = []
     raised: BaseException | None = None
+    kind: ErrorKind = "invalid"
     result = None
-    structure = ""
-    frame = _context.Frame(strategy, _context.Level.UPDATE)
+    summary = ""
     with guard.section():
         try:
+            _check_update(fn, args, kwargs)
+            summary = _summarize_arguments(args, kwargs) if guard.checks else ""
+            kind = "raised"
+            frame = _context.Frame(strategy, _context.Level.UPDATE, written=written)
             with _context.entered(frame):
                 result = fn(
                     var, *select_replica(tuple(args)), **select_replica(dict(kwargs))
                 )
-            structure = str(_nest.flatten(result)[1])
+            summary += str(_nest.flatten(result)[1])
         except Exception as error:
             raised = error
-        failure = guard.join(Call(name), raised, "raised", structure)
+        failure = guard.join(Call(text), raised, kind, summary)
+        if failure is not None:
+            _make_equal(strategy, written)
     if failure is not None:
-        _make_equal(collectives, var)
         raise failure
     return extended._registry.wrap_tree(Mirrored if group else PerReplica, result)
 
 
-def _make_equal(collectives: Collectives, var: Variable) -> None:
-    """Give all replicas rank 0's copy, after an update that failed on some."""
-    if collectives.guard.checks and not collectives.guard.broken:
-        transport = collectives.transports.of(var._array)
-        transport.broadcast(_arrays.as_bytes(var._array), 0)
+@_dispatch.verb("fail to update")
+def _fail_to_update(strategy: Strategy, error: BaseException, text: str) -> None:
+    """Take part in an update whose function did not arrive at this rank."""
+    guard = strategy.extended._collectives.guard
+    with guard.section():
+        failure = guard.join(Call(text), error, "invalid")
+        _make_equal(strategy, [])
+    raise failure or error
+
+
+def _check_update(fn: Any, args: Any, kwargs: Any) -> None:
+    check_arguments("update", args, kwargs)
+    if not callable(fn):
+        raise TypeError(f"update: expected `fn` to be a function, got {fn!r}")
+    for leaf in _nest.flatten((args, kwargs))[0]:
+        if isinstance(leaf, PerReplica):
+            raise ValueError(
+                "update: got a PerReplica among the arguments, which would make "
+                "the copies of the variable differ; reduce it first: "
+                "`strategy.extended.reduce_to(op, value, var)`"
+            )
+
+
+def _summarize_arguments(args: Any, kwargs: Any) -> str:
+    """Return a text of the plain arguments, which must be the same on all ranks."""
+    leaves = [
+        _arrays.summarize(_arrays.as_array(leaf, "update")[0])
+        for leaf in _nest.flatten((tuple(args), kwargs))[0]
+        if _arrays.is_array(leaf) or _arrays.is_number(leaf)
+    ]
+    return f"arguments {', '.join(leaves)}; result " if leaves else ""
+
+
+def _make_equal(strategy: Strategy, written: list[Any]) -> None:
+    """Give all ranks rank 0's copy of what an update wrote before it failed."""
+    collectives = strategy.extended._collectives
+    registry = strategy.extended._registry
+    guard = collectives.guard
+    if not guard.checks or guard.broken or guard.deserted:
+        return
+    mine = pickle.dumps(sorted({variable._key for variable in written}))
+    keys = sorted(
+        {k for d in collectives.comm.all_gather_objects(mine) for k in pickle.loads(d)}
+    )
+    variables = [registry.get(key) for key in keys]
+    known = collectives.comm.all_gather_integers(
+        [int(v is not None) for v in variables]
+    )
+    for index, variable in enumerate(variables):
+        if all(row[index] for row in known):
+            transport = collectives.transports.of(variable._array)
+            transport.broadcast(_arrays.as_bytes(variable._array), 0)
 
 
 @_dispatch.verb("distribute_values")

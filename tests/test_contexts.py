@@ -1,0 +1,669 @@
+"""Which strategy is in force, and which calls are legal, at each level."""
+
+import threading
+
+import numpy as np
+import pytest
+
+import mpidist
+
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
+
+IN_CROSS_REPLICA = "Method requires being in cross-replica context"
+MISMATCHING = "Mismatching .*Strategy objects"
+MIXING = "Mixing different .*Strategy objects"
+
+
+def own(strategy, value):
+    (result,) = strategy.experimental_local_results(value)
+    return result
+
+
+def context():
+    return mpidist.get_replica_context()
+
+
+def facts():
+    """Return what the four functions of the module say here."""
+    replica_context = mpidist.get_replica_context()
+    return (
+        mpidist.get_strategy(),
+        mpidist.has_strategy(),
+        None if replica_context is None else replica_context.strategy,
+        mpidist.in_cross_replica_context(),
+    )
+
+
+def replica_facts():
+    """Return the same in numbers, from a function that travels."""
+    strategy, has, replica_strategy, cross = facts()
+    replica_id = -1 if context() is None else context().replica_id_in_sync_group
+    return np.array(
+        [strategy._number, has, replica_strategy is strategy, cross, replica_id]
+    )
+
+
+def assert_usable(strategy):
+    assert not mpidist.has_strategy()
+    total = strategy.run(lambda: context().all_reduce("SUM", np.ones(2)))
+    np.testing.assert_array_equal(
+        own(strategy, total), np.full(2, strategy.num_replicas_in_sync)
+    )
+
+
+# --- what the functions say -----------------------------------------------------------
+
+
+def test_outside_every_scope(strategy):
+    default = mpidist.get_strategy()
+    assert default is not strategy
+    assert facts() == (default, False, default, False)
+    assert default.num_replicas_in_sync == 1
+    assert context().replica_id_in_sync_group == 0
+
+
+def test_in_scope(strategy):
+    default = mpidist.get_strategy()
+    with strategy.scope() as entered:
+        assert entered is strategy
+        assert facts() == (strategy, True, None, True)
+    assert facts() == (default, False, default, False)
+
+
+def test_in_run(strategy, rank):
+    default = mpidist.get_strategy()
+    for scope in (False, True):
+        if scope:
+            with strategy.scope():
+                seen = own(strategy, strategy.run(lambda: [facts()]))
+        else:
+            seen = own(strategy, strategy.run(lambda: [facts()]))
+        assert seen == [(strategy, True, strategy, False)]
+    ids = strategy.run(lambda: context().replica_id_in_sync_group)
+    assert own(strategy, ids) == rank
+    assert facts() == (default, False, default, False)
+
+
+def test_in_merge_fn(strategy, rank):
+    seen = []
+
+    def merge_fn(distribution):
+        seen.append(facts())
+        with distribution.scope() as entered:
+            assert entered is strategy
+            seen.append(facts())
+        seen.append(facts())
+
+    def step():
+        context().merge_call(merge_fn)
+        return [facts()]
+
+    after = own(strategy, strategy.run(step))
+    assert seen == ([(strategy, True, None, True)] * 3 if rank == 0 else [])
+    assert after == [(strategy, True, strategy, False)]
+
+
+def test_in_the_function_of_update(strategy):
+    with strategy.scope():
+        v = mpidist.Variable(0.0)
+        here = strategy.extended.update(v, lambda v: replica_facts())
+    np.testing.assert_array_equal(here, [strategy._number, 1, 0, 1, -1])
+    assert not mpidist.has_strategy()
+
+
+def test_in_the_function_of_update_inside_merge_fn(strategy, size):
+    with strategy.scope():
+        v = mpidist.Variable(0.0)
+
+    def merge_fn(distribution):
+        everywhere = distribution.extended.update(
+            v, lambda v: replica_facts(), group=False
+        )
+        assert len(everywhere) == size
+        return [*everywhere]
+
+    results = own(strategy, strategy.run(lambda: context().merge_call(merge_fn)))
+    for result in results:
+        np.testing.assert_array_equal(result, [strategy._number, 1, 0, 1, -1])
+
+
+def test_in_a_run_nested_in_merge_fn(strategy, size):
+    def nested_merge_fn(distribution, x):
+        return replica_facts() + 0 * sum(distribution.experimental_local_results(x))
+
+    def nested():
+        before = replica_facts()
+        in_merge_fn = context().merge_call(nested_merge_fn, args=(1,))
+        return [before, in_merge_fn, replica_facts()]
+
+    def merge_fn(distribution):
+        assert facts() == (strategy, True, None, True)
+        before, in_merge_fn, after = distribution.run(nested)
+        assert facts() == (strategy, True, None, True)
+        results = distribution.experimental_local_results([before, in_merge_fn, after])
+        return [[*row] for row in results]
+
+    rows = own(strategy, strategy.run(lambda: context().merge_call(merge_fn)))
+    number = strategy._number
+    assert len(rows) == size
+    for replica, row in enumerate(rows):
+        np.testing.assert_array_equal(row[0], [number, 1, 1, 0, replica])
+        np.testing.assert_array_equal(row[1], [number, 1, 0, 1, -1])
+        np.testing.assert_array_equal(row[2], [number, 1, 1, 0, replica])
+
+
+def test_exactly_one_of_the_two_contexts(strategy):
+    """b.1: in_cross_replica_context, or a replica context; never both, never none."""
+
+    def exactly_one():
+        return mpidist.in_cross_replica_context() != (context() is not None)
+
+    seen = [exactly_one()]
+    with strategy.scope():
+        seen.append(exactly_one())
+        v = mpidist.Variable(0.0)
+
+    def merge_fn(distribution):
+        inside = distribution.extended.update(v, lambda v: exactly_one())
+        return [exactly_one(), bool(inside.values[0])]
+
+    seen += own(
+        strategy,
+        strategy.run(lambda: [exactly_one(), *context().merge_call(merge_fn)]),
+    )
+    assert seen == [True] * 5
+
+
+# --- scopes ---------------------------------------------------------------------------
+
+
+def test_a_scope_may_be_entered_again(strategy):
+    with strategy.scope():
+        with strategy.scope() as inner:
+            assert inner is strategy
+            assert facts() == (strategy, True, None, True)
+        assert facts() == (strategy, True, None, True)
+        assert own(strategy, strategy.run(lambda: 1.0)) == 1.0
+    assert not mpidist.has_strategy()
+
+
+def test_a_scope_is_left_by_an_exception(strategy):
+    with pytest.raises(KeyError), strategy.scope():
+        raise KeyError("on purpose")
+    assert_usable(strategy)
+
+
+def test_a_context_is_left_when_functions_raise(strategy):
+    def merge_fn(distribution):
+        raise KeyError("on purpose")
+
+    def step(merge):
+        if merge:
+            context().merge_call(merge_fn)
+        raise KeyError("on purpose")
+
+    with strategy.scope():
+        v = mpidist.Variable(0.0)
+        for merge in (False, True):
+            with pytest.raises(KeyError, match="on purpose"):
+                strategy.run(step, args=(merge,))
+            assert facts() == (strategy, True, None, True)
+        with pytest.raises(ZeroDivisionError):
+            strategy.extended.update(v, lambda v: 1 // 0)
+        assert facts() == (strategy, True, None, True)
+    assert_usable(strategy)
+
+
+def test_coordinator_verbs_inside_a_scope_inside_merge_fn(strategy, size):
+    """A scope that is entered again on the coordinator still commands the others."""
+
+    def merge_fn(distribution, x):
+        with distribution.scope():
+            return distribution.reduce("SUM", x, axis=None)
+
+    result = strategy.run(lambda: context().merge_call(merge_fn, args=(np.ones(2),)))
+    np.testing.assert_array_equal(own(strategy, result), [size, size])
+
+
+def test_scope_in_the_function_of_update(strategy, size):
+    with strategy.scope():
+        v = mpidist.Variable(np.zeros(2))
+        w = mpidist.Variable(1.0)
+
+    def merge_fn(distribution):
+        def fn(v):
+            with mpidist.get_strategy().scope():
+                v.assign(v + 1.0)
+                assert mpidist.get_strategy().num_replicas_in_sync == size
+            v.assign_add(np.ones(2))
+
+        distribution.extended.update(v, fn)
+        w.assign(2.0)
+
+    strategy.run(lambda: context().merge_call(merge_fn))
+    np.testing.assert_array_equal(v, [2.0, 2.0])
+    assert float(w) == 2.0
+
+
+def test_scopes_left_in_the_wrong_order(strategy, new_strategy):
+    """In a thread, whose stack ends with it."""
+    errors = []
+
+    def body():
+        outer, inner = strategy.scope(), strategy.scope()
+        outer.__enter__()
+        inner.__enter__()
+        try:
+            outer.__exit__(None, None, None)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    (message,) = errors
+    assert "reverse order" in message
+    assert_usable(strategy)
+
+
+# --- calls in the wrong context -------------------------------------------------------
+
+
+def cross_replica_calls(strategy):
+    extended = strategy.extended
+    x = np.ones(2)
+    return {
+        "run": lambda: strategy.run(lambda: None),
+        "experimental_run_v2": lambda: strategy.experimental_run_v2(lambda: None),
+        "call_for_each_replica": lambda: extended.call_for_each_replica(lambda: None),
+        "scope": lambda: strategy.scope().__enter__(),
+        "reduce": lambda: strategy.reduce("SUM", x, axis=None),
+        "gather": lambda: strategy.gather(x, axis=0),
+        "reduce_to": lambda: extended.reduce_to("SUM", x, x),
+        "batch_reduce_to": lambda: extended.batch_reduce_to("SUM", [(x, x)]),
+        "broadcast_to": lambda: extended.broadcast_to(x, x),
+        "update": lambda: extended.update(None, lambda v: v),
+        "experimental_distribute_values_from_function": (
+            lambda: strategy.experimental_distribute_values_from_function(
+                lambda c: c.replica_id_in_sync_group
+            )
+        ),
+    }
+
+
+INSTEAD = {
+    "reduce": "get_replica_context().all_reduce(op, value)",
+    "reduce_to": "get_replica_context().all_reduce(op, value)",
+    "batch_reduce_to": "get_replica_context().all_reduce(op, value)",
+    "gather": "use get_replica_context().all_gather() instead",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "run",
+        "experimental_run_v2",
+        "call_for_each_replica",
+        "scope",
+        "reduce",
+        "gather",
+        "reduce_to",
+        "batch_reduce_to",
+        "broadcast_to",
+        "update",
+        "experimental_distribute_values_from_function",
+    ],
+)
+def test_cross_replica_calls_in_a_replica_function(strategy, name):
+    call = cross_replica_calls(strategy)[name]
+
+    def step():
+        with pytest.raises(RuntimeError, match=IN_CROSS_REPLICA) as caught:
+            call()
+        return [str(caught.value)]
+
+    (message,) = own(strategy, strategy.run(step))
+    assert "use get_replica_context().merge_call()" in message
+    assert "inside `strategy.run`" in message  # which context this is
+    assert INSTEAD.get(name, "outside `strategy.run`") in message
+    assert_usable(strategy)
+
+
+def test_the_message_names_the_method_that_was_called(strategy):
+    def step():
+        with pytest.raises(RuntimeError, match=IN_CROSS_REPLICA) as caught:
+            mpidist.get_strategy().run(lambda: None)
+        return [str(caught.value)]
+
+    (message,) = own(strategy, strategy.run(step))
+    assert message.startswith(("run:", "Strategy.run:"))
+    assert "call_for_each_replica" not in message
+
+
+def test_local_results_are_allowed_anywhere(strategy, rank, size):
+    value = strategy.run(lambda: rank)
+
+    def merge_fn(distribution):
+        return [*distribution.experimental_local_results(value)]
+
+    def step():
+        here = mpidist.get_strategy().experimental_local_results(value)
+        return here == (rank,), context().merge_call(merge_fn)
+
+    ok, everything = own(strategy, strategy.run(step))
+    assert ok
+    assert everything == [*range(size)]
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "merge_call"])
+@pytest.mark.parametrize("where", ["scope", "merge_fn", "update"])
+def test_replica_calls_in_cross_replica_context(strategy, rank, name, where):
+    captured = strategy.extended._replica_context
+    instead = {
+        "all_reduce": "strategy.reduce(op, value, axis=None)",
+        "all_gather": "strategy.gather(value, axis)",
+        "merge_call": "merge_fn(strategy, ...)",
+    }[name]
+
+    def attempt(replica_context):
+        args = {
+            "all_reduce": ("SUM", 1.0),
+            "all_gather": (np.ones(1), 0),
+            "merge_call": (lambda s: None,),
+        }[name]
+        try:
+            getattr(replica_context, name)(*args)
+        except RuntimeError as error:
+            return str(error)
+        return "nothing raised"
+
+    messages = []
+    if where == "scope":
+        with strategy.scope():
+            messages.append(attempt(captured))
+    elif where == "update":
+        with strategy.scope():
+            v = mpidist.Variable(0.0)
+            strategy.extended.update(v, lambda v: messages.append(attempt(captured)))
+    else:
+
+        def step():
+            replica_context = context()
+            assert replica_context is captured
+            return context().merge_call(lambda s: attempt(replica_context))
+
+        messages.append(strategy.run(step))
+    (message,) = messages
+    assert "Need to be inside `call_for_each_replica()`" in message
+    assert instead in message
+    assert_usable(strategy)
+
+
+def test_a_captured_context_outside_every_scope(strategy):
+    captured = own(strategy, strategy.run(lambda: [context()]))[0]
+    with pytest.raises(RuntimeError, match=MISMATCHING):
+        captured.all_reduce("SUM", 1.0)
+    assert_usable(strategy)
+
+
+def test_another_context_of_the_same_strategy(strategy):
+    other = mpidist.ReplicaContext(strategy, None)
+
+    def step():
+        with pytest.raises(RuntimeError, match="Mismatching ReplicaContext") as caught:
+            other.all_reduce("SUM", 1.0)
+        return str(caught.value)
+
+    message = strategy.run(step)
+    assert "mpidist.get_replica_context().all_reduce(" in message
+    assert_usable(strategy)
+
+
+# --- two strategies -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "run",
+        "call_for_each_replica",
+        "scope",
+        "reduce",
+        "gather",
+        "reduce_to",
+        "batch_reduce_to",
+        "broadcast_to",
+        "update",
+        "experimental_distribute_values_from_function",
+    ],
+)
+def test_mixing_two_strategies_in_a_scope(strategy, new_strategy, name):
+    other = new_strategy()
+    call = cross_replica_calls(other)[name]
+    with strategy.scope():
+        with pytest.raises(RuntimeError, match=MIXING) as caught:
+            call()
+        # Both, by name, and what to do.
+        assert repr(strategy) in str(caught.value)
+        assert repr(other) in str(caught.value)
+        assert "get_strategy()" in str(caught.value)
+        assert mpidist.get_strategy() is strategy
+    assert_usable(strategy)
+    assert_usable(other)
+
+
+def test_mixing_two_strategies_in_a_replica_function(strategy, new_strategy):
+    other = new_strategy()
+
+    def step():
+        replica_context = other.extended._replica_context
+        with pytest.raises(RuntimeError, match=MISMATCHING):
+            replica_context.all_reduce("SUM", 1.0)
+        with pytest.raises(RuntimeError, match=MIXING):
+            other.run(lambda: None)
+        with pytest.raises(RuntimeError, match=MIXING):
+            other.scope().__enter__()
+
+    strategy.run(step)
+    assert_usable(strategy)
+    assert_usable(other)
+
+
+def test_mixing_two_strategies_in_merge_fn(strategy, new_strategy):
+    other = new_strategy()
+
+    def merge_fn(distribution):
+        with pytest.raises(RuntimeError, match=MIXING):
+            other.reduce("SUM", 1.0, axis=None)
+        with pytest.raises(RuntimeError, match=MIXING):
+            other.scope().__enter__()
+        with pytest.raises(RuntimeError, match=MIXING):
+            other.run(lambda: None)
+        return "all raised"
+
+    assert strategy.run(lambda: context().merge_call(merge_fn)) == "all raised"
+    assert_usable(strategy)
+    assert_usable(other)
+
+
+def test_mixing_variables_of_two_strategies(strategy, new_strategy):
+    other = new_strategy()
+    with other.scope():
+        v = mpidist.Variable(1.0, name="theirs")
+    with strategy.scope():
+        for call in (
+            lambda: v.assign(2.0),
+            lambda: strategy.extended.update(v, lambda v: None),
+        ):
+            with pytest.raises(RuntimeError, match=MIXING) as caught:
+                call()
+            assert "theirs" in str(caught.value)
+        value = strategy.run(lambda: 1.0)
+        with pytest.raises(RuntimeError, match=MIXING):
+            strategy.extended.reduce_to("SUM", value, v)
+        assert float(v) == 1.0
+    v.assign(3.0)  # outside every scope it is its own strategy's business
+    assert float(v) == 3.0
+
+
+def test_two_strategies_one_after_the_other(strategy, new_strategy, size):
+    other = new_strategy()
+    for _ in range(3):
+        for one in (strategy, other):
+            with one.scope():
+                seen = one.run(lambda: [facts(), context().all_reduce("SUM", 1)])
+            assert own(one, seen) == [(one, True, one, False), size]
+
+
+# --- the default strategy beside another ----------------------------------------------
+
+
+def test_the_scope_of_the_default_strategy_inside_another(strategy):
+    default = mpidist.get_strategy()
+    with strategy.scope(), pytest.raises(RuntimeError, match="Must not nest"):
+        default.scope().__enter__()
+    with (
+        default.scope(),
+        pytest.raises(RuntimeError, match="Must not nest|" + MIXING),
+    ):
+        strategy.scope().__enter__()
+    assert_usable(strategy)
+
+
+def test_the_default_strategy_is_refused_inside_another(strategy):
+    default = mpidist.get_strategy()
+
+    def step():
+        with pytest.raises(RuntimeError, match=MIXING):
+            default.run(lambda: None)
+
+    with strategy.scope(), pytest.raises(RuntimeError, match=MIXING):
+        default.reduce("MEAN", 1.0, axis=None)
+    strategy.run(step)
+    assert_usable(strategy)
+
+
+def test_cross_replica_calls_outside_every_scope(strategy, size):
+    """They are allowed there, as in TensorFlow's default context."""
+    value = strategy.run(lambda: np.ones(1))
+    assert strategy.reduce("SUM", value, axis=0) == size
+    assert strategy.gather(value, axis=0).shape == (size,)
+    reduced = strategy.extended.reduce_to("SUM", value, value)
+    np.testing.assert_array_equal(reduced, [size])
+
+
+# --- experimental_set_strategy --------------------------------------------------------
+
+
+@pytest.fixture
+def unset():
+    """Leave the global scope, whatever the test did."""
+    yield
+    mpidist.experimental_set_strategy(None)
+
+
+@pytest.mark.usefixtures("unset")
+def test_experimental_set_strategy(strategy, new_strategy):
+    other = new_strategy()
+    default = mpidist.get_strategy()
+    mpidist.experimental_set_strategy(strategy)
+    assert facts() == (strategy, True, None, True)
+    assert own(strategy, strategy.run(lambda: [facts()])) == [
+        (strategy, True, strategy, False)
+    ]
+    with strategy.scope():
+        assert facts() == (strategy, True, None, True)
+    assert facts() == (strategy, True, None, True)
+    mpidist.experimental_set_strategy(other)  # in its place
+    assert facts() == (other, True, None, True)
+    with pytest.raises(RuntimeError, match=MIXING):
+        strategy.run(lambda: None)
+    mpidist.experimental_set_strategy(None)
+    assert facts() == (default, False, default, False)
+    mpidist.experimental_set_strategy(None)  # nothing to leave
+    assert_usable(strategy)
+
+
+@pytest.mark.usefixtures("unset")
+def test_experimental_set_strategy_inside_a_scope(strategy):
+    message = "Must not be called inside a .*Strategy` scope"
+
+    def refused(value):
+        with pytest.raises(RuntimeError, match=message) as caught:
+            mpidist.experimental_set_strategy(value)
+        assert "leave the `with strategy.scope():` block" in str(caught.value)
+
+    with strategy.scope():
+        refused(strategy)
+        refused(None)
+        assert mpidist.get_strategy() is strategy
+    strategy.run(lambda: refused(strategy))
+    mpidist.experimental_set_strategy(strategy)
+    with strategy.scope():
+        refused(None)
+    strategy.run(lambda: refused(None))
+    mpidist.experimental_set_strategy(None)
+    assert_usable(strategy)
+
+
+@pytest.mark.usefixtures("unset")
+def test_experimental_set_strategy_of_what_is_none(strategy):
+    with pytest.raises(TypeError, match=r"expected a `mpidist\.Strategy` or None"):
+        mpidist.experimental_set_strategy("mirrored")
+    assert not mpidist.has_strategy()
+
+
+@pytest.mark.usefixtures("unset")
+def test_variables_under_experimental_set_strategy(strategy, rank, size):
+    mpidist.experimental_set_strategy(strategy)
+    v = mpidist.Variable(float(rank))
+    assert v.distribute_strategy is strategy
+    mpidist.experimental_set_strategy(None)
+    assert float(v) == 0.0
+
+
+# --- threads --------------------------------------------------------------------------
+
+
+def in_thread(function):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    (result,) = results
+    return result
+
+
+def test_a_new_thread_starts_with_the_default_strategy(strategy):
+    default = mpidist.get_strategy()
+    outside = (default, False, default, False)
+    with strategy.scope():
+        assert in_thread(facts) == outside
+        assert facts() == (strategy, True, None, True)
+    assert own(strategy, strategy.run(lambda: [in_thread(facts)])) == [outside]
+    mpidist.experimental_set_strategy(strategy)
+    try:
+        assert in_thread(facts) == outside
+    finally:
+        mpidist.experimental_set_strategy(None)
+
+
+def test_a_scope_in_a_thread_does_not_show_in_others(strategy):
+    entered, checked = threading.Event(), threading.Event()
+    seen = []
+
+    def body():
+        with strategy.scope():
+            seen.append(facts())
+            entered.set()
+            checked.wait(30)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    assert entered.wait(30)
+    here = mpidist.has_strategy()
+    checked.set()
+    thread.join()
+    assert not here
+    assert seen == [(strategy, True, None, True)]

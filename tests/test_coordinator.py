@@ -1,0 +1,1483 @@
+"""merge_call: what rank 0 sees, commands and returns, and what the others get."""
+
+import collections
+import dataclasses
+import functools
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+import mpidist
+
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
+
+Point = collections.namedtuple("Point", "x y")
+NUMBERS = {"offset": 100}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    name: str
+    rate: float
+
+
+class ModuleError(Exception):
+    """Importable on every rank, and with an argument more than its message."""
+
+    def __init__(self, message, code):
+        super().__init__(message, code)
+        self.code = code
+
+
+def context():
+    return mpidist.get_replica_context()
+
+
+def own(strategy, value):
+    (result,) = strategy.experimental_local_results(value)
+    return result
+
+
+def this_replica():
+    """Return this rank's number, at every level."""
+    return mpidist.get_strategy().extended._replica_id
+
+
+def merge(strategy, merge_fn, *args, **kwargs):
+    """Run one merge_call in one run; return this replica's part of its result."""
+    part = strategy.run(lambda: [Box(context().merge_call(merge_fn, args, kwargs))])
+    return part[0].value
+
+
+class Box:
+    """Keeps run from wrapping what it holds."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+def everywhere(x):
+    """Return the object of each rank, on every rank; not by what is tested here."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.allgather(x)
+
+
+def outcomes(call):
+    """Return (type name, message, notes) of what ``call`` raises on each rank."""
+    error = None
+    try:
+        call()
+    except Exception as raised:
+        error = raised
+    notes = "\n".join(getattr(error, "__notes__", []))
+    return everywhere((type(error).__name__, str(error), notes))
+
+
+def assert_copies(strategy, variable, expected):
+    raw = variable.numpy().tobytes()
+    assert len({*everywhere(raw)}) == 1
+    np.testing.assert_array_equal(variable.numpy(), expected)
+
+
+def assert_usable(strategy):
+    n = strategy.num_replicas_in_sync
+    total = merge(strategy, lambda s, x: s.reduce("SUM", x, axis=None), np.ones(3))
+    np.testing.assert_array_equal(total, [n] * 3)
+
+
+def make(strategy, *args, **kwargs):
+    with strategy.scope():
+        return mpidist.Variable(*args, **kwargs)
+
+
+class Traffic:
+    """What a strategy has moved since this was made."""
+
+    def __init__(self, strategy):
+        self._strategy = strategy
+        self._before = strategy.communication_statistics()
+
+    def _since(self, field):
+        now = getattr(self._strategy.communication_statistics(), field)
+        before = getattr(self._before, field)
+        return {k: n - before.get(k, 0) for k, n in now.items() if n > before.get(k, 0)}
+
+    @property
+    def calls(self):
+        return self._since("calls")
+
+    @property
+    def bytes(self):
+        return self._since("bytes")
+
+
+# --- merge_fn runs once ---------------------------------------------------------------
+
+
+def test_merge_fn_runs_once_on_rank_0(strategy, rank):
+    log = []
+    counter = {"calls": 0}
+
+    def merge_fn(distribution, x):
+        assert distribution is strategy
+        counter["calls"] += 1
+        log.append(this_replica())
+        return counter["calls"]
+
+    for expected in (1, 2, 3):
+        assert merge(strategy, merge_fn, 1.0) == expected
+    assert log == ([0, 0, 0] if rank == 0 else [])
+    assert counter["calls"] == (3 if rank == 0 else 0)
+
+
+def test_the_merge_fn_of_rank_0_counts(strategy, rank):
+    assert merge(strategy, lambda s: f"from {rank}") == "from 0"
+
+
+def test_several_merge_calls_in_one_function(strategy, rank, size):
+    def step():
+        total = context().merge_call(
+            lambda s, x: sum(s.experimental_local_results(x)), args=(rank,)
+        )
+        again = context().merge_call(lambda s, x, y: x, args=(total + rank, None))
+        return again, context().all_reduce("SUM", total)
+
+    again, total = own(strategy, strategy.run(step))
+    ids = size * (size - 1) // 2
+    assert again == ids + rank
+    assert total == ids * size
+
+
+def test_args_must_be_a_tuple(strategy):
+    for bad in (3, "ab", {"a": 1}, np.ones(2)):
+        rows = outcomes(
+            lambda bad=bad: strategy.run(
+                lambda: context().merge_call(lambda s, *args: None, bad)
+            ),
+        )
+        assert {name for name, _, _ in rows} == {"ValueError"}
+        assert "positional args must be a list or tuple" in rows[-1][1]
+        assert "args=(value,)" in rows[-1][1]
+    rows = outcomes(lambda: strategy.run(lambda: context().merge_call(None)))
+    assert {name for name, _, _ in rows} == {"TypeError"}
+    assert "`merge_fn` to be a function" in rows[0][1]
+    assert_usable(strategy)
+
+
+# --- what merge_fn sees ---------------------------------------------------------------
+
+
+def test_local_results_gives_all_in_replica_order(strategy, rank, size):
+    def merge_fn(distribution, x):
+        assert isinstance(x, mpidist.PerReplica)
+        results = distribution.experimental_local_results(x)
+        assert type(results) is tuple
+        assert len(results) == size
+        assert x.values is not None
+        return [float(r[0]) for r in x.values]
+
+    assert merge(strategy, merge_fn, np.array([10.0 * rank])) == [
+        10.0 * r for r in range(size)
+    ]
+
+
+def component(i):
+    """Return values of another dtype and shape on each replica."""
+    return [
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.zeros((0, 4), np.int8),
+        np.array([True, False]),
+        np.asfortranarray(np.arange(4.0).reshape(2, 2)) * 1j,
+    ][i % 4]
+
+
+def test_local_results_of_other_shapes_and_dtypes_on_each_rank(strategy, rank, size):
+    def merge_fn(distribution, x):
+        return [*distribution.experimental_local_results(x)]
+
+    results = merge(strategy, merge_fn, component(rank))
+    assert len(results) == size
+    for i, result in enumerate(results):
+        np.testing.assert_array_equal(result, component(i))
+        assert result.dtype == component(i).dtype
+
+
+def test_local_results_of_other_kinds_of_numbers(strategy, rank, size):
+    values = [1, 2.5, np.float16(3), 4j]
+
+    def merge_fn(distribution, x):
+        return [(type(r).__name__, complex(r)) for r in x.values]
+
+    seen = merge(strategy, merge_fn, values[rank % 4])
+    kinds = ["int", "float", "float16", "complex"]
+    assert seen == [(kinds[i % 4], complex(values[i % 4])) for i in range(size)]
+
+
+def test_local_results_of_bfloat16(strategy, rank, size):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+
+    def merge_fn(distribution, x):
+        return [*distribution.experimental_local_results(x)]
+
+    results = merge(strategy, merge_fn, np.full(20, rank, ml_dtypes.bfloat16))
+    for i, result in enumerate(results):
+        np.testing.assert_array_equal(result, np.full(20, i))
+        assert result.dtype == ml_dtypes.bfloat16
+
+
+def test_nests_arrive_as_nests_of_per_replica(strategy, rank, size):
+    v = make(strategy, 5.0)
+
+    def merge_fn(distribution, args, point, *, z, a):
+        assert type(args) is list
+        assert [type(x) for x in args] == [mpidist.PerReplica, dict]
+        assert type(args[1]["x"]) is mpidist.PerReplica
+        assert type(point) is Point
+        assert type(point.x) is mpidist.PerReplica
+        assert point.y is None
+        assert z is v
+        assert a == "text"
+        rows = distribution.experimental_local_results([args, point])
+        return [[float(r[0][0]), float(r[0][1]["x"]), float(r[1].x)] for r in rows]
+
+    rows = merge(
+        strategy,
+        merge_fn,
+        [np.float32(rank), {"x": rank + 10}],
+        Point(x=rank + 20.0, y=None),
+        z=v,
+        a="text",
+    )
+    assert rows == [[i, i + 10, i + 20] for i in range(size)]
+
+
+def test_local_results_of_mixed_nests(strategy, rank, size):
+    v = make(strategy, 5.0)
+
+    def merge_fn(distribution, x):
+        rows = distribution.experimental_local_results({"x": x, "v": v, "c": "c"})
+        return [(row["x"], float(row["v"]), row["c"]) for row in rows]
+
+    rows = merge(strategy, merge_fn, rank)
+    assert rows == [(i, 5.0, "c") for i in range(size)]
+
+
+EQUAL_OBJECTS = {
+    "None": lambda: None,
+    "a string": lambda: "text",
+    "a long string": lambda: "text" * 1000,
+    "bytes": lambda: b"bytes",
+    "a bool": lambda: True,
+    "a range": lambda: range(3),
+    "a class": lambda: Setting,
+    "a function": lambda: len,
+    "an object": lambda: Setting("adam", 0.1),
+    "an enumeration": lambda: mpidist.ReduceOp.SUM,
+    "a dtype": lambda: np.dtype("f4"),
+    "a slice": lambda: slice(1, 2),
+}
+
+
+@pytest.mark.parametrize("kind", EQUAL_OBJECTS)
+def test_equal_objects_arrive_as_they_are(strategy, kind):
+    given = EQUAL_OBJECTS[kind]()
+
+    def merge_fn(distribution, x):
+        return [x is given, type(x).__name__]
+
+    assert merge(strategy, merge_fn, given) == [True, type(given).__name__]
+
+
+def test_equal_sets_arrive_as_they_are(strategy, rank):
+    """Python orders the strings of a set in another way in each process."""
+    names = frozenset(f"name{i}" for i in range(20))
+
+    def merge_fn(distribution, x):
+        return type(x).__name__
+
+    assert merge(strategy, merge_fn, names) == "frozenset"
+    assert merge(strategy, merge_fn, {*names}) == "set"
+
+
+def test_equal_objects_of_a_class_in_the_users_script_arrive_as_they_are(strategy):
+    """Classes of ``__main__`` are pickled whole, numbered anew in each process."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        name: str
+
+    def merge_fn(distribution, x):
+        return type(x).__name__
+
+    assert merge(strategy, merge_fn, Config("adam")) == "Config"
+
+
+def test_equal_objects_whose_parts_are_shared_on_some_ranks(strategy, rank):
+    """The same value, but on rank 0 both names are one string object."""
+    name = "".join(["ad", "am"])
+    other = name if rank == 0 else "".join(["ad", "am"])
+
+    def merge_fn(distribution, x):
+        return type(x).__name__
+
+    assert merge(strategy, merge_fn, slice(name, other)) == "slice"
+
+
+@pytest.mark.mpi(min_size=2)
+def test_different_objects_arrive_as_per_replica(strategy, rank, size):
+    def merge_fn(distribution, text, flag, setting, same, lock):
+        for x in (text, flag, setting):
+            assert isinstance(x, mpidist.PerReplica)
+        assert same == "same"
+        assert setting.values == tuple(Setting("adam", i) for i in range(size))
+        assert flag.values == tuple(i == 0 for i in range(size))
+        assert isinstance(lock, type(threading.Lock()))
+        return [*distribution.experimental_local_results(text)], [text, setting]
+
+    args = (f"text{rank}", rank == 0, Setting("adam", rank), "same", threading.Lock())
+    texts, (text, setting) = merge(strategy, merge_fn, *args)
+    assert texts == [f"text{i}" for i in range(size)]
+    assert text == f"text{rank}"  # this replica's part
+    assert setting == Setting("adam", rank)
+
+
+def test_variables_arrive_as_themselves(strategy):
+    v, w = make(strategy, 1.0), make(strategy, [2.0])
+
+    def merge_fn(distribution, a, nest):
+        assert a is v
+        assert nest["w"][0] is w
+        assert nest["v"] is v
+        return a, [nest]
+
+    a, (nest,) = merge(strategy, merge_fn, v, {"w": (w,), "v": v})
+    assert a is v
+    assert nest["w"][0] is w
+
+
+def test_a_program_level_per_replica_as_argument(strategy, rank, size):
+    """Inside run it is this replica's component, captured or not."""
+    value = strategy.run(lambda: rank + 1)
+
+    def merge_fn(distribution, x):
+        return sum(distribution.experimental_local_results(x))
+
+    assert merge(strategy, merge_fn, value) == size * (size + 1) // 2
+
+
+def test_a_captured_program_level_per_replica(strategy, rank, size):
+    value = strategy.run(lambda: {"x": np.full(2, rank)})
+    mirrored = strategy.extended.reduce_to("MAX", value["x"], value["x"])
+
+    def merge_fn(distribution):
+        rows = distribution.experimental_local_results(value)
+        assert [int(row["x"][0]) for row in rows] == [*range(size)]
+        total = distribution.reduce("SUM", value["x"], axis=None)
+        np.testing.assert_array_equal(mirrored, [size - 1] * 2)
+        added = distribution.run(lambda x, m: x + m, args=(value["x"], mirrored))
+        return total, added, value["x"]
+
+    total, added, back = merge(strategy, merge_fn)
+    np.testing.assert_array_equal(total, [size * (size - 1) // 2] * 2)
+    np.testing.assert_array_equal(added, [rank + size - 1] * 2)
+    np.testing.assert_array_equal(back, [rank] * 2)
+    assert strategy.experimental_local_results(value["x"])[0] is back  # one of one
+
+
+def test_a_captured_per_replica_is_looked_at_as_it_is_now(strategy, rank, size):
+    """Each replica changes its array between two merge_calls."""
+    value = strategy.run(lambda: np.full(2, rank))
+
+    def look(distribution):
+        return [int(x[0]) for x in distribution.experimental_local_results(value)]
+
+    def add(x):
+        x += 10
+
+    assert merge(strategy, look) == [*range(size)]
+    strategy.run(add, args=(value,))
+    assert merge(strategy, look) == [10 + i for i in range(size)]
+
+
+# --- verbs, and what they move --------------------------------------------------------
+
+
+def test_reduce_to_moves_what_one_allreduce_moves(strategy, rank, size):
+    """100 MB on each of two ranks: one Allreduce of it, and nothing is gathered."""
+    megabytes = {1: 10, 2: 100}.get(size, 8)
+    x = np.full(megabytes * 2**20 // 8, 1.0 + rank)
+    v = make(strategy, np.zeros(1))
+
+    for destinations in ("value", "variable", "device"):
+
+        def merge_fn(distribution, x, to=destinations):
+            target = {"value": x, "variable": v, "device": "/rank:0/device:CPU:0"}[to]
+            reduced = distribution.extended.reduce_to("SUM", x, target)
+            assert isinstance(reduced, mpidist.Mirrored)
+            return reduced
+
+        def step():
+            traffic = Traffic(strategy)
+            result = context().merge_call(merge_fn, args=(x,))
+            return [traffic.bytes, traffic.calls], result
+
+        (moved, calls), result = own(strategy, strategy.run(step))
+        assert moved.pop("Allreduce") == x.nbytes
+        assert calls["Allreduce"] == 1
+        # The commands of a few hundred bytes, and nothing that grows with the array.
+        assert sum(moved.values()) < 10_000
+        assert not {"Gatherv", "Allgatherv", "Scatterv"} & moved.keys()
+        assert result[0] == result[-1] == size * (size + 1) / 2
+        if size > 2:
+            break
+
+
+def test_update_with_a_reduced_value_moves_nothing_more(strategy, rank, size):
+    v = make(strategy, np.zeros(100_000))
+    x = np.full(v.shape, rank + 1.0)
+
+    def merge_fn(distribution, x):
+        reduced = distribution.extended.reduce_to("SUM", x, v)
+        distribution.extended.update(v, lambda v, g: v.assign_sub(g), args=(reduced,))
+        v.assign_add(reduced)
+        distribution.extended.update(v, lambda v: v.assign_sub(reduced))  # captured
+
+    traffic = Traffic(strategy)
+    merge(strategy, merge_fn, x)
+    moved = traffic.bytes
+    assert moved.pop("Allreduce") == x.nbytes
+    assert sum(moved.values()) < 20_000
+    assert_copies(strategy, v, np.full(v.shape, -size * (size + 1) / 2))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_local_results_gathers_once(strategy, rank, size):
+    x = np.full(100_000, float(rank))
+
+    def merge_fn(distribution, x, y):
+        traffic = Traffic(distribution)
+        first = distribution.experimental_local_results(x)
+        moved = traffic.bytes
+        again = x.values
+        assert [a is b for a, b in zip(first, again, strict=True)] == [True] * size
+        assert traffic.bytes == moved  # known by now
+        return moved["Gatherv"]
+
+    assert merge(strategy, merge_fn, x, x) == x.nbytes
+
+
+def test_all_verbs_in_merge_fn(strategy, rank, size):
+    v = make(strategy, [1.0, 2.0])
+    ids = size * (size - 1) / 2
+
+    def merge_fn(distribution, x, rows):
+        extended = distribution.extended
+        results = {
+            "reduce": distribution.reduce("SUM", x, axis=None),
+            "reduce axis": distribution.reduce("MEAN", rows, axis=0),
+            "gather": distribution.gather(rows, axis=0),
+            "reduce_to": extended.reduce_to("MAX", x, v),
+            "batch": extended.batch_reduce_to("SUM", [(x, v), (rows, rows)][:1]),
+            "broadcast_to": extended.broadcast_to(np.arange(3), v),
+            "broadcast number": extended.broadcast_to(7, v),
+            "update": extended.update(v, lambda v: v + 1),
+            "run": distribution.run(lambda x: x * 2, args=(x,)),
+            "nest": distribution.reduce("SUM", {"a": [x]}, axis=None),
+            "mean of one": distribution.reduce("MEAN", 5.0, axis=None),
+        }
+        for name in ("reduce", "gather", "reduce axis"):
+            assert not isinstance(results[name], mpidist.DistributedValues)
+        assert results["broadcast number"] == 7
+        return results
+
+    x = np.array([1.0, rank])
+    rows = np.full((rank, 1), float(rank))
+    results = merge(strategy, merge_fn, x, rows)
+    every_row = np.repeat(np.arange(size), np.arange(size))[:, None]
+    for name, expected in {
+        "reduce": [size, ids],
+        "gather": every_row,
+        "reduce_to": [1.0, size - 1],
+        "broadcast_to": np.arange(3),
+        "update": [2.0, 3.0],
+        "run": [2.0, 2.0 * rank],
+        "mean of one": 5.0,
+    }.items():
+        np.testing.assert_array_equal(results[name], expected)
+    np.testing.assert_array_equal(results["batch"][0], [size, ids])
+    np.testing.assert_array_equal(results["nest"]["a"][0], [size, ids])
+    if size > 1:
+        np.testing.assert_allclose(results["reduce axis"], every_row.mean(axis=0))
+    assert_copies(strategy, v, [1.0, 2.0])
+
+
+@pytest.mark.parametrize("verb", ["update", "assign", "reduce", "reduce_to", "return"])
+def test_a_mirrored_made_by_hand_in_merge_fn(new_strategy, size, verb):
+    """It acts like one that a verb gave."""
+    strategy = new_strategy(timeout_seconds=5)
+    v = make(strategy, np.zeros(20))
+
+    def merge_fn(distribution):
+        made = mpidist.Mirrored([np.arange(20.0)] * size)
+        if verb == "update":
+            distribution.extended.update(v, lambda v, x: v.assign(x), args=(made,))
+        elif verb == "assign":
+            v.assign(made)
+        elif verb == "reduce":
+            return distribution.reduce("MEAN", made, axis=None)
+        elif verb == "reduce_to":
+            return distribution.extended.reduce_to("MEAN", made, v)
+        elif verb == "return":
+            return made
+        return v
+
+    result = merge(strategy, merge_fn)
+    np.testing.assert_array_equal(result, np.arange(20.0))
+    if result is v:
+        assert_copies(strategy, v, np.arange(20.0))
+    assert_usable(strategy)
+
+
+def test_broadcast_to_gives_every_replica_a_copy_of_its_own(strategy, rank):
+    """What rank 0 does to its array afterwards does not show on rank 0 alone."""
+    v = make(strategy, np.zeros(3))
+    x = np.zeros(3)
+    with strategy.scope():
+        from_array = strategy.extended.broadcast_to(x, v)
+        from_variable = strategy.extended.broadcast_to(v, v)
+        x += 5.0
+        v.assign([5.0, 5.0, 5.0])
+    for mirrored in (from_array, from_variable):
+        copies = everywhere(np.array(mirrored).tolist())
+        assert copies == [copies[-1]] * len(copies)
+
+
+# --- results --------------------------------------------------------------------------
+
+
+def test_distributed_results_are_unpacked(strategy, rank, size):
+    """b.3: PerReplica and Mirrored, nested too; inside fn one never sees them."""
+    v = make(strategy, 1.0)
+
+    def merge_fn(distribution, x):
+        mirrored = distribution.extended.reduce_to("SUM", x, x)
+        return {"p": [x], "m": Point(mirrored, {"n": x}), "v": v, "s": "s", "o": None}
+
+    def step():
+        result = context().merge_call(merge_fn, args=(np.full(2, rank + 1),))
+        assert type(result["p"][0]) is np.ndarray
+        assert type(result["m"]) is Point
+        assert type(result["m"].x) is np.ndarray
+        assert result["v"] is v
+        assert (result["s"], result["o"]) == ("s", None)
+        return result["p"][0], result["m"].x, result["m"].y["n"]
+
+    p, m, n = own(strategy, strategy.run(step))
+    np.testing.assert_array_equal(p, [rank + 1] * 2)
+    np.testing.assert_array_equal(n, [rank + 1] * 2)
+    np.testing.assert_array_equal(m, [size * (size + 1) // 2] * 2)
+
+
+def test_an_argument_comes_back_as_the_very_array(strategy):
+    x = np.ones(3)
+    assert merge(strategy, lambda s, x: x, x) is x
+
+
+def test_values_made_for_each_replica_are_scattered(strategy, rank, size):
+    def merge_fn(distribution):
+        arrays = mpidist.PerReplica(
+            [np.full(i + 1, i, np.float32) for i in range(size)]
+        )
+        texts = mpidist.PerReplica([f"for {i}" for i in range(size)])
+        mixed = distribution.experimental_distribute_values_from_function(
+            lambda c: {
+                "id": c.replica_id_in_sync_group * 10,
+                "n": (c.num_replicas_in_sync, Setting("x", c.replica_id_in_sync_group)),
+            }
+        )
+        assert isinstance(mixed["id"], mpidist.PerReplica)
+        total = distribution.reduce("SUM", mixed["id"], axis=None)
+        return [arrays, texts], mixed, total
+
+    (array, text), mixed, total = merge(strategy, merge_fn)
+    np.testing.assert_array_equal(array, np.full(rank + 1, rank))
+    assert array.dtype == np.float32
+    assert text == f"for {rank}"
+    assert mixed == {"id": 10 * rank, "n": (size, Setting("x", rank))}
+    assert total == 10 * size * (size - 1) // 2
+
+
+@pytest.mark.mpi(min_size=2)
+def test_scattering_sends_each_rank_its_part_only(strategy, rank, size):
+    n = 100_000
+
+    def merge_fn(distribution):
+        return mpidist.PerReplica([np.full(n, float(i)) for i in range(size)])
+
+    traffic = Traffic(strategy)
+    result = merge(strategy, merge_fn)
+    moved = traffic.bytes
+    assert moved.pop("Scatterv") == 8 * n
+    assert sum(moved.values()) < 20_000
+    np.testing.assert_array_equal(result, np.full(n, float(rank)))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(10_000.0).reshape(100, 100),
+        np.asfortranarray(np.arange(10_000.0).reshape(100, 100)),
+        np.arange(10_000.0)[::3],
+        np.arange(1000) % 2 == 0,
+        np.arange(1000, dtype=">i4"),
+        np.zeros((0, 5)),
+        np.arange(3.0).reshape(1, 3),
+        np.arange(1000).astype("S5"),
+        np.array([{"a": 1}, None] * 10, dtype=object),
+        np.arange(100.0) * 1j,
+    ],
+    ids=lambda x: f"{x.dtype}{x.shape}",
+)
+def test_arrays_are_broadcast(strategy, rank, array):
+    def merge_fn(distribution):
+        return [array, {"again": array}, array[..., :2]]
+
+    before = array.copy()
+    first, nest, part = merge(strategy, merge_fn)
+    for got, expected in (
+        (first, before),
+        (nest["again"], before),
+        (part, before[..., :2]),
+    ):
+        np.testing.assert_array_equal(got, expected)
+        assert got.shape == expected.shape
+        assert got.dtype == expected.dtype or got.dtype.newbyteorder() == expected.dtype
+
+
+@pytest.mark.mpi(min_size=2)
+def test_large_results_go_from_their_buffers(strategy, rank):
+    n = 1_000_000
+
+    def merge_fn(distribution):
+        return {"table": np.arange(float(n))}
+
+    traffic = Traffic(strategy)
+    result = merge(strategy, merge_fn)
+    moved = traffic.bytes
+    assert 8 * n <= moved["Bcast"] < 8 * n + 20_000
+    assert sum(moved.values()) < 8 * n + 20_000
+    assert result["table"][-1] == n - 1
+
+
+@pytest.mark.parametrize("n", [2, 1000])
+def test_a_replica_may_change_its_result(strategy, rank, size, n):
+    """merge_fn's own array stays as it is, on rank 0 too; no rank sees another's."""
+    table = np.zeros(n)
+
+    def merge_fn(distribution):
+        return table
+
+    def step():
+        result = context().merge_call(merge_fn)
+        result += 1.0 + rank
+        again = context().merge_call(merge_fn)
+        return result, again.copy()
+
+    result, again = own(strategy, strategy.run(step))
+    np.testing.assert_array_equal(result, np.full(n, 1.0 + rank))
+    np.testing.assert_array_equal(again, np.zeros(n))
+    np.testing.assert_array_equal(table, np.zeros(n))
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        None,
+        3,
+        2.5,
+        "text",
+        (),
+        {},
+        [1, (2, None)],
+        Point(1, "y"),
+        Setting("adam", 0.1),
+        {"nested": [Point({"a": 1}, ())]},
+        b"x" * 5000,
+        {1, 2},
+    ],
+    ids=lambda x: repr(x)[:30],
+)
+def test_small_results_are_the_same_on_all(strategy, result):
+    got = merge(strategy, lambda s: result)
+    assert got == result
+    assert type(got) is type(result)
+
+
+def test_no_result(strategy):
+    def merge_fn(distribution):
+        pass
+
+    assert merge(strategy, merge_fn) is None
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_result_that_can_not_be_sent(strategy):
+    """A lock has no copy: an error on every rank, and not only on the others."""
+
+    def merge_fn(distribution):
+        return {"lock": threading.Lock()}
+
+    rows = outcomes(lambda: merge(strategy, merge_fn))
+    assert {name for name, _, _ in rows} == {"TypeError"}
+    for _, message, _ in rows:
+        assert "lock" in message
+    assert_usable(strategy)
+
+
+# --- nested run -----------------------------------------------------------------------
+
+
+def test_a_nested_run(strategy, rank, size):
+    offset = 1000
+
+    def merge_fn(distribution, x):
+        def replica_fn(x, y):
+            replica_id = mpidist.get_replica_context().replica_id_in_sync_group
+            return x + y + replica_id + offset
+
+        result = distribution.run(replica_fn, args=(x,), kwargs={"y": 100})
+        assert isinstance(result, mpidist.PerReplica)
+        return result, [*distribution.experimental_local_results(result)]
+
+    mine, everything = merge(strategy, merge_fn, 10 * rank)
+    assert everything == [1100 + 11 * i for i in range(size)]
+    assert mine == everything[rank]
+
+
+def test_a_nested_run_that_merges_and_reduces(strategy, rank, size):
+    log = []
+
+    def merge_fn(distribution, x):
+        def inner_merge_fn(distribution, y, *, z):
+            log.append("inner")
+            values = distribution.experimental_local_results(y)
+            assert len(values) == size
+            return max(values) + sum(z.values) / size
+
+        def replica_fn(x):
+            replica_context = mpidist.get_replica_context()
+            total = replica_context.all_reduce("SUM", x)
+            largest = replica_context.merge_call(
+                inner_merge_fn, args=(x,), kwargs={"z": 0.5}
+            )
+            return total, largest
+
+        log.append("outer")
+        total, largest = distribution.run(replica_fn, args=(x,))
+        log.append("outer again")
+        return distribution.reduce("MEAN", total, axis=None), largest
+
+    total, largest = merge(strategy, merge_fn, float(rank))
+    assert total == size * (size - 1) / 2
+    assert largest == size - 0.5
+    # merge_fn and what it calls ran on rank 0 alone, and with its own variables.
+    assert log == (["outer", "inner", "outer again"] if rank == 0 else [])
+
+
+def test_three_levels(strategy, rank, size):
+    def merge_fn(distribution, level):
+        if level.values[0] == 0:
+            return "bottom"
+
+        def replica_fn(level):
+            return mpidist.get_replica_context().merge_call(merge_fn, args=(level - 1,))
+
+        return "down " + distribution.run(replica_fn, args=(level,))
+
+    assert merge(strategy, merge_fn, 3) == "down down down bottom"
+    assert_usable(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_nested_run_in_which_one_replica_raises(strategy, rank, size):
+    def merge_fn(distribution):
+        def replica_fn():
+            if this_replica() == size - 1:
+                raise KeyError("on purpose")
+            return mpidist.get_replica_context().all_reduce("SUM", 1.0)
+
+        distribution.run(replica_fn)
+
+    rows = outcomes(lambda: merge(strategy, merge_fn))
+    assert [name for name, _, _ in rows] == ["ReplicaError"] * (size - 1) + ["KeyError"]
+    for _, message, _ in rows:
+        assert "on purpose" in message
+    assert_usable(strategy)
+
+
+# --- functions that travel ------------------------------------------------------------
+
+
+def module_level(v, x):
+    """Go by reference; use a global of the module."""
+    v.assign(x + NUMBERS["offset"])
+
+
+class Step:
+    """A callable object."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, v):
+        v.assign_add(self.factor * np.ones(2))
+
+    def method(self, v):
+        v.assign_sub(self.factor * np.ones(2))
+
+
+def test_a_lambda_that_closes_over_local_values(strategy, rank, size):
+    v = make(strategy, np.zeros(2))
+    w = make(strategy, [10.0, 20.0])
+
+    def merge_fn(distribution, x):
+        number, small = 3.0, np.array([0.5, 0.25])
+        large = np.asfortranarray(np.arange(200.0).reshape(2, 100))
+        flags = np.arange(100) % 2 == 0
+        options = {"scale": [2.0, Setting("adam", 0.5)]}
+        reduced = distribution.extended.reduce_to("SUM", x, v)
+        captured = [v, w, distribution, reduced]
+
+        def fn(variable):
+            assert captured[0] is variable
+            assert captured[2].num_replicas_in_sync == size
+            assert captured[2] is mpidist.get_strategy()
+            assert captured[2].extended is mpidist.get_strategy().extended
+            rate = options["scale"][0] * options["scale"][1].rate
+            variable.assign(
+                number * small * rate
+                + large.sum(axis=1)
+                + flags.sum()
+                + captured[1]
+                + np.asarray(captured[3])
+            )
+
+        distribution.extended.update(v, fn)
+        np.testing.assert_array_equal(large[1], np.arange(100.0, 200.0))
+
+    merge(strategy, merge_fn, np.ones(2))
+    expected = [1.5 + 4950 + 50 + 10 + size, 0.75 + 14950 + 50 + 20 + size]
+    assert_copies(strategy, v, expected)
+
+
+def test_a_function_that_closes_over_an_argument_of_merge_fn(strategy, rank, size):
+    """A handle in a closure is PerReplica on each rank, with that rank's component."""
+
+    def merge_fn(distribution, x, y):
+        def replica_fn():
+            assert isinstance(x, mpidist.PerReplica)
+            return np.asarray(x) + np.asarray(y["z"][0])
+
+        return distribution.run(replica_fn)
+
+    result = merge(strategy, merge_fn, np.full(3, rank), {"z": [np.full(3, 10 * rank)]})
+    np.testing.assert_array_equal(result, np.full(3, 11 * rank))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_function_that_closes_over_the_replica_context(strategy, rank, size):
+    """It is the context of the replica that runs the function, or an error."""
+
+    def step():
+        replica_context = mpidist.get_replica_context()
+
+        def merge_fn(distribution):
+            def replica_fn():
+                return replica_context.replica_id_in_sync_group
+
+            return distribution.run(replica_fn)
+
+        return replica_context.merge_call(merge_fn)
+
+    assert own(strategy, strategy.run(step)) == rank
+
+
+def test_functions_of_the_module_and_callable_objects(strategy, rank):
+    v = make(strategy, np.zeros(2))
+
+    def merge_fn(distribution):
+        update = distribution.extended.update
+        update(v, module_level, args=(np.array([1.0, 2.0]),))
+        update(v, Step(2.0))
+        update(v, Step(1.0).method)
+        update(v, functools.partial(module_level, x=np.ones(2)))
+        update(v, Step(2.0))
+
+    merge(strategy, merge_fn)
+    assert_copies(strategy, v, [103.0, 103.0])
+
+
+def test_functions_by_reference_see_this_ranks_globals(strategy, rank):
+    """Every rank runs the same program, so each has its own module."""
+    before = NUMBERS["offset"]
+    v = make(strategy, np.zeros(1))
+    try:
+        NUMBERS["offset"] = 5
+        merge(strategy, lambda s: s.extended.update(v, module_level, args=(1.0 * v,)))
+    finally:
+        NUMBERS["offset"] = before
+    assert_copies(strategy, v, [5.0])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_function_that_can_not_travel(strategy):
+    v = make(strategy, 1.0)
+
+    def merge_fn(distribution):
+        lock = threading.Lock()
+        distribution.extended.update(v, lambda v: lock.acquire())
+
+    rows = outcomes(lambda: merge(strategy, merge_fn))
+    assert {name for name, _, _ in rows} == {"TypeError"}
+    for _, message, _ in rows:
+        assert "lock" in message
+    assert_usable(strategy)
+
+
+def test_update_changes_the_closed_over_objects_of_rank_0_only(strategy, rank):
+    """On the others the function runs on a copy: their own objects do not change."""
+    v = make(strategy, 1.0)
+    log = []
+
+    def merge_fn(distribution):
+        distribution.extended.update(v, lambda v: log.append(this_replica()))
+        return [*log]
+
+    assert merge(strategy, merge_fn) == [0]
+    assert log == ([0] if rank == 0 else [])
+
+
+# --- variables in merge_fn ------------------------------------------------------------
+
+
+def test_a_variable_made_in_merge_fn(strategy, rank, size):
+    made = []
+
+    def merge_fn(distribution):
+        w = mpidist.Variable(
+            lambda: np.arange(20.0) + rank,
+            name="w",
+            aggregation=mpidist.VariableAggregation.SUM,
+        )
+        made.append(w)
+        assert w.distribute_strategy is distribution
+        w.assign_add(np.ones(20))
+        distribution.extended.update(w, lambda w: w.assign(w * 2.0))
+        return [w]
+
+    (w,) = merge(strategy, merge_fn)
+    assert isinstance(w, mpidist.Variable)
+    assert w.name == "w"
+    assert rank or w is made[0]
+    assert_copies(strategy, w, 2 * np.arange(20.0) + 2)
+    strategy.run(lambda: w.assign_add(np.ones(20)))
+    w.assign_add(np.ones(20))
+    merge(strategy, lambda s, w: w.assign_add(np.ones(20)), w)
+    assert_copies(strategy, w, 2 * np.arange(20.0) + 4 + size)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_variable_made_in_merge_fn_and_kept_on_rank_0_only(strategy, rank):
+    """The others have no name for it after the merge_call: a clear error on all."""
+    kept = []
+
+    def make_one(distribution):
+        kept.append(mpidist.Variable(1.0))
+
+    def use(distribution):
+        kept[0].assign(2.0)
+
+    merge(strategy, make_one)
+    rows = outcomes(lambda: merge(strategy, use))
+    assert {name for name, _, _ in rows} == {"ValueError"}
+    assert "has not kept" in rows[-1][1]
+    assert_usable(strategy)
+
+
+def test_bad_arguments_of_a_variable_made_in_merge_fn(strategy):
+    def merge_fn(distribution):
+        mpidist.Variable(3, aggregation=mpidist.VariableAggregation.MEAN)
+
+    rows = outcomes(lambda: merge(strategy, merge_fn))
+    assert {name for name, _, _ in rows} == {"ValueError"}
+    assert "not floating" in rows[-1][1]
+    assert_usable(strategy)
+
+
+# --- memory ---------------------------------------------------------------------------
+
+
+def live_values():
+    """Return how many distributed values this process holds."""
+    gc.collect()
+    return sum(isinstance(x, mpidist.DistributedValues) for x in gc.get_objects())
+
+
+def make_by_reduce_to(distribution, x):
+    return distribution.extended.reduce_to("SUM", x, x)
+
+
+def make_by_broadcast_to(distribution, x):
+    return distribution.extended.broadcast_to(np.ones(10), x)
+
+
+def make_by_run(distribution, x):
+    return distribution.run(lambda: np.ones(10))
+
+
+def make_by_hand(distribution, x):
+    made = mpidist.PerReplica([np.ones(10)] * distribution.num_replicas_in_sync)
+    distribution.reduce("SUM", made, axis=None)
+    return made
+
+
+def make_by_function(distribution, x):
+    made = distribution.experimental_distribute_values_from_function(
+        lambda c: np.ones(10)
+    )
+    distribution.run(lambda x: None, args=(made,))
+    return made
+
+
+@pytest.mark.parametrize(
+    "make_one",
+    [
+        make_by_reduce_to,
+        make_by_broadcast_to,
+        make_by_run,
+        make_by_hand,
+        make_by_function,
+    ],
+)
+def test_results_that_rank_0_drops_are_dropped_on_all(strategy, size, make_one):
+    v = make(strategy, 0.0)
+
+    def merge_fn(distribution, x):
+        counts = []
+        for _ in range(5):
+            kept = make_one(distribution, x)
+            del kept
+            here = distribution.extended.update(v, lambda v: live_values(), group=False)
+            counts.append(here)
+        return [[*row] for row in counts]
+
+    counts = merge(strategy, merge_fn, np.ones(10))
+    # What rank 0 has dropped goes at the next command; it does not pile up.
+    for replica in range(size):
+        column = [row[replica] for row in counts]
+        assert max(column) - min(column) <= 2, counts
+
+
+def test_arguments_that_rank_0_drops_are_dropped_on_all(strategy, size):
+    """merge_fn takes its handles out of the list that it got, one after the other."""
+    v = make(strategy, 0.0)
+
+    def merge_fn(distribution, handles):
+        def count():
+            here = distribution.extended.update(v, lambda v: live_values(), group=False)
+            return [*here]
+
+        count()  # whose result is dropped with the next command
+        before = count()
+        while handles:
+            distribution.reduce("SUM", handles.pop(), axis=None)
+        count()  # a command, with which the news travels
+        return before, count()
+
+    before, after = merge(strategy, merge_fn, [np.full(3, float(i)) for i in range(4)])
+    assert [a - b for a, b in zip(before, after, strict=True)] == [4] * size
+
+
+def test_everything_is_dropped_after_the_merge_call(strategy, rank):
+    refs = []
+
+    def merge_fn(distribution, x, nest):
+        results = [distribution.extended.reduce_to("SUM", x, x) for _ in range(3)]
+        distribution.run(lambda x: x + 1, args=(x,))
+        distribution.experimental_local_results(nest)
+        refs.append(weakref.ref(results[0]))
+
+    before = live_values()
+    for _ in range(3):
+        merge(strategy, merge_fn, np.ones(3), {"a": [np.ones(2)]})
+    assert live_values() == before
+    assert all(ref() is None for ref in refs)
+
+
+# --- handles of another merge_call ----------------------------------------------------
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", ["argument", "result", "reduced"])
+@pytest.mark.parametrize(
+    "use",
+    ["reduce_to", "closure of run", "closure of update", "local_results", "return"],
+)
+def test_a_handle_after_its_merge_call(new_strategy, rank, kind, use):
+    strategy = new_strategy(timeout_seconds=5)
+    v = make(strategy, np.zeros(3))
+    if (kind, use) in (("reduced", "local_results"), ("reduced", "return")):
+        pytest.skip("rank 0's copy of a Mirrored is all that is needed")
+    kept = []
+
+    def keep(distribution, x):
+        kept.append(
+            {
+                "argument": lambda: x,
+                "result": lambda: distribution.run(lambda: np.ones(3)),
+                "reduced": lambda: distribution.extended.reduce_to("SUM", x, x),
+            }[kind]()
+        )
+
+    def use_it(distribution, y):
+        (handle,) = kept
+        if use == "reduce_to":
+            distribution.extended.batch_reduce_to("MEAN", [(y, y), (handle, y)])
+        elif use == "closure of run":
+            distribution.run(lambda: np.asarray(handle))
+        elif use == "closure of update":
+            distribution.extended.update(
+                v, lambda v: v.assign_add(len(repr(handle)) * v)
+            )
+        elif use == "local_results":
+            distribution.experimental_local_results(handle)
+        return handle
+
+    merge(strategy, keep, np.ones(3))
+    rows = outcomes(lambda: merge(strategy, use_it, 1.0))
+    names = {name for name, _, _ in rows}
+    # Of a value that it only returns, rank 0 learns when the function ends.
+    assert names == (
+        {"ReplicaError", "ValueError"} if use == "return" else {"ValueError"}
+    )
+    for _, message, _ in rows:
+        assert "merge_call` as an argument" in message  # what to do
+    assert_copies(strategy, v, np.zeros(3))
+    assert_usable(strategy)
+
+
+# --- merge_fn raises ------------------------------------------------------------------
+
+
+def raising(error):
+    def merge_fn(distribution, x):
+        raise error
+
+    return merge_fn
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("on purpose"), ModuleError("on purpose", 7), OSError(2, "on purpose")],
+    ids=lambda e: type(e).__name__,
+)
+def test_every_rank_raises_what_merge_fn_raises(strategy, rank, error):
+    caught = None
+    try:
+        merge(strategy, raising(error), 1.0)
+    except Exception as raised:
+        caught = raised
+    assert_usable(strategy)
+    assert type(caught) is type(error)
+    assert caught.args == error.args
+    assert (caught is error) == (rank == 0)
+    assert getattr(caught, "code", 7) == 7
+    if rank:
+        text = "\n".join([str(caught.__cause__), *caught.__notes__])
+        assert "Traceback" in text  # rank 0's, with the line of merge_fn
+        assert "in merge_fn" in text
+        assert f"[rank {rank}] merge_fn raised this on rank 0" in text
+
+
+def test_a_replica_may_catch_what_merge_fn_raises(strategy, rank, size):
+    """Every replica gets it, so every replica can go on."""
+
+    def step():
+        try:
+            context().merge_call(raising(KeyError("on purpose")), args=(1.0,))
+        except KeyError:
+            return context().all_reduce("SUM", 1.0)
+
+    assert own(strategy, strategy.run(step)) == size
+
+
+def test_an_exception_that_can_not_be_pickled(strategy, rank):
+    class LocalError(Exception):
+        pass
+
+    caught = None
+    try:
+        merge(strategy, raising(LocalError("on purpose", threading.Lock())), 1.0)
+    except Exception as raised:
+        caught = raised
+    assert_usable(strategy)
+    if rank == 0:
+        assert type(caught) is LocalError
+    else:
+        assert isinstance(caught, mpidist.CollectiveError)
+        assert "LocalError" in str(caught)
+        assert "on purpose" in str(caught)
+        assert "Traceback" in str(caught)
+
+
+def test_an_error_in_a_verb_is_raised_in_merge_fn_and_on_all(strategy):
+    def merge_fn(distribution, x):
+        distribution.reduce("MAXIMUM", x, axis=None)
+
+    rows = outcomes(lambda: merge(strategy, merge_fn, 1.0))
+    assert {name for name, _, _ in rows} == {"ValueError"}
+    for _, message, _ in rows:
+        assert "'MAXIMUM' is not a valid ReduceOp" in message
+    assert_usable(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_error_that_only_the_followers_have(strategy, rank, size):
+    """Shapes that differ: the same error in merge_fn and on every rank."""
+
+    def merge_fn(distribution, x):
+        return distribution.reduce("SUM", x, axis=None)
+
+    x = np.ones(2 if rank == size - 1 else 3)
+    rows = outcomes(lambda: merge(strategy, merge_fn, x))
+    assert {name for name, _, _ in rows} == {"CollectiveMismatchError"}
+    for _, message, _ in rows:
+        assert "float64 (3,)" in message
+        assert "float64 (2,)" in message
+    assert_usable(strategy)
+
+
+def test_merge_fn_catches_what_fails_and_goes_on(strategy, rank, size):
+    v = make(strategy, 1.0)
+
+    def merge_fn(distribution, x, y):
+        log = []
+        for attempt in (
+            lambda: distribution.reduce("SUM", y, axis=None),  # shapes differ
+            lambda: distribution.reduce("MAXIMUM", x, axis=None),
+            lambda: distribution.gather(x, axis=5),
+            lambda: distribution.extended.reduce_to("SUM", x, "nowhere"),
+            lambda: distribution.extended.update(v, lambda v: 1 // 0),
+            lambda: distribution.run(lambda: 1 // 0),
+            lambda: v.assign([1.0, 2.0]),
+            lambda: v.assign(x),
+            lambda: distribution.extended.update(v, threading.Lock().acquire),
+        ):
+            try:
+                attempt()
+            except Exception as error:
+                log.append(type(error).__name__)
+            else:
+                log.append("nothing")
+            log.append(distribution.reduce("SUM", x, axis=None))
+        return log
+
+    log = merge(strategy, merge_fn, rank + 1, np.ones(rank + 1))
+    assert log[1::2] == [size * (size + 1) // 2] * 9
+    expected = [
+        "CollectiveMismatchError",
+        "ValueError",
+        "ValueError",
+        "ValueError",
+        "ZeroDivisionError",
+        "ZeroDivisionError",
+        "ValueError",
+        "TypeError",
+        "TypeError",
+    ]
+    if size > 1:
+        assert log[::2] == expected
+    assert_copies(strategy, v, 1.0)
+    assert_usable(strategy)
+
+
+# --- update raises on one rank --------------------------------------------------------
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("caught", [False, True])
+def test_the_function_of_update_raises_on_one_follower(strategy, rank, size, caught):
+    v = make(strategy, np.zeros(20), name="v")
+
+    def merge_fn(distribution):
+        def fn(v):
+            v.assign_add(np.ones(20))
+            if this_replica() == size - 1:
+                v.assign_add(np.full(20, 7.0))
+                raise ModuleError("on purpose", 3)
+            v.assign_add(np.ones(20))
+
+        try:
+            distribution.extended.update(v, fn)
+        except mpidist.ReplicaError:
+            if not caught:
+                raise
+            distribution.extended.update(v, lambda v: v.assign_add(np.ones(20)))
+        return "went on"
+
+    rows = outcomes(lambda: merge(strategy, merge_fn))
+    if caught:
+        assert {name for name, _, _ in rows} == {"NoneType"}
+    else:
+        names = [name for name, _, _ in rows]
+        assert names == ["ReplicaError"] * (size - 1) + ["ModuleError"]
+        for _, message, _ in rows[:-1]:
+            assert f"rank {size - 1} raised" in message
+            assert "ModuleError" in message
+            assert "on purpose" in message
+            assert "in fn" in message
+    # Rank 0's copy, on all.
+    assert_copies(strategy, v, np.full(20, 3.0 if caught else 2.0))
+    assert_usable(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_update_raises_on_one_rank_at_program_level(strategy, rank, size):
+    v = make(strategy, np.zeros((2, 3)).T, name="v")
+
+    def call():
+        def fn(v):
+            v.assign_add(np.full((3, 2), 1.0 + rank))
+            if rank == size - 1:
+                raise KeyError("on purpose")
+
+        with strategy.scope():
+            strategy.extended.update(v, fn)
+
+    rows = outcomes(call)
+    assert [name for name, _, _ in rows] == ["ReplicaError"] * (size - 1) + ["KeyError"]
+    assert_copies(strategy, v, np.ones((3, 2)))
+    assert_usable(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("what", ["args", "kwargs", "fn", "value"])
+def test_bad_arguments_of_update_on_one_rank(new_strategy, rank, size, what):
+    """The others have run the function already: their copies are made equal too."""
+    strategy = new_strategy(timeout_seconds=5)
+    v = make(strategy, np.zeros(20), name="v")
+    value = strategy.run(lambda: np.ones(20))
+    odd = rank == size - 1
+
+    def call():
+        args = (np.ones(20),)
+        kwargs = {}
+        if odd and what == "args":
+            args = 3
+        if odd and what == "kwargs":
+            kwargs = {3: 3}
+        if odd and what == "value":
+            args = (value,)
+        fn = 3 if odd and what == "fn" else (lambda v, x: v.assign(x))
+        with strategy.scope():
+            strategy.extended.update(v, fn, args, kwargs)
+
+    rows = outcomes(call)
+    kind = {"args": "ValueError", "value": "ValueError"}.get(what, "TypeError")
+    assert {name for name, _, _ in rows} == {kind}, rows
+    assert len({*everywhere(v.numpy().tobytes())}) == 1
+    assert_usable(strategy)
+
+
+def rebuild_on_rank_0_only():
+    if this_replica():
+        raise LookupError("not here")
+    return OnRank0Only()
+
+
+class OnRank0Only:
+    """Travels, but does not arrive: as a class that only rank 0 has imported."""
+
+    def __reduce__(self):
+        return (rebuild_on_rank_0_only, ())
+
+    def __call__(self, v):
+        if mpidist.in_cross_replica_context():
+            v.assign_add(np.ones(20))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("verb", ["update", "run", "update with it as argument"])
+def test_a_function_that_does_not_arrive(new_strategy, verb):
+    strategy = new_strategy(timeout_seconds=5)
+    v = make(strategy, np.zeros(20), name="v")
+
+    def merge_fn(distribution):
+        if verb == "update":
+            distribution.extended.update(v, OnRank0Only())
+        elif verb == "run":
+            distribution.run(OnRank0Only(), args=(v,))
+        else:
+            distribution.extended.update(
+                v, lambda v, x: v.assign_add(np.ones(20)), args=([OnRank0Only()],)
+            )
+
+    rows = outcomes(lambda: merge(strategy, merge_fn))
+    assert rows[1][0] == "LookupError", rows
+    assert rows[0][0] in ("LookupError", "ReplicaError", "ValueError"), rows
+    for _, message, notes in rows:
+        assert "not here" in message + notes
+    assert len({*everywhere(v.numpy().tobytes())}) == 1
+    assert_usable(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_update_that_raises_after_writing_another_variable(strategy, size):
+    """An optimizer's slot, written in the same function: its copies stay equal too."""
+    v, slot = make(strategy, np.zeros(3)), make(strategy, np.zeros(3))
+
+    def merge_fn(distribution):
+        def fn(v):
+            if this_replica() == size - 1:
+                raise KeyError("on purpose")
+            slot.assign_add(np.ones(3))
+            v.assign_add(slot)
+
+        distribution.extended.update(v, fn)
+
+    rows = outcomes(lambda: merge(strategy, merge_fn))
+    assert [name for name, _, _ in rows] == ["ReplicaError"] * (size - 1) + ["KeyError"]
+    assert_copies(strategy, v, np.ones(3))
+    assert_copies(strategy, slot, np.ones(3))
+
+
+# --- without the guard ----------------------------------------------------------------
+
+
+def test_merge_call_without_the_guard(new_strategy, rank, size):
+    """The same results, with nothing checked."""
+    strategy = new_strategy(guard=False)
+    v = make(strategy, np.zeros(20))
+
+    def merge_fn(distribution, x, text):
+        reduced = distribution.extended.reduce_to("SUM", x, v)
+        distribution.extended.update(v, lambda v, g: v.assign_add(g), args=(reduced,))
+        texts = [*distribution.experimental_local_results(text)]
+        made = mpidist.PerReplica([np.full(10, i) for i in range(size)])
+        total = distribution.run(
+            lambda x: mpidist.get_replica_context().all_reduce("SUM", x), args=(made,)
+        )
+        return texts, made, total
+
+    texts, made, total = merge(strategy, merge_fn, np.full(20, rank + 1), f"t{rank}")
+    assert texts == [f"t{i}" for i in range(size)]
+    np.testing.assert_array_equal(made, np.full(10, rank))
+    np.testing.assert_array_equal(total, np.full(10, size * (size - 1) // 2))
+    assert_copies(strategy, v, np.full(20, size * (size + 1) // 2))
+    rows = outcomes(lambda: merge(strategy, raising(KeyError("on purpose")), 1.0))
+    assert {name for name, _, _ in rows} == {"KeyError"}
+    assert_usable(strategy)

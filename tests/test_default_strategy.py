@@ -1,0 +1,297 @@
+"""The default strategy: one replica, outside every scope, and no MPI."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpidist
+
+
+@pytest.fixture
+def default():
+    assert not mpidist.has_strategy()
+    return mpidist.get_strategy()
+
+
+def own(value):
+    (result,) = mpidist.get_strategy().experimental_local_results(value)
+    return result
+
+
+def test_it_is_always_there(default):
+    assert isinstance(default, mpidist.Strategy)
+    assert not isinstance(default, mpidist.MPIStrategy)
+    assert mpidist.get_strategy() is default
+    assert default.num_replicas_in_sync == 1
+    assert default.extended.worker_devices == ("/rank:0/device:CPU:0",)
+    assert "1 replica" in repr(default)
+    assert "MPI" in repr(default)
+
+
+def test_its_replica_context(default):
+    context = mpidist.get_replica_context()
+    assert isinstance(context, mpidist.ReplicaContext)
+    assert context.strategy is default
+    assert context.replica_id_in_sync_group == 0
+    assert type(context.replica_id_in_sync_group) is int
+    assert context.num_replicas_in_sync == 1
+    assert context.devices == default.extended.worker_devices
+    assert not mpidist.in_cross_replica_context()
+
+
+def test_merge_call_passes_arguments_as_they_are(default):
+    """b.3: ``merge_fn(default_strategy, *args, **kwargs)``, no PerReplica."""
+    x, y, result = np.ones(2), [1.0, "text"], object()
+    seen = []
+
+    def merge_fn(strategy, *args, **kwargs):
+        seen.append((strategy, args, kwargs))
+        seen.append((mpidist.has_strategy(), mpidist.get_replica_context()))
+        seen.append((mpidist.in_cross_replica_context(), mpidist.get_strategy()))
+        return result
+
+    context = mpidist.get_replica_context()
+    assert context.merge_call(merge_fn, args=(x, y), kwargs={"z": 3}) is result
+    strategy, args, kwargs = seen[0]
+    assert strategy is default
+    assert args[0] is x
+    assert args[1] is y
+    assert kwargs == {"z": 3}
+    assert seen[1:] == [(False, None), (True, default)]
+    assert mpidist.get_replica_context() is context
+
+
+def test_merge_call_that_raises(default):
+    context = mpidist.get_replica_context()
+
+    def merge_fn(strategy):
+        raise KeyError("on purpose")
+
+    with pytest.raises(KeyError, match="on purpose"):
+        context.merge_call(merge_fn)
+    assert mpidist.get_replica_context() is context
+
+
+@pytest.mark.parametrize("args", [3, "ab", {"a": 1}, np.ones(2)])
+def test_merge_call_wants_a_tuple_here_too(default, args):
+    """As on MPIStrategy: code that is written here works there."""
+    with pytest.raises(ValueError, match="positional args must be a list or tuple"):
+        mpidist.get_replica_context().merge_call(lambda *args: None, args=args)
+
+
+def test_run_wraps_as_on_many_replicas(default):
+    def step(x, *, factor):
+        context = mpidist.get_replica_context()
+        assert context.strategy is default
+        return {"x": x * factor, "id": context.replica_id_in_sync_group, "none": None}
+
+    value = default.experimental_distribute_values_from_function(
+        lambda context: np.full(2, 1.0 + context.num_replicas_in_sync)
+    )
+    result = default.run(step, args=(value,), kwargs={"factor": 3.0})
+    assert isinstance(result["x"], mpidist.PerReplica)
+    assert isinstance(result["id"], mpidist.PerReplica)
+    assert result["none"] is None
+    np.testing.assert_array_equal(own(result["x"]), [6.0, 6.0])
+    assert own(result["id"]) == 0
+    assert mpidist.get_replica_context() is not None
+
+
+def test_run_that_raises(default):
+    def step():
+        raise KeyError("on purpose")
+
+    with pytest.raises(KeyError, match="on purpose"):
+        default.run(step)
+    with pytest.raises(ValueError, match="positional args must be a list or tuple"):
+        default.run(step, args=3)
+    assert own(default.run(lambda: 1)) == 1
+
+
+def test_run_in_run_is_refused(default):
+    def step():
+        with pytest.raises(RuntimeError, match="requires being in cross-replica"):
+            default.run(lambda: None)
+
+    default.run(step)
+
+
+def test_merge_call_in_run_and_run_in_merge_call(default):
+    def merge_fn(strategy, x):
+        doubled = strategy.run(lambda x: 2 * x, args=(x,))
+        return strategy.reduce("SUM", doubled, axis=None)
+
+    result = default.run(
+        lambda: mpidist.get_replica_context().merge_call(merge_fn, args=(21,))
+    )
+    assert own(result) == 42
+
+
+def test_all_reduce_returns_the_input(default):
+    context = mpidist.get_replica_context()
+    x = np.array([[1, 2], [3, 4]], np.int32)
+    total, number = context.all_reduce("SUM", [x, 2.5])
+    np.testing.assert_array_equal(total, x)
+    assert total.dtype == np.int32
+    assert not np.shares_memory(total, x)
+    assert number == 2.5
+    mean = context.all_reduce("MEAN", {"x": x})["x"]
+    assert mean.dtype == np.float64
+    np.testing.assert_array_equal(mean, x)
+    for op in ("MIN", "MAX", "PROD"):
+        np.testing.assert_array_equal(context.all_reduce(op, x), x)
+    with pytest.raises(ValueError, match="'MAXIMUM' is not a valid ReduceOp"):
+        context.all_reduce("MAXIMUM", x)
+    with pytest.raises(TypeError, match="asarray"):
+        context.all_reduce("SUM", "text")
+
+
+def test_all_gather_returns_the_input(default):
+    context = mpidist.get_replica_context()
+    x = np.arange(6).reshape(2, 3)
+    for axis in (0, 1, -1):
+        gathered = context.all_gather([x, x > 2], axis=axis)
+        np.testing.assert_array_equal(gathered[0], x)
+        np.testing.assert_array_equal(gathered[1], x > 2)
+    with pytest.raises(ValueError, match="axis"):
+        context.all_gather(x, axis=2)
+
+
+def test_reduce_and_gather(default):
+    value = default.run(lambda: np.array([1, 2, 3, 6]))
+    np.testing.assert_array_equal(default.reduce("SUM", value, axis=None), [1, 2, 3, 6])
+    assert default.reduce("MEAN", value, axis=0) == 3.0
+    assert default.reduce("MAX", value, axis=-1) == 6
+    np.testing.assert_array_equal(default.gather(value, axis=0), [1, 2, 3, 6])
+    assert default.reduce("MEAN", 5.0, axis=None) == 5.0
+
+
+def test_extended(default):
+    v = mpidist.Variable([1.0, 2.0])
+    value = default.run(lambda: np.ones(2))
+    reduced = default.extended.reduce_to("SUM", value, v)
+    assert isinstance(reduced, mpidist.Mirrored)
+    (again,) = default.extended.batch_reduce_to("MEAN", [(value, value)])
+    np.testing.assert_array_equal(again, [1.0, 1.0])
+    default.extended.update(v, lambda v, g: v.assign_sub(g), args=(reduced,))
+    np.testing.assert_array_equal(v, [0.0, 1.0])
+    assert default.extended.broadcast_to(3, v) == 3
+    np.testing.assert_array_equal(default.extended.broadcast_to(np.ones(2), v), [1, 1])
+
+
+def test_library_code_that_merges_works_without_a_strategy(default):
+    """b.7: with one replica the sum of a plain value is that value.
+
+    What an optimizer does in a replica context it can do outside every scope, where
+    merge_fn gets its arguments as they are.
+    """
+    v = mpidist.Variable([1.0, 2.0])
+
+    def merge_fn(strategy, grads_and_vars):
+        reduced = strategy.extended.batch_reduce_to("SUM", grads_and_vars)
+        for grad, (_, var) in zip(reduced, grads_and_vars, strict=True):
+            strategy.extended.update(var, lambda v, g: v.assign_sub(g), args=(grad,))
+        return strategy.extended.reduce_to("SUM", 5.0, v)
+
+    context = mpidist.get_replica_context()
+    result = context.merge_call(merge_fn, args=([(np.ones(2), v)],))
+    assert result == 5.0
+    np.testing.assert_array_equal(v, [0.0, 1.0])
+
+
+def test_variables(default):
+    v = mpidist.Variable(lambda: np.zeros(2), name="plain")
+    assert v.distribute_strategy is default
+    v.assign_add([1.0, 2.0])
+    v.assign_sub(np.ones(2))
+    np.testing.assert_array_equal(v, [0.0, 1.0])
+    assert v.assign([5.0, 6.0]) is v
+    assert v.assign([5.0, 6.0], read_value=False) is None
+    default.run(lambda: v.assign(v * 2.0))  # whatever its aggregation
+    np.testing.assert_array_equal(v, [10.0, 12.0])
+    with pytest.raises(ValueError, match="shape"):
+        v.assign([1.0])
+    with pytest.raises(TypeError, match="assign_add"):
+        v += 1.0
+
+
+def test_scope(default):
+    with default.scope() as entered:
+        assert entered is default
+        assert not mpidist.has_strategy()
+        assert mpidist.in_cross_replica_context()
+        assert mpidist.get_replica_context() is None
+        v = mpidist.Variable(1.0)
+        with pytest.raises(RuntimeError, match="Must not nest"):
+            default.scope().__enter__()
+        assert own(default.run(lambda: v + 1.0)) == 2.0
+        v.assign(3.0)
+    assert mpidist.get_replica_context() is not None
+    assert float(v) == 3.0
+
+
+def test_it_is_not_copied(default):
+    import copy
+    import pickle
+
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="can not be pickled or copied"):
+            attempt(default)
+
+
+PROGRAM = """
+import sys
+import numpy as np
+import mpidist
+
+def check(where):
+    loaded = [m for m in ("mpi4py", "mpi4py.MPI", "cupy") if m in sys.modules]
+    assert not loaded, f"{where} imported {loaded}"
+
+check("import mpidist")
+strategy = mpidist.get_strategy()
+assert not mpidist.has_strategy()
+context = mpidist.get_replica_context()
+assert context.all_reduce("MEAN", {"a": 3, "b": [np.ones(2)]})["a"] == 3.0
+assert context.all_reduce("MAX", np.longdouble(3)) == 3
+assert context.all_gather(np.ones((2, 2)), axis=1).shape == (2, 2)
+check("all_reduce and all_gather")
+assert context.merge_call(lambda s, x: x + 1, args=(1,)) == 2
+check("merge_call")
+value = strategy.run(lambda x: np.full(3, x), args=(2.0,))
+assert strategy.reduce("MEAN", value, axis=0) == 2.0
+assert strategy.gather(value, axis=0).shape == (3,)
+assert strategy.extended.broadcast_to(np.ones(2), value).shape == (2,)
+strategy.experimental_distribute_values_from_function(lambda c: c)
+check("run, reduce, gather")
+with strategy.scope():
+    v = mpidist.Variable(1.0, aggregation=mpidist.VariableAggregation.SUM)
+v.assign_add(1.0)
+strategy.run(lambda: v.assign_add(1.0))
+strategy.extended.update(v, lambda v: v.assign_add(1.0))
+assert float(v) == 4.0
+check("variables")
+mpidist.experimental_set_strategy(None)
+strategy.communication_statistics()
+check("the whole program")
+print("done")
+"""
+
+
+def test_none_of_this_starts_mpi_or_loads_cupy():
+    root = Path(mpidist.__file__).parents[1]
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "done\n"
+    assert result.stderr == ""

@@ -1,0 +1,504 @@
+"""README.md and docs/: every code block is run or checked, and names and links exist.
+
+A Python block that begins with a comment such as ``# fit.py`` is a program. A console
+block after it says how it is started, and what it prints: as a set of lines, or, where
+a line is or has ``...`` (any text), as a pattern. Other Python blocks, in docs/ only,
+have to parse. Every command of a shell block has to match one of `COMMANDS`. A block
+that is none of these fails.
+"""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import dataclasses
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launching import ROOT, rank_environment, run_ranks
+
+import mpidist
+from mpidist import _dtypes, _options
+
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+SETUP = configparser.ConfigParser()
+SETUP.read(ROOT / "setup.cfg")
+SECONDS = 100  # for one program
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    @property
+    def program(self) -> str:
+        """The file name in the first line of a program, or nothing."""
+        match = re.match(r"# (\w+\.py)\n", self.text)
+        return match[1] if match and self.language == "python" else ""
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}:{self.program or self.language}"
+
+
+def blocks_of(page: Path, text: str | None = None) -> list[Block]:
+    """Return the fenced blocks of a page, in order."""
+    blocks = []
+    opened: tuple[int, str] | None = None
+    lines: list[str] = []
+    text = page.read_text(encoding="utf-8") if text is None else text
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.lstrip().startswith("```"):
+            lines.append(line)
+            continue
+        assert line.startswith("```"), f"{page.name}:{number}: an indented block"
+        if opened is None:
+            opened, lines = (number, line[3:].strip()), []
+        else:
+            blocks.append(Block(page, *opened, "\n".join(lines) + "\n"))
+            opened = None
+    assert opened is None, f"{page.name}: the block of line {opened} has no end"
+    return blocks
+
+
+BLOCKS = {page: blocks_of(page) for page in PAGES}
+ALL_BLOCKS = [block for blocks in BLOCKS.values() for block in blocks]
+
+
+# --- blocks -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", ALL_BLOCKS, ids=str)
+def test_block(block, tmp_path):
+    treat(block, BLOCKS[block.page], tmp_path)
+
+
+def treat(block: Block, blocks: list[Block], folder: Path) -> None:
+    """Run or check one block of a page; fail for one of an unknown kind."""
+    language = block.language
+    in_readme = block.page == README
+    if language == "python":
+        ast.parse(block.text, str(block))
+        assert block.program or not in_readme, "not a program: it can not be run"
+        if block.program:
+            following = blocks[blocks.index(block) + 1 :]
+            assert following, f"no block shows how to start {block.program}"
+            assert following[0].language == "console"
+            assert f" python {block.program}\n" in following[0].text
+    elif language == "console":
+        programs = {b.program: b.text for b in blocks if b.program}
+        for command, output in commands_with_output(block.text):
+            do(Command(command, output, programs, folder))
+    elif language == "sh":
+        for line in block.text.splitlines():
+            if line and not line.startswith("#"):
+                do(Command(line, None, {}, folder))
+    elif in_readme or language not in ("text", "{eval-rst}", "{toctree}"):
+        pytest.fail(f"{block}: no way is known to treat a {language!r} block")
+
+
+def commands_with_output(text: str) -> list[tuple[str, list[str]]]:
+    """Split a console block at its ``$`` prompts."""
+    found: list[tuple[str, list[str]]] = []
+    for line in text.splitlines():
+        if line.startswith("$ "):
+            found.append((line[2:], []))
+        else:
+            assert found, f"output without a command: {line!r}"
+            found[-1][1].append(line)
+    assert found, "a console block without a command"
+    return found
+
+
+# --- commands ---------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command of a shell block, with the output that the page shows, if any."""
+
+    text: str
+    output: list[str] | None
+    programs: dict[str, str]
+    folder: Path
+
+
+def do(command: Command) -> None:
+    """Run or check a command by the first pattern that it matches."""
+    for pattern, action in COMMANDS:
+        match = re.fullmatch(pattern, command.text)
+        if match is not None:
+            action(command, *match.groups())
+            return
+    pytest.fail(f"no way is known to treat the command {command.text!r}")
+
+
+def setting_up(command: Command, name: str, arguments: str) -> None:
+    """launch/demo and the like install things: look at them, and at their usage."""
+    script = ROOT / "launch" / name
+    assert os.access(script, os.X_OK)
+    usage = ask(str(script), "--help")
+    assert usage.startswith(f"Usage: launch/{name}")
+    for argument in shlex.split(arguments):
+        if argument.startswith("-"):
+            assert argument in usage, f"{argument} is not in the usage of {name}"
+    if command.output:
+        assert name == "demo", "this test knows what launch/demo prints, and no other"
+        check_demo(command.output, command.folder)
+
+
+def check_demo(output: list[str], folder: Path) -> None:
+    """Run what launch/demo runs once it has set things up; compare, but for speed."""
+    if importlib.util.find_spec("sklearn") is None:
+        pytest.skip("scikit-learn is not installed (extra `examples`)")
+    result = run_ranks(
+        4, [ROOT / "examples" / "train_digits.py"], timeout=SECONDS, cwd=folder
+    )
+    assert result.returncode == 0, result.stderr
+    printed = dict(re.findall(r"^(\w[\w ]*?) {2,}(.*)$", result.stdout, re.M))
+    shown = dict(re.findall(r"^(\w[\w ]*?) {2,}(.*)$", "\n".join(output), re.M))
+    assert list(shown) == list(printed)
+    assert len(shown) + 1 == len(output), "a line that is neither a fact nor the bar"
+    bar = r"training: 100%\|.*epochs/s, test accuracy 9[6-9]\.\d%\]"
+    assert re.match(bar, output[0])
+    assert re.search(bar, result.stderr)
+    assert shown["replicas"] == printed["replicas"]
+    for facts in (shown, printed):
+        assert 96 <= float(facts["test accuracy"].rstrip("%")) < 100
+        assert facts["picture"].endswith("/train_digits.png")
+
+
+def mpirun(command: Command, variables: str, ranks: str, program: str) -> None:
+    """Run a program of the page; of others, see that they are there."""
+    settings = dict(pair.split("=") for pair in variables.split())
+    assert set(settings) <= environment_variables()
+    if program not in command.programs:
+        assert command.output is None, f"{program} is not a program of this page"
+        compile_file(program)
+        return
+    assert command.output, f"what does {program} print?"
+    path = command.folder / program
+    path.write_text(command.programs[program], encoding="utf-8")
+    result = run_ranks(
+        int(ranks), [program], timeout=SECONDS, env=settings, cwd=command.folder
+    )
+    compare(command.output, result)
+
+
+def launch_mpirun(command: Command, ranks: str, program: str) -> None:
+    """Run a quick example; of other programs, see that they are there."""
+    compile_file(program)
+    if program != "examples/hello.py":
+        return
+    env = rank_environment()
+    if sys.prefix != sys.base_prefix:
+        env["VIRTUAL_ENV"] = sys.prefix
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    result = subprocess.run(
+        shlex.split(command.text),
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("hello from replica") == int(ranks)
+
+
+def srun(command: Command, kind: str, program: str) -> None:
+    compile_file(program)
+    for script in (ROOT / "launch").glob("*.sbatch"):
+        assert f"srun --mpi={kind} " in script.read_text(encoding="utf-8")
+
+
+def sbatch(command: Command, script: str, program: str) -> None:
+    compile_file(program)
+    path = ROOT / script
+    assert "#SBATCH" in path.read_text(encoding="utf-8")
+    ask("bash", "-n", str(path))
+
+
+def pip_install(command: Command, extras: str | None) -> None:
+    known = set(SETUP["options.extras_require"])
+    assert set((extras or "").split(",")) - {""} <= known
+
+
+def export(command: Command, name: str) -> None:
+    assert name in environment_variables()
+
+
+def pytest_in_venv(command: Command, arguments: str) -> None:
+    """See that its files are there and its markers are declared."""
+    for argument in shlex.split(arguments):
+        if argument.startswith("tests/"):
+            assert (ROOT / argument).exists()
+    for markers in re.findall(r'-m "([^"]*)"', arguments):
+        known = "mpi " + SETUP["tool:pytest"]["markers"]
+        for marker in set(re.findall(r"\w+", markers)) - {"and", "or", "not"}:
+            assert re.search(rf"\b{marker}\b", known)
+
+
+def sphinx(command: Command, source: str) -> None:
+    assert (ROOT / source / "conf.py").exists()
+
+
+COMMANDS: list[tuple[str, Callable[..., None]]] = [
+    (r"launch/(demo|test|gpu-check)((?: \S+)*)", setting_up),
+    (r"launch/mpirun -n (\d+) python (\S+\.py)", launch_mpirun),
+    (r"launch/mpirun -n \d+ .venv/bin/python -m pytest (.*)", pytest_in_venv),
+    (r"((?:MPIDIST_\w+=\S+ )*)mpirun -n (\d+) python (\S+\.py)", mpirun),
+    (r"srun -n \d+ --mpi=(\w+) python (\S+\.py)", srun),
+    (r"sbatch (launch/\S+) (\S+\.py)", sbatch),
+    (r'pip install -e (?:\.|"\.\[([\w,]+)\]")', pip_install),
+    (r"export (MPIDIST_\w+)=\S+", export),
+    (r".venv/bin/python -m pytest (.*)", pytest_in_venv),
+    (r"sphinx-build -W (\w+) \S+", sphinx),
+]
+
+
+def ask(*command: str) -> str:
+    """Return what a quick command prints; fail if it fails."""
+    result = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def compile_file(program: str) -> None:
+    path = ROOT / program
+    ast.parse(path.read_text(encoding="utf-8"), program)
+
+
+# --- output -----------------------------------------------------------------------
+
+
+def compare(expected: list[str], result: subprocess.CompletedProcess[str]) -> None:
+    """Compare what a page shows with what the ranks printed."""
+    ends_badly = any("ending the job" in line for line in expected)
+    assert (result.returncode != 0) == ends_badly, result.stdout + result.stderr
+    if any("..." in line for line in expected):
+        both = f"{result.stdout}\n{result.stderr}"
+        shown = "\n".join(expected) + "\n"
+        pattern = pattern_of(general(shown, shown))
+        assert re.search(pattern, general(both, shown)), (
+            f"expected:\n{shown}\nprinted:\n{both}"
+        )
+        return
+    assert result.stderr == ""
+    # Ranks print in any order, and some launchers mix a line with the end of another.
+    rest = result.stdout
+    for line in sorted(expected, key=len, reverse=True):
+        assert line in rest, f"{line!r} is not in:\n{result.stdout}"
+        rest = rest.replace(line, "", 1)
+    assert rest.strip() == "", f"not in the page: {rest!r}"
+
+
+def pattern_of(shown: str) -> str:
+    """Return a regular expression: ``...`` is any text, on a line of its own lines."""
+    pattern = ""
+    for line in shown.splitlines():
+        if line == "...":
+            pattern += r"(?:.*\n)*?"
+        else:
+            pattern += ".*".join(map(re.escape, line.split("..."))) + "\n"
+    return f"(?m:^){pattern}"
+
+
+def general(text: str, shown: str) -> str:
+    """Take out of a text which rank printed, how long it took, and Open MPI's notes."""
+    # The launcher may put them before what a rank wrote earlier.
+    text = re.sub(r"-{20,}\n.*?-{20,}\n[ \0]*", "", text, flags=re.S)
+    text = re.sub(r"\[rank \d+\]", "[rank #]", text)
+    text = re.sub(r"within [\d.]+ s\b", "within # s", text)
+    if "[rank " in shown:  # raised by all ranks
+        raised = re.compile(r"^mpidist: rank \d+ raised", re.M)
+        text = raised.sub("mpidist: rank # raised", text)
+    return text
+
+
+# --- what the pages say ---------------------------------------------------------------
+
+
+def environment_variables() -> set[str]:
+    """Return the variables that the package knows."""
+    package = Path(mpidist.__file__).parent
+    sources = (path.read_text(encoding="utf-8") for path in package.rglob("*.py"))
+    return {name for text in sources for name in re.findall(r"MPIDIST_[A-Z_]+", text)}
+
+
+def rows_of(page: Path, title: str) -> list[list[str]]:
+    """Return the cells of the table whose first column has this title."""
+    text = page.read_text(encoding="utf-8")
+    table = re.search(rf"^\| {title} \|.*?(?=\n\n|\Z)", text, re.M | re.S)
+    assert table is not None, f"{page.name} has no table of {title}"
+    lines = table[0].splitlines()
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def test_the_environment_variables_are_in_readme():
+    _, _, *rows = rows_of(README, "variable")
+    defaults = {row[0].strip("`"): row[1] for row in rows}
+    assert set(defaults) == environment_variables()
+    assert float(defaults["MPIDIST_TIMEOUT"]) == _options.DEFAULT_TIMEOUT_SECONDS
+    assert float(defaults["MPIDIST_STALL_SECONDS"]) == _options.DEFAULT_STALL_SECONDS
+    mebibytes = _options.DEFAULT_BYTES_PER_PACK / 2**20
+    assert float(defaults["MPIDIST_FUSION_MB"]) == mebibytes
+    environment = _options.read_environment()
+    for name, value in (("ABORT", environment.abort), ("GUARD", environment.guard)):
+        if f"MPIDIST_{name}" not in os.environ:
+            assert bool(int(defaults[f"MPIDIST_{name}"])) is value
+
+
+def test_the_dtypes_in_porting_are_those_of_the_library():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    head, _, *rows = rows_of(ROOT / "docs" / "porting.md", "dtype")
+    ops = [mpidist.ReduceOp[name] for name in head[1:]]
+    assert set(ops) == set(mpidist.ReduceOp)
+    seen = set()
+    for row in rows:
+        for name in re.findall(r"`(\w+)`", row[0]):
+            dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+            seen.add(dtype)
+            for op, cell in zip(ops, row[1:], strict=True):
+                if cell == "refused":
+                    with pytest.raises(TypeError):
+                        _dtypes.reduction(dtype, op, "test")
+                else:
+                    result = dtype if cell == "itself" else np.dtype(cell)
+                    assert _dtypes.reduction(dtype, op, "test").result == result
+    assert {np.dtype(code) for code in np.typecodes["AllInteger"]} <= seen
+    assert {np.dtype(code) for code in np.typecodes["AllFloat"]} <= seen
+
+
+def test_the_api_page_has_all_public_names():
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    shown: dict[str, list[str]] = {}
+    module = ""
+    for kind, name in re.findall(r"^\.\. (\w+):: ([\w.]+)(?:\(\))?$", page, re.M):
+        if kind == "currentmodule":
+            module = name
+        else:
+            shown.setdefault(module, []).append(name)
+    assert sorted(shown["mpidist.experimental"]) == mpidist.experimental.__all__
+    objects = set(mpidist.__all__) - {"__version__", "experimental"}
+    assert sorted(shown["mpidist"]) == sorted(objects)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"`mpidist\.([A-Za-z_]\w*(?:\.\w+)*)", text):
+        found: Any = mpidist
+        for part in name.split("."):
+            assert hasattr(found, part), f"mpidist.{name} does not exist"
+            found = getattr(found, part)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith("https://"):
+            continue
+        name, _, heading = target.partition("#")
+        path = page.parent / name if name else page
+        assert path.exists(), f"{page.name} links to {target}"
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.M)
+            slugs = [
+                re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles
+            ]
+            assert heading in slugs, f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_in_code_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"`((?:launch|examples|tests|docs)/[\w./-]*)`", text):
+        assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+# --- the test itself ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```ruby\nputs 1\n```",
+        "```\nx = 1\n```",
+        "```python\nx = 1\n```",
+        "```python\nx = = 1\n```",
+        "```python\n# a.py\nx = 1\n```",
+        "```python\n# a.py\nx = 1\n```\n```console\n$ python b.py\n```",
+        "```sh\nlaunch/tset\n```",
+        "```sh\nlaunch/test --no-such-option\n```",
+        "```sh\nmpirun -n 4 python examples/no_such_file.py\n```",
+        '```sh\npip install -e ".[no_such_extra]"\n```',
+        "```sh\nexport MPIDIST_NO_SUCH=1\n```",
+        "```console\noutput\n```",
+        "```console\n$ rm -rf build\n```",
+        "```text\nanything\n```",
+    ],
+)
+def test_a_block_that_is_wrong_or_unknown_fails(text, tmp_path):
+    def treat_all():
+        blocks = blocks_of(README, text)
+        for block in blocks:
+            treat(block, blocks, tmp_path)
+
+    with pytest.raises((AssertionError, SyntaxError, OSError, pytest.fail.Exception)):
+        treat_all()
+
+
+NOTE = f"{'-' * 74}\nMPI_ABORT was invoked\n\n{'-' * 74}\n"
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "code", "good"),
+    [
+        (["a", "b", "b"], "b\na\nb\n", 0, True),
+        (["a", "b"], "ba\n\n", 0, True),
+        (["a", "b"], "a\nb\nc\n", 0, False),
+        (["a", "b"], "a\n", 0, False),
+        (["a", "a"], "a\n", 0, False),
+        (["a"], "a\n", 1, False),
+        (["x", "...", "z"], "w\nx\n1\n2\nz\n", 0, True),
+        (["x", "...", "z"], "x\nz\n", 0, True),
+        (["x", "...", "z"], "xy\nz\n", 0, False),
+        (["x ... z"], "x y z\n", 0, True),
+        (["x ... z"], "x y\n", 0, False),
+        (["ending the job", "..."], "ending the job\n", 1, True),
+        (["ending the job", "..."], f"{NOTE}\0ending the job\n{NOTE}", 1, True),
+        (["ending the job", "..."], "ending the job\n", 0, False),
+    ],
+)
+def test_the_comparison_itself(shown, printed, code, good):
+    result = subprocess.CompletedProcess([], code, printed, "")
+    if good:
+        compare(shown, result)
+    else:
+        with pytest.raises(AssertionError):
+            compare(shown, result)

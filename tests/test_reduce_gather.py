@@ -1,0 +1,656 @@
+"""Strategy.reduce and gather, and all_gather: what is combined, and how."""
+
+import collections
+
+import numpy as np
+import pytest
+
+import mpidist
+
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
+
+Pair = collections.namedtuple("Pair", "first second")
+
+REDUCERS = {
+    "SUM": np.sum,
+    "MEAN": np.mean,
+    "MIN": np.min,
+    "MAX": np.max,
+    "PROD": np.prod,
+}
+DTYPES = ["int8", "uint16", "int64", "float16", "float32", "float64", "longdouble"]
+
+
+def own(strategy, value):
+    (result,) = strategy.experimental_local_results(value)
+    return result
+
+
+def from_replicas(strategy, function):
+    """Return a PerReplica of what ``function`` gives for the replica's number."""
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: function(context.replica_id_in_sync_group)
+    )
+
+
+def everywhere(x):
+    """Return the object of each rank, on every rank; not by what is tested here."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.allgather(x)
+
+
+def assert_same_on_all(x):
+    x = np.asarray(x)
+    rows = everywhere((x.shape, x.dtype.str, x.tobytes()))
+    assert rows == [rows[0]] * len(rows)
+
+
+def raises_everywhere(kind, call):
+    """Check that ``call`` raises this very kind on every rank; return the messages."""
+    error = None
+    try:
+        call()
+    except Exception as raised:
+        error = raised
+    rows = everywhere((type(error).__name__, str(error)))
+    assert {name for name, _ in rows} == {kind.__name__}, rows
+    return [message for _, message in rows]
+
+
+def assert_usable(strategy):
+    n = strategy.num_replicas_in_sync
+    assert strategy.reduce("SUM", strategy.run(lambda: 1), axis=None) == n
+
+
+def sample(i, shape, dtype="float64"):
+    """Return small numbers, whose sums and products are exact, for replica ``i``."""
+    x = np.random.default_rng(100 + i).integers(1, 4, shape)
+    return x.astype(dtype)
+
+
+# --- reduce, element by element -------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reduce_without_axis(strategy, size, dtype):
+    value = from_replicas(strategy, lambda i: sample(i, (2, 3), dtype))
+    stack = np.stack([sample(i, (2, 3), "longdouble") for i in range(size)])
+    for op, reducer in REDUCERS.items():
+        result = strategy.reduce(op, value, axis=None)
+        integer_mean = op == "MEAN" and np.dtype(dtype).kind in "iu"
+        assert result.dtype == ("float64" if integer_mean else dtype)
+        expected = reducer(stack, axis=0).astype(result.dtype)
+        np.testing.assert_array_equal(result, expected, err_msg=op)
+        assert_same_on_all(result)
+
+
+@pytest.mark.parametrize("op", [mpidist.ReduceOp.SUM, "sum", "Sum"])
+def test_names_of_operations(strategy, size, op):
+    value = strategy.run(lambda: np.ones(2))
+    np.testing.assert_array_equal(strategy.reduce(op, value, axis=None), [size, size])
+
+
+def test_aggregations_are_taken_for_operations(strategy, size):
+    value = strategy.run(lambda: 2.0)
+    sum_, mean = mpidist.VariableAggregation.SUM, mpidist.VariableAggregation.MEAN
+    assert strategy.reduce(sum_, value, axis=None) == 2.0 * size
+    assert strategy.reduce(mean, value, axis=None) == 2.0
+
+
+def test_numbers_stay_numbers(strategy, rank, size):
+    value = strategy.run(lambda: {"i": rank, "f": 1.5, "s": np.float32(2), "c": 1j})
+    total = strategy.reduce("SUM", value, axis=None)
+    assert total == {
+        "i": size * (size - 1) // 2,
+        "f": 1.5 * size,
+        "s": 2 * size,
+        "c": 1j * size,
+    }
+    assert [type(x) for x in total.values()] == [int, float, np.float32, complex]
+    mean = strategy.reduce("MEAN", value, axis=None)
+    assert type(mean["i"]) is float
+    assert mean["i"] == (size - 1) / 2
+
+
+def test_integers_have_a_mean_in_float64(strategy, size):
+    value = from_replicas(strategy, lambda i: np.array([i, 2**40 + i], np.int64))
+    mean = strategy.reduce("MEAN", value, axis=None)
+    assert mean.dtype == np.float64
+    np.testing.assert_array_equal(mean, np.array([0, 2**40]) + (size - 1) / 2)
+    small = from_replicas(strategy, lambda i: np.array([100 + i], np.int8))
+    assert strategy.reduce("MEAN", small, axis=None) == [100 + (size - 1) / 2]
+    assert strategy.reduce("MEAN", small, axis=0) == 100 + (size - 1) / 2
+
+
+def test_small_floats_are_summed_in_float32(strategy, size):
+    """2048 + 1 + 1 + ... is 2048 in float16, and rounded once it is not."""
+    value = from_replicas(strategy, lambda i: np.float16([2048 if i == 0 else 1]))
+    result = strategy.reduce("SUM", value, axis=None)
+    assert result.dtype == np.float16
+    assert result[0] == np.float16(2048 + size - 1)
+    rows = strategy.run(lambda: np.full(5000, 1.0, np.float16))
+    assert strategy.reduce("MEAN", rows, axis=0) == 1.0
+    assert strategy.reduce("SUM", rows, axis=0) == np.float16(5000 * size)
+
+
+def test_nests(strategy, rank, size):
+    """b.6: a list or dict of PerReplica, documented as unsupported, works."""
+
+    def step():
+        return {
+            "b": [np.full(2, rank), (1.0,)],
+            "a": Pair(first=np.int32(rank), second={}),
+        }
+
+    result = strategy.reduce("SUM", strategy.run(step), axis=None)
+    ids = size * (size - 1) // 2
+    assert type(result["a"]) is Pair
+    assert result["a"].first == ids
+    assert result["a"].second == {}
+    np.testing.assert_array_equal(result["b"][0], [ids, ids])
+    assert result["b"][1] == (float(size),)
+    by_axis = strategy.reduce(
+        "MEAN", [strategy.run(lambda: np.full(rank + 1, rank))], axis=0
+    )
+    rows = np.repeat(np.arange(size), np.arange(size) + 1)
+    np.testing.assert_allclose(by_axis, [rows.mean()])
+    assert strategy.reduce("SUM", [], axis=None) == []
+    assert strategy.reduce("SUM", {}, axis=0) == {}
+
+
+def test_inputs_are_not_changed(strategy):
+    x = np.arange(6.0).reshape(2, 3)
+    value = strategy.run(lambda: x)
+    for axis in (None, 0, (0, 1)):
+        result = strategy.reduce("SUM", value, axis=axis)
+        np.asarray(result)[...] = -1.0
+    strategy.gather(value, axis=0)[...] = -1.0
+    np.testing.assert_array_equal(x, np.arange(6.0).reshape(2, 3))
+
+
+def test_bool(strategy, rank, size):
+    value = strategy.run(lambda: np.array([rank == 0, True, False]))
+    result = strategy.reduce("MAX", value, axis=None)
+    np.testing.assert_array_equal(result, [True, True, False])
+    assert result.dtype == np.bool_
+    result = strategy.reduce("MIN", value, axis=None)
+    np.testing.assert_array_equal(result, [size == 1, True, False])
+    assert strategy.reduce("MAX", value, axis=0) == True  # noqa: E712
+    assert strategy.reduce("MIN", value, axis=0) == False  # noqa: E712
+    for op in ("SUM", "MEAN", "PROD"):
+        for axis in (None, 0):
+            messages = raises_everywhere(
+                TypeError,
+                lambda op=op, axis=axis: strategy.reduce(op, value, axis=axis),
+            )
+            assert "bool" in messages[0]
+            assert "astype(int)" in messages[0]
+
+
+def test_complex(strategy, rank, size):
+    value = strategy.run(lambda: np.array([rank + 1j, 2.0], np.complex64))
+    total = strategy.reduce("SUM", value, axis=None)
+    assert total.dtype == np.complex64
+    np.testing.assert_array_equal(
+        total, [size * (size - 1) / 2 + 1j * size, 2.0 * size]
+    )
+    assert strategy.reduce("MEAN", value, axis=0) == np.complex64(
+        total.sum() / 2 / size
+    )
+    for axis in (None, 0):
+        for message in raises_everywhere(
+            TypeError, lambda axis=axis: strategy.reduce("MAX", value, axis)
+        ):
+            assert "complex64" in message
+
+
+# --- reduce along axes ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", REDUCERS)
+@pytest.mark.parametrize("dtype", ["int64", "float32"])
+def test_reduce_along_axes(strategy, size, op, dtype):
+    """Each replica's array over the axes, then over the replicas."""
+    value = from_replicas(strategy, lambda i: sample(i, (2, 3, 2), dtype))
+    # A new axis of replicas in front.
+    stack = np.stack([sample(i, (2, 3, 2), "float64") for i in range(size)])
+    for axis in (0, 1, 2, -1, -3, (0,), (0, 1), (2, 0), (0, -1), (0, 1, 2)):
+        result = np.asarray(strategy.reduce(op, value, axis=axis))
+        axes = axis if isinstance(axis, tuple) else (axis,)
+        over = (0, *(a + 1 if a >= 0 else a for a in axes))
+        expected = np.asarray(REDUCERS[op](stack, axis=over))
+        integer_mean = op == "MEAN" and np.dtype(dtype).kind in "iu"
+        assert result.dtype == ("float64" if integer_mean else dtype)
+        assert result.shape == expected.shape
+        np.testing.assert_allclose(result, expected.astype(result.dtype), rtol=1e-6)
+        assert_same_on_all(result)
+
+
+def test_no_axes(strategy, size):
+    """An empty tuple is no axis at all: element by element."""
+    value = from_replicas(strategy, lambda i: np.arange(3.0) + i)
+    for op in REDUCERS:
+        np.testing.assert_array_equal(
+            strategy.reduce(op, value, axis=()), strategy.reduce(op, value, axis=None)
+        )
+
+
+def rows_of(i):
+    """Return another number of rows on each replica; none on the first and third."""
+    return np.arange(2.0 * i).reshape(i, 2) + i if i % 2 else np.zeros((0, 2))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("op", REDUCERS)
+@pytest.mark.parametrize("axis", [0, (0, 1)])
+def test_replicas_without_rows(strategy, size, op, axis):
+    """They count for nothing: the result is that of all rows together."""
+    value = from_replicas(strategy, rows_of)
+    everything = np.concatenate([rows_of(i) for i in range(size)])
+    result = strategy.reduce(op, value, axis=axis)
+    np.testing.assert_allclose(result, REDUCERS[op](everything, axis=axis))
+    assert_same_on_all(result)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("op", ["MIN", "MAX"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "float16", "float64", "bool"])
+def test_the_extreme_of_replicas_without_rows(strategy, size, op, dtype):
+    """Their neutral element is no value of its own: also for the largest numbers."""
+    x = np.array([1, 0], dtype) if op == "MIN" else np.array([0, 1], dtype)
+    value = from_replicas(strategy, lambda i: x if i == 1 else x[:0])
+    result = strategy.reduce(op, value, axis=0)
+    assert result == x[1]
+    assert np.asarray(result).dtype == dtype
+
+
+def test_the_mean_counts_rows_on_all_replicas(strategy, size):
+    """b.6: uneven last batches are weighted right; of integers as well."""
+    for dtype in (np.float64, np.int32, np.float32):
+        value = from_replicas(strategy, lambda i, t=dtype: np.arange(i + 1).astype(t))
+        everything = np.concatenate([np.arange(i + 1) for i in range(size)])
+        result = strategy.reduce("MEAN", value, axis=0)
+        np.testing.assert_allclose(result, everything.mean(), rtol=1e-6)
+        assert np.asarray(result).dtype == (np.float64 if dtype is np.int32 else dtype)
+
+
+def test_the_mean_over_a_tuple_counts_the_product_of_the_sizes(strategy, size):
+    value = from_replicas(strategy, lambda i: np.full((i + 1, 3, 2), float(i)))
+    result = strategy.reduce("MEAN", value, axis=(0, 2))
+    rows = np.repeat(np.arange(size), np.arange(size) + 1)
+    np.testing.assert_allclose(result, [rows.mean()] * 3)
+
+
+def test_nothing_anywhere(strategy):
+    """No rows on any replica: NaN without a warning, 0, 1, or an error."""
+    value = strategy.run(lambda: np.zeros((0, 2)))
+    assert np.isnan(strategy.reduce("MEAN", value, axis=0)).all()
+    np.testing.assert_array_equal(strategy.reduce("SUM", value, axis=0), [0, 0])
+    np.testing.assert_array_equal(strategy.reduce("PROD", value, axis=0), [1, 1])
+    for op in ("MIN", "MAX"):
+        messages = raises_everywhere(
+            ValueError, lambda op=op: strategy.reduce(op, value, axis=0)
+        )
+        assert "no elements" in messages[0]
+    assert_usable(strategy)
+
+
+def test_a_large_count_with_small_floats(strategy, size):
+    """The count is an integer: 4096 rows on each replica do not fit in float16."""
+    value = strategy.run(lambda: np.ones((4096, 3), np.float16))
+    mean = strategy.reduce("MEAN", value, axis=0)
+    assert mean.dtype == np.float16
+    np.testing.assert_array_equal(mean, [1.0] * 3)
+
+
+@pytest.mark.parametrize("axis", [2, -3, (0, 2), 10])
+def test_axes_out_of_range(strategy, axis):
+    value = strategy.run(lambda: np.ones((2, 3)))
+    for message in raises_everywhere(
+        ValueError, lambda: strategy.reduce("SUM", value, axis=axis)
+    ):
+        assert "expected -2 <= axis < 2" in message
+    assert_usable(strategy)
+
+
+@pytest.mark.parametrize("axis", ["0", 1.0, [0], True, (0, "1"), {0}])
+def test_axes_that_are_none(strategy, axis):
+    value = strategy.run(lambda: np.ones((2, 3)))
+    for message in raises_everywhere(
+        TypeError, lambda: strategy.reduce("SUM", value, axis=axis)
+    ):
+        assert "`axis`" in message
+    assert_usable(strategy)
+
+
+@pytest.mark.parametrize("op", REDUCERS)
+def test_an_axis_that_is_given_twice(strategy, op):
+    value = strategy.run(lambda: np.ones((2, 3)))
+    for axis in ((0, 0), (1, -1)):
+        raises_everywhere(
+            ValueError, lambda axis=axis: strategy.reduce(op, value, axis)
+        )
+    assert_usable(strategy)
+
+
+def test_numbers_have_no_axis(strategy):
+    value = strategy.run(lambda: 1.0)
+    raises_everywhere(ValueError, lambda: strategy.reduce("SUM", value, axis=0))
+
+
+def test_axis_has_no_default(strategy):
+    """As in TensorFlow 2: with and without is too different to be left out."""
+    value = strategy.run(lambda: 1.0)
+    with pytest.raises(TypeError, match="axis"):
+        strategy.reduce("SUM", value)
+
+
+# --- reduce of what is not per replica ------------------------------------------------
+
+
+def test_values_that_are_not_per_replica(strategy):
+    """b.6: MEAN returns the value; SUM would count it nobody knows how often."""
+    x = np.array([[1.0, 2.0], [3.0, 6.0]])
+    assert strategy.reduce("MEAN", 5.0, axis=None) == 5.0
+    assert strategy.reduce("MAX", 5, axis=None) == 5
+    np.testing.assert_array_equal(strategy.reduce("MEAN", x, axis=None), x)
+    np.testing.assert_array_equal(strategy.reduce("MEAN", x, axis=0), [2.0, 4.0])
+    assert strategy.reduce("MIN", x, axis=(0, 1)) == 1.0
+    assert strategy.reduce("MEAN", np.array([1, 2]), axis=0) == 1.5
+    for op in ("SUM", "PROD"):
+        for axis in (None, 0):
+            for message in raises_everywhere(
+                ValueError,
+                lambda op=op, axis=axis: strategy.reduce(op, x, axis=axis),
+            ):
+                assert "A non-DistributedValues value" in message
+                assert f"ReduceOp.{op}" in message
+                assert "experimental_distribute_values_from_function" in message
+    assert_usable(strategy)
+
+
+def test_mirrored_values_and_variables(strategy):
+    value = strategy.run(lambda: np.array([1.0, 3.0]))
+    mirrored = strategy.extended.reduce_to("MEAN", value, value)
+    with strategy.scope():
+        variable = mpidist.Variable([1.0, 3.0])
+    for same in (mirrored, variable):
+        np.testing.assert_array_equal(
+            strategy.reduce("MEAN", same, axis=None), [1.0, 3.0]
+        )
+        assert strategy.reduce("MEAN", same, axis=0) == 2.0
+        raises_everywhere(
+            ValueError, lambda same=same: strategy.reduce("SUM", same, None)
+        )
+    again = strategy.extended.reduce_to("MEAN", mirrored, value)
+    np.testing.assert_array_equal(again, [1.0, 3.0])
+
+
+def test_mixed_nests(strategy, rank, size):
+    value = strategy.run(lambda: float(rank))
+    result = strategy.reduce("MEAN", {"p": value, "n": 7.0}, axis=None)
+    assert result == {"p": (size - 1) / 2, "n": 7.0}
+    raises_everywhere(
+        ValueError, lambda: strategy.reduce("SUM", [value, 7.0], axis=None)
+    )
+    assert_usable(strategy)
+
+
+@pytest.mark.parametrize("bad", [None, "text", np.array([None]), {1, 2}], ids=repr)
+def test_values_that_can_not_be_reduced(strategy, bad):
+    for op in ("SUM", "MEAN"):
+        error = None
+        try:
+            strategy.reduce(op, from_replicas(strategy, lambda i: bad), axis=None)
+        except TypeError as raised:
+            error = raised
+        messages = everywhere(str(error))
+        assert all("Strategy.reduce" in message for message in messages), messages
+    assert_usable(strategy)
+
+
+@pytest.mark.parametrize("op", ["MAXIMUM", "", 3, None, np.sum])
+def test_operations_that_are_none(strategy, op):
+    value = strategy.run(lambda: 1.0)
+    kind = ValueError if isinstance(op, str) else TypeError
+    for axis in (None, 0):
+        for message in raises_everywhere(
+            kind, lambda axis=axis: strategy.reduce(op, value, axis=axis)
+        ):
+            assert "ReduceOp" in message
+    assert_usable(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("axis", [None, 0])
+def test_shapes_and_dtypes_that_differ(strategy, rank, size, axis):
+    for other in (np.ones((2, 4)), np.ones((2, 3), np.float32), np.ones((2, 3, 1))):
+        x = other if rank == size - 1 else np.ones((2, 3))
+        value = strategy.run(lambda x=x: x)
+        messages = raises_everywhere(
+            mpidist.CollectiveMismatchError,
+            lambda value=value: strategy.reduce("MEAN", value, axis=axis),
+        )
+        assert len({message.split("] ", 1)[1] for message in messages}) == 1
+    assert_usable(strategy)
+
+
+# --- gather ---------------------------------------------------------------------------
+
+
+def uneven(i, axis, dtype=np.float64):
+    shape = [2, 3, 2]
+    shape[axis] = (i * 2) % 3  # 0, 2, 1, 0
+    return (np.arange(np.prod(shape)) % 7).reshape(shape).astype(dtype) * (i + 1)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3])
+def test_gather(strategy, size, axis):
+    """Sizes that differ along the axis, none on the first replica."""
+    value = from_replicas(strategy, lambda i: uneven(i, axis))
+    result = strategy.gather(value, axis=axis)
+    expected = np.concatenate([uneven(i, axis) for i in range(size)], axis=axis)
+    assert result.shape == expected.shape
+    assert result.flags.c_contiguous
+    np.testing.assert_array_equal(result, expected)
+    assert_same_on_all(result)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["bool", "int8", "uint64", "float16", "float32", "longdouble", "complex64", ">f8"],
+)
+def test_gather_keeps_the_dtype(strategy, size, dtype):
+    value = from_replicas(strategy, lambda i: np.array([i, 1, 0]).astype(dtype))
+    result = strategy.gather(value, axis=0)
+    expected = np.concatenate([[i, 1, 0] for i in range(size)]).astype(dtype)
+    assert result.dtype == np.dtype(dtype).newbyteorder("=")
+    np.testing.assert_array_equal(result, expected)
+
+
+def test_gather_bfloat16(strategy, size):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    value = from_replicas(strategy, lambda i: np.full((i, 2), i, ml_dtypes.bfloat16))
+    result = strategy.gather(value, axis=0)
+    assert result.dtype == ml_dtypes.bfloat16
+    rows = np.repeat(np.arange(size), np.arange(size))
+    np.testing.assert_array_equal(result, np.stack([rows, rows], axis=1))
+    transposed = from_replicas(
+        strategy, lambda i: np.full((i, 2), i, ml_dtypes.bfloat16).T
+    )
+    np.testing.assert_array_equal(strategy.gather(transposed, axis=1), result.T)
+
+
+def test_gather_of_arrays_in_other_orders(strategy, size):
+    def make(i):
+        x = np.arange(24.0).reshape(4, 6) + 100 * i
+        return [np.asfortranarray(x), x[::2, ::-3], x.T, np.broadcast_to(x[0], (3, 6))]
+
+    parts = [make(i) for i in range(size)]
+    value = from_replicas(strategy, make)
+    for k, one in enumerate(value):
+        for axis in (0, 1):
+            np.testing.assert_array_equal(
+                strategy.gather(one, axis=axis),
+                np.concatenate([part[k] for part in parts], axis=axis),
+            )
+
+
+def test_gather_nothing(strategy, size):
+    value = strategy.run(lambda: np.zeros((0, 3), np.int16))
+    result = strategy.gather(value, axis=0)
+    assert result.shape == (0, 3)
+    assert result.dtype == np.int16
+    assert strategy.gather(value, axis=1).shape == (0, 3 * size)
+
+
+def test_gather_of_one_value(strategy):
+    """b.5: returned unchanged, not n times."""
+    x = np.arange(3)
+    assert strategy.gather(x, axis=0) is x
+    value = strategy.run(lambda: x)
+    mirrored = strategy.extended.reduce_to("MAX", value, value)
+    np.testing.assert_array_equal(strategy.gather(mirrored, axis=0), x)
+    with strategy.scope():
+        v = mpidist.Variable([1.0, 2.0])
+    np.testing.assert_array_equal(strategy.gather(v, axis=0), [1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("x", "axis", "kind", "part"),
+    [
+        (1.0, 0, ValueError, "at least one dimension"),
+        (np.float32(1), 0, ValueError, "numpy.reshape(x, (1,))"),
+        (np.ones(2), 1, ValueError, "expected -1 <= axis < 1"),
+        (np.ones((2, 2)), -3, ValueError, "expected -2 <= axis < 2"),
+        (np.ones(2), "0", TypeError, "`axis`"),
+        (np.ones(2), None, TypeError, "`axis`"),
+        (np.ones(2), 0.0, TypeError, "`axis`"),
+        (np.ones(2), (0,), TypeError, "`axis`"),
+        (np.array(["a"]), 0, TypeError, "dtype"),
+    ],
+    ids=range(9),
+)
+@pytest.mark.parametrize("how", ["gather", "all_gather"])
+def test_bad_gathers(strategy, x, axis, kind, part, how):
+    def call():
+        if how == "gather":
+            strategy.gather(strategy.run(lambda: x), axis)
+        else:
+            strategy.run(lambda: mpidist.get_replica_context().all_gather(x, axis))
+
+    for message in raises_everywhere(kind, call):
+        assert part in message
+    assert_usable(strategy)
+
+
+@pytest.mark.parametrize("bad", ["text", None, [1.0, 2.0], {"a": np.ones(2)}], ids=repr)
+def test_gather_of_what_is_no_array(strategy, bad):
+    for message in raises_everywhere(TypeError, lambda: strategy.gather(bad, axis=0)):
+        assert "Strategy.gather" in message
+    assert_usable(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("how", ["gather", "all_gather"])
+def test_gathers_that_do_not_fit(strategy, rank, size, how):
+    for other in (
+        np.ones((2, 4)),
+        np.ones((2, 3), np.float32),
+        np.ones((2, 3, 1)),
+        np.ones(3),
+    ):
+        x = other if rank == size - 1 else np.ones((2, 3))
+
+        def call(x=x):
+            if how == "gather":
+                strategy.gather(strategy.run(lambda: x), axis=0)
+            else:
+                strategy.run(
+                    lambda: mpidist.get_replica_context().all_gather(x, axis=0)
+                )
+
+        messages = raises_everywhere(mpidist.CollectiveMismatchError, call)
+        assert "float64 (*, 3)" in messages[0]
+    assert_usable(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_axis_out_of_range_on_one_rank(strategy, rank, size):
+    value = strategy.run(lambda: np.ones((2, 3)))
+    axis = 5 if rank == size - 1 else 0
+    for call in (
+        lambda: strategy.gather(value, axis=axis),
+        lambda: strategy.reduce("SUM", value, axis=axis),
+        lambda: strategy.run(
+            lambda: mpidist.get_replica_context().all_gather(np.ones((2, 3)), axis)
+        ),
+    ):
+        for message in raises_everywhere(ValueError, call):
+            assert "got axis=5" in message
+    assert_usable(strategy)
+
+
+# --- all_gather -----------------------------------------------------------------------
+
+
+def test_all_gather_of_a_nest(strategy, rank, size):
+    """Leaves of other dtypes and sizes, also without rows."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+
+    def leaves(i):
+        return {
+            "flags": np.arange(i) % 2 == 0,
+            "rows": [np.full((i + 1, 2), i, np.int16)],
+            "b": Pair(np.full((1, i), 1.5, ml_dtypes.bfloat16).T, np.zeros((0, 4))),
+        }
+
+    def step():
+        return mpidist.get_replica_context().all_gather(leaves(rank), axis=0)
+
+    result = own(strategy, strategy.run(step))
+    parts = [leaves(i) for i in range(size)]
+    for got, expected in (
+        (result["flags"], [p["flags"] for p in parts]),
+        (result["rows"][0], [p["rows"][0] for p in parts]),
+        (result["b"].first, [p["b"].first for p in parts]),
+        (result["b"].second, [p["b"].second for p in parts]),
+    ):
+        together = np.concatenate(expected)
+        assert got.dtype == together.dtype
+        np.testing.assert_array_equal(got, together)
+    assert type(result["b"]) is Pair
+
+
+def test_all_gather_of_nothing(strategy):
+    def step():
+        context = mpidist.get_replica_context()
+        return [context.all_gather([], axis=0) == [], context.all_gather({}, 0) == {}]
+
+    assert own(strategy, strategy.run(step)) == [True, True]
+
+
+def test_all_gather_gives_new_arrays(strategy, rank, size):
+    x = np.full(3, float(rank))
+
+    def step():
+        gathered = mpidist.get_replica_context().all_gather(x, axis=0)
+        gathered[...] = -1.0
+        return gathered
+
+    strategy.run(step)
+    np.testing.assert_array_equal(x, np.full(3, float(rank)))
+
+
+@pytest.mark.parametrize("bad", ["text", None, [1.0], {"a": None}], ids=repr)
+def test_all_gather_of_what_is_no_array(strategy, bad):
+    error = None
+    try:
+        strategy.run(lambda: mpidist.get_replica_context().all_gather(bad, axis=0))
+    except (TypeError, ValueError) as raised:
+        error = raised
+    messages = everywhere(str(error))
+    assert all("all_gather" in message for message in messages), messages
+    assert len({*messages}) == 1
+    assert_usable(strategy)

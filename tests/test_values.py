@@ -1,0 +1,480 @@
+"""PerReplica and Mirrored: what run gives, and what one can do with it."""
+
+import collections
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+import mpidist
+
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+def own(strategy, value):
+    (result,) = strategy.experimental_local_results(value)
+    return result
+
+
+def mirrored_of(strategy, x):
+    """Return a Mirrored that holds ``x``."""
+    return strategy.extended.reduce_to("MAX", strategy.run(lambda: x), np.zeros(1))
+
+
+# --- what run gives -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        np.ones(3),
+        np.zeros((0, 2)),
+        np.array(1.0),
+        np.float32(2.0),
+        np.bool_(True),
+        np.array([True, False]),
+        1,
+        1.0,
+        1j,
+        True,
+        0,
+    ],
+    ids=repr,
+)
+def test_arrays_and_numbers_are_per_replica_also_on_one(strategy, result):
+    value = strategy.run(lambda: result)
+    assert type(value) is mpidist.PerReplica
+    assert own(strategy, value) is result
+    assert value.values == (result,) or value.values[0] is result
+
+
+@pytest.mark.parametrize(
+    "result", [None, "text", b"bytes", ..., {1, 2}, len, range(3)], ids=repr
+)
+def test_other_objects_are_as_they_are(strategy, result):
+    assert strategy.run(lambda: result) is result
+
+
+def test_variables_are_as_they_are(strategy):
+    with strategy.scope():
+        v = mpidist.Variable(1.0)
+    assert strategy.run(lambda: v) is v
+    assert strategy.run(lambda: {"v": [v]})["v"][0] is v
+
+
+def test_nests_keep_their_structure(strategy, rank):
+    def step():
+        return {
+            "b": [rank, (None, "text")],
+            "a": Pair(first=np.full(2, rank), second={}),
+            "c": (),
+        }
+
+    result = strategy.run(step)
+    assert sorted(result) == ["a", "b", "c"]
+    assert type(result["b"]) is list
+    assert type(result["b"][1]) is tuple
+    assert result["b"][1] == (None, "text")
+    assert type(result["a"]) is Pair
+    assert result["a"].second == {}
+    assert result["c"] == ()
+    assert type(result["b"][0]) is mpidist.PerReplica
+    assert type(result["a"].first) is mpidist.PerReplica
+    nest = own(strategy, result)
+    assert nest["b"] == [rank, (None, "text")]
+    np.testing.assert_array_equal(nest["a"].first, [rank, rank])
+
+
+def test_the_result_holds_the_very_array(strategy):
+    x = np.ones(3)
+    value = strategy.run(lambda: x)
+    assert own(strategy, value) is x
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_result_that_some_replicas_do_not_have(strategy, rank):
+    """An array here and None there: no hang, and reducing it is an error on all."""
+    value = strategy.run(lambda: None if rank == 1 else np.ones(2))
+    with pytest.raises(TypeError):
+        strategy.reduce("SUM", value, axis=None)
+    assert strategy.reduce("SUM", strategy.run(lambda: 1), axis=None) > 1
+
+
+# --- what goes in ---------------------------------------------------------------------
+
+
+def test_arguments_arrive_as_components(strategy, rank):
+    """b.2: PerReplica and Mirrored become components, nested too; the rest stays."""
+    per_replica = strategy.run(lambda: np.full(2, rank))
+    mirrored = mirrored_of(strategy, 3.0)
+    with strategy.scope():
+        v = mpidist.Variable(5.0)
+    plain = object()
+
+    def step(x, nest, *, m, var):
+        assert type(x) is np.ndarray
+        np.testing.assert_array_equal(x, [rank, rank])
+        assert type(nest) is Pair
+        assert type(nest.first["x"][0]) is np.ndarray
+        assert nest.second == (plain, None, "text")
+        assert m == [3.0]
+        assert type(m[0]) is float
+        assert var is v
+
+    strategy.run(
+        step,
+        args=[per_replica, Pair({"x": [per_replica]}, (plain, None, "text"))],
+        kwargs={"m": [mirrored], "var": v},
+    )
+
+
+def test_what_a_function_closes_over_stays_per_replica(strategy, rank):
+    per_replica = strategy.run(lambda: np.full(2, rank))
+
+    def step():
+        assert type(per_replica) is mpidist.PerReplica
+        with pytest.raises(TypeError):
+            per_replica + 1
+        # In a replica context it converts to the replica's own component.
+        return np.asarray(per_replica)
+
+    np.testing.assert_array_equal(own(strategy, strategy.run(step)), [rank, rank])
+
+
+def test_per_replica_made_by_hand(strategy, rank, size):
+    value = strategy.run(lambda: None)
+    with strategy.scope():
+        value = mpidist.PerReplica([np.full(i + 1, i) for i in range(size)])
+    result = strategy.run(lambda x: x.sum(), args=(value,))
+    assert own(strategy, result) == rank * (rank + 1)
+    assert strategy.reduce("SUM", value, axis=0) == sum(
+        i * (i + 1) for i in range(size)
+    )
+    gathered = strategy.gather(value, axis=0)
+    np.testing.assert_array_equal(
+        gathered, np.concatenate([np.full(i + 1, i) for i in range(size)])
+    )
+
+
+@pytest.mark.parametrize("args", [3, "ab", {"a": 1}, None, {1}, np.ones(2)], ids=repr)
+def test_args_that_are_no_tuple(strategy, args):
+    with pytest.raises(
+        ValueError, match="positional args must be a list or tuple"
+    ) as caught:
+        strategy.run(lambda *args: None, args=args)
+    assert "args=(value,)" in str(caught.value)
+    assert own(strategy, strategy.run(lambda x: x, args=(1,))) == 1
+
+
+def test_kwargs_that_are_no_dict(strategy):
+    for kwargs in ([("a", 1)], {1: 2}, "ab"):
+        with pytest.raises(TypeError, match="kwargs"):
+            strategy.run(lambda **kwargs: None, kwargs=kwargs)
+
+
+def test_a_function_that_is_none(strategy):
+    with pytest.raises(TypeError, match="expected `fn` to be a function"):
+        strategy.run(3)
+
+
+# --- PerReplica -----------------------------------------------------------------------
+
+
+WAYS_OUT = ("strategy.reduce(", "experimental_local_results(", "strategy.run")
+
+
+def test_per_replica_has_no_truth_value(strategy):
+    value = strategy.run(lambda: 1.0)
+    for attempt in (lambda: bool(value), lambda: 1 if value else 2):
+        with pytest.raises(TypeError, match="no truth value") as caught:
+            attempt()
+        for way_out in WAYS_OUT:
+            assert way_out in str(caught.value)
+
+
+@pytest.mark.parametrize("in_scope", [True, False])
+def test_per_replica_is_no_array_at_program_level(strategy, in_scope):
+    """Not silently this rank's component, in a scope or outside."""
+    p = strategy.run(lambda: np.ones(2))
+    attempts = {
+        "asarray(p)": lambda: np.asarray(p),
+        "sum(p)": lambda: np.sum(p),
+        "ones(2) + p": lambda: np.ones(2) + p,
+        "add(p, 1)": lambda: np.add(p, 1),
+        "p @ ones(2)": lambda: p @ np.ones(2),
+    }
+    messages = {}
+    for name, attempt in attempts.items():
+        try:
+            if in_scope:
+                with strategy.scope():
+                    attempt()
+            else:
+                attempt()
+        except TypeError as error:
+            messages[name] = str(error)
+    assert messages.keys() == attempts.keys()
+    for name in ("asarray(p)", "ones(2) + p", "p @ ones(2)"):
+        for way_out in WAYS_OUT:
+            assert way_out in messages[name]
+
+
+def test_per_replica_has_no_operators(strategy):
+    p = strategy.run(lambda: np.ones(2))
+    for attempt in (
+        lambda: p + 1,
+        lambda: 1 + p,
+        lambda: p - p,
+        lambda: 2.0 * p,
+        lambda: p / 2.0,
+        lambda: -p,
+        lambda: p < 1,
+        lambda: p[0],
+        lambda: len(p),
+        lambda: [*p],
+        lambda: float(p),
+    ):
+        with pytest.raises(TypeError, match="PerReplica"):
+            attempt()
+
+
+def test_per_replica_operators_say_the_way_out(strategy):
+    p = strategy.run(lambda: np.ones(2))
+    for operation in ("p + 1", "1 + p", "p < 1", "p[0]", "float(p)"):
+        with pytest.raises(TypeError) as caught:
+            eval(operation, {"p": p})
+        for way_out in WAYS_OUT:
+            assert way_out in str(caught.value)
+
+
+def test_per_replica_attributes_of_an_array(strategy):
+    """No silent None, and a word about what it is."""
+    value = strategy.run(lambda: np.ones(2))
+    with pytest.raises(AttributeError, match="PerReplica"):
+        value.mean()
+    assert not hasattr(value, "__cuda_array_interface__")
+
+
+def test_per_replica_can_be_a_key(strategy):
+    one, two = strategy.run(lambda: (1.0, 1.0))
+    assert {one: "a", two: "b"}[one] == "a"
+    assert one != two
+
+
+def test_per_replica_repr(strategy, rank, size):
+    value = strategy.run(lambda: np.arange(2) + rank)
+    assert (
+        repr(value) == f"PerReplica(replica {rank} of {size}: {np.arange(2) + rank!r})"
+    )
+    with strategy.scope():
+        made = mpidist.PerReplica([f"v{i}" for i in range(size)])
+    rows = ",\n".join(f"  {i}: 'v{i}'" for i in range(size))
+    assert repr(made) == str(made) == f"PerReplica:{{\n{rows}\n}}"
+
+
+def test_repr_after_merge_fn_has_looked(strategy, rank, size):
+    def merge_fn(distribution, x):
+        before = repr(x)
+        distribution.experimental_local_results(x)
+        return [before, repr(x)]
+
+    def step():
+        return mpidist.get_replica_context().merge_call(merge_fn, args=(rank,))
+
+    before, after = strategy.run(step)
+    if size > 1:
+        assert before == f"PerReplica(replica 0 of {size}: 0)"
+    rows = ",\n".join(f"  {i}: {i}" for i in range(size))
+    assert after == f"PerReplica:{{\n{rows}\n}}"
+
+
+@pytest.mark.parametrize("attempt", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_distributed_values_are_not_pickled(strategy, attempt):
+    per_replica = strategy.run(lambda: np.ones(2))
+    mirrored = mirrored_of(strategy, np.ones(2))
+    for value in (per_replica, mirrored):
+        with pytest.raises(TypeError, match="can not be pickled") as caught:
+            attempt(value)
+        assert "experimental_local_results(value)[0]" in str(caught.value)
+
+
+# --- DistributedValues made by hand ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind", [mpidist.DistributedValues, mpidist.PerReplica, mpidist.Mirrored]
+)
+def test_constructor_errors(strategy, size, kind):
+    with strategy.scope():
+        for values in (1.0, "ab", np.ones(size), {0: 1.0}, None):
+            with pytest.raises(TypeError, match="expected a list or tuple") as caught:
+                kind(values)
+            assert kind.__name__ in str(caught.value)
+        for number in (size + 1, size - 1, 0):
+            with pytest.raises(ValueError, match=f"{size} replicas") as caught:
+                kind([1.0] * number)
+            assert f"got {number}" in str(caught.value)
+        value = kind((1.0,) * size)
+        assert own(strategy, strategy.run(lambda x: 2 * x, args=(value,))) == 2.0
+    # Outside the scope one replica is in force.
+    assert kind([2.0]).values == (2.0,)
+
+
+# --- Mirrored -------------------------------------------------------------------------
+
+
+def test_mirrored_operators(strategy, rank):
+    x = np.array([[1.0, 2.0], [3.0, 5.0]])
+    m = mirrored_of(strategy, x)
+    assert type(m) is mpidist.Mirrored
+    y = np.array([2.0, 4.0])
+    for got, expected in [
+        (m + 1, x + 1),
+        (1 - m, 1 - x),
+        (m * y, x * y),
+        (y / m, y / x),
+        (m**2, x**2),
+        (m @ y, x @ y),
+        (y @ m, y @ x),
+        (m @ m, x @ x),
+        (-m, -x),
+        (abs(m), x),
+        (m // 2, x // 2),
+        (m % 2, x % 2),
+        (m > 2, x > 2),
+        (m == x, x == x),
+        (m != 1.0, x != 1.0),
+        (divmod(m, 2)[1], x % 2),
+        (m[0], x[0]),
+        (m[:, ::-1], x[:, ::-1]),
+        (m[m > 2], x[x > 2]),
+        (np.float64(2.0) * m, 2 * x),
+        (m + m, x + x),
+    ]:
+        assert type(got) is np.ndarray
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_mirrored_in_numpy_functions(strategy):
+    x = np.arange(6.0).reshape(2, 3)
+    m = mirrored_of(strategy, x)
+    for got, expected in [
+        (np.sum(m), 15.0),
+        (np.mean(m, axis=0), x.mean(axis=0)),
+        (np.concatenate([m, x, m]), np.concatenate([x, x, x])),
+        (np.where(m > 2, m, 0.0), np.where(x > 2, x, 0.0)),
+        (np.sqrt(m), np.sqrt(x)),
+        (np.add.reduce(m, axis=1), x.sum(axis=1)),
+        (np.dot(m, x.T), x @ x.T),
+        (np.einsum("ij,ij->i", m, m), (x * x).sum(axis=1)),
+        (np.linalg.norm(m), np.linalg.norm(x)),
+        (np.asarray(m), x),
+        (np.array(m, dtype=np.int32), x.astype(np.int32)),
+        (np.stack([m, m]), np.stack([x, x])),
+    ]:
+        assert not isinstance(got, mpidist.Mirrored)
+        np.testing.assert_array_equal(got, expected)
+    assert np.shape(m) == (2, 3)
+    assert np.allclose(m, x)
+
+
+def test_mirrored_attributes(strategy):
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    m = mirrored_of(strategy, x)
+    assert (m.shape, m.dtype, m.ndim, m.size, len(m)) == (
+        (2, 3),
+        np.float32,
+        2,
+        6,
+        2,
+    )
+    np.testing.assert_array_equal(m.T, x.T)
+    np.testing.assert_array_equal(m.reshape(3, 2), x.reshape(3, 2))
+    assert m.sum() == 15
+    assert m.astype(int).dtype == int
+    assert m.tolist() == x.tolist()
+    np.testing.assert_array_equal([*m][1], x[1])
+    assert m.strides == x.strides  # any attribute of what it holds
+    with pytest.raises(AttributeError):
+        m.no_such_attribute  # noqa: B018
+    host = m.numpy()
+    host[...] = 0.0
+    np.testing.assert_array_equal(m, x)
+
+
+def test_mirrored_numbers(strategy, size):
+    """Results of numbers are numbers; they act as arrays of no dimension."""
+    m = mirrored_of(strategy, 2.5)
+    assert type(own(strategy, m)) is float
+    assert (float(m), int(m), bool(m), complex(m)) == (2.5, 2, True, 2.5 + 0j)
+    assert f"{m:.2f}" == "2.50"
+    assert m * 2 == 5.0
+    assert 2 < m < 3
+    assert np.sqrt(m) == np.sqrt(2.5)
+    assert (m.shape, m.dtype) == ((), np.float64)
+    n = mirrored_of(strategy, 3)
+    assert [*range(n)] == [0, 1, 2]
+    assert "abcdef"[n] == "d"
+    assert max(m, n) is n
+
+
+def test_mirrored_numbers_have_the_attributes_of_arrays(strategy):
+    m = mirrored_of(strategy, 2.5)
+    assert (m.ndim, m.size) == (0, 1)
+    assert np.ndim(m) == 0
+
+
+def test_mirrored_is_not_written_to(strategy):
+    m = mirrored_of(strategy, np.ones(2))
+    kept = m
+    x = np.ones(2)
+    with pytest.raises(TypeError, match="one replica only"):
+        m += 1
+    with pytest.raises(TypeError, match="one replica only"):
+        m[0] = 5.0
+    with pytest.raises(TypeError, match="one replica only"):
+        np.add(x, x, out=m)
+    with pytest.raises(TypeError, match="one replica only"):
+        np.concatenate([x], out=m)
+    with pytest.raises(TypeError, match="one replica only"):
+        np.copyto(m, x)
+    assert m is kept
+    np.testing.assert_array_equal(m, [1.0, 1.0])
+    x += m  # a plain array may be the target
+    np.testing.assert_array_equal(x, [2.0, 2.0])
+
+
+def test_a_mirrored_copy_can_not_be_changed_through_numpy(strategy):
+    """np.asarray would give a way to change the copy of one replica only."""
+    m = mirrored_of(strategy, np.ones(2))
+    attempts = [
+        lambda: np.asarray(m).__setitem__(0, 5.0),
+        lambda: m[...].__setitem__(0, 5.0),
+        lambda: np.add.at(m, [0], 1.0),
+        lambda: m.sort(),
+        lambda: m.fill(7.0),
+    ]
+    for attempt in attempts:
+        with pytest.raises((TypeError, ValueError, AttributeError)):
+            attempt()
+    np.testing.assert_array_equal(m, [1.0, 1.0])
+
+
+def test_mirrored_values_and_repr(strategy, size):
+    m = mirrored_of(strategy, 4.0)
+    assert m.values == (4.0,)
+    assert strategy.experimental_local_results(m) == (4.0,)
+    assert repr(m) == f"Mirrored(on {size} replicas: 4.0)"
+
+    def merge_fn(distribution, x):
+        mirrored = distribution.extended.reduce_to("MEAN", x, x)
+        assert mirrored.values == (4.0,) * size
+        return [*distribution.experimental_local_results([mirrored, m])]
+
+    result = strategy.run(
+        lambda: mpidist.get_replica_context().merge_call(merge_fn, args=(4.0,))
+    )
+    assert own(strategy, result) == [[4.0, 4.0]] * size

@@ -1,0 +1,959 @@
+"""Mirrored variables: who may write what, and that the copies never differ."""
+
+import numpy as np
+import pytest
+
+import mpidist
+
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
+
+NONE = mpidist.VariableAggregation.NONE
+SUM = mpidist.VariableAggregation.SUM
+MEAN = mpidist.VariableAggregation.MEAN
+FIRST = mpidist.VariableAggregation.ONLY_FIRST_REPLICA
+
+
+def own(strategy, value):
+    (result,) = strategy.experimental_local_results(value)
+    return result
+
+
+def context():
+    return mpidist.get_replica_context()
+
+
+def mirrored_of(strategy, x):
+    return strategy.extended.reduce_to("MAX", strategy.run(lambda: x), np.zeros(1))
+
+
+def everywhere(x):
+    """Return the object of each rank, on every rank; not by what is tested here."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.allgather(x)
+
+
+def assert_copies(strategy, variable, expected):
+    """Check the value on every rank, and that all copies have the same bytes."""
+    raw = np.frombuffer(variable.numpy().tobytes(), np.uint8)
+    rows = strategy.gather(strategy.run(lambda: raw[None]), axis=0)
+    assert rows.shape == (
+        strategy.num_replicas_in_sync,
+        variable.dtype.itemsize * variable.size,
+    )
+    assert (rows == rows[0]).all()
+    np.testing.assert_array_equal(variable.numpy(), expected)
+
+
+def raises_everywhere(kind, call):
+    """Check that ``call`` raises this very kind on every rank; return the messages."""
+    error = None
+    try:
+        call()
+    except Exception as raised:
+        error = raised
+    outcomes = everywhere((type(error).__name__, str(error)))
+    assert {name for name, _ in outcomes} == {kind.__name__}, outcomes
+    return [message for _, message in outcomes]
+
+
+def make(strategy, *args, **kwargs):
+    with strategy.scope():
+        return mpidist.Variable(*args, **kwargs)
+
+
+# --- creation -------------------------------------------------------------------------
+
+
+def test_the_initial_function_is_called_on_rank_0_only(strategy, rank):
+    calls = []
+
+    def initial():
+        calls.append(1)
+        return np.arange(3.0) + 10 * rank
+
+    v = make(strategy, initial)
+    assert len(calls) == (1 if rank == 0 else 0)
+    assert_copies(strategy, v, np.arange(3.0))
+
+
+def test_initial_values_that_differ_are_those_of_rank_0(strategy, rank):
+    v = make(strategy, np.random.default_rng(rank).normal(size=5))
+    assert_copies(strategy, v, np.random.default_rng(0).normal(size=5))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_initial_values_may_differ_in_shape_and_dtype(strategy, rank):
+    """Only rank 0's counts, so the others need not even have one."""
+    initial = np.ones((2, 2), np.float32) if rank == 0 else "no array at all"
+    v = make(strategy, initial)
+    assert (v.shape, v.dtype) == ((2, 2), np.float32)
+    assert_copies(strategy, v, np.ones((2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("initial", "dtype", "expected"),
+    [
+        (1.0, None, np.float64(1.0)),
+        (3, None, np.int64(3)),
+        (3, "float32", np.float32(3)),
+        ([1, 2], np.float64, np.array([1.0, 2.0])),
+        ([[1.5], [2.5]], None, np.array([[1.5], [2.5]])),
+        ((1, 2), "int8", np.array([1, 2], np.int8)),
+        (np.float16(2), None, np.float16(2)),
+        (np.array([True, False]), None, np.array([True, False])),
+        (1j, "complex64", np.complex64(1j)),
+        (np.zeros((0, 3)), None, np.zeros((0, 3))),
+        (np.asfortranarray([[1, 2], [3, 4]]), None, np.array([[1, 2], [3, 4]])),
+        (np.arange(6)[::2], None, np.array([0, 2, 4])),
+        (np.array([1, 2], ">i4"), None, np.array([1, 2], np.int32)),
+    ],
+    ids=repr,
+)
+def test_initial_values(strategy, initial, dtype, expected):
+    v = make(strategy, initial, dtype=dtype)
+    assert v.dtype == expected.dtype
+    assert v.shape == expected.shape
+    assert_copies(strategy, v, expected)
+
+
+def test_bfloat16(strategy, rank, size):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    v = make(strategy, [1.0, 2.0], dtype=ml_dtypes.bfloat16, aggregation=SUM)
+    strategy.run(lambda: v.assign_add(np.ones(2, ml_dtypes.bfloat16)))
+    assert v.dtype == ml_dtypes.bfloat16
+    assert_copies(strategy, v, np.array([1.0 + size, 2.0 + size], v.dtype))
+    v.assign([3.0, 4.0])
+    assert_copies(strategy, v, np.array([3.0, 4.0], v.dtype))
+    assert "bfloat16" in repr(v)
+
+
+def test_the_users_initial_array_stays_the_users(strategy):
+    initial = np.ones(3)
+    v = make(strategy, initial)
+    initial[...] = 7.0
+    assert_copies(strategy, v, np.ones(3))
+    v.assign(np.zeros(3))
+    np.testing.assert_array_equal(initial, [7.0] * 3)
+
+
+def test_initial_values_from_variables_and_mirrored(strategy):
+    v = make(strategy, [1.0, 2.0])
+    w = make(strategy, v)
+    x = make(strategy, mirrored_of(strategy, 3.0))
+    v.assign([5.0, 6.0])
+    assert_copies(strategy, w, [1.0, 2.0])
+    assert_copies(strategy, x, 3.0)
+
+
+def test_attributes(strategy, rank):
+    v = make(
+        strategy,
+        [1.0],
+        trainable=False,
+        name="weights",
+        synchronization=mpidist.VariableSynchronization.ON_WRITE,
+        aggregation=SUM,
+        shape=(1,),
+    )
+    assert v.name == "weights"
+    assert v.trainable is False
+    assert v.aggregation is SUM
+    assert v.synchronization is mpidist.VariableSynchronization.ON_WRITE
+    assert v.distribute_strategy is strategy
+    assert v.device == strategy.extended.worker_devices[rank]
+    plain = make(strategy, 1.0)
+    assert plain.trainable is True
+    assert plain.aggregation is NONE
+    assert plain.synchronization is mpidist.VariableSynchronization.ON_WRITE
+    assert plain.name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "part"),
+    [
+        ({"initial_value": "text"}, TypeError, "'text'"),
+        ({"initial_value": None}, TypeError, "None"),
+        ({"initial_value": np.array([None])}, TypeError, "dtype object"),
+        ({"initial_value": [1, "a"]}, TypeError, "dtype <U"),
+        ({"initial_value": 3, "aggregation": MEAN}, ValueError, "not floating"),
+        ({"initial_value": [True], "aggregation": MEAN}, ValueError, "not floating"),
+        (
+            {"initial_value": 1.0, "dtype": "int32", "aggregation": MEAN},
+            ValueError,
+            "not floating",
+        ),
+        ({"initial_value": [1.0], "shape": (2,)}, ValueError, "shape (2,)"),
+        ({"initial_value": 1.0, "aggregation": "SUM"}, ValueError, "aggregation"),
+        ({"initial_value": 1.0, "name": 3}, TypeError, "`name`"),
+        ({"initial_value": 1.0, "dtype": "no dtype"}, TypeError, "no dtype"),
+        (
+            {
+                "initial_value": 1.0,
+                "synchronization": mpidist.VariableSynchronization.NONE,
+            },
+            ValueError,
+            "`NONE` variable synchronization mode is not supported",
+        ),
+        (
+            {
+                "initial_value": 1.0,
+                "synchronization": mpidist.VariableSynchronization.ON_READ,
+            },
+            ValueError,
+            "ON_READ",
+        ),
+        (
+            {"initial_value": 1.0, "synchronization": "AUTO"},
+            ValueError,
+            "synchronization",
+        ),
+    ],
+)
+def test_bad_arguments(strategy, arguments, kind, part):
+    def call():
+        make(strategy, **arguments)
+
+    for message in raises_everywhere(kind, call):
+        assert part in message
+    assert_copies(strategy, make(strategy, 1.0), 1.0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_bad_arguments_on_one_rank(strategy, rank):
+    def call():
+        aggregation = "SUM" if rank == 1 else SUM
+        make(strategy, 1.0, aggregation=aggregation)
+
+    for message in raises_everywhere(ValueError, call):
+        assert "aggregation" in message
+    assert_copies(strategy, make(strategy, 1.0), 1.0)
+
+
+def test_an_initial_function_that_raises(strategy):
+    def initial():
+        raise ZeroDivisionError("on purpose")
+
+    messages = raises_everywhere(ZeroDivisionError, lambda: make(strategy, initial))
+    assert {*messages} == {"on purpose"}
+    assert_copies(strategy, make(strategy, 1.0), 1.0)
+
+
+def test_a_per_replica_initial_value(strategy):
+    value = strategy.run(lambda: 1.0)
+    for message in raises_everywhere(TypeError, lambda: make(strategy, value)):
+        assert "strategy.reduce(" in message
+
+
+@pytest.mark.mpi(min_size=2)
+def test_variables_made_in_another_order(strategy, rank):
+    def call():
+        make(strategy, 1.0, name="a" if rank else "b")
+
+    for message in raises_everywhere(mpidist.CollectiveMismatchError, call):
+        assert "Variable 'a'" in message
+        assert "Variable 'b'" in message
+
+
+def test_made_in_a_replica_function(strategy, rank):
+    v = strategy.run(lambda: mpidist.Variable(float(rank + 1), aggregation=SUM))
+    assert isinstance(v, mpidist.Variable)
+    assert v.distribute_strategy is strategy
+    assert_copies(strategy, v, 1.0)
+
+
+# --- assignment in a replica context --------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["assign", "assign_add", "assign_sub"])
+@pytest.mark.parametrize("aggregation", [SUM, MEAN, FIRST])
+def test_in_a_replica_context(strategy, rank, size, how, aggregation):
+    """The argument is combined, then the operation is applied to every copy."""
+    v = make(strategy, [1.0, 10.0], aggregation=aggregation)
+    values = np.array([[3.0 + 2 * i, i * i] for i in range(size)])
+    combined = {
+        SUM: values.sum(axis=0),
+        MEAN: values.sum(axis=0) / size,
+        FIRST: values[0],
+    }[aggregation]
+    result = {
+        "assign": combined,
+        "assign_add": np.add([1.0, 10.0], combined),
+        "assign_sub": np.subtract([1.0, 10.0], combined),
+    }[how]
+
+    def step():
+        x = values[rank].copy()
+        returned = getattr(v, how)(x)
+        assert returned is v
+        np.testing.assert_array_equal(returned, result)
+        np.testing.assert_array_equal(x, values[rank])
+        return returned.read_value()
+
+    here = own(strategy, strategy.run(step))
+    np.testing.assert_array_equal(here, result)
+    assert_copies(strategy, v, result)
+
+
+def test_in_a_replica_context_as_on_the_page(strategy, rank, size):
+    """b.8: initial 1, replica values 3 and 5: 8, 4 or 3."""
+    for aggregation, expected in ((SUM, 8.0), (MEAN, 4.0), (FIRST, 3.0)):
+        v = make(strategy, 1.0, aggregation=aggregation)
+        strategy.run(lambda v: v.assign(3.0 + 2 * rank), args=(v,))
+        if size == 2:
+            assert_copies(strategy, v, expected)
+
+
+def test_python_numbers_in_a_replica_context(strategy, size):
+    """TensorFlow refuses them for SUM; here each replica has its own, and they add."""
+    for aggregation, expected in ((SUM, 4.0 * size), (MEAN, 4.0), (FIRST, 4.0)):
+        v = make(strategy, 1.0, aggregation=aggregation, dtype=np.float32)
+        strategy.run(lambda v: v.assign(4), args=(v,))
+        assert_copies(strategy, v, expected)
+        assert v.dtype == np.float32
+
+
+@pytest.mark.parametrize("how", ["assign", "assign_add", "assign_sub"])
+def test_aggregation_none_in_a_replica_context(strategy, how):
+    v = make(strategy, [1.0, 2.0], name="unaggregated")
+
+    def call():
+        strategy.run(lambda: getattr(v, how)(np.ones(2)))
+
+    for message in raises_everywhere(ValueError, call):
+        assert "You must specify an aggregation method" in message
+        assert "aggregation=mpidist.VariableAggregation.MEAN" in message
+        assert "unaggregated" in message
+    assert_copies(strategy, v, [1.0, 2.0])
+
+
+def test_integers(strategy, rank, size):
+    v = make(strategy, np.array([1, 2], np.int32), aggregation=SUM)
+    strategy.run(lambda: v.assign_add(np.array([rank, 1], np.int32)))
+    assert v.dtype == np.int32
+    assert_copies(strategy, v, [1 + size * (size - 1) // 2, 2 + size])
+
+
+def test_first_replica_with_a_mirrored_variable_as_value(strategy, rank):
+    v = make(strategy, [1.0, 2.0], aggregation=FIRST)
+    w = make(strategy, [7.0, 8.0])
+    strategy.run(lambda: v.assign(w))
+    assert_copies(strategy, v, [7.0, 8.0])
+
+
+def test_values_that_do_not_fit_in_a_replica_context(strategy):
+    v = make(strategy, [1.0, 2.0], aggregation=MEAN)
+    for bad, kind in (
+        (np.ones(3), ValueError),
+        (np.ones(2) * 1j, ValueError),
+        ("text", TypeError),
+        (None, TypeError),
+    ):
+        raises_everywhere(kind, lambda bad=bad: strategy.run(lambda: v.assign(bad)))
+        assert_copies(strategy, v, [1.0, 2.0])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_value_that_does_not_fit_on_one_replica(strategy, rank, size):
+    v = make(strategy, [1.0, 2.0], aggregation=SUM)
+    bad = np.ones(3 if rank == size - 1 else 2)
+    for message in raises_everywhere(
+        ValueError, lambda: strategy.run(lambda: v.assign(bad))
+    ):
+        assert "shape (2,)" in message
+    assert_copies(strategy, v, [1.0, 2.0])
+
+
+# --- assignment in cross-replica context ----------------------------------------------
+
+
+@pytest.mark.parametrize("in_scope", [True, False])
+@pytest.mark.parametrize("aggregation", [NONE, SUM, MEAN, FIRST])
+def test_a_plain_value(strategy, aggregation, in_scope):
+    """b.8: the same value on all copies, whatever the aggregation."""
+    v = make(strategy, [1.0, 2.0], aggregation=aggregation)
+
+    def write():
+        assert v.assign([6.0, 7.0]) is v
+        assert v.assign_add(np.array([1.0, 1.0])) is v
+        assert v.assign_sub(np.array([0.0, 2.0])) is v
+
+    if in_scope:
+        with strategy.scope():
+            write()
+    else:
+        write()
+    assert_copies(strategy, v, [7.0, 6.0])
+
+
+def test_read_value(strategy):
+    v = make(strategy, 1.0, aggregation=MEAN)
+    assert v.assign(2.0, read_value=False) is None
+    assert v.assign_add(2.0, True, "name", False) is None
+    assert strategy.run(lambda: v.assign_sub(1.0, read_value=False)) is None
+    assert_copies(strategy, v, 3.0)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("how", ["assign", "assign_add", "assign_sub"])
+@pytest.mark.parametrize("length", [0, 2, 1000])
+def test_a_plain_value_that_differs(strategy, rank, size, how, length):
+    shape = (length,) if length else ()
+    v = make(strategy, np.ones(shape), name="v")
+    value = np.ones(shape)
+    if rank == size - 1:
+        value = np.nextafter(value, 2.0)  # one bit
+        if length:
+            value[:-1] = 1.0
+    messages = raises_everywhere(
+        mpidist.CollectiveMismatchError, lambda: getattr(v, how)(value)
+    )
+    for message in messages:
+        assert f"Variable 'v'.{how}" in message
+        assert f"rank {size - 1}" in message
+    assert_copies(strategy, v, np.ones(shape))
+    v.assign(np.zeros(shape))
+    assert_copies(strategy, v, np.zeros(shape))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_zeros_of_another_sign_and_nan(strategy, rank):
+    """-0.0 equals 0.0, but the copies would have other bits; NaN equals itself here."""
+    v = make(strategy, 1.0)
+    raises_everywhere(
+        mpidist.CollectiveMismatchError,
+        lambda: v.assign(-0.0 if rank else 0.0),
+    )
+    assert_copies(strategy, v, 1.0)
+    v.assign(np.nan)
+    assert_copies(strategy, v, np.nan)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_another_value_on_each_rank_as_mirrored_is_a_contradiction(strategy, rank):
+    """A Mirrored that was made by hand of values that differ: not taken on trust."""
+    v = make(strategy, 1.0)
+    with strategy.scope():
+        m = mpidist.Mirrored([float(rank)] * strategy.num_replicas_in_sync)
+    raises_everywhere(mpidist.CollectiveMismatchError, lambda: v.assign(m))
+    assert_copies(strategy, v, 1.0)
+
+
+def test_a_per_replica_is_refused(strategy, rank):
+    v = make(strategy, 1.0, aggregation=SUM)
+    value = strategy.run(lambda: float(rank))
+    for how in ("assign", "assign_add", "assign_sub"):
+        for message in raises_everywhere(
+            TypeError, lambda how=how: getattr(v, how)(value)
+        ):
+            assert f"variable.{how}(strategy.reduce(" in message
+    assert_copies(strategy, v, 1.0)
+    v.assign(strategy.reduce("MAX", value, axis=None))
+    assert_copies(strategy, v, strategy.num_replicas_in_sync - 1)
+
+
+def test_mirrored_and_variables_are_accepted(strategy, size):
+    v = make(strategy, [1.0, 2.0])
+    w = make(strategy, [3.0, 4.0])
+    reduced = strategy.extended.reduce_to("SUM", strategy.run(lambda: np.ones(2)), v)
+    v.assign(reduced)
+    assert_copies(strategy, v, [size, size])
+    v.assign_add(w)
+    assert_copies(strategy, v, [3.0 + size, 4.0 + size])
+    v.assign_sub(v)
+    assert_copies(strategy, v, [0.0, 0.0])
+
+
+# --- in update and in merge_fn --------------------------------------------------------
+
+
+@pytest.mark.parametrize("aggregation", [NONE, SUM, MEAN])
+def test_in_update_each_copy_takes_its_own(strategy, size, aggregation):
+    """b.8, last column: no aggregation, no communication."""
+    v = make(strategy, [1.0, 2.0], aggregation=aggregation)
+    before = strategy.communication_statistics().calls.get("Allreduce", 0)
+
+    def fn(v, x):
+        v.assign(x)
+        v.assign_add(x)
+        v.assign_sub([1.0, 1.0])
+
+    with strategy.scope():
+        strategy.extended.update(v, fn, args=(np.array([3.0, 4.0]),))
+    assert strategy.communication_statistics().calls.get("Allreduce", 0) == before
+    assert_copies(strategy, v, [5.0, 7.0])
+
+
+def test_another_variable_in_update(strategy):
+    """Momentum: an optimizer's slot variable is written beside the variable."""
+    v, slot = make(strategy, np.ones(3)), make(strategy, np.zeros(3))
+
+    def fn(v, grad):
+        slot.assign(0.9 * slot + grad)
+        v.assign_sub(0.1 * slot)
+
+    with strategy.scope():
+        for _ in range(2):
+            strategy.extended.update(v, fn, args=(np.ones(3),))
+    slot_value = 0.9 * np.ones(3) + 1.0
+    assert_copies(strategy, slot, slot_value)
+    assert_copies(strategy, v, np.ones(3) - 0.1 * np.ones(3) - 0.1 * slot_value)
+
+
+def test_in_merge_fn(strategy, rank, size):
+    """Rank 0 alone calls assign, with plain values, mirrored ones and variables."""
+    v = make(strategy, np.zeros(2), name="v")
+    w = make(strategy, [5.0, 6.0])
+
+    def merge_fn(distribution, x):
+        v.assign([1.0, 2.0])
+        v.assign_add(distribution.extended.reduce_to("SUM", x, v))
+        v.assign_sub(w)
+        v.assign_add(np.arange(2.0) + rank)  # a local array: rank is 0 here
+        assert v.assign_add([0.0, 0.0], read_value=False) is None
+        return v.assign(v + 1.0)
+
+    def step():
+        return context().merge_call(merge_fn, args=(np.full(2, rank + 1.0),))
+
+    assert strategy.run(step) is v
+    total = size * (size + 1) / 2
+    assert_copies(strategy, v, np.array([1.0, 2.0]) + total - [5.0, 6.0] + [1.0, 2.0])
+
+
+def test_a_per_replica_in_merge_fn_is_refused(strategy, rank):
+    v = make(strategy, 1.0)
+
+    def merge_fn(distribution, x):
+        v.assign(x)
+
+    for message in raises_everywhere(
+        TypeError,
+        lambda: strategy.run(
+            lambda: context().merge_call(merge_fn, args=(float(rank),))
+        ),
+    ):
+        assert "reduce_to" in message
+    assert_copies(strategy, v, 1.0)
+
+
+def test_aggregation_does_not_matter_in_merge_fn(strategy, size):
+    for aggregation in (NONE, SUM, MEAN, FIRST):
+        v = make(strategy, 1.0, aggregation=aggregation)
+        strategy.run(
+            lambda v: context().merge_call(lambda s, v: v.assign(6.0), (v,)), (v,)
+        )
+        assert_copies(strategy, v, 6.0)
+
+
+# --- what fits ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("initial", "value", "expected"),
+    [
+        (np.zeros(2, np.float32), np.array([1.5, 2.5]), [1.5, 2.5]),
+        (np.zeros(2, np.float32), np.array([1, 2]), [1, 2]),
+        (np.zeros(2, np.complex64), np.array([1.5, 2]), [1.5, 2]),
+        (np.zeros(2), [1, 2], [1, 2]),
+        (np.zeros(2, np.int8), [1, 2], [1, 2]),
+        (np.zeros((), np.float32), 3, 3),
+        (np.zeros((), np.uint8), 255, 255),
+        (np.zeros((), np.int64), True, 1),
+        (np.zeros(2), np.array([True, False]), [1, 0]),
+        (np.zeros((2, 0)), np.zeros((2, 0)), np.zeros((2, 0))),
+    ],
+    ids=repr,
+)
+def test_values_that_fit(strategy, initial, value, expected):
+    v = make(strategy, initial)
+    v.assign(value)
+    assert v.dtype == initial.dtype
+    assert_copies(strategy, v, np.asarray(expected, initial.dtype))
+
+
+@pytest.mark.parametrize(
+    ("initial", "value", "kind"),
+    [
+        (np.zeros(2), np.ones(3), ValueError),
+        (np.zeros(2), 1.0, ValueError),  # no broadcasting: say what you mean
+        (np.zeros(2), np.ones((1, 2)), ValueError),
+        (np.zeros(2, int), np.ones(2), ValueError),
+        (np.zeros(2, np.float32), np.ones(2, complex), ValueError),
+        (np.zeros((), np.int32), 1.5, ValueError),
+        (np.zeros(2, bool), np.ones(2, int), ValueError),
+        (np.zeros((), np.uint8), -1, ValueError),
+        (np.zeros((), np.uint8), 256, ValueError),
+        (np.zeros(2), "ab", TypeError),
+        (np.zeros(2), None, TypeError),
+        (np.zeros(2), {"a": 1}, TypeError),
+        (np.zeros(2), np.array([None, None]), TypeError),
+    ],
+    ids=repr,
+)
+def test_values_that_do_not_fit(strategy, initial, value, kind):
+    v = make(strategy, initial, name="target")
+    for message in raises_everywhere(kind, lambda: v.assign(value)):
+        assert "Variable 'target'.assign" in message
+    assert_copies(strategy, v, initial)
+
+
+def test_a_python_int_that_is_too_large_for_the_dtype(strategy):
+    """It must not wrap around silently: 300 is not 44."""
+    v = make(strategy, np.zeros((), np.int8), name="small")
+    raises_everywhere(ValueError, lambda: v.assign(300))
+    assert_copies(strategy, v, 0)
+
+
+def test_lists_that_do_not_fit(strategy):
+    """A list is converted as numbers are: no silent truncation of its floats."""
+    v = make(strategy, np.zeros(2, np.int32), name="ints")
+    for value in ([1.5, 2.5], [2**40, 0]):
+        raises_everywhere(ValueError, lambda value=value: v.assign(value))
+        assert_copies(strategy, v, [0, 0])
+
+
+# --- as an array ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def x():
+    return np.array([[1.0, 2.0], [3.0, 5.0]])
+
+
+@pytest.fixture
+def v(strategy, x):
+    return make(strategy, x, name="v", aggregation=SUM)
+
+
+def test_arithmetic(v, x):
+    y = np.array([2.0, 4.0])
+    for got, expected in [
+        (v + 1, x + 1),
+        (1 - v, 1 - x),
+        (v * y, x * y),
+        (y / v, y / x),
+        (v**2, x**2),
+        (2.0**v, 2.0**x),
+        (v @ y, x @ y),
+        (y @ v, y @ x),
+        (v @ v, x @ x),
+        (x @ v, x @ x),
+        (-v, -x),
+        (+v, x),
+        (abs(-v), x),
+        (v // 2, x // 2),
+        (v % 2, x % 2),
+        (v > 2, x > 2),
+        (v > 2, x > 2),
+        (v == x, np.full((2, 2), True)),
+        (v != v, np.full((2, 2), False)),
+        (v - v, x - x),
+        (np.float32(2) * v, 2 * x),
+        (divmod(v, 2)[0], x // 2),
+    ]:
+        assert type(got) is np.ndarray
+        np.testing.assert_array_equal(got, expected)
+        assert got.flags.writeable
+
+
+def test_numpy_functions(v, x):
+    for got, expected in [
+        (np.sum(v), 11.0),
+        (np.mean(v, axis=0), x.mean(axis=0)),
+        (np.max(v), 5.0),
+        (np.concatenate([v, x, v]), np.concatenate([x, x, x])),
+        (np.vstack((v, v)), np.vstack((x, x))),
+        (np.where(v > 2, v, 0.0), np.where(x > 2, x, 0.0)),
+        (np.matmul(x, v), x @ x),
+        (np.matmul(v, x), x @ x),
+        (np.dot(v, v), x @ x),
+        (np.einsum("ij,ij->i", v, x), (x * x).sum(axis=1)),
+        (np.sqrt(v), np.sqrt(x)),
+        (np.exp(v), np.exp(x)),
+        (np.maximum(v, 2), np.maximum(x, 2)),
+        (np.add(v, v, dtype=np.float32), (x + x).astype(np.float32)),
+        (np.add.reduce(v), x.sum(axis=0)),
+        (np.add.outer(v[0], v[1]), np.add.outer(x[0], x[1])),
+        (np.clip(v, 2, 3), np.clip(x, 2, 3)),
+        (np.linalg.inv(v), np.linalg.inv(x)),
+        (np.linalg.norm(v), np.linalg.norm(x)),
+        (np.zeros_like(v), np.zeros((2, 2))),
+        (np.transpose(v), x.T),
+        (np.stack([v[0], v[1]]), x),
+        (np.asarray(v), x),
+        (np.array(v), x),
+        (np.array([v, v]), np.array([x, x])),
+        (np.asarray(v, dtype=np.float32), x.astype(np.float32)),
+        (np.copy(v), x),
+        (np.argmax(v), 3),
+        (np.isnan(v), np.full((2, 2), False)),
+        (np.atleast_3d(v), x[:, :, None]),
+    ]:
+        assert not isinstance(got, mpidist.Variable)
+        np.testing.assert_array_equal(got, expected)
+    assert np.shape(v) == (2, 2)
+    assert np.allclose(v, x)
+    assert np.array_equal(v, x)
+    assert np.result_type(v, np.float32) == np.float64
+
+
+def test_out_and_where_with_plain_arrays(v, x):
+    target = np.zeros((2, 2))
+    assert np.add(v, 1, out=target) is target
+    np.testing.assert_array_equal(target, x + 1)
+    target += v
+    np.testing.assert_array_equal(target, 2 * x + 1)
+    np.copyto(target, v)
+    np.testing.assert_array_equal(target, x)
+    target[...] = v
+    np.testing.assert_array_equal(target, x)
+    target[0] = v[1]
+    np.testing.assert_array_equal(target, x[[1, 1]])
+    np.add(x, x, out=target, where=v > 2)
+    np.testing.assert_array_equal(target[x > 2], (2 * x)[x > 2])
+
+
+def test_indexing(strategy, v, x):
+    index = make(strategy, np.array([1, 0]))
+    for got, expected in [
+        (v[0], x[0]),
+        (v[0, 1], 2.0),
+        (v[:, 1], x[:, 1]),
+        (v[..., None], x[..., None]),
+        (v[v > 2], x[x > 2]),
+        (v[[1, 0]], x[[1, 0]]),
+        (v[index], x[[1, 0]]),
+        (v[-1, ::-1], x[-1, ::-1]),
+        (np.take(v, index, axis=0), x[[1, 0]]),
+    ]:
+        np.testing.assert_array_equal(got, expected)
+    with pytest.raises(IndexError):
+        v[5]
+
+
+def test_array_attributes(v, x):
+    assert (v.shape, v.dtype, v.ndim, v.size, v.nbytes) == ((2, 2), float, 2, 4, 32)
+    np.testing.assert_array_equal(v.T, x.T)
+    assert v.sum() == 11.0
+    assert v.max() == 5.0
+    np.testing.assert_array_equal(v.mean(axis=1), x.mean(axis=1))
+    np.testing.assert_array_equal(v.reshape(4), x.reshape(4))
+    np.testing.assert_array_equal(v.astype(int), x.astype(int))
+    assert v.tolist() == x.tolist()
+    with pytest.raises(AttributeError, match="no_such_attribute"):
+        v.no_such_attribute  # noqa: B018
+
+
+def test_scalars(strategy):
+    v = make(strategy, 2.5)
+    n = make(strategy, 3)
+    assert (float(v), int(v), bool(v), complex(v)) == (2.5, 2, True, 2.5 + 0j)
+    assert v.item() == 2.5
+    assert f"{v:.3f}" == "2.500"
+    assert f"{n:04d}" == "0003"
+    assert f"{v}" == str(v)
+    assert f"{v:>6}".strip() == "2.5"
+    assert [*range(n)] == [0, 1, 2]
+    assert "abcd"[n] == "d"
+    assert not make(strategy, 0.0)
+    assert v > 2
+    assert v + 1 == 3.5
+    assert round(float(v)) == 2
+    assert np.isscalar(float(v))
+    with pytest.raises(TypeError):
+        len(v)
+
+
+def test_len_and_iter(v, x):
+    assert len(v) == 2
+    for got, expected in zip(v, x, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    first, second = v
+    np.testing.assert_array_equal(second, x[1])
+    np.testing.assert_array_equal(first, x[0])
+    with pytest.raises(ValueError, match="truth value"):
+        bool(v)
+    with pytest.raises(TypeError):
+        float(v)
+    with pytest.raises(TypeError):
+        format(v, ".2f")
+
+
+def test_contains(v):
+    """As for an array: whether any element is equal."""
+    assert 5.0 in v
+    assert 4.0 not in v
+
+
+def test_hash_and_dict_key(strategy, v):
+    w = make(strategy, 1.0)
+    assert hash(v) == hash(v)
+    slots = {v: "v", w: "w"}
+    assert slots[v] == "v"
+    assert slots[w] == "w"
+    v.assign(v * 2)
+    assert slots[v] == "v"
+    assert len({v, w, v}) == 2
+
+
+def test_repr_and_str(strategy, v, x):
+    assert repr(v).startswith("<mpidist.Variable 'v' shape=(2, 2) dtype=float64")
+    assert "[3. 5.]" in repr(v)
+    assert str(v) == str(make(strategy, x, name="v"))
+    assert type(v).__module__ == "mpidist"
+    large = make(strategy, np.zeros(100_000))
+    assert len(repr(large)) < 500
+
+
+def test_it_is_not_pickled_or_copied(v):
+    import copy
+    import pickle
+
+    for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="can not be pickled") as caught:
+            attempt(v)
+        assert "variable.numpy()" in str(caught.value)
+
+
+def test_reads_are_copies(v, x):
+    for read in (v.numpy, v.read_value, lambda: np.array(v), lambda: np.copy(v)):
+        result = read()
+        result[...] = 0.0
+        np.testing.assert_array_equal(v, x)
+
+
+def test_writes_are_refused_and_say_what_to_write(v, x):
+    kept = v
+    y = np.ones((2, 2))
+
+    def in_place_add(v):
+        v += 1
+
+    def in_place_matmul(v):
+        v @= y
+
+    def set_item(v):
+        v[0] = 7.0
+
+    def set_all(v):
+        v[...] = 7.0
+
+    attempts = {
+        "+=": in_place_add,
+        "@=": in_place_matmul,
+        "[...] = ": set_item,
+        "[...] =": set_all,
+        "numpy.add(": lambda v: np.add(y, y, out=v),
+        "numpy.exp(": lambda v: np.exp(v, out=v),
+        "numpy.sum(": lambda v: np.sum(y[None], axis=0, out=v),
+        "numpy.concatenate(": lambda v: np.concatenate([y[:1], y[:1]], out=v),
+        "numpy.copyto(": lambda v: np.copyto(v, y),
+    }
+    for what, attempt in attempts.items():
+        with pytest.raises(TypeError, match="one copy of Variable 'v' only") as caught:
+            attempt(v)
+        assert what in str(caught.value)
+        assert "variable.assign_add(value)" in str(caught.value)
+    assert v is kept
+    np.testing.assert_array_equal(v, x)
+
+
+def test_a_copy_can_not_be_changed_through_numpy(v, x):
+    """Neither through what np.asarray gives nor through functions that write."""
+    assert not np.asarray(v).flags.writeable
+    (value,) = v.values
+    assert np.shares_memory(v.value(), value)
+    for view in (np.asarray(v), value, v.value(), v[0], v[...], v.T, v.reshape(4), *v):
+        with pytest.raises(ValueError, match="read-only"):
+            view[...] = 0.0
+    for attempt in (
+        lambda: np.add.at(v, (0, 0), 1.0),
+        lambda: np.put(v, [0], [9.0]),
+        lambda: np.fill_diagonal(v, 0.0),
+        lambda: np.place(v, x > 0, [0.0]),
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            attempt()
+    np.testing.assert_array_equal(v, x)
+
+
+def test_the_address_stays_for_life(strategy, rank, v, x):
+    def address():
+        return np.asarray(v).__array_interface__["data"][0]
+
+    before = address()
+    v.assign(x + 1)
+    v.assign_add(x)
+    strategy.run(lambda: v.assign(x))
+    strategy.run(lambda: v.assign_sub(x))
+    with strategy.scope():
+        strategy.extended.update(v, lambda v: v.assign(x + 2))
+    strategy.run(lambda: context().merge_call(lambda s: v.assign(x + 3)))
+    raises_everywhere(ValueError, lambda: v.assign(np.ones(3)))
+    assert address() == before
+    assert_copies(strategy, v, x + 3)
+
+
+def test_assigning_its_own_views(strategy, v, x):
+    """The value may overlap the variable: the result is as if it had been copied."""
+    v.assign(v.T)
+    assert_copies(strategy, v, x.T)
+    v.assign_add(v[::-1])
+    assert_copies(strategy, v, x.T + x.T[::-1])
+    v.assign(np.asarray(v)[::-1, ::-1])
+    assert_copies(strategy, v, (x.T + x.T[::-1])[::-1, ::-1])
+
+
+def test_in_collectives(strategy, rank, size, v, x):
+    """A variable is a leaf like an array, for every verb."""
+
+    def step():
+        total, gathered = (
+            context().all_reduce("SUM", {"v": v})["v"],
+            context().all_gather([v], axis=0)[0],
+        )
+        assert type(total) is np.ndarray
+        return total, gathered
+
+    total, gathered = own(strategy, strategy.run(step))
+    np.testing.assert_array_equal(total, size * x)
+    np.testing.assert_array_equal(gathered, np.concatenate([x] * size))
+    total[...] = 0.0
+    gathered[...] = 0.0
+    assert_copies(strategy, v, x)
+
+
+# --- the copies stay equal ------------------------------------------------------------
+
+
+def test_many_updates_keep_the_copies_equal(strategy, rank, size):
+    """Sums of numbers of very different size, in an order that MPI chooses."""
+    v = make(strategy, np.zeros(1001, np.float32), aggregation=MEAN)
+    w = make(strategy, np.zeros(1001, np.float16), aggregation=SUM)
+    random = np.random.default_rng(rank)
+    for _ in range(5):
+        x = (random.normal(size=1001) * 10.0 ** random.integers(-6, 3, 1001)).astype(
+            np.float32
+        )
+        strategy.run(lambda x: (v.assign_add(x), w.assign_sub(x * 1e-3))[:0], args=(x,))
+    assert_copies(strategy, v, v.numpy())
+    assert_copies(strategy, w, w.numpy())
+    assert np.isfinite(v).all()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("value", [1.0, np.ones(3)], ids=["number", "array"])
+def test_update_with_arguments_that_differ(strategy, rank, value):
+    """At program level plain arguments are each rank's own.
+
+    As for assign: an error on every rank, and not copies that silently differ.
+    """
+    v = make(strategy, 0.0 * value)
+
+    def call():
+        with strategy.scope():
+            strategy.extended.update(v, lambda v, x: v.assign(x), args=(rank * value,))
+
+    raises_everywhere(mpidist.CollectiveMismatchError, call)
+    assert_copies(strategy, v, 0.0 * value)
