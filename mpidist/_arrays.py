@@ -161,10 +161,11 @@ def as_array(x: object, call: str) -> tuple[Any, LeafKind]:
         return array, "scalar"
     if isinstance(x, (bool, int, float, complex)):
         array = np.asarray(x)
-        if array.dtype.kind not in _REAL_AND_COMPLEX:
+        # NumPy makes uint64 of ints beyond int64, whose sums would wrap.
+        if array.dtype.kind not in _REAL_AND_COMPLEX or array.dtype == np.uint64:
             raise OverflowError(
-                f"{call}: the int {x} does not fit into 64 bits; convert it to float "
-                "first"
+                f"{call}: the int {x} does not fit into int64 (64 bits); convert it "
+                "to float first"
             )
         return array, "number"
     component = getattr(type(x), "_as_component", None)

@@ -30,6 +30,7 @@ _R = TypeVar("_R")
 _COMMAND_BYTES: Final = 1024
 _COMMAND_HEAD: Final = 8
 _MOST_PLANS: Final = 1024
+_HAVE_MEMORY: Final = Call("all_gather, with memory for the result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +118,10 @@ class Collectives:
         return merged
 
     def invalid(self, call: str, error: BaseException) -> NoReturn:
-        """Raise ``error``, which this rank found in its arguments, on all ranks."""
+        """Raise ``error``, which this rank found in its arguments, on all ranks.
+
+        One that came from a collective call they have already.
+        """
         raise self.guard.fail(Call(f"{call} with invalid arguments"), error, "invalid")
 
     # --- all_reduce -----------------------------------------------------------
@@ -149,7 +153,13 @@ class Collectives:
             pairs = [_arrays.as_array(leaf, call) for leaf in leaves]
             arrays = [array for array, _ in pairs]
             plan = self._plan(op, structure, arrays, call, merged.bytes_per_pack)
-            results: list[Any] = [None] * len(arrays)
+            # All memory before the agreement: who has none must say so.
+            results = [
+                _arrays.empty_like(x, leaf.shape, leaf.reduction.result)
+                for x, leaf in zip(arrays, plan.leaves, strict=True)
+            ]
+            for bucket in plan.buckets:
+                _fusion.reserve(bucket, plan.leaves, arrays, self._buffers)
         except Exception as error:
             self.invalid(call, error)
         self.guard.agree(plan.call, merged.timeout_seconds)
@@ -246,21 +256,28 @@ class Collectives:
         if not arrays:
             return structure.unflatten([])
         lengths = self.comm.all_gather_integers([x.shape[0] for x in rows])
-        results = []
-        for index, (x, k) in enumerate(zip(rows, axes, strict=True)):
+        counts = [list(column) for column in zip(*lengths, strict=True)]
+        try:
+            results = [
+                _arrays.empty_like(x, (sum(column), *x.shape[1:]), x.dtype)
+                for x, column in zip(rows, counts, strict=True)
+            ]
+        except Exception as error:
+            self.invalid(call, error)
+        self.guard.agree(_HAVE_MEMORY, merged.timeout_seconds)
+        for x, result, column in zip(rows, results, counts, strict=True):
             row_bytes = math.prod(x.shape[1:]) * x.dtype.itemsize
-            counts = [lengths[rank][index] for rank in range(self.comm.size)]
-            shape = (sum(counts), *x.shape[1:])
-            result = _arrays.empty_like(x, shape, x.dtype)
             transports.of(x).all_gather(
                 _arrays.as_bytes(x),
                 _arrays.as_bytes(result),
-                [count * row_bytes for count in counts],
+                [count * row_bytes for count in column],
             )
-            results.append(
-                _arrays.contiguous(_arrays.module_of(x).moveaxis(result, 0, k))
-            )
-        return structure.unflatten(results)
+        return structure.unflatten(
+            [
+                _arrays.contiguous(_arrays.module_of(x).moveaxis(x, 0, k))
+                for x, k in zip(results, axes, strict=True)
+            ]
+        )
 
     # --- copies from one rank -------------------------------------------------
 
@@ -459,6 +476,24 @@ class Collectives:
 
     # --- bytes from rank 0 ------------------------------------------------------
 
+    def check_plain(self, call: str, values: list[Any]) -> None:
+        """See that values which each rank has of its own are the same. Collective."""
+        if not self.guard.checks:
+            return
+        texts = [
+            _arrays.summarize(_arrays.as_array(value, call)[0])
+            for value in values
+            if _arrays.is_array(value) or _arrays.is_number(value)
+        ]
+        if texts:
+            self.guard.agree(
+                Call(
+                    f"{call} of {', '.join(texts)}, which is not per replica (what "
+                    "differs between ranks comes from `strategy.run`, or "
+                    "`experimental_distribute_values_from_function`)"
+                )
+            )
+
     def send_bytes(self, data: bytes) -> None:
         """Send bytes from rank 0 to all ranks, which wait for them."""
         buffer = np.zeros(_COMMAND_BYTES, np.uint8)
@@ -466,16 +501,23 @@ class Collectives:
         inline = min(len(data), _COMMAND_BYTES - _COMMAND_HEAD)
         body = np.frombuffer(data, np.uint8)
         buffer[_COMMAND_HEAD : _COMMAND_HEAD + inline] = body[:inline]
-        self.guard.wait(self.comm.start_broadcast(buffer, 0), "a message to all ranks")
+        self.guard.wait(self.comm.start_broadcast(buffer, 0), "a message", 0.0)
+        self.guard.sequence += 1
         self.comm.traffic.count("Ibcast", _COMMAND_BYTES)
         if inline < len(data):
             self.comm.broadcast(body[inline:].copy(), 0)
 
     @timed
-    def receive_bytes(self, what: str = "a message from rank 0") -> bytes:
-        """Return the bytes that rank 0 sends; wait for them with the deadline."""
+    def receive_bytes(
+        self, what: str = "a message from rank 0", timeout: float | None = 0.0
+    ) -> bytes:
+        """Return the bytes that rank 0 sends.
+
+        Inside a verb there is no deadline: its header has shown that all are there.
+        """
         buffer = np.empty(_COMMAND_BYTES, np.uint8)
-        self.guard.wait(self.comm.start_broadcast(buffer, 0), what)
+        self.guard.wait(self.comm.start_broadcast(buffer, 0), what, timeout)
+        self.guard.sequence += 1
         self.comm.traffic.count("Ibcast", _COMMAND_BYTES)
         size = int(buffer[:_COMMAND_HEAD].view(np.int64)[0])
         inline = min(size, _COMMAND_BYTES - _COMMAND_HEAD)

@@ -30,6 +30,7 @@ MPIOp = Literal["SUM", "PROD", "MIN", "MAX"]
 # MPI 3 takes counts as C ints. A power of two keeps the pieces aligned.
 CHUNK_ELEMENTS: Final = 2**30
 NOTICE_TAG: Final = 7
+_PROBES: Final = 4
 _LOCAL_RANK_VARIABLES: Final = (
     "OMPI_COMM_WORLD_LOCAL_RANK",  # Open MPI
     "MPI_LOCALRANKID",  # MPICH, Intel MPI
@@ -42,6 +43,9 @@ class Request(Protocol):
 
     def Test(self) -> bool:  # noqa: N802 - mpi4py's name
         """Return whether it has completed, and move it along."""
+
+    def leak(self) -> None:
+        """Keep its buffers for ever: it will not be waited for any more."""
 
 
 @dataclasses.dataclass
@@ -94,6 +98,9 @@ class Communicator:
         self._in_place = mpi.IN_PLACE
         self._comm, request = comm.Idup()
         wait(request, "MPIStrategy(...)")
+        # MPI may complete a duplication that other ranks have given up on; what
+        # follows blocks, so it takes a sign that all are there.
+        wait(self._comm.Ibarrier(), "MPIStrategy(...)")
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
         node = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
@@ -245,7 +252,11 @@ class Communicator:
         """Return one message that was posted to this rank, or None."""
         mpi = mpi_module()
         status = mpi.Status()
-        if not self._comm.Iprobe(mpi.ANY_SOURCE, NOTICE_TAG, status):
+        # One probe may only move MPI along, and find the message with the next.
+        if not any(
+            self._comm.Iprobe(mpi.ANY_SOURCE, NOTICE_TAG, status)
+            for _ in range(_PROBES)
+        ):
             return None
         data = np.empty(status.Get_count(mpi.BYTE), np.uint8)
         self._comm.Recv(data, status.Get_source(), NOTICE_TAG)
@@ -264,6 +275,10 @@ class _Pending:
     def __init__(self, request: Any, buffers: Any) -> None:
         self.Test: Callable[[], bool] = request.Test
         self._buffers = buffers
+
+    def leak(self) -> None:
+        # MPI may write to them until it has ended, which is after Python has.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
 
 class SelfCommunicator:
@@ -339,6 +354,9 @@ AnyCommunicator = Communicator | SelfCommunicator
 
 
 class _Done:
+    def leak(self) -> None:
+        """Do nothing: it is done."""
+
     def Test(self) -> bool:  # noqa: N802 - mpi4py's name
         return True
 

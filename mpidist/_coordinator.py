@@ -84,9 +84,15 @@ class Coordinator:
         if self._collectives.comm.size == 1:
             return self._execute(name, args)
         head, buffers = self.encode(args)
-        self._collectives.guard.check_late()
-        dropped = self._dropped[:]
-        del self._dropped[: len(dropped)]  # in place: `watch` appends to this list
+        guard = self._collectives.guard
+        leading, guard.leading = guard.leading, False
+        guard.check_late()
+        guard.leading = leading
+        dropped = []
+        for waiting in (self._dropped, self._registry.dropped):
+            count = len(waiting)
+            dropped += waiting[:count]
+            del waiting[:count]  # in place: finalizers append to these lists
         self._collectives.send_bytes(
             pickle.dumps(("do", head, len(buffers), dropped, name, _label(name, args)))
         )
@@ -98,8 +104,13 @@ class Coordinator:
 
     def _execute(self, name: str, args: tuple[Any, ...]) -> Any:
         frame = _context.Frame(self._strategy, _context.Level.CROSS_REPLICA)
-        with _context.entered(frame):
-            return _dispatch.execute(self._strategy, name, args)
+        guard = self._collectives.guard
+        leading, guard.leading = guard.leading, False
+        try:
+            with _context.entered(frame):
+                return _dispatch.execute(self._strategy, name, args)
+        finally:
+            guard.leading = leading
 
     def fetch(self, values: list[DistributedValues]) -> None:
         """Gather the components of these values to rank 0, where not known."""
@@ -357,7 +368,11 @@ def _lead(
     try:
         with _context.entered(frame):
             coordinator.watch((args, kwargs))
-            result = merge_fn(strategy, *args, **kwargs)
+            collectives.guard.leading = several
+            try:
+                result = merge_fn(strategy, *args, **kwargs)
+            finally:
+                collectives.guard.leading = False
             del args, kwargs
             leaves, structure = _nest.flatten(result)
             parts = [_part_of(leaf, coordinator) for leaf in leaves]
@@ -399,13 +414,16 @@ def _follow(strategy: Strategy, held: dict[Key, Any]) -> Any:
     failure: BaseException | None = None
     while True:
         message = pickle.loads(
-            collectives.receive_bytes("merge_call, waiting for merge_fn on rank 0")
+            collectives.receive_bytes(
+                "merge_call, waiting for merge_fn on rank 0", timeout=None
+            )
         )
         if message[0] == "do":
             _, head, num_arrays, dropped, name, label = message
             failure = _obey(strategy, head, num_arrays, name, label, held)
             for key in dropped:
                 held.pop(key, None)
+                strategy.extended._registry.kept.pop(key, None)
         elif message[0] == "return":
             _, head, num_arrays = message
             arrays = collectives.receive_arrays() if num_arrays else []
@@ -445,13 +463,18 @@ def _obey(
                     _dispatch.execute(strategy, f"fail to {name}", (error, label))
                 collectives.invalid(f"the coordinator's {name}", error)
             result = _dispatch.execute(strategy, name, args)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         if collectives.guard.broken:
             raise
         return error
     for leaf in _nest.flatten(result)[0]:
-        if isinstance(leaf, (DistributedValues, Variable)):
+        if isinstance(leaf, DistributedValues):
             held[leaf._key] = leaf
+        elif isinstance(leaf, Variable):
+            # Rank 0 may keep it for later merge_calls, as an optimizer its slots.
+            strategy.extended._registry.kept[leaf._key] = leaf
     for value in args:
         if isinstance(value, OnRank0) and isinstance(value.value, DistributedValues):
             held[value.value._key] = value.value

@@ -177,13 +177,16 @@ class StrategyExtended:
         frame = _context.require_cross_replica(self._strategy, "update")
         if not isinstance(var, Variable):
             if isinstance(var, DistributedValues):
-                raise TypeError(
+                error = TypeError(
                     f"update: expected a `mpidist.Variable`, got a {type(var).__name__}"
                     "; use `strategy.run` to work on each replica's component"
                 )
+                if frame.coordinator is not None:
+                    raise error
+                self._collectives.invalid("update", error)
             return fn(var, *select_replica(tuple(args)), **select_replica(kwargs))
         self._check_owner("update", var)
-        text = f"update of Variable {var.name!r}"
+        text = f"update of Variable {var.name!r} [#{var._key[0]}]"
         result = self._perform("update", var, fn, args, kwargs, group, text)
         if group:
             return result

@@ -86,6 +86,15 @@ def plan_buckets(leaves: list[Leaf], bytes_per_pack: int) -> list[Bucket]:
     return buckets
 
 
+def reserve(
+    bucket: Bucket, leaves: list[Leaf], arrays: list[Any], buffers: FlatBuffers
+) -> None:
+    """Allocate what packing a bucket will need."""
+    if len(bucket.leaves) > 1:
+        index = bucket.leaves[0]
+        buffers.get(bucket.size, leaves[index].reduction.wire, arrays[index])
+
+
 def reduce_bucket(
     bucket: Bucket,
     leaves: list[Leaf],
@@ -94,7 +103,7 @@ def reduce_bucket(
     buffers: FlatBuffers,
     results: list[Any],
 ) -> None:
-    """All-reduce the arrays of one bucket into new arrays in ``results``.
+    """All-reduce the arrays of one bucket into the arrays in ``results``.
 
     Collective. The input arrays are not changed.
     """
@@ -113,15 +122,14 @@ def reduce_bucket(
         if reduction.encoding == "bool":
             encoded = encoded.copy()  # a view of the user's array
         if reduction.encoding == "none":
-            result = _arrays.empty_like(send, leaves[index].shape, reduction.result)
-            received = _arrays.flat(result)
+            received = _arrays.flat(results[index])
             transport.allreduce(encoded, received, reduction.mpi)
             if reduction.op is ReduceOp.MEAN:
                 reduction.decode(received, num_replicas, received)
         else:
             transport.allreduce_in_place(encoded, reduction.mpi)
-            result = _unpack(encoded, leaves[index], num_replicas)
-        results[index] = result
+            part = encoded.reshape(leaves[index].shape)
+            reduction.decode(part, num_replicas, results[index])
         return
     packed = buffers.get(bucket.size, reduction.wire, first)
     for index, offset in zip(bucket.leaves, bucket.offsets, strict=True):
@@ -132,13 +140,7 @@ def reduce_bucket(
     for index, offset in zip(bucket.leaves, bucket.offsets, strict=True):
         leaf = leaves[index]
         part = packed[offset : offset + leaf.size]
-        results[index] = _unpack(part, leaf, num_replicas)
-
-
-def _unpack(part: Any, leaf: Leaf, num_replicas: int) -> Any:
-    result = _arrays.empty_like(part, leaf.shape, leaf.reduction.result)
-    leaf.reduction.decode(part.reshape(leaf.shape), num_replicas, result)
-    return result
+        leaf.reduction.decode(part.reshape(leaf.shape), num_replicas, results[index])
 
 
 def _reduce_gathered(

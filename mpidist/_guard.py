@@ -1,8 +1,8 @@
 """The guard: a small agreement of all ranks before any data moves.
 
 Before its payload every collective exchanges one *header* over all ranks: an
-error flag, a fingerprint of the call, a hash of what may differ, and a mark for
-ranks that come late. The header is one non-blocking all-reduce (MAX) of a few
+error flag, a fingerprint of the call, a hash of what may differ, and how late the
+rank is. The header is one non-blocking all-reduce (MAX) of a few
 integers, so its size does not grow with the number of ranks: the maximum of a
 number and of its complement are complements exactly when all ranks sent the same.
 
@@ -21,10 +21,10 @@ What a header can find:
 
 Why a rank that comes too late can not slip through: MPI may complete the header of
 the late rank although the others have given up (their share of it was already sent).
-So a rank that comes late (measured from its last header) reads its notices first. Had
-the others not given up then, its header carries the mark, and every rank that completes
-a marked header confirms by a second one before it goes on; one that has given up
-does not, and its notice ends that second wait.
+So each header carries how late its rank is (since it began its last header) and how
+long it would wait. If the largest lateness of all is near the smallest deadline, every
+rank that completes the header confirms by a second one before it goes on; one that has
+given up does not, and its notice ends that second wait.
 
 Every rank's last completed header is the same, which is why the message can say
 what a missing rank called last without having heard from it.
@@ -48,10 +48,16 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist._comm import AnyCommunicator, Request
-from mpidist._errors import CollectiveTimeoutError, format_ranks, on_rank
+from mpidist._errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    format_ranks,
+    on_rank,
+)
 from mpidist._reports import Call, ErrorKind, Report, fingerprint, judge
 
-_FLAG, _PRINT, _NOT_PRINT, _SOFT, _NOT_SOFT, _LATE, _WORDS = range(7)
+_FLAG, _PRINT, _NOT_PRINT, _SOFT, _NOT_SOFT, _LATENESS, _PATIENCE, _WORDS = range(8)
+_FOR_EVER: Final = 2**61  # milliseconds
 
 # Waiting: poll without pause, then give the core away between polls, then sleep.
 _SPINS: Final = 200
@@ -95,6 +101,10 @@ class Guard:
         self._depth = 0
         self._floor = _NO_FLOOR
         self._given_up: BaseException | None = None
+        self._together = False
+        # merge_fn runs here, and the other ranks wait for its commands.
+        self.leading = False
+        self.closed = False
         self._last_call = "making the strategy"
         self._last_time = time.monotonic()
         self._send = np.zeros(_WORDS, np.int64)
@@ -118,7 +128,9 @@ class Guard:
             timeout: seconds to wait for the others; None: the strategy's.
         """
         if not self.enabled:
+            self._require_usable()
             return
+        self._require_section()
         if self._exchange(call, 0, 0, timeout):
             return
         raise self._difference(call, None, "none")
@@ -128,18 +140,25 @@ class Guard:
 
         Works with the guard off as well: what it returns is needed.
         """
+        self._require_section()
         if self._exchange(call, 0, soft, None):
             received = self._receive
             return int(received[_SOFT]) == ~int(received[_NOT_SOFT])
         raise self._difference(call, None, "none")
+
+    def _require_section(self) -> None:
+        if self.deserted and self._given_up is not None:
+            raise self._given_up
 
     def fail(self, call: Call, error: BaseException, kind: ErrorKind) -> BaseException:
         """Tell all ranks that this one can not go on; return what to raise.
 
         Collective in effect: the header of the other ranks' next call meets this one.
         """
-        if not self.enabled or self.broken:
+        if not self.enabled or self.broken or self.leading or self.deserted:
             return error
+        if isinstance(error, CollectiveError):
+            return error  # all ranks have it already
         self._exchange(call, 1, 0, None)
         return self._difference(call, error, kind)
 
@@ -163,24 +182,29 @@ class Guard:
         some rank never entered the section, there is nothing to wait for.
         """
         if self.broken:
-            return error or CollectiveTimeoutError(
-                on_rank(self._comm.rank, self.broken)
-            )
+            return error or self._broken_error()
         if not self.enabled:
             return error
         soft = fingerprint(result) if result else 0
         if self.deserted:
             return error or self._given_up
-        while not self._exchange(call, 0 if error is None else 1, soft, None):
-            together = self._same(_PRINT)
-            found = self._difference(call, error, kind)
+        while not self._exchange_chained(call, error, soft):
+            found = self._difference(call, error, kind, joining=True)
             if error is None:
                 error, kind = found, "agreed"
-            if together or self.deserted:
+            if self._together or self.deserted:
                 return error
         if not self._same(_SOFT):
             return self._difference(Call(f"{call.text} -> {result}"), None, "none")
         return error
+
+    def _exchange_chained(
+        self, call: Call, error: BaseException | None, soft: int
+    ) -> bool:
+        try:
+            return self._exchange(call, 0 if error is None else 1, soft, None)
+        except CollectiveTimeoutError as timeout:
+            raise timeout from error  # which would be lost otherwise
 
     @property
     def deserted(self) -> bool:
@@ -206,7 +230,12 @@ class Guard:
         """
         gone = SystemExit(code)
         while not self.broken:
+            try:
+                self._read_notices()
+            except CollectiveTimeoutError:
+                return
             self._send[:] = 0
+            self._send[_PATIENCE] = -_FOR_EVER
             self._send[_PRINT], self._send[_NOT_PRINT] = (
                 call.fingerprint,
                 ~call.fingerprint,
@@ -219,9 +248,9 @@ class Guard:
                     try:
                         self._read_notices()
                     except CollectiveTimeoutError:
-                        self._sent.append(request)
+                        request.leak()
                         return
-                if not self._receive[_LATE]:
+                if not self._was_late():
                     break
             self.sequence += 1
             if not self._receive[_FLAG] and self._same(_PRINT):
@@ -232,8 +261,7 @@ class Guard:
         self, call: Call, flag: int, soft: int, timeout: float | None
     ) -> bool:
         """Return whether no flag is up and all fingerprints are the same."""
-        if self.broken:
-            raise CollectiveTimeoutError(on_rank(self._comm.rank, self.broken))
+        self._require_usable()
         if self._comm.size == 1:
             self.sequence += 1
             self._receive[_NOT_PRINT] = self._receive[_NOT_SOFT] = ~0
@@ -245,23 +273,26 @@ class Guard:
         timeout = self.timeout_seconds if timeout is None else timeout
         send = self._send
         now = time.monotonic()
-        late = self._is_late(now, timeout)
-        if late:
+        # Nobody can have waited for this header for longer than since this rank
+        # began the one before.
+        lateness = now - self._last_time
+        self._last_time = now
+        if timeout and lateness * 2 > timeout:
             self._read_notices()
         send[_FLAG] = flag
         send[_PRINT] = call.fingerprint
         send[_NOT_PRINT] = ~call.fingerprint
         send[_SOFT] = soft
         send[_NOT_SOFT] = ~soft
-        send[_LATE] = late
+        send[_LATENESS] = int(lateness * 1000)
+        send[_PATIENCE] = -int(timeout * 1000) if timeout else -_FOR_EVER
         self._run_header(call, timeout)
-        while self._receive[_LATE]:
+        while self._was_late():
             # The confirming round: everybody is known to be on the way.
-            send[_LATE] = 0
+            send[_LATENESS] = 0
             self._run_header(call, max(timeout, 30.0) if timeout else 0.0)
         self.sequence += 1
         self._last_call = call.text
-        self._last_time = time.monotonic()
         return not self._receive[_FLAG] and self._same(_PRINT)
 
     def _run_header(self, call: Call, timeout: float) -> None:
@@ -271,21 +302,39 @@ class Guard:
                 return
         self.wait(request, call.text, timeout)
 
+    def _was_late(self) -> bool:
+        """Whether some rank came so late that another may have given up on it.
+
+        The largest lateness and the smallest deadline of all ranks, so that all of
+        them decide alike.
+        """
+        received = self._receive
+        return bool(2 * received[_LATENESS] >= -received[_PATIENCE])
+
     def _same(self, word: int) -> bool:
         return int(self._receive[word]) == ~int(self._receive[word + 1])
 
     # --- what went wrong ------------------------------------------------------
 
     def _difference(
-        self, call: Call, error: BaseException | None, kind: ErrorKind
+        self,
+        call: Call,
+        error: BaseException | None,
+        kind: ErrorKind,
+        *,
+        joining: bool = False,
     ) -> BaseException:
         """Exchange reports and return the exception that this rank raises."""
         report = Report.of(self._comm.rank, call, error, kind)
-        report.depth = self._depth
+        report.depth, report.joining = self._depth, joining
         data = self._comm.all_gather_objects(pickle.dumps(report))
         reports: list[Report] = [pickle.loads(item) for item in data]
         found = judge(self._comm.rank, reports) if error is None else error
         floor = min(report.depth for report in reports)
+        # At the ends of different sections there is nothing more to wait for.
+        self._together = all(
+            report.joining and report.depth == self._depth for report in reports
+        )
         if floor < self._depth:
             self._floor, self._given_up = min(floor, self._floor), found
         return found
@@ -302,8 +351,7 @@ class Guard:
         try:
             self._poll(request, what, timeout)
         except BaseException as error:
-            # MPI goes on writing to the buffers of what it has not completed.
-            self._sent.append(request)
+            request.leak()
             self._send = np.zeros(_WORDS, np.int64)
             self._receive = np.zeros(_WORDS, np.int64)
             if not self.broken:
@@ -345,14 +393,28 @@ class Guard:
 
     def check_late(self) -> None:
         """Raise if the others have given up on this rank while it was away."""
-        if self.broken:
-            raise CollectiveTimeoutError(on_rank(self._comm.rank, self.broken))
-        if self._is_late(time.monotonic(), self.timeout_seconds):
+        self._require_usable()
+        lateness = time.monotonic() - self._last_time
+        if self.timeout_seconds and lateness * 2 > self.timeout_seconds:
             self._read_notices()
 
-    def _is_late(self, now: float, timeout: float) -> bool:
-        limit = min(self._stall, timeout / 2) if timeout else self._stall
-        return now - self._last_time > limit
+    def _require_usable(self) -> None:
+        if self.broken:
+            raise self._broken_error()
+        if self.leading:
+            raise RuntimeError(
+                on_rank(
+                    self._comm.rank,
+                    "merge_fn runs on this rank alone, so it can not take part in a "
+                    "collective call of the replicas, nor can a thread that it starts, "
+                    "and it can not close the strategy; call the methods of the "
+                    "`strategy` that it got",
+                )
+            )
+
+    def _broken_error(self) -> RuntimeError:
+        text = on_rank(self._comm.rank, self.broken)
+        return RuntimeError(text) if self.closed else CollectiveTimeoutError(text)
 
     def _post_notice(self, what: str, gave_up: str = "") -> None:
         notice = _Notice(self._comm.rank, self.sequence, what, gave_up)
@@ -366,7 +428,7 @@ class Guard:
     def _read_notices(self) -> None:
         while (data := self._comm.read_notice()) is not None:
             notice: _Notice = pickle.loads(data)
-            if notice.sequence != self.sequence:
+            if notice.sequence < self.sequence:
                 continue  # of a wait that is over
             self._notices[notice.rank] = notice
             if notice.gave_up:
@@ -419,7 +481,7 @@ class Guard:
         return CollectiveTimeoutError(on_rank(self._comm.rank, facts))
 
 
-def poll(request: Request, what: str, timeout: float) -> None:
+def poll(request: Any, what: str, timeout: float) -> None:
     """Wait for an operation of a communicator that has no guard yet.
 
     Raises:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ _TURN_SECONDS: Final = 0.2
 _INTERRUPTED: Final = 130  # what a shell reports after Ctrl-C
 
 _guards: list[Guard] = []
+_process_id = 0
 _exit_code: Any = None
 _installed = False
 
@@ -53,17 +55,18 @@ def forget(guard: Guard) -> None:
 
 def install() -> None:
     """Install the hooks, once."""
-    global _installed
+    global _installed, _process_id
     if _installed:
         return
     _installed = True
+    _process_id = os.getpid()
     previous_hook = sys.excepthook
     previous_exit = sys.exit
 
     def excepthook(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        rank = _comm.world_rank()
+        rank = None if _is_child() else _comm.world_rank()
         if rank is None or _comm.world_size() == 1:
             previous_hook(kind, error, trace)
             return
@@ -80,6 +83,11 @@ def install() -> None:
     sys.excepthook = excepthook
     sys.exit = exit_and_remember  # type: ignore[assignment]
     atexit.register(_leave)
+
+
+def _is_child() -> bool:
+    """Whether this is a fork of the rank, such as a data loader: not MPI's business."""
+    return os.getpid() != _process_id
 
 
 def _end_job(
@@ -110,7 +118,7 @@ def _end_job(
 
 def _leave() -> None:
     """Wait until all ranks of all strategies have come to their end."""
-    if _comm.world_rank() is None:
+    if _is_child() or _comm.world_rank() is None:
         return
     waiting: list[Iterator[None]] = [
         guard.leave(_LEAVING, _exit_code) for guard in _guards

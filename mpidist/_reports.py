@@ -48,11 +48,11 @@ class Report:
     site: str
     kind: ErrorKind = "none"
     trace: str = ""
-    summary: str = ""
     pickled_error: bytes = b""
     exits: bool = False
     exit_code: int | str | None = None
     depth: int = 0
+    joining: bool = False
 
     @classmethod
     def of(
@@ -62,8 +62,7 @@ class Report:
         report = cls(rank, call.text, _call_site())
         if error is not None:
             report.kind = kind
-            report.trace = format_exception(error)
-            report.summary = f"{type(error).__qualname__}: {error}"
+            report.trace = _describe_exception(error)
             report.pickled_error = dump_exception(error)
             if isinstance(error, SystemExit):
                 code = error.code
@@ -77,7 +76,14 @@ class Report:
 
 
 def _plain_code(code: object) -> int | str:
-    return code if isinstance(code, int) else str(code)
+    return int(code) if isinstance(code, int) else str(code)
+
+
+def _describe_exception(error: BaseException) -> str:
+    try:
+        return format_exception(error)
+    except Exception:  # its __str__ raises
+        return f"{type(error).__qualname__}, which can not be printed\n"
 
 
 def judge(rank: int, reports: list[Report]) -> BaseException:

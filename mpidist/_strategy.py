@@ -231,11 +231,15 @@ class Strategy:
         frame = _context.require_cross_replica(
             self, "experimental_distribute_values_from_function"
         )
-        if not callable(value_fn):
-            raise TypeError(
+        given: object = value_fn
+        if not callable(given):
+            error = TypeError(
                 "experimental_distribute_values_from_function: expected `value_fn` to "
                 f"be a function of a ValueContext, got {value_fn!r}"
             )
+            if frame.coordinator is not None:
+                raise error
+            self._collectives.invalid("experimental_distribute_values", error)
         if frame.coordinator is None:
             return _dispatch.execute(self, "distribute_values", (value_fn,))
         number = self._num_replicas
@@ -287,7 +291,7 @@ class MPIStrategy(Strategy):
             isinstance(given, CommunicationOptions)
             and given.timeout_seconds is not None
         ):
-            timeout = given.timeout_seconds
+            timeout = float(given.timeout_seconds)
         communicator = _comm.Communicator(
             base, lambda request, what: _guard.poll(request, what, timeout)
         )
@@ -318,8 +322,10 @@ class MPIStrategy(Strategy):
         guard = self._collectives.guard
         if guard.broken:
             return
+        _context.require_cross_replica(self, "MPIStrategy.close")
         guard.agree(_reports.Call("MPIStrategy.close"))
         _process.forget(guard)
+        guard.closed = True
         guard.broken = "this strategy was closed; make a new one"
         self._collectives.comm.free()
 

@@ -67,6 +67,7 @@ class DistributedValues:
     _own: Any
     _all: tuple[Any, ...] | None
     _key: Key | None
+    _home: Registry | None
 
     def __init__(self, values: Sequence[Any]) -> None:
         """Hold one component per replica of the strategy in force.
@@ -93,6 +94,7 @@ class DistributedValues:
         self._num_replicas = len(values)
         self._own = values[self._replica_id]
         self._key = None
+        self._home = strategy.extended._registry
 
     @classmethod
     def _local(cls, own: Any, replica_id: int, num_replicas: int) -> Any:
@@ -103,6 +105,7 @@ class DistributedValues:
         value._replica_id = replica_id
         value._num_replicas = num_replicas
         value._key = None
+        value._home = None
         return value
 
     @property
@@ -391,6 +394,10 @@ class Registry:
             weakref.WeakValueDictionary()
         )
         self._count = 0
+        # Variables that the coordinator made: the followers keep them until rank 0
+        # has dropped its own, and said so.
+        self.kept: dict[Key, Any] = {}
+        self.dropped: list[Key] = []
 
     def next_key(self) -> int:
         """Count one collective call; return its number."""
@@ -405,7 +412,19 @@ class Registry:
 
     def wrap(self, kind: type[DistributedValues], own: Any, key: Key) -> Any:
         """Return a PerReplica or Mirrored with this component, known by ``key``."""
-        return self.add(key, kind._local(own, self._replica_id, self._num_replicas))
+        value = kind._local(own, self._replica_id, self._num_replicas)
+        value._home = self
+        return self.add(key, value)
+
+    def check(self, call: str, value: Any) -> None:
+        """Raise if a distributed value belongs to another strategy."""
+        home = getattr(value, "_home", None)
+        if isinstance(value, DistributedValues) and home not in (None, self):
+            raise RuntimeError(
+                f"{call}: Mixing different Strategy objects: {value!r:.80} belongs to "
+                "another strategy; use that strategy's methods, or take this rank's "
+                "component with its `experimental_local_results`"
+            )
 
     def wrap_tree(self, kind: type[DistributedValues], tree: Any) -> Any:
         """Wrap the arrays and numbers of a nest that one collective call gave.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
@@ -64,6 +65,8 @@ class Variable(ArrayLike):
         TypeError: for an initial value that is no array.
     """
 
+    _key: tuple[int, int]
+
     def __init__(
         self,
         initial_value: Any,
@@ -93,7 +96,9 @@ class Variable(ArrayLike):
         if frame.coordinator is not None:
             made = frame.coordinator.command("create_variable", (make(), attributes))
             self.__dict__.update(made.__dict__)
-            strategy.extended._registry.add(made._key, self)
+            registry = strategy.extended._registry
+            registry.add(made._key, self)
+            weakref.finalize(self, registry.dropped.append, made._key)
             return
         text = f"{attributes}, dtype={dtype}, shape={shape}"
         (value,) = collectives.share(lambda: [make()], text)
@@ -259,7 +264,7 @@ class Variable(ArrayLike):
 
     def _aggregate(self, how: Assignment, value: Any) -> Any:
         """Combine the values of all replicas. Collective."""
-        call = f"Variable {self.name!r}.{how}"
+        call = self._call(how)
         aggregation = self.aggregation
         if aggregation is VariableAggregation.NONE:
             raise ValueError(
@@ -278,6 +283,10 @@ class Variable(ArrayLike):
             return collectives.broadcast(prepared, call=call)
         op = ReduceOp.from_variable_aggregation(aggregation)
         return collectives.all_reduce(op, prepared, call=call)
+
+    def _call(self, how: str) -> str:
+        # With the key: names need not be unique.
+        return f"Variable {self.name!r}.{how} [#{self._key[0]}]"
 
     def _prepare(self, how: Assignment, value: Any) -> Any:
         """Return ``value`` as an array of this variable's dtype, shape and device."""
@@ -339,7 +348,7 @@ def _assign_variable(
 ) -> None:
     """Assign a value that is the same on all ranks, and see that it is."""
     collectives = strategy.extended._collectives
-    call = f"Variable {variable.name!r}.{how}"
+    call = variable._call(how)
     try:
         prepared = variable._prepare(how, value)
     except Exception as error:

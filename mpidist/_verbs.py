@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import types
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -42,6 +43,7 @@ def _call_for_each_replica(strategy: Strategy, fn: Any, args: Any, kwargs: Any) 
     call = _end_of_run(getattr(fn, "__qualname__", type(fn).__qualname__))
     guard = extended._collectives.guard
     error: BaseException | None = None
+    kind: ErrorKind = "invalid"
     result = None
     structure = ""
     with guard.section():
@@ -49,18 +51,27 @@ def _call_for_each_replica(strategy: Strategy, fn: Any, args: Any, kwargs: Any) 
             if not callable(fn):
                 raise TypeError(f"run: expected `fn` to be a function, got {fn!r}")
             check_arguments("run", args, kwargs)
+            for leaf in _nest.flatten((args, kwargs))[0] if args or kwargs else ():
+                extended._registry.check("Strategy.run", leaf)
             args, kwargs = select_replica(tuple(args)), select_replica(kwargs)
+            kind = "raised"
             frame = _context.Frame(
                 strategy, _context.Level.REPLICA, replica_context=context
             )
             with _context.entered(frame):
                 result = fn(*args, **kwargs)
+            if isinstance(result, (types.GeneratorType, types.CoroutineType)):
+                raise TypeError(
+                    f"run: {call.text} is a generator or async function, which has not "
+                    "begun when it returns; write a plain function"
+                )
             structure = str(_nest.flatten(result)[1])
         except KeyboardInterrupt:
             raise
         except BaseException as raised:
             error = raised
-        kind: ErrorKind = "agreed" if isinstance(error, CollectiveError) else "raised"
+            if isinstance(error, CollectiveError):
+                kind = "agreed"
         error = guard.join(call, error, kind, structure)
     if error is not None:
         raise error
@@ -88,7 +99,9 @@ def _reduce(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
         moving = [i for i, x in enumerate(leaves) if isinstance(x, PerReplica)]
         axes = _as_axes(axis)
         results = list(leaves)
+        plain = [to_plain(own_component(x)) for x in leaves if not _is_same(x)]
         for i, leaf in enumerate(leaves):
+            strategy.extended._registry.check("Strategy.reduce", leaf)
             if i not in moving:
                 results[i] = _reduce_same(strategy, op, leaf, axes, "Strategy.reduce")
         local = [leaves[i]._own for i in moving]
@@ -97,6 +110,8 @@ def _reduce(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
             parts = [_reduce_axes(op, x, axes) for x, _ in pairs]
     except Exception as error:
         collectives.invalid("Strategy.reduce", error)
+    if plain:
+        collectives.check_plain("Strategy.reduce", plain)
     if axes is None:
         reduced = collectives.all_reduce(op, local, call="Strategy.reduce")
     else:
@@ -104,6 +119,13 @@ def _reduce(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
     for i, x in zip(moving, reduced, strict=True):
         results[i] = x
     return structure.unflatten(results)
+
+
+def _is_same(x: Any) -> bool:
+    """Whether a value is per replica, or known to be the same on all ranks."""
+    return isinstance(x, PerReplica) or (
+        isinstance(x, (Mirrored, Variable)) and x._key is not None
+    )
 
 
 def _reduce_same(
@@ -249,8 +271,13 @@ def _reduce_pairs(
             ):
                 results[i] = _reduce_same(strategy, op, leaf, None, call)
         local = [leaves[i]._own for i in moving]
+        plain = [to_plain(own_component(x)) for x in leaves if not _is_same(x)]
+        for leaf in leaves:
+            extended._registry.check(call, leaf)
     except Exception as error:
         extended._collectives.invalid(call, error)
+    if plain:
+        extended._collectives.check_plain(call, plain)
     reduced = extended._collectives.all_reduce(op, local, options, call=call)
     wrapped = extended._registry.wrap_tree(Mirrored, reduced)
     for i, x in zip(moving, wrapped, strict=True):
@@ -313,6 +340,10 @@ def _broadcast_to(strategy: Strategy, marked: Any, destinations: Any) -> Any:
 @_dispatch.verb("gather")
 def _gather(strategy: Strategy, value: Any, axis: Any) -> Any:
     collectives = strategy.extended._collectives
+    try:
+        strategy.extended._registry.check("Strategy.gather", value)
+    except RuntimeError as error:
+        collectives.invalid("Strategy.gather", error)
     if isinstance(value, PerReplica):
         return collectives.all_gather(value._own, axis, call="Strategy.gather")
     try:
@@ -327,7 +358,10 @@ def _gather(strategy: Strategy, value: Any, axis: Any) -> Any:
         _arrays.as_array(to_plain(plain), "Strategy.gather")
     except Exception as error:
         collectives.invalid("Strategy.gather", error)
-    collectives.guard.agree(Call("Strategy.gather of a value that is not per replica"))
+    if _is_same(value):
+        collectives.guard.agree(Call("Strategy.gather of a value that is the same"))
+    else:
+        collectives.check_plain("Strategy.gather", [to_plain(plain)])
     return plain
 
 
@@ -359,7 +393,9 @@ def _update(
                     var, *select_replica(tuple(args)), **select_replica(dict(kwargs))
                 )
             summary += str(_nest.flatten(result)[1])
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raised = error
         failure = guard.join(Call(text), raised, kind, summary)
         if failure is not None:
@@ -436,7 +472,9 @@ def _distribute_values(strategy: Strategy, value_fn: Any) -> Any:
         try:
             value = value_fn(context)
             structure = str(_nest.flatten(value)[1])
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raised = error
         failure = guard.join(call, raised, "raised", structure)
     if failure is not None:

@@ -992,7 +992,7 @@ def test_a_variable_made_in_merge_fn(strategy, rank, size):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_variable_made_in_merge_fn_and_kept_on_rank_0_only(strategy, rank):
-    """The others have no name for it after the merge_call: a clear error on all."""
+    """An optimizer's slot: all ranks keep it until rank 0 has dropped it."""
     kept = []
 
     def make_one(distribution):
@@ -1000,12 +1000,22 @@ def test_a_variable_made_in_merge_fn_and_kept_on_rank_0_only(strategy, rank):
 
     def use(distribution):
         kept[0].assign(2.0)
+        distribution.extended.update(kept[0], lambda v: v.assign_add(3.0))
+        return kept[0]
 
     merge(strategy, make_one)
-    rows = outcomes(lambda: merge(strategy, use))
-    assert {name for name, _, _ in rows} == {"ValueError"}
-    assert "has not kept" in rows[-1][1]
-    assert_usable(strategy)
+    gc.collect()
+    slot = merge(strategy, use)
+    assert_copies(strategy, slot, 5.0)
+    key = slot._key
+    del slot
+    alive = strategy.extended._registry.kept
+    before = everywhere(key in alive)
+    kept.clear()
+    merge(strategy, lambda s, x: s.reduce("SUM", x, axis=None), 1.0)
+    after = everywhere(key in alive)
+    assert before == [False] + [True] * (len(before) - 1)
+    assert after == [False] * len(after)
 
 
 def test_bad_arguments_of_a_variable_made_in_merge_fn(strategy):

@@ -517,3 +517,164 @@ def test_guard_off(new_strategy, rank, size):
     options = mpidist.experimental.CommunicationOptions(guard=True)
     with pytest.raises(ValueError, match="`guard` can not be changed for one call"):
         strategy.run(lambda: context().all_reduce("SUM", 1.0, options))
+
+
+# --- found by review ------------------------------------------------------------------
+
+
+def test_another_function(strategy, rank, last):
+    """All ranks are at the end of a run, but of another one."""
+
+    def one():
+        return 1.0
+
+    def other():
+        return 1.0
+
+    expect_mismatch(
+        strategy, other if rank == last else one, "end of run", "one)", "other)"
+    )
+
+
+def test_update_of_another_variable_of_the_same_name(strategy, rank, last):
+    with strategy.scope():
+        a, b = mpidist.Variable(np.zeros(2)), mpidist.Variable(np.zeros(2))
+    mine = b if rank == last else a
+    for call in (
+        lambda: strategy.extended.update(mine, lambda v: v.assign_add(np.ones(2))),
+        lambda: mine.assign(np.ones(2)),
+    ):
+        with pytest.raises(mpidist.CollectiveMismatchError, match="Variable"):
+            call()
+    copies = strategy.gather(
+        strategy.run(lambda: np.stack([a.numpy(), b.numpy()])[None]), axis=0
+    )
+    assert (copies == copies[0]).all()
+    assert_usable(strategy)
+
+
+@pytest.mark.parametrize("who", ["first", "last"])
+def test_sys_exit_in_the_function_of_update(strategy, rank, last, who):
+    odd = 0 if who == "first" else last
+    with strategy.scope():
+        v = mpidist.Variable(0.0)
+
+    def fn(v):
+        if mpidist.get_strategy().replica_id == odd:
+            raise SystemExit(3)
+
+    def merge_fn(strategy):
+        strategy.extended.update(v, fn)
+
+    with pytest.raises(SystemExit) as caught:
+        strategy.run(lambda: context().merge_call(merge_fn))
+    assert caught.value.code == 3
+    assert_usable(strategy)
+
+
+@pytest.mark.parametrize("what", ["late", "raises", "skips"])
+def test_deadlines_that_differ_between_ranks(new_strategy, rank, last, what):
+    """A rank that comes late by the others' deadline, not by its own, is told."""
+    strategy = new_strategy(timeout_seconds=30)
+    short = mpidist.experimental.CommunicationOptions(timeout_seconds=1)
+
+    def step():
+        if rank != last:
+            return context().all_reduce("SUM", 1.0, short)
+        time.sleep(2.5)
+        if what == "raises":
+            raise KeyError("too late")
+        if what == "late":
+            return context().all_reduce("SUM", 1.0)
+        return 1.0
+
+    start = time.monotonic()
+    error = outcome(strategy, step)
+    assert isinstance(error, mpidist.CollectiveTimeoutError)
+    assert time.monotonic() - start < 12
+    if what == "raises" and rank == last:
+        assert isinstance(error.__cause__, KeyError)
+
+
+def test_a_coordinator_that_returns_too_late(new_strategy, rank):
+    """What it sends is larger than one message; the others have given up."""
+    strategy = new_strategy(timeout_seconds=1.0)
+
+    def merge_fn(strategy):
+        time.sleep(2.5)
+        return "x" * 5000
+
+    error = outcome(strategy, lambda: context().merge_call(merge_fn))
+    assert isinstance(error, mpidist.CollectiveTimeoutError)
+
+
+def test_merge_fn_that_acts_as_a_replica(strategy, rank):
+    def merge_fn(strategy):
+        with mpidist.ReplicaContext(strategy, None) as ctx:
+            return ctx.all_reduce("SUM", 1.0)
+
+    with pytest.raises(RuntimeError, match="merge_fn runs on this rank alone"):
+        strategy.run(lambda: context().merge_call(merge_fn))
+    assert_usable(strategy)
+
+
+def test_an_initial_value_that_communicates(strategy, rank):
+    value = strategy.run(lambda: 1.0)
+    with (
+        pytest.raises(mpidist.CollectiveMismatchError, match="Variable"),
+        strategy.scope(),
+    ):
+        mpidist.Variable(lambda: strategy.reduce("SUM", value, axis=None))
+    assert_usable(strategy)
+
+
+@pytest.mark.parametrize("verb", ["reduce", "gather", "reduce_to"])
+def test_plain_values_that_differ(strategy, rank, verb):
+    """They come from each rank's own code, and would make the ranks differ."""
+    x = np.full(3, float(rank))
+    call = {
+        "reduce": lambda: strategy.reduce("MEAN", x, axis=None),
+        "gather": lambda: strategy.gather(x, axis=0),
+        "reduce_to": lambda: strategy.extended.reduce_to("MEAN", x, x),
+    }[verb]
+    with pytest.raises(mpidist.CollectiveMismatchError, match="comes from"):
+        call()
+    assert_usable(strategy)
+
+
+def test_values_of_another_strategy(strategy, new_strategy, rank):
+    value = new_strategy().run(lambda: np.ones(2))
+    for call in (
+        lambda: strategy.reduce("SUM", value, axis=None),
+        lambda: strategy.gather(value, axis=0),
+        lambda: strategy.extended.reduce_to("SUM", value, value),
+        lambda: strategy.run(lambda x: x, args=(value,)),
+    ):
+        with pytest.raises(RuntimeError, match="Mixing different Strategy objects"):
+            call()
+    assert_usable(strategy)
+
+
+def test_an_exception_that_can_not_be_printed(strategy, rank, last):
+    class UnprintableError(Exception):
+        def __str__(self):
+            raise ValueError("no text")
+
+    def step():
+        if rank == last:
+            raise UnprintableError
+        context().all_reduce("SUM", 1.0)
+
+    kind = UnprintableError if rank == last else mpidist.ReplicaError
+    with pytest.raises(kind):
+        strategy.run(step)
+    assert_usable(strategy)
+
+
+def test_generators_are_refused(strategy):
+    def step():
+        yield context().all_reduce("SUM", 1.0)
+
+    with pytest.raises(TypeError, match="generator or async function"):
+        strategy.run(step)
+    assert_usable(strategy)
