@@ -269,10 +269,11 @@ class Variable(ArrayLike):
         if aggregation is VariableAggregation.NONE:
             raise ValueError(
                 f"Variable {self.name!r}.{how}: You must specify an aggregation "
-                "method to update a mirrored variable in a replica context, since each replica may have another "
-                "value. Write `Variable(..., aggregation=mpidist.VariableAggregation."
-                "MEAN)` (or SUM, or ONLY_FIRST_REPLICA), or assign in cross-replica "
-                "context: after `strategy.run`, or in a `merge_call`"
+                "method to update a mirrored variable in a replica context, since each "
+                "replica may have another value. Write `Variable(..., aggregation="
+                "mpidist.VariableAggregation.MEAN)` (or SUM, or ONLY_FIRST_REPLICA), "
+                "or assign in cross-replica context: after `strategy.run`, or in a "
+                "`merge_call`"
             )
         collectives = self._strategy.extended._collectives
         try:
