@@ -65,7 +65,10 @@ if TYPE_CHECKING:
     from mpidist._strategy import Strategy
 
 _STRATEGY: Final = "strategy"
+_EXTENDED: Final = "extended"
+_CONTEXT: Final = "context"
 _VALUE: Final = "value"
+_ARRAY: Final = "array"
 _MAIN: Final = "__main__"
 
 
@@ -167,23 +170,24 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def __init__(self, stream: io.BytesIO, coordinator: Coordinator) -> None:
         super().__init__(stream, protocol=5, buffer_callback=None)
+        strategy = coordinator._strategy
         self._coordinator = coordinator
+        self._known = {
+            id(strategy): (_STRATEGY,),
+            id(strategy.extended): (_EXTENDED,),
+            id(strategy.extended._replica_context): (_CONTEXT,),
+        }
         self.arrays: list[Any] = []
 
     def persistent_id(self, obj: Any) -> Any:
-        if obj is self._coordinator._strategy:
-            return (_STRATEGY,)
+        # Called for every object in the message: a function has some ninety.
         if isinstance(obj, (DistributedValues, Variable)):
             return (_VALUE, self._coordinator.key_of(obj))
-        if obj is self._coordinator._strategy.extended:
-            return ("extended",)
-        if obj is self._coordinator._strategy.extended._replica_context:
-            return ("context",)
         plain = type(obj) is np.ndarray and obj.dtype.kind in "biufc" and obj.size > 8
         if plain or _arrays.is_device_array(obj):
             self.arrays.append(obj)
-            return ("array", len(self.arrays) - 1)
-        return None
+            return (_ARRAY, len(self.arrays) - 1)
+        return self._known.get(id(obj))
 
     def reducer_override(self, obj: Any) -> Any:
         # Every rank runs the same program, so what is at the top level of the script
@@ -205,11 +209,11 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         if pid[0] == _STRATEGY:
             return self._strategy
-        if pid[0] == "extended":
+        if pid[0] == _EXTENDED:
             return self._strategy.extended
-        if pid[0] == "context":
+        if pid[0] == _CONTEXT:
             return self._strategy.extended._replica_context
-        if pid[0] == "array":
+        if pid[0] == _ARRAY:
             return self._arrays[pid[1]]
         value = self._strategy.extended._registry.get(pid[1])
         if value is None:
