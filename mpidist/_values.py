@@ -459,8 +459,16 @@ def _plain_arguments(x: Any) -> Any:
 
 
 def select_replica(tree: tuple[Any, ...] | dict[str, Any]) -> Any:
-    """Replace PerReplica and Mirrored leaves by this rank's component."""
-    return _nest.map_structure(own_component, tree) if tree else tree
+    """Replace PerReplica and Mirrored leaves by this rank's component.
+
+    That of a Mirrored is read-only on the host: it is the same on all replicas, and
+    must stay so.
+    """
+    return _nest.map_structure(_argument_of, tree) if tree else tree
+
+
+def _argument_of(x: Any) -> Any:
+    return x._read() if isinstance(x, Mirrored) else own_component(x)
 
 
 def own_component(x: Any) -> Any:

@@ -478,3 +478,15 @@ def test_mirrored_values_and_repr(strategy, size):
         lambda: mpidist.get_replica_context().merge_call(merge_fn, args=(4.0,))
     )
     assert own(strategy, result) == [[4.0, 4.0]] * size
+
+
+def test_a_replica_can_not_change_its_copy_of_a_mirrored_argument(strategy, rank):
+    """Else `assign(mirrored)`, which trusts it, would make the variable differ."""
+    m = mirrored_of(strategy, np.ones(2))
+
+    def step(x):
+        x += rank
+
+    with pytest.raises(ValueError, match="read-only"):
+        strategy.run(step, args=(m,))
+    np.testing.assert_array_equal(m, [1.0, 1.0])
