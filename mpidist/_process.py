@@ -34,6 +34,7 @@ _LONG: Final = 0.02
 # for that, so that a person reads one traceback.
 _OTHERS_FIRST_SECONDS: Final = 1.5
 _TURN_SECONDS: Final = 0.2
+_FORWARD_SECONDS: Final = 0.3
 _INTERRUPTED: Final = 130  # what a shell reports after Ctrl-C
 
 _guards: list[Guard] = []
@@ -113,6 +114,8 @@ def _end_job(
         sys.stdout.flush()
         sys.stderr.write(text)
         sys.stderr.flush()
+    # MPICH's launcher forwards no more once it learns of the abort: give it time.
+    time.sleep(_FORWARD_SECONDS)
     _comm.abort(code)
 
 
