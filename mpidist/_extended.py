@@ -19,6 +19,7 @@ from mpidist._values import DistributedValues, Registry, select_replica
 from mpidist._variables import Variable
 
 if TYPE_CHECKING:
+    from mpidist._coordinator import Coordinator
     from mpidist._strategy import Strategy
 
 
@@ -190,7 +191,8 @@ class StrategyExtended:
         result = self._perform("update", var, fn, args, kwargs, group, text)
         if group:
             return result
-        return _nest.map_structure(lambda leaf: _local_results_of(leaf, frame), result)
+        _fetch(frame.coordinator, _nest.flatten(result)[0])
+        return _nest.map_structure(_local_results_of, result)
 
     # --- for the package ------------------------------------------------------
 
@@ -210,9 +212,8 @@ def local_results(strategy: Strategy, value: Any) -> tuple[Any, ...]:
     leaves, structure = _nest.flatten(value)
     frame = _context.current()
     coordinator = frame.coordinator if frame.strategy is strategy else None
-    if coordinator is not None:
-        coordinator.fetch([x for x in leaves if isinstance(x, DistributedValues)])
-    columns = [_local_results_of(leaf, frame) for leaf in leaves]
+    _fetch(coordinator, leaves)
+    columns = [_local_results_of(leaf) for leaf in leaves]
     distributed = [
         len(column)
         for leaf, column in zip(leaves, columns, strict=True)
@@ -225,7 +226,13 @@ def local_results(strategy: Strategy, value: Any) -> tuple[Any, ...]:
     )
 
 
-def _local_results_of(leaf: Any, frame: _context.Frame) -> tuple[Any, ...]:
+def _fetch(coordinator: Coordinator | None, leaves: list[Any]) -> None:
+    """Gather all of these values at once, where this is the coordinator."""
+    if coordinator is not None:
+        coordinator.fetch([x for x in leaves if isinstance(x, DistributedValues)])
+
+
+def _local_results_of(leaf: Any) -> tuple[Any, ...]:
     if isinstance(leaf, (DistributedValues, Variable)):
         return tuple(leaf.values)
     return (leaf,)

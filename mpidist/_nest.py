@@ -103,11 +103,6 @@ def map_structure(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     return structure.unflatten([function(*row) for row in zip(*columns, strict=True)])
 
 
-def is_leaf(tree: Any) -> bool:
-    """Return whether ``tree`` is one leaf rather than a container."""
-    return bool(optree.all_leaves((tree,), none_is_leaf=True, namespace=NAMESPACE))
-
-
 # A training loop sees a handful of structures; the limit is for programs that
 # make new ones for ever.
 _MOST_STRUCTURES: Final = 1024
