@@ -56,7 +56,9 @@ from mpidist._errors import (
 )
 from mpidist._reports import Call, ErrorKind, Report, fingerprint, judge
 
-_FLAG, _PRINT, _NOT_PRINT, _SOFT, _NOT_SOFT, _LATENESS, _PATIENCE, _WORDS = range(8)
+_FLAG, _PRINT, _NOT_PRINT, _SOFT, _NOT_SOFT, _LATENESS, _PATIENCE, _MOST, _WORDS = range(
+    9
+)
 _FOR_EVER: Final = 2**61  # milliseconds
 
 # Waiting: poll without pause, then give the core away between polls, then sleep.
@@ -144,6 +146,25 @@ class Guard:
         if self._exchange(call, 0, soft, None):
             received = self._receive
             return int(received[_SOFT]) == ~int(received[_NOT_SOFT])
+        raise self._difference(call, None, "none")
+
+    def agree_most(self, call: Call, number: int) -> int:
+        """As `agree`, and return the largest ``number`` of all ranks.
+
+        It rides in the header. Works with the guard off as well: what it returns is
+        needed.
+
+        Args:
+            call: what this rank is about to do.
+            number: an integer, 0 or more.
+        """
+        self._require_section()
+        self._send[_MOST] = number
+        try:
+            if self._exchange(call, 0, 0, None):
+                return number if self._comm.size == 1 else int(self._receive[_MOST])
+        finally:
+            self._send[_MOST] = 0
         raise self._difference(call, None, "none")
 
     def _require_section(self) -> None:
