@@ -137,6 +137,8 @@ class StrategyExtended:
         Returns:
             `Mirrored`. Python numbers and Mirrored values come back as they are.
         """
+        if isinstance(tensor, Variable):
+            tensor = tensor._read()  # on all ranks, where it is ON_READ
         return self._perform("broadcast_to", OnRank0(tensor), destinations)
 
     def update(

@@ -9,6 +9,7 @@ from typing import Any, Final, NoReturn
 import numpy as np
 
 from mpidist import _arrays, _context, _nest
+from mpidist._sparse import IndexedSlices
 
 Key = Hashable
 
@@ -478,4 +479,6 @@ def own_component(x: Any) -> Any:
 
 def is_component(x: Any) -> bool:
     """Return whether `run` gives a PerReplica for this leaf: arrays and numbers."""
-    return _arrays.is_array(x) or isinstance(x, (bool, int, float, complex))
+    return _arrays.is_array(x) or isinstance(
+        x, (bool, int, float, complex, IndexedSlices)
+    )

@@ -16,6 +16,7 @@ from mpidist import _arrays, _context, _dispatch, _dtypes, _nest
 from mpidist._collectives import Collectives
 from mpidist._errors import CollectiveError
 from mpidist._options import ReduceOp, as_reduce_op
+from mpidist._policies import component_of, differs, is_same
 from mpidist._replica import ValueContext, check_arguments
 from mpidist._reports import Call, ErrorKind
 from mpidist._values import (
@@ -96,15 +97,15 @@ def _reduce(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
     try:
         op = as_reduce_op(reduce_op, "Strategy.reduce")
         leaves, structure = _nest.flatten(value)
-        moving = [i for i, x in enumerate(leaves) if isinstance(x, PerReplica)]
+        moving = [i for i, x in enumerate(leaves) if differs(x)]
         axes = _as_axes(axis)
         results = list(leaves)
-        plain = [to_plain(own_component(x)) for x in leaves if not _is_same(x)]
+        plain = _plain_of(strategy, leaves)
         for i, leaf in enumerate(leaves):
             strategy.extended._registry.check("Strategy.reduce", leaf)
             if i not in moving:
                 results[i] = _reduce_same(strategy, op, leaf, axes, "Strategy.reduce")
-        local = [leaves[i]._own for i in moving]
+        local = [component_of(leaves[i]) for i in moving]
         if axes is not None:
             pairs = [_arrays.as_array(x, "Strategy.reduce") for x in local]
             parts = [_reduce_axes(op, x, axes) for x, _ in pairs]
@@ -121,11 +122,13 @@ def _reduce(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
     return structure.unflatten(results)
 
 
-def _is_same(x: Any) -> bool:
-    """Whether a value is per replica, or known to be the same on all ranks."""
-    return isinstance(x, PerReplica) or (
-        isinstance(x, (Mirrored, Variable)) and x._key is not None
-    )
+def _plain_of(strategy: Strategy, leaves: list[Any]) -> list[Any]:
+    """Return the values that each rank has of its own, and that must be the same."""
+    return [
+        to_plain(own_component(x))
+        for x in leaves
+        if not differs(x) and not is_same(strategy, x)
+    ]
 
 
 def _reduce_same(
@@ -264,14 +267,14 @@ def _reduce_pairs(
             _check_destinations(strategy, pair[1], call)
         leaves, structure = _nest.flatten(values)
         results = list(leaves)
-        moving = [i for i, x in enumerate(leaves) if isinstance(x, PerReplica)]
+        moving = [i for i, x in enumerate(leaves) if differs(x)]
         for i, leaf in enumerate(leaves):
             if i not in moving and not (
                 op in _IDEMPOTENT and isinstance(leaf, (Mirrored, Variable))
             ):
                 results[i] = _reduce_same(strategy, op, leaf, None, call)
-        local = [leaves[i]._own for i in moving]
-        plain = [to_plain(own_component(x)) for x in leaves if not _is_same(x)]
+        local = [component_of(leaves[i]) for i in moving]
+        plain = _plain_of(strategy, leaves)
         for leaf in leaves:
             extended._registry.check(call, leaf)
     except Exception as error:
@@ -344,8 +347,9 @@ def _gather(strategy: Strategy, value: Any, axis: Any) -> Any:
         strategy.extended._registry.check("Strategy.gather", value)
     except RuntimeError as error:
         collectives.invalid("Strategy.gather", error)
-    if isinstance(value, PerReplica):
-        return collectives.all_gather(value._own, axis, call="Strategy.gather")
+    if differs(value):
+        own = component_of(value)
+        return collectives.all_gather(own, axis, call="Strategy.gather")
     try:
         if isinstance(value, (list, tuple, dict)):
             raise TypeError(
@@ -358,7 +362,7 @@ def _gather(strategy: Strategy, value: Any, axis: Any) -> Any:
         _arrays.as_array(to_plain(plain), "Strategy.gather")
     except Exception as error:
         collectives.invalid("Strategy.gather", error)
-    if _is_same(value):
+    if is_same(strategy, value):
         collectives.guard.agree(Call("Strategy.gather of a value that is the same"))
     else:
         collectives.check_plain("Strategy.gather", [to_plain(plain)])

@@ -20,10 +20,14 @@ ROOT = PACKAGE.parent
 LAYERS = [
     ("no arrays, no MPI", ["_version", "_errors", "_options"]),
     ("foreign libraries, and reports", ["_arrays", "_comm", "_nest", "_reports"]),
-    ("agreement, dtypes, moving a buffer", ["_guard", "_dtypes", "_transports/"]),
+    (
+        "agreement, dtypes, rows, moving a buffer",
+        ["_guard", "_dtypes", "_sparse", "_transports/"],
+    ),
     ("packing, and how a job ends", ["_fusion", "_process"]),
     ("the verbs, and the stack of frames", ["_collectives", "_context"]),
     ("from a call to its verb, and values", ["_dispatch", "_values"]),
+    ("when copies come together", ["_policies"]),
     ("variables", ["_variables"]),
     ("merge_call", ["_coordinator"]),
     ("replica functions", ["_replica"]),
