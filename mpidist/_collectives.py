@@ -134,6 +134,7 @@ class Collectives:
         tree: Any,
         options: CommunicationOptions | None = None,
         call: str = "all_reduce",
+        root: int | None = None,
     ) -> Any:
         """Reduce each leaf of ``tree`` over the ranks. Collective.
 
@@ -143,22 +144,31 @@ class Collectives:
                 on all ranks.
             options: of this call.
             call: the name of the verb in messages.
+            root: the one rank that wants the results (MPI Reduce); None: all do.
 
         Returns:
-            The nest of results, new arrays, bit-identical on all ranks.
+            The nest of results, new arrays, bit-identical on all ranks; with a
+            ``root`` a nest of None on the others.
         """
+        if root is not None:
+            call = f"{call} to rank {root}"
+        to_here = root is None or root == self.comm.rank
         try:
             merged = self.merge_options(options)
             transports = self._choose(merged)
             leaves, structure = _nest.flatten(tree)
             if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
-                return self._all_reduce_sparse(op, leaves, structure, options, call)
+                return self._all_reduce_sparse(
+                    op, leaves, structure, options, call, to_here
+                )
             pairs = [_arrays.as_array(leaf, call) for leaf in leaves]
             arrays = [array for array, _ in pairs]
             plan = self._plan(op, structure, arrays, call, merged.bytes_per_pack)
             # All memory before the agreement: who has none must say so.
             results = [
                 _arrays.empty_like(x, leaf.shape, leaf.reduction.result)
+                if to_here
+                else None
                 for x, leaf in zip(arrays, plan.leaves, strict=True)
             ]
             for bucket in plan.buckets:
@@ -168,11 +178,11 @@ class Collectives:
         self.guard.agree(plan.call, merged.timeout_seconds)
         for bucket in plan.buckets:
             _fusion.reduce_bucket(
-                bucket, plan.leaves, arrays, transports, self._buffers, results
+                bucket, plan.leaves, arrays, transports, self._buffers, results, root
             )
         return structure.unflatten(
             [
-                _arrays.restore(result, kind)
+                _arrays.restore(result, kind) if to_here else None
                 for result, (_, kind) in zip(results, pairs, strict=True)
             ]
         )
@@ -184,6 +194,7 @@ class Collectives:
         structure: _nest.Structure,
         options: CommunicationOptions | None,
         call: str,
+        to_here: bool,
     ) -> Any:
         """All-reduce a nest some of whose leaves are rows: those are concatenated."""
         sparse = [i for i, x in enumerate(leaves) if isinstance(x, IndexedSlices)]
@@ -212,7 +223,7 @@ class Collectives:
             results = [
                 x if i in sparse else next(reduced) for i, x in enumerate(results)
             ]
-        return structure.unflatten(results)
+        return structure.unflatten(results if to_here else [None] * len(results))
 
     def _plan(
         self,
