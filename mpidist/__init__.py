@@ -7,6 +7,7 @@ first `MPIStrategy` does.
 from __future__ import annotations
 
 from mpidist import experimental as experimental
+from mpidist import optimizers as optimizers
 from mpidist._context import get_replica_context as get_replica_context
 from mpidist._context import get_strategy as get_strategy
 from mpidist._context import has_strategy as has_strategy
@@ -16,6 +17,8 @@ from mpidist._errors import CollectiveMismatchError as CollectiveMismatchError
 from mpidist._errors import CollectiveTimeoutError as CollectiveTimeoutError
 from mpidist._errors import ReplicaError as ReplicaError
 from mpidist._extended import StrategyExtended as StrategyExtended
+from mpidist._losses import compute_average_loss as compute_average_loss
+from mpidist._losses import global_batch_size as global_batch_size
 from mpidist._options import ReduceOp as ReduceOp
 from mpidist._options import VariableAggregation as VariableAggregation
 from mpidist._options import VariableSynchronization as VariableSynchronization
@@ -48,18 +51,22 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "__version__",
+    "compute_average_loss",
     "experimental",
     "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",
+    "global_batch_size",
     "has_strategy",
     "in_cross_replica_context",
+    "optimizers",
 ]
 
 # Tracebacks and reprs say mpidist.MPIStrategy, not mpidist._strategy.MPIStrategy.
 for _name in __all__:
     if hasattr(globals()[_name], "__module__"):
         globals()[_name].__module__ = __name__
-for _name in experimental.__all__:
-    getattr(experimental, _name).__module__ = experimental.__name__
-del _name
+for _module in (experimental, optimizers):
+    for _name in _module.__all__:
+        getattr(_module, _name).__module__ = _module.__name__
+del _module, _name
