@@ -1,5 +1,7 @@
 """Optimizers: the formulas of torch, the same weights on any number of ranks."""
 
+import re
+
 import ml_dtypes
 import numpy as np
 import posing
@@ -218,7 +220,7 @@ def test_none_is_skipped():
     np.testing.assert_array_equal(b.numpy(), 1)
     np.testing.assert_allclose(w.numpy(), 1 - 0.5 * (1 + 1.9))
     assert int(optimizer.iterations) == 2
-    with pytest.raises(ValueError, match="No gradients provided.*None for 'w', 'b'"):
+    with pytest.raises(ValueError, match=r"No gradients provided.*None for 'w', 'b'"):
         optimizer.apply_gradients([(None, w), (None, b)])
 
 
@@ -380,7 +382,7 @@ def test_batch_size_of_wrong_arguments(batch, error, match):
         mpidist.global_batch_size(batch)
 
 
-# --- on several ranks -------------------------------------------------------------------
+# --- on several ranks -----------------------------------------------------------------
 
 OPTIMIZERS = {
     "sgd": lambda: SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -655,9 +657,9 @@ WRONG = {
     "shape": (lambda o, a, b, c: [(np.ones(3), a), (ONE, b)], "expected shape"),
     "dtype": (lambda o, a, b, c: [(np.ones(2, "f"), a), (ONE, b)], r"astype\('float64"),
     "object": (lambda o, a, b, c: [("x", a), (ONE, b)], "gradient of Variable 'a'"),
-    "count": (lambda o, a, b, c: [(ONE, a)], "differ|mismatch|expected"),
-    "order": (lambda o, a, b, c: [(ONE, b), (ONE, a)], "apply_gradients"),
-    "none": (lambda o, a, b, c: [(ONE, a), (None, b)], "apply_gradients"),
+    "count": (lambda o, a, b, c: [(ONE, a)], "do not make the same call"),
+    "order": (lambda o, a, b, c: [(ONE, b), (ONE, a)], "do not make the same call"),
+    "none": (lambda o, a, b, c: [(ONE, a), (None, b)], "do not make the same call"),
     "all none": (lambda o, a, b, c: [(None, a), (None, b)], "No gradients"),
     "nothing": (lambda o, a, b, c: [], "at least one variable"),
     "pair": (lambda o, a, b, c: [(ONE, a, 3), (ONE, b)], "pairs"),
@@ -708,8 +710,6 @@ def test_a_mistake_on_one_rank_is_raised_on_all(
     kinds = (ValueError, TypeError, RuntimeError, ZeroDivisionError)
     with pytest.raises(kinds) as caught:
         strategy.run(step)
-    import re
-
     assert re.search(match, str(caught.value)), str(caught.value)
     for variable, value in zip(state, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
@@ -740,9 +740,9 @@ def test_mistakes_in_merge_fn_and_at_program_level(strategy, rank, size):
     np.testing.assert_array_equal(a.numpy(), 1)
     optimizer.apply_gradients([(gradient, a), (gradient, b)])
     np.testing.assert_array_equal(b.numpy(), 1 - 0.25 * size)
+    with strategy.scope():
+        c = mpidist.Variable(np.ones(2), name="c")
     with pytest.raises(ValueError, match=r"'c'.*was not there when"):
-        with strategy.scope():
-            c = mpidist.Variable(np.ones(2), name="c")
         optimizer.apply_gradients([(gradient, c)])
     with pytest.raises(ValueError, match="built for 2 variables"):
         optimizer.build([a])
@@ -879,7 +879,7 @@ def test_on_a_device(monkeypatch, new_strategy, rank, size, kind, optimizer):
         np.testing.assert_allclose(on_device, on_host, rtol=1e-12, atol=1e-15)
 
 
-# --- losses on several ranks ------------------------------------------------------------
+# --- losses on several ranks ----------------------------------------------------------
 
 
 @apply_core

@@ -365,9 +365,9 @@ class Optimizer:
 
     def _not_built(self, what: str) -> str:
         return (
-            f"{type(self).__name__}.{what}: the optimizer has no state before the first "
-            "`apply_gradients`; write `optimizer.build(variables)`, for example before "
-            "a checkpoint is saved or restored"
+            f"{type(self).__name__}.{what}: the optimizer has no state before the "
+            "first `apply_gradients`; write `optimizer.build(variables)`, for example "
+            "before a checkpoint is saved or restored"
         )
 
     @staticmethod
