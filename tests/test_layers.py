@@ -30,10 +30,17 @@ LAYERS = [
     ("cross-replica verbs", ["_verbs"]),
     ("the class that offers them", ["_extended"]),
     ("strategies", ["_strategy"]),
+    ("losses and optimizers", ["_losses", "optimizers/"]),
     ("public names", ["experimental", "__init__"]),
 ]
 FOLDERS = {
     "_transports": [["_direct"], ["_staged"], ["__init__"]],
+    "optimizers": [
+        ["_clipping", "_schedules"],
+        ["_optimizer"],
+        ["_rules"],
+        ["__init__"],
+    ],
 }
 OWNERS = {
     "mpi4py": "_comm",

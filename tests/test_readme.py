@@ -30,7 +30,7 @@ import mpidist
 from mpidist import _dtypes, _options
 
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
 SECONDS = 100  # for one program
@@ -404,7 +404,8 @@ def test_the_api_page_has_all_public_names():
         else:
             shown.setdefault(module, []).append(name)
     assert sorted(shown["mpidist.experimental"]) == mpidist.experimental.__all__
-    objects = set(mpidist.__all__) - {"__version__", "experimental"}
+    assert sorted(shown["mpidist.optimizers"]) == sorted(mpidist.optimizers.__all__)
+    objects = set(mpidist.__all__) - {"__version__", "experimental", "optimizers"}
     assert sorted(shown["mpidist"]) == sorted(objects)
 
 

@@ -84,15 +84,27 @@ class _Reference:
         return found
 
 
-@dataclasses.dataclass
-class _Work:
-    """One variable's share of a step."""
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """A part of a variable that is worked on at a time, and the scratch for it."""
+
+    part: slice
+    w: Any
+    slots: tuple[Any, ...]
+    t: Any
+    u: Any
+    wide: Any  # None where the step is computed in the variable's own dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """One variable with its slots, laid out for the update: made once."""
 
     variable: Variable
     index: int
-    target: Any  # flat; a copy where the variable's array is not contiguous
-    gradient: Any
-    slots: tuple[Any, ...]
+    array: Any
+    copy: Any  # in C order, of an array that is not
+    blocks: tuple[_Block, ...]
 
 
 class Optimizer:
@@ -143,7 +155,7 @@ class Optimizer:
         # Buffers that are kept from step to step.
         self._reduced: list[Any] = []
         self._reduced_plan: Any = None
-        self._scratch: dict[Any, list[Any]] = {}
+        self._targets: list[_Target] = []
         self._number = next(_numbers)
         _made[self._number] = self
 
@@ -227,7 +239,7 @@ class Optimizer:
         given: Any = variables
         try:
             given = list(variables)
-            _check_variables(given, _BUILD)
+            _check_variables(given, _BUILD, self._index)
             strategy = self._strategy_of(given, _BUILD)
         except Exception as error:
             self._collectives().invalid(_BUILD, error)
@@ -303,7 +315,7 @@ class Optimizer:
         """
         try:
             gradients, variables = _split(grads_and_vars)
-            _check_variables(variables, _APPLY)
+            _check_variables(variables, _APPLY, self._index)
             strategy = self._strategy_of(variables, _APPLY)
         except Exception as error:
             self._collectives().invalid(_APPLY, error)
@@ -548,15 +560,14 @@ class Optimizer:
                 arrays = _apart(arrays, variables)
             reduction = _Reduction(self, collectives, [arrays[i] for i in moving])
             place = {i: k for k, i in enumerate(taken)}
-            work = [
-                self._work(index, arrays[i])
-                for i, index in zip(taken, indices, strict=True)
-            ]
-            scratch = [self._scratch_for(w) for w in work]
-            constants = [self._constants(step + 1, rate, w.index) for w in work]
+            given = [_arrays.contiguous(arrays[i]) for i in taken]
+            if not self._targets:
+                self._targets = self._lay_out()
+            targets = [self._targets[index] for index in indices]
+            constants = [self._constants(step + 1, rate, index) for index in indices]
             text = ""
             if checks:
-                keys = " ".join(f"#{self._variables[w.index]._key[0]}" for w in work)
+                keys = " ".join(f"#{t.variable._key[0]}" for t in targets)
                 if summaries:
                     summaries = f", given {summaries} (which are not per replica)"
                 text = (
@@ -568,63 +579,68 @@ class Optimizer:
         collectives.guard.agree(Call(text or _APPLY))
         # From here on nothing fails on one rank alone.
         for i, reduced in zip(moving, reduction.run(), strict=True):
-            work[place[i]].gradient = reduced
+            given[place[i]] = reduced
         with np.errstate(all="ignore"):
             scale = None
             if self._global_clipnorm is not None:
-                norm = global_norm([w.gradient for w in work])
-                scale = clip_scale(norm, self._global_clipnorm)
-            for one, buffers, numbers_ in zip(work, scratch, constants, strict=True):
-                self._update(one, scale, buffers, numbers_)
+                scale = clip_scale(global_norm(given), self._global_clipnorm)
+            for target, gradient, own in zip(targets, given, constants, strict=True):
+                self._update(target, gradient, scale, own)
             np.add(count, 1, out=count)
 
-    def _work(self, index: int, gradient: Any) -> _Work:
-        variable = self._variables[index]
-        return _Work(
-            variable,
-            index,
-            _arrays.flat(_arrays.contiguous(array_of(variable))),
-            _arrays.contiguous(gradient),
-            tuple(_arrays.flat(array_of(slot)) for slot in self._slots[index]),
-        )
-
-    def _scratch_for(self, work: _Work) -> list[Any]:
-        """Return three buffers of the dtype that the variable is computed in."""
-        dtype = _compute_dtype(work.target.dtype)
-        size = max((part.stop - part.start for part in blocks(work.target)), default=0)
-        key = (dtype, _arrays.is_device_array(work.target))
-        buffers = self._scratch.get(key)
-        if buffers is None or buffers[0].size < size:
-            buffers = self._scratch[key] = [
-                _arrays.empty_like(work.target, (size,), dtype) for _ in range(3)
-            ]
-        return buffers
+    def _lay_out(self) -> list[_Target]:
+        """Cut all variables into blocks, with scratch that they share."""
+        scratch: dict[Any, list[Any]] = {}
+        targets = []
+        # The largest first: its scratch is enough for all others of its dtype.
+        sizes = [variable.size for variable in self._variables]
+        for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+            array = array_of(self._variables[index])
+            copy = None if array.flags.c_contiguous else _arrays.contiguous(array)
+            flat = _arrays.flat(array if copy is None else copy)
+            slots = [_arrays.flat(array_of(slot)) for slot in self._slots[index]]
+            parts = list(blocks(flat))
+            dtype = _compute_dtype(array.dtype)
+            if parts and dtype not in scratch:
+                scratch[dtype] = [
+                    _arrays.empty_like(flat, (parts[0].stop,), dtype) for _ in range(3)
+                ]
+            made = []
+            for part in parts:
+                t, u, wide = (x[: part.stop - part.start] for x in scratch[dtype])
+                narrow = dtype != array.dtype
+                own = tuple(slot[part] for slot in slots)
+                made.append(
+                    _Block(part, flat[part], own, t, u, wide if narrow else None)
+                )
+            variable = self._variables[index]
+            targets.append(_Target(variable, index, array, copy, tuple(made)))
+        return sorted(targets, key=lambda target: target.index)
 
     def _update(
-        self, work: _Work, scale: Any, scratch: list[Any], constants: tuple[float, ...]
+        self, target: _Target, gradient: Any, scale: Any, constants: tuple[float, ...]
     ) -> None:
         """Make the step of one variable, block by block."""
-        gradient = _arrays.flat(work.gradient)
-        dtype = scratch[0].dtype
-        narrow = dtype != work.target.dtype
+        array, copy = target.array, target.copy
+        if copy is not None:
+            copy[...] = array
+        gradient = _arrays.flat(gradient)
         if scale is not None:
-            scale = scale.astype(dtype)
-        for part in blocks(work.target):
-            t, u, wide = (x[: part.stop - part.start] for x in scratch)
-            w, g = work.target[part], gradient[part]
-            if narrow:
-                u[...] = g
-                g = u
-                wide[...] = w
-                w = wide
+            scale = scale.astype(_compute_dtype(array.dtype))
+        for block in target.blocks:
+            w, g = block.w, gradient[block.part]
+            if block.wide is not None:
+                g = block.u
+                g[...] = gradient[block.part]
+                w = block.wide
+                w[...] = block.w
             if scale is not None:
-                g = np.multiply(g, scale, out=u)
-            self._step(w, g, tuple(s[part] for s in work.slots), t, u, constants)
-            if narrow:
-                work.target[part] = w
-        array = array_of(work.variable)
-        if not array.flags.c_contiguous:
-            array[...] = work.target.reshape(array.shape)
+                g = np.multiply(g, scale, out=block.u)
+            self._step(w, g, block.slots, block.t, block.u, constants)
+            if block.wide is not None:
+                block.w[...] = w
+        if copy is not None:
+            array[...] = copy
 
 
 class _Reduction:
@@ -660,7 +676,7 @@ class _Reduction:
         """Return the sums, which are the same on all ranks. Collective."""
         plan = self._plan
         if plan is None:
-            return [_arrays.contiguous(x) for x in self._arrays]
+            return [_arrays.contiguous(x) for x in self._arrays]  # of one replica
         collectives = self._collectives
         with collectives.comm.traffic.timed():
             for bucket in plan.buckets:
@@ -739,8 +755,15 @@ def _split(grads_and_vars: Any) -> tuple[list[Any], list[Any]]:
     return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
 
-def _check_variables(variables: list[Any], call: str) -> None:
-    """Raise for anything but mirrored, floating variables of one strategy."""
+def _check_variables(variables: list[Any], call: str, known: dict[int, int]) -> None:
+    """Raise for anything but mirrored, floating variables of one strategy.
+
+    Args:
+        variables: what the user gave.
+        call: the name of the call.
+        known: those of an optimizer that has its state, by their id, which have been
+            looked at.
+    """
     if not variables:
         raise ValueError(f"{call}: expected at least one variable, got none")
     seen: set[int] = set()
@@ -755,13 +778,15 @@ def _check_variables(variables: list[Any], call: str) -> None:
                 f"{call}: expected a `mpidist.Variable`, got a "
                 f"{type(variable).__name__}{hint}"
             )
-        name = variable.name
         if id(variable) in seen:
             raise ValueError(
-                f"{call}: Variable {name!r} is there twice; add up its gradients, and "
-                "pass it once"
+                f"{call}: Variable {variable.name!r} is there twice; add up its "
+                "gradients, and pass it once"
             )
         seen.add(id(variable))
+        if id(variable) in known and id(variables[0]) in known:
+            continue
+        name = variable.name
         if variable.synchronization is VariableSynchronization.ON_READ:
             raise ValueError(
                 f"{call}: Variable {name!r} is ON_READ, so each replica has another "
@@ -786,6 +811,14 @@ def _as_gradient(
     strategy: Strategy, gradient: Any, variable: Variable, in_replica: bool, skip: bool
 ) -> Any:
     """Return this rank's gradient as an array of the variable's dtype and shape."""
+    array = array_of(variable)
+    if (
+        type(gradient) is np.ndarray
+        and type(array) is np.ndarray
+        and gradient.dtype == array.dtype
+        and gradient.shape == array.shape
+    ):
+        return gradient  # as most are
     call = f"{_APPLY}: the gradient of Variable {variable.name!r}"
     strategy.extended._registry.check(_APPLY, gradient)
     if isinstance(gradient, PerReplica) and not in_replica and skip:
@@ -796,7 +829,6 @@ def _as_gradient(
     if isinstance(gradient, DistributedValues):
         gradient = gradient._own
     x, kind = _arrays.as_array(gradient, call)
-    array = array_of(variable)
     if tuple(x.shape) != tuple(array.shape):
         raise ValueError(
             f"{call}: expected shape {tuple(array.shape)}, got {_arrays.describe(x)}"
