@@ -534,6 +534,34 @@ def test_one_fused_reduction_and_nothing_else(strategy, size):
             assert moved in ({}, {"Iallreduce": 1})
 
 
+@mpi
+def test_in_merge_fn_it_is_one_command(strategy, size):
+    with strategy.scope():
+        variables = [mpidist.Variable(np.ones(k)) for k in (3, 400)]
+    optimizer = Adam(0.1)
+    optimizer.build(variables)
+
+    def calls(merge_fn):
+        gradients = [np.ones(v.shape) for v in variables]
+        before = strategy.communication_statistics()
+        context = mpidist.get_replica_context()
+        context.merge_call(merge_fn, args=(gradients,))
+        after = strategy.communication_statistics()
+        names = ("Ibcast", "Bcast", "Allreduce")
+        return [after.calls.get(k, 0) - before.calls.get(k, 0) for k in names]
+
+    def apply(strategy, gradients):
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+    def step():
+        return calls(apply), calls(lambda strategy, gradients: None)
+
+    with_it, without = strategy.run(step)
+    pairs = zip(with_it, without, strict=True)
+    mine = [own(strategy, a) - own(strategy, b) for a, b in pairs]
+    assert mine == ([1, 0, 1] if size > 1 else [0, 0, 0])
+
+
 @apply_core
 def test_the_first_apply_may_be_anywhere(strategy, size):
     for level in ("replica", "merge_fn", "program"):

@@ -54,7 +54,8 @@ def clip_by_global_norm(grads: Any, clip_norm: float) -> tuple[Any, Any]:
             )
     arrays = [None if x is None else _arrays.as_array(x, call)[0] for x in leaves]
     with np.errstate(all="ignore"):
-        norm = global_norm([x for x in arrays if x is not None])
+        given = [x for x in arrays if x is not None]
+        norm = global_norm(given, norm_scratch(given))
         scale = clip_scale(norm, clip)
         clipped = [None if x is None else _scaled(x, scale) for x in arrays]
     return structure.unflatten(clipped), norm
@@ -85,19 +86,29 @@ def blocks(x: Any) -> Iterator[slice]:
         yield slice(start, min(start + step, size))
 
 
-def global_norm(arrays: Sequence[Any]) -> Any:
+def norm_scratch(arrays: Sequence[Any]) -> Any:
+    """Return the memory that `global_norm` needs, or None for no arrays."""
+    if not arrays:
+        return None
+    largest = max(arrays, key=lambda x: int(x.size))
+    size = max((part.stop - part.start for part in blocks(largest)), default=0)
+    return _arrays.empty_like(largest, (size,), np.float64)
+
+
+def global_norm(arrays: Sequence[Any], scratch: Any) -> Any:
     """Return the square root of the sum of all squares, in float64.
 
     In an order that depends on the shapes only, so that equal arrays give equal bits.
     """
-    total: Any = np.float64(0)
+    sums = []
     for x in arrays:
         flat = _arrays.flat(_arrays.contiguous(x))
         for part in blocks(flat):
-            wide = flat[part].astype(np.float64)
+            wide = scratch[: part.stop - part.start]
+            wide[...] = flat[part]
             np.multiply(wide, wide, out=wide)
-            total = total + wide.sum()
-    return np.sqrt(total)
+            sums.append(wide.sum())
+    return np.sqrt(sum(sums[1:], sums[0]) if sums else np.float64(0))
 
 
 def clip_scale(norm: Any, clip_norm: float) -> Any:

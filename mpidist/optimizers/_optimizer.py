@@ -39,6 +39,7 @@ from mpidist.optimizers._clipping import (
     check_clip_norm,
     clip_scale,
     global_norm,
+    norm_scratch,
 )
 from mpidist.optimizers._schedules import LearningRate
 
@@ -535,16 +536,18 @@ class Optimizer:
                 if not skip and (in_replica or isinstance(gradients[i], PerReplica))
             ]
             arrays = {
-                i: _as_gradient(strategy, gradients[i], variables[i], in_replica, skip)
+                i: _arrays.contiguous(
+                    _as_gradient(strategy, gradients[i], variables[i], in_replica, skip)
+                )
                 for i in taken
             }
             checks = collectives.guard.checks
             summaries = ""
-            if checks:
+            if checks and len(moving) < len(taken):
                 summaries = ", ".join(
                     _arrays.summarize(arrays[i])
-                    for i in taken
-                    if i not in moving and not _is_same(gradients[i])
+                    for i in sorted(set(taken).difference(moving))
+                    if not _is_same(gradients[i])
                 )
         except Exception as error:
             collectives.invalid(_APPLY, error)
@@ -560,7 +563,10 @@ class Optimizer:
                 arrays = _apart(arrays, variables)
             reduction = _Reduction(self, collectives, [arrays[i] for i in moving])
             place = {i: k for k, i in enumerate(taken)}
-            given = [_arrays.contiguous(arrays[i]) for i in taken]
+            given = [arrays[i] for i in taken]
+            wide = None
+            if self._global_clipnorm is not None:
+                wide = norm_scratch(given)
             if not self._targets:
                 self._targets = self._lay_out()
             targets = [self._targets[index] for index in indices]
@@ -583,7 +589,7 @@ class Optimizer:
         with np.errstate(all="ignore"):
             scale = None
             if self._global_clipnorm is not None:
-                scale = clip_scale(global_norm(given), self._global_clipnorm)
+                scale = clip_scale(global_norm(given, wide), self._global_clipnorm)
             for target, gradient, own in zip(targets, given, constants, strict=True):
                 self._update(target, gradient, scale, own)
             np.add(count, 1, out=count)
@@ -676,7 +682,7 @@ class _Reduction:
         """Return the sums, which are the same on all ranks. Collective."""
         plan = self._plan
         if plan is None:
-            return [_arrays.contiguous(x) for x in self._arrays]  # of one replica
+            return self._arrays  # of one replica
         collectives = self._collectives
         with collectives.comm.traffic.timed():
             for bucket in plan.buckets:
