@@ -8,21 +8,36 @@ from __future__ import annotations
 
 from mpidist import experimental as experimental
 from mpidist import optimizers as optimizers
+from mpidist._cluster import MPIClusterResolver as MPIClusterResolver
+from mpidist._consistency import check_in_sync as check_in_sync
+from mpidist._context import get_cross_replica_context as get_cross_replica_context
 from mpidist._context import get_replica_context as get_replica_context
 from mpidist._context import get_strategy as get_strategy
 from mpidist._context import has_strategy as has_strategy
 from mpidist._context import in_cross_replica_context as in_cross_replica_context
+from mpidist._context import (
+    variable_sync_on_read_context as variable_sync_on_read_context,
+)
+from mpidist._cross_device import CollectiveAllReduce as CollectiveAllReduce
+from mpidist._cross_device import CrossDeviceOps as CrossDeviceOps
+from mpidist._cross_device import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
+from mpidist._cross_device import NcclAllReduce as NcclAllReduce
+from mpidist._cross_device import ReductionToOneDevice as ReductionToOneDevice
 from mpidist._errors import CollectiveError as CollectiveError
 from mpidist._errors import CollectiveMismatchError as CollectiveMismatchError
 from mpidist._errors import CollectiveTimeoutError as CollectiveTimeoutError
+from mpidist._errors import OutOfSyncError as OutOfSyncError
 from mpidist._errors import ReplicaError as ReplicaError
 from mpidist._extended import StrategyExtended as StrategyExtended
 from mpidist._losses import compute_average_loss as compute_average_loss
 from mpidist._losses import global_batch_size as global_batch_size
+from mpidist._multi_step import MultiStepContext as MultiStepContext
 from mpidist._options import ReduceOp as ReduceOp
 from mpidist._options import VariableAggregation as VariableAggregation
 from mpidist._options import VariableSynchronization as VariableSynchronization
+from mpidist._options import get_loss_reduction as get_loss_reduction
 from mpidist._replica import ReplicaContext as ReplicaContext
+from mpidist._sparse import IndexedSlices as IndexedSlices
 from mpidist._strategy import CommunicationStatistics as CommunicationStatistics
 from mpidist._strategy import MPIStrategy as MPIStrategy
 from mpidist._strategy import Strategy as Strategy
@@ -34,15 +49,24 @@ from mpidist._variables import Variable as Variable
 from mpidist._version import __version__ as __version__
 
 __all__ = [
+    "CollectiveAllReduce",
     "CollectiveError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "CommunicationStatistics",
+    "CrossDeviceOps",
     "DistributedValues",
+    "HierarchicalCopyAllReduce",
+    "IndexedSlices",
+    "MPIClusterResolver",
     "MPIStrategy",
     "Mirrored",
+    "MultiStepContext",
+    "NcclAllReduce",
+    "OutOfSyncError",
     "PerReplica",
     "ReduceOp",
+    "ReductionToOneDevice",
     "ReplicaContext",
     "ReplicaError",
     "Strategy",
@@ -52,14 +76,18 @@ __all__ = [
     "VariableSynchronization",
     "__version__",
     "compute_average_loss",
+    "check_in_sync",
     "experimental",
     "experimental_set_strategy",
+    "get_cross_replica_context",
+    "get_loss_reduction",
     "get_replica_context",
     "get_strategy",
     "global_batch_size",
     "has_strategy",
     "in_cross_replica_context",
     "optimizers",
+    "variable_sync_on_read_context",
 ]
 
 # Tracebacks and reprs say mpidist.MPIStrategy, not mpidist._strategy.MPIStrategy.

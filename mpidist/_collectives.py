@@ -22,6 +22,7 @@ from mpidist._comm import AnyCommunicator
 from mpidist._guard import Guard
 from mpidist._options import CommunicationOptions, Environment, ReduceOp
 from mpidist._reports import Call
+from mpidist._sparse import IndexedSlices
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -133,6 +134,7 @@ class Collectives:
         tree: Any,
         options: CommunicationOptions | None = None,
         call: str = "all_reduce",
+        root: int | None = None,
     ) -> Any:
         """Reduce each leaf of ``tree`` over the ranks. Collective.
 
@@ -142,20 +144,31 @@ class Collectives:
                 on all ranks.
             options: of this call.
             call: the name of the verb in messages.
+            root: the one rank that wants the results (MPI Reduce); None: all do.
 
         Returns:
-            The nest of results, new arrays, bit-identical on all ranks.
+            The nest of results, new arrays, bit-identical on all ranks; with a
+            ``root`` a nest of None on the others.
         """
+        if root is not None:
+            call = f"{call} to rank {root}"
+        to_here = root is None or root == self.comm.rank
         try:
             merged = self.merge_options(options)
             transports = self._choose(merged)
             leaves, structure = _nest.flatten(tree)
+            if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
+                return self._all_reduce_sparse(
+                    op, leaves, structure, options, call, to_here
+                )
             pairs = [_arrays.as_array(leaf, call) for leaf in leaves]
             arrays = [array for array, _ in pairs]
             plan = self._plan(op, structure, arrays, call, merged.bytes_per_pack)
             # All memory before the agreement: who has none must say so.
             results = [
                 _arrays.empty_like(x, leaf.shape, leaf.reduction.result)
+                if to_here
+                else None
                 for x, leaf in zip(arrays, plan.leaves, strict=True)
             ]
             for bucket in plan.buckets:
@@ -165,14 +178,52 @@ class Collectives:
         self.guard.agree(plan.call, merged.timeout_seconds)
         for bucket in plan.buckets:
             _fusion.reduce_bucket(
-                bucket, plan.leaves, arrays, transports, self._buffers, results
+                bucket, plan.leaves, arrays, transports, self._buffers, results, root
             )
         return structure.unflatten(
             [
-                _arrays.restore(result, kind)
+                _arrays.restore(result, kind) if to_here else None
                 for result, (_, kind) in zip(results, pairs, strict=True)
             ]
         )
+
+    def _all_reduce_sparse(
+        self,
+        op: ReduceOp,
+        leaves: list[Any],
+        structure: _nest.Structure,
+        options: CommunicationOptions | None,
+        call: str,
+        to_here: bool,
+    ) -> Any:
+        """All-reduce a nest some of whose leaves are rows: those are concatenated."""
+        sparse = [i for i, x in enumerate(leaves) if isinstance(x, IndexedSlices)]
+        call = f"{call} of IndexedSlices"
+        try:
+            if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+                raise TypeError(
+                    f"{call}: {op.name} is not defined, only SUM and MEAN; reduce a "
+                    "dense array"
+                )
+            results = list(leaves)
+            dense = [x for i, x in enumerate(leaves) if i not in sparse]
+            parts = []
+            for i in sparse:
+                values = _arrays.as_array(leaves[i].values, call)[0]
+                if op is ReduceOp.MEAN:
+                    values = values / values.dtype.type(self.comm.size)
+                parts.append([values, leaves[i].indices])
+        except Exception as error:
+            self.invalid(call, error)
+        gathered = self.all_gather(parts, 0, options, call)
+        for i, (values, indices) in zip(sparse, gathered, strict=True):
+            results[i] = IndexedSlices(values, indices, leaves[i].dense_shape)
+        if dense:
+            reduced = iter(self.all_reduce(op, dense, options, call))
+            results = [
+                x if i in sparse else next(reduced) for i, x in enumerate(results)
+            ]
+        return structure.unflatten(results if to_here else [None] * len(results))
 
     def _plan(
         self,
@@ -238,6 +289,11 @@ class Collectives:
             merged = self.merge_options(options)
             transports = self._choose(merged)
             leaves, structure = _nest.flatten(tree)
+            if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
+                raise NotImplementedError(
+                    f"{call} does not support IndexedSlices; gather its `values` and "
+                    "`indices`"
+                )
             arrays = [_arrays.as_array(leaf, call)[0] for leaf in leaves]
             axes = [_check_axis(x, axis, call) for x in arrays]
             described = [

@@ -107,6 +107,7 @@ class Communicator:
         self.local_rank: int = node.Get_rank()
         self.local_size: int = node.Get_size()
         node.Free()
+        self.host_name: str = mpi.Get_processor_name()
         self.chunk_elements = CHUNK_ELEMENTS
         self.traffic = Traffic()
 
@@ -127,6 +128,15 @@ class Communicator:
         for part in self._chunks(buffer.size):
             self._comm.Allreduce(self._in_place, buffer[part], self._ops[op])
         self.traffic.count("Allreduce", buffer.nbytes)
+
+    def reduce(self, buffer: Buffer, op: MPIOp, root: int) -> None:
+        """Reduce ``buffer`` of all ranks into that of the root; others keep theirs."""
+        for part in self._chunks(buffer.size):
+            if self.rank == root:
+                self._comm.Reduce(self._in_place, buffer[part], self._ops[op], root)
+            else:
+                self._comm.Reduce(buffer[part], None, self._ops[op], root)
+        self.traffic.count("Reduce", buffer.nbytes)
 
     # --- copies ---------------------------------------------------------------
 
@@ -288,6 +298,7 @@ class SelfCommunicator:
     size = 1
     local_rank = 0
     local_size = 1
+    host_name = "localhost"
 
     def __init__(self) -> None:
         self.chunk_elements = CHUNK_ELEMENTS
@@ -301,6 +312,9 @@ class SelfCommunicator:
         receive[...] = send
 
     def allreduce_in_place(self, buffer: Buffer, op: MPIOp) -> None:
+        """Do nothing."""
+
+    def reduce(self, buffer: Buffer, op: MPIOp, root: int) -> None:
         """Do nothing."""
 
     def broadcast(self, buffer: Buffer, root: int) -> None:

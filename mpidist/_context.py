@@ -32,6 +32,7 @@ class Frame:
     """One entry of the stack.
 
     ``written`` collects the variables that the function of an update writes.
+    ``sync_on_read`` says that reading an ON_READ variable in a replica aggregates it.
     """
 
     strategy: Strategy
@@ -39,6 +40,7 @@ class Frame:
     replica_context: ReplicaContext | None = None
     coordinator: Coordinator | None = None
     written: list[Any] | None = None
+    sync_on_read: bool = False
 
 
 class _Stack(threading.local):
@@ -119,6 +121,40 @@ def get_replica_context() -> ReplicaContext | None:
     collective.
     """
     return current().replica_context
+
+
+def get_cross_replica_context() -> Strategy | None:
+    """Return the strategy in cross-replica context, and None in a replica context.
+
+    Not collective. The opposite of `get_replica_context`; TensorFlow has it among its
+    deprecated names.
+    """
+    frame = current()
+    return frame.strategy if frame.replica_context is None else None
+
+
+@contextlib.contextmanager
+def variable_sync_on_read_context() -> Iterator[None]:
+    """In a replica function: make reading an ON_READ variable aggregate its copies.
+
+    Not collective by itself; each read inside it is, so all replicas must make the
+    same ones. All ways to read count: `Variable.value`, `Variable.read_value`,
+    `Variable.numpy`, operators, and NumPy functions. In cross-replica context reading
+    aggregates anyway.
+
+    Example, on two replicas, with an ON_READ variable ``total`` of aggregation SUM::
+
+        def fn():
+            total.assign(5.0)
+            with mpidist.variable_sync_on_read_context():
+                return total + 2.0  # 12.0: both copies, and 2
+    """
+    frame = current()
+    if frame.replica_context is None or not _stack.frames:
+        yield
+        return
+    with entered(dataclasses.replace(frame, sync_on_read=True)):
+        yield
 
 
 def in_cross_replica_context() -> bool:

@@ -51,7 +51,9 @@ import numpy as np
 from mpidist import _arrays, _context, _dispatch, _nest
 from mpidist._dispatch import OnRank0
 from mpidist._errors import CollectiveError, format_exception
+from mpidist._policies import component_of
 from mpidist._reports import Call, dump_exception, load_exception
+from mpidist._sparse import IndexedSlices
 from mpidist._values import (
     DistributedValues,
     Key,
@@ -317,7 +319,7 @@ def _kind_of(leaf: Any, strategy: Strategy) -> str:
                 f"{strategy}"
             )
         return f"Variable {leaf.name!r} #{leaf._key}"
-    if isinstance(leaf, DistributedValues):
+    if isinstance(leaf, (DistributedValues, IndexedSlices)):
         return "component"
     if _arrays.is_array(leaf) or _arrays.is_number(leaf):
         _arrays.as_array(leaf, "merge_call")
@@ -509,7 +511,8 @@ def remote_error(
 def _collect(strategy: Strategy, values: list[DistributedValues]) -> Any:
     """Return the components of values: on rank 0, a column for each value."""
     collectives = strategy.extended._collectives
-    rows = collectives.collect([v._own for v in values], "experimental_local_results")
+    own = [component_of(value) for value in values]
+    rows = collectives.collect(own, "experimental_local_results")
     return [list(column) for column in zip(*rows, strict=True)]
 
 

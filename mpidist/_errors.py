@@ -6,6 +6,7 @@
     └── CollectiveError
         ├── CollectiveMismatchError   the ranks called different things
         ├── CollectiveTimeoutError    a rank did not come
+        ├── OutOfSyncError            copies of a variable differ
         └── ReplicaError              another rank raised
 
 Everything else that mpidist raises is a built-in: ``TypeError`` and
@@ -38,6 +39,14 @@ class CollectiveTimeoutError(CollectiveError):
 
     The message names the missing ranks. The strategy that timed out can not be
     used any more; the arrays of each rank are as they were before the call.
+    """
+
+
+class OutOfSyncError(CollectiveError):
+    """The copies of a mirrored variable are not equal on all ranks.
+
+    Raised on every rank, by `mpidist.check_in_sync`. The message names the variables
+    and the ranks that drifted. The strategy can be used afterwards.
     """
 
 

@@ -6,16 +6,19 @@ the verb of the same name here, or commands it where rank 0 is in ``merge_fn``.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mpidist import _context, _dispatch, _nest
 from mpidist import _verbs as _verbs  # registers them
 from mpidist._collectives import Collectives
+from mpidist._cross_device import CollectiveAllReduce, CrossDeviceOps
 from mpidist._dispatch import OnRank0
+from mpidist._multi_step import MultiStepContext, run_steps
 from mpidist._options import CommunicationOptions, ReduceOp
 from mpidist._replica import ReplicaContext
-from mpidist._values import DistributedValues, Registry, select_replica
+from mpidist._values import DistributedValues, PerReplica, Registry, select_replica
 from mpidist._variables import Variable
 
 if TYPE_CHECKING:
@@ -32,7 +35,12 @@ class StrategyExtended:
     """
 
     def __init__(
-        self, strategy: Strategy, collectives: Collectives, *, is_mpi: bool
+        self,
+        strategy: Strategy,
+        collectives: Collectives,
+        *,
+        is_mpi: bool,
+        cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
         self._strategy = strategy
         self._collectives = collectives
@@ -40,10 +48,14 @@ class StrategyExtended:
         comm = collectives.comm
         self._replica_id = comm.rank
         self._num_replicas = comm.size
-        self._registry = Registry(comm.rank, comm.size)
+        self._registry = Registry(strategy, comm.rank, comm.size)
         self._device_name = collectives.device.name_on(comm.rank)
-        names = comm.all_gather_objects(self._device_name.encode())
-        self._devices = tuple(name.decode() for name in names)
+        mine = f"{self._device_name}\n{comm.host_name}".encode()
+        rows = [row.decode().split("\n") for row in comm.all_gather_objects(mine)]
+        self._devices = tuple(device for device, _ in rows)
+        self._hosts = tuple(host for _, host in rows)
+        self._custom_ops = cross_device_ops is not None
+        self._cross_device_ops = cross_device_ops or CollectiveAllReduce()
         self._replica_context = ReplicaContext(strategy, None)
 
     def __repr__(self) -> str:
@@ -58,6 +70,183 @@ class StrategyExtended:
     def parameter_devices(self) -> tuple[str, ...]:
         """The devices that hold variables: those of the replicas."""
         return self._devices
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """Whether every process builds its own program: True over MPI."""
+        return self._is_mpi
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """False: shapes may change from step to step."""
+        return False
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """True: every process makes its own copies of variables."""
+        return True
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process writes checkpoints: rank 0 does."""
+        return self._replica_id == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process writes summaries: rank 0 does."""
+        return self._replica_id == 0
+
+    def value_container(self, value: Any) -> Any:
+        """Return the variable that an array is the copy of, else ``value``.
+
+        Not collective. What `Variable.value` and `Variable.values` give at program
+        level are copies; results of arithmetic are not.
+        """
+        if isinstance(value, Variable):
+            return value
+        found = self._registry.find(
+            lambda x: isinstance(x, Variable) and (x._view is value)
+        )
+        return value if found is None else found
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Return whether a variable belongs to this strategy. Not collective.
+
+        Those made outside every scope belong to the default strategy.
+
+        Raises:
+            TypeError: for what is no variable.
+        """
+        if not isinstance(v, Variable):
+            raise TypeError(
+                "variable_created_in_scope: expected a `mpidist.Variable`, got "
+                f"{v!r:.80} of type {type(v).__name__}"
+            )
+        return v.distribute_strategy is self._strategy
+
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+        """Make the variables inside live where another one lives. Not collective.
+
+        They do anyway: every variable has a copy on each replica's device. The
+        arguments are checked as in TensorFlow.
+
+        Raises:
+            RuntimeError: outside the scope of this strategy.
+            ValueError: for what is no variable of this strategy.
+        """
+        if _context.get_strategy() is not self._strategy:
+            raise RuntimeError(
+                "colocate_vars_with: Need to be inside `with strategy.scope()` for "
+                f"{self._strategy}"
+            )
+        variable = colocate_with_variable
+        if not isinstance(variable, Variable) or not self.variable_created_in_scope(
+            variable
+        ):
+            raise ValueError(
+                "`colocate_vars_with` must only be passed a variable created in this "
+                f"Strategy's scope, got {variable!r:.80}"
+            )
+        yield
+
+    def read_var(self, v: Any) -> Any:
+        """Return a variable's value in cross-replica context. Collective if ON_READ.
+
+        Args:
+            v: a `Variable`. A plain array comes back as it is.
+
+        Returns:
+            A new array: the value of a mirrored variable, or what the copies of an
+            ON_READ variable make together.
+
+        Raises:
+            ValueError: for an ON_READ variable with aggregation NONE.
+        """
+        _context.require_cross_replica(self._strategy, "read_var")
+        if isinstance(v, Variable):
+            self._check_owner("read_var", v)
+            return v.read_value()
+        return v
+
+    def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
+        """Return the devices for state that belongs to no variable: all replicas'."""
+        return self._devices
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Run ``fn(*args, **kwargs)`` on every device. Collective.
+
+        As `update`, for state that belongs to no variable. Assignments in ``fn``
+        change the replica's own copies.
+
+        Args:
+            colocate_with: what `non_slot_devices` returned, or a variable.
+            fn: the function.
+            args: its positional arguments, the same on all replicas.
+            kwargs: its keyword arguments, likewise.
+            group: as for `update`.
+
+        Returns:
+            As `update`.
+
+        Raises:
+            ValueError: for a ``colocate_with`` that is neither, or a PerReplica among
+                the arguments.
+        """
+        kwargs = {} if kwargs is None else kwargs
+        frame = _context.require_cross_replica(self._strategy, "update_non_slot")
+        if not isinstance(colocate_with, Variable) and (
+            not isinstance(colocate_with, (tuple, list))
+            or tuple(colocate_with) != self._devices
+        ):
+            error = ValueError(
+                "update_non_slot: expected `colocate_with` to be what "
+                "`non_slot_devices` returned, or a variable, got "
+                f"{colocate_with!r:.80}"
+            )
+            if frame.coordinator is not None:
+                raise error
+            self._collectives.invalid("update_non_slot", error)
+        name = getattr(fn, "__qualname__", type(fn).__qualname__)
+        text = f"update_non_slot({name})"
+        result = self._perform("update", None, fn, args, kwargs, group, text)
+        return result if group else self._ungrouped(frame, result)
+
+    def experimental_run_steps_on_iterator(
+        self,
+        fn: Callable[..., Any],
+        iterator: Any,
+        iterations: int = 1,
+        initial_loop_values: dict[str, Any] | None = None,
+    ) -> MultiStepContext:
+        """Call ``fn(context, element)`` for the next elements. Collective.
+
+        Args:
+            fn: called in cross-replica context with a `MultiStepContext` and an
+                element of the iterator; it usually calls `Strategy.run`.
+            iterator: a `DistributedIterator`, or anything with ``get_next`` or
+                ``__next__``.
+            iterations: how many elements to take, at least 1.
+            initial_loop_values: outputs that are there before the first step.
+
+        Returns:
+            The `MultiStepContext`, with the outputs of the last step.
+
+        Raises:
+            ValueError: for fewer than one iteration.
+            OutOfRangeError: if the iterator ends before.
+        """
+        _context.require_cross_replica(
+            self._strategy, "experimental_run_steps_on_iterator"
+        )
+        return run_steps(self._strategy, fn, iterator, iterations, initial_loop_values)
 
     def call_for_each_replica(
         self,
@@ -83,22 +272,25 @@ class StrategyExtended:
         Args:
             reduce_op: a `ReduceOp`, its name, or `VariableAggregation` SUM or MEAN.
             value: a `PerReplica`, or a nest of them.
-            destinations: where the result is wanted: a variable (which does not
-                change), a distributed value or array (for all of whose replicas it
-                is), or a device string of `worker_devices`. Every replica gets it.
+            destinations: where the result is wanted. A variable (which does not
+                change), a distributed value or an array: on every replica. A device
+                string of `worker_devices`: on that rank alone (an MPI Reduce).
             options: for this call.
             experimental_hints: the older name of ``options``.
 
         Returns:
-            `Mirrored`, in the nest of ``value``. A value that is the same on all
-            replicas comes back as it is for MEAN, MIN and MAX.
+            `Mirrored`, in the nest of ``value``. For a device string plain arrays on
+            that device's rank, and None on the others, as in mpi4py; in ``merge_fn``,
+            where the device is not rank 0's, a `PerReplica` of these. A value that is
+            the same on all replicas comes back as it is for MEAN, MIN and MAX.
 
         Raises:
             ValueError: for SUM or PROD of a value that is not per replica, or a
                 destination that is none.
         """
         options = _one_of("reduce_to", options, experimental_hints)
-        return self._perform("reduce_to", reduce_op, value, destinations, options)
+        result = self._perform("reduce_to", reduce_op, value, destinations, options)
+        return self._take_home(result, destinations)
 
     def batch_reduce_to(
         self,
@@ -122,10 +314,12 @@ class StrategyExtended:
         options = _one_of("batch_reduce_to", options, experimental_hints)
         if isinstance(value_destination_pairs, Iterator):
             value_destination_pairs = list(value_destination_pairs)
-        result: list[Any] = self._perform(
-            "batch_reduce_to", reduce_op, value_destination_pairs, options
-        )
-        return result
+        pairs = value_destination_pairs
+        results = self._perform("batch_reduce_to", reduce_op, pairs, options)
+        return [
+            self._take_home(result, destinations)
+            for result, (_, destinations) in zip(results, pairs, strict=True)
+        ]
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Give every replica the value that rank 0 has. Collective.
@@ -137,6 +331,8 @@ class StrategyExtended:
         Returns:
             `Mirrored`. Python numbers and Mirrored values come back as they are.
         """
+        if isinstance(tensor, Variable):
+            tensor = tensor._read()  # on all ranks, where it is ON_READ
         return self._perform("broadcast_to", OnRank0(tensor), destinations)
 
     def update(
@@ -189,12 +385,27 @@ class StrategyExtended:
         self._check_owner("update", var)
         text = f"update of Variable {var.name!r} [#{var._key[0]}]"
         result = self._perform("update", var, fn, args, kwargs, group, text)
-        if group:
-            return result
+        return result if group else self._ungrouped(frame, result)
+
+    # --- for the package ------------------------------------------------------
+
+    def _ungrouped(self, frame: _context.Frame, result: Any) -> Any:
+        """Return the results of an update as tuples."""
         _fetch(frame.coordinator, _nest.flatten(result)[0])
         return _nest.map_structure(_local_results_of, result)
 
-    # --- for the package ------------------------------------------------------
+    def _take_home(self, result: Any, destinations: Any) -> Any:
+        """Unwrap what was reduced to one rank, where that is for this code to see."""
+        if not isinstance(destinations, str) or not self._is_mpi:
+            return result
+        if (
+            _context.current().coordinator is not None
+            and destinations != self._device_name
+        ):
+            return result
+        return _nest.map_structure(
+            lambda x: x._own if isinstance(x, PerReplica) else x, result
+        )
 
     def _perform(self, name: str, *args: Any) -> Any:
         return _dispatch.perform(self._strategy, name, *args)

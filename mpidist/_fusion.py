@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist import _arrays, _dtypes
+from mpidist._comm import MPIOp
 from mpidist._options import ReduceOp
 from mpidist._transports import Transports
 
@@ -102,45 +103,68 @@ def reduce_bucket(
     transports: Transports,
     buffers: FlatBuffers,
     results: list[Any],
+    root: int | None = None,
 ) -> None:
     """All-reduce the arrays of one bucket into the arrays in ``results``.
 
-    Collective. The input arrays are not changed.
+    Collective. The input arrays are not changed. With a ``root``, only that rank has
+    results, and only it gets them.
     """
-    num_replicas = transports.host.comm.size
+    comm = transports.host.comm
     first = arrays[bucket.leaves[0]]
-    transport = transports.of(first)
     reduction = leaves[bucket.leaves[0]].reduction
+    to_here = root is None or comm.rank == root
     if reduction.mpi == "gather":
         (index,) = bucket.leaves
-        results[index] = _reduce_gathered(arrays[index], reduction, transports)
+        gathered = _reduce_gathered(arrays[index], reduction, transports)
+        results[index] = gathered if to_here else None
         return
+    transport = transports.of(first)
+    operation: MPIOp = reduction.mpi
+
+    def combine(buffer: Any) -> None:
+        if root is None:
+            transport.allreduce_in_place(buffer, operation)
+        else:
+            transport.reduce(buffer, operation, root)
+
     if len(bucket.leaves) == 1:
         (index,) = bucket.leaves
         send = _arrays.flat(_arrays.contiguous(arrays[index]))
         encoded = reduction.encode(send)
+        if reduction.encoding == "none":
+            received = (
+                encoded if results[index] is None else _arrays.flat(results[index])
+            )
+            if root is None:
+                transport.allreduce(encoded, received, operation)
+            else:
+                if to_here:
+                    received[...] = encoded
+                combine(received)
+            if reduction.op is ReduceOp.MEAN and to_here:
+                reduction.decode(received, comm.size, received)
+            return
         if reduction.encoding == "bool":
             encoded = encoded.copy()  # a view of the user's array
-        if reduction.encoding == "none":
-            received = _arrays.flat(results[index])
-            transport.allreduce(encoded, received, reduction.mpi)
-            if reduction.op is ReduceOp.MEAN:
-                reduction.decode(received, num_replicas, received)
-        else:
-            transport.allreduce_in_place(encoded, reduction.mpi)
+        combine(encoded)
+        if to_here:
             part = encoded.reshape(leaves[index].shape)
-            reduction.decode(part, num_replicas, results[index])
+            reduction.decode(part, comm.size, results[index])
         return
     packed = buffers.get(bucket.size, reduction.wire, first)
-    for index, offset in zip(bucket.leaves, bucket.offsets, strict=True):
+    places = [
+        (index, packed[offset : offset + leaves[index].size])
+        for index, offset in zip(bucket.leaves, bucket.offsets, strict=True)
+    ]
+    for index, part in places:
         leaf = leaves[index]
-        part = packed[offset : offset + leaf.size]
         leaf.reduction.encode(arrays[index], part.reshape(leaf.shape))
-    transport.allreduce_in_place(packed, reduction.mpi)
-    for index, offset in zip(bucket.leaves, bucket.offsets, strict=True):
-        leaf = leaves[index]
-        part = packed[offset : offset + leaf.size]
-        leaf.reduction.decode(part.reshape(leaf.shape), num_replicas, results[index])
+    combine(packed)
+    if to_here:
+        for index, part in places:
+            leaf = leaves[index]
+            leaf.reduction.decode(part.reshape(leaf.shape), comm.size, results[index])
 
 
 def _reduce_gathered(

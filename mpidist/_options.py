@@ -62,6 +62,7 @@ class VariableAggregation(enum.Enum):
     SUM = 1
     MEAN = 2
     ONLY_FIRST_REPLICA = 3
+    ONLY_FIRST_TOWER = 3  # noqa: PIE796 - its name in TensorFlow 1
 
 
 class CommunicationImplementation(enum.Enum):
@@ -222,6 +223,14 @@ def read_environment() -> Environment:
             _number("MPIDIST_FUSION_MB", DEFAULT_BYTES_PER_PACK / 2**20) * 2**20
         ),
     )
+
+
+def get_loss_reduction() -> ReduceOp:
+    """Return how per-replica losses that were divided by the global batch add up: SUM.
+
+    Not collective.
+    """
+    return ReduceOp.SUM
 
 
 def as_reduce_op(value: object, call: str) -> ReduceOp:

@@ -18,7 +18,9 @@ from mpidist import (
     _process,
     _reports,
 )
+from mpidist._cluster import MPIClusterResolver
 from mpidist._collectives import Collectives
+from mpidist._cross_device import CrossDeviceOps
 from mpidist._extended import StrategyExtended, local_results
 from mpidist._options import (
     CommunicationOptions,
@@ -56,13 +58,25 @@ class Strategy:
 
     _name = "Strategy"
 
-    def __init__(self, collectives: Collectives, *, is_mpi: bool) -> None:
+    def __init__(
+        self,
+        collectives: Collectives,
+        *,
+        is_mpi: bool,
+        cross_device_ops: CrossDeviceOps | None = None,
+    ) -> None:
         self._number = next(_numbers) if is_mpi else 0
         self._extended: StrategyExtended = StrategyExtended.__new__(StrategyExtended)
         self._collectives = collectives
         self._num_replicas = collectives.comm.size
         self._extended._replica_id = collectives.comm.rank
-        StrategyExtended.__init__(self._extended, self, collectives, is_mpi=is_mpi)
+        StrategyExtended.__init__(
+            self._extended,
+            self,
+            collectives,
+            is_mpi=is_mpi,
+            cross_device_ops=cross_device_ops,
+        )
 
     def __repr__(self) -> str:
         extended = self._extended
@@ -101,6 +115,16 @@ class Strategy:
     def array_module(self) -> Any:
         """NumPy or CuPy: the module for arrays on this replica's device."""
         return self._collectives.device.array_module
+
+    @property
+    def cluster_resolver(self) -> MPIClusterResolver | None:
+        """What MPI knows of the processes; None for the default strategy."""
+        extended = self._extended
+        if not extended._is_mpi:
+            return None
+        return MPIClusterResolver(
+            extended._hosts, extended._replica_id, extended._devices
+        )
 
     def communication_statistics(self) -> CommunicationStatistics:
         """Return what was communicated so far, on this rank. Not collective."""
@@ -213,6 +237,24 @@ class Strategy:
         """
         return local_results(self, value)
 
+    def unwrap(self, value: Any) -> tuple[Any, ...]:
+        """Return the local components; see `experimental_local_results`."""
+        return self.experimental_local_results(value)
+
+    def group(self, value: Any, name: str | None = None) -> None:
+        """Return None: results are there when a call returns, with nothing to wait for.
+
+        Args:
+            value: what a call returned.
+            name: taken and not used.
+        """
+
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+        """See `StrategyExtended.colocate_vars_with`, whose older place this is."""
+        with self._extended.colocate_vars_with(colocate_with_variable):
+            yield
+
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
     ) -> Any:
@@ -265,6 +307,8 @@ class MPIStrategy(Strategy):
             one, and else the host; "cpu"; "gpu"; "gpu:K".
         communication_options: `mpidist.experimental.CommunicationOptions`; the same
             on all ranks.
+        cross_device_ops: how values are reduced: a `CrossDeviceOps`, of the same
+            class on all ranks. None is `CollectiveAllReduce`.
 
     Raises:
         TypeError, ValueError: for arguments that are none of these; on every rank.
@@ -279,6 +323,7 @@ class MPIStrategy(Strategy):
         comm: Any = None,
         device: str = "auto",
         communication_options: CommunicationOptions | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
         """Join the other ranks of ``comm`` in a strategy. Collective."""
         environment = read_environment()
@@ -306,10 +351,10 @@ class MPIStrategy(Strategy):
             stall_seconds=environment.stall_seconds,
         )
         collectives = _make_collectives(
-            communicator, guard, device, given, environment, enabled
+            communicator, guard, device, given, environment, enabled, cross_device_ops
         )
         guard.enabled = enabled
-        super().__init__(collectives, is_mpi=True)
+        super().__init__(collectives, is_mpi=True, cross_device_ops=cross_device_ops)
         if environment.abort and enabled:
             _process.watch(guard)
 
@@ -337,6 +382,7 @@ def _make_collectives(
     options: object,
     environment: Environment,
     enabled: bool,
+    cross_device_ops: object,
 ) -> Collectives:
     """Check the arguments of MPIStrategy on all ranks, and build its verbs."""
     try:
@@ -344,6 +390,13 @@ def _make_collectives(
             raise TypeError(
                 "MPIStrategy: expected `communication_options` to be a `mpidist."
                 f"experimental.CommunicationOptions`, got {type(options).__name__}"
+            )
+        if cross_device_ops is not None and not isinstance(
+            cross_device_ops, CrossDeviceOps
+        ):
+            raise TypeError(
+                "MPIStrategy: expected `cross_device_ops` to be a `mpidist."
+                f"CrossDeviceOps`, got {cross_device_ops!r:.80}"
             )
         settings = CommunicationOptions().merge(options)
         chosen = _arrays.select_device(device, _comm.local_rank(communicator))
@@ -356,7 +409,8 @@ def _make_collectives(
             f"MPIStrategy(...) with {settings.bytes_per_pack} bytes_per_pack, "
             f"{guard.timeout_seconds} timeout_seconds, "
             f"{settings.implementation.name}, guard={enabled}, "
-            f"MPIDIST_FUSION_MB={environment.bytes_per_pack / 2**20}"
+            f"MPIDIST_FUSION_MB={environment.bytes_per_pack / 2**20}, "
+            f"{type(cross_device_ops).__qualname__} as cross_device_ops"
         )
     )
     return collectives

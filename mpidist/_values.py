@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
 
 from mpidist import _arrays, _context, _nest
+from mpidist._sparse import IndexedSlices
+
+if TYPE_CHECKING:
+    from mpidist._strategy import Strategy
 
 Key = Hashable
 
@@ -387,7 +391,8 @@ class Registry:
     as long as it lasts, or until the coordinator has dropped them.
     """
 
-    def __init__(self, replica_id: int, num_replicas: int) -> None:
+    def __init__(self, strategy: Strategy, replica_id: int, num_replicas: int) -> None:
+        self.strategy = strategy
         self._replica_id = replica_id
         self._num_replicas = num_replicas
         self._values: weakref.WeakValueDictionary[Key, Any] = (
@@ -440,6 +445,10 @@ class Registry:
             ]
         )
 
+    def find(self, test: Callable[[Any], bool]) -> Any:
+        """Return a value for which ``test`` holds, or None."""
+        return next((x for x in list(self._values.values()) if test(x)), None)
+
     def get(self, key: Key) -> Any:
         """Return the value with this key, or None if there is none any more."""
         return self._values.get(key)
@@ -478,4 +487,6 @@ def own_component(x: Any) -> Any:
 
 def is_component(x: Any) -> bool:
     """Return whether `run` gives a PerReplica for this leaf: arrays and numbers."""
-    return _arrays.is_array(x) or isinstance(x, (bool, int, float, complex))
+    return _arrays.is_array(x) or isinstance(
+        x, (bool, int, float, complex, IndexedSlices)
+    )

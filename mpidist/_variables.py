@@ -1,4 +1,4 @@
-"""Mirrored variables: an array with an equal copy on each replica."""
+"""Variables: an array with a copy on each replica."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 
-from mpidist import _arrays, _context, _dispatch
-from mpidist._options import ReduceOp, VariableAggregation, VariableSynchronization
+from mpidist import _arrays, _context, _dispatch, _policies, _sparse
+from mpidist._options import VariableAggregation, VariableSynchronization
 from mpidist._reports import Call
+from mpidist._sparse import IndexedSlices, Scatter
 from mpidist._values import ArrayLike, Mirrored, PerReplica
 
 if TYPE_CHECKING:
@@ -27,41 +28,62 @@ class _Attributes:
     aggregation: VariableAggregation
 
     def __str__(self) -> str:
-        return f"Variable {self.name!r} (aggregation={self.aggregation.name})"
+        return (
+            f"Variable {self.name!r} ({self.synchronization.name}, "
+            f"aggregation={self.aggregation.name})"
+        )
 
 
 class Variable(ArrayLike):
-    """An array with a copy on each replica; all copies are always equal.
+    """An array with a copy on each replica.
 
-    Made in ``strategy.scope()`` or in a replica function it is mirrored: rank 0
-    computes the initial value, all get it. Outside every scope it is a plain
-    variable of one copy. It acts as an array in arithmetic and in NumPy and CuPy
-    functions; results are plain arrays. Its array keeps its address for life.
+    Made in ``strategy.scope()`` or in a replica function it has a copy on each
+    replica: rank 0 computes the initial value, all get it. Outside every scope it is
+    a plain variable of one copy. It acts as an array in arithmetic and in NumPy and
+    CuPy functions; results are plain arrays. Its array keeps its address for life.
 
-    It changes by `assign`, `assign_add` and `assign_sub` only:
+    It changes by `assign`, `assign_add`, `assign_sub` and the `scatter_add` family
+    only. What they do, and what reading gives, depends on ``synchronization``.
 
-    - in a replica context the values of all replicas are first combined, as
+    ON_WRITE, which is the default: a *mirrored* variable, whose copies are always
+    equal. Reading it needs no communication.
+
+    - In a replica context the values of all replicas are first combined, as
       ``aggregation`` says (the argument is combined, then the operation is applied
-      to every copy). With NONE that is an error;
-    - in cross-replica context the value must be the same on all ranks. A `Mirrored`
-      is; a plain value is checked (by checksum), unless the guard is off;
-    - in the function of ``strategy.extended.update`` each copy takes its own value.
+      to every copy). With NONE that is an error.
+    - In cross-replica context the value must be the same on all ranks. A `Mirrored`
+      is; a plain value is checked (by checksum), unless the guard is off.
+    - In the function of ``strategy.extended.update`` each copy takes its own value.
+
+    ON_READ: a *sync-on-read* variable, such as a metric: each replica has a value of
+    its own.
+
+    - In a replica context reading and assigning concern the replica's own copy,
+      without communication.
+    - In cross-replica context reading it (`value`, `numpy`, operators, ...) is a
+      collective call, which combines the copies as ``aggregation`` says: the sum,
+      the mean, or replica 0's. With NONE that is an error.
+    - In cross-replica context `assign` makes that reading gives what was assigned:
+      under SUM each copy gets ``value / n`` (of integers a share, so that they add
+      up exactly), else ``value``. `assign_add` and `assign_sub` under SUM change
+      replica 0's copy only, so that the sum changes by the value; else all copies.
 
     Collective: all replicas make a variable together, in the same order.
 
     Args:
         initial_value: an array, number or list, or a function that returns one.
             Only rank 0's is used, and only rank 0 calls the function.
-        trainable: kept for the user; default True.
+        trainable: kept for the user; default True, but False for ON_READ.
         name: for messages.
         dtype: of the array; default: of the initial value.
-        synchronization: AUTO or ON_WRITE.
-        aggregation: how assigned values of replicas are combined.
+        synchronization: AUTO, which is ON_WRITE, ON_WRITE or ON_READ.
+        aggregation: how the replicas' values are combined.
         shape: what the initial value's shape must be, if given.
 
     Raises:
-        ValueError: for MEAN of a dtype that is not floating, a synchronization that
-            is not supported, or an initial value of another shape.
+        ValueError: for MEAN of a dtype that is not floating, SUM of bool, a
+            synchronization that is not supported, or an initial value of another
+            shape.
         TypeError: for an initial value that is no array.
     """
 
@@ -90,6 +112,9 @@ class Variable(ArrayLike):
                 raise
             collectives.invalid("Variable(...)", error)
 
+        if isinstance(initial_value, Variable):
+            initial_value = initial_value._read()  # on all ranks, where it is ON_READ
+
         def make() -> Any:
             return _initial_array(initial_value, dtype, shape, attributes)
 
@@ -108,6 +133,8 @@ class Variable(ArrayLike):
         device = strategy.extended._collectives.device
         self._strategy = strategy
         self._attributes = attributes
+        on_read = attributes.synchronization is VariableSynchronization.ON_READ
+        self._policy = _policies.ON_READ if on_read else _policies.ON_WRITE
         # A copy of its own: the user's initial array stays the user's.
         self._array = _arrays.place(np.array(_arrays.to_host(value)), device)
         self._view = self._array.view()
@@ -153,17 +180,58 @@ class Variable(ArrayLike):
     def values(self) -> tuple[Any, ...]:
         """The copies that this process can see: its own, read-only.
 
-        In ``merge_fn`` one for each replica; all are equal.
+        In ``merge_fn`` one for each replica; those of an ON_READ variable are
+        gathered from their ranks then.
         """
-        if _context.current().coordinator is not None:
+        coordinator = _context.current().coordinator
+        if coordinator is None:
+            return (self._view,)
+        if self._policy is _policies.ON_WRITE:
             return (self._view,) * self._strategy.num_replicas_in_sync
-        return (self._view,)
+        (column,) = coordinator.command("collect", ([self],))
+        return tuple(column)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return tuple(self._array.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the array."""
+        return self._array.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return int(self._array.ndim)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(self._array.size)
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def is_initialized(self) -> bool:
+        """Return True: a variable has its value from the beginning. Not collective."""
+        return True
 
     def __repr__(self) -> str:
+        # This replica's copy: printing must not communicate.
+        host = np.array(_arrays.to_host(self._view))
+        kind, whose = "", ""
+        if self._policy is _policies.ON_READ:
+            kind = f" ON_READ {self.aggregation.name}"
+            whose = f" on replica {self._strategy.extended._replica_id}"
         return (
-            f"<mpidist.Variable {self.name!r} shape={self.shape} "
-            f"dtype={self.dtype.name}, value={np.array2string(self.numpy())}>"
+            f"<mpidist.Variable {self.name!r}{kind} shape={self.shape} "
+            f"dtype={self.dtype.name}, value{whose}={np.array2string(host)}>"
         )
+
+    def __format__(self, spec: str) -> str:
+        return format(self._read(), spec) if spec else str(self)
 
     __hash__ = object.__hash__
 
@@ -173,10 +241,22 @@ class Variable(ArrayLike):
             "write `variable.numpy()` for its value"
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        """Return a new variable with the same copies. Collective."""
+        text = f"deepcopy of {self._call('value')}"
+        copied = _dispatch.perform(self._strategy, "copy_variable", self, text)
+        if _context.current().coordinator is not None:
+            registry = self._strategy.extended._registry
+            weakref.finalize(copied, registry.dropped.append, copied._key)
+        memo[id(self)] = copied
+        return copied  # type: ignore[no-any-return]
+
     # --- reading --------------------------------------------------------------
 
     def _read(self) -> Any:
-        return self._view
+        if self._policy is _policies.ON_WRITE:
+            return self._view
+        return _policies.ON_READ.read(self, self._check_frame("reading"))
 
     def _as_component(self) -> Any:
         return self._view
@@ -189,8 +269,12 @@ class Variable(ArrayLike):
         )
 
     def read_value(self) -> Any:
-        """Return a copy of the value, an array on this replica's device."""
-        return self._array.copy()
+        """Return a copy of the value, an array on this replica's device.
+
+        Of an ON_READ variable, in cross-replica context, what all copies make
+        together: then it is a collective call.
+        """
+        return self._read().copy()
 
     # --- writing --------------------------------------------------------------
 
@@ -241,74 +325,205 @@ class Variable(ArrayLike):
         """Subtract from the value. Collective, and the rest, as `assign`."""
         return self._write("assign_sub", value, read_value)
 
-    def _write(self, how: Assignment, value: Any, read_value: bool) -> Variable | None:
+    def scatter_add(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Add rows to rows. Collective, except in the function of ``update``.
+
+        In a replica context the rows of all replicas are combined first, as the
+        aggregation says: with SUM those of all replicas are applied, with MEAN too,
+        each divided by the number of replicas; with ONLY_FIRST_REPLICA replica 0's.
+        The replicas may have different numbers of rows. A row that occurs several
+        times is applied several times.
+
+        Args:
+            sparse_delta: an `IndexedSlices`, whose rows have the shape of this
+                variable's rows. In cross-replica context the same on all ranks.
+            use_locking: taken and not used, as in TensorFlow 2.
+            name: likewise.
+
+        Returns:
+            This variable.
+
+        Raises:
+            ValueError: for an index out of range, rows of another shape, a dtype
+                that does not fit, and in a replica context with aggregation NONE.
+            TypeError: for what is no `IndexedSlices`.
+            NotImplementedError: for an ON_READ variable.
+            CollectiveMismatchError: in cross-replica context, for rows that are not
+                the same on all ranks.
+        """
+        return self._scatter("add", sparse_delta)
+
+    def scatter_sub(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Subtract rows from rows. Collective, and the rest, as `scatter_add`."""
+        return self._scatter("sub", sparse_delta)
+
+    def scatter_mul(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Multiply rows by rows. Collective, and the rest, as `scatter_add`."""
+        return self._scatter("mul", sparse_delta)
+
+    def scatter_div(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Divide rows by rows. Collective, and the rest, as `scatter_add`.
+
+        Not for integers: ValueError.
+        """
+        return self._scatter("div", sparse_delta)
+
+    def scatter_min(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Take the minimum of rows and rows. Collective, as `scatter_add`.
+
+        For aggregation NONE and ONLY_FIRST_REPLICA only: else NotImplementedError, as
+        in TensorFlow. A sum or mean of what replicas bound would be no bound.
+        """
+        return self._scatter("min", sparse_delta)
+
+    def scatter_max(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Take the maximum of rows and rows. Collective, as `scatter_min`."""
+        return self._scatter("max", sparse_delta)
+
+    def scatter_update(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Replace rows by rows. Collective, as `scatter_min`.
+
+        Of a row that occurs several times the last one stays.
+        """
+        return self._scatter("update", sparse_delta)
+
+    def _check_frame(self, how: str) -> _context.Frame | None:
+        """Return the frame that counts for a call; None where only this copy does."""
         frame = _context.current()
         strategy = self._strategy
-        in_force = _context.has_strategy()
-        if in_force and frame.strategy is not strategy and strategy.extended._is_mpi:
+        if not strategy.extended._is_mpi:
+            return None
+        if frame.strategy is not strategy and _context.has_strategy():
             raise RuntimeError(
                 f"Variable.{how}: Mixing different Strategy objects: Variable "
                 f"{self.name!r} belongs to {strategy}, but {frame.strategy} is in "
                 "force; make the variable in the scope of the strategy that uses it"
             )
-        if not strategy.extended._is_mpi or frame.level is _context.Level.UPDATE:
+        if frame.level is _context.Level.UPDATE:
+            return None
+        return frame
+
+    def _write(self, how: Assignment, value: Any, read_value: bool) -> Variable | None:
+        frame = self._check_frame(how)
+        if frame is None:
             prepared = self._prepare(how, value)
-            if frame.written is not None:
-                frame.written.append(self)
+            self._record()
             self._apply(how, prepared)
-        elif frame.level is _context.Level.REPLICA and in_force:
-            self._apply(how, self._aggregate(how, value))
+        elif frame.level is _context.Level.REPLICA and _context.has_strategy():
+            self._policy.write(self, how, value)
         else:
-            _dispatch.perform(strategy, "assign_variable", self, how, value)
+            _dispatch.perform(self._strategy, "assign_variable", self, how, value)
         return self if read_value else None
 
-    def _aggregate(self, how: Assignment, value: Any) -> Any:
-        """Combine the values of all replicas. Collective."""
-        call = self._call(how)
-        aggregation = self.aggregation
-        if aggregation is VariableAggregation.NONE:
-            raise ValueError(
-                f"Variable {self.name!r}.{how}: You must specify an aggregation "
-                "method to update a mirrored variable in a replica context, since each "
-                "replica may have another value. Write `Variable(..., aggregation="
-                "mpidist.VariableAggregation.MEAN)` (or SUM, or ONLY_FIRST_REPLICA), "
-                "or assign in cross-replica context: after `strategy.run`, or in a "
-                "`merge_call`"
+    def _scatter(self, how: Scatter, value: Any) -> Variable:
+        call = f"scatter_{how}"
+        frame = self._check_frame(call)
+        if self._policy is _policies.ON_READ:
+            _policies.ON_READ.scatter(self, how, value)
+        combining = (VariableAggregation.SUM, VariableAggregation.MEAN)
+        if how in ("min", "max", "update") and self.aggregation in combining:
+            raise NotImplementedError(
+                f"Variable {self.name!r}.{call}: not for aggregation="
+                f"{self.aggregation.name}; make the variable with aggregation=NONE "
+                "(and write in cross-replica context) or ONLY_FIRST_REPLICA"
             )
-        collectives = self._strategy.extended._collectives
-        try:
-            prepared = self._prepare(how, value)
-        except Exception as error:
-            collectives.invalid(call, error)
-        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return collectives.broadcast(prepared, call=call)
-        op = ReduceOp.from_variable_aggregation(aggregation)
-        return collectives.all_reduce(op, prepared, call=call)
+        if frame is None:
+            indices, rows = self._prepare_slices(how, value)
+            self._record()
+            self._apply_slices(how, indices, rows)
+        elif frame.level is _context.Level.REPLICA and _context.has_strategy():
+            self._policy.scatter(self, how, value)
+        else:
+            _dispatch.perform(self._strategy, "scatter_variable", self, how, value)
+        return self
+
+    def _record(self) -> None:
+        """Tell the update that runs, if one does, that this copy is written."""
+        frame = _context.current()
+        mirrored = self._policy is _policies.ON_WRITE
+        if frame.written is not None and mirrored and frame.strategy is self._strategy:
+            frame.written.append(self)
 
     def _call(self, how: str) -> str:
         # With the key: names need not be unique.
         return f"Variable {self.name!r}.{how} [#{self._key[0]}]"
 
-    def _prepare(self, how: Assignment, value: Any) -> Any:
+    def _prepare_slices(self, how: Scatter, value: Any) -> tuple[Any, Any]:
+        """Return indices and rows, fit for this variable."""
+        call = f"Variable {self.name!r}.scatter_{how}"
+        if isinstance(value, Mirrored):
+            value = value._own
+        if isinstance(value, PerReplica):
+            self._refuse_per_replica(f"scatter_{how}")
+        if not isinstance(value, IndexedSlices):
+            raise TypeError(
+                f"{call}: expected a `mpidist.IndexedSlices`, got "
+                f"{type(value).__name__}; write `mpidist.IndexedSlices(values, "
+                "indices)`"
+            )
+        if not self.shape:
+            raise ValueError(f"{call}: a variable of shape () has no rows")
+        if how == "div" and self.dtype.kind in "iub":
+            raise ValueError(
+                f"{call}: {self.dtype.name} would need rounding; make the variable "
+                "with a floating dtype"
+            )
+        indices = _arrays.as_array(value.indices, call)[0]
+        if isinstance(value.indices, PerReplica) or isinstance(
+            value.values, PerReplica
+        ):
+            self._refuse_per_replica(f"scatter_{how}")
+        shape = (int(indices.shape[0]), *self.shape[1:])
+        rows = self._prepare(f"scatter_{how}", value.values, shape)
+        bad = (indices < 0) | (indices >= self.shape[0])
+        if bool(bad.any()):
+            raise ValueError(
+                f"{call}: expected indices from 0 to {self.shape[0] - 1}, got "
+                f"{_arrays.to_host(indices[bad])[:5].tolist()}"
+            )
+        return indices, rows
+
+    def _refuse_per_replica(self, how: str) -> NoReturn:
+        raise TypeError(
+            f"Variable {self.name!r}.{how}: got a PerReplica, which would make the "
+            f"copies differ; write `variable.{how}(strategy.reduce(op, value, axis="
+            f"None))`, or in merge_fn `variable.{how}(strategy.extended.reduce_to(op, "
+            "value, variable))`. In a replica function it takes each replica's own "
+            "value"
+        )
+
+    def _prepare(
+        self, how: str, value: Any, shape: tuple[int, ...] | None = None
+    ) -> Any:
         """Return ``value`` as an array of this variable's dtype, shape and device."""
         call = f"Variable {self.name!r}.{how}"
+        shape = self.shape if shape is None else shape
         if isinstance(value, PerReplica):
-            raise TypeError(
-                f"{call}: got a PerReplica, which would make the copies differ; write "
-                f"`variable.{how}(strategy.reduce(op, value, axis=None))`, or in "
-                f"merge_fn `variable.{how}(strategy.extended.reduce_to(op, value, "
-                "variable))`"
-            )
+            self._refuse_per_replica(how)
         if isinstance(value, Mirrored):
             value = value._own
         if isinstance(value, ArrayLike):
             value = value._read()
         listed = isinstance(value, (list, tuple))
         x, kind = _arrays.as_array(np.asarray(value) if listed else value, call)
-        if tuple(x.shape) != self.shape:
+        if tuple(x.shape) != shape:
             raise ValueError(
-                f"{call}: expected a value of shape {self.shape}, got "
-                f"{_arrays.describe(x)}; write `numpy.full({self.shape}, value)` to "
+                f"{call}: expected a value of shape {shape}, got "
+                f"{_arrays.describe(x)}; write `numpy.full({shape}, value)` to "
                 "spread a number over the array"
             )
         python_numbers = listed or kind == "number"
@@ -325,13 +540,16 @@ class Variable(ArrayLike):
             )
         return x
 
-    def _apply(self, how: Assignment, value: Any) -> None:
+    def _apply(self, how: str, value: Any) -> None:
         if how == "assign":
             self._array[...] = value
         elif how == "assign_add":
             np.add(self._array, value, out=self._array)
         else:
             np.subtract(self._array, value, out=self._array)
+
+    def _apply_slices(self, how: Scatter, indices: Any, rows: Any) -> None:
+        _sparse.scatter(self._array, how, indices, rows)
 
 
 @_dispatch.verb("create_variable")
@@ -343,23 +561,12 @@ def _create_variable(
     return variable
 
 
-@_dispatch.verb("assign_variable")
-def _assign_variable(
-    strategy: Strategy, variable: Variable, how: Assignment, value: Any
-) -> None:
-    """Assign a value that is the same on all ranks, and see that it is."""
-    collectives = strategy.extended._collectives
-    call = variable._call(how)
-    try:
-        prepared = variable._prepare(how, value)
-    except Exception as error:
-        collectives.invalid(call, error)
-    text = f"{call} {_arrays.describe(prepared)}"
-    trusted = isinstance(value, (Mirrored, Variable)) and value._key is not None
-    if collectives.guard.checks and not trusted:
-        text += f" = {_arrays.summarize(prepared)}"
-    collectives.guard.agree(Call(text))
-    variable._apply(how, prepared)
+@_dispatch.verb("copy_variable")
+def _copy_variable(strategy: Strategy, variable: Variable, text: str) -> Variable:
+    strategy.extended._collectives.guard.agree(Call(text))
+    copied = Variable.__new__(Variable)
+    copied._set_up(strategy, variable._array, variable._attributes)
+    return copied
 
 
 def _fits(x: Any, dtype: Any, python_numbers: bool) -> bool:
@@ -398,17 +605,15 @@ def _check_attributes(
     if synchronization is VariableSynchronization.NONE:
         raise ValueError(
             f"Variable {name!r}: `NONE` variable synchronization mode is not "
-            "supported; write AUTO or ON_WRITE"
+            "supported; write AUTO, ON_WRITE or ON_READ"
         )
-    if synchronization is VariableSynchronization.ON_READ:
-        raise ValueError(
-            f"Variable {name!r}: ON_READ variables are not in this version; keep the "
-            "value in a plain array of each replica, and reduce it when you read it"
-        )
+    on_read = synchronization is VariableSynchronization.ON_READ
     return _Attributes(
         name=name,
-        trainable=True if trainable is None else bool(trainable),
-        synchronization=VariableSynchronization.ON_WRITE,
+        trainable=not on_read if trainable is None else bool(trainable),
+        synchronization=(
+            synchronization if on_read else VariableSynchronization.ON_WRITE
+        ),
         aggregation=aggregation,
     )
 
@@ -442,5 +647,10 @@ def _initial_array(
         raise ValueError(
             f"{call}: aggregation=MEAN of dtype {x.dtype.name}, which is not floating, "
             "is not supported; write dtype=float, or another aggregation"
+        )
+    if attributes.aggregation is VariableAggregation.SUM and x.dtype.kind == "b":
+        raise ValueError(
+            f"{call}: aggregation=SUM of bool is not defined; write dtype=int to "
+            "count, or another aggregation"
         )
     return x

@@ -5,22 +5,29 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 import types
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from mpidist import _arrays, _context, _dispatch, _dtypes, _nest
 from mpidist._collectives import Collectives
+from mpidist._cross_device import (
+    broadcast_value,
+    check_destinations,
+    reduce_pairs,
+    root_of,
+)
 from mpidist._errors import CollectiveError
 from mpidist._options import ReduceOp, as_reduce_op
+from mpidist._policies import component_of, differs, is_same
 from mpidist._replica import ValueContext, check_arguments
 from mpidist._reports import Call, ErrorKind
 from mpidist._values import (
-    ArrayLike,
-    DistributedValues,
     Mirrored,
     PerReplica,
     own_component,
@@ -36,45 +43,73 @@ if TYPE_CHECKING:
 _IDEMPOTENT: Final = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 
 
-@_dispatch.verb("call_for_each_replica")
-def _call_for_each_replica(strategy: Strategy, fn: Any, args: Any, kwargs: Any) -> Any:
-    extended = strategy.extended
-    context = extended._replica_context
-    call = _end_of_run(getattr(fn, "__qualname__", type(fn).__qualname__))
-    guard = extended._collectives.guard
-    error: BaseException | None = None
+class _Part:
+    """What a rank says at the end of a section: whose errors, and what came out."""
+
     kind: ErrorKind = "invalid"
+    text = ""
+
+
+def _in_section(
+    strategy: Strategy,
+    call: Call,
+    body: Callable[[_Part], Any],
+    undo: Callable[[], None] | None = None,
+) -> Any:
+    """Run ``body`` on every rank, and wait until it has ended on all. Collective.
+
+    What it raises on one rank is raised on all; ``undo`` is called on all before.
+    """
+    guard = strategy.extended._collectives.guard
+    part = _Part()
+    error: BaseException | None = None
     result = None
-    structure = ""
     with guard.section():
         try:
-            if not callable(fn):
-                raise TypeError(f"run: expected `fn` to be a function, got {fn!r}")
-            check_arguments("run", args, kwargs)
-            for leaf in _nest.flatten((args, kwargs))[0] if args or kwargs else ():
-                extended._registry.check("Strategy.run", leaf)
-            args, kwargs = select_replica(tuple(args)), select_replica(kwargs)
-            kind = "raised"
-            frame = _context.Frame(
-                strategy, _context.Level.REPLICA, replica_context=context
-            )
-            with _context.entered(frame):
-                result = fn(*args, **kwargs)
-            if isinstance(result, (types.GeneratorType, types.CoroutineType)):
-                raise TypeError(
-                    f"run: {call.text} is a generator or async function, which has not "
-                    "begun when it returns; write a plain function"
-                )
-            structure = str(_nest.flatten(result)[1])
+            result = body(part)
         except KeyboardInterrupt:
             raise
         except BaseException as raised:
             error = raised
             if isinstance(error, CollectiveError):
-                kind = "agreed"
-        error = guard.join(call, error, kind, structure)
+                part.kind = "agreed"
+        error = guard.join(call, error, part.kind, part.text)
+        if error is not None and undo is not None:
+            undo()
     if error is not None:
         raise error
+    return result
+
+
+@_dispatch.verb("call_for_each_replica")
+def _call_for_each_replica(strategy: Strategy, fn: Any, args: Any, kwargs: Any) -> Any:
+    extended = strategy.extended
+    call = _end_of_run(getattr(fn, "__qualname__", type(fn).__qualname__))
+
+    def body(part: _Part) -> Any:
+        if not callable(fn):
+            raise TypeError(f"run: expected `fn` to be a function, got {fn!r}")
+        check_arguments("run", args, kwargs)
+        for leaf in _nest.flatten((args, kwargs))[0] if args or kwargs else ():
+            extended._registry.check("Strategy.run", leaf)
+        own_args, own_kwargs = select_replica(tuple(args)), select_replica(kwargs)
+        part.kind = "raised"
+        frame = _context.Frame(
+            strategy,
+            _context.Level.REPLICA,
+            replica_context=extended._replica_context,
+        )
+        with _context.entered(frame):
+            result = fn(*own_args, **own_kwargs)
+        if isinstance(result, (types.GeneratorType, types.CoroutineType)):
+            raise TypeError(
+                f"run: {call.text} is a generator or async function, which has not "
+                "begun when it returns; write a plain function"
+            )
+        part.text = str(_nest.flatten(result)[1])
+        return result
+
+    result = _in_section(strategy, call, body)
     return extended._registry.wrap_tree(PerReplica, result)
 
 
@@ -96,15 +131,15 @@ def _reduce(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
     try:
         op = as_reduce_op(reduce_op, "Strategy.reduce")
         leaves, structure = _nest.flatten(value)
-        moving = [i for i, x in enumerate(leaves) if isinstance(x, PerReplica)]
+        moving = [i for i, x in enumerate(leaves) if differs(x)]
         axes = _as_axes(axis)
         results = list(leaves)
-        plain = [to_plain(own_component(x)) for x in leaves if not _is_same(x)]
+        plain = _plain_of(strategy, leaves)
         for i, leaf in enumerate(leaves):
             strategy.extended._registry.check("Strategy.reduce", leaf)
             if i not in moving:
                 results[i] = _reduce_same(strategy, op, leaf, axes, "Strategy.reduce")
-        local = [leaves[i]._own for i in moving]
+        local = [component_of(leaves[i]) for i in moving]
         if axes is not None:
             pairs = [_arrays.as_array(x, "Strategy.reduce") for x in local]
             parts = [_reduce_axes(op, x, axes) for x, _ in pairs]
@@ -112,7 +147,11 @@ def _reduce(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
         collectives.invalid("Strategy.reduce", error)
     if plain:
         collectives.check_plain("Strategy.reduce", plain)
-    if axes is None:
+    if axes is None and strategy.extended._custom_ops:
+        pairs = [(leaves[i], leaves[i]) for i in moving]
+        done = strategy.extended._cross_device_ops.batch_reduce(op, pairs)
+        reduced = [own_component(x) for x in done]
+    elif axes is None:
         reduced = collectives.all_reduce(op, local, call="Strategy.reduce")
     else:
         reduced = _reduce_parts(collectives, op, parts, pairs)
@@ -121,11 +160,13 @@ def _reduce(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
     return structure.unflatten(results)
 
 
-def _is_same(x: Any) -> bool:
-    """Whether a value is per replica, or known to be the same on all ranks."""
-    return isinstance(x, PerReplica) or (
-        isinstance(x, (Mirrored, Variable)) and x._key is not None
-    )
+def _plain_of(strategy: Strategy, leaves: list[Any]) -> list[Any]:
+    """Return the values that each rank has of its own, and that must be the same."""
+    return [
+        to_plain(own_component(x))
+        for x in leaves
+        if not differs(x) and not is_same(strategy, x)
+    ]
 
 
 def _reduce_same(
@@ -256,34 +297,47 @@ def _reduce_pairs(
     strategy: Strategy, reduce_op: Any, pairs: Any, options: Any, call: str
 ) -> list[Any]:
     extended = strategy.extended
+    registry = extended._registry
     try:
         op = as_reduce_op(reduce_op, call)
-        values = []
-        for pair in _check_pairs(pairs, call):
-            values.append(pair[0])
-            _check_destinations(strategy, pair[1], call)
-        leaves, structure = _nest.flatten(values)
+        structures = []
+        leaves = []
+        wanted = []  # the destinations of each leaf
+        for value, destinations in _check_pairs(pairs, call):
+            check_destinations(strategy, destinations, call)
+            flat, structure = _nest.flatten(value)
+            structures.append(structure)
+            leaves += flat
+            wanted += [destinations] * len(flat)
         results = list(leaves)
-        moving = [i for i, x in enumerate(leaves) if isinstance(x, PerReplica)]
+        moving = [i for i, x in enumerate(leaves) if differs(x)]
         for i, leaf in enumerate(leaves):
-            if i not in moving and not (
+            registry.check(call, leaf)
+            if not differs(leaf) and not (
                 op in _IDEMPOTENT and isinstance(leaf, (Mirrored, Variable))
             ):
                 results[i] = _reduce_same(strategy, op, leaf, None, call)
-        local = [leaves[i]._own for i in moving]
-        plain = [to_plain(own_component(x)) for x in leaves if not _is_same(x)]
-        for leaf in leaves:
-            extended._registry.check(call, leaf)
+        plain = _plain_of(strategy, leaves)
     except Exception as error:
         extended._collectives.invalid(call, error)
     if plain:
         extended._collectives.check_plain(call, plain)
-    reduced = extended._collectives.all_reduce(op, local, options, call=call)
-    wrapped = extended._registry.wrap_tree(Mirrored, reduced)
-    for i, x in zip(moving, wrapped, strict=True):
+    asked = [(leaves[i], wanted[i]) for i in moving]
+    if extended._custom_ops and asked:
+        reduced = extended._cross_device_ops.batch_reduce(op, asked, options)
+    else:
+        reduced = reduce_pairs(strategy, op, asked, options, call)
+    number = registry.next_key()
+    for i, x in zip(moving, reduced, strict=True):
+        if root_of(strategy, wanted[i]) is not None:
+            # For one rank: nothing on the others. See `StrategyExtended.reduce_to`.
+            x = registry.wrap(PerReplica, x, (number, i))
         results[i] = x
-    listed: list[Any] = structure.unflatten(results)
-    return listed
+    remaining = iter(results)
+    return [
+        structure.unflatten(list(itertools.islice(remaining, structure.num_leaves)))
+        for structure in structures
+    ]
 
 
 def _check_pairs(pairs: Any, call: str) -> list[tuple[Any, Any]]:
@@ -297,44 +351,18 @@ def _check_pairs(pairs: Any, call: str) -> list[tuple[Any, Any]]:
     )
 
 
-def _check_destinations(strategy: Strategy, destinations: Any, call: str) -> None:
-    if isinstance(destinations, Variable):
-        strategy.extended._check_owner(call, destinations)
-        return
-    if isinstance(destinations, (DistributedValues, ArrayLike)):
-        return
-    if _arrays.is_array(destinations):
-        return
-    if isinstance(destinations, str) and destinations in strategy.extended._devices:
-        return
-    raise ValueError(
-        f"{call}: destinations must be a `mpidist.Variable`, a distributed value, an "
-        f"array or one of {strategy.extended._devices}, got {destinations!r:.80}"
-    )
-
-
 @_dispatch.verb("broadcast_to")
 def _broadcast_to(strategy: Strategy, marked: Any, destinations: Any) -> Any:
-    extended = strategy.extended
-    collectives = extended._collectives
+    if strategy.extended._custom_ops:
+        ops = strategy.extended._cross_device_ops
+        with _context.entered(_context.Frame(strategy, _context.Level.CROSS_REPLICA)):
+            return ops.broadcast(marked.value, destinations)
 
-    def make() -> list[Any]:
-        value = marked.value
-        _check_destinations(strategy, destinations, "broadcast_to")
-        if isinstance(value, PerReplica):
-            raise TypeError(
-                "broadcast_to: got a PerReplica, which is not one value; write "
-                "`strategy.extended.reduce_to(op, value, destinations)`"
-            )
-        if isinstance(value, (bool, int, float, complex)):
-            return [value, True]
-        # A copy: what happens to the array afterwards must not show on one rank.
-        return [_arrays.as_array(to_plain(value), "broadcast_to")[0].copy(), False]
+    def get() -> Any:
+        check_destinations(strategy, destinations, "broadcast_to")
+        return marked.value
 
-    value, is_number = collectives.share(make, "broadcast_to")
-    if is_number:
-        return value
-    return extended._registry.wrap_tree(Mirrored, value)
+    return broadcast_value(strategy, get)
 
 
 @_dispatch.verb("gather")
@@ -344,8 +372,9 @@ def _gather(strategy: Strategy, value: Any, axis: Any) -> Any:
         strategy.extended._registry.check("Strategy.gather", value)
     except RuntimeError as error:
         collectives.invalid("Strategy.gather", error)
-    if isinstance(value, PerReplica):
-        return collectives.all_gather(value._own, axis, call="Strategy.gather")
+    if differs(value):
+        own = component_of(value)
+        return collectives.all_gather(own, axis, call="Strategy.gather")
     try:
         if isinstance(value, (list, tuple, dict)):
             raise TypeError(
@@ -358,7 +387,7 @@ def _gather(strategy: Strategy, value: Any, axis: Any) -> Any:
         _arrays.as_array(to_plain(plain), "Strategy.gather")
     except Exception as error:
         collectives.invalid("Strategy.gather", error)
-    if _is_same(value):
+    if is_same(strategy, value):
         collectives.guard.agree(Call("Strategy.gather of a value that is the same"))
     else:
         collectives.check_plain("Strategy.gather", [to_plain(plain)])
@@ -368,40 +397,34 @@ def _gather(strategy: Strategy, value: Any, axis: Any) -> Any:
 @_dispatch.verb("update")
 def _update(
     strategy: Strategy,
-    var: Variable,
+    var: Any,
     fn: Any,
     args: Any,
     kwargs: Any,
     group: bool,
     text: str,
 ) -> Any:
+    """Run ``fn`` in the frame of an update; ``var`` is None for `update_non_slot`."""
     extended = strategy.extended
-    guard = extended._collectives.guard
+    checks = extended._collectives.guard.checks
     written: list[Any] = []
-    raised: BaseException | None = None
-    kind: ErrorKind = "invalid"
-    result = None
-    summary = ""
-    with guard.section():
-        try:
-            _check_update(fn, args, kwargs)
-            summary = _summarize_arguments(args, kwargs) if guard.checks else ""
-            kind = "raised"
-            frame = _context.Frame(strategy, _context.Level.UPDATE, written=written)
-            with _context.entered(frame):
-                result = fn(
-                    var, *select_replica(tuple(args)), **select_replica(dict(kwargs))
-                )
-            summary += str(_nest.flatten(result)[1])
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            raised = error
-        failure = guard.join(Call(text), raised, kind, summary)
-        if failure is not None:
-            _make_equal(strategy, written)
-    if failure is not None:
-        raise failure
+
+    def body(part: _Part) -> Any:
+        _check_update(fn, args, kwargs)
+        summary = _summarize_arguments(args, kwargs) if checks else ""
+        part.kind = "raised"
+        frame = _context.Frame(strategy, _context.Level.UPDATE, written=written)
+        first = () if var is None else (var,)
+        with _context.entered(frame):
+            result = fn(
+                *first, *select_replica(tuple(args)), **select_replica(dict(kwargs))
+            )
+        part.text = summary + str(_nest.flatten(result)[1])
+        return result
+
+    result = _in_section(
+        strategy, Call(text), body, lambda: _make_equal(strategy, written)
+    )
     return extended._registry.wrap_tree(Mirrored if group else PerReplica, result)
 
 
@@ -464,21 +487,14 @@ def _distribute_values(strategy: Strategy, value_fn: Any) -> Any:
     extended = strategy.extended
     context = ValueContext(extended._replica_id, extended._num_replicas)
     call = Call("experimental_distribute_values_from_function")
-    guard = extended._collectives.guard
-    raised: BaseException | None = None
-    value = None
-    structure = ""
-    with guard.section():
-        try:
-            value = value_fn(context)
-            structure = str(_nest.flatten(value)[1])
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            raised = error
-        failure = guard.join(call, raised, "raised", structure)
-    if failure is not None:
-        raise failure
+
+    def body(part: _Part) -> Any:
+        part.kind = "raised"
+        value = value_fn(context)
+        part.text = str(_nest.flatten(value)[1])
+        return value
+
+    value = _in_section(strategy, call, body)
     registry = extended._registry
     leaves, shape = _nest.flatten(value)
     number = registry.next_key()

@@ -624,6 +624,66 @@ def test_build_may_be_anywhere(strategy):
         assert int(optimizer.iterations) == 6
 
 
+class Halving(mpidist.CollectiveAllReduce):
+    """Sum half of each value, in a way of the user's own; or give what is wrong."""
+
+    calls = 0
+    wrong = None
+
+    def reduce_implementation(self, reduce_op, value, destinations, options):
+        strategy = mpidist.get_strategy()
+        half = strategy.run(lambda x: x / 2, args=(value,))
+        self.calls += 1
+        total = super().reduce_implementation(reduce_op, half, destinations, options)
+        on_one_rank = self.wrong is not fail
+        if self.wrong is None or (on_one_rank and strategy.replica_id):
+            return total
+        return self.wrong(total)
+
+    def batch_reduce_implementation(self, reduce_op, pairs, options):
+        return [self.reduce_implementation(reduce_op, v, d, options) for v, d in pairs]
+
+
+def fail(_):
+    raise ValueError("this is wrong")
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, lambda x: x.numpy()[:1], lambda x: x + 1, fail]
+)
+@mpi
+def test_cross_device_ops_of_the_user(size, wrong):
+    options = mpidist.experimental.CommunicationOptions(timeout_seconds=60)
+    ops = Halving()
+    strategy = mpidist.MPIStrategy(communication_options=options, cross_device_ops=ops)
+    a, b = two_variables(strategy)
+    optimizer = SGD(0.5)
+    strategy.run(lambda: optimizer.apply_gradients([(ONE, a), (None, b)]))
+    ones = strategy.run(lambda: np.ones(2))
+    optimizer.apply_gradients([(None, b), (ones, a)])
+    optimizer.apply_gradients([(ones, a), (ones, b)])
+    np.testing.assert_array_equal(a.numpy(), 1 - 0.75 * size)
+    assert ops.calls == 4
+    ops.wrong = wrong
+    if wrong is not None and (size > 1 or wrong is fail):
+        with pytest.raises((ValueError, mpidist.CollectiveError)) as caught:
+            optimizer.apply_gradients([(ones, a), (ones, b)])
+        message = "expected shape|do not make the same call|this is wrong"
+        assert re.search(message, str(caught.value))
+        np.testing.assert_array_equal(a.numpy(), 1 - 0.75 * size)
+        assert int(optimizer.iterations) == 3
+    strategy.run(lambda: None)  # it can still be used
+    strategy.close()
+
+
+@mpi
+def test_indexed_slices_are_refused(strategy):
+    a, _ = two_variables(strategy)
+    rows = mpidist.IndexedSlices(np.ones(1), np.array([1]))
+    with pytest.raises(TypeError, match=r"numpy\.add\.at"):
+        strategy.run(lambda: SGD(0.5).apply_gradients([(rows, a)]))
+
+
 @apply_core
 def test_gradients_that_are_reduced_already(strategy, size):
     with strategy.scope():

@@ -26,6 +26,11 @@ class DirectTransport:
         _arrays.synchronize(buffer)
         self.comm.allreduce_in_place(buffer, op)
 
+    def reduce(self, buffer: Any, op: MPIOp, root: int) -> None:
+        """Reduce ``buffer`` of all ranks into that of the root."""
+        _arrays.synchronize(buffer)
+        self.comm.reduce(buffer, op, root)
+
     def broadcast(self, buffer: Any, root: int) -> None:
         """Copy the root's ``buffer`` to all ranks."""
         _arrays.synchronize(buffer)

@@ -32,6 +32,13 @@ class StagedTransport:
         """Reduce ``buffer`` of all ranks into itself."""
         self.allreduce(buffer, buffer, op)
 
+    def reduce(self, buffer: Any, op: MPIOp, root: int) -> None:
+        """Reduce ``buffer`` of all ranks into that of the root."""
+        host = self._copy_in("send", buffer)
+        self._direct.reduce(host, op, root)
+        if self._direct.comm.rank == root:
+            _arrays.fill(buffer, host)
+
     def broadcast(self, buffer: Any, root: int) -> None:
         """Copy the root's ``buffer`` to all ranks."""
         if self._direct.comm.rank == root:

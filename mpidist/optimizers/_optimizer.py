@@ -32,6 +32,7 @@ from mpidist import _arrays, _context, _dispatch, _fusion, _nest
 from mpidist._collectives import Collectives
 from mpidist._options import ReduceOp, VariableSynchronization
 from mpidist._reports import Call
+from mpidist._sparse import IndexedSlices
 from mpidist._values import DistributedValues, Mirrored, PerReplica
 from mpidist._variables import Variable
 from mpidist.optimizers._clipping import (
@@ -561,7 +562,12 @@ class Optimizer:
             rate = self._rate(step)
             if collectives.comm.size == 1:
                 arrays = _apart(arrays, variables)
-            reduction = _Reduction(self, collectives, [arrays[i] for i in moving])
+            reduction = _Reduction(
+                self,
+                strategy,
+                [arrays[i] for i in moving],
+                [variables[i] for i in moving],
+            )
             place = {i: k for k, i in enumerate(taken)}
             given = [arrays[i] for i in taken]
             wide = None
@@ -653,17 +659,27 @@ class _Reduction:
     """The fused sum of gradients: all that can fail, then all that moves."""
 
     def __init__(
-        self, optimizer: Optimizer, collectives: Collectives, arrays: list[Any]
+        self,
+        optimizer: Optimizer,
+        strategy: Strategy,
+        arrays: list[Any],
+        variables: list[Variable],
     ) -> None:
+        collectives = strategy.extended._collectives
+        self._strategy = strategy
         self._arrays = arrays
-        self._collectives = collectives
+        self._variables = variables
+        self._plan = None
+        self._by_user = bool(strategy.extended._custom_ops and arrays)
         self.text = f"{len(arrays)} gradients"
         if collectives.comm.size == 1 or not arrays:
-            self._plan = None
             return
         structure = _nest.flatten(arrays)[1]
         room = collectives.options.bytes_per_pack
         plan = collectives._plan(ReduceOp.SUM, structure, arrays, _APPLY, room)
+        self.text = plan.call.text
+        if self._by_user:
+            return
         if optimizer._reduced_plan is not plan:
             optimizer._reduced_plan = None
             optimizer._reduced = []  # first, so that there are never two sets
@@ -676,14 +692,15 @@ class _Reduction:
             _fusion.reserve(bucket, plan.leaves, arrays, collectives._buffers)
         self._plan = plan
         self._results = optimizer._reduced
-        self.text = plan.call.text
 
     def run(self) -> list[Any]:
         """Return the sums, which are the same on all ranks. Collective."""
+        if self._by_user:
+            return self._run_by_user()
         plan = self._plan
         if plan is None:
             return self._arrays  # of one replica
-        collectives = self._collectives
+        collectives = self._strategy.extended._collectives
         with collectives.comm.traffic.timed():
             for bucket in plan.buckets:
                 _fusion.reduce_bucket(
@@ -695,6 +712,36 @@ class _Reduction:
                     self._results,
                 )
         return self._results
+
+    def _run_by_user(self) -> list[Any]:
+        """Sum by the user's `CrossDeviceOps`, and see that all ranks got the same."""
+        extended = self._strategy.extended
+        collectives = extended._collectives
+        number = extended._registry.next_key()
+        pairs = [
+            (extended._registry.wrap(PerReplica, x, (number, i)), variable)
+            for i, (x, variable) in enumerate(
+                zip(self._arrays, self._variables, strict=True)
+            )
+        ]
+        frame = _context.Frame(self._strategy, _context.Level.CROSS_REPLICA)
+        with _context.entered(frame):  # what it raises, all ranks raise
+            ops = extended._cross_device_ops
+            sums = ops.batch_reduce(ReduceOp.SUM, pairs, None)
+        try:
+            results = [
+                _arrays.contiguous(
+                    _as_gradient(self._strategy, x, variable, False, True)
+                )
+                for x, variable in zip(sums, self._variables, strict=True)
+            ]
+            call = f"{_APPLY} with gradients that `cross_device_ops` has reduced to "
+            if collectives.guard.checks:
+                call += ", ".join(_arrays.summarize(x) for x in results)
+        except Exception as error:
+            collectives.invalid(_APPLY, error)
+        collectives.guard.agree(Call(call))
+        return results
 
 
 def array_of(variable: Variable) -> Any:
@@ -827,6 +874,18 @@ def _as_gradient(
         return gradient  # as most are
     call = f"{_APPLY}: the gradient of Variable {variable.name!r}"
     strategy.extended._registry.check(_APPLY, gradient)
+    if isinstance(gradient, IndexedSlices):
+        raise TypeError(
+            f"{call}: got IndexedSlices, and optimizers take arrays; write "
+            "`g = numpy.zeros(variable.shape)`, `numpy.add.at(g, slices.indices, "
+            "slices.values)`"
+        )
+    on_read = VariableSynchronization.ON_READ
+    if isinstance(gradient, Variable) and gradient.synchronization is on_read:
+        raise TypeError(
+            f"{call} is Variable {gradient.name!r}, which is ON_READ; write "
+            "`variable.read_value()`"
+        )
     if isinstance(gradient, PerReplica) and not in_replica and skip:
         raise ValueError(
             f"{call} is a PerReplica, which has to be reduced; leave out "
