@@ -42,7 +42,8 @@ LAYERS = [
 FOLDERS = {
     "_transports": [["_direct"], ["_staged"], ["__init__"]],
     "optimizers": [
-        ["_clipping", "_schedules"],
+        ["_arguments", "_clipping", "_schedules"],
+        ["_reduction"],
         ["_optimizer"],
         ["_rules"],
         ["__init__"],

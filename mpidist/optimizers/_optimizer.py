@@ -28,13 +28,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
 
 import numpy as np
 
-from mpidist import _arrays, _context, _dispatch, _fusion, _nest
+from mpidist import _arrays, _context, _dispatch
 from mpidist._collectives import Collectives
-from mpidist._options import ReduceOp, VariableSynchronization
 from mpidist._reports import Call
-from mpidist._sparse import IndexedSlices
-from mpidist._values import DistributedValues, Mirrored, PerReplica
+from mpidist._values import PerReplica
 from mpidist._variables import Variable
+from mpidist.optimizers._arguments import (
+    APPLY,
+    apart,
+    array_of,
+    as_gradient,
+    check_variables,
+    compute_dtype,
+    is_same,
+    listed,
+    split_pairs,
+    unique,
+)
 from mpidist.optimizers._clipping import (
     blocks,
     check_clip_norm,
@@ -42,12 +52,12 @@ from mpidist.optimizers._clipping import (
     global_norm,
     norm_scratch,
 )
+from mpidist.optimizers._reduction import Reduction
 from mpidist.optimizers._schedules import LearningRate
 
 if TYPE_CHECKING:
     from mpidist._strategy import Strategy
 
-_APPLY: Final = "apply_gradients"
 _BUILD: Final = "Optimizer.build"
 
 # An optimizer is the same object of the program on all ranks: it is known by the
@@ -78,7 +88,7 @@ class _Reference:
             found = _made.get(self.number)
         if found is None or found._text != self.text:
             raise RuntimeError(
-                f"{_APPLY}: the coordinator uses {self.text}, which this rank "
+                f"{APPLY}: the coordinator uses {self.text}, which this rank "
                 + ("does not have" if found is None else f"has as {found._text}")
                 + "; make optimizers on all ranks, in the same order, or call "
                 "`optimizer.build(variables)` before the `merge_call`"
@@ -241,7 +251,7 @@ class Optimizer:
         given: Any = variables
         try:
             given = list(variables)
-            _check_variables(given, _BUILD, self._index)
+            check_variables(given, _BUILD, self._index)
             strategy = self._strategy_of(given, _BUILD)
         except Exception as error:
             self._collectives().invalid(_BUILD, error)
@@ -316,15 +326,15 @@ class Optimizer:
                 anything has changed.
         """
         try:
-            gradients, variables = _split(grads_and_vars)
-            _check_variables(variables, _APPLY, self._index)
-            strategy = self._strategy_of(variables, _APPLY)
+            gradients, variables = split_pairs(grads_and_vars)
+            check_variables(variables, APPLY, self._index)
+            strategy = self._strategy_of(variables, APPLY)
         except Exception as error:
-            self._collectives().invalid(_APPLY, error)
+            self._collectives().invalid(APPLY, error)
         skip = bool(skip_gradients_aggregation)
         if _is_cross_replica(strategy):
             _dispatch.perform(
-                strategy, _APPLY, self._reference(), gradients, variables, skip
+                strategy, APPLY, self._reference(), gradients, variables, skip
             )
         else:
             self._apply(strategy, gradients, variables, in_replica=True, skip=skip)
@@ -461,19 +471,19 @@ class Optimizer:
                     known = [v.name for v in self._variables]
                     raise ValueError(
                         f"{_BUILD}: the optimizer was built for {len(known)} variables "
-                        f"({_listed(known)}), got {len(variables)}; make another "
+                        f"({listed(known)}), got {len(variables)}; make another "
                         "optimizer for other variables"
                     )
             decayed = [self._is_decayed(variable) for variable in variables]
-            names = _unique([variable.name for variable in variables])
-            listed = ", ".join(
+            names = unique([variable.name for variable in variables])
+            described = ", ".join(
                 f"{v.name!r} [#{v._key[0]}] {_arrays.describe(v)}{'' if d else '*'}"
                 for v, d in zip(variables, decayed, strict=True)
             )
             state = "again" if self._iterations is not None else "anew"
         except Exception as error:
             collectives.invalid(_BUILD, error)
-        collectives.guard.agree(Call(f"build {self._text} {state} for {listed}"))
+        collectives.guard.agree(Call(f"build {self._text} {state} for {described}"))
         if self._iterations is not None:
             return
 
@@ -507,7 +517,7 @@ class Optimizer:
                 raise ValueError(
                     f"{call}: Variable {variable.name!r} {_arrays.describe(variable)} "
                     "was not there when the optimizer's state was made, for "
-                    f"{_listed(known)}; pass all variables to `optimizer.build"
+                    f"{listed(known)}; pass all variables to `optimizer.build"
                     "(variables)` first, or make another optimizer for this one"
                 )
 
@@ -528,8 +538,8 @@ class Optimizer:
             taken = [i for i, g in enumerate(gradients) if g is not None]
             if not taken:
                 raise ValueError(
-                    f"{_APPLY}: No gradients provided for any variable: got None for "
-                    f"{_listed([v.name for v in variables])}"
+                    f"{APPLY}: No gradients provided for any variable: got None for "
+                    f"{listed([v.name for v in variables])}"
                 )
             moving = [
                 i
@@ -538,7 +548,7 @@ class Optimizer:
             ]
             arrays = {
                 i: _arrays.contiguous(
-                    _as_gradient(strategy, gradients[i], variables[i], in_replica, skip)
+                    as_gradient(strategy, gradients[i], variables[i], in_replica, skip)
                 )
                 for i in taken
             }
@@ -548,21 +558,21 @@ class Optimizer:
                 summaries = ", ".join(
                     _arrays.summarize(arrays[i])
                     for i in sorted(set(taken).difference(moving))
-                    if not _is_same(gradients[i])
+                    if not is_same(gradients[i])
                 )
         except Exception as error:
-            collectives.invalid(_APPLY, error)
+            collectives.invalid(APPLY, error)
         if self._iterations is None:
             self._build(strategy, variables)
         try:
-            self._check_known(variables, _APPLY)
+            self._check_known(variables, APPLY)
             indices = [self._index[id(variables[i])] for i in taken]
             count = array_of(self.iterations)
             step = int(count)
             rate = self._rate(step)
             if collectives.comm.size == 1:
-                arrays = _apart(arrays, variables)
-            reduction = _Reduction(
+                arrays = apart(arrays, variables)
+            reduction = Reduction(
                 self,
                 strategy,
                 [arrays[i] for i in moving],
@@ -583,12 +593,12 @@ class Optimizer:
                 if summaries:
                     summaries = f", given {summaries} (which are not per replica)"
                 text = (
-                    f"{_APPLY} of {self._text} at step {step} with learning_rate="
+                    f"{APPLY} of {self._text} at step {step} with learning_rate="
                     f"{rate!r}: {reduction.text} for {keys}{summaries}"
                 )
         except Exception as error:
-            collectives.invalid(_APPLY, error)
-        collectives.guard.agree(Call(text or _APPLY))
+            collectives.invalid(APPLY, error)
+        collectives.guard.agree(Call(text or APPLY))
         # From here on nothing fails on one rank alone.
         for i, reduced in zip(moving, reduction.run(), strict=True):
             given[place[i]] = reduced
@@ -612,7 +622,7 @@ class Optimizer:
             flat = _arrays.flat(array if copy is None else copy)
             slots = [_arrays.flat(array_of(slot)) for slot in self._slots[index]]
             parts = list(blocks(flat))
-            dtype = _compute_dtype(array.dtype)
+            dtype = compute_dtype(array.dtype)
             if parts and dtype not in scratch:
                 scratch[dtype] = [
                     _arrays.empty_like(flat, (parts[0].stop,), dtype) for _ in range(3)
@@ -638,7 +648,7 @@ class Optimizer:
             copy[...] = array
         gradient = _arrays.flat(gradient)
         if scale is not None:
-            scale = scale.astype(_compute_dtype(array.dtype))
+            scale = scale.astype(compute_dtype(array.dtype))
         for block in target.blocks:
             w, g = block.w, gradient[block.part]
             if block.wide is not None:
@@ -655,104 +665,6 @@ class Optimizer:
             array[...] = copy
 
 
-class _Reduction:
-    """The fused sum of gradients: all that can fail, then all that moves."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        strategy: Strategy,
-        arrays: list[Any],
-        variables: list[Variable],
-    ) -> None:
-        collectives = strategy.extended._collectives
-        self._strategy = strategy
-        self._arrays = arrays
-        self._variables = variables
-        self._plan = None
-        self._by_user = bool(strategy.extended._custom_ops and arrays)
-        self.text = f"{len(arrays)} gradients"
-        if collectives.comm.size == 1 or not arrays:
-            return
-        structure = _nest.flatten(arrays)[1]
-        room = collectives.options.bytes_per_pack
-        plan = collectives._plan(ReduceOp.SUM, structure, arrays, _APPLY, room)
-        self.text = plan.call.text
-        if self._by_user:
-            return
-        if optimizer._reduced_plan is not plan:
-            optimizer._reduced_plan = None
-            optimizer._reduced = []  # first, so that there are never two sets
-            optimizer._reduced = [
-                _arrays.empty_like(x, leaf.shape, leaf.reduction.result)
-                for x, leaf in zip(arrays, plan.leaves, strict=True)
-            ]
-            optimizer._reduced_plan = plan
-        for bucket in plan.buckets:
-            _fusion.reserve(bucket, plan.leaves, arrays, collectives._buffers)
-        self._plan = plan
-        self._results = optimizer._reduced
-
-    def run(self) -> list[Any]:
-        """Return the sums, which are the same on all ranks. Collective."""
-        if self._by_user:
-            return self._run_by_user()
-        plan = self._plan
-        if plan is None:
-            return self._arrays  # of one replica
-        collectives = self._strategy.extended._collectives
-        with collectives.comm.traffic.timed():
-            for bucket in plan.buckets:
-                _fusion.reduce_bucket(
-                    bucket,
-                    plan.leaves,
-                    self._arrays,
-                    collectives.transports,
-                    collectives._buffers,
-                    self._results,
-                )
-        return self._results
-
-    def _run_by_user(self) -> list[Any]:
-        """Sum by the user's `CrossDeviceOps`, and see that all ranks got the same."""
-        extended = self._strategy.extended
-        collectives = extended._collectives
-        number = extended._registry.next_key()
-        pairs = [
-            (extended._registry.wrap(PerReplica, x, (number, i)), variable)
-            for i, (x, variable) in enumerate(
-                zip(self._arrays, self._variables, strict=True)
-            )
-        ]
-        frame = _context.Frame(self._strategy, _context.Level.CROSS_REPLICA)
-        with _context.entered(frame):  # what it raises, all ranks raise
-            ops = extended._cross_device_ops
-            sums = ops.batch_reduce(ReduceOp.SUM, pairs, None)
-        try:
-            results = [
-                _arrays.contiguous(
-                    _as_gradient(self._strategy, x, variable, False, True)
-                )
-                for x, variable in zip(sums, self._variables, strict=True)
-            ]
-            call = f"{_APPLY} with gradients that `cross_device_ops` has reduced to "
-            if collectives.guard.checks:
-                call += ", ".join(_arrays.summarize(x) for x in results)
-        except Exception as error:
-            collectives.invalid(_APPLY, error)
-        collectives.guard.agree(Call(call))
-        return results
-
-
-def array_of(variable: Variable) -> Any:
-    """Return this rank's copy of a variable, to be changed in place.
-
-    The only place that reaches into a variable. Only for changes that all ranks make
-    alike.
-    """
-    return variable._array
-
-
 def _identity(iterations: Variable) -> Any:
     return (iterations.distribute_strategy._number, iterations._key)
 
@@ -765,174 +677,11 @@ def _is_cross_replica(strategy: Strategy) -> bool:
     return frame.level is not _context.Level.REPLICA or not _context.has_strategy()
 
 
-def _is_same(gradient: Any) -> bool:
-    """Whether a value is known to be the same on all ranks."""
-    return isinstance(gradient, (Mirrored, Variable)) and gradient._key is not None
-
-
-def _compute_dtype(dtype: Any) -> Any:
-    """Return what a step is computed in, and slots are kept in."""
-    return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
-
-
 def _zeros_for(variable: Variable) -> Callable[[], Any]:
-    return lambda: np.zeros(variable.shape, _compute_dtype(variable.dtype))
+    return lambda: np.zeros(variable.shape, compute_dtype(variable.dtype))
 
 
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:5])
-    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _unique(names: list[str]) -> list[str]:
-    """Return the names, with a number behind those that have been there."""
-    taken: set[str] = set()
-    result = []
-    for name in names:
-        candidates = itertools.chain(
-            [name], (f"{name}_{k}" for k in itertools.count(1))
-        )
-        result.append(next(c for c in candidates if c not in taken))
-        taken.add(result[-1])
-    return result
-
-
-def _split(grads_and_vars: Any) -> tuple[list[Any], list[Any]]:
-    pairs = list(grads_and_vars)
-    for pair in pairs:
-        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            raise ValueError(
-                f"{_APPLY}: expected (gradient, variable) pairs, got {pair!r:.80}; "
-                "write `apply_gradients(zip(gradients, variables, strict=True))`"
-            )
-    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-
-
-def _check_variables(variables: list[Any], call: str, known: dict[int, int]) -> None:
-    """Raise for anything but mirrored, floating variables of one strategy.
-
-    Args:
-        variables: what the user gave.
-        call: the name of the call.
-        known: those of an optimizer that has its state, by their id, which have been
-            looked at.
-    """
-    if not variables:
-        raise ValueError(f"{call}: expected at least one variable, got none")
-    seen: set[int] = set()
-    for variable in variables:
-        if not isinstance(variable, Variable):
-            hint = (
-                "; a pair is (gradient, variable), in this order"
-                if call == _APPLY
-                else ""
-            )
-            raise TypeError(
-                f"{call}: expected a `mpidist.Variable`, got a "
-                f"{type(variable).__name__}{hint}"
-            )
-        if id(variable) in seen:
-            raise ValueError(
-                f"{call}: Variable {variable.name!r} is there twice; add up its "
-                "gradients, and pass it once"
-            )
-        seen.add(id(variable))
-        if id(variable) in known and id(variables[0]) in known:
-            continue
-        name = variable.name
-        if variable.synchronization is VariableSynchronization.ON_READ:
-            raise ValueError(
-                f"{call}: Variable {name!r} is ON_READ, so each replica has another "
-                "value; an optimizer changes mirrored variables"
-            )
-        dtype = variable.dtype
-        if dtype.kind != "f" and not _arrays.is_bfloat16(dtype):
-            raise TypeError(
-                f"{call}: expected variables of floating dtypes, got Variable {name!r} "
-                f"of {dtype.name}"
-            )
-        other = variables[0].distribute_strategy
-        if variable.distribute_strategy is not other:
-            raise RuntimeError(
-                f"{call}: Mixing different Strategy objects: Variable {name!r} belongs "
-                f"to {variable.distribute_strategy}, Variable {variables[0].name!r} to "
-                f"{other}"
-            )
-
-
-def _as_gradient(
-    strategy: Strategy, gradient: Any, variable: Variable, in_replica: bool, skip: bool
-) -> Any:
-    """Return this rank's gradient as an array of the variable's dtype and shape."""
-    array = array_of(variable)
-    if (
-        type(gradient) is np.ndarray
-        and type(array) is np.ndarray
-        and gradient.dtype == array.dtype
-        and gradient.shape == array.shape
-    ):
-        return gradient  # as most are
-    call = f"{_APPLY}: the gradient of Variable {variable.name!r}"
-    strategy.extended._registry.check(_APPLY, gradient)
-    if isinstance(gradient, IndexedSlices):
-        raise TypeError(
-            f"{call}: got IndexedSlices, and optimizers take arrays; write "
-            "`g = numpy.zeros(variable.shape)`, `numpy.add.at(g, slices.indices, "
-            "slices.values)`"
-        )
-    on_read = VariableSynchronization.ON_READ
-    if isinstance(gradient, Variable) and gradient.synchronization is on_read:
-        raise TypeError(
-            f"{call} is Variable {gradient.name!r}, which is ON_READ; write "
-            "`variable.read_value()`"
-        )
-    if isinstance(gradient, PerReplica) and not in_replica and skip:
-        raise ValueError(
-            f"{call} is a PerReplica, which has to be reduced; leave out "
-            "`skip_gradients_aggregation`"
-        )
-    if isinstance(gradient, DistributedValues):
-        gradient = gradient._own
-    x, kind = _arrays.as_array(gradient, call)
-    if tuple(x.shape) != tuple(array.shape):
-        raise ValueError(
-            f"{call}: expected shape {tuple(array.shape)}, got {_arrays.describe(x)}"
-        )
-    if _arrays.is_device_array(x) != _arrays.is_device_array(array):
-        if kind == "array":
-            where = "on the GPU" if _arrays.is_device_array(array) else "on the host"
-            raise TypeError(
-                f"{call}: expected an array {where}, as the variable is; write "
-                "`strategy.array_module.asarray(gradient)`, or `gradient.get()`"
-            )
-        x = _arrays.like(array, x)
-    if x.dtype != array.dtype:
-        if kind != "number" or x.dtype.kind not in "if":
-            raise TypeError(
-                f"{call}: expected dtype {array.dtype.name}, got {_arrays.describe(x)}"
-                f"; write `gradient.astype({array.dtype.name!r})`"
-            )
-        x = x.astype(array.dtype)
-    return x
-
-
-def _apart(arrays: dict[int, Any], variables: list[Variable]) -> dict[int, Any]:
-    """Copy gradients that are views of variables, which the step changes.
-
-    On one replica gradients are not reduced into buffers of their own.
-    """
-    owners = {id(_owner(array_of(variable))) for variable in variables}
-    return {i: x.copy() if id(_owner(x)) in owners else x for i, x in arrays.items()}
-
-
-def _owner(x: Any) -> Any:
-    """Return the array whose memory this is a view of."""
-    while (base := getattr(x, "base", None)) is not None and _arrays.is_array(base):
-        x = base
-    return x
-
-
-@_dispatch.verb(_APPLY)
+@_dispatch.verb(APPLY)
 def _apply_gradients(
     strategy: Strategy,
     reference: _Reference,
@@ -943,7 +692,7 @@ def _apply_gradients(
     try:
         optimizer = reference.find()
     except Exception as error:
-        strategy.extended._collectives.invalid(_APPLY, error)
+        strategy.extended._collectives.invalid(APPLY, error)
     optimizer._apply(strategy, gradients, variables, in_replica=False, skip=skip)
 
 
