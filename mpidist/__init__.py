@@ -7,6 +7,7 @@ first `MPIStrategy` does.
 from __future__ import annotations
 
 from mpidist import experimental as experimental
+from mpidist import optimizers as optimizers
 from mpidist._cluster import MPIClusterResolver as MPIClusterResolver
 from mpidist._consistency import check_in_sync as check_in_sync
 from mpidist._context import get_cross_replica_context as get_cross_replica_context
@@ -28,6 +29,8 @@ from mpidist._errors import CollectiveTimeoutError as CollectiveTimeoutError
 from mpidist._errors import OutOfSyncError as OutOfSyncError
 from mpidist._errors import ReplicaError as ReplicaError
 from mpidist._extended import StrategyExtended as StrategyExtended
+from mpidist._losses import compute_average_loss as compute_average_loss
+from mpidist._losses import global_batch_size as global_batch_size
 from mpidist._multi_step import MultiStepContext as MultiStepContext
 from mpidist._options import ReduceOp as ReduceOp
 from mpidist._options import VariableAggregation as VariableAggregation
@@ -72,6 +75,7 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "__version__",
+    "compute_average_loss",
     "check_in_sync",
     "experimental",
     "experimental_set_strategy",
@@ -79,8 +83,10 @@ __all__ = [
     "get_loss_reduction",
     "get_replica_context",
     "get_strategy",
+    "global_batch_size",
     "has_strategy",
     "in_cross_replica_context",
+    "optimizers",
     "variable_sync_on_read_context",
 ]
 
@@ -88,6 +94,7 @@ __all__ = [
 for _name in __all__:
     if hasattr(globals()[_name], "__module__"):
         globals()[_name].__module__ = __name__
-for _name in experimental.__all__:
-    getattr(experimental, _name).__module__ = experimental.__name__
-del _name
+for _module in (experimental, optimizers):
+    for _name in _module.__all__:
+        getattr(_module, _name).__module__ = _module.__name__
+del _module, _name

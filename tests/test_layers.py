@@ -36,10 +36,18 @@ LAYERS = [
     ("loops of steps, who is where", ["_multi_step", "_cluster"]),
     ("the class that offers them", ["_extended"]),
     ("strategies", ["_strategy"]),
+    ("losses and optimizers", ["_losses", "optimizers/"]),
     ("public names", ["experimental", "__init__"]),
 ]
 FOLDERS = {
     "_transports": [["_direct"], ["_staged"], ["__init__"]],
+    "optimizers": [
+        ["_arguments", "_clipping", "_schedules"],
+        ["_reduction"],
+        ["_optimizer"],
+        ["_rules"],
+        ["__init__"],
+    ],
 }
 OWNERS = {
     "mpi4py": "_comm",

@@ -404,7 +404,8 @@ def test_the_api_page_has_all_public_names():
         else:
             shown.setdefault(module, []).append(name)
     assert sorted(shown["mpidist.experimental"]) == mpidist.experimental.__all__
-    objects = set(mpidist.__all__) - {"__version__", "experimental"}
+    assert sorted(shown["mpidist.optimizers"]) == sorted(mpidist.optimizers.__all__)
+    objects = set(mpidist.__all__) - {"__version__", "experimental", "optimizers"}
     assert sorted(shown["mpidist"]) == sorted(objects)
 
 
