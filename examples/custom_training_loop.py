@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 
 import mpidist
 
-# --- Create a strategy to distribute the variables and the graph --------------------------
+# --- Create a strategy to distribute the variables and the graph ------------------
 
 strategy = mpidist.MPIStrategy()
 xp = strategy.array_module
@@ -28,7 +28,7 @@ def say(text):
         print(text, flush=True)
 
 
-# --- Set up the input pipeline ------------------------------------------------------------
+# --- Set up the input pipeline ----------------------------------------------------
 
 BATCH_SIZE_PER_REPLICA = 32
 GLOBAL_BATCH_SIZE = BATCH_SIZE_PER_REPLICA * strategy.num_replicas_in_sync
@@ -54,7 +54,7 @@ def make_datasets():
     )
 
 
-# --- Create the model ---------------------------------------------------------------------
+# --- Create the model -------------------------------------------------------------
 
 
 class Model:
@@ -71,21 +71,31 @@ class Model:
                 mpidist.Variable(np.zeros(columns), name=f"{name}/bias", dtype="f4"),
             ]
 
-        self.trainable_variables = [*dense(64, 128, "hidden"), *dense(128, 10, "output")]
+        self.trainable_variables = [
+            *dense(64, 128, "hidden"),
+            *dense(128, 10, "output"),
+        ]
 
     def __call__(self, images):
         """Return the hidden layer, and a score for each digit."""
-        kernel_1, bias_1, kernel_2, bias_2 = (v.value() for v in self.trainable_variables)
+        kernel_1, bias_1, kernel_2, bias_2 = (
+            v.value() for v in self.trainable_variables
+        )
         hidden = (images @ kernel_1 + bias_1).clip(0)
         return hidden, hidden @ kernel_2 + bias_2
 
     def gradients(self, images, hidden, d_scores):
         """Return the gradients of the loss, from those of the scores."""
         d_hidden = (d_scores @ self.trainable_variables[2].value().T) * (hidden > 0)
-        return [images.T @ d_hidden, d_hidden.sum(0), hidden.T @ d_scores, d_scores.sum(0)]
+        return [
+            images.T @ d_hidden,
+            d_hidden.sum(0),
+            hidden.T @ d_scores,
+            d_scores.sum(0),
+        ]
 
 
-# --- Define the loss function -------------------------------------------------------------
+# --- Define the loss function -----------------------------------------------------
 
 
 def loss_object(labels, predictions):
@@ -95,7 +105,7 @@ def loss_object(labels, predictions):
     return -log_probabilities[xp.arange(len(labels)), labels], xp.exp(log_probabilities)
 
 
-# --- Define the metrics to track loss and accuracy ----------------------------------------
+# --- Define the metrics to track loss and accuracy --------------------------------
 
 
 class Mean:
@@ -125,7 +135,7 @@ class Mean:
         self.count.assign(0)
 
 
-# --- Training loop ------------------------------------------------------------------------
+# --- Training loop ----------------------------------------------------------------
 
 
 def main(options):
@@ -157,7 +167,9 @@ def main(options):
         d_scores = (probabilities - xp.eye(10, dtype="f4")[labels]) / GLOBAL_BATCH_SIZE
         gradients = model.gradients(images, hidden, d_scores)
 
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        optimizer.apply_gradients(
+            zip(gradients, model.trainable_variables, strict=True)
+        )
 
         train_accuracy.update_state(predictions.argmax(1) == labels)
         return loss
@@ -193,21 +205,17 @@ def main(options):
             checkpoint.save(options.checkpoint)
 
         # Reading a metric is a collective call, so it is not inside `say`.
+        loss = test_loss.result()
+        accuracies = train_accuracy.result(), test_accuracy.result()
         say(
-            "Epoch {}, Loss: {:.4f}, Accuracy: {:.2f}, Test Loss: {:.4f}, "
-            "Test Accuracy: {:.2f}".format(
-                epoch + 1,
-                train_loss,
-                train_accuracy.result() * 100,
-                test_loss.result(),
-                test_accuracy.result() * 100,
-            )
+            f"Epoch {epoch + 1}, Loss: {train_loss:.4f}, Accuracy: {accuracies[0]:.2%}, "
+            f"Test Loss: {loss:.4f}, Test Accuracy: {accuracies[1]:.2%}"
         )
         test_loss.reset_states()
         train_accuracy.reset_states()
         test_accuracy.reset_states()
 
-    # --- Restore the latest checkpoint and test ---------------------------------------
+    # --- Restore the latest checkpoint and test -----------------------------------
     eval_accuracy = Mean("eval_accuracy")
     new_model = Model(seed=1)
     mpidist.Checkpoint(model=new_model.trainable_variables).restore(
@@ -220,15 +228,16 @@ def main(options):
 
     for images, labels in test_dist_dataset:
         strategy.run(eval_step, args=(images, labels))
-    accuracy = eval_accuracy.result() * 100
-    say(f"Accuracy after restoring the saved model: {accuracy:.2f}")
+    say(f"Accuracy after restoring the saved model: {eval_accuracy.result():.2%}")
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--checkpoint", type=Path, default=Path("training_checkpoint"))
-    parser.add_argument("--remove", action="store_true", help="the checkpoint, at the end")
+    parser.add_argument(
+        "--remove", action="store_true", help="the checkpoint, at the end"
+    )
     return parser.parse_args()
 
 
