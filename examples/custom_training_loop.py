@@ -208,8 +208,9 @@ def main(options):
         loss = test_loss.result()
         accuracies = train_accuracy.result(), test_accuracy.result()
         say(
-            f"Epoch {epoch + 1}, Loss: {train_loss:.4f}, Accuracy: {accuracies[0]:.2%}, "
-            f"Test Loss: {loss:.4f}, Test Accuracy: {accuracies[1]:.2%}"
+            f"Epoch {epoch + 1}, Loss: {train_loss:.4f}, "
+            f"Accuracy: {accuracies[0]:.2%}, Test Loss: {loss:.4f}, "
+            f"Test Accuracy: {accuracies[1]:.2%}"
         )
         test_loss.reset_states()
         train_accuracy.reset_states()
