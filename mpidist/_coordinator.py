@@ -174,8 +174,8 @@ def _check_mirrored(value: Mirrored) -> None:
     arrays = [_arrays.as_array(x, "Mirrored")[0] for x in value._all or ()]
     if len({_arrays.describe(x) + _arrays.summarize(x) for x in arrays}) > 1:
         raise ValueError(
-            f"merge_fn made a Mirrored of components that differ: {value!r:.200}; write "
-            "`mpidist.PerReplica(...)` for a value of each replica's own"
+            f"merge_fn made a Mirrored of components that differ: {value!r:.200}; "
+            "write `mpidist.PerReplica(...)` for a value of each replica's own"
         )
 
 
