@@ -191,6 +191,9 @@ class Variable(ArrayLike):
         if self._policy is _policies.ON_WRITE or not self._strategy.extended._is_mpi:
             return (self._view,) * self._strategy.num_replicas_in_sync
         (column,) = coordinator.command("collect", ([self],))
+        for x in column[1:]:
+            if not _arrays.is_device_array(x):
+                x.flags.writeable = False
         return (self._view, *column[1:])
 
     @property
