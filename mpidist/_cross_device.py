@@ -22,7 +22,7 @@ from mpidist._values import (
     Mirrored,
     PerReplica,
     Registry,
-    is_component,
+    own_component,
 )
 from mpidist._variables import Variable
 
@@ -128,11 +128,10 @@ class CrossDeviceOps:
             ]
 
         results = _on_all(strategy, call, reduce, same)
-        registry = strategy.extended._registry
         return [
-            registry.wrap_tree(Mirrored, result)
-            if is_component(result) and root_of(strategy, destinations) is None
-            else result
+            result
+            if root_of(strategy, destinations) is not None
+            else _mirror(strategy, result)
             for result, (_, destinations) in zip(results, pairs, strict=True)
         ]
 
@@ -152,12 +151,12 @@ class CrossDeviceOps:
         def broadcast() -> Any:
             check_destinations(strategy, destinations, call)
             value = tensor._read() if isinstance(tensor, Variable) else tensor
-            result = self.broadcast_implementation(value, destinations)
-            if is_component(result) and not _arrays.is_number(result):
-                return strategy.extended._registry.wrap_tree(Mirrored, result)
-            return result
+            return self.broadcast_implementation(value, destinations)
 
-        return _on_all(strategy, call, broadcast, lambda result: [result])
+        result = _on_all(strategy, call, broadcast, lambda result: [result])
+        if isinstance(result, (bool, int, float, complex)):
+            return result
+        return _mirror(strategy, result)
 
     def reduce_implementation(
         self,
@@ -478,6 +477,14 @@ def _on_all(
     if error is not None:
         raise error
     return result
+
+
+def _mirror(strategy: Strategy, result: Any) -> Any:
+    """Wrap a result that is the same on all ranks.
+
+    Also one that is wrapped already, on this rank: keys are counted on all.
+    """
+    return strategy.extended._registry.wrap_tree(Mirrored, own_component(result))
 
 
 def _describe_result(x: Any) -> str:
