@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 class MultiStepContext:
-    """What the function of `StrategyExtended.experimental_run_steps_on_iterator` sets.
+    """Where the steps of a loop put their outputs.
 
-    That method makes one and returns it.
+    `StrategyExtended.experimental_run_steps_on_iterator` makes one, passes it to each
+    step, and returns it.
     """
 
     def __init__(self) -> None:
