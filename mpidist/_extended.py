@@ -15,7 +15,7 @@ from mpidist import _verbs as _verbs  # registers them
 from mpidist._collectives import Collectives
 from mpidist._cross_device import CollectiveAllReduce, CrossDeviceOps
 from mpidist._dispatch import OnRank0
-from mpidist._multi_step import MultiStepContext, run_steps
+from mpidist._multi_step import MultiStepContext, check_iterations, run_steps
 from mpidist._options import CommunicationOptions, ReduceOp
 from mpidist._replica import ReplicaContext
 from mpidist._values import DistributedValues, PerReplica, Registry, select_replica
@@ -243,9 +243,14 @@ class StrategyExtended:
             ValueError: for fewer than one iteration.
             OutOfRangeError: if the iterator ends before.
         """
-        _context.require_cross_replica(
-            self._strategy, "experimental_run_steps_on_iterator"
-        )
+        call = "experimental_run_steps_on_iterator"
+        frame = _context.require_cross_replica(self._strategy, call)
+        try:
+            check_iterations(iterations)
+        except Exception as error:
+            if frame.coordinator is not None:
+                raise
+            self._collectives.invalid(call, error)
         return run_steps(self._strategy, fn, iterator, iterations, initial_loop_values)
 
     def call_for_each_replica(
@@ -331,8 +336,14 @@ class StrategyExtended:
         Returns:
             `Mirrored`. Python numbers and Mirrored values come back as they are.
         """
+        frame = _context.require_cross_replica(self._strategy, "broadcast_to")
         if isinstance(tensor, Variable):
-            tensor = tensor._read()  # on all ranks, where it is ON_READ
+            try:
+                tensor = tensor._read()  # on all ranks, where it is ON_READ
+            except Exception as error:
+                if frame.coordinator is not None:
+                    raise
+                self._collectives.invalid("broadcast_to", error)
         return self._perform("broadcast_to", OnRank0(tensor), destinations)
 
     def update(

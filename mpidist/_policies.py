@@ -60,7 +60,9 @@ class OnWrite:
         call = variable._call(how)
         collectives = variable._strategy.extended._collectives
         try:
-            prepared = variable._prepare(how, value)
+            # A PerReplica that the function closes over, as one that is passed to it.
+            own = value._own if isinstance(value, PerReplica) else value
+            prepared = variable._prepare(how, own)
         except Exception as error:
             collectives.invalid(call, error)
         if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -121,8 +123,10 @@ def _share_of(value: Any, replica_id: int, num_replicas: int) -> Any:
     """Return a replica's part of a sum. Those of integers add up to it exactly."""
     if value.dtype.kind not in "iu":
         return value / value.dtype.type(num_replicas)
-    quotient, rest = np.divmod(value, value.dtype.type(num_replicas))
-    return quotient + (rest > replica_id).astype(value.dtype)
+    # There may be more replicas than an int8 can count.
+    wide = value.dtype if value.dtype.itemsize == 8 else np.dtype(np.int64)
+    quotient, rest = np.divmod(value.astype(wide), wide.type(num_replicas))
+    return (quotient + (rest > replica_id)).astype(value.dtype)
 
 
 def _require_aggregation(variable: Variable, how: str) -> None:
