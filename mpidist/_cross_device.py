@@ -38,7 +38,8 @@ class CrossDeviceOps:
     `broadcast_implementation`. Those run on every rank together, with the strategy in
     force; they may call what is legal in cross-replica context (`Strategy.run`,
     `Strategy.gather`), or the implementation of their base class. What they raise is
-    raised on all ranks.
+    raised on all ranks. What they return must be the same on all ranks, which is
+    checked (by checksum) unless the guard is off.
 
     Example: sum in half precision::
 
