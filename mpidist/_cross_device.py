@@ -372,6 +372,28 @@ def _empty_result(op: ReduceOp, own: Any, call: str) -> Any:
 # --- what the verbs share with the classes above --------------------------------------
 
 
+def all_reduce(
+    strategy: Strategy,
+    op: ReduceOp,
+    tree: Any,
+    options: CommunicationOptions | None = None,
+    call: str = "all_reduce",
+) -> Any:
+    """All-reduce a nest of own components, by the user's ops where there are some."""
+    extended = strategy.extended
+    if not extended._custom_ops:
+        return extended._collectives.all_reduce(op, tree, options, call)
+    leaves, structure = _nest.flatten(tree)
+    number = extended._registry.next_key()
+    wrapped = [
+        extended._registry.wrap(PerReplica, own_component(x), (number, i))
+        for i, x in enumerate(leaves)
+    ]
+    pairs = [(x, x) for x in wrapped]
+    results = extended._cross_device_ops.batch_reduce(op, pairs, options)
+    return structure.unflatten([own_component(x) for x in results])
+
+
 def reduce_pairs(
     strategy: Strategy,
     op: ReduceOp,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mpidist import _context, _dispatch, _nest
 from mpidist import _verbs as _verbs  # registers them
 from mpidist._collectives import Collectives
-from mpidist._cross_device import CollectiveAllReduce, CrossDeviceOps
+from mpidist._cross_device import CollectiveAllReduce, CrossDeviceOps, all_reduce
 from mpidist._dispatch import OnRank0
 from mpidist._multi_step import MultiStepContext, check_iterations, run_steps
 from mpidist._options import CommunicationOptions, ReduceOp
@@ -419,6 +419,15 @@ class StrategyExtended:
         return _nest.map_structure(
             lambda x: x._own if isinstance(x, PerReplica) else x, result
         )
+
+    def _all_reduce(
+        self,
+        op: ReduceOp,
+        tree: Any,
+        options: CommunicationOptions | None = None,
+        call: str = "all_reduce",
+    ) -> Any:
+        return all_reduce(self._strategy, op, tree, options, call)
 
     def _perform(self, name: str, *args: Any) -> Any:
         return _dispatch.perform(self._strategy, name, *args)

@@ -47,7 +47,9 @@ class OnWrite:
             indices, rows = collectives.share(lambda: [indices, rows], call)
         else:
             own = IndexedSlices(rows, indices)
-            both = collectives.all_reduce(_OPERATION[aggregation], own, call=call)
+            both = variable._strategy.extended._all_reduce(
+                _OPERATION[aggregation], own, call=call
+            )
             indices, rows = both.indices, both.values
         variable._apply_slices(how, indices, rows)
 
@@ -67,7 +69,7 @@ class OnWrite:
             collectives.invalid(call, error)
         if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return collectives.broadcast(prepared, call=call)
-        return collectives.all_reduce(
+        return variable._strategy.extended._all_reduce(
             _OPERATION[variable.aggregation], prepared, call=call
         )
 
@@ -161,8 +163,8 @@ def _read_variable(strategy: Strategy, variable: Variable) -> Any:
         result = collectives.broadcast(variable._array, call=call)
     else:
         operation = _OPERATION[variable.aggregation]
-        result = collectives.all_reduce(operation, variable._array, call=call)
-    if not _arrays.is_device_array(result):
+        result = strategy.extended._all_reduce(operation, variable._array, call=call)
+    if isinstance(result, np.ndarray):
         result.flags.writeable = False  # as of other variables; and no copy is hit
     return result
 

@@ -426,3 +426,19 @@ def test_on_a_device(monkeypatch, strategy_with, ops):
     for root, device in enumerate(strategy.extended.worker_devices):
         result = strategy.extended.reduce_to("SUM", x, device)
         assert (result is None) == (rank != root)
+
+
+def test_variables_are_aggregated_by_it(strategy_with, size):
+    ops = Recording()
+    strategy = strategy_with(ops)
+    mirrored = make(strategy, np.zeros(3), aggregation=SUM)
+    metric = make(strategy, 0.0, synchronization=ON_READ, aggregation=SUM)
+
+    strategy.run(lambda: mirrored.assign_add(np.ones(3), read_value=False))
+    assert [call[:2] for call in ops.take()] == [("reduce", "SUM")]
+    np.testing.assert_array_equal(mirrored, np.full(3, float(size)))
+
+    strategy.run(lambda: metric.assign(2.0, read_value=False))
+    assert ops.take() == []
+    assert float(metric) == 2.0 * size
+    assert [call[:2] for call in ops.take()] == [("reduce", "SUM")]
