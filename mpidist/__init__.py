@@ -6,6 +6,7 @@ first `MPIStrategy` does.
 
 from __future__ import annotations
 
+from mpidist import data as data
 from mpidist import experimental as experimental
 from mpidist._context import get_replica_context as get_replica_context
 from mpidist._context import get_strategy as get_strategy
@@ -29,13 +30,23 @@ from mpidist._values import Mirrored as Mirrored
 from mpidist._values import PerReplica as PerReplica
 from mpidist._variables import Variable as Variable
 from mpidist._version import __version__ as __version__
+from mpidist.data import DistributedDataset as DistributedDataset
+from mpidist.data import DistributedIterator as DistributedIterator
+from mpidist.data import InputContext as InputContext
+from mpidist.data import InputOptions as InputOptions
+from mpidist.data import InputReplicationMode as InputReplicationMode
 
 __all__ = [
     "CollectiveError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "CommunicationStatistics",
+    "DistributedDataset",
+    "DistributedIterator",
     "DistributedValues",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
     "MPIStrategy",
     "Mirrored",
     "PerReplica",
@@ -48,6 +59,7 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "__version__",
+    "data",
     "experimental",
     "experimental_set_strategy",
     "get_replica_context",
@@ -62,4 +74,7 @@ for _name in __all__:
         globals()[_name].__module__ = __name__
 for _name in experimental.__all__:
     getattr(experimental, _name).__module__ = experimental.__name__
+for _name in set(data.__all__) - set(__all__):
+    if isinstance(getattr(data, _name), type):
+        getattr(data, _name).__module__ = data.__name__
 del _name

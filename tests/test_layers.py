@@ -28,12 +28,23 @@ LAYERS = [
     ("merge_call", ["_coordinator"]),
     ("replica functions", ["_replica"]),
     ("cross-replica verbs", ["_verbs"]),
+    ("datasets", ["data/"]),
     ("the class that offers them", ["_extended"]),
     ("strategies", ["_strategy"]),
     ("public names", ["experimental", "__init__"]),
 ]
 FOLDERS = {
     "_transports": [["_direct"], ["_staged"], ["__init__"]],
+    "data": [
+        ["_records", "_sharding", "_prefetch", "_blocks"],
+        ["_stages"],
+        ["_dataset"],
+        ["_sources"],
+        ["_feed"],
+        ["_iterator", "_describe"],
+        ["_distribute"],
+        ["__init__"],
+    ],
 }
 OWNERS = {
     "mpi4py": "_comm",
