@@ -352,8 +352,11 @@ class Strategy:
         Raises:
             ValueError: for another mode.
         """
-        options = InputOptions(experimental_replication_mode=replication_mode)
         call = "make_input_fn_iterator"
+        try:
+            options = InputOptions(experimental_replication_mode=replication_mode)
+        except TypeError as error:
+            self._collectives.invalid(call, error)
         return iter(
             DistributedDataset._of_function(
                 self, input_fn, options, call, functions=True

@@ -216,8 +216,8 @@ class DistributedIterator:
         if kind == "own" and state["replicas"] != feed.replicas:
             raise ValueError(
                 f"{call}: the state was taken on {state['replicas']} ranks, each with "
-                f"an input of its own, and there are {feed.replicas} now, so the inputs "
-                "are others; start again on the same number, or use "
+                f"an input of its own, and there are {feed.replicas} now, so the "
+                "inputs are others; start again on the same number, or use "
                 "`experimental_distribute_dataset`, whose position holds on any number"
             )
         source = feed.source
@@ -271,11 +271,12 @@ class DistributedIterator:
         most = guard.agree_most(call, number)
         if most == 0:
             return False, None
-        if feed.policy is not None and number != most:
-            self._failure = self._shorter(number, most)
-            feed.collectives.invalid(name, ValueError(f"{name}: {self._failure}"))
         if feed.spec is None:
-            feed.learn(spec)
+            feed.learn(spec)  # all ranks, before one of them raises alone
+        if feed.policy is not None and number != most:
+            # The ranks with the most rows go on, to their next call, and raise there.
+            self._failure = self._differs(number, most)
+            feed.collectives.invalid(name, ValueError(f"{name}: {self._failure}"))
         self._position += 1
         if piece is not None:
             self._waiting, self._piece = False, None
@@ -319,20 +320,22 @@ class DistributedIterator:
             call = self._calls[key] = Call(f"{self._call.text}: {text}")
         return call
 
-    def _shorter(self, number: int, most: int) -> str:
+    def _differs(self, number: int, most: int) -> str:
+        """Say that this rank has fewer rows of a global batch than another."""
         if number == 0:
-            what = f"the input of this rank has ended after {self._position} batches"
+            what = (
+                f"the input of this rank has ended after {self._position} batches, "
+                "while that of another rank has more"
+            )
         else:
             what = (
                 f"batch {self._position} has {number - 1} rows on this rank, and "
                 f"{most - 1} on another"
             )
-            most = 0
-        more = ", while that of another rank has more" if most else ""
         return (
-            f"{what}{more}. `experimental_distribute_dataset` needs the same global "
-            "batches on every rank, of which each replica gets its part; for inputs "
-            "that differ write `strategy.distribute_datasets_from_function`"
+            f"{what}. `experimental_distribute_dataset` needs the same global batches "
+            "on every rank, of which each replica gets its part; for inputs that "
+            "differ write `strategy.distribute_datasets_from_function`"
         )
 
     # --- reading --------------------------------------------------------------
@@ -382,13 +385,12 @@ class DistributedIterator:
             + (f"checksum {checksum:x}" if checksum else "no batch")
             for checksum, ranks in groups.items()
         ]
-        rank = collectives.comm.rank
+        listed = "\n".join(lines)
         raise ValueError(
             on_rank(
-                rank,
+                collectives.comm.rank,
                 f"{name}: batch {self._position} is not the same on all ranks:\n"
-                + "\n".join(lines)
-                + "\n`experimental_distribute_dataset` needs the same global batches on "
+                f"{listed}\n`experimental_distribute_dataset` needs the same global batches on "
                 "every rank, of which each replica gets its part. Give every shuffle "
                 "and every random function of the input the same seed on all ranks",
             )

@@ -189,9 +189,10 @@ class IterableSource:
     def open(self, iteration: int) -> Stream:
         if self.one_shot and self._opened:
             raise RuntimeError(
-                f"{self.call}: a {self.text} can be gone through only once, and this is "
-                "the second `iter(...)`; give an object whose `__iter__` starts anew "
-                "(a class, a list, a DataLoader), or make the dataset again for each epoch"
+                f"{self.call}: a {self.text} can be gone through only once, and this "
+                "is the second `iter(...)`; give an object whose `__iter__` starts anew "
+                "(a class, a list, a DataLoader), or make the dataset again for each "
+                "epoch"
             )
         self._opened = True
         return _IteratorStream(iter(self.items), self.call)
@@ -289,8 +290,8 @@ def source_of(dataset: Any, call: str) -> Source:
     if _holds_rows(dataset):
         raise TypeError(
             f"{call}: got {_describe(dataset)}, which is not a dataset of batches; "
-            "write `mpidist.data.Dataset.from_tensor_slices(x).batch(global_batch_size)` for "
-            "its rows, or a list of batches"
+            "write `mpidist.data.Dataset.from_tensor_slices(x).batch("
+            "global_batch_size)` for its rows, or a list of batches"
         )
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         return SequenceSource(dataset, call)
