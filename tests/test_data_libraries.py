@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from test_data_distribute import mine, own
-from test_data_state import gathered
+from test_data_state import flat, gathered
 
 from mpidist.data import Dataset
 
@@ -83,7 +83,7 @@ def test_grain_data_loader(strategy, grain):
     second = iter(strategy.experimental_distribute_dataset(loader))
     second.restore(iterator.state())
     rest = gathered(strategy, second)
-    assert sorted(sum(seen + rest, [])) == list(range(ROWS))
+    assert sorted(flat(seen + rest)) == list(range(ROWS))
 
 
 def test_grain_shards_for_each_rank(strategy, grain, rank, size):
@@ -94,7 +94,7 @@ def test_grain_shards_for_each_rank(strategy, grain, rank, size):
 
     dataset = strategy.distribute_datasets_from_function(dataset_fn)
     seen = gathered(strategy, iter(dataset))
-    assert sorted(sum(seen, [])) == list(range(ROWS))
+    assert sorted(flat(seen)) == list(range(ROWS))
 
 
 def test_rows_of_grain_are_read_by_their_rank_only(strategy, grain, rank):
@@ -142,7 +142,7 @@ def test_torch_tensors_are_not_copied(strategy, torch, rank):
     dataset = strategy.experimental_distribute_dataset(
         iter([torch.zeros(4, dtype=torch.bfloat16)])
     )
-    with pytest.raises(TypeError, match="dtype torch.bfloat16 over DLPack"):
+    with pytest.raises(TypeError, match=r"dtype torch.bfloat16 over DLPack"):
         next(iter(dataset))
 
 

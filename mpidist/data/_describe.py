@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any, Final
 
 from mpidist import _nest
@@ -11,6 +12,7 @@ from mpidist.data._sources import DatasetSource
 
 # Of more batches only the first is described: each has to be opened for its rows.
 _MOST_BATCHES: Final = 100_000
+_WIDTH: Final = 92
 
 
 def describe_feed(feed: Feed) -> str:
@@ -19,7 +21,9 @@ def describe_feed(feed: Feed) -> str:
     lines = [f"DistributedDataset #{feed.number} on {feed.replicas} replica{plural}"]
 
     def fact(name: str, text: str) -> None:
-        lines.append(f"  {name:<16}{text}")
+        first, *more = textwrap.wrap(text, _WIDTH - 18) or [""]
+        lines.append(f"  {name:<16}{first}")
+        lines.extend(" " * 18 + line for line in more)
 
     fact("input", feed.source.text)
     fact("elements", _elements(feed))
@@ -34,7 +38,7 @@ def describe_feed(feed: Feed) -> str:
     fact("reading", _reading(feed))
     table = _table(feed, sizes)
     if table:
-        lines += ["", *table]
+        lines += ["", "  rows of each replica [from:to]", *table]
     return "\n".join(lines)
 
 
@@ -104,8 +108,11 @@ def _reading(feed: Feed) -> str:
         return f"each rank reads the rows of its replica, and no others{more}"
     why = ""
     if isinstance(feed.source, DatasetSource):
-        why = " (because of the `map` after `batch`; one before it works row by row)"
-    return f"each rank reads whole batches, and keeps the rows of its replica{why}"
+        why = ", because of the `map` after `batch` (one before it works row by row)"
+    many = f", 1 of {feed.replicas} parts" if feed.replicas > 1 else ""
+    return (
+        f"each rank reads whole batches, and keeps the rows of its replica{many}{why}"
+    )
 
 
 def _table(feed: Feed, sizes: dict[int, int] | None) -> list[str]:

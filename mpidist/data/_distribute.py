@@ -282,6 +282,7 @@ def _check_options(options: Any, call: str) -> InputOptions:
     ):
         raise ValueError(
             f"{call}: `experimental_place_dataset_on_device` needs "
-            "InputReplicationMode.PER_REPLICA; leave it out: elements come on the replica's device anyway"
+            "InputReplicationMode.PER_REPLICA; leave it out: elements come on the "
+            "replica's device anyway"
         )
     return options

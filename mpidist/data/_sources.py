@@ -190,9 +190,9 @@ class IterableSource:
         if self.one_shot and self._opened:
             raise RuntimeError(
                 f"{self.call}: a {self.text} can be gone through only once, and this "
-                "is the second `iter(...)`; give an object whose `__iter__` starts anew "
-                "(a class, a list, a DataLoader), or make the dataset again for each "
-                "epoch"
+                "is the second `iter(...)`; give an object whose `__iter__` starts "
+                "anew (a class, a list, a DataLoader), or make the dataset again for "
+                "each epoch"
             )
         self._opened = True
         return _IteratorStream(iter(self.items), self.call)
