@@ -10,20 +10,32 @@ from typing import Any
 import pytest
 
 import mpidist
-from mpidist import experimental
+from mpidist import data, experimental
 
+PREFIXES = {mpidist: "", data: "data.", experimental: "experimental."}
 NOT_EXPORTED = {"annotations"}  # from __future__
 
 # Every rank, or every replica, has to call these.
 COLLECTIVE = {
+    "DistributedDataset.reduce",
+    "DistributedIterator.get_next",
+    "DistributedIterator.get_next_as_optional",
+    "DistributedIterator.initialize",
+    "DistributedIterator.restore",
     "MPIStrategy",
     "MPIStrategy.close",
     "ReplicaContext.all_gather",
     "ReplicaContext.all_reduce",
     "ReplicaContext.merge_call",
+    "Strategy.distribute_datasets_from_function",
+    "Strategy.experimental_distribute_dataset",
+    "Strategy.experimental_distribute_datasets_from_function",
     "Strategy.experimental_distribute_values_from_function",
+    "Strategy.experimental_run",
     "Strategy.experimental_run_v2",
     "Strategy.gather",
+    "Strategy.make_dataset_iterator",
+    "Strategy.make_input_fn_iterator",
     "Strategy.reduce",
     "Strategy.run",
     "StrategyExtended.batch_reduce_to",
@@ -42,7 +54,16 @@ LOCAL = {
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "CommunicationStatistics",
+    "DistributedDataset",
+    "DistributedDataset.cardinality",
+    "DistributedDataset.describe",
+    "DistributedIterator",
+    "DistributedIterator.state",
     "DistributedValues",
+    "InputContext",
+    "InputContext.get_per_replica_batch_size",
+    "InputOptions",
+    "InputReplicationMode",
     "Mirrored",
     "PerReplica",
     "ReduceOp",
@@ -52,6 +73,7 @@ LOCAL = {
     "Strategy",
     "Strategy.communication_statistics",
     "Strategy.experimental_local_results",
+    "Strategy.experimental_make_numpy_dataset",
     "Strategy.scope",
     "StrategyExtended",
     "Variable.numpy",
@@ -61,6 +83,22 @@ LOCAL = {
     "Mirrored.value",
     "VariableAggregation",
     "VariableSynchronization",
+    "data.ArraySpec",
+    "data.AutoShardPolicy",
+    "data.Dataset",
+    "data.Dataset.batch",
+    "data.Dataset.cardinality",
+    "data.Dataset.from_tensor_slices",
+    "data.Dataset.map",
+    "data.Dataset.prefetch",
+    "data.Dataset.repeat",
+    "data.Dataset.shard",
+    "data.Dataset.shuffle",
+    "data.Dataset.take",
+    "data.Optional",
+    "data.Optional.get_value",
+    "data.Optional.has_value",
+    "data.OutOfRangeError",
     "experimental.CollectiveCommunication",
     "experimental.CollectiveHints",
     "experimental.CommunicationImplementation",
@@ -77,8 +115,10 @@ LOCAL = {
 
 def public_objects() -> Iterator[tuple[str, Any]]:
     """Yield the public classes and functions, by the name that users write."""
-    for module, prefix in ((mpidist, ""), (experimental, "experimental.")):
+    for module, prefix in PREFIXES.items():
         for name in module.__all__:
+            if prefix and name in mpidist.__all__:
+                continue  # `mpidist.data` has some that are in `mpidist` itself
             value = getattr(module, name)
             if inspect.isclass(value) or inspect.isfunction(value):
                 yield prefix + name, value
@@ -115,7 +155,7 @@ MEMBERS = dict(public_members())
 CALLABLES = OBJECTS | {k: v for k, v in MEMBERS.items() if inspect.isfunction(v)}
 
 
-@pytest.mark.parametrize("module", [mpidist, experimental], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", PREFIXES, ids=lambda m: m.__name__)
 def test_all_is_sorted_and_complete(module):
     assert module.__all__ == sorted(module.__all__)
     assert len(module.__all__) == len(set(module.__all__))
@@ -128,10 +168,10 @@ def test_all_is_sorted_and_complete(module):
 @pytest.mark.parametrize("name", OBJECTS)
 def test_public_objects_claim_the_public_name(name):
     value = OBJECTS[name]
-    module = "mpidist.experimental" if name.startswith("experimental.") else "mpidist"
-    assert value.__module__ == module
+    prefix = name.rpartition(".")[0]
+    found = getattr(mpidist, prefix) if prefix else mpidist
+    assert value.__module__ == found.__name__
     # What it calls itself is where it is found, an older name of it aside.
-    found = mpidist if module == "mpidist" else experimental
     assert getattr(found, value.__qualname__) is value
 
 

@@ -31,6 +31,7 @@ from mpidist import _dtypes, _options
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted((ROOT / "docs" / "guide").glob("*.md"))
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
 SECONDS = 100  # for one program
@@ -404,7 +405,9 @@ def test_the_api_page_has_all_public_names():
         else:
             shown.setdefault(module, []).append(name)
     assert sorted(shown["mpidist.experimental"]) == mpidist.experimental.__all__
-    objects = set(mpidist.__all__) - {"__version__", "experimental"}
+    own = set(mpidist.data.__all__) - set(mpidist.__all__)
+    assert sorted(shown["mpidist.data"]) == sorted(own)
+    objects = set(mpidist.__all__) - {"__version__", "data", "experimental"}
     assert sorted(shown["mpidist"]) == sorted(objects)
 
 

@@ -391,8 +391,8 @@ class DistributedIterator:
                 collectives.comm.rank,
                 f"{name}: batch {self._position} is not the same on all ranks:\n"
                 f"{listed}\n`experimental_distribute_dataset` needs the same global "
-                "batches on every rank, of which each replica gets its part. Give every "
-                "shuffle and every random function of the input the same seed on all "
+                "batches on every rank, of which each replica gets its part. Give "
+                "every shuffle and every random function of the input the same seed on all "
                 "ranks",
             )
         )
