@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import threading
 
 import numpy as np
 import posing
@@ -282,6 +283,45 @@ def test_a_step_costs_one_header_and_no_other_message(strategy, size, monkeypatc
     with pytest.raises(StopIteration):
         next(iterator)
     assert guard.sequence - before == 6
+
+
+def test_no_thread_but_the_main_one_calls_mpi(new_strategy, monkeypatch):
+    strategy = new_strategy()
+    comm = strategy.extended._collectives.comm
+    threads = set()
+    for name in (
+        "start_all_max",
+        "all_gather_objects",
+        "all_reduce",
+        "start_broadcast",
+    ):
+
+        def record(*args, original=getattr(comm, name), **kwargs):
+            threads.add(threading.current_thread().name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(comm, name, record)
+    readers = set()
+
+    def fn(x):
+        readers.add(threading.current_thread().name)
+        return x
+
+    dataset = Dataset.from_tensor_slices(np.arange(40)).map(fn).batch(8).prefetch(2)
+    for element in strategy.experimental_distribute_dataset(dataset):
+        sums = strategy.run(lambda x: x.sum(), args=(element,))
+        strategy.reduce("SUM", sums, axis=None)
+    assert readers == {"mpidist-prefetch"}
+    assert threads == {threading.current_thread().name}
+
+
+def test_the_order_of_keys_does_not_matter(strategy, rank):
+    arrays = {"a": np.arange(4), "b": np.ones((4, 2))}
+    if rank % 2:
+        arrays = dict(reversed(arrays.items()))
+    for batches in (Dataset.from_tensor_slices(arrays).batch(4), [arrays]):
+        (element,) = strategy.experimental_distribute_dataset(batches)
+        assert own(strategy, element)["b"].shape[1:] == (2,)
 
 
 def test_what_elements_are_like_is_told_once(strategy, monkeypatch):

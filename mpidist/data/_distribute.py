@@ -12,6 +12,7 @@ from mpidist.data._describe import describe_feed
 from mpidist.data._feed import (
     Feed,
     debugging,
+    describe,
     require_program_level,
     spec_from_nest,
 )
@@ -169,7 +170,7 @@ def _distribute_dataset(
                 "`dataset.batch(global_batch_size)`"
             )
         spec = spec_from_nest(source.spec) if source.spec is not None else None
-        kind = "" if spec is None else f", {source.spec}"
+        kind = "" if spec is None else f", {describe(spec.empty())}"
         text = (
             f"{call} of {source.text} ({_many(source)}{kind}), split by {policy.name}"
         )

@@ -392,8 +392,8 @@ class DistributedIterator:
                 f"{name}: batch {self._position} is not the same on all ranks:\n"
                 f"{listed}\n`experimental_distribute_dataset` needs the same global "
                 "batches on every rank, of which each replica gets its part. Give "
-                "every shuffle and every random function of the input the same seed on all "
-                "ranks",
+                "every shuffle and every random function of the input the same seed on "
+                "all ranks",
             )
         )
 

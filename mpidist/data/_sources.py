@@ -182,9 +182,10 @@ class IterableSource:
 
     def cardinality(self) -> int:
         try:
-            return len(self.items)
+            size = len(self.items)
         except (TypeError, NotImplementedError):
             return UNKNOWN_CARDINALITY
+        return INFINITE_CARDINALITY if size >= INFINITE else size
 
     def open(self, iteration: int) -> Stream:
         if self.one_shot and self._opened:
