@@ -153,6 +153,17 @@ def test_replicas_without_rows_learn_what_a_map_gives(strategy, rank):
     assert calls == ([0, 1, 2] if rank == 0 else [])
 
 
+def test_without_the_guard(new_strategy):
+    strategy = new_strategy(guard=False)
+    for make in (as_dataset, as_list):
+        dataset = strategy.experimental_distribute_dataset(make(14, 4))
+        assert mine(strategy, dataset) == pieces(strategy, 14, 4)
+    dataset = strategy.distribute_datasets_from_function(
+        lambda context: as_list(context.input_pipeline_id + 1, 1)
+    )
+    assert len(list(dataset)) == strategy.num_replicas_in_sync
+
+
 def test_row_shapes_may_change_from_step_to_step(strategy, rank, size):
     source = [np.zeros((size, width)) for width in (3, 5, 2)]
     dataset = strategy.experimental_distribute_dataset(source)

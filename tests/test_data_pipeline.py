@@ -10,6 +10,7 @@ import gc
 import itertools
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -18,8 +19,11 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist.data import ArraySpec, Dataset
+from mpidist.data._describe import describe_feed
+from mpidist.data._feed import Feed
 from mpidist.data._prefetch import Prefetcher
 from mpidist.data._sharding import split_as_it_comes, split_by_plan
+from mpidist.data._sources import DatasetSource
 
 Pair = collections.namedtuple("Pair", ["x", "y"])
 ROWS = 10
@@ -337,6 +341,36 @@ def test_repr_tells_the_pipeline():
         "<mpidist.data.Dataset of 9 rows.shuffle(4).repeat(2).batch(3, "
         "drop_remainder=True).prefetch(2)>"
     )
+
+
+# --- the plan ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("replicas", "batch", "policy", "note", "table"),
+    [
+        (
+            64,
+            1000,
+            "AUTO",
+            "1 of 64 replicas never get a row; take a multiple of 64 rows, or auto_shard_p",
+            ["0-61 16 960", "62 8 480", "63 0 0"],
+        ),
+        (64, 1000, "OFF", "", ["0-39 16 960", "40-63 15 900"]),
+        (3, 2, "AUTO", "1 of 3 replicas never get a row; take batches of 3 rows", []),
+        (2, 40000, "AUTO", "", ["0 20000 [0:20000] 10000 [0:10000] 30000"]),
+    ],
+)
+def test_the_plan_for_many_replicas(replicas, batch, policy, note, table):
+    rows = Dataset.from_tensor_slices(np.arange(60000)).batch(batch)
+    strategy = types.SimpleNamespace(num_replicas_in_sync=replicas)
+    policy = mpidist.data.AutoShardPolicy[policy]
+    text = describe_feed(Feed(strategy, DatasetSource(rows), 1, policy, True))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert ("note" in text) == bool(note)
+    assert note in " ".join(lines)
+    for row in table:
+        assert row in lines
 
 
 # --- the thread --------------------------------------------------------------------

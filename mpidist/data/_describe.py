@@ -12,6 +12,8 @@ from mpidist.data._sources import DatasetSource
 
 # Of more batches only the first is described: each has to be opened for its rows.
 _MOST_BATCHES: Final = 100_000
+# With more replicas than this, those with the same numbers share a row of the table.
+_MOST_PLACES: Final = 16
 _WIDTH: Final = 92
 
 
@@ -36,9 +38,12 @@ def describe_feed(feed: Feed) -> str:
     fact("global batches", _batches(feed, sizes))
     fact("split", _rule(feed))
     fact("reading", _reading(feed))
+    if idle := _idle(feed):
+        fact("note", idle)
     table = _table(feed, sizes)
     if table:
-        lines += ["", "  rows of each replica [from:to]", *table]
+        where = " [from:to]" if feed.replicas <= _MOST_PLACES else ""
+        lines += ["", f"  rows of each replica{where}", *table]
     return "\n".join(lines)
 
 
@@ -115,6 +120,22 @@ def _reading(feed: Feed) -> str:
     )
 
 
+def _idle(feed: Feed) -> str:
+    """Return a text if replicas get nothing, even of a full batch."""
+    size = feed.source.batch_size
+    if not size:
+        return ""
+    busy = sum(_count(feed, size, replica) > 0 for replica in range(feed.replicas))
+    if busy == feed.replicas:
+        return ""
+    what = f"{feed.replicas - busy} of {feed.replicas} replicas never get a row"
+    if size < feed.replicas:
+        return f"{what}; take batches of {feed.replicas} rows or more"
+    return (
+        f'{what}; take a multiple of {feed.replicas} rows, or auto_shard_policy="OFF"'
+    )
+
+
 def _table(feed: Feed, sizes: dict[int, int] | None) -> list[str]:
     """Return a row for each replica, or group of replicas with the same numbers."""
     full = feed.source.batch_size
@@ -138,7 +159,7 @@ def _table(feed: Feed, sizes: dict[int, int] | None) -> list[str]:
                 )
             )
         rows.append((replica, cells))
-    if feed.replicas > 16:
+    if feed.replicas > _MOST_PLACES:
         # Positions differ between all; what a person asks is how many rows each has.
         rows = [
             (replica, [c.split(" ")[0] if isinstance(c, str) else c for c in cells])
