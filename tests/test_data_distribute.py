@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import json
+import tempfile
 import threading
+from pathlib import Path
 
 import numpy as np
 import posing
@@ -250,11 +252,18 @@ def test_a_map_after_batch_makes_each_rank_read_whole_batches(strategy, size):
     assert sorted(source.touched) == list(range(16))
 
 
-def test_a_file_is_mapped_into_memory(strategy, rank, tmp_path_factory):
+@pytest.fixture
+def own_folder():
+    """A folder of this rank: pytest's own are pruned by all ranks at once."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_a_file_is_mapped_into_memory(strategy, rank, own_folder):
     # Each rank has a file of its own here; the rows of others are poisoned in it. So
     # what comes out shows that nothing was taken from there.
     n = strategy.num_replicas_in_sync
-    path = tmp_path_factory.mktemp(f"rank{rank}") / "rows.bin"
+    path = own_folder / "rows.bin"
     rows, batch = 30, 7
     content = np.full((rows, 4), -1.0, np.float32)
     for index in range(0, rows, batch):

@@ -353,7 +353,7 @@ def test_repr_tells_the_pipeline():
             64,
             1000,
             "AUTO",
-            "1 of 64 replicas never get a row; take a multiple of 64 rows, or auto_shard_p",
+            "1 of 64 replicas never get a row; take a multiple of 64 rows, or",
             ["0-61 16 960", "62 8 480", "63 0 0"],
         ),
         (64, 1000, "OFF", "", ["0-39 16 960", "40-63 15 900"]),
