@@ -6,6 +6,7 @@ first `MPIStrategy` does.
 
 from __future__ import annotations
 
+from mpidist import data as data
 from mpidist import experimental as experimental
 from mpidist import optimizers as optimizers
 from mpidist._cluster import MPIClusterResolver as MPIClusterResolver
@@ -47,6 +48,11 @@ from mpidist._values import Mirrored as Mirrored
 from mpidist._values import PerReplica as PerReplica
 from mpidist._variables import Variable as Variable
 from mpidist._version import __version__ as __version__
+from mpidist.data import DistributedDataset as DistributedDataset
+from mpidist.data import DistributedIterator as DistributedIterator
+from mpidist.data import InputContext as InputContext
+from mpidist.data import InputOptions as InputOptions
+from mpidist.data import InputReplicationMode as InputReplicationMode
 
 __all__ = [
     "CollectiveAllReduce",
@@ -55,9 +61,14 @@ __all__ = [
     "CollectiveTimeoutError",
     "CommunicationStatistics",
     "CrossDeviceOps",
+    "DistributedDataset",
+    "DistributedIterator",
     "DistributedValues",
     "HierarchicalCopyAllReduce",
     "IndexedSlices",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
     "MPIClusterResolver",
     "MPIStrategy",
     "Mirrored",
@@ -77,6 +88,7 @@ __all__ = [
     "__version__",
     "check_in_sync",
     "compute_average_loss",
+    "data",
     "experimental",
     "experimental_set_strategy",
     "get_cross_replica_context",
@@ -94,7 +106,8 @@ __all__ = [
 for _name in __all__:
     if hasattr(globals()[_name], "__module__"):
         globals()[_name].__module__ = __name__
-for _module in (experimental, optimizers):
-    for _name in _module.__all__:
-        getattr(_module, _name).__module__ = _module.__name__
+for _module in (data, experimental, optimizers):
+    for _name in set(_module.__all__) - set(__all__):
+        if callable(getattr(_module, _name)):
+            getattr(_module, _name).__module__ = _module.__name__
 del _module, _name

@@ -29,6 +29,7 @@ def test_every_example_is_tested():
     names = {path.name for path in EXAMPLES.glob("*.py")}
     assert names == {
         "clip_by_global_norm.py",
+        "grain_input.py",
         "hello.py",
         "kmeans.py",
         "monte_carlo_pi.py",
@@ -57,6 +58,15 @@ def test_clip_by_global_norm(tmp_path):
     assert offset == pytest.approx(-1, abs=0.15)
     assert 0 < clipped < 150
     assert largest > 3
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_grain_input(tmp_path, ranks):
+    pytest.importorskip("grain")
+    pytest.importorskip("sklearn")
+    output = run_example("grain_input.py", cwd=tmp_path, ranks=ranks).stdout
+    pattern = rf"9000 images in 6 epochs on {ranks} replicas?: test accuracy (\S+)%"
+    assert float(the_match(pattern, output)[1]) >= 85
 
 
 def test_monte_carlo_pi(tmp_path):

@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 
 import mpidist
-from mpidist import experimental, optimizers
+from mpidist import data, experimental, optimizers
 
-MODULES = [mpidist, experimental, optimizers]
+PREFIXES = {
+    mpidist: "",
+    data: "data.",
+    experimental: "experimental.",
+    optimizers: "optimizers.",
+}
 NOT_EXPORTED = {"annotations"}  # from __future__
 
 # Every rank, or every replica, has to call these.
@@ -30,6 +35,11 @@ COLLECTIVE = {
     "CrossDeviceOps.reduce",
     "CrossDeviceOps.reduce_implementation",
     "HierarchicalCopyAllReduce.batch_reduce_implementation",
+    "DistributedDataset.reduce",
+    "DistributedIterator.get_next",
+    "DistributedIterator.get_next_as_optional",
+    "DistributedIterator.initialize",
+    "DistributedIterator.restore",
     "MPIStrategy",
     "MPIStrategy.close",
     "MultiStepContext.set_last_step_output",
@@ -39,9 +49,15 @@ COLLECTIVE = {
     "ReplicaContext.all_gather",
     "ReplicaContext.all_reduce",
     "ReplicaContext.merge_call",
+    "Strategy.distribute_datasets_from_function",
+    "Strategy.experimental_distribute_dataset",
+    "Strategy.experimental_distribute_datasets_from_function",
     "Strategy.experimental_distribute_values_from_function",
+    "Strategy.experimental_run",
     "Strategy.experimental_run_v2",
     "Strategy.gather",
+    "Strategy.make_dataset_iterator",
+    "Strategy.make_input_fn_iterator",
     "Strategy.reduce",
     "Strategy.run",
     "StrategyExtended.batch_reduce_to",
@@ -80,6 +96,15 @@ LOCAL = {
     "MPIClusterResolver.cluster_spec",
     "MPIClusterResolver.master",
     "MPIClusterResolver.num_accelerators",
+    "DistributedDataset",
+    "DistributedDataset.cardinality",
+    "DistributedDataset.describe",
+    "DistributedIterator",
+    "DistributedIterator.state",
+    "InputContext",
+    "InputContext.get_per_replica_batch_size",
+    "InputOptions",
+    "InputReplicationMode",
     "Mirrored",
     "Mirrored.numpy",
     "Mirrored.value",
@@ -97,6 +122,7 @@ LOCAL = {
     "Strategy.communication_statistics",
     "Strategy.experimental_local_results",
     "Strategy.group",
+    "Strategy.experimental_make_numpy_dataset",
     "Strategy.scope",
     "Strategy.unwrap",
     "StrategyExtended",
@@ -110,6 +136,22 @@ LOCAL = {
     "Variable.value",
     "VariableAggregation",
     "VariableSynchronization",
+    "data.ArraySpec",
+    "data.AutoShardPolicy",
+    "data.Dataset",
+    "data.Dataset.batch",
+    "data.Dataset.cardinality",
+    "data.Dataset.from_tensor_slices",
+    "data.Dataset.map",
+    "data.Dataset.prefetch",
+    "data.Dataset.repeat",
+    "data.Dataset.shard",
+    "data.Dataset.shuffle",
+    "data.Dataset.take",
+    "data.Optional",
+    "data.Optional.get_value",
+    "data.Optional.has_value",
+    "data.OutOfRangeError",
     "experimental.CollectiveCommunication",
     "experimental.CollectiveHints",
     "experimental.CommunicationImplementation",
@@ -138,10 +180,10 @@ LOCAL = {
 
 def public_objects() -> Iterator[tuple[str, Any]]:
     """Yield the public classes and functions, by the name that users write."""
-    for module in MODULES:
-        prefix = module.__name__.removeprefix("mpidist").removeprefix(".")
-        prefix = f"{prefix}." if prefix else ""
+    for module, prefix in PREFIXES.items():
         for name in module.__all__:
+            if prefix and name in mpidist.__all__:
+                continue  # `mpidist.data` has some that are in `mpidist` itself
             value = getattr(module, name)
             if inspect.isclass(value) or inspect.isfunction(value):
                 yield prefix + name, value
@@ -178,7 +220,7 @@ MEMBERS = dict(public_members())
 CALLABLES = OBJECTS | {k: v for k, v in MEMBERS.items() if inspect.isfunction(v)}
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", PREFIXES, ids=lambda m: m.__name__)
 def test_all_is_sorted_and_complete(module):
     # As ruff sorts them: SGD, in capitals, before Adam.
     assert module.__all__ == sorted(module.__all__, key=lambda n: (not n.isupper(), n))
@@ -192,11 +234,11 @@ def test_all_is_sorted_and_complete(module):
 @pytest.mark.parametrize("name", OBJECTS)
 def test_public_objects_claim_the_public_name(name):
     value = OBJECTS[name]
-    inner = name.rpartition(".")[0]
-    module = getattr(mpidist, inner) if inner else mpidist
-    assert value.__module__ == module.__name__
+    prefix = name.rpartition(".")[0]
+    found = getattr(mpidist, prefix) if prefix else mpidist
+    assert value.__module__ == found.__name__
     # What it calls itself is where it is found, an older name of it aside.
-    assert getattr(module, value.__qualname__) is value
+    assert getattr(found, value.__qualname__) is value
 
 
 @pytest.mark.parametrize("name", OBJECTS | MEMBERS)
