@@ -20,6 +20,7 @@ from mpidist._options import CommunicationOptions, ReduceOp
 from mpidist._replica import ReplicaContext
 from mpidist._values import DistributedValues, PerReplica, Registry, select_replica
 from mpidist._variables import Variable
+from mpidist.data import Dataset
 
 if TYPE_CHECKING:
     from mpidist._coordinator import Coordinator
@@ -218,6 +219,21 @@ class StrategyExtended:
         text = f"update_non_slot({name})"
         result = self._perform("update", None, fn, args, kwargs, group, text)
         return result if group else self._ungrouped(frame, result)
+
+    def experimental_make_numpy_dataset(
+        self, numpy_input: Any, session: Any = None
+    ) -> Dataset:
+        """Make a dataset of the rows of arrays. Not collective.
+
+        Args:
+            numpy_input: an array, or a tuple or dict of arrays with equally many rows.
+                A list of arrays is stacked: each of them is a row.
+            session: taken and not used.
+
+        Returns:
+            A `mpidist.data.Dataset`; call ``batch`` on it before it is distributed.
+        """
+        return Dataset._of_numpy(self._strategy, numpy_input)
 
     def experimental_run_steps_on_iterator(
         self,

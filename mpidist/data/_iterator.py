@@ -268,15 +268,14 @@ class DistributedIterator:
         if feed.checked:
             self._compare(name, piece)
         number = 0 if piece is None else piece.rows + 1
-        most = guard.agree_most(call, number)
+        most, same = guard.agree_most(call, number)
         if most == 0:
             return False, None
+        if feed.policy is not None and not same:
+            self._failure = self._differing(number)
+            raise ValueError(f"{name}: {self._failure}")
         if feed.spec is None:
-            feed.learn(spec)  # all ranks, before one of them raises alone
-        if feed.policy is not None and number != most:
-            # The ranks with the most rows go on, to their next call, and raise there.
-            self._failure = self._differs(number, most)
-            feed.collectives.invalid(name, ValueError(f"{name}: {self._failure}"))
+            feed.learn(spec)
         self._position += 1
         if piece is not None:
             self._waiting, self._piece = False, None
@@ -320,22 +319,23 @@ class DistributedIterator:
             call = self._calls[key] = Call(f"{self._call.text}: {text}")
         return call
 
-    def _differs(self, number: int, most: int) -> str:
-        """Say that this rank has fewer rows of a global batch than another."""
-        if number == 0:
-            what = (
-                f"the input of this rank has ended after {self._position} batches, "
-                "while that of another rank has more"
-            )
-        else:
-            what = (
-                f"batch {self._position} has {number - 1} rows on this rank, and "
-                f"{most - 1} on another"
-            )
+    def _differing(self, number: int) -> str:
+        """Say what each rank has, where all must have the same. Collective."""
+        comm = self._feed.collectives.comm
+        groups: dict[int, list[int]] = {}
+        for rank, (other,) in enumerate(comm.all_gather_integers([number])):
+            groups.setdefault(other, []).append(rank)
+        lines = [
+            f"  {format_ranks(ranks)}: "
+            + (f"{other - 1} rows" if other else "the input has ended")
+            for other, ranks in groups.items()
+        ]
         return (
-            f"{what}. `experimental_distribute_dataset` needs the same global batches "
-            "on every rank, of which each replica gets its part; for inputs that "
-            "differ write `strategy.distribute_datasets_from_function`"
+            f"batch {self._position} is not the same on all ranks:\n"
+            + "\n".join(lines)
+            + "\n`experimental_distribute_dataset` needs the same global batches on "
+            "every rank, of which each replica gets its part; for inputs that differ "
+            "write `strategy.distribute_datasets_from_function`"
         )
 
     # --- reading --------------------------------------------------------------
