@@ -7,10 +7,15 @@ first `MPIStrategy` does.
 from __future__ import annotations
 
 from mpidist import experimental as experimental
+from mpidist._checkpoints import Checkpoint as Checkpoint
+from mpidist._checkpoints import CheckpointManager as CheckpointManager
+from mpidist._checkpoints import CheckpointReader as CheckpointReader
+from mpidist._checkpoints import load_checkpoint as load_checkpoint
 from mpidist._context import get_replica_context as get_replica_context
 from mpidist._context import get_strategy as get_strategy
 from mpidist._context import has_strategy as has_strategy
 from mpidist._context import in_cross_replica_context as in_cross_replica_context
+from mpidist._errors import CheckpointError as CheckpointError
 from mpidist._errors import CollectiveError as CollectiveError
 from mpidist._errors import CollectiveMismatchError as CollectiveMismatchError
 from mpidist._errors import CollectiveTimeoutError as CollectiveTimeoutError
@@ -31,6 +36,10 @@ from mpidist._variables import Variable as Variable
 from mpidist._version import __version__ as __version__
 
 __all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointManager",
+    "CheckpointReader",
     "CollectiveError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
@@ -54,6 +63,7 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "load_checkpoint",
 ]
 
 # Tracebacks and reprs say mpidist.MPIStrategy, not mpidist._strategy.MPIStrategy.

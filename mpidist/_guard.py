@@ -56,8 +56,8 @@ from mpidist._errors import (
 )
 from mpidist._reports import Call, ErrorKind, Report, fingerprint, judge
 
-_FLAG, _PRINT, _NOT_PRINT, _SOFT, _NOT_SOFT, _LATENESS, _PATIENCE, _MOST, _WORDS = range(
-    9
+_FLAG, _PRINT, _NOT_PRINT, _SOFT, _NOT_SOFT, _LATENESS, _PATIENCE, _MOST, _WORDS = (
+    range(9)
 )
 _FOR_EVER: Final = 2**61  # milliseconds
 

@@ -30,9 +30,18 @@ LAYERS = [
     ("cross-replica verbs", ["_verbs"]),
     ("the class that offers them", ["_extended"]),
     ("strategies", ["_strategy"]),
+    ("built on strategies", ["_checkpoints/"]),
     ("public names", ["experimental", "__init__"]),
 ]
 FOLDERS = {
+    "_checkpoints": [
+        ["_format"],
+        ["_items", "_replace"],
+        ["_job"],
+        ["_checkpoint", "_reader"],
+        ["_manager"],
+        ["__init__"],
+    ],
     "_transports": [["_direct"], ["_staged"], ["__init__"]],
 }
 OWNERS = {
