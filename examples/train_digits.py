@@ -103,12 +103,14 @@ class Progress:
     def __init__(self):
         self.losses = []  # at each step
         self.accuracies = []  # on the test images, after each epoch
+        self.epochs_before = 0  # in the run that this one goes on from
 
     def state(self):
         return {"losses": self.losses, "accuracies": self.accuracies}
 
     def restore(self, state):
         self.losses, self.accuracies = state["losses"], state["accuracies"]
+        self.epochs_before = len(self.accuracies)
 
 
 def train(
@@ -119,6 +121,7 @@ def train(
     batch_size,
     seed,
     show_progress=False,
+    progress=None,
     directory=None,
     resume=False,
 ):
@@ -137,7 +140,7 @@ def train(
     with strategy.scope():
         variables = make_variables(weights_rng)
         velocities = [mpidist.Variable(np.zeros(v.shape)) for v in variables]
-    progress = Progress()
+    progress = Progress() if progress is None else progress
 
     manager = None
     if directory is not None:
@@ -242,6 +245,7 @@ def main():
 
     before = strategy.communication_statistics().seconds
     start = time.perf_counter()
+    progress = Progress()
     _, losses, accuracies = train(
         strategy,
         data,
@@ -249,6 +253,7 @@ def main():
         batch_size=options.batch_size,
         seed=options.seed,
         show_progress=strategy.replica_id == 0,
+        progress=progress,
         directory=options.checkpoint,
         resume=options.resume,
     )
@@ -259,7 +264,7 @@ def main():
         return
 
     n = strategy.num_replicas_in_sync
-    rate = options.epochs * len(data[0][1]) / seconds
+    rate = (len(accuracies) - progress.epochs_before) * len(data[0][1]) / seconds
     print(f"replicas            {n}, with {strategy.array_module.__name__} arrays")
     print(f"test accuracy       {accuracies[-1]:.1%}")
     print(f"samples per second  {rate:,.0f}")

@@ -125,7 +125,7 @@ class CheckpointManager:
         others = [entry for entry in self._entries if entry.number != number]
         kept = others
         if self._max_to_keep is not None:
-            kept = others[len(others) + 1 - self._max_to_keep :]
+            kept = others[max(len(others) + 1 - self._max_to_keep, 0) :]
         old = others[: len(others) - len(kept)]
 
         def tidy() -> None:

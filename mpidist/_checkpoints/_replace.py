@@ -27,6 +27,7 @@ copied in part).
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -117,8 +118,13 @@ def _make_directories(path: str) -> None:
         missing.append(path)
         path = os.path.dirname(path)
     for one in reversed(missing):
-        with contextlib.suppress(FileExistsError):
+        try:
             os.mkdir(one)
+        except FileExistsError:
+            if not os.path.isdir(one):
+                raise NotADirectoryError(
+                    errno.ENOTDIR, os.strerror(errno.ENOTDIR), one
+                ) from None
         sync_directory(os.path.dirname(one))
 
 
