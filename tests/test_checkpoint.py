@@ -244,7 +244,7 @@ def test_sync_on_read_variables_by_aggregation(
         saved = mpidist.load_checkpoint(folder / "a")["v"]
         np.testing.assert_allclose(saved, np.full(3, aggregate))
         assert saved.dtype == dtype
-    strategy.run(lambda: v.assign(np.zeros(3, dtype)) and None)
+    strategy.run(lambda: v.assign(np.zeros(3, dtype), read_value=False))
     checkpoint.restore(folder / "a")
     with strategy.scope():
         np.testing.assert_allclose(v.read_value(), np.full(3, aggregate), rtol=1e-6)
@@ -1015,6 +1015,7 @@ while True:
 KILLS = int(os.environ.get("CHECKPOINT_TEST_KILLS", "2"))
 
 
+@pytest.mark.timeout(60 + 20 * KILLS)
 def test_a_job_that_is_killed_at_any_time(tmp_path):
     """The issue asks for 50 kills: CHECKPOINT_TEST_KILLS=50."""
     rng = random.Random(0)
