@@ -30,7 +30,7 @@ import mpidist
 from mpidist import _dtypes, _options
 
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
 SECONDS = 100  # for one program
