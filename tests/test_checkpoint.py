@@ -1070,6 +1070,91 @@ def kill_when(argv, output, ready):
             process.wait()
 
 
+# --- told to end --------------------------------------------------------------------
+
+
+@pytest.mark.mpi
+@pytest.mark.core
+@pytest.mark.parametrize("how", ["signal", "watcher"])
+def test_all_ranks_save_at_the_same_step(strategy, folder, rank, size, how):
+    step = variable(strategy, 0)
+    manager = mpidist.CheckpointManager(mpidist.Checkpoint(step=step), folder)
+
+    def leave():
+        raise InterruptedError("leaving")
+
+    def config(**kwargs):
+        return mpidist.experimental.TerminationConfig(exit_fn=leave, **kwargs)
+
+    def train(number):
+        if how == "signal" and rank == size - 1 and number == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        step.assign_add(1)
+
+    before = signal.getsignal(signal.SIGUSR1)
+    asked = iter([False] * 4 + [True] * 9)
+    watcher = (lambda: rank == 0 and next(asked)) if how == "watcher" else None
+    handler = mpidist.experimental.PreemptionCheckpointHandler(
+        None, manager, termination_config=config(termination_watcher_fn=watcher)
+    )
+    calls = []
+
+    def go_on():
+        for number in range(10):
+            handler.run(train, number)
+            calls.append(number)
+
+    with pytest.raises(InterruptedError, match="leaving"):
+        go_on()
+    assert calls == [0, 1, 2, 3]
+    assert signal.getsignal(signal.SIGUSR1) == before
+    assert manager.latest_checkpoint == f"{manager.directory}/ckpt-1"
+
+    step.assign(0)
+    again = mpidist.experimental.PreemptionCheckpointHandler(
+        None, manager, termination_config=config(grace_period=0.2)
+    )
+    assert again.total_run_calls == 4
+    assert step.numpy() == 4
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    start = time.monotonic()
+    with pytest.raises(InterruptedError):
+        list(iter(lambda: again.run(time.sleep, 0.02), "never"))
+    assert time.monotonic() - start >= 0.2
+    assert 4 < again.total_run_calls < 20
+    with pytest.raises(TypeError, match=r"or a `mpidist\.Checkpoint` and"):
+        mpidist.experimental.PreemptionCheckpointHandler(None, manager.checkpoint)
+
+
+TOLD = """
+import os, signal, sys
+import mpidist
+
+strategy = mpidist.MPIStrategy(device="cpu")
+with strategy.scope():
+    step = mpidist.Variable(0)
+handler = mpidist.experimental.PreemptionCheckpointHandler(
+    None, mpidist.Checkpoint(step=step), "run"
+)
+while handler.total_run_calls < 6:
+    handler.run(step.assign_add, 1)
+    if strategy.replica_id == 1 and handler.total_run_calls == 4 and sys.argv[1] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+if strategy.replica_id == 0:
+    print("done", step.numpy())
+"""
+
+
+def test_a_job_that_is_told_to_end_leaves_with_42_and_goes_on(tmp_path):
+    for number, code, output in (("1", 42, ""), ("2", 0, "done 6")):
+        result = run_ranks(2, ["-c", TOLD, number], timeout=100, cwd=tmp_path)
+        assert result.returncode == code, result.stderr
+        assert result.stdout.strip() == output
+        (name,) = os.listdir(tmp_path / "run")
+        assert int(mpidist.load_checkpoint(tmp_path / "run" / name)["step"]) == 4
+
+
 def test_train_digits_goes_on_after_a_kill(tmp_path):
     pytest.importorskip("sklearn")
     script = ROOT / "examples" / "train_digits.py"

@@ -16,6 +16,9 @@ NOT_EXPORTED = {"annotations"}  # from __future__
 
 # Every rank, or every replica, has to call these.
 COLLECTIVE = {
+    "experimental.PreemptionCheckpointHandler",
+    "experimental.PreemptionCheckpointHandler.run",
+    "experimental.PreemptionCheckpointHandler.save_checkpoint_if_preempted",
     "Checkpoint.restore",
     "Checkpoint.save",
     "CheckpointManager",
@@ -43,6 +46,7 @@ COLLECTIVE = {
 }
 # Any rank may call these by itself. Properties are all of this kind.
 LOCAL = {
+    "experimental.TerminationConfig",
     "Checkpoint",
     "CheckpointError",
     "CheckpointReader",

@@ -40,6 +40,7 @@ FOLDERS = {
         ["_job"],
         ["_checkpoint", "_reader"],
         ["_manager"],
+        ["_preemption"],
         ["__init__"],
     ],
     "_transports": [["_direct"], ["_staged"], ["__init__"]],
