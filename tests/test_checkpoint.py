@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import struct
 import subprocess
@@ -396,6 +397,12 @@ def test_states_that_differ_between_ranks(
             fewer.restore(path / "a")
         assert mine.position == 3
         assert fewer.step.numpy() == 1
+        mine.merge_states = lambda states: {
+            "position": sum(state["position"] for state in states)
+        }
+        mpidist.Checkpoint(it=mine, step=fewer.step).restore(path / "a")
+        assert mine.position == sum(10 + r for r in range(size))
+        assert fewer.step.numpy() == 0
 
 
 # --- all or nothing -----------------------------------------------------------------
@@ -525,6 +532,60 @@ def test_a_full_disk_is_told_to_all(new_strategy, folder, rank, monkeypatch, gua
         assert [p.name for p in folder.iterdir()] == ["a"]  # and nothing is left over
     checkpoint.restore(folder / "a")
     assert w.numpy() == 1.0
+
+
+@pytest.mark.mpi
+def test_a_limit_on_the_file_size_is_met_amid_an_array(strategy, folder, rank):
+    w = variable(strategy, np.arange(100_000.0))
+    checkpoint = mpidist.Checkpoint(a=variable(strategy, 1), w=w)
+    checkpoint.save(folder / "a")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
+    try:
+        for format in ("npz", "safetensors"):
+            with pytest.raises(OSError, match="File too large"):
+                checkpoint.save(folder / "a", format=format)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    if rank == 0:
+        assert [p.name for p in folder.iterdir()] == ["a"]
+    checkpoint.restore(folder / "a")
+
+
+@pytest.mark.mpi
+def test_the_others_wait_for_a_slow_disk(new_strategy, folder, rank, monkeypatch):
+    strategy = new_strategy(timeout_seconds=1)
+    v = variable(strategy, 1.0)
+    if rank == 0:
+        monkeypatch.setattr(os, "fsync", lambda fd: time.sleep(0.6))
+    checkpoint = mpidist.Checkpoint(v=v)
+    checkpoint.save(folder / "a")  # longer than the deadline
+    total = strategy.reduce("SUM", strategy.run(lambda: 1), axis=None)
+    assert total == strategy.num_replicas_in_sync
+
+
+@pytest.mark.mpi
+def test_what_a_save_and_a_restore_send(strategy, folder, rank, size):
+    if size == 1:
+        return
+    checkpoint = mpidist.Checkpoint(
+        v=variable(strategy, np.zeros(1000)), w=variable(strategy, np.zeros(1000))
+    )
+
+    def sent(call):
+        guard = strategy.extended._collectives.guard
+        number = guard.sequence
+        before = strategy.communication_statistics().calls
+        call()
+        after = strategy.communication_statistics().calls
+        after["headers"] = guard.sequence - number - 1  # an Ibcast counts as one
+        return {k: n - before.get(k, 0) for k, n in after.items() if n != before.get(k)}
+
+    saving = sent(lambda: checkpoint.save(folder / "a"))
+    assert saving == {"headers": 3, "Ibcast": 1}
+    restoring = sent(lambda: checkpoint.restore(folder / "a"))
+    assert restoring == {"headers": 1, "Ibcast": 1, "Bcast": 2}
 
 
 @pytest.mark.mpi
@@ -671,6 +732,26 @@ def test_names():
         _ = checkpoint.w
     nested = mpidist.Checkpoint(inner=checkpoint, random=random.Random(3))
     assert "1 variables of 8 bytes, 1 states" in repr(nested)
+
+
+def test_an_optimizer_may_make_its_variables_later(tmp_path):
+    class Late:
+        made = None
+
+        @property
+        def variables(self):
+            if self.made is None:
+                raise RuntimeError("write `optimizer.build(variables)`")
+            return self.made
+
+    optimizer = Late()
+    checkpoint = mpidist.Checkpoint(optimizer=optimizer)
+    assert "0 variables" in repr(checkpoint)
+    with pytest.raises(RuntimeError, match="build"):
+        checkpoint.save(tmp_path / "a")
+    optimizer.made = [mpidist.Variable(3.0, name="slot")]
+    checkpoint.save(tmp_path / "a")
+    assert list(mpidist.load_checkpoint(tmp_path / "a")) == ["optimizer/slot"]
 
 
 def test_without_mpi(tmp_path):

@@ -56,7 +56,9 @@ class Checkpoint:
     - an iterator, or anything with ``state()`` and ``restore(state)``, or with
       ``get_state`` and ``set_state``, or ``state_dict`` and ``load_state_dict``. Its
       state is made of None, bools, numbers, strings, bytes and NumPy arrays, in
-      lists, tuples and dicts. State that differs between ranks is saved for each;
+      lists, tuples and dicts. State that differs between ranks is saved for each.
+      On another number of ranks it can be restored only if the object has
+      ``merge_states(states)``, which makes one state of those of all ranks;
     - a list, tuple or dict of these, or another Checkpoint.
 
     They are its attributes too: ``checkpoint.step``. Making one communicates nothing.
@@ -83,7 +85,7 @@ class Checkpoint:
                     "something else"
                 )
         self._objects = dict(objects)
-        items = _items.collect(self._objects)
+        items = _items.collect(self._objects, early=True)
         self._nearest = _strategy_of(items, "Checkpoint") or _context.get_strategy()
 
     def __getattr__(self, name: str) -> Any:
@@ -96,7 +98,7 @@ class Checkpoint:
             ) from None
 
     def __repr__(self) -> str:
-        items = _items.collect(self._objects)
+        items = _items.collect(self._objects, early=True)
         variables = [item for item in items if isinstance(item, VariableItem)]
         nbytes = sum(int(item.variable.nbytes) for item in variables)
         return (

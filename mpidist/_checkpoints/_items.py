@@ -69,12 +69,15 @@ class StateItem:
         kind: "generator" for one of `numpy.random`, "object" for another.
         get: returns its state.
         set: gives it a state.
+        merge: makes one state for any number of replicas of those of all, if the
+            object can do that.
     """
 
     name: str
     kind: Literal["generator", "object"]
     get: Callable[[], Any]
     set: Callable[[Any], Any]
+    merge: Callable[[list[Any]], Any] | None = None
 
     def __str__(self) -> str:
         return f"{self.name!r}: state of {self.kind}"
@@ -87,8 +90,13 @@ class StateItem:
 Item = VariableItem | StateItem
 
 
-def collect(objects: Mapping[str, Any]) -> list[Item]:
+def collect(objects: Mapping[str, Any], early: bool = False) -> list[Item]:
     """Take objects apart, and return the items in the order of their names.
+
+    Args:
+        objects: by name.
+        early: whether to leave out what an object does not have yet: the ``variables``
+            of an optimizer raise RuntimeError before it has made them.
 
     Raises:
         TypeError: for what can not be saved and restored.
@@ -96,7 +104,7 @@ def collect(objects: Mapping[str, Any]) -> list[Item]:
     """
     items: dict[str, Item] = {}
     for name, value in objects.items():
-        for item in _items_of(name, value):
+        for item in _items_of(name, value, early):
             if item.name in items:
                 raise ValueError(
                     f"Checkpoint: two objects would both be {item.name!r}; name them "
@@ -110,7 +118,7 @@ def collect(objects: Mapping[str, Any]) -> list[Item]:
     return [items[name] for name in sorted(items)]
 
 
-def _items_of(name: str, value: Any) -> Iterator[Item]:
+def _items_of(name: str, value: Any, early: bool) -> Iterator[Item]:
     if isinstance(value, Variable):
         yield VariableItem(name, value)
         return
@@ -120,14 +128,20 @@ def _items_of(name: str, value: Any) -> Iterator[Item]:
     nested = _children(name, value)
     if nested is not None:
         for child_name, child in nested:
-            yield from _items_of(f"{name}/{child_name}", child)
+            yield from _items_of(f"{name}/{child_name}", child, early)
         return
     for get, put in _PAIRS:
         getter, setter = getattr(value, get, None), getattr(value, put, None)
         if callable(getter) and callable(setter) and not isinstance(value, type):
-            yield StateItem(name, "object", getter, setter)
+            merge = getattr(value, "merge_states", None)
+            yield StateItem(name, "object", getter, setter, merge)
             return
-    variables = getattr(value, "variables", None)
+    try:
+        variables = getattr(value, "variables", None)
+    except RuntimeError:
+        if early:
+            return
+        raise
     if isinstance(variables, (list, tuple)):
         yield from _variables_of(name, variables)
         return
@@ -235,7 +249,8 @@ def choose_state(
 
     Raises:
         CheckpointError: for an object other than a generator that was saved with a
-            state for each replica, on another number of replicas.
+            state for each replica, on another number of replicas, unless it can merge
+            them.
     """
     one_for_all = len(values) == 1 and (
         saved_on > 1 or alike or item.kind != "generator"
@@ -243,11 +258,14 @@ def choose_state(
     if one_for_all:
         return _format.decode(values[0])
     if item.kind != "generator" and len(values) != size:
+        if item.merge is not None:
+            return item.merge([_format.decode(value) for value in values])
         raise CheckpointError(
             f"{item.name!r} was saved with another state on each of {len(values)} "
             f"replicas, and can not be restored on {size}; restore it on "
-            f"{len(values)}, or write `restore(path, partial=True)` with a Checkpoint "
-            "without it"
+            f"{len(values)}, give the object a method `merge_states(states)` that "
+            "makes one state of all, or write `restore(path, partial=True)` with a "
+            "Checkpoint without it"
         )
     if rank < len(values):
         return _format.decode(values[rank])
