@@ -230,13 +230,15 @@ class Checkpoint:
 
         order, states, saved_on = job.on_rank_0(read)
         by_name: dict[str, Any] = {item.name: item for item in items}
-        buffer = job.attempt(lambda: _buffer_for(order, by_name))
+        received = order if job.rank else []
+        buffer = job.attempt(lambda: _buffer_for(received, by_name))
         _put_states(job, states, saved_on, by_name, alike)
         for variable_name, memory_order in order:
             variable = by_name[variable_name].variable
-            x = _view(buffer, variable, memory_order)
             if job.rank == 0:
-                x[...] = arrays.pop(variable_name)
+                x = arrays.pop(variable_name)
+            else:
+                x = _view(buffer, variable, memory_order)
             _send(job, x)
             job.assign(by_name[variable_name], x)
         return sorted([*states, *(n for n, _ in order)])

@@ -333,7 +333,13 @@ class Files:
         seen = b""
         while True:
             data = _read_manifest(path)
-            content = parse_manifest(data, os.path.join(path, MANIFEST))
+            manifest = os.path.join(path, MANIFEST)
+            content = parse_manifest(data, manifest)
+            if not DATA_FILE.fullmatch(content["file"]):  # and not ../elsewhere
+                raise CheckpointError._of_damage(
+                    f"{manifest} names a file that is none of a checkpoint: "
+                    f"{content['file']!r}"
+                )
             self.data_path = os.path.join(path, content["file"])
             try:
                 self._fd = os.open(self.data_path, os.O_RDONLY)
