@@ -242,6 +242,7 @@ def test_sync_on_read_variables_by_aggregation(
     checkpoint = mpidist.Checkpoint(v=v)
     checkpoint.save(folder / "a")
     if rank == 0:
+        assert "1 variables" in repr(checkpoint)  # which is no collective call
         saved = mpidist.load_checkpoint(folder / "a")["v"]
         np.testing.assert_allclose(saved, np.full(3, aggregate))
         assert saved.dtype == dtype

@@ -100,7 +100,7 @@ class Checkpoint:
     def __repr__(self) -> str:
         items = _items.collect(self._objects, early=True)
         variables = [item for item in items if isinstance(item, VariableItem)]
-        nbytes = sum(int(item.variable.nbytes) for item in variables)
+        nbytes = sum(item.nbytes for item in variables)
         return (
             f"<mpidist.Checkpoint of {', '.join(self._objects) or 'nothing'}: "
             f"{len(variables)} variables of {nbytes:,} bytes, "
@@ -234,11 +234,10 @@ class Checkpoint:
         buffer = job.attempt(lambda: _buffer_for(received, by_name))
         _put_states(job, states, saved_on, by_name, alike)
         for variable_name, memory_order in order:
-            variable = by_name[variable_name].variable
             if job.rank == 0:
                 x = arrays.pop(variable_name)
             else:
-                x = _view(buffer, variable, memory_order)
+                x = _view(buffer, by_name[variable_name], memory_order)
             _send(job, x)
             job.assign(by_name[variable_name], x)
         return sorted([*states, *(n for n, _ in order)])
@@ -531,12 +530,13 @@ def _put_states(
 
 
 def _buffer_for(order: list[tuple[str, Order]], by_name: dict[str, Any]) -> Any:
-    sizes = [int(by_name[name].variable.nbytes) for name, _ in order]
+    sizes = [by_name[name].nbytes for name, _ in order]
     return np.empty(max(sizes, default=0), np.uint8)
 
 
-def _view(buffer: Any, variable: Any, order: Order) -> Any:
-    raw = buffer[: variable.nbytes]
+def _view(buffer: Any, item: VariableItem, order: Order) -> Any:
+    variable = item.variable
+    raw = buffer[: item.nbytes]
     x = raw.view(variable.dtype) if raw.size else np.empty(0, variable.dtype)
     return x.reshape(tuple(variable.shape), order=order)
 

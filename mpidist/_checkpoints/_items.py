@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Literal
 
@@ -49,6 +50,12 @@ class VariableItem:
     def on_read(self) -> bool:
         """Whether each replica has a value of its own."""
         return self.variable.synchronization is VariableSynchronization.ON_READ
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes. (Asking an ON_READ variable itself is collective.)"""
+        shape, dtype = self.variable.shape, self.variable.dtype
+        return math.prod(shape) * int(dtype.itemsize)
 
     def check(self) -> None:
         """Raise a ValueError for a variable that has no one value."""
