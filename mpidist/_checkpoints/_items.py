@@ -53,7 +53,7 @@ class VariableItem:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes. (Asking an ON_READ variable itself is collective.)"""
+        """The size in bytes; asking an ON_READ variable itself is collective."""
         shape, dtype = self.variable.shape, self.variable.dtype
         return math.prod(shape) * int(dtype.itemsize)
 
