@@ -9,6 +9,10 @@ from __future__ import annotations
 from mpidist import data as data
 from mpidist import experimental as experimental
 from mpidist import optimizers as optimizers
+from mpidist._checkpoints import Checkpoint as Checkpoint
+from mpidist._checkpoints import CheckpointManager as CheckpointManager
+from mpidist._checkpoints import CheckpointReader as CheckpointReader
+from mpidist._checkpoints import load_checkpoint as load_checkpoint
 from mpidist._cluster import MPIClusterResolver as MPIClusterResolver
 from mpidist._consistency import check_in_sync as check_in_sync
 from mpidist._context import get_cross_replica_context as get_cross_replica_context
@@ -24,6 +28,7 @@ from mpidist._cross_device import CrossDeviceOps as CrossDeviceOps
 from mpidist._cross_device import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
 from mpidist._cross_device import NcclAllReduce as NcclAllReduce
 from mpidist._cross_device import ReductionToOneDevice as ReductionToOneDevice
+from mpidist._errors import CheckpointError as CheckpointError
 from mpidist._errors import CollectiveError as CollectiveError
 from mpidist._errors import CollectiveMismatchError as CollectiveMismatchError
 from mpidist._errors import CollectiveTimeoutError as CollectiveTimeoutError
@@ -55,6 +60,10 @@ from mpidist.data import InputOptions as InputOptions
 from mpidist.data import InputReplicationMode as InputReplicationMode
 
 __all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointManager",
+    "CheckpointReader",
     "CollectiveAllReduce",
     "CollectiveError",
     "CollectiveMismatchError",
@@ -98,6 +107,7 @@ __all__ = [
     "global_batch_size",
     "has_strategy",
     "in_cross_replica_context",
+    "load_checkpoint",
     "optimizers",
     "variable_sync_on_read_context",
 ]

@@ -38,9 +38,19 @@ LAYERS = [
     ("the class that offers them", ["_extended"]),
     ("strategies", ["_strategy"]),
     ("losses and optimizers", ["_losses", "optimizers/"]),
+    ("checkpoints", ["_checkpoints/"]),
     ("public names", ["experimental", "__init__"]),
 ]
 FOLDERS = {
+    "_checkpoints": [
+        ["_format"],
+        ["_items", "_replace"],
+        ["_job"],
+        ["_checkpoint", "_reader"],
+        ["_manager"],
+        ["_preemption"],
+        ["__init__"],
+    ],
     "_transports": [["_direct"], ["_staged"], ["__init__"]],
     "optimizers": [
         ["_arguments", "_clipping", "_schedules"],
