@@ -29,6 +29,7 @@ def test_every_example_is_tested():
     names = {path.name for path in EXAMPLES.glob("*.py")}
     assert names == {
         "clip_by_global_norm.py",
+        "custom_training_loop.py",
         "grain_input.py",
         "hello.py",
         "kmeans.py",
@@ -44,6 +45,27 @@ def test_hello(tmp_path):
         the_match(
             rf"hello from replica {replica_id} of 2, on /rank:{replica_id}", output
         )
+
+
+def test_custom_training_loop(tmp_path):
+    pytest.importorskip("sklearn")
+    result = run_example(
+        "custom_training_loop.py", "--epochs", "3", "--remove", cwd=tmp_path
+    )
+    epochs = re.findall(
+        r"^Epoch (\d), Loss: (\S+), Accuracy: (\S+)%, Test Loss: (\S+), "
+        r"Test Accuracy: (\S+)%$",
+        result.stdout,
+        re.M,
+    )
+    losses = [float(row[1]) for row in epochs]
+    assert [row[0] for row in epochs] == ["1", "2", "3"]
+    assert losses == sorted(losses, reverse=True)
+    assert float(epochs[-1][4]) > 80
+    # The checkpoint is that of the third epoch.
+    restored = the_match(r"without strategy: (\S+)%", result.stdout)
+    assert restored[1] == epochs[-1][4]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_clip_by_global_norm(tmp_path):

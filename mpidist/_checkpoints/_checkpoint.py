@@ -254,7 +254,9 @@ class Checkpoint:
             Job(self._nearest, name).collectives.invalid(name, error)
         if strategy is None:
             strategy = _context.get_strategy()
-            if not strategy.extended._is_mpi and _comm.world_size() > 1:
+            # Restoring plain variables is each process's own affair.
+            saves = name != "Checkpoint.restore"
+            if saves and not strategy.extended._is_mpi and _comm.world_size() > 1:
                 raise RuntimeError(
                     f"{name}: none of its variables belongs to an MPIStrategy, so it "
                     "is not clear which ranks save together; write "
