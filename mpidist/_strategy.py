@@ -538,13 +538,15 @@ def _make_collectives(
         collectives = Collectives(communicator, guard, settings, environment, chosen)
     except Exception as error:
         raise guard.fail(_reports.Call("MPIStrategy(...)"), error, "invalid") from None
+    ops = ""
+    if cross_device_ops is not None:
+        ops = f", {type(cross_device_ops).__qualname__} as cross_device_ops"
     guard.agree(
         _reports.Call(
             f"MPIStrategy(...) with {settings.bytes_per_pack} bytes_per_pack, "
             f"{guard.timeout_seconds} timeout_seconds, "
             f"{settings.implementation.name}, guard={enabled}, "
-            f"MPIDIST_FUSION_MB={environment.bytes_per_pack / 2**20}, "
-            f"{type(cross_device_ops).__qualname__} as cross_device_ops"
+            f"MPIDIST_FUSION_MB={environment.bytes_per_pack / 2**20}{ops}"
         )
     )
     return collectives
