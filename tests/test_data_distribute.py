@@ -246,7 +246,7 @@ def test_a_map_after_batch_makes_each_rank_read_whole_batches(strategy, size):
     source = CountingRows(16)
     dataset = Dataset.from_tensor_slices(source).batch(8).map(lambda x: x - x.mean())
     distributed = strategy.experimental_distribute_dataset(dataset)
-    assert "each rank reads whole batches" in distributed.describe()
+    assert "each rank reads whole batches" in distributed.shard_plan
     for element in distributed:
         assert own(strategy, element).shape == (8 // size + (8 % size > 0), 2) or size
     assert sorted(source.touched) == list(range(16))
@@ -768,10 +768,13 @@ def test_reduce_folds_in_cross_replica_context(strategy):
     assert dataset.reduce(100, add) == 100 + sum(range(14))
 
 
-def test_describe(strategy, size):
+def test_describe(strategy, rank, size, capsys):
     rows = Dataset.from_tensor_slices({"x": np.ones((14, 3)), "y": np.arange(14)})
     dataset = rows.shuffle(1).batch(8).prefetch(2)
-    text = strategy.experimental_distribute_dataset(dataset).describe()
+    distributed = strategy.experimental_distribute_dataset(dataset)
+    text = distributed.shard_plan
+    distributed.describe()
+    assert capsys.readouterr().out == (f"{text}\n" if rank == 0 else "")
     lines = text.splitlines()
     assert f"on {size} replica" in lines[0]
     assert "Dataset of 14 rows.shuffle(1).batch(8).prefetch(2)" in text
@@ -785,12 +788,12 @@ def test_describe(strategy, size):
     assert [int(row[1]) for row in table] == [b - a for a, b in bounds]
     assert sum(int(row[-1]) for row in table) == 14
 
-    text = strategy.experimental_distribute_dataset(as_generator(9, 3)).describe()
+    text = strategy.experimental_distribute_dataset(as_generator(9, 3)).shard_plan
     assert "each rank reads whole batches, and keeps" in text
     assert "their number is not known" in text
     text = strategy.distribute_datasets_from_function(
         lambda c: as_list(9, 3)
-    ).describe()
+    ).shard_plan
     assert "each rank reads its own input" in text
     assert "3 on this rank" in text
 

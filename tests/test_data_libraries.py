@@ -117,7 +117,7 @@ def test_torch_data_loader(strategy, torch, rank, size):
     )
     dataset = strategy.experimental_distribute_dataset(loader)
     assert len(dataset) == 6
-    assert "DataLoader" in dataset.describe()
+    assert "DataLoader" in dataset.shard_plan
     for _ in range(2):
         seen = []
         for element in dataset:

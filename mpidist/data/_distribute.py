@@ -127,8 +127,17 @@ class DistributedDataset:
                 state = reduce_func(state, element)
         return state
 
-    def describe(self) -> str:
-        """Return a text of who reads what: to print before a long run."""
+    def describe(self) -> None:
+        """Print who reads what, on rank 0: to look at before a long run.
+
+        Not collective. `shard_plan` is the text.
+        """
+        if self._feed.strategy.replica_id == 0:
+            print(self.shard_plan, flush=True)
+
+    @property
+    def shard_plan(self) -> str:
+        """A text of who reads what: what `describe` prints."""
         return describe_feed(self._feed)
 
     def __repr__(self) -> str:
