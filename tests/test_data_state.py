@@ -322,3 +322,23 @@ def test_a_state_that_json_can_not_hold(strategy):
     next(iterator)
     with pytest.raises(TypeError, match="has a object, which is not bytes"):
         iterator.state()
+
+
+@core
+@pytest.mark.parametrize("kind", ["Dataset", "resumable"])
+def test_in_a_checkpoint(strategy, new_strategy, rank, mpi_tmp_path, kind):
+    # Saved by all ranks, restored by each alone, whatever the source's own state.
+    from mpi4py import MPI
+
+    make = SOURCES[kind]
+    first = iter(strategy.experimental_distribute_dataset(make()))
+    seen = gathered(strategy, first, 3)
+    with strategy.scope():
+        mpidist.Checkpoint(data=first).save(mpi_tmp_path / "a")
+    alone = new_strategy(comm=MPI.COMM_WORLD.Split(rank))
+    second = iter(alone.experimental_distribute_dataset(make()))
+    with alone.scope():
+        mpidist.Checkpoint(data=second).restore(mpi_tmp_path / "a")
+    rest = gathered(alone, second)
+    assert len(seen) + len(rest) == 6
+    assert sorted(flat(seen + rest)) == list(range(ROWS))

@@ -113,6 +113,7 @@ LOCAL = {
     "DistributedDataset.cardinality",
     "DistributedDataset.describe",
     "DistributedIterator",
+    "DistributedIterator.merge_states",
     "DistributedIterator.state",
     "InputContext",
     "InputContext.get_per_replica_batch_size",

@@ -156,6 +156,19 @@ class DistributedIterator:
             "sources": {} if own is None else {str(rank): own},
         }
 
+    @staticmethod
+    def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return one state of those of all ranks. Not collective.
+
+        `mpidist.Checkpoint` calls it where sources have states of their own, so that
+        these too can be restored on another number of ranks.
+
+        Args:
+            states: what `state` gave on each rank.
+        """
+        sources = {k: v for state in states for k, v in state["sources"].items()}
+        return {**states[0], "sources": sources}
+
     def _is_ahead(self) -> bool:
         return self._waiting and self._piece is not None
 
