@@ -1,0 +1,136 @@
+"""The side of mpidist: one rank of an ``mpirun``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from conformance.adapter import Adapter
+from conformance.registry import Program
+from conformance.results import OnRank0, Own, Raised, Result, describe, merge
+from mpi4py import MPI
+
+import mpidist
+
+VERSION = mpidist.__version__
+SECONDS = 30  # after which a rank that waits for others gives up
+
+
+class MPIDist(Adapter):
+    """MPIStrategy over all ranks."""
+
+    dist = mpidist
+    experimental = mpidist.experimental
+    Aggregation = mpidist.VariableAggregation
+    Synchronization = mpidist.VariableSynchronization
+    tensorflow = False
+
+    def __init__(self) -> None:
+        super().__init__(MPI.COMM_WORLD.size)
+        self.made: list[Any] = []
+        self.strategy = self.new_strategy()
+        self.own_replica = MPI.COMM_WORLD.rank
+
+    def __reduce__(self) -> Any:
+        # Functions that travel inside merge_fn bring the adapter along; the other
+        # ranks have one of their own.
+        return (_current, ())
+
+    @property
+    def Dataset(self) -> Any:  # noqa: N802 - the name of the class
+        return mpidist.data.Dataset
+
+    def new_strategy(self) -> Any:
+        options = mpidist.experimental.CommunicationOptions(timeout_seconds=SECONDS)
+        strategy = mpidist.MPIStrategy(device="cpu", communication_options=options)
+        self.made.append(strategy)
+        return strategy
+
+    def v1_strategy(self) -> Any:
+        return self.new_strategy()
+
+    def close(self) -> None:
+        for strategy in self.made:
+            strategy.close()
+
+    def v1(self, name: str) -> Any:
+        return getattr(mpidist, name)
+
+    def array(self, value: Any, dtype: str = "float32") -> Any:
+        return np.asarray(value, dtype=dtype)
+
+    def variable(self, value: Any, dtype: str = "float32", **options: Any) -> Any:
+        return mpidist.Variable(value, dtype=dtype, **options)
+
+    def options(self, policy: str) -> Any:
+        policies = mpidist.data.AutoShardPolicy
+        return mpidist.InputOptions(auto_shard_policy=policies[policy])
+
+    def distribute(self, dataset: Any, policy: str = "AUTO", **options: Any) -> Any:
+        policies = mpidist.data.AutoShardPolicy
+        return self.strategy.experimental_distribute_dataset(
+            dataset,
+            mpidist.InputOptions(auto_shard_policy=policies[policy], **options),
+        )
+
+    def sum(self, x: Any) -> Any:
+        return np.sum(x)
+
+    def stack(self, x: list[Any]) -> Any:
+        return np.stack(x)
+
+    def convert(self, x: Any) -> Any:
+        return np.asarray(x)
+
+    def replicas(self, value: Any) -> Any:
+        (result,) = self.strategy.experimental_local_results(value)
+        return Own(result)
+
+    def coordinator(self, value: Any) -> Any:
+        return OnRank0(value)
+
+    def numbers(self, value: Any) -> Any:
+        return value.numpy() if hasattr(value, "numpy") else value
+
+    def is_variable(self, value: Any) -> bool:
+        return isinstance(value, mpidist.Variable)
+
+
+_side: MPIDist | None = None
+
+
+def _current() -> MPIDist | None:
+    return _side
+
+
+def _to_array(x: Any) -> Any:
+    return x.numpy() if isinstance(x, (mpidist.Mirrored, mpidist.Variable)) else None
+
+
+def run(programs: list[Program]) -> Iterator[tuple[str, Result, list[str]]]:
+    """Run programs on all ranks; yield their names and results, on rank 0."""
+    global _side
+    comm = MPI.COMM_WORLD
+    for program in programs:
+        _side = side = MPIDist()
+        try:
+            result = program.function(side)
+        except Exception as error:
+            side.failed.append(error)
+            result = Raised.of(error)
+        try:
+            described = describe(result, _to_array)
+        except TypeError as error:
+            described = describe(Raised.of(error))
+            side.failed.append(error)
+        side.close()
+        messages = [f"{type(e).__name__}: {e}"[:500] for e in side.failed]
+        ranks = comm.gather((described, messages))
+        if ranks is not None:
+            yield program.name, merge([r for r, _ in ranks]), ranks[0][1]
+
+
+def is_first() -> bool:
+    """Return whether this is rank 0."""
+    return MPI.COMM_WORLD.rank == 0
