@@ -100,6 +100,14 @@ class Adapter(abc.ABC):
         return self.strategy.extended.reduce_to("MEAN", same, same)
 
     @abc.abstractmethod
+    def slices(self, values: Any, indices: Any) -> Any:
+        """Make what scatter_* take: float32 rows, and their indices."""
+
+    @abc.abstractmethod
+    def sync_on_read_context(self) -> Any:
+        """Return `variable_sync_on_read_context`."""
+
+    @abc.abstractmethod
     def options(self, policy: str) -> Any:
         """Make the options of `distribute` for an auto-shard policy, by name."""
 
@@ -152,6 +160,14 @@ class Adapter(abc.ABC):
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a replica function, and show what it gives on each replica."""
         return self.replicas(self.strategy.run(function, args=args, kwargs=kwargs))
+
+    def each(self, function: Callable[[], Any]) -> None:
+        """Run a replica function for its effect."""
+
+        def without_result() -> None:
+            function()
+
+        self.strategy.run(without_result)
 
     def merge(self, merge_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``merge_fn``; in a replica function."""

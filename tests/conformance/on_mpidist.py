@@ -63,6 +63,12 @@ class MPIDist(Adapter):
     def variable(self, value: Any, dtype: str = "float32", **options: Any) -> Any:
         return mpidist.Variable(value, dtype=dtype, **options)
 
+    def slices(self, values: Any, indices: Any) -> Any:
+        return mpidist.IndexedSlices(self.array(values), np.asarray(indices))
+
+    def sync_on_read_context(self) -> Any:
+        return mpidist.variable_sync_on_read_context()
+
     def options(self, policy: str) -> Any:
         policies = mpidist.data.AutoShardPolicy
         return mpidist.InputOptions(auto_shard_policy=policies[policy])
@@ -115,18 +121,13 @@ def run(programs: list[Program]) -> Iterator[tuple[str, Result, list[str]]]:
     for program in programs:
         _side = side = MPIDist()
         try:
-            result = program.function(side)
+            result = describe(program.function(side), _to_array)
         except Exception as error:
             side.failed.append(error)
-            result = Raised.of(error)
-        try:
-            described = describe(result, _to_array)
-        except TypeError as error:
-            described = describe(Raised.of(error))
-            side.failed.append(error)
+            result = describe(Raised.of(error, uncaught=True))
         side.close()
         messages = [f"{type(e).__name__}: {e}"[:500] for e in side.failed]
-        ranks = comm.gather((described, messages))
+        ranks = comm.gather((result, messages))
         if ranks is not None:
             yield program.name, merge([r for r, _ in ranks]), ranks[0][1]
 

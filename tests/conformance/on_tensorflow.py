@@ -53,6 +53,12 @@ class TensorFlow(Adapter):
     def variable(self, value: Any, dtype: str = "float32", **options: Any) -> Any:
         return tf.Variable(value, dtype=dtype, **options)
 
+    def slices(self, values: Any, indices: Any) -> Any:
+        return tf.IndexedSlices(self.array(values), tf.constant(indices))
+
+    def sync_on_read_context(self) -> Any:
+        return tf.__internal__.distribute.variable_sync_on_read_context()
+
     def options(self, policy: str) -> Any:
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = (
@@ -99,17 +105,17 @@ def _to_array(x: Any) -> Any:
     return np.asarray(x.numpy()) if isinstance(x, (tf.Tensor, tf.Variable)) else None
 
 
-def run(programs: list[Program], n: int) -> Iterator[tuple[str, Result]]:
+def run(programs: list[Program], n: int) -> Iterator[tuple[str, Result, list[str]]]:
     """Run programs on ``n`` logical devices; yield their names and results."""
     _start(n)
     for program in programs:
         side = TensorFlow(n)
         try:
-            result = program.function(side)
+            result = describe(program.function(side), _to_array)
         except Exception as error:
             side.failed.append(error)
-            result = Raised.of(error)
-        yield program.name, describe(result, _to_array), _messages(side)
+            result = describe(Raised.of(error, uncaught=True))
+        yield program.name, result, _messages(side)
         # A collective that failed has stopped all collectives of the process.
         if any(isinstance(error, tf.errors.OpError) for error in side.failed):
             _start(n)

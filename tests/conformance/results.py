@@ -10,7 +10,8 @@ is an object with one of these keys:
 - ``own``: this rank's entry of the former, until the ranks are put together;
 - ``rank0``: what counts on rank 0 only, until then;
 - ``error``: the name of an exception's class, with its ``bases`` and whether the
-  message ``says`` what was asked for;
+  message ``says`` what was asked for; ``uncaught`` if it ended the program, which is
+  always a failure;
 - ``ranks``: what the ranks have, where that should be the same and is not.
 """
 
@@ -59,10 +60,13 @@ class Raised:
     error: str
     says: bool | None = None
     bases: Sequence[str] = ()
+    uncaught: bool = False
     message: str = dataclasses.field(default="", compare=False)
 
     @classmethod
-    def of(cls, error: BaseException, says: str | None = None) -> Raised:
+    def of(
+        cls, error: BaseException, says: str | None = None, *, uncaught: bool = False
+    ) -> Raised:
         """Describe an exception; ``says``: text to look for in its message."""
         bases = [
             base.__name__
@@ -70,7 +74,7 @@ class Raised:
             if base not in (Exception, BaseException, object)
         ]
         found = None if says is None else says.lower() in str(error).lower()
-        return cls(type(error).__name__, found, bases, str(error))
+        return cls(type(error).__name__, found, bases, uncaught, str(error))
 
 
 def describe(value: Any, to_array: Callable[[Any], Any] = lambda x: None) -> Result:
@@ -104,6 +108,8 @@ def describe(value: Any, to_array: Callable[[Any], Any] = lambda x: None) -> Res
             result: dict[str, Any] = {"error": value.error, "bases": [*value.bases]}
             if value.says is not None:
                 result["says"] = value.says
+            if value.uncaught:
+                result["uncaught"] = True
             return result
         case tuple():
             name = type(value).__name__
@@ -209,6 +215,8 @@ def equal(a: Result, b: Result, *, loose: bool = False) -> bool:
             and a["shape"] == b["shape"]
             and _close(a["array"], b["array"], _tolerance(a, b))
         )
+    if "uncaught" in a or "uncaught" in b:
+        return False
     if "error" in a and "error" in b:
         related = a["error"] in (b["error"], *b["bases"])
         return related and (a.get("says", True) == b.get("says", True))
@@ -280,7 +288,8 @@ def show(x: Result) -> str:
         return text + empty if usual else f"{text}{empty} {x['dtype']}"
     if "error" in x:
         missing = x.get("says") is False
-        return x["error"] + (" (with another message)" if missing else "")
+        ended = "the program ended with " if x.get("uncaught") else ""
+        return ended + x["error"] + (" (with another message)" if missing else "")
     if "dict" in x:
         return "{" + ", ".join(f"{k}: {show(v)}" for k, v in x["dict"].items()) + "}"
     if "replicas" in x:

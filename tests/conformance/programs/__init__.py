@@ -15,4 +15,7 @@ from conformance.programs import (
 from conformance.programs import (
     reducing as reducing,
 )
+from conformance.programs import (
+    variables as variables,
+)
 from conformance.registry import PROGRAMS as PROGRAMS

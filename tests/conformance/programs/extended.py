@@ -336,7 +336,7 @@ def update_other_variable(d):
 def update_on_read(d):
     """Of a sync-on-read variable each copy is updated from its own value."""
     v = d.on_read(0.0, "SUM")
-    d.strategy.run(lambda: v.assign(d.own(float)) and None)
+    d.each(lambda: v.assign(d.own(float)))
     d.strategy.extended.update(v, lambda w: w.assign_add(10.0))
     return d.copies(v)
 
@@ -525,7 +525,7 @@ def read_var_mirrored(d):
 def _read_var(aggregation):
     def function(d):
         v = d.on_read([0.0, 1.0], aggregation)
-        d.strategy.run(lambda: v.assign_add(d.own(lambda i: [i, 1.0])) and None)
+        d.each(lambda: v.assign_add(d.own(lambda i: [i, 1.0])))
         return d.numbers(d.strategy.extended.read_var(v))
 
     others.add(
