@@ -23,6 +23,7 @@ class Adapter(abc.ABC):
         experimental: `tf.distribute.experimental`, or `mpidist.experimental`.
         Aggregation: VariableAggregation.
         Synchronization: VariableSynchronization.
+        AutoShardPolicy: of `tf.data.experimental`, or `mpidist.data`.
         Dataset: `tf.data.Dataset`, or `mpidist.data.Dataset`.
         tensorflow: whether this is the side of TensorFlow: for the few programs that
             have to be written in two texts.
@@ -35,6 +36,7 @@ class Adapter(abc.ABC):
     experimental: Any
     Aggregation: Any
     Synchronization: Any
+    AutoShardPolicy: Any
     Dataset: Any
     tensorflow: bool
     own_replica: int
@@ -108,10 +110,6 @@ class Adapter(abc.ABC):
         """Return `variable_sync_on_read_context`."""
 
     @abc.abstractmethod
-    def options(self, policy: str) -> Any:
-        """Make the options of `distribute` for an auto-shard policy, by name."""
-
-    @abc.abstractmethod
     def distribute(self, dataset: Any, policy: str = "AUTO", **options: Any) -> Any:
         """Distribute a dataset of global batches."""
 
@@ -168,6 +166,14 @@ class Adapter(abc.ABC):
             function()
 
         self.strategy.run(without_result)
+
+    def each_of(self, function: Callable[[Any], Any], element: Any) -> None:
+        """The same, with an element of a dataset as the argument."""
+
+        def without_result(x: Any) -> None:
+            function(x)
+
+        self.strategy.run(without_result, args=(element,))
 
     def merge(self, merge_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``merge_fn``; in a replica function."""

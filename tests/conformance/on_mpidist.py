@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from conformance.adapter import Adapter
 from conformance.registry import Program
-from conformance.results import OnRank0, Own, Raised, Result, describe, merge
+from conformance.results import Described, OnRank0, Own, Raised, Result, describe, merge
 from mpi4py import MPI
 
 import mpidist
@@ -24,6 +24,8 @@ class MPIDist(Adapter):
     experimental = mpidist.experimental
     Aggregation = mpidist.VariableAggregation
     Synchronization = mpidist.VariableSynchronization
+    AutoShardPolicy = mpidist.data.AutoShardPolicy
+    Dataset = mpidist.data.Dataset
     tensorflow = False
 
     def __init__(self) -> None:
@@ -36,10 +38,6 @@ class MPIDist(Adapter):
         # Functions that travel inside merge_fn bring the adapter along; the other
         # ranks have one of their own.
         return (_current, ())
-
-    @property
-    def Dataset(self) -> Any:  # noqa: N802 - the name of the class
-        return mpidist.data.Dataset
 
     def new_strategy(self) -> Any:
         options = mpidist.experimental.CommunicationOptions(timeout_seconds=SECONDS)
@@ -69,12 +67,8 @@ class MPIDist(Adapter):
     def sync_on_read_context(self) -> Any:
         return mpidist.variable_sync_on_read_context()
 
-    def options(self, policy: str) -> Any:
-        policies = mpidist.data.AutoShardPolicy
-        return mpidist.InputOptions(auto_shard_policy=policies[policy])
-
     def distribute(self, dataset: Any, policy: str = "AUTO", **options: Any) -> Any:
-        policies = mpidist.data.AutoShardPolicy
+        policies = self.AutoShardPolicy
         return self.strategy.experimental_distribute_dataset(
             dataset,
             mpidist.InputOptions(auto_shard_policy=policies[policy], **options),
@@ -91,7 +85,7 @@ class MPIDist(Adapter):
 
     def replicas(self, value: Any) -> Any:
         (result,) = self.strategy.experimental_local_results(value)
-        return Own(result)
+        return Own(Described(describe(result, _to_array)))
 
     def coordinator(self, value: Any) -> Any:
         return OnRank0(value)

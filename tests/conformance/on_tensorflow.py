@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from conformance.adapter import Adapter
 from conformance.registry import Program
-from conformance.results import Raised, Replicas, Result, describe
+from conformance.results import Described, Raised, Replicas, Result, describe
 from tensorflow.python.eager import context as eager_context
 
 VERSION = tf.__version__
@@ -23,6 +23,7 @@ class TensorFlow(Adapter):
     experimental = tf.distribute.experimental
     Aggregation = tf.VariableAggregation
     Synchronization = tf.VariableSynchronization
+    AutoShardPolicy = tf.data.experimental.AutoShardPolicy
     Dataset = tf.data.Dataset
     tensorflow = True
     own_replica = 0
@@ -59,16 +60,13 @@ class TensorFlow(Adapter):
     def sync_on_read_context(self) -> Any:
         return tf.__internal__.distribute.variable_sync_on_read_context()
 
-    def options(self, policy: str) -> Any:
-        options = tf.data.Options()
-        options.experimental_distribute.auto_shard_policy = (
-            tf.data.experimental.AutoShardPolicy[policy]
-        )
-        return options
-
     def distribute(self, dataset: Any, policy: str = "AUTO", **options: Any) -> Any:
+        of_dataset = tf.data.Options()
+        of_dataset.experimental_distribute.auto_shard_policy = (
+            self.AutoShardPolicy[policy]
+        )
         return self.strategy.experimental_distribute_dataset(
-            dataset.with_options(self.options(policy)),
+            dataset.with_options(of_dataset),
             tf.distribute.InputOptions(**options) if options else None,
         )
 
@@ -85,7 +83,7 @@ class TensorFlow(Adapter):
         results = self.strategy.experimental_local_results(value)
         if len(results) == 1:
             results = results * self.n
-        return Replicas([tf.nest.map_structure(_plain, r) for r in results])
+        return Replicas([Described(describe(r, _to_array)) for r in results])
 
     def coordinator(self, value: Any) -> Any:
         return value
@@ -95,10 +93,6 @@ class TensorFlow(Adapter):
 
     def is_variable(self, value: Any) -> bool:
         return isinstance(value, tf.Variable)
-
-
-def _plain(x: Any) -> Any:
-    return x.numpy() if isinstance(x, tf.Variable) else x
 
 
 def _to_array(x: Any) -> Any:

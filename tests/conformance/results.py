@@ -33,6 +33,13 @@ OTHER_TOLERANCE = 1e-12
 
 
 @dataclasses.dataclass(frozen=True)
+class Described:
+    """A result as plain data already: of what may change later."""
+
+    result: Result
+
+
+@dataclasses.dataclass(frozen=True)
 class Replicas:
     """One value per replica."""
 
@@ -98,6 +105,8 @@ def describe(value: Any, to_array: Callable[[Any], Any] = lambda x: None) -> Res
             return value.name
         case int() | float() if type(value) in (int, float):
             return {"number": value}
+        case Described():
+            return value.result
         case Replicas():
             return {"replicas": [inner(x) for x in value.values]}
         case Own():

@@ -430,12 +430,21 @@ def _attribute(name):
 
 for _name in (
     "experimental_require_static_shapes",
-    "experimental_between_graph",
     "experimental_should_init",
     "should_checkpoint",
     "should_save_summary",
 ):
     _attribute(_name)
+
+
+@others.differs(
+    "Each process has a program of its own, as in MultiWorkerMirroredStrategy.",
+    tensorflow=False,
+    mpidist=True,
+)
+def extended_experimental_between_graph(d):
+    """`extended.experimental_between_graph`."""
+    return d.strategy.extended.experimental_between_graph
 
 
 @others.program
@@ -512,7 +521,7 @@ def colocate_vars_with_outside(d):
         with d.strategy.extended.colocate_vars_with(v):
             pass
 
-    return d.attempt(fn, says='Need to be inside "with strategy.scope()"')
+    return d.attempt(fn, says="Need to be inside")
 
 
 @others.program
@@ -675,10 +684,15 @@ def distribute_values_total(d):
     return d.strategy.reduce("SUM", values, axis=None)
 
 
-@others.program
+@others.differs(
+    "MirroredStrategy is one process and has None; mpidist has one that says what MPI "
+    "knows of the ranks, as MultiWorkerMirroredStrategy does.",
+    tensorflow=True,
+    mpidist=False,
+)
 def cluster_resolver(d):
-    """`cluster_resolver` is None."""
-    return d.strategy.cluster_resolver
+    """Is `cluster_resolver` None?"""
+    return d.strategy.cluster_resolver is None
 
 
 @others.program

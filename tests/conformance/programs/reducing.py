@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from conformance.registry import Section
 from conformance.results import Raised
 
@@ -44,7 +45,7 @@ for _op in ("SUM", "MEAN"):
     "TensorFlow's collectives take floats, int32 and int64 only.",
     tensorflow=[Raised("OpError")] * 4,
     mpidist=lambda n: [
-        [1j * n * (n - 1) / 2 + n] * n,
+        [np.complex64(n + 1j * n * (n - 1) / 2)] * n,
         [[n, n]] * n,
         [[n, n]] * n,
         [[n, n]] * n,

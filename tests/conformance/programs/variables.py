@@ -108,7 +108,17 @@ ON_WRITE: dict[tuple[str, str], Difference] = {
         for aggregation in AGGREGATIONS
     },
 }
-ON_READ: dict[tuple[str, str], Difference] = {}
+ON_READ: dict[tuple[str, str], Difference] = {
+    **{
+        ("cross_per_replica", aggregation): differs(
+            "An AttributeError of TensorFlow's, about a missing dtype; mpidist says what "
+            "to write.",
+            tensorflow=lambda n: refused(n, "AttributeError"),
+            mpidist=lambda n: refused(n, "TypeError"),
+        )
+        for aggregation in ("NONE", "MEAN", "ONLY_FIRST_REPLICA")
+    },
+}
 
 
 def _matrix(section, synchronization, declared):
@@ -440,12 +450,26 @@ def variable_of_another_strategy(d):
 
 @creating.program
 def assign_results(d):
-    """assign gives the new value: in cross-replica context a variable or Mirrored."""
+    """assign gives the new value; None with `read_value=False`."""
+    v = d.in_scope([1.0, 2.0])
+    with d.strategy.scope():
+        result = d.replicas(v.assign_add([1.0, 1.0]))
+        return result, v.assign([7.0, 8.0], read_value=False)
+
+
+@creating.differs(
+    "In mpidist assign gives the variable, which acts as its value, also later; write "
+    "`v.assign(...).read_value()` for a copy.",
+    tensorflow=[2.0, 3.0],
+    mpidist=[7.0, 8.0],
+)
+def assign_results_later(d):
+    """What assign gave, after the variable has changed again."""
     v = d.in_scope([1.0, 2.0])
     with d.strategy.scope():
         result = v.assign_add([1.0, 1.0])
-        nothing = v.assign([7.0, 8.0], read_value=False)
-    return d.replicas(result), nothing
+        v.assign([7.0, 8.0])
+        return d.numbers(result + 0)
 
 
 @creating.program
