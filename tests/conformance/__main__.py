@@ -10,8 +10,6 @@ from pathlib import Path
 # Started as a folder: make the packages beside it importable, not the files in it.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from conformance.programs import PROGRAMS
-
 
 def main() -> None:
     """Do what the command line says."""
@@ -45,6 +43,8 @@ def main() -> None:
 
 def run_side(arguments: argparse.Namespace) -> None:
     """Run programs on one side; write a line of JSON for each as it ends."""
+    from conformance.programs import PROGRAMS
+
     programs = [PROGRAMS[name] for name in arguments.names or PROGRAMS]
     if arguments.command == "tensorflow":
         from conformance import on_tensorflow

@@ -90,9 +90,7 @@ class Adapter(abc.ABC):
             lambda context: function(int(context.replica_id_in_sync_group))
         )
 
-    def arrays(
-        self, function: Callable[[int], Any], dtype: str = "float32"
-    ) -> Any:
+    def arrays(self, function: Callable[[int], Any], dtype: str = "float32") -> Any:
         """Make a PerReplica of arrays."""
         return self.per_replica(lambda i: self.array(function(i), dtype))
 

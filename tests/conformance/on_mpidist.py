@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from conformance.adapter import Adapter
-from conformance.registry import Program
-from conformance.results import Described, OnRank0, Own, Raised, Result, describe, merge
 from mpi4py import MPI
 
 import mpidist
+from conformance.adapter import Adapter
+from conformance.registry import Program
+from conformance.results import Described, OnRank0, Own, Raised, Result, describe, merge
 
 VERSION = mpidist.__version__
 SECONDS = 30  # after which a rank that waits for others gives up
@@ -28,10 +28,10 @@ class MPIDist(Adapter):
     Dataset = mpidist.data.Dataset
     tensorflow = False
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: Any = None) -> None:
         super().__init__(MPI.COMM_WORLD.size)
         self.made: list[Any] = []
-        self.strategy = self.new_strategy()
+        self.strategy = strategy or make_strategy()
         self.own_replica = MPI.COMM_WORLD.rank
 
     def __reduce__(self) -> Any:
@@ -40,10 +40,8 @@ class MPIDist(Adapter):
         return (_current, ())
 
     def new_strategy(self) -> Any:
-        options = mpidist.experimental.CommunicationOptions(timeout_seconds=SECONDS)
-        strategy = mpidist.MPIStrategy(device="cpu", communication_options=options)
-        self.made.append(strategy)
-        return strategy
+        self.made.append(make_strategy())
+        return self.made[-1]
 
     def v1_strategy(self) -> Any:
         return self.new_strategy()
@@ -97,6 +95,12 @@ class MPIDist(Adapter):
         return isinstance(value, mpidist.Variable)
 
 
+def make_strategy() -> Any:
+    """Make a strategy that does not wait for ever."""
+    options = mpidist.experimental.CommunicationOptions(timeout_seconds=SECONDS)
+    return mpidist.MPIStrategy(device="cpu", communication_options=options)
+
+
 _side: MPIDist | None = None
 
 
@@ -109,21 +113,26 @@ def _to_array(x: Any) -> Any:
 
 
 def run(programs: list[Program]) -> Iterator[tuple[str, Result, list[str]]]:
-    """Run programs on all ranks; yield their names and results, on rank 0."""
+    """Run programs on all ranks; yield their names and results, the same on all."""
     global _side
     comm = MPI.COMM_WORLD
+    strategy = None
     for program in programs:
-        _side = side = MPIDist()
+        # One strategy for all: it has to stay usable whatever a program does.
+        _side = side = MPIDist(strategy)
+        strategy = side.strategy
         try:
             result = describe(program.function(side), _to_array)
         except Exception as error:
             side.failed.append(error)
             result = describe(Raised.of(error, uncaught=True))
-        side.close()
         messages = [f"{type(e).__name__}: {e}"[:500] for e in side.failed]
-        ranks = comm.gather((result, messages))
-        if ranks is not None:
-            yield program.name, merge([r for r, _ in ranks]), ranks[0][1]
+        ranks = comm.allgather((result, messages))
+        side.close()
+        yield program.name, merge([r for r, _ in ranks]), ranks[0][1]
+        # But for one that timed out, which is a failure of that program alone.
+        if any("CollectiveTimeoutError" in text for _, m in ranks for text in m):
+            strategy = None
 
 
 def is_first() -> bool:

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import context as eager_context
+
 from conformance.adapter import Adapter
 from conformance.registry import Program
 from conformance.results import Described, Raised, Replicas, Result, describe
-from tensorflow.python.eager import context as eager_context
 
 VERSION = tf.__version__
 
@@ -62,9 +63,9 @@ class TensorFlow(Adapter):
 
     def distribute(self, dataset: Any, policy: str = "AUTO", **options: Any) -> Any:
         of_dataset = tf.data.Options()
-        of_dataset.experimental_distribute.auto_shard_policy = (
-            self.AutoShardPolicy[policy]
-        )
+        of_dataset.experimental_distribute.auto_shard_policy = self.AutoShardPolicy[
+            policy
+        ]
         return self.strategy.experimental_distribute_dataset(
             dataset.with_options(of_dataset),
             tf.distribute.InputOptions(**options) if options else None,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -39,7 +38,9 @@ def explain(program: Program, n: int, tensorflow: Result, mpidist: Result) -> st
     if program.difference is not None:
         for side in ("tensorflow", "mpidist"):
             expected = getattr(program.difference, side)(n)
-            lines.append(f"  {side}, declared: {results.show(results.describe(expected))}")
+            lines.append(
+                f"  {side}, declared: {results.show(results.describe(expected))}"
+            )
     lines.append(f"  TensorFlow: {results.show(tensorflow)}")
     lines.append(f"  mpidist:    {results.show(mpidist)}")
     return "\n".join(lines)

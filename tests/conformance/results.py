@@ -173,7 +173,9 @@ def merge(ranks: Sequence[Result]) -> Result:
     if "dict" in first:
         if any(r["dict"].keys() != first["dict"].keys() for r in ranks):
             return {"ranks": [*ranks]}
-        return {"dict": {k: merge([r["dict"][k] for r in ranks]) for k in first["dict"]}}
+        return {
+            "dict": {k: merge([r["dict"][k] for r in ranks]) for k in first["dict"]}
+        }
     return first if all(equal(first, r) for r in ranks[1:]) else {"ranks": [*ranks]}
 
 

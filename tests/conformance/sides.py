@@ -10,11 +10,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from conformance.results import Result
 from launching import run_ranks
 
+from conformance.results import Result
+
 PYTHON_VARIABLE = "MPIDIST_TENSORFLOW_PYTHON"
-SECONDS = 400  # for all programs on one side
+SECONDS = 900  # for all programs on one side
 HERE = Path(__file__).resolve().parent
 
 
@@ -40,7 +41,9 @@ def tensorflow_python() -> str:
 
 def has_tensorflow() -> bool:
     """Return whether that Python has TensorFlow."""
-    code = "import importlib.util as u, sys; sys.exit(u.find_spec('tensorflow') is None)"
+    code = (
+        "import importlib.util as u, sys; sys.exit(u.find_spec('tensorflow') is None)"
+    )
     try:
         result = subprocess.run(
             [tensorflow_python(), "-c", code], capture_output=True, timeout=60

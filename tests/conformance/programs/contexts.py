@@ -405,7 +405,7 @@ def replica_context_bad_id(d):
 
 
 @section.differs(
-    "TensorFlow nests lists: [(dev,)] or [[dev]]. The page promises a tuple of strings.",
+    "TensorFlow nests lists: [(dev,)] or [[dev]]. The page has a tuple of strings.",
     tensorflow=lambda n: [False] * n,
     mpidist=lambda n: [True] * n,
 )
@@ -447,7 +447,7 @@ def default_reduce_axis(d):
 
 @section.program
 def default_merge_call(d):
-    """merge_call outside every scope calls the function, with the arguments as given."""
+    """merge_call outside every scope calls the function with the arguments given."""
     default = d.dist.get_strategy()
 
     def merge_fn(strategy, x, *, y):

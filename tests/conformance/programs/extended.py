@@ -30,7 +30,9 @@ def reduce_to_variable(d):
 def reduce_to_ints(d):
     """MEAN of integers."""
     x = d.arrays(lambda i: [i, 1], "int32")
-    return [d.replicas(d.strategy.extended.reduce_to(op, x, x)) for op in ("SUM", "MEAN")]
+    return [
+        d.replicas(d.strategy.extended.reduce_to(op, x, x)) for op in ("SUM", "MEAN")
+    ]
 
 
 @section.program
@@ -62,13 +64,13 @@ def reduce_to_bad_destinations(d):
     """Destinations that are none: a list, an empty text, a number."""
     x = d.arrays(float)
     return [
-        d.attempt(lambda: d.strategy.extended.reduce_to("SUM", x, bad))
+        d.attempt(lambda bad=bad: d.strategy.extended.reduce_to("SUM", x, bad))
         for bad in ([x], "", 3)
     ]
 
 
 @section.differs(
-    "The API page writes `reduce_to(VariableAggregation.SUM, ...)`; TensorFlow asserts.",
+    "The API page has `reduce_to(VariableAggregation.SUM, ...)`. TensorFlow asserts.",
     tensorflow=Raised("AssertionError"),
     mpidist=lambda n: [n * (n - 1) / 2] * n,
 )
@@ -76,9 +78,7 @@ def reduce_to_by_aggregation(d):
     """A VariableAggregation as the operation."""
     x = d.arrays(float)
     return d.attempt(
-        lambda: d.replicas(
-            d.strategy.extended.reduce_to(d.Aggregation.SUM, x, x)
-        )
+        lambda: d.replicas(d.strategy.extended.reduce_to(d.Aggregation.SUM, x, x))
     )
 
 
@@ -375,7 +375,9 @@ def update_non_slot_in_merge_fn(d):
     def merge_fn(strategy, x):
         devices = strategy.extended.non_slot_devices([])
         total = strategy.extended.reduce_to("SUM", x, x)
-        return strategy.extended.update_non_slot(devices, lambda t: t + 1, args=(total,))
+        return strategy.extended.update_non_slot(
+            devices, lambda t: t + 1, args=(total,)
+        )
 
     return d.run(lambda: d.merge(merge_fn, d.own(float)))
 
@@ -411,7 +413,7 @@ others = Section("Attributes, options and other values")
 
 @others.program
 def extended_devices(d):
-    """worker_devices and parameter_devices: one text for each replica, all different."""
+    """worker_devices and parameter_devices: one text per replica, all different."""
     extended = d.strategy.extended
     return [
         type(extended.worker_devices).__name__,
@@ -620,10 +622,7 @@ def reduce_op_enum(d):
 def variable_enums(d):
     """VariableSynchronization and VariableAggregation: names and values."""
     return [
-        {
-            name: getattr(enum, name).value
-            for name in names.split()
-        }
+        {name: getattr(enum, name).value for name in names.split()}
         for enum, names in (
             (d.Synchronization, "AUTO NONE ON_WRITE ON_READ"),
             (d.Aggregation, "NONE SUM MEAN ONLY_FIRST_REPLICA"),

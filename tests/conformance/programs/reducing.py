@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from conformance.registry import Section
 from conformance.results import Raised
 
@@ -107,7 +108,9 @@ def all_reduce_nest(d):
 
     def fn():
         x = d.own(float)
-        return all_reduce(d, "SUM", {"a": x, "b": [x + 1, (x + 2, d.own(lambda i: [i, 1.0]))]})
+        return all_reduce(
+            d, "SUM", {"a": x, "b": [x + 1, (x + 2, d.own(lambda i: [i, 1.0]))]}
+        )
 
     return d.run(fn)
 
@@ -134,13 +137,15 @@ def all_reduce_nest_of_dtypes(d):
     "A defect of MirroredStrategy in eager mode: its own check of devices fails for "
     "two int32 leaves. The example is that of the API page.",
     tensorflow=Raised("ValueError"),
-    mpidist=lambda n: [
+    mpidist=lambda n: (
         [
-            {"a": n + n * (n - 1) // 2, "b": [40 * n, n]},
-            {"a": 1 + (n - 1) / 2, "b": [40.0, 1.0]},
+            [
+                {"a": n + n * (n - 1) // 2, "b": [40 * n, n]},
+                {"a": 1 + (n - 1) / 2, "b": [40.0, 1.0]},
+            ]
         ]
-    ]
-    * n,
+        * n
+    ),
 )
 def all_reduce_nest_of_ints(d):
     """The page's nest of int32: {'a': 1, 'b': [40, 1]}."""
@@ -271,7 +276,7 @@ def all_reduce_options(d):
 
     def fn():
         context = d.dist.get_replica_context()
-        values = [d.own(lambda i: [float(i)] * k) for k in (1, 20, 3)]
+        values = [d.own(lambda i, k=k: [float(i)] * k) for k in (1, 20, 3)]
         return context.all_reduce("SUM", values, options), context.all_reduce(
             "MEAN", values, options=options
         )
@@ -382,7 +387,9 @@ def all_gather_bool(d):
 )
 def all_gather_negative_axis(d):
     """Axis -1."""
-    return d.attempt(lambda: d.run(lambda: all_gather(d, d.own(lambda i: [i, 1.0]), -1)))
+    return d.attempt(
+        lambda: d.run(lambda: all_gather(d, d.own(lambda i: [i, 1.0]), -1))
+    )
 
 
 @gathering.program
@@ -498,7 +505,9 @@ def _reduce_dtypes(dtype):
             d.strategy.reduce("MEAN", x, axis=None),
         ]
 
-    reducing.add(f"reduce_{dtype}", f"SUM and MEAN of {dtype}, and the dtypes.", function)
+    reducing.add(
+        f"reduce_{dtype}", f"SUM and MEAN of {dtype}, and the dtypes.", function
+    )
 
 
 for _dtype in DTYPES:
@@ -693,7 +702,9 @@ for _aggregation in ("SUM", "MEAN", "ONLY_FIRST_REPLICA"):
 @reducing.program
 def reduce_nest(d):
     """A nest of PerReplica, with `axis=None`."""
-    result = d.strategy.run(lambda: {"a": d.own(float), "b": [d.own(lambda i: [1.0, i])]})
+    result = d.strategy.run(
+        lambda: {"a": d.own(float), "b": [d.own(lambda i: [1.0, i])]}
+    )
     return d.strategy.reduce("SUM", result, axis=None)
 
 
@@ -715,7 +726,7 @@ def reduce_bad_name(d):
 def reduce_bad_op(d):
     """An operation that is none."""
     x = d.arrays(lambda i: [1.0])
-    return [d.attempt(lambda: d.strategy.reduce(3, x, axis=a)) for a in (None, 0)]
+    return [d.attempt(lambda a=a: d.strategy.reduce(3, x, axis=a)) for a in (None, 0)]
 
 
 @reducing.differs(

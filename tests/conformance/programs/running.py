@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import collections
 import functools
+
 from conformance.registry import Section
 from conformance.results import Raised
 
 section = Section("run")
 
-Point = collections.namedtuple("Point", ["x", "y"])  # noqa: PYI024 - as users write it
+Point = collections.namedtuple("Point", ["x", "y"])
 
 
 @section.program
@@ -66,7 +67,7 @@ def run_strings_that_differ(d):
 
 
 @section.differs(
-    "In mpidist only arrays and numbers are wrapped; each rank has its own text anyway.",
+    "In mpidist only arrays and numbers are wrapped; a rank has its own text anyway.",
     tensorflow="PerReplica",
     mpidist="plain",
 )
@@ -115,9 +116,7 @@ def run_args(d):
     """PerReplica arguments, nested too, arrive as the replica's component."""
     x = d.arrays(float)
     y = d.arrays(lambda i: [i, 2.0 * i], "float64")
-    return d.run(
-        lambda a, b, *, c: [a, b["y"][0], c[1]], x, {"y": [y, 3]}, c=(x, y)
-    )
+    return d.run(lambda a, b, *, c: [a, b["y"][0], c[1]], x, {"y": [y, 3]}, c=(x, y))
 
 
 @section.program
@@ -223,9 +222,7 @@ def run_raises_on_one(d):
         return d.array(1.0)
 
     first = d.attempt(lambda: d.strategy.run(fn), says="on the last")
-    total = d.run(
-        lambda: d.dist.get_replica_context().all_reduce("SUM", d.array(1.0))
-    )
+    total = d.run(lambda: d.dist.get_replica_context().all_reduce("SUM", d.array(1.0)))
     return first, total
 
 

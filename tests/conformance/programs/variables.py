@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from conformance.registry import Difference, Section, differs
 from conformance.results import Raised
 
@@ -30,8 +32,8 @@ WRITERS = {
     ),
     "cross_per_replica": (
         "a PerReplica, in cross-replica context",
-        lambda d: lambda method: _in_scope(
-            d, lambda: method(d.arrays(lambda i: 2.0 + i))
+        lambda d: (
+            lambda method: _in_scope(d, lambda: method(d.arrays(lambda i: 2.0 + i)))
         ),
     ),
     "cross_mirrored": (
@@ -40,14 +42,18 @@ WRITERS = {
     ),
     "merge_fn": (
         "a plain array, in merge_fn",
-        lambda d: lambda method: d.each(
-            lambda: d.merge(lambda strategy: (method(d.array(6.0)), None)[1])
+        lambda d: (
+            lambda method: d.each(
+                lambda: d.merge(lambda strategy: (method(d.array(6.0)), None)[1])
+            )
         ),
     ),
     "merge_fn_mirrored": (
         "a Mirrored that reduce_to gave, in merge_fn",
-        lambda d: lambda method: d.each(
-            lambda: d.merge(_assign_reduced, method, d.own(lambda i: i + 1.0))
+        lambda d: (
+            lambda method: d.each(
+                lambda: d.merge(_assign_reduced, method, d.own(lambda i: i + 1.0))
+            )
         ),
     ),
 }
@@ -108,11 +114,73 @@ ON_WRITE: dict[tuple[str, str], Difference] = {
         for aggregation in AGGREGATIONS
     },
 }
+
+
+def spread(n, value):
+    """Return what mpidist's ON_READ SUM copies are after writing a plain value."""
+    rest = [1.0] * (n - 1)
+    return {
+        "assign": ["accepted", [value / n] * n],
+        "assign_add": ["accepted", [1.0 + value, *rest]],
+        "assign_sub": ["accepted", [1.0 - value, *rest]],
+    }
+
+
+def spread_or_refused(n, value):
+    """Return what TensorFlow's are."""
+    return refused(n, "ValueError") | {"assign": ["accepted", [value / n] * n]}
+
+
+def set_then_failed(n, value):
+    """Return that the copies are written, and that there is an error all the same."""
+    return {
+        name: [Raised("ValueError"), copies]
+        for name, (_, copies) in written(n, [value] * n).items()
+    }
+
+
+def total(n):
+    """Return the sum of what the replicas bring along to merge_fn."""
+    return n * (n + 1) / 2
+
+
+ON_READ_VALUES = {
+    "cross_plain": lambda n: 6.0,
+    "cross_number": lambda n: 6.0,
+    "cross_mirrored": lambda n: 5.0,
+    "merge_fn": lambda n: 6.0,
+    "merge_fn_mirrored": total,
+}
 ON_READ: dict[tuple[str, str], Difference] = {
     **{
+        (context, "NONE"): differs(
+            "TensorFlow writes the copies, and then fails as it reads the result, "
+            "which has no aggregation. In mpidist nothing is read that nobody asked for.",
+            tensorflow=lambda n, value=value: set_then_failed(n, value(n)),
+            mpidist=lambda n, value=value: written(n, [value(n)] * n),
+        )
+        for context, value in ON_READ_VALUES.items()
+    },
+    **{
+        (context, "SUM"): differs(
+            "TensorFlow refuses assign_add and assign_sub here. In mpidist they change "
+            "the copy of replica 0, so that the sum changes by the value.",
+            tensorflow=lambda n, value=value: spread_or_refused(n, value(n)),
+            mpidist=lambda n, value=value: spread(n, value(n)),
+        )
+        for context, value in ON_READ_VALUES.items()
+    },
+    ("cross_per_replica", "SUM"): differs(
+        "Errors of other kinds; mpidist says what to write.",
+        tensorflow=lambda n: (
+            refused(n, "ValueError") | {"assign": [Raised("TypeError"), [1.0] * n]}
+        ),
+        mpidist=lambda n: refused(n, "TypeError"),
+    ),
+    **{
         ("cross_per_replica", aggregation): differs(
-            "An AttributeError of TensorFlow's, about a missing dtype; mpidist says what "
-            "to write.",
+            "An AttributeError of TensorFlow's, about a missing dtype; mpidist says "
+            "what to write.",
             tensorflow=lambda n: refused(n, "AttributeError"),
             mpidist=lambda n: refused(n, "TypeError"),
         )
@@ -192,8 +260,7 @@ def _reading(synchronization, aggregation):
     def cross(d):
         v = make(d)
         with d.strategy.scope():
-            inside = readings(d, v)
-        return inside
+            return readings(d, v)
 
     def outside(d):
         return readings(d, make(d))
@@ -205,9 +272,7 @@ def _reading(synchronization, aggregation):
 
     def merge_fn(d):
         v = make(d)
-        return d.run(
-            lambda: d.merge(lambda strategy: without_numpy(readings(d, v)))
-        )
+        return d.run(lambda: d.merge(lambda strategy: without_numpy(readings(d, v))))
 
     def update(d):
         v = make(d)
@@ -241,9 +306,14 @@ for _aggregation in AGGREGATIONS:
     _reading("ON_READ", _aggregation)
 
 
-@reading.program
+@reading.differs(
+    "TensorFlow stores 7 / n, cut to an int, in each copy, and loses the rest; in "
+    "mpidist the first copies get it, so that what is read is what was assigned.",
+    tensorflow=lambda n: ([7 // n] * n, n * (7 // n)),
+    mpidist=lambda n: ([7 // n + (i < 7 % n) for i in range(n)], 7),
+)
 def on_read_int_sum(d):
-    """An int ON_READ variable under SUM: assigning 7 stores 7 // n in each copy."""
+    """An int ON_READ variable under SUM: 7 is assigned."""
     v = d.on_read(0, "SUM", "int32")
     with d.strategy.scope():
         v.assign(d.array(7, "int32"))
@@ -438,14 +508,29 @@ def variable_outside(d):
     return d.numbers(v), d.dist.get_strategy().extended.variable_created_in_scope(v)
 
 
-@creating.program
+@creating.differs(
+    "Each process has its copy, and reading it concerns no other; only writing it in "
+    "the scope of another strategy is an error in mpidist.",
+    tensorflow=Raised("RuntimeError"),
+    mpidist=[1.0, 2.0],
+)
 def variable_of_another_strategy(d):
-    """A variable of another strategy can be read in this one's scope."""
+    """A variable of another strategy is read in this one's scope."""
     other = d.new_strategy()
     with other.scope():
         v = d.variable([1.0, 2.0])
     with d.strategy.scope():
         return d.attempt(lambda: d.numbers(v.read_value()))
+
+
+@creating.program
+def assign_to_variable_of_another_strategy(d):
+    """A variable of another strategy can not be written in this one's scope."""
+    other = d.new_strategy()
+    with other.scope():
+        v = d.variable([1.0, 2.0])
+    with d.strategy.scope():
+        return d.refused(lambda: v.assign([3.0, 4.0]), says="mixing different")
 
 
 @creating.program
@@ -538,18 +623,38 @@ def variable_is_not_hashed_by_value(d):
 # --- scatter_* ------------------------------------------------------------------------
 
 scattering = Section("scatter_* of rows")
-SCATTERS = ("add", "sub", "mul", "div", "min", "max", "update")
+START = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
+SCATTERS = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "min": np.minimum,
+    "max": np.maximum,
+    "update": lambda old, new: new,
+}
+
+
+def scattered(n):
+    """Return the copies where each replica writes its own row, as TensorFlow does."""
+    result = {}
+    for name, operation in SCATTERS.items():
+        copies = [np.array(START, np.float32) for _ in range(n)]
+        for i, copy in enumerate(copies):
+            copy[1] = operation(copy[1], np.float32([2.0 + i, 2.0]))
+        result[name] = ["accepted", copies]
+    return result
 
 
 def _scatter(aggregation, where):
     def function(d):
         v = d.in_scope(
-            [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]],
+            START,
             aggregation=d.Aggregation[aggregation],
         )
         result = {}
         for name in SCATTERS:
-            v.assign([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+            v.assign(START)
             scatter = getattr(v, f"scatter_{name}")
 
             def cross(scatter=scatter):
@@ -568,6 +673,15 @@ def _scatter(aggregation, where):
         f"scatter_{aggregation.lower()}_{where}",
         f"{aggregation}: all scatter_* methods, {text}.",
         function,
+        differs(
+            DIVERGE,
+            tensorflow=scattered,
+            mpidist=lambda n: {
+                name: [Raised("ValueError"), [START] * n] for name in SCATTERS
+            },
+        )
+        if (aggregation, where) == ("NONE", "replica")
+        else None,
     )
 
 
@@ -580,11 +694,7 @@ for _aggregation in AGGREGATIONS:
 def scatter_other_rows(d):
     """Under SUM each replica's own rows are added; rows may repeat."""
     v = d.in_scope([[0.0]] * 5, aggregation=d.Aggregation.SUM)
-    d.each(
-        lambda: v.scatter_add(
-            d.slices([[1.0], [10.0]], [d.replica_id(), 4])
-        )
-    )
+    d.each(lambda: v.scatter_add(d.slices([[1.0], [10.0]], [d.replica_id(), 4])))
     return d.copies(v)
 
 
@@ -612,9 +722,7 @@ def scatter_in_update(d):
 def _scatter_on_read(aggregation):
     def function(d):
         v = d.on_read([[0.0], [0.0]], aggregation)
-        return d.refused(
-            lambda: d.each(lambda: v.scatter_add(d.slices([[1.0]], [1])))
-        )
+        return d.refused(lambda: d.each(lambda: v.scatter_add(d.slices([[1.0]], [1]))))
 
     scattering.add(
         f"scatter_on_read_{aggregation.lower()}",
