@@ -21,7 +21,9 @@ def main() -> None:
         one.add_argument("file", type=Path, help="JSON lines to write")
         one.add_argument("names", nargs="*", help="programs; by default all")
     report = commands.add_parser("report", help="run both sides and write the page")
-    report.add_argument("page", type=Path, nargs="?", help="docs/conformance.md")
+    report.add_argument(
+        "page", type=Path, nargs="?", help="default: docs/conformance.md"
+    )
     report.add_argument("--folder", type=Path, help="keep the results here")
     look = commands.add_parser("compare", help="run both sides; print what differs")
     look.add_argument("names", nargs="*", help="words in names; by default all")
@@ -31,12 +33,12 @@ def main() -> None:
     if arguments.command == "report":
         from conformance import report as reporting
 
-        reporting.write(arguments.page, arguments.folder)
+        sys.exit(reporting.write(arguments.page, arguments.folder) > 0)
     elif arguments.command == "compare":
         from conformance import report as reporting
 
         sizes = arguments.n or [2]
-        sys.exit(reporting.compare(arguments.names, sizes, arguments.folder))
+        sys.exit(reporting.compare(arguments.names, sizes, arguments.folder) > 0)
     else:
         run_side(arguments)
 

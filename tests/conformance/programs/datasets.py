@@ -303,8 +303,8 @@ def make_numpy_dataset_of_list(d):
 
 @iterating.differs(
     "MirroredStrategy is one worker with one pipeline, whose batches go to the "
-    "replicas in turn. In mpidist each rank is a worker with a pipeline of its own, as in "
-    "MultiWorkerMirroredStrategy.",
+    "replicas in turn. In mpidist each rank is a worker with a pipeline of its own, "
+    "as in MultiWorkerMirroredStrategy.",
     tensorflow=lambda n: [[1, 0, n]],
     mpidist=lambda n: [[n, 0, n]],
 )

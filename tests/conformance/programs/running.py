@@ -270,7 +270,8 @@ def run_structures_differ(d):
 
 
 @section.differs(
-    "As above.",
+    "TensorFlow asserts, with an empty message or the lengths; mpidist shows both "
+    "structures, on all ranks.",
     tensorflow=Raised("AssertionError"),
     mpidist=Raised("CollectiveMismatchError"),
 )
@@ -285,7 +286,8 @@ def run_lengths_differ(d):
 
 
 @section.differs(
-    "As above.",
+    "TensorFlow asserts, with an empty message or the lengths; mpidist shows both "
+    "structures, on all ranks.",
     tensorflow=Raised("AssertionError"),
     mpidist=Raised("CollectiveMismatchError"),
 )

@@ -155,7 +155,8 @@ ON_READ: dict[tuple[str, str], Difference] = {
     **{
         (context, "NONE"): differs(
             "TensorFlow writes the copies, and then fails as it reads the result, "
-            "which has no aggregation. In mpidist nothing is read that nobody asked for.",
+            "which has no aggregation. In mpidist nothing is read that nobody asked "
+            "for.",
             tensorflow=lambda n, value=value: set_then_failed(n, value(n)),
             mpidist=lambda n, value=value: written(n, [value(n)] * n),
         )
