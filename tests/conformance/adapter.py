@@ -7,6 +7,7 @@ Most names are the same: a program writes ``d.strategy.run(...)``,
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +112,24 @@ class Adapter(abc.ABC):
     def distribute(self, dataset: Any, policy: str = "AUTO", **options: Any) -> Any:
         """Distribute a dataset of global batches."""
 
+    @abc.abstractmethod
+    def optimizer(self, kind: str, **settings: Any) -> Any:
+        """Make an optimizer: of Keras, or of `mpidist.optimizers`."""
+
+    # --- saving -----------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def folder(self) -> contextlib.AbstractContextManager[str]:
+        """Return a temporary folder, the same one for all replicas."""
+
+    @abc.abstractmethod
+    def save(self, folder: str, **objects: Any) -> str:
+        """Save a checkpoint of these objects; return its path."""
+
+    @abc.abstractmethod
+    def restore(self, path: str, **objects: Any) -> None:
+        """Restore objects."""
+
     # --- computing --------------------------------------------------------------------
 
     @abc.abstractmethod
@@ -120,6 +139,14 @@ class Adapter(abc.ABC):
     @abc.abstractmethod
     def stack(self, x: list[Any]) -> Any:
         """Return arrays of one shape, stacked."""
+
+    @abc.abstractmethod
+    def average_loss(self, per_example_loss: Any, **options: Any) -> Any:
+        """Call `compute_average_loss`."""
+
+    @abc.abstractmethod
+    def clip_by_global_norm(self, grads: list[Any], norm: float) -> Any:
+        """Call `clip_by_global_norm`."""
 
     @abc.abstractmethod
     def convert(self, x: Any) -> Any:

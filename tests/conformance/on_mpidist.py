@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,11 +75,39 @@ class MPIDist(Adapter):
             mpidist.InputOptions(auto_shard_policy=policies[policy], **options),
         )
 
+    def optimizer(self, kind: str, **settings: Any) -> Any:
+        return getattr(mpidist.optimizers, kind)(**settings)
+
+    @contextlib.contextmanager
+    def folder(self) -> Iterator[str]:
+        comm = MPI.COMM_WORLD
+        path = comm.bcast(None if comm.rank else tempfile.mkdtemp())
+        try:
+            yield path
+        finally:
+            comm.Barrier()
+            if comm.rank == 0:
+                shutil.rmtree(path)
+
+    def save(self, folder: str, **objects: Any) -> str:
+        path = f"{folder}/checkpoint"
+        mpidist.Checkpoint(**objects).save(path)
+        return path
+
+    def restore(self, path: str, **objects: Any) -> None:
+        mpidist.Checkpoint(**objects).restore(path)
+
     def sum(self, x: Any) -> Any:
         return np.sum(x)
 
     def stack(self, x: list[Any]) -> Any:
         return np.stack(x)
+
+    def average_loss(self, per_example_loss: Any, **options: Any) -> Any:
+        return mpidist.compute_average_loss(per_example_loss, **options)
+
+    def clip_by_global_norm(self, grads: list[Any], norm: float) -> Any:
+        return mpidist.optimizers.clip_by_global_norm(grads, norm)
 
     def convert(self, x: Any) -> Any:
         return np.asarray(x)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,11 +73,29 @@ class TensorFlow(Adapter):
             tf.distribute.InputOptions(**options) if options else None,
         )
 
+    def optimizer(self, kind: str, **settings: Any) -> Any:
+        return getattr(tf.keras.optimizers, kind)(**settings)
+
+    def folder(self) -> contextlib.AbstractContextManager[str]:
+        return tempfile.TemporaryDirectory()
+
+    def save(self, folder: str, **objects: Any) -> str:
+        return tf.train.Checkpoint(**objects).save(f"{folder}/checkpoint")
+
+    def restore(self, path: str, **objects: Any) -> None:
+        tf.train.Checkpoint(**objects).restore(path).expect_partial()
+
     def sum(self, x: Any) -> Any:
         return tf.reduce_sum(x)
 
     def stack(self, x: list[Any]) -> Any:
         return tf.stack(x)
+
+    def average_loss(self, per_example_loss: Any, **options: Any) -> Any:
+        return tf.nn.compute_average_loss(per_example_loss, **options)
+
+    def clip_by_global_norm(self, grads: list[Any], norm: float) -> Any:
+        return tf.clip_by_global_norm(grads, norm)
 
     def convert(self, x: Any) -> Any:
         return tf.convert_to_tensor(x)

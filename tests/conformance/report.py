@@ -161,8 +161,8 @@ def page_of(runs: Runs, day: datetime.date) -> str:
         f"Of {day.isoformat()}, with TensorFlow {versions[0].version} and mpidist "
         f"{versions[1].version}:\n",
         _totals(runs),
-        "The columns 2, 3 and 4 are numbers of replicas: `=` is equal, `≠` a difference "
-        "on purpose, which is explained below the table, with the results on 2 "
+        "The columns 2, 3 and 4 are numbers of replicas: `=` is equal, `≠` a "
+        "difference on purpose, explained below the table, with the results on 2 "
         "replicas. A bar stands between what the replicas have.\n",
     ]
     for section in _sections():

@@ -12,5 +12,6 @@ for _name in (
     "extended",
     "variables",
     "datasets",
+    "training",
 ):
     importlib.import_module(f"conformance.programs.{_name}")

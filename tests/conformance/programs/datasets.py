@@ -294,6 +294,15 @@ def make_numpy_dataset(d):
 
 
 @iterating.program
+def make_numpy_dataset_of_strategy(d):
+    """experimental_make_numpy_dataset of the v1 strategy: here of a dict."""
+    strategy = d.v1_strategy()
+    data = {"x": d.numbers(d.array([[i, 1.0] for i in range(5)]))}
+    dataset = strategy.experimental_make_numpy_dataset(data)
+    return elements(d, d.distribute(dataset.batch(5)))
+
+
+@iterating.program
 def make_numpy_dataset_of_list(d):
     """A list of arrays is stacked: each row is one array."""
     data = [d.numbers(d.array([float(i), 1.0])) for i in range(4)]
