@@ -168,6 +168,10 @@ class Adapter(abc.ABC):
     def replicas(self, value: Any) -> Any:
         """Show a value, or a nest, as one entry per replica. At program level."""
 
+    @abc.abstractmethod
+    def parts(self, results: tuple[Any, ...]) -> Any:
+        """Show what `update` with ``group=False`` gives, as one entry per replica."""
+
     def copies(self, variable: Any) -> Any:
         """Show the copies of a variable, without aggregating them."""
         return self.replicas(variable)

@@ -116,6 +116,10 @@ class MPIDist(Adapter):
         (result,) = self.strategy.experimental_local_results(value)
         return Own(Described(describe(result, _to_array)))
 
+    def parts(self, results: tuple[Any, ...]) -> Any:
+        (result,) = results
+        return Own(Described(describe(result, _to_array)))
+
     def coordinator(self, value: Any) -> Any:
         return OnRank0(value)
 

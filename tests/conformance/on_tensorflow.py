@@ -106,6 +106,9 @@ class TensorFlow(Adapter):
             results = results * self.n
         return Replicas([Described(describe(r, _to_array)) for r in results])
 
+    def parts(self, results: tuple[Any, ...]) -> Any:
+        return Replicas(results)
+
     def coordinator(self, value: Any) -> Any:
         return value
 

@@ -262,6 +262,27 @@ def update_ungrouped(d):
 
 
 @updating.program
+def update_ungrouped_parts(d):
+    """With `group=False` each replica has its own result."""
+    v = d.on_read(0.0, "SUM")
+    d.each(lambda: v.assign(d.own(float)))
+    return d.parts(d.strategy.extended.update(v, lambda w: w + 1, group=False))
+
+
+@updating.differs(
+    "TensorFlow makes a Mirrored of results that are not the same. In mpidist that is "
+    "an error on all ranks; `group=False` gives each replica its own.",
+    tensorflow=lambda n: [1.0 + i for i in range(n)],
+    mpidist=Raised("CollectiveMismatchError"),
+)
+def update_grouped_results_differ(d):
+    """Grouped results that are not the same on all replicas."""
+    v = d.on_read(0.0, "SUM")
+    d.each(lambda: v.assign(d.own(float)))
+    return d.attempt(lambda: d.replicas(d.strategy.extended.update(v, lambda w: w + 1)))
+
+
+@updating.program
 def update_nothing(d):
     """A function without a result: None, and with `group=False` Nones in a tuple."""
     v = d.in_scope(1.0)

@@ -118,7 +118,7 @@ def optimizer_training_loop(d):
             error = (part["x"] * v.read_value()) @ d.array([[1.0], [1.0]])
             error = error[:, 0] - part["y"]
             loss = d.average_loss(error * error, global_batch_size=12)
-            gradient = [d.sum(part["x"][:, k] * error) / 6.0 for k in (0, 1)]
+            gradient = [d.sum(part["x"][:, k] * error) / 8.0 for k in (0, 1)]
             optimizer.apply_gradients([(d.stack(gradient), v)])
             return loss
 

@@ -277,10 +277,9 @@ def _reading(synchronization, aggregation):
 
     def update(d):
         v = make(d)
-        result = d.strategy.extended.update(
-            v, lambda w: [w.read_value(), w + 1], group=True
-        )
-        return d.replicas(result)
+        extended = d.strategy.extended
+        ways = [lambda w: w.read_value(), lambda w: w + 1, d.convert]
+        return [d.parts(extended.update(v, way, group=False)) for way in ways]
 
     kind = f"{synchronization.lower()}_{aggregation.lower()}"
     for where, text, function in (
