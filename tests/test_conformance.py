@@ -102,6 +102,7 @@ F32 = np.float32([1, 2])
         (np.float64(1), np.float64(1) + 1e-9, False),
         (np.float32([np.nan, np.inf]), np.float32([np.nan, np.inf]), True),
         (np.float32([np.nan, np.inf]), np.float32([np.nan, -np.inf]), False),
+        (np.float32([np.inf]), np.float32([1]), False),
         (np.complex64(1 + 2j), np.complex64(1 + 2j), True),
         (np.complex64(1 + 2j), np.complex64(1 - 2j), False),
         (np.array([True]), np.array([1]), False),

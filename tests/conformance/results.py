@@ -280,7 +280,9 @@ def _close(x: Any, y: Any, tolerance: float) -> bool:
         )
     if math.isnan(x) or math.isnan(y):
         return math.isnan(x) and math.isnan(y)
-    return bool(x == y) or abs(x - y) <= tolerance * max(abs(x), abs(y))
+    if math.isinf(x) or math.isinf(y):
+        return bool(x == y)
+    return abs(x - y) <= tolerance * max(abs(x), abs(y))
 
 
 # --- writing --------------------------------------------------------------------------
