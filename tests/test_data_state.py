@@ -322,3 +322,103 @@ def test_a_state_that_json_can_not_hold(strategy):
     next(iterator)
     with pytest.raises(TypeError, match="has a object, which is not bytes"):
         iterator.state()
+
+
+class Once:
+    """A source that can be gone through only once."""
+
+    def __init__(self):
+        self.batches = iter(as_list(ROWS, BATCH))
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.batches)
+
+
+KINDS = {
+    "Dataset": shuffled,
+    "list": lambda: as_list(ROWS, BATCH),
+    "resumable": Resumable,
+    "once": Once,
+}
+
+
+@core
+@pytest.mark.parametrize("fault", ["raises", "differs"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restore_that_fails_on_one_rank_moves_no_rank(
+    strategy, rank, size, kind, fault
+):
+    if size == 1:
+        pytest.skip("one rank can not differ")
+    iterator = iter(strategy.experimental_distribute_dataset(KINDS[kind]()))
+    gathered(strategy, iterator, 1)
+    state = iterator.state()
+    before = gathered(strategy, iterator, 1)
+    position = {"raises": "three", "differs": 3}[fault]
+    other = state | {"position": position, "sources": {}}
+    bad = other if rank == size - 1 else state | {"position": 2, "sources": {}}
+    error = {"raises": ValueError, "differs": mpidist.CollectiveMismatchError}[fault]
+    with pytest.raises(error):
+        iterator.restore(bad)
+    assert iterator.state()["position"] == 2
+    if kind == "once":  # whose elements are gone: all say so, rather than go on
+        with pytest.raises(RuntimeError, match="its `restore` failed"):
+            next(iterator)
+        return
+    reference = iter(strategy.experimental_distribute_dataset(KINDS[kind]()))
+    expected = gathered(strategy, reference)
+    assert before == expected[1:2]
+    assert gathered(strategy, iterator) == expected[2:]
+
+
+@core
+@pytest.mark.parametrize("kind", ["Dataset", "list", "resumable"])
+def test_a_checkpoint_of_global_batches_has_one_state(
+    strategy, new_strategy, rank, tmp_path_factory, kind
+):
+    # So it is restored on any number of ranks: here on one of them alone.
+    from mpi4py import MPI
+
+    folder = MPI.COMM_WORLD.bcast(str(tmp_path_factory.mktemp("state")))
+    iterator = iter(strategy.experimental_distribute_dataset(KINDS[kind]()))
+    gathered(strategy, iterator, 2)
+    with strategy.scope():
+        mpidist.Checkpoint(iterator=iterator).save(f"{folder}/a")
+    assert len(mpidist.load_checkpoint(f"{folder}/a").states["iterator"]) == 1
+    rest = gathered(strategy, iterator)
+    alone = new_strategy(comm=MPI.COMM_SELF)
+    other = iter(alone.experimental_distribute_dataset(KINDS[kind]()))
+    with alone.scope():
+        mpidist.Checkpoint(iterator=other).restore(f"{folder}/a")
+    assert gathered(alone, other) == rest
+
+
+@core
+@pytest.mark.parametrize("depth", [0, 2])
+def test_an_interrupt_that_is_caught_loses_no_rows(strategy, rank, depth):
+    interrupted = []
+
+    def fn(x):
+        if x >= BATCH and rank == 0 and not interrupted:
+            interrupted.append(x)
+            raise KeyboardInterrupt
+        return x
+
+    def steps():
+        while True:
+            try:
+                element = next(iterator)
+            except KeyboardInterrupt:
+                continue
+            except StopIteration:
+                return
+            yield strategy.gather(element, axis=0).tolist()
+
+    rows = Dataset.from_tensor_slices(np.arange(ROWS)).map(fn)
+    dataset = rows.batch(BATCH).prefetch(depth)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    assert list(itertools.chain(*steps())) == list(range(ROWS))
+    assert len(interrupted) == (rank == 0)

@@ -144,7 +144,9 @@ class DistributedIterator:
         own = self._mark
         if not source.again and self._stream is not None and not self._is_ahead():
             own = self._stream.state()
-        rank = self._feed.collectives.comm.rank
+        # Of global batches all ranks read the same: one state, on any number of ranks.
+        each = self._feed.policy is None
+        rank = self._feed.collectives.comm.rank if each else 0
         return {
             "format": _FORMAT,
             "input": "own" if self._feed.policy is None else "global",
@@ -173,7 +175,9 @@ class DistributedIterator:
         Raises:
             ValueError: if it is no such state, or that of another dataset; on all
                 ranks. For `Strategy.distribute_datasets_from_function` also if it was
-                taken on another number of ranks.
+                taken on another number of ranks. Whatever is raised, the iterator is
+                where it was, on all ranks; but a source that can be gone through only
+                once is lost.
         """
         feed = self._feed
         require_program_level(feed.strategy, "restore")
@@ -181,24 +185,41 @@ class DistributedIterator:
             iteration, position, own = self._check_state(state)
         except Exception as error:
             feed.collectives.invalid("DistributedIterator.restore", error)
+        source = feed.source
+        stream = self._stream if source.one_shot else None
         try:
-            self._close()
-            stream = self._stream
-            if stream is None or not feed.source.one_shot:
-                stream = feed.source.open(iteration)
+            # Of what was read before nothing is let go until all ranks are there.
+            if stream is None:
+                stream = source.open(iteration)
             stream.seek(position, own)
         except Exception as error:
-            self._forget_stream(error)
+            self._spoil(stream)
             feed.collectives.invalid("DistributedIterator.restore", _no_stop(error))
-        self._start(iteration, position, own if feed.source.again else None)
+        try:
+            feed.collectives.guard.agree(
+                Call(
+                    f"restore of dataset #{feed.number} to element {position} of "
+                    f"iteration {iteration}, with batch_size="
+                    f"{source.batch_size or state['batch_size']}"
+                )
+            )
+        except BaseException:
+            self._spoil(stream)
+            raise
+        if source.batch_size is None:
+            source.batch_size = state["batch_size"]
+        self._close()
+        self._start(iteration, position, own if source.again else None)
         self._stream = stream
         feed.iterations = iteration + 1
-        feed.collectives.guard.agree(
-            Call(
-                f"restore of dataset #{feed.number} to element {position} of iteration "
-                f"{iteration}, with batch_size={feed.source.batch_size}"
+
+    def _spoil(self, stream: Stream | None) -> None:
+        """After a restore that failed: what can not be opened again is lost."""
+        if stream is not None and self._feed.source.one_shot:
+            self._failure = (
+                "its `restore` failed, and its source can be gone through only once; "
+                "restore an iterator of a new source"
             )
-        )
 
     def _check_state(self, state: Any) -> tuple[int, int, Any]:
         feed, call = self._feed, "DistributedIterator.restore"
@@ -228,8 +249,6 @@ class DistributedIterator:
                 f"{call}: the state is that of a dataset of {_count(given[1])} batches "
                 f"of {given[0]} rows, and this one has {_count(known[1])} of {known[0]}"
             )
-        if source.batch_size is None:
-            source.batch_size = given[0]
         iteration, position = int(state["iteration"]), int(state["position"])
         sources = state["sources"]
         own = sources.get(str(feed.collectives.comm.rank))
@@ -260,7 +279,9 @@ class DistributedIterator:
             spec = _NO_SPEC
             if feed.spec is None and piece is not None and piece.block is not None:
                 spec = pickle.dumps((Spec.of(piece.block), describe(piece.block)))
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
+            # Who catches it and goes on must not miss what was being read.
+            self._forget_stream(error, wait=False)
             raise
         except BaseException as error:
             self._forget_stream(error)
@@ -353,9 +374,9 @@ class DistributedIterator:
             self._ahead = Prefetcher(pieces, feed.source.depth)
         return next(self._ahead, None)
 
-    def _forget_stream(self, error: BaseException) -> None:
+    def _forget_stream(self, error: BaseException, *, wait: bool = True) -> None:
         """After an error: read this position again, or never again."""
-        self._close()
+        self._close(wait=wait)
         self._stream, self._waiting = None, False
         if not self._feed.source.again:
             self._failure = (
@@ -363,9 +384,9 @@ class DistributedIterator:
                 "new iterator with `iter(dataset)`, or `restore` a state"
             )
 
-    def _close(self) -> None:
+    def _close(self, *, wait: bool = True) -> None:
         if self._ahead is not None:
-            self._ahead.close()
+            self._ahead.close(wait=wait)
             self._ahead = None
 
     def _compare(self, name: str, piece: _Piece | None) -> None:
