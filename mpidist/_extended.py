@@ -7,6 +7,7 @@ the verb of the same name here, or commands it where rank 0 is in ``merge_fn``.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ class StrategyExtended:
         self._replica_id = comm.rank
         self._num_replicas = comm.size
         self._registry = Registry(strategy, comm.rank, comm.size)
+        collectives.guard.repair = functools.partial(_verbs.make_equal, strategy)
         self._device_name = collectives.device.name_on(comm.rank)
         mine = f"{self._device_name}\n{comm.host_name}".encode()
         rows = [row.decode().split("\n") for row in comm.all_gather_objects(mine)]
