@@ -396,10 +396,11 @@ class StrategyExtended:
                 copies differ.
             ReplicaError: if ``fn`` raised on another replica. Then all copies of what
                 it wrote are made equal to rank 0's again.
-            CollectiveMismatchError: for plain arguments that are not the same on all
-                replicas, and if ``fn`` left other values in mirrored variables, or
-                returned others, on some replica (likewise). Of arrays of more than a
-                MiB samples are compared. Not checked with the guard off.
+            CollectiveMismatchError: if some rank did not make this call, for plain
+                arguments that are not the same on all replicas, and if ``fn`` left
+                other values in mirrored variables, or returned others, on some replica
+                (likewise). Of arrays of more than a MiB samples are compared. Not
+                checked with the guard off.
         """
         kwargs = {} if kwargs is None else kwargs
         frame = _context.require_cross_replica(self._strategy, "update")
