@@ -422,3 +422,27 @@ def test_an_interrupt_that_is_caught_loses_no_rows(strategy, rank, depth):
     iterator = iter(strategy.experimental_distribute_dataset(dataset))
     assert list(itertools.chain(*steps())) == list(range(ROWS))
     assert len(interrupted) == (rank == 0)
+
+
+@core
+@pytest.mark.parametrize("kind", ["list", "iterable"])
+def test_an_input_that_has_become_shorter_is_refused(strategy, kind):
+    class Batches:
+        def __init__(self, batches):
+            self.batches = batches
+
+        def __iter__(self):
+            return iter(self.batches)
+
+    make = {"list": list, "iterable": Batches}[kind]
+    batches = as_list(ROWS, BATCH)
+    iterator = iter(strategy.experimental_distribute_dataset(make(batches)))
+    gathered(strategy, iterator, 3)
+    shorter = iter(strategy.experimental_distribute_dataset(make(batches[:2])))
+    with pytest.raises(ValueError, match=r"and this one has 2|ends after 2"):
+        shorter.restore(iterator.state())
+    assert len(gathered(strategy, shorter)) == 2
+    gathered(strategy, iterator)
+    ended = iter(strategy.experimental_distribute_dataset(make(batches)))
+    ended.restore(iterator.state())
+    assert gathered(strategy, ended) == []

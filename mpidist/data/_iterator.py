@@ -24,7 +24,7 @@ from mpidist._values import PerReplica
 from mpidist.data._blocks import Block, count_rows
 from mpidist.data._feed import Feed, Spec, describe, require_program_level
 from mpidist.data._prefetch import Prefetcher
-from mpidist.data._records import Optional, OutOfRangeError
+from mpidist.data._records import UNKNOWN_CARDINALITY, Optional, OutOfRangeError
 from mpidist.data._sources import Stream, whole_block
 
 _FORMAT: Final = 1
@@ -244,10 +244,15 @@ class DistributedIterator:
         source = feed.source
         known = (source.batch_size, source.cardinality())
         given = (state["batch_size"], state["cardinality"])
-        if kind == "global" and None not in (known[0], given[0]) and known != given:
+        differs = any(
+            own != other and not {None, UNKNOWN_CARDINALITY} & {own, other}
+            for own, other in zip(known, given, strict=True)
+        )
+        if kind == "global" and differs:
             raise ValueError(
                 f"{call}: the state is that of a dataset of {_count(given[1])} batches "
-                f"of {given[0]} rows, and this one has {_count(known[1])} of {known[0]}"
+                f"of {_rows(given[0])}, and this one has {_count(known[1])} of "
+                f"{_rows(known[0])}"
             )
         iteration, position = int(state["iteration"]), int(state["position"])
         sources = state["sources"]
@@ -429,6 +434,10 @@ def _count(cardinality: int) -> str:
     return {-1: "endlessly many", -2: "an unknown number of"}.get(
         cardinality, str(cardinality)
     )
+
+
+def _rows(batch_size: int | None) -> str:
+    return "any number of rows" if batch_size is None else f"{batch_size} rows"
 
 
 def _read_piece(feed: Feed, stream: Stream) -> _Piece | None:
