@@ -7,6 +7,7 @@ the verb of the same name here, or commands it where rank 0 is in ``merge_fn``.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ class StrategyExtended:
         self._replica_id = comm.rank
         self._num_replicas = comm.size
         self._registry = Registry(strategy, comm.rank, comm.size)
+        collectives.guard.repair = functools.partial(_verbs.make_equal, strategy)
         self._device_name = collectives.device.name_on(comm.rank)
         mine = f"{self._device_name}\n{comm.host_name}".encode()
         rows = [row.decode().split("\n") for row in comm.all_gather_objects(mine)]
@@ -394,10 +396,11 @@ class StrategyExtended:
                 copies differ.
             ReplicaError: if ``fn`` raised on another replica. Then all copies of what
                 it wrote are made equal to rank 0's again.
-            CollectiveMismatchError: for plain arguments that are not the same on all
-                replicas, and if ``fn`` left other values in mirrored variables, or
-                returned others, on some replica (likewise). Of arrays of more than a
-                MiB samples are compared. Not checked with the guard off.
+            CollectiveMismatchError: if some rank did not make this call, for plain
+                arguments that are not the same on all replicas, and if ``fn`` left
+                other values in mirrored variables, or returned others, on some replica
+                (likewise). Of arrays of more than a MiB samples are compared. Not
+                checked with the guard off.
         """
         kwargs = {} if kwargs is None else kwargs
         frame = _context.require_cross_replica(self._strategy, "update")

@@ -42,7 +42,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -104,6 +104,10 @@ class Guard:
         self._floor = _NO_FLOOR
         self._given_up: BaseException | None = None
         self._together = False
+        # What the update that runs here has written to this rank's copies, and how all
+        # ranks make copies equal again (given keys) where an update has failed.
+        self.written: list[Any] = []
+        self.repair: Callable[[list[Any]], None] | None = None
         # merge_fn runs here, and the other ranks wait for its commands.
         self.leading = False
         self.closed = False
@@ -132,7 +136,7 @@ class Guard:
         if not self.enabled:
             self._require_usable()
             return
-        self._require_section()
+        self.require_section()
         if self._exchange(call, 0, 0, timeout):
             return
         raise self._difference(call, None, "none")
@@ -142,7 +146,7 @@ class Guard:
 
         Works with the guard off as well: what it returns is needed.
         """
-        self._require_section()
+        self.require_section()
         if self._exchange(call, 0, soft, None):
             received = self._receive
             return int(received[_SOFT]) == ~int(received[_NOT_SOFT])
@@ -158,7 +162,7 @@ class Guard:
             call: what this rank is about to do.
             number: an integer, 0 or more.
         """
-        self._require_section()
+        self.require_section()
         self._send[_MOST] = number
         try:
             if self._comm.size == 1:
@@ -170,7 +174,8 @@ class Guard:
             self._send[_MOST] = 0
         raise self._difference(call, None, "none")
 
-    def _require_section(self) -> None:
+    def require_section(self) -> None:
+        """Raise where some rank is not in the innermost section that this one is in."""
         if self.deserted and self._given_up is not None:
             raise self._given_up
 
@@ -351,6 +356,8 @@ class Guard:
         """Exchange reports and return the exception that this rank raises."""
         report = Report.of(self._comm.rank, call, error, kind)
         report.depth, report.joining = self._depth, joining
+        report.written = sorted({variable._key for variable in self.written})
+        self.written = []
         data = self._comm.all_gather_objects(pickle.dumps(report))
         reports: list[Report] = [pickle.loads(item) for item in data]
         found = judge(self._comm.rank, reports) if error is None else error
@@ -361,6 +368,11 @@ class Guard:
         )
         if floor < self._depth:
             self._floor, self._given_up = min(floor, self._floor), found
+        # All ranks are here now, whatever each was about to do: the only moment at
+        # which an update that some of them did not make can be undone.
+        written = sorted({key for report in reports for key in report.written})
+        if written and self.repair is not None:
+            self.repair(written)
         return found
 
     # --- waiting --------------------------------------------------------------

@@ -187,7 +187,8 @@ def _expand(sample_weight: Any, losses: Any) -> Any:
     if not shape:  # a number, which leaves the dtype of the losses alone
         return weights.item()
     expanded = weights.reshape(shape + (1,) * (losses.ndim - len(shape)))
-    return expanded.astype(losses.dtype) if losses.dtype.kind == "f" else expanded
+    is_float = losses.dtype.kind == "f" or _arrays.is_bfloat16(losses.dtype)
+    return expanded.astype(losses.dtype) if is_float else expanded
 
 
 def _as_rows(rows: Any) -> int:

@@ -53,6 +53,7 @@ class Report:
     exit_code: int | str | None = None
     depth: int = 0
     joining: bool = False
+    written: list[Any] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(

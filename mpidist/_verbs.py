@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import pickle
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -50,15 +49,10 @@ class _Part:
     text = ""
 
 
-def _in_section(
-    strategy: Strategy,
-    call: Call,
-    body: Callable[[_Part], Any],
-    undo: Callable[[], None] | None = None,
-) -> Any:
+def _in_section(strategy: Strategy, call: Call, body: Callable[[_Part], Any]) -> Any:
     """Run ``body`` on every rank, and wait until it has ended on all. Collective.
 
-    What it raises on one rank is raised on all; ``undo`` is called on all before.
+    What it raises on one rank is raised on all.
     """
     guard = strategy.extended._collectives.guard
     part = _Part()
@@ -74,8 +68,6 @@ def _in_section(
             if isinstance(error, CollectiveError):
                 part.kind = "agreed"
         error = guard.join(call, error, part.kind, part.text)
-        if error is not None and undo is not None:
-            undo()
     if error is not None:
         raise error
     return result
@@ -406,13 +398,17 @@ def _update(
 ) -> Any:
     """Run ``fn`` in the frame of an update; ``var`` is None for `update_non_slot`."""
     extended = strategy.extended
-    checks = extended._collectives.guard.checks
+    guard = extended._collectives.guard
+    checks = guard.checks
     written: list[Any] = []
 
     def body(part: _Part) -> Any:
         _check_update(var, fn, args, kwargs)
         summary = _summarize_arguments(args, kwargs) if checks else ""
         part.kind = "raised"
+        if checks:
+            guard.require_section()  # else nobody would undo what is written
+            guard.written = written
         frame = _context.Frame(strategy, _context.Level.UPDATE, written=written)
         first = () if var is None else (var,)
         with _context.entered(frame):
@@ -424,9 +420,10 @@ def _update(
             part.text += _summarize_effects(written, result if group else None)
         return result
 
-    result = _in_section(
-        strategy, Call(text), body, lambda: _make_equal(strategy, written)
-    )
+    try:
+        result = _in_section(strategy, Call(text), body)
+    finally:
+        guard.written = []
     return extended._registry.wrap_tree(Mirrored if group else PerReplica, result)
 
 
@@ -436,7 +433,6 @@ def _fail_to_update(strategy: Strategy, error: BaseException, text: str) -> None
     guard = strategy.extended._collectives.guard
     with guard.section():
         failure = guard.join(Call(text), error, "invalid")
-        _make_equal(strategy, [])
     raise failure or error
 
 
@@ -489,17 +485,18 @@ def _summarize_effects(written: list[Any], result: Any) -> str:
     return text and f"{text}; must be the same on all replicas, see `reduce_to`"
 
 
-def _make_equal(strategy: Strategy, written: list[Any]) -> None:
-    """Give all ranks rank 0's copy of what an update wrote before it failed."""
+def make_equal(strategy: Strategy, keys: list[Any]) -> None:
+    """Give all ranks rank 0's copy of what an update wrote before it failed.
+
+    Collective, but without a header: the guard calls it on all ranks, together with
+    the exchange of reports.
+
+    Args:
+        strategy: whose variables they are.
+        keys: those of the variables that were written on any rank.
+    """
     collectives = strategy.extended._collectives
     registry = strategy.extended._registry
-    guard = collectives.guard
-    if not guard.checks or guard.broken or guard.deserted:
-        return
-    mine = pickle.dumps(sorted({variable._key for variable in written}))
-    keys = sorted(
-        {k for d in collectives.comm.all_gather_objects(mine) for k in pickle.loads(d)}
-    )
     variables = [registry.get(key) for key in keys]
     known = collectives.comm.all_gather_integers(
         [int(v is not None) for v in variables]

@@ -217,3 +217,37 @@ def test_on_a_device(monkeypatch, new_strategy):
             mpidist.OutOfSyncError, lambda: mpidist.check_in_sync(v)
         )[0]
         assert "v[2, 3]: 7.0 instead of 1.0" in message
+
+
+@pytest.mark.parametrize("others", ["run", "values", "reduce", "gather in run", "next"])
+@pytest.mark.parametrize("odd", ["first", "last"])
+def test_an_update_that_some_ranks_do_not_make_is_undone(
+    new_strategy, rank, size, odd, others
+):
+    if size == 1:
+        pytest.skip("one rank can not differ")
+    strategy = new_strategy(timeout_seconds=20)
+    variable = make(strategy, np.ones(3))
+    ones = strategy.run(lambda: np.ones(3))
+    rows = iter(strategy.experimental_distribute_dataset([np.ones(4)]))
+    do = {
+        "run": lambda: strategy.run(lambda: 1),
+        "values": lambda: strategy.experimental_distribute_values_from_function(
+            lambda context: 1
+        ),
+        "reduce": lambda: strategy.reduce("SUM", ones, axis=None),
+        "gather in run": lambda: strategy.run(
+            lambda: context().all_gather(np.ones(3), 0)
+        ),
+        "next": lambda: next(rows),
+    }[others]
+
+    def update():
+        strategy.extended.update(variable, lambda v: v.assign_add(np.ones(3)))
+
+    mine = rank == (0 if odd == "first" else size - 1)
+    with pytest.raises(mpidist.CollectiveError):
+        (update if mine else do)()
+    mpidist.check_in_sync(variable)
+    variable.assign_add(np.ones(3))
+    mpidist.check_in_sync(variable)

@@ -1209,6 +1209,35 @@ def test_all_ranks_save_at_the_same_step(strategy, folder, rank, size, how):
         mpidist.experimental.PreemptionCheckpointHandler(None, manager.checkpoint)
 
 
+@pytest.mark.mpi
+@pytest.mark.core
+def test_a_last_save_that_fails_on_one_rank_is_raised_on_all(
+    strategy, folder, rank, size
+):
+    with strategy.scope():
+        step = mpidist.Variable(0)
+    manager = mpidist.CheckpointManager(mpidist.Checkpoint(step=step), folder)
+
+    def save():
+        if rank == size - 1:
+            raise InterruptedError("no disk here")
+        manager.save()
+
+    config = mpidist.experimental.TerminationConfig(
+        termination_watcher_fn=lambda: rank == 0, save_fn=save
+    )
+    handler = mpidist.experimental.PreemptionCheckpointHandler(
+        None, manager, termination_config=config
+    )
+    try:
+        with pytest.raises(InterruptedError, match="no disk here"):
+            handler.run(step.assign_add, 1)
+    finally:
+        handler._unwatch()
+    assert manager.latest_checkpoint is None
+    step.assign_add(1)
+
+
 TOLD = """
 import os, signal, sys
 import mpidist
@@ -1271,3 +1300,53 @@ def test_train_digits_goes_on_after_a_kill(tmp_path):
         assert_same_bits(ends[1][name], x)
     assert repr(ends[0].states) == repr(ends[1].states)
     assert (tmp_path / "whole.json").read_text() == (tmp_path / "k.json").read_text()
+
+
+@pytest.mark.mpi
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["missing", "damaged"])
+def test_what_a_restore_of_the_users_raises_is_no_damage(
+    strategy, folder, rank, size, kind
+):
+    # Taken for a checkpoint that is not there, it would start the training anew.
+    error = FileNotFoundError("a file of the user")
+    if kind == "damaged":
+        error = mpidist.CheckpointError._of_damage("a checkpoint of the user")
+
+    class Stateful:
+        def state(self):
+            return 1
+
+        def restore(self, state):
+            if rank == size - 1:
+                raise error
+
+    with strategy.scope():
+        step = mpidist.Variable(1)
+    checkpoint = mpidist.Checkpoint(step=step, other=Stateful())
+    manager = mpidist.CheckpointManager(checkpoint, folder)
+    path = manager.save()
+    step.assign(2)
+    with pytest.raises(type(error), match="of the user"):
+        manager.restore_or_initialize()
+    assert manager.latest_checkpoint == path
+    assert step.numpy() == 2
+
+
+@pytest.mark.mpi
+@pytest.mark.core
+def test_rank_0_leaves_in_a_save_and_all_leave(strategy, folder, rank, monkeypatch):
+    with strategy.scope():
+        step = mpidist.Variable(1)
+    if rank == 0:  # as a handler of a signal would
+
+        def leave(content):
+            sys.exit(7)
+
+        monkeypatch.setattr("mpidist._checkpoints._format.make_manifest", leave)
+    with pytest.raises(SystemExit) as caught:
+        mpidist.Checkpoint(step=step).save(folder / "a")
+    assert caught.value.code == 7
+    if rank == 0:
+        assert not list(folder.iterdir())
+    step.assign_add(1)

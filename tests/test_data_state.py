@@ -324,21 +324,125 @@ def test_a_state_that_json_can_not_hold(strategy):
         iterator.state()
 
 
+class Once:
+    """A source that can be gone through only once."""
+
+    def __init__(self):
+        self.batches = iter(as_list(ROWS, BATCH))
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.batches)
+
+
+KINDS = {
+    "Dataset": shuffled,
+    "list": lambda: as_list(ROWS, BATCH),
+    "resumable": Resumable,
+    "once": Once,
+}
+
+
 @core
-@pytest.mark.parametrize("kind", ["Dataset", "resumable"])
-def test_in_a_checkpoint(strategy, new_strategy, rank, mpi_tmp_path, kind):
-    # Saved by all ranks, restored by each alone, whatever the source's own state.
+@pytest.mark.parametrize("fault", ["raises", "differs"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restore_that_fails_on_one_rank_moves_no_rank(
+    strategy, rank, size, kind, fault
+):
+    if size == 1:
+        pytest.skip("one rank can not differ")
+    iterator = iter(strategy.experimental_distribute_dataset(KINDS[kind]()))
+    gathered(strategy, iterator, 1)
+    state = iterator.state()
+    before = gathered(strategy, iterator, 1)
+    position = {"raises": "three", "differs": 3}[fault]
+    other = state | {"position": position, "sources": {}}
+    bad = other if rank == size - 1 else state | {"position": 2, "sources": {}}
+    error = {"raises": ValueError, "differs": mpidist.CollectiveMismatchError}[fault]
+    with pytest.raises(error):
+        iterator.restore(bad)
+    assert iterator.state()["position"] == 2
+    if kind == "once":  # whose elements are gone: all say so, rather than go on
+        with pytest.raises(RuntimeError, match="its `restore` failed"):
+            next(iterator)
+        return
+    reference = iter(strategy.experimental_distribute_dataset(KINDS[kind]()))
+    expected = gathered(strategy, reference)
+    assert before == expected[1:2]
+    assert gathered(strategy, iterator) == expected[2:]
+
+
+@core
+@pytest.mark.parametrize("kind", ["Dataset", "list", "resumable"])
+def test_a_checkpoint_of_global_batches_has_one_state(
+    strategy, new_strategy, rank, mpi_tmp_path, kind
+):
+    # So it is restored on any number of ranks: here on one of them alone.
     from mpi4py import MPI
 
-    make = SOURCES[kind]
-    first = iter(strategy.experimental_distribute_dataset(make()))
-    seen = gathered(strategy, first, 3)
+    folder = mpi_tmp_path
+    iterator = iter(strategy.experimental_distribute_dataset(KINDS[kind]()))
+    gathered(strategy, iterator, 2)
     with strategy.scope():
-        mpidist.Checkpoint(data=first).save(mpi_tmp_path / "a")
-    alone = new_strategy(comm=MPI.COMM_WORLD.Split(rank))
-    second = iter(alone.experimental_distribute_dataset(make()))
+        mpidist.Checkpoint(iterator=iterator).save(f"{folder}/a")
+    assert len(mpidist.load_checkpoint(f"{folder}/a").states["iterator"]) == 1
+    rest = gathered(strategy, iterator)
+    alone = new_strategy(comm=MPI.COMM_SELF)
+    other = iter(alone.experimental_distribute_dataset(KINDS[kind]()))
     with alone.scope():
-        mpidist.Checkpoint(data=second).restore(mpi_tmp_path / "a")
-    rest = gathered(alone, second)
-    assert len(seen) + len(rest) == 6
-    assert sorted(flat(seen + rest)) == list(range(ROWS))
+        mpidist.Checkpoint(iterator=other).restore(f"{folder}/a")
+    assert gathered(alone, other) == rest
+
+
+@core
+@pytest.mark.parametrize("depth", [0, 2])
+def test_an_interrupt_that_is_caught_loses_no_rows(strategy, rank, depth):
+    interrupted = []
+
+    def fn(x):
+        if x >= BATCH and rank == 0 and not interrupted:
+            interrupted.append(x)
+            raise KeyboardInterrupt
+        return x
+
+    def steps():
+        while True:
+            try:
+                element = next(iterator)
+            except KeyboardInterrupt:
+                continue
+            except StopIteration:
+                return
+            yield strategy.gather(element, axis=0).tolist()
+
+    rows = Dataset.from_tensor_slices(np.arange(ROWS)).map(fn)
+    dataset = rows.batch(BATCH).prefetch(depth)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    assert list(itertools.chain(*steps())) == list(range(ROWS))
+    assert len(interrupted) == (rank == 0)
+
+
+@core
+@pytest.mark.parametrize("kind", ["list", "iterable"])
+def test_an_input_that_has_become_shorter_is_refused(strategy, kind):
+    class Batches:
+        def __init__(self, batches):
+            self.batches = batches
+
+        def __iter__(self):
+            return iter(self.batches)
+
+    make = {"list": list, "iterable": Batches}[kind]
+    batches = as_list(ROWS, BATCH)
+    iterator = iter(strategy.experimental_distribute_dataset(make(batches)))
+    gathered(strategy, iterator, 3)
+    shorter = iter(strategy.experimental_distribute_dataset(make(batches[:2])))
+    with pytest.raises(ValueError, match=r"and this one has 2|ends after 2"):
+        shorter.restore(iterator.state())
+    assert len(gathered(strategy, shorter)) == 2
+    gathered(strategy, iterator)
+    ended = iter(strategy.experimental_distribute_dataset(make(batches)))
+    ended.restore(iterator.state())
+    assert gathered(strategy, ended) == []

@@ -113,7 +113,6 @@ LOCAL = {
     "DistributedDataset.cardinality",
     "DistributedDataset.describe",
     "DistributedIterator",
-    "DistributedIterator.merge_states",
     "DistributedIterator.state",
     "InputContext",
     "InputContext.get_per_replica_batch_size",

@@ -344,6 +344,8 @@ def test_average_loss_of_one_replica():
     assert weighted == 4
     assert weighted.dtype == np.float32
     assert mpidist.compute_average_loss(loss, 2.0).dtype == np.float32
+    half = mpidist.compute_average_loss(loss.astype(ml_dtypes.bfloat16), np.ones(3))
+    assert half.dtype == ml_dtypes.bfloat16
     assert mpidist.compute_average_loss(np.array([1, 2])) == 1.5
     per_pixel = np.ones((2, 5, 3))
     assert mpidist.compute_average_loss(per_pixel) == 15
@@ -708,6 +710,24 @@ def test_gradients_that_are_reduced_already(strategy, size):
     )
     np.testing.assert_array_equal(w.numpy(), -3 * size - 1)
     assert int(optimizer.iterations) == 4
+
+
+@apply_core
+def test_reduced_gradients_that_are_views_of_variables(strategy):
+    with strategy.scope():
+        a, b = mpidist.Variable(np.ones(3)), mpidist.Variable(np.full(3, 2.0))
+    optimizer = SGD(0.5)
+
+    def step():
+        pairs = [(b.value()[:], a), (a.value(), b)]
+        optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
+
+    strategy.run(step)
+    np.testing.assert_array_equal(a.numpy(), [0.0] * 3)
+    np.testing.assert_array_equal(b.numpy(), [1.5] * 3)
+    optimizer.apply_gradients([(b, a), (a, b)])  # Mirrored, at program level
+    np.testing.assert_array_equal(a.numpy(), [-0.75] * 3)
+    np.testing.assert_array_equal(b.numpy(), [1.5] * 3)
 
 
 @mpi

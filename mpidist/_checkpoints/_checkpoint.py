@@ -15,6 +15,7 @@ What rank 0 finds is told to all, also with the guard off (`Job.on_rank_0`).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -40,6 +41,19 @@ if TYPE_CHECKING:
     from mpidist._strategy import Strategy
 
 _MOST_NAMES: Final = 20  # in a message
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """What was read of a checkpoint, and what it is for."""
+
+    job: Job
+    by_name: dict[str, Any]
+    alike: dict[str, bool]
+    arrays: dict[str, Any]  # on rank 0
+    order: list[tuple[str, Order]]
+    states: dict[str, list[Any]]
+    saved_on: int
 
 
 class Checkpoint:
@@ -208,6 +222,10 @@ class Checkpoint:
         return self._restore(path, partial, "Checkpoint.restore")
 
     def _restore(self, path: Any, partial: bool, name: str) -> list[str]:
+        return self._put(self._read(path, partial, name))
+
+    def _read(self, path: Any, partial: bool, name: str) -> _Read:
+        """Read and verify a checkpoint on rank 0; nothing changes yet. Collective."""
         job, items = self._begin(name, path, f", partial={bool(partial)}")
         alike = _alike_now(job, items)
         arrays: dict[str, Any] = {}  # on rank 0
@@ -230,17 +248,22 @@ class Checkpoint:
 
         order, states, saved_on = job.on_rank_0(read)
         by_name: dict[str, Any] = {item.name: item for item in items}
-        received = order if job.rank else []
+        return _Read(job, by_name, alike, arrays, order, states, saved_on)
+
+    def _put(self, found: _Read) -> list[str]:
+        """Give the objects what was read. Collective."""
+        job, by_name = found.job, found.by_name
+        received = found.order if job.rank else []
         buffer = job.attempt(lambda: _buffer_for(received, by_name))
-        _put_states(job, states, saved_on, by_name, alike)
-        for variable_name, memory_order in order:
+        _put_states(job, found.states, found.saved_on, by_name, found.alike)
+        for variable_name, memory_order in found.order:
             if job.rank == 0:
-                x = arrays.pop(variable_name)
+                x = found.arrays.pop(variable_name)
             else:
                 x = _view(buffer, by_name[variable_name], memory_order)
             _send(job, x)
             job.assign(by_name[variable_name], x)
-        return sorted([*states, *(n for n, _ in order)])
+        return sorted([*found.states, *(n for n, _ in found.order)])
 
     def _job(self, name: str) -> Job:
         return self._find(name)[0]

@@ -53,17 +53,21 @@ class Job:
             return None
         return self.comm.all_gather_integers(numbers)
 
-    def together(self, work: Callable[[], _R]) -> _R:
+    def together(self, work: Callable[[], _R], *, scope: bool = True) -> _R:
         """Do work that may raise on some ranks, and may be collective. Collective.
 
         All ranks wait for all to be done; where one raised, all raise.
+
+        Args:
+            work: what to do.
+            scope: whether in the scope of the strategy.
         """
         error: BaseException | None = None
         kind: ErrorKind = "none"
         result: Any = None
         with self.guard.section():
             try:
-                with self.scope():
+                with self.scope() if scope else contextlib.nullcontext():
                     result = work()
             except KeyboardInterrupt:
                 raise
@@ -85,7 +89,9 @@ class Job:
             try:
                 result = work()
                 data = pickle.dumps((True, result, ""))
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # sys.exit() too: the others wait
                 trace = format_exception(error)
                 dumped = _reports.dump_exception(error)
                 text = f"{type(error).__name__}: {error}"

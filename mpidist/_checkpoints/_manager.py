@@ -171,7 +171,7 @@ class CheckpointManager:
         while self._entries:
             path = self._entries[-1].path
             try:
-                self._checkpoint._restore(path, False, name)
+                found = self._checkpoint._read(path, False, name)
             except (CheckpointError, FileNotFoundError) as error:
                 if isinstance(error, CheckpointError) and not error.damaged:
                     raise
@@ -179,6 +179,9 @@ class CheckpointManager:
                 self._checkpoint._job(name).on_rank_0(lambda: _warn(path, text))  # noqa: B023
                 self._entries.pop()
             else:
+                # Outside the `try`: what a `restore` of the user's raises is no reason
+                # to begin anew.
+                self._checkpoint._put(found)
                 return path
         return None
 

@@ -38,7 +38,8 @@ class TerminationConfig:
         exit_fn: called on all ranks when the checkpoint is whole; None:
             ``sys.exit(42)``, by which a job script knows to start the job again.
         grace_period: seconds to go on before saving; 0 saves at the next step.
-        save_fn: called on all ranks in place of the manager's `save`.
+        save_fn: called on all ranks in place of the manager's `save`. What it raises
+            on one rank, all raise, and none leaves.
     """
 
     termination_watcher_fn: Callable[[], bool] | None = None
@@ -160,7 +161,8 @@ class PreemptionCheckpointHandler:
             self._told_at = time.monotonic()
         if state != _TIME_IS_UP:
             return
-        (self._config.save_fn or self._manager.save)(*args, **kwargs)
+        save = self._config.save_fn or self._manager.save
+        job.together(lambda: save(*args, **kwargs), scope=False)
         self._unwatch()
         self._told_at = None
         if self._config.exit_fn is not None:

@@ -24,7 +24,7 @@ from mpidist._values import PerReplica
 from mpidist.data._blocks import Block, count_rows
 from mpidist.data._feed import Feed, Spec, describe, require_program_level
 from mpidist.data._prefetch import Prefetcher
-from mpidist.data._records import Optional, OutOfRangeError
+from mpidist.data._records import UNKNOWN_CARDINALITY, Optional, OutOfRangeError
 from mpidist.data._sources import Stream, whole_block
 
 _FORMAT: Final = 1
@@ -144,7 +144,9 @@ class DistributedIterator:
         own = self._mark
         if not source.again and self._stream is not None and not self._is_ahead():
             own = self._stream.state()
-        rank = self._feed.collectives.comm.rank
+        # Of global batches all ranks read the same: one state, on any number of ranks.
+        each = self._feed.policy is None
+        rank = self._feed.collectives.comm.rank if each else 0
         return {
             "format": _FORMAT,
             "input": "own" if self._feed.policy is None else "global",
@@ -155,19 +157,6 @@ class DistributedIterator:
             "replicas": self._feed.replicas,
             "sources": {} if own is None else {str(rank): own},
         }
-
-    @staticmethod
-    def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return one state of those of all ranks. Not collective.
-
-        `mpidist.Checkpoint` calls it where sources have states of their own, so that
-        these too can be restored on another number of ranks.
-
-        Args:
-            states: what `state` gave on each rank.
-        """
-        sources = {k: v for state in states for k, v in state["sources"].items()}
-        return {**states[0], "sources": sources}
 
     def _is_ahead(self) -> bool:
         return self._waiting and self._piece is not None
@@ -186,7 +175,9 @@ class DistributedIterator:
         Raises:
             ValueError: if it is no such state, or that of another dataset; on all
                 ranks. For `Strategy.distribute_datasets_from_function` also if it was
-                taken on another number of ranks.
+                taken on another number of ranks. Whatever is raised, the iterator is
+                where it was, on all ranks; but a source that can be gone through only
+                once is lost.
         """
         feed = self._feed
         require_program_level(feed.strategy, "restore")
@@ -194,24 +185,41 @@ class DistributedIterator:
             iteration, position, own = self._check_state(state)
         except Exception as error:
             feed.collectives.invalid("DistributedIterator.restore", error)
+        source = feed.source
+        stream = self._stream if source.one_shot else None
         try:
-            self._close()
-            stream = self._stream
-            if stream is None or not feed.source.one_shot:
-                stream = feed.source.open(iteration)
+            # Of what was read before nothing is let go until all ranks are there.
+            if stream is None:
+                stream = source.open(iteration)
             stream.seek(position, own)
         except Exception as error:
-            self._forget_stream(error)
+            self._spoil(stream)
             feed.collectives.invalid("DistributedIterator.restore", _no_stop(error))
-        self._start(iteration, position, own if feed.source.again else None)
+        try:
+            feed.collectives.guard.agree(
+                Call(
+                    f"restore of dataset #{feed.number} to element {position} of "
+                    f"iteration {iteration}, with batch_size="
+                    f"{source.batch_size or state['batch_size']}"
+                )
+            )
+        except BaseException:
+            self._spoil(stream)
+            raise
+        if source.batch_size is None:
+            source.batch_size = state["batch_size"]
+        self._close()
+        self._start(iteration, position, own if source.again else None)
         self._stream = stream
         feed.iterations = iteration + 1
-        feed.collectives.guard.agree(
-            Call(
-                f"restore of dataset #{feed.number} to element {position} of iteration "
-                f"{iteration}, with batch_size={feed.source.batch_size}"
+
+    def _spoil(self, stream: Stream | None) -> None:
+        """After a restore that failed: what can not be opened again is lost."""
+        if stream is not None and self._feed.source.one_shot:
+            self._failure = (
+                "its `restore` failed, and its source can be gone through only once; "
+                "restore an iterator of a new source"
             )
-        )
 
     def _check_state(self, state: Any) -> tuple[int, int, Any]:
         feed, call = self._feed, "DistributedIterator.restore"
@@ -236,13 +244,16 @@ class DistributedIterator:
         source = feed.source
         known = (source.batch_size, source.cardinality())
         given = (state["batch_size"], state["cardinality"])
-        if kind == "global" and None not in (known[0], given[0]) and known != given:
+        differs = any(
+            own != other and not {None, UNKNOWN_CARDINALITY} & {own, other}
+            for own, other in zip(known, given, strict=True)
+        )
+        if kind == "global" and differs:
             raise ValueError(
                 f"{call}: the state is that of a dataset of {_count(given[1])} batches "
-                f"of {given[0]} rows, and this one has {_count(known[1])} of {known[0]}"
+                f"of {_rows(given[0])}, and this one has {_count(known[1])} of "
+                f"{_rows(known[0])}"
             )
-        if source.batch_size is None:
-            source.batch_size = given[0]
         iteration, position = int(state["iteration"]), int(state["position"])
         sources = state["sources"]
         own = sources.get(str(feed.collectives.comm.rank))
@@ -273,7 +284,9 @@ class DistributedIterator:
             spec = _NO_SPEC
             if feed.spec is None and piece is not None and piece.block is not None:
                 spec = pickle.dumps((Spec.of(piece.block), describe(piece.block)))
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
+            # Who catches it and goes on must not miss what was being read.
+            self._forget_stream(error, wait=False)
             raise
         except BaseException as error:
             self._forget_stream(error)
@@ -366,9 +379,9 @@ class DistributedIterator:
             self._ahead = Prefetcher(pieces, feed.source.depth)
         return next(self._ahead, None)
 
-    def _forget_stream(self, error: BaseException) -> None:
+    def _forget_stream(self, error: BaseException, *, wait: bool = True) -> None:
         """After an error: read this position again, or never again."""
-        self._close()
+        self._close(wait=wait)
         self._stream, self._waiting = None, False
         if not self._feed.source.again:
             self._failure = (
@@ -376,9 +389,9 @@ class DistributedIterator:
                 "new iterator with `iter(dataset)`, or `restore` a state"
             )
 
-    def _close(self) -> None:
+    def _close(self, *, wait: bool = True) -> None:
         if self._ahead is not None:
-            self._ahead.close()
+            self._ahead.close(wait=wait)
             self._ahead = None
 
     def _compare(self, name: str, piece: _Piece | None) -> None:
@@ -421,6 +434,10 @@ def _count(cardinality: int) -> str:
     return {-1: "endlessly many", -2: "an unknown number of"}.get(
         cardinality, str(cardinality)
     )
+
+
+def _rows(batch_size: int | None) -> str:
+    return "any number of rows" if batch_size is None else f"{batch_size} rows"
 
 
 def _read_piece(feed: Feed, stream: Stream) -> _Piece | None:

@@ -100,8 +100,12 @@ class Prefetcher(Generic[_T]):
             raise error
         raise StopIteration
 
-    def close(self) -> None:
-        """Stop the thread, and wait until it has ended."""
+    def close(self, *, wait: bool = True) -> None:
+        """Stop the thread, and wait until it has ended.
+
+        Args:
+            wait: False: it ends by itself, after what it is reading now.
+        """
         self._stop()
-        if self._started:
+        if self._started and wait:
             self._thread.join()

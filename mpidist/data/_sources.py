@@ -217,7 +217,13 @@ class _IteratorStream:
                 "source that can be gone through only once, and can not go back to "
                 f"{position}; restore a new iterator of a new source"
             )
-        while self._position < position and next(items, _END) is not _END:
+        while self._position < position:
+            if next(items, _END) is _END:
+                raise ValueError(
+                    f"restore: expected an input of {position} or more elements, got "
+                    f"one that ends after {self._position}; give the one that the "
+                    "state was taken of"
+                )
             self._position += 1
 
     def read(self) -> Opened | None:

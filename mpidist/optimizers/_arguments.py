@@ -178,7 +178,8 @@ def as_gradient(
 def apart(arrays: dict[int, Any], variables: list[Variable]) -> dict[int, Any]:
     """Copy gradients that are views of variables, which the step changes.
 
-    On one replica gradients are not reduced into buffers of their own.
+    Those that are not reduced, for example on one replica, have no buffers of their
+    own.
     """
     owners = {id(_owner(array_of(variable))) for variable in variables}
     return {i: x.copy() if id(_owner(x)) in owners else x for i, x in arrays.items()}

@@ -570,8 +570,9 @@ class Optimizer:
             count = array_of(self.iterations)
             step = int(count)
             rate = self._rate(step)
-            if collectives.comm.size == 1:
-                arrays = apart(arrays, variables)
+            alone = collectives.comm.size == 1
+            kept = {i: x for i, x in arrays.items() if alone or i not in moving}
+            arrays |= apart(kept, variables)
             reduction = Reduction(
                 self,
                 strategy,
