@@ -134,14 +134,16 @@ class Communicator:
 
     # --- memory that the ranks of a node share ----------------------------------
 
-    def share_memory(self, nbytes: int) -> list[Buffer]:
+    def share_memory(self, nbytes: int, zeros: int) -> list[Buffer]:
         """Return memory that the ranks of this node share. Collective.
 
         Args:
             nbytes: how much this rank adds: a multiple of the size of a page.
+            zeros: how many bytes at the beginning of each part are set to zero. The
+                rest takes no memory until it is used.
 
         Returns:
-            For each rank of the node, in its order, an array of uint8, all zero.
+            For each rank of the node, in its order, an array of uint8.
         """
         mpi = mpi_module()
         window = mpi.Win.Allocate_shared(nbytes, 1, comm=self._node)
@@ -151,7 +153,7 @@ class Communicator:
             np.frombuffer(window.Shared_query(rank)[0], np.uint8)
             for rank in range(self.local_size)
         ]
-        parts[self.local_rank][...] = 0
+        parts[self.local_rank][:zeros] = 0
         window.Sync()
         self._node.Barrier()
         return parts

@@ -65,7 +65,7 @@ class SharedTransport(DirectTransport):
         own = board_module.BYTES + 2 * _SMALL_BYTES + 2 * area_bytes
         if self._me == 0:
             own += 2 * area_bytes
-        parts = comm.share_memory(own)
+        parts = comm.share_memory(own, board_module.BYTES)
         strong = os.uname().machine in ("x86_64", "i686", "AMD64")
         self.board = Board(
             [part[: board_module.BYTES] for part in parts],
