@@ -6,6 +6,9 @@ Each rank has a copy of a small neural network. Of each batch it takes its share
 computes the loss and the gradients there. Their sum over the ranks is the gradient of
 the whole batch, with which every copy takes the same step; so the loss is the same on
 any number of ranks. The array code runs on NumPy and, where there is a GPU, on CuPy.
+
+With `--checkpoint DIR` it saves its state after each epoch, and with `--resume` too it
+goes on from there: a run that was killed ends with the weights of one that was not.
 """
 
 import argparse
@@ -94,8 +97,38 @@ def my_share(x):
     return x[context.replica_id_in_sync_group :: context.num_replicas_in_sync]
 
 
-def train(strategy, data, *, epochs, batch_size, seed, show_progress=False):
+class Progress:
+    """How training went so far. A checkpoint holds it by its two methods."""
+
+    def __init__(self):
+        self.losses = []  # at each step
+        self.accuracies = []  # on the test images, after each epoch
+        self.epochs_before = 0  # in the run that this one goes on from
+
+    def state(self):
+        return {"losses": self.losses, "accuracies": self.accuracies}
+
+    def restore(self, state):
+        self.losses, self.accuracies = state["losses"], state["accuracies"]
+        self.epochs_before = len(self.accuracies)
+
+
+def train(
+    strategy,
+    data,
+    *,
+    epochs,
+    batch_size,
+    seed,
+    show_progress=False,
+    progress=None,
+    directory=None,
+    resume=False,
+):
     """Train a network, on all ranks together.
+
+    Saves a checkpoint after each epoch if `directory` is given; first goes back to the
+    newest one that is there if `resume` is set.
 
     Returns its variables, the loss at each step, and the accuracy on the test images
     after each epoch.
@@ -107,6 +140,20 @@ def train(strategy, data, *, epochs, batch_size, seed, show_progress=False):
     with strategy.scope():
         variables = make_variables(weights_rng)
         velocities = [mpidist.Variable(np.zeros(v.shape)) for v in variables]
+    progress = Progress() if progress is None else progress
+
+    manager = None
+    if directory is not None:
+        everything = mpidist.Checkpoint(
+            variables={v.name: v for v in variables},
+            velocities=velocities,
+            shuffle_rng=shuffle_rng,
+            progress=progress,
+        )
+        manager = mpidist.CheckpointManager(everything, directory, max_to_keep=3)
+        if resume:
+            manager.restore_or_initialize()
+    losses, accuracies = progress.losses, progress.accuracies
 
     def train_step(batch):
         rows = xp.asarray(my_share(batch))
@@ -116,10 +163,16 @@ def train(strategy, data, *, epochs, batch_size, seed, show_progress=False):
         _, scores = forward(variables, my_share(test_images))
         return (scores.argmax(axis=1) == my_share(test_labels)).sum()
 
-    losses, accuracies = [], []
     cuts = range(batch_size, len(labels), batch_size)
     num_steps = epochs * (len(cuts) + 1)
-    bar = tqdm(range(epochs), "training", unit=" epochs", disable=not show_progress)
+    bar = tqdm(
+        range(len(accuracies), epochs),
+        "training",
+        initial=len(accuracies),
+        total=epochs,
+        unit=" epochs",
+        disable=not show_progress,
+    )
     for _ in bar:
         for batch in np.split(shuffle_rng.permutation(len(labels)), cuts):
             sums = strategy.run(train_step, args=(batch,))
@@ -134,6 +187,8 @@ def train(strategy, data, *, epochs, batch_size, seed, show_progress=False):
         correct = strategy.reduce("SUM", strategy.run(count_correct), axis=None)
         accuracies.append(int(correct) / len(test_labels))
         bar.set_postfix_str(f"test accuracy {accuracies[-1]:.1%}", refresh=False)
+        if manager is not None:
+            manager.save(len(accuracies))
     return variables, losses, accuracies
 
 
@@ -175,7 +230,12 @@ def parse_arguments():
     add("--device", default="auto", help="auto, cpu, gpu or gpu:K")
     add("--output", type=Path, default=Path("train_digits.png"), help="the picture")
     add("--losses", type=Path, help="write the loss at each step there, as JSON")
-    return parser.parse_args()
+    add("--checkpoint", type=Path, metavar="DIR", help="save there after each epoch")
+    add("--resume", action="store_true", help="go on from the newest one there")
+    options = parser.parse_args()
+    if options.resume and options.checkpoint is None:
+        parser.error("--resume needs --checkpoint DIR")
+    return options
 
 
 def main():
@@ -185,6 +245,7 @@ def main():
 
     before = strategy.communication_statistics().seconds
     start = time.perf_counter()
+    progress = Progress()
     _, losses, accuracies = train(
         strategy,
         data,
@@ -192,6 +253,9 @@ def main():
         batch_size=options.batch_size,
         seed=options.seed,
         show_progress=strategy.replica_id == 0,
+        progress=progress,
+        directory=options.checkpoint,
+        resume=options.resume,
     )
     seconds = time.perf_counter() - start
     mine = (strategy.communication_statistics().seconds - before) / seconds
@@ -200,7 +264,7 @@ def main():
         return
 
     n = strategy.num_replicas_in_sync
-    rate = options.epochs * len(data[0][1]) / seconds
+    rate = (len(accuracies) - progress.epochs_before) * len(data[0][1]) / seconds
     print(f"replicas            {n}, with {strategy.array_module.__name__} arrays")
     print(f"test accuracy       {accuracies[-1]:.1%}")
     print(f"samples per second  {rate:,.0f}")

@@ -6,7 +6,13 @@ first `MPIStrategy` does.
 
 from __future__ import annotations
 
+from mpidist import data as data
 from mpidist import experimental as experimental
+from mpidist import optimizers as optimizers
+from mpidist._checkpoints import Checkpoint as Checkpoint
+from mpidist._checkpoints import CheckpointManager as CheckpointManager
+from mpidist._checkpoints import CheckpointReader as CheckpointReader
+from mpidist._checkpoints import load_checkpoint as load_checkpoint
 from mpidist._cluster import MPIClusterResolver as MPIClusterResolver
 from mpidist._consistency import check_in_sync as check_in_sync
 from mpidist._context import get_cross_replica_context as get_cross_replica_context
@@ -22,12 +28,15 @@ from mpidist._cross_device import CrossDeviceOps as CrossDeviceOps
 from mpidist._cross_device import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
 from mpidist._cross_device import NcclAllReduce as NcclAllReduce
 from mpidist._cross_device import ReductionToOneDevice as ReductionToOneDevice
+from mpidist._errors import CheckpointError as CheckpointError
 from mpidist._errors import CollectiveError as CollectiveError
 from mpidist._errors import CollectiveMismatchError as CollectiveMismatchError
 from mpidist._errors import CollectiveTimeoutError as CollectiveTimeoutError
 from mpidist._errors import OutOfSyncError as OutOfSyncError
 from mpidist._errors import ReplicaError as ReplicaError
 from mpidist._extended import StrategyExtended as StrategyExtended
+from mpidist._losses import compute_average_loss as compute_average_loss
+from mpidist._losses import global_batch_size as global_batch_size
 from mpidist._multi_step import MultiStepContext as MultiStepContext
 from mpidist._options import ReduceOp as ReduceOp
 from mpidist._options import VariableAggregation as VariableAggregation
@@ -44,17 +53,31 @@ from mpidist._values import Mirrored as Mirrored
 from mpidist._values import PerReplica as PerReplica
 from mpidist._variables import Variable as Variable
 from mpidist._version import __version__ as __version__
+from mpidist.data import DistributedDataset as DistributedDataset
+from mpidist.data import DistributedIterator as DistributedIterator
+from mpidist.data import InputContext as InputContext
+from mpidist.data import InputOptions as InputOptions
+from mpidist.data import InputReplicationMode as InputReplicationMode
 
 __all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointManager",
+    "CheckpointReader",
     "CollectiveAllReduce",
     "CollectiveError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "CommunicationStatistics",
     "CrossDeviceOps",
+    "DistributedDataset",
+    "DistributedIterator",
     "DistributedValues",
     "HierarchicalCopyAllReduce",
     "IndexedSlices",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
     "MPIClusterResolver",
     "MPIStrategy",
     "Mirrored",
@@ -73,14 +96,19 @@ __all__ = [
     "VariableSynchronization",
     "__version__",
     "check_in_sync",
+    "compute_average_loss",
+    "data",
     "experimental",
     "experimental_set_strategy",
     "get_cross_replica_context",
     "get_loss_reduction",
     "get_replica_context",
     "get_strategy",
+    "global_batch_size",
     "has_strategy",
     "in_cross_replica_context",
+    "load_checkpoint",
+    "optimizers",
     "variable_sync_on_read_context",
 ]
 
@@ -88,6 +116,8 @@ __all__ = [
 for _name in __all__:
     if hasattr(globals()[_name], "__module__"):
         globals()[_name].__module__ = __name__
-for _name in experimental.__all__:
-    getattr(experimental, _name).__module__ = experimental.__name__
-del _name
+for _module in (data, experimental, optimizers):
+    for _name in set(_module.__all__) - set(__all__):
+        if callable(getattr(_module, _name)):
+            getattr(_module, _name).__module__ = _module.__name__
+del _module, _name

@@ -19,7 +19,9 @@ import numpy as np
 LeafKind = Literal["array", "scalar", "number"]
 
 _SMALL_BYTES: Final = 4096
+_SAMPLED_BYTES: Final = 2**20
 _FEW_VALUES: Final = 6
+_MANTISSA_OF_X87: Final = 63
 _REAL_AND_COMPLEX: Final = "biufc"
 
 
@@ -283,6 +285,18 @@ def as_bytes(x: Any) -> Any:
     return x.reshape(-1).view(np.uint8)
 
 
+def value_bytes(x: Any) -> Any:
+    """Return the bytes of an array that hold its values, in C order, to compare.
+
+    The 80-bit numbers of x86 are padded with 6 bytes, in which anything may be.
+    """
+    raw = as_bytes(contiguous(x))
+    if x.dtype.char in "gG" and np.finfo(np.longdouble).nmant == _MANTISSA_OF_X87:
+        width = np.dtype(np.longdouble).itemsize
+        return np.ascontiguousarray(raw.reshape(-1, width)[:, :10]).reshape(-1)
+    return raw
+
+
 def from_bytes(raw: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
     """View uint8 as an array of a dtype and shape; copies where not aligned."""
     if raw.size == 0:
@@ -302,8 +316,7 @@ def summarize(x: Any) -> str:
     and a checksum of their ends: as fast as memory, and no reason to trust it against
     an adversary.
     """
-    x = contiguous(x)
-    raw = as_bytes(x)
+    raw = value_bytes(x)
     words = raw[: raw.size // 8 * 8]
     if int(raw.size) <= _SMALL_BYTES:
         total = 0
@@ -313,6 +326,23 @@ def summarize(x: Any) -> str:
     checksum = zlib.crc32(ends[1], zlib.crc32(ends[0], total & 0xFFFFFFFF)) ^ total
     if x.size <= _FEW_VALUES:
         return f"{to_host(x).tolist()} (checksum {checksum:x})"
+    return f"{describe(x)} with checksum {checksum:x}"
+
+
+def sample(x: Any) -> str:
+    """Return a short text that differs where the values differ, as a rule.
+
+    As `summarize` for up to a MiB. Of larger arrays it looks at some words that are
+    spread over it and at its ends, so that its cost does not grow with the size.
+    """
+    raw = value_bytes(x)
+    if int(raw.size) <= _SAMPLED_BYTES:
+        return summarize(x)
+    words = raw[: raw.size // 8 * 8].view(np.uint64)
+    spread = words[:: int(words.size) * 8 // _SAMPLED_BYTES]
+    total = int(spread.sum(dtype=np.uint64))
+    ends = to_host(raw[:_SMALL_BYTES]), to_host(raw[-_SMALL_BYTES:])
+    checksum = zlib.crc32(ends[1], zlib.crc32(ends[0])) ^ total
     return f"{describe(x)} with checksum {checksum:x}"
 
 

@@ -37,6 +37,26 @@ def check_in_sync(variables: Any) -> None:
         ValueError: for an ON_READ variable, whose copies may differ.
     """
     leaves = _nest.flatten(variables)[0]
+    if not leaves:
+        return
+    strategy = next(
+        (x.distribute_strategy for x in leaves if isinstance(x, Variable)),
+        _context.get_strategy(),
+    )
+    frame = _context.current()
+    try:
+        _check_variables(strategy, leaves)
+    except Exception as error:
+        if frame.coordinator is not None:
+            raise
+        strategy.extended._collectives.invalid("check_in_sync", error)
+    if frame.level is _context.Level.REPLICA and frame.strategy is strategy:
+        _check(strategy, leaves)
+    else:
+        _dispatch.perform(strategy, "check_in_sync", leaves)
+
+
+def _check_variables(strategy: Strategy, leaves: list[Any]) -> None:
     for leaf in leaves:
         if not isinstance(leaf, Variable):
             raise TypeError(
@@ -46,16 +66,7 @@ def check_in_sync(variables: Any) -> None:
             raise ValueError(
                 f"check_in_sync: the copies of {leaf!r} may differ, since it is ON_READ"
             )
-    if not leaves:
-        return
-    strategy = leaves[0].distribute_strategy
-    for leaf in leaves:
         strategy.extended._check_owner("check_in_sync", leaf)
-    frame = _context.current()
-    if frame.level is _context.Level.REPLICA and frame.strategy is strategy:
-        _check(strategy, leaves)
-    else:
-        _dispatch.perform(strategy, "check_in_sync", leaves)
 
 
 @_dispatch.verb("check_in_sync")
@@ -68,11 +79,13 @@ def _check(strategy: Strategy, variables: list[Variable]) -> None:
     if collectives.guard.agree_softly(call, int.from_bytes(combined, "little") >> 2):
         return
     rows = collectives.comm.all_gather_objects(b"".join(digests))
-    messages: list[str] = []
-    for index, variable in enumerate(variables):
-        column = [row[16 * index : 16 * index + 16] for row in rows]
-        if len(set(column)) > 1 and len(messages) < _MOST_NAMED:
-            messages.append(_describe(strategy, variable, column))
+    columns = [[row[i : i + 16] for row in rows] for i in range(0, len(rows[0]), 16)]
+    drifted = [i for i, column in enumerate(columns) if len(set(column)) > 1]
+    messages = [
+        _describe(strategy, variables[i], columns[i]) for i in drifted[:_MOST_NAMED]
+    ]
+    if len(drifted) > _MOST_NAMED:
+        messages.append(f"  and {len(drifted) - _MOST_NAMED} more variables")
     raise OutOfSyncError(
         on_rank(
             strategy.extended._replica_id,
@@ -85,8 +98,8 @@ def _check(strategy: Strategy, variables: list[Variable]) -> None:
 
 
 def _digest(array: Any) -> bytes:
-    host = _arrays.contiguous(_arrays.to_host(array))
-    return hashlib.blake2b(_arrays.as_bytes(host).data, digest_size=16).digest()
+    raw = _arrays.value_bytes(_arrays.to_host(array))
+    return hashlib.blake2b(raw.data, digest_size=16).digest()
 
 
 def _describe(strategy: Strategy, variable: Variable, column: list[bytes]) -> str:
@@ -100,17 +113,15 @@ def _describe(strategy: Strategy, variable: Variable, column: list[bytes]) -> st
     comm.broadcast(_arrays.as_bytes(theirs), home)
     text = b""
     if strategy.extended._replica_id in drifted:
-        width = mine.dtype.itemsize
-        differ = _arrays.as_bytes(mine) != _arrays.as_bytes(theirs)
-        places = differ.reshape(-1, width).any(axis=1)
+        differ = _arrays.value_bytes(mine) != _arrays.value_bytes(theirs)
+        places = differ.reshape(mine.size, -1).any(axis=1)
         first = int(places.argmax())
         index = tuple(int(i) for i in np.unravel_index(first, mine.shape))
         at = f"[{', '.join(map(str, index))}]" if index else ""
         text = (
             f"    rank {strategy.extended._replica_id}: {int(places.sum())} of "
             f"{mine.size} elements, the first at {variable.name}{at}: "
-            f"{mine.reshape(-1)[first].item()} instead of "
-            f"{theirs.reshape(-1)[first].item()}"
+            f"{_compare(mine.reshape(-1)[first], theirs.reshape(-1)[first])}"
         ).encode()
     lines = [item.decode() for item in comm.all_gather_objects(text) if item]
     agreeing = [rank for rank in range(len(column)) if rank not in drifted]
@@ -119,3 +130,14 @@ def _describe(strategy: Strategy, variable: Variable, column: list[bytes]) -> st
         f"{format_ranks(agreeing)}:"
     )
     return "\n".join([head, *lines[:_MOST_NAMED]])
+
+
+def _compare(mine: Any, theirs: Any) -> str:
+    """Write two numbers out, with their bytes where they look the same."""
+    texts = [str(x.item()) for x in (mine, theirs)]
+    if texts[0] == texts[1]:
+        texts = [
+            f"{text} (0x{x.tobytes()[::-1].hex()})"
+            for text, x in zip(texts, (mine, theirs), strict=True)
+        ]
+    return f"{texts[0]} instead of {texts[1]}"

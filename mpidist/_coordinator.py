@@ -157,6 +157,8 @@ class Coordinator:
         if key is not None and self._registry.get(key) is value:
             return key
         if isinstance(value, DistributedValues) and value._all is not None:
+            if isinstance(value, Mirrored):
+                _check_mirrored(value)
             self.command("scatter", (OnRank0(value), isinstance(value, Mirrored)))
             self.watch(value)
             return value._key
@@ -164,6 +166,16 @@ class Coordinator:
             f"merge_fn uses {value!r:.200}, which the other ranks do not have (any "
             "more): it belongs to a `merge_call` that has ended, or was made on rank "
             "0 alone. Pass it to `merge_call` as an argument"
+        )
+
+
+def _check_mirrored(value: Mirrored) -> None:
+    """Raise for a Mirrored that merge_fn made of components that differ."""
+    arrays = [_arrays.as_array(x, "Mirrored")[0] for x in value._all or ()]
+    if len({_arrays.describe(x) + _arrays.summarize(x) for x in arrays}) > 1:
+        raise ValueError(
+            f"merge_fn made a Mirrored of components that differ: {value!r:.200}; "
+            "write `mpidist.PerReplica(...)` for a value of each replica's own"
         )
 
 

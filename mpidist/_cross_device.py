@@ -11,8 +11,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpidist import _arrays, _context, _dtypes, _nest
+from mpidist._errors import CollectiveError
 from mpidist._options import CommunicationOptions, ReduceOp, as_reduce_op
 from mpidist._policies import component_of, differs
+from mpidist._reports import Call, ErrorKind
 from mpidist._sparse import IndexedSlices
 from mpidist._values import (
     ArrayLike,
@@ -20,7 +22,7 @@ from mpidist._values import (
     Mirrored,
     PerReplica,
     Registry,
-    is_component,
+    own_component,
 )
 from mpidist._variables import Variable
 
@@ -36,7 +38,8 @@ class CrossDeviceOps:
     `broadcast_implementation`. Those run on every rank together, with the strategy in
     force; they may call what is legal in cross-replica context (`Strategy.run`,
     `Strategy.gather`), or the implementation of their base class. What they raise is
-    raised on all ranks.
+    raised on all ranks. What they return must be the same on all ranks, which is
+    checked (by checksum) unless the guard is off.
 
     Example: sum in half precision::
 
@@ -97,7 +100,8 @@ class CrossDeviceOps:
         pairs = list(value_destination_pairs)
         strategy = _strategy_of([value for value, _ in pairs])
         call = f"{type(self).__name__}.batch_reduce"
-        try:
+
+        def reduce() -> list[Any]:
             op = as_reduce_op(reduce_op, call)
             for value, destinations in pairs:
                 if not differs(value):
@@ -106,26 +110,29 @@ class CrossDeviceOps:
                         "pass what `strategy.run` returned"
                     )
                 check_destinations(strategy, destinations, call)
-            with _context.entered(_frame_of(strategy)):
-                if len(pairs) == 1:
-                    value, destinations = pairs[0]
-                    results = [
-                        self.reduce_implementation(op, value, destinations, options)
-                    ]
-                else:
-                    results = self.batch_reduce_implementation(op, pairs, options)
+            if len(pairs) == 1:
+                value, destinations = pairs[0]
+                return [self.reduce_implementation(op, value, destinations, options)]
+            results = self.batch_reduce_implementation(op, pairs, options)
             if not isinstance(results, list) or len(results) != len(pairs):
                 raise TypeError(
                     f"{call}: expected a list of {len(pairs)} results from "
                     f"`batch_reduce_implementation`, got {results!r:.80}"
                 )
-        except Exception as error:
-            strategy.extended._collectives.invalid(call, error)
-        registry = strategy.extended._registry
+            return results
+
+        def same(results: list[Any]) -> list[Any]:
+            return [
+                result
+                for result, (_, destinations) in zip(results, pairs, strict=True)
+                if root_of(strategy, destinations) is None
+            ]
+
+        results = _on_all(strategy, call, reduce, same)
         return [
-            registry.wrap_tree(Mirrored, result)
-            if is_component(result) and root_of(strategy, destinations) is None
-            else result
+            result
+            if root_of(strategy, destinations) is not None
+            else _mirror(strategy, result)
             for result, (_, destinations) in zip(results, pairs, strict=True)
         ]
 
@@ -141,12 +148,16 @@ class CrossDeviceOps:
         """
         strategy = _strategy_of([destinations, tensor])
         call = f"{type(self).__name__}.broadcast"
-        try:
+
+        def broadcast() -> Any:
             check_destinations(strategy, destinations, call)
-            with _context.entered(_frame_of(strategy)):
-                return self.broadcast_implementation(tensor, destinations)
-        except Exception as error:
-            strategy.extended._collectives.invalid(call, error)
+            value = tensor._read() if isinstance(tensor, Variable) else tensor
+            return self.broadcast_implementation(value, destinations)
+
+        result = _on_all(strategy, call, broadcast, lambda result: [result])
+        if isinstance(result, (bool, int, float, complex)):
+            return result
+        return _mirror(strategy, result)
 
     def reduce_implementation(
         self,
@@ -307,6 +318,9 @@ class ReductionToOneDevice(CrossDeviceOps):
         center = root_of(strategy, device) or 0
         own = component_of(per_replica_value)
         call = type(self).__name__
+        if isinstance(own, IndexedSlices):  # rows are concatenated, not added
+            pairs = [(per_replica_value, destinations)]
+            return reduce_pairs(strategy, reduce_op, pairs, options, call)[0]
         if self._accumulate is None:
             total = collectives.all_reduce(reduce_op, own, options, call, center)
         else:
@@ -356,6 +370,28 @@ def _empty_result(op: ReduceOp, own: Any, call: str) -> Any:
 
 
 # --- what the verbs share with the classes above --------------------------------------
+
+
+def all_reduce(
+    strategy: Strategy,
+    op: ReduceOp,
+    tree: Any,
+    options: CommunicationOptions | None = None,
+    call: str = "all_reduce",
+) -> Any:
+    """All-reduce a nest of own components, by the user's ops where there are some."""
+    extended = strategy.extended
+    if not extended._custom_ops:
+        return extended._collectives.all_reduce(op, tree, options, call)
+    leaves, structure = _nest.flatten(tree)
+    number = extended._registry.next_key()
+    wrapped = [
+        extended._registry.wrap(PerReplica, own_component(x), (number, i))
+        for i, x in enumerate(leaves)
+    ]
+    pairs = [(x, x) for x in wrapped]
+    results = extended._cross_device_ops.batch_reduce(op, pairs, options)
+    return structure.unflatten([own_component(x) for x in results])
 
 
 def reduce_pairs(
@@ -429,6 +465,58 @@ def check_destinations(strategy: Strategy, destinations: Any, call: str) -> None
         f"{call}: destinations must be a `mpidist.Variable`, a distributed value, an "
         f"array or one of {strategy.extended._devices}, got {destinations!r:.80}"
     )
+
+
+def _on_all(
+    strategy: Strategy,
+    call: str,
+    body: Callable[[], Any],
+    same: Callable[[Any], list[Any]],
+) -> Any:
+    """Run code that may be the user's, and wait until it has ended on all ranks.
+
+    Collective. What it raises on one rank is raised on all. Those of its results for
+    which ``same`` asks become Mirrored, whose components are trusted to be the same
+    from here on: so they are compared, unless the guard is off.
+    """
+    guard = strategy.extended._collectives.guard
+    error: BaseException | None = None
+    result: Any = None
+    text = ""
+    with guard.section():
+        try:
+            with _context.entered(_frame_of(strategy)):
+                result = body()
+            if guard.checks:
+                text = ", ".join(_describe_result(x) for x in same(result))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as raised:
+            error = raised
+        kind: ErrorKind = "invalid" if isinstance(error, Exception) else "raised"
+        if isinstance(error, CollectiveError):
+            kind = "agreed"
+        error = guard.join(Call(f"the end of {call}"), error, kind, text)
+    if error is not None:
+        raise error
+    return result
+
+
+def _mirror(strategy: Strategy, result: Any) -> Any:
+    """Wrap a result that is the same on all ranks.
+
+    Also one that is wrapped already, on this rank: keys are counted on all.
+    """
+    return strategy.extended._registry.wrap_tree(Mirrored, own_component(result))
+
+
+def _describe_result(x: Any) -> str:
+    x = component_of(x)
+    if isinstance(x, IndexedSlices):
+        return f"IndexedSlices of {_describe_result(x.values)}"
+    if _arrays.is_array(x) or _arrays.is_number(x):
+        return _arrays.summarize(_arrays.as_array(x, "reduce")[0])
+    return f"a {type(x).__name__}"
 
 
 def _frame_of(strategy: Strategy) -> _context.Frame:

@@ -3,6 +3,7 @@
 ::
 
     RuntimeError
+    ├── CheckpointError               a checkpoint is damaged, or does not fit
     └── CollectiveError
         ├── CollectiveMismatchError   the ranks called different things
         ├── CollectiveTimeoutError    a rank did not come
@@ -20,6 +21,26 @@ import traceback
 from typing import Final
 
 _PACKAGE: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is damaged, or does not fit the objects.
+
+    Raised on every rank; nothing was changed. The message names the file and the
+    array, or lists what does not fit.
+
+    Attributes:
+        damaged: whether it is the checkpoint's fault, so that another one may do.
+    """
+
+    damaged: bool = False
+
+    @classmethod
+    def _of_damage(cls, message: str) -> CheckpointError:
+        """Return the error for a checkpoint that is damaged."""
+        error = cls(message)
+        error.damaged = True
+        return error
 
 
 class CollectiveError(RuntimeError):

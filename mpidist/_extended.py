@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 from mpidist import _context, _dispatch, _nest
 from mpidist import _verbs as _verbs  # registers them
 from mpidist._collectives import Collectives
-from mpidist._cross_device import CollectiveAllReduce, CrossDeviceOps
+from mpidist._cross_device import CollectiveAllReduce, CrossDeviceOps, all_reduce
 from mpidist._dispatch import OnRank0
-from mpidist._multi_step import MultiStepContext, run_steps
+from mpidist._multi_step import MultiStepContext, check_iterations, run_steps
 from mpidist._options import CommunicationOptions, ReduceOp
 from mpidist._replica import ReplicaContext
 from mpidist._values import DistributedValues, PerReplica, Registry, select_replica
 from mpidist._variables import Variable
+from mpidist.data import Dataset
 
 if TYPE_CHECKING:
     from mpidist._coordinator import Coordinator
@@ -219,6 +220,21 @@ class StrategyExtended:
         result = self._perform("update", None, fn, args, kwargs, group, text)
         return result if group else self._ungrouped(frame, result)
 
+    def experimental_make_numpy_dataset(
+        self, numpy_input: Any, session: Any = None
+    ) -> Dataset:
+        """Make a dataset of the rows of arrays. Not collective.
+
+        Args:
+            numpy_input: an array, or a tuple or dict of arrays with equally many rows.
+                A list of arrays is stacked: each of them is a row.
+            session: taken and not used.
+
+        Returns:
+            A `mpidist.data.Dataset`; call ``batch`` on it before it is distributed.
+        """
+        return Dataset._of_numpy(self._strategy, numpy_input)
+
     def experimental_run_steps_on_iterator(
         self,
         fn: Callable[..., Any],
@@ -243,9 +259,14 @@ class StrategyExtended:
             ValueError: for fewer than one iteration.
             OutOfRangeError: if the iterator ends before.
         """
-        _context.require_cross_replica(
-            self._strategy, "experimental_run_steps_on_iterator"
-        )
+        call = "experimental_run_steps_on_iterator"
+        frame = _context.require_cross_replica(self._strategy, call)
+        try:
+            check_iterations(iterations)
+        except Exception as error:
+            if frame.coordinator is not None:
+                raise
+            self._collectives.invalid(call, error)
         return run_steps(self._strategy, fn, iterator, iterations, initial_loop_values)
 
     def call_for_each_replica(
@@ -331,8 +352,14 @@ class StrategyExtended:
         Returns:
             `Mirrored`. Python numbers and Mirrored values come back as they are.
         """
+        frame = _context.require_cross_replica(self._strategy, "broadcast_to")
         if isinstance(tensor, Variable):
-            tensor = tensor._read()  # on all ranks, where it is ON_READ
+            try:
+                tensor = tensor._read()  # on all ranks, where it is ON_READ
+            except Exception as error:
+                if frame.coordinator is not None:
+                    raise
+                self._collectives.invalid("broadcast_to", error)
         return self._perform("broadcast_to", OnRank0(tensor), destinations)
 
     def update(
@@ -368,7 +395,9 @@ class StrategyExtended:
             ReplicaError: if ``fn`` raised on another replica. Then all copies of what
                 it wrote are made equal to rank 0's again.
             CollectiveMismatchError: for plain arguments that are not the same on all
-                replicas (likewise).
+                replicas, and if ``fn`` left other values in mirrored variables, or
+                returned others, on some replica (likewise). Of arrays of more than a
+                MiB samples are compared. Not checked with the guard off.
         """
         kwargs = {} if kwargs is None else kwargs
         frame = _context.require_cross_replica(self._strategy, "update")
@@ -406,6 +435,15 @@ class StrategyExtended:
         return _nest.map_structure(
             lambda x: x._own if isinstance(x, PerReplica) else x, result
         )
+
+    def _all_reduce(
+        self,
+        op: ReduceOp,
+        tree: Any,
+        options: CommunicationOptions | None = None,
+        call: str = "all_reduce",
+    ) -> Any:
+        return all_reduce(self._strategy, op, tree, options, call)
 
     def _perform(self, name: str, *args: Any) -> Any:
         return _dispatch.perform(self._strategy, name, *args)

@@ -146,10 +146,10 @@ class Guard:
             return int(received[_SOFT]) == ~int(received[_NOT_SOFT])
         raise self._difference(call, None, "none")
 
-    def agree_most(self, call: Call, number: int) -> int:
-        """As `agree`, and return the largest ``number`` of all ranks.
+    def agree_most(self, call: Call, number: int) -> tuple[int, bool]:
+        """As `agree`, and return the largest ``number``, and whether all are the same.
 
-        It rides in the header. Works with the guard off as well: what it returns is
+        They ride in the header. Works with the guard off as well: what it returns is
         needed.
 
         Args:
@@ -159,8 +159,11 @@ class Guard:
         self._require_section()
         self._send[_MOST] = number
         try:
-            if self._exchange(call, 0, 0, None):
-                return number if self._comm.size == 1 else int(self._receive[_MOST])
+            if self._comm.size == 1:
+                self._exchange(call, 0, 0, None)
+                return number, True
+            if self._exchange(call, 0, number, None):
+                return int(self._receive[_MOST]), self._same(_SOFT)
         finally:
             self._send[_MOST] = 0
         raise self._difference(call, None, "none")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mpidist import _context, _nest
 from mpidist._options import ReduceOp
 from mpidist._values import PerReplica
@@ -14,9 +16,10 @@ if TYPE_CHECKING:
 
 
 class MultiStepContext:
-    """What the function of `StrategyExtended.experimental_run_steps_on_iterator` sets.
+    """Where the steps of a loop put their outputs.
 
-    That method makes one and returns it.
+    `StrategyExtended.experimental_run_steps_on_iterator` makes one, passes it to each
+    step, and returns it.
     """
 
     def __init__(self) -> None:
@@ -97,15 +100,14 @@ def _all_of(strategy: Strategy, output: Any) -> tuple[Any, ...]:
     return rows[:1] * strategy.num_replicas_in_sync  # the same on all replicas
 
 
-def run_steps(
-    strategy: Strategy,
-    fn: Callable[..., Any],
-    iterator: Any,
-    iterations: int,
-    initial_loop_values: dict[str, Any] | None,
-) -> MultiStepContext:
-    """Call ``fn(context, next element)`` a number of times. Collective."""
-    if isinstance(iterations, bool) or not isinstance(iterations, int):
+def check_iterations(iterations: object) -> None:
+    """Raise for a number of steps that is none.
+
+    Raises:
+        TypeError: for what is no int.
+        ValueError: for fewer than one.
+    """
+    if isinstance(iterations, bool) or not isinstance(iterations, (int, np.integer)):
         raise TypeError(
             "experimental_run_steps_on_iterator: expected `iterations` to be an int, "
             f"got {iterations!r}"
@@ -115,6 +117,16 @@ def run_steps(
             "experimental_run_steps_on_iterator: expected 1 or more `iterations`, got "
             f"{iterations}"
         )
+
+
+def run_steps(
+    strategy: Strategy,
+    fn: Callable[..., Any],
+    iterator: Any,
+    iterations: int,
+    initial_loop_values: dict[str, Any] | None,
+) -> MultiStepContext:
+    """Call ``fn(context, next element)`` a number of times. Collective."""
     context = MultiStepContext()
     context.last_step_outputs.update(initial_loop_values or {})
     with strategy.scope():

@@ -233,7 +233,7 @@ def read_environment() -> Environment:
 
 
 def get_loss_reduction() -> ReduceOp:
-    """Return how per-replica losses that were divided by the global batch add up: SUM.
+    """Return SUM: losses that were divided by the global batch size add up.
 
     Not collective.
     """

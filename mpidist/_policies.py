@@ -47,7 +47,9 @@ class OnWrite:
             indices, rows = collectives.share(lambda: [indices, rows], call)
         else:
             own = IndexedSlices(rows, indices)
-            both = collectives.all_reduce(_OPERATION[aggregation], own, call=call)
+            both = variable._strategy.extended._all_reduce(
+                _OPERATION[aggregation], own, call=call
+            )
             indices, rows = both.indices, both.values
         variable._apply_slices(how, indices, rows)
 
@@ -60,12 +62,14 @@ class OnWrite:
         call = variable._call(how)
         collectives = variable._strategy.extended._collectives
         try:
-            prepared = variable._prepare(how, value)
+            # A PerReplica that the function closes over, as one that is passed to it.
+            own = value._own if isinstance(value, PerReplica) else value
+            prepared = variable._prepare(how, own)
         except Exception as error:
             collectives.invalid(call, error)
         if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return collectives.broadcast(prepared, call=call)
-        return collectives.all_reduce(
+        return variable._strategy.extended._all_reduce(
             _OPERATION[variable.aggregation], prepared, call=call
         )
 
@@ -121,8 +125,10 @@ def _share_of(value: Any, replica_id: int, num_replicas: int) -> Any:
     """Return a replica's part of a sum. Those of integers add up to it exactly."""
     if value.dtype.kind not in "iu":
         return value / value.dtype.type(num_replicas)
-    quotient, rest = np.divmod(value, value.dtype.type(num_replicas))
-    return quotient + (rest > replica_id).astype(value.dtype)
+    # There may be more replicas than an int8 can count.
+    wide = value.dtype if value.dtype.itemsize == 8 else np.dtype(np.int64)
+    quotient, rest = np.divmod(value.astype(wide), wide.type(num_replicas))
+    return (quotient + (rest > replica_id)).astype(value.dtype)
 
 
 def _require_aggregation(variable: Variable, how: str) -> None:
@@ -157,8 +163,8 @@ def _read_variable(strategy: Strategy, variable: Variable) -> Any:
         result = collectives.broadcast(variable._array, call=call)
     else:
         operation = _OPERATION[variable.aggregation]
-        result = collectives.all_reduce(operation, variable._array, call=call)
-    if not _arrays.is_device_array(result):
+        result = strategy.extended._all_reduce(operation, variable._array, call=call)
+    if isinstance(result, np.ndarray):
         result.flags.writeable = False  # as of other variables; and no copy is hit
     return result
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidist import _context, _coordinator, _nest
+from mpidist import _context, _coordinator
 from mpidist._options import CommunicationOptions, ReduceOp, as_reduce_op
-from mpidist._values import PerReplica, own_component
 
 if TYPE_CHECKING:
     from mpidist._strategy import Strategy
@@ -135,9 +134,7 @@ class ReplicaContext:
             op = as_reduce_op(reduce_op, "all_reduce")
         except Exception as error:
             collectives.invalid("all_reduce", error)
-        if self._strategy.extended._custom_ops:
-            return _reduce_by_custom_ops(self._strategy, op, value, options)
-        return collectives.all_reduce(op, value, options)
+        return self._strategy.extended._all_reduce(op, value, options)
 
     def all_gather(
         self,
@@ -238,24 +235,6 @@ _INSTEAD = {
     "all_gather": "Write `strategy.gather(value, axis)` here",
     "merge_call": "Here the function can be called as it is: `merge_fn(strategy, ...)`",
 }
-
-
-def _reduce_by_custom_ops(
-    strategy: Strategy, op: ReduceOp, value: Any, options: CommunicationOptions | None
-) -> Any:
-    """All-reduce a nest of own components by the user's `CrossDeviceOps`."""
-    extended = strategy.extended
-    leaves, structure = _nest.flatten(value)
-    number = extended._registry.next_key()
-    wrapped = [
-        extended._registry.wrap(PerReplica, own_component(x), (number, i))
-        for i, x in enumerate(leaves)
-    ]
-    frame = _context.Frame(strategy, _context.Level.CROSS_REPLICA)
-    with _context.entered(frame):
-        pairs = [(x, x) for x in wrapped]
-        results = extended._cross_device_ops.batch_reduce(op, pairs, options)
-    return structure.unflatten([own_component(x) for x in results])
 
 
 class ValueContext:

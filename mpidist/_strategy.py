@@ -33,6 +33,14 @@ from mpidist._options import (
 )
 from mpidist._replica import ReplicaContext, ValueContext
 from mpidist._values import PerReplica
+from mpidist.data import (
+    Dataset,
+    DistributedDataset,
+    DistributedIterator,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+)
 
 _numbers = itertools.count(1)
 
@@ -291,6 +299,132 @@ class Strategy:
         values = [value_fn(ValueContext(i, number)) for i in range(number)]
         return _nest.map_structure(lambda *row: PerReplica(row), *values)
 
+    # --- datasets (mpidist.data) ------------------------------------------------
+
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Split the global batches of a dataset over the replicas. Collective.
+
+        Every rank gives the same dataset. Each of its batches is one step, of which
+        each replica gets a piece, in order; by which rule says
+        `InputOptions.auto_shard_policy`. All rows come exactly once.
+
+        Args:
+            dataset: a `mpidist.data.Dataset` that went through ``batch``: a rank then
+                reads its own rows only. Or anything with ``__len__`` and
+                ``__getitem__``, or any iterable, whose items are global batches: nests
+                of arrays with a common first dimension. Every rank reads all of these,
+                and keeps its rows. Torch tensors become arrays without a copy.
+            options: `mpidist.InputOptions`.
+
+        Returns:
+            The dataset of `PerReplica` elements.
+
+        Raises:
+            TypeError: for an array, or a nest of arrays, which is not a dataset.
+            ValueError: for rows that are not in batches, or a policy that is not for
+                this.
+            NotImplementedError: for `InputReplicationMode.PER_REPLICA`.
+            CollectiveMismatchError: if the ranks' datasets differ in what can be seen
+                of them: length, batch size, seeds, dtypes.
+        """
+        return DistributedDataset._of_batches(self, dataset, options)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """Give each replica an input of its own. Collective.
+
+        Args:
+            dataset_fn: called once on each rank, with its `InputContext`. It returns
+                what `experimental_distribute_dataset` takes, but with batches of this
+                replica alone, which come as they are. The ranks' inputs may differ in
+                length: a rank without rows gets empty arrays until all are done.
+            options: `mpidist.InputOptions`.
+
+        Returns:
+            The dataset of `PerReplica` elements.
+
+        Raises:
+            ReplicaError: if ``dataset_fn`` raised on another rank.
+        """
+        return DistributedDataset._of_function(self, dataset_fn, options)
+
+    def experimental_distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """Do the same; see `distribute_datasets_from_function`, its name now."""
+        return DistributedDataset._of_function(self, dataset_fn, options)
+
+    def experimental_make_numpy_dataset(
+        self, numpy_input: Any, session: Any = None
+    ) -> Dataset:
+        """Make a dataset of the rows of arrays. Not collective.
+
+        Args:
+            numpy_input: a nest of arrays with the same first dimension; a list of
+                arrays is stacked, so that each of them is a row.
+            session: taken and not used.
+        """
+        return Dataset._of_numpy(self, numpy_input)
+
+    def make_dataset_iterator(self, dataset: Any) -> DistributedIterator:
+        """Return an iterator over a dataset of global batches. Collective.
+
+        For code of TensorFlow 1: `experimental_distribute_dataset` and ``iter``.
+        """
+        return iter(self.experimental_distribute_dataset(dataset))
+
+    def make_input_fn_iterator(
+        self,
+        input_fn: Callable[[InputContext], Any],
+        replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+    ) -> DistributedIterator:
+        """Return an iterator over inputs from a function. Collective.
+
+        For code of TensorFlow 1: `distribute_datasets_from_function` and ``iter``.
+
+        Args:
+            input_fn: as there; it may also return a function without arguments that
+                gives the next batch, and raises StopIteration at the end.
+            replication_mode: `InputReplicationMode.PER_WORKER`.
+
+        Raises:
+            ValueError: for another mode.
+        """
+        call = "make_input_fn_iterator"
+        try:
+            options = InputOptions(experimental_replication_mode=replication_mode)
+        except TypeError as error:
+            self._collectives.invalid(call, error)
+        return iter(
+            DistributedDataset._of_function(
+                self, input_fn, options, call, functions=True
+            )
+        )
+
+    def experimental_run(
+        self,
+        fn: Callable[..., Any],
+        input_iterator: DistributedIterator | None = None,
+    ) -> Any:
+        """Run ``fn`` on each replica, with the next element. Collective.
+
+        For code of TensorFlow 1: ``run(fn, args=(next(input_iterator),))``.
+
+        Args:
+            fn: the replica function.
+            input_iterator: gives its argument; None: it has none.
+        """
+        if input_iterator is None:
+            return self.run(fn)
+        return self.run(fn, args=(input_iterator.get_next(),))
+
     def _perform(self, name: str, *args: Any) -> Any:
         return _dispatch.perform(self, name, *args)
 
@@ -422,13 +556,15 @@ def _make_collectives(
         )
     except Exception as error:
         raise guard.fail(_reports.Call("MPIStrategy(...)"), error, "invalid") from None
+    ops = ""
+    if cross_device_ops is not None:
+        ops = f", {type(cross_device_ops).__qualname__} as cross_device_ops"
     guard.agree(
         _reports.Call(
             f"MPIStrategy(...) with {settings.bytes_per_pack} bytes_per_pack, "
             f"{guard.timeout_seconds} timeout_seconds, "
             f"{settings.implementation.name}, guard={enabled}, "
-            f"MPIDIST_FUSION_MB={environment.bytes_per_pack / 2**20}, "
-            f"{type(cross_device_ops).__qualname__} as cross_device_ops"
+            f"MPIDIST_FUSION_MB={environment.bytes_per_pack / 2**20}{ops}"
         )
     )
     return collectives

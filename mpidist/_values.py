@@ -246,14 +246,20 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
         return int(self._array_view().size)
 
     def value(self) -> Any:
-        """Return the array itself, without a copy. Not collective.
+        """Return the array itself, without a copy.
+
+        Not collective, except of an ON_READ variable in cross-replica context, where it
+        is a new array: what the copies make together.
 
         A NumPy array is read-only. A CuPy array can not be: do not write to it.
         """
         return self._read()
 
     def numpy(self) -> Any:
-        """Return a copy, as a NumPy array on the host. Not collective."""
+        """Return a copy, as a NumPy array on the host.
+
+        Not collective, except of an ON_READ variable in cross-replica context.
+        """
         return np.array(_arrays.to_host(self._read()))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:

@@ -107,13 +107,13 @@ class Variable(ArrayLike):
             attributes = _check_attributes(
                 trainable, name, synchronization, aggregation
             )
+            if isinstance(initial_value, Variable):
+                # On all ranks, where it is ON_READ.
+                initial_value = initial_value._read()
         except Exception as error:
             if frame.coordinator is not None:
                 raise
             collectives.invalid("Variable(...)", error)
-
-        if isinstance(initial_value, Variable):
-            initial_value = initial_value._read()  # on all ranks, where it is ON_READ
 
         def make() -> Any:
             return _initial_array(initial_value, dtype, shape, attributes)
@@ -135,8 +135,10 @@ class Variable(ArrayLike):
         self._attributes = attributes
         on_read = attributes.synchronization is VariableSynchronization.ON_READ
         self._policy = _policies.ON_READ if on_read else _policies.ON_WRITE
-        # A copy of its own: the user's initial array stays the user's.
-        self._array = _arrays.place(np.array(_arrays.to_host(value)), device)
+        # A copy of its own: the user's initial array stays the user's. In C order on
+        # all ranks: a sum, for one, depends on the order in its last bits.
+        host = np.array(_arrays.to_host(value), order="C")
+        self._array = _arrays.place(host, device)
         self._view = self._array.view()
         if not _arrays.is_device_array(self._array):
             self._view.flags.writeable = False
@@ -186,10 +188,13 @@ class Variable(ArrayLike):
         coordinator = _context.current().coordinator
         if coordinator is None:
             return (self._view,)
-        if self._policy is _policies.ON_WRITE:
+        if self._policy is _policies.ON_WRITE or not self._strategy.extended._is_mpi:
             return (self._view,) * self._strategy.num_replicas_in_sync
         (column,) = coordinator.command("collect", ([self],))
-        return tuple(column)
+        for x in column[1:]:
+            if not _arrays.is_device_array(x):
+                x.flags.writeable = False
+        return (self._view, *column[1:])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -243,10 +248,17 @@ class Variable(ArrayLike):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         """Return a new variable with the same copies. Collective."""
-        text = f"deepcopy of {self._call('value')}"
-        copied = _dispatch.perform(self._strategy, "copy_variable", self, text)
+        arguments = (self, f"deepcopy of {self._call('value')}")
+        strategy = self._strategy
+        if not strategy.extended._is_mpi:  # of one copy, so it can be made anywhere
+            copied = _dispatch.execute(strategy, "copy_variable", arguments)
+            memo[id(self)] = copied
+            return copied  # type: ignore[no-any-return]
+        copied = _dispatch.perform(
+            strategy, "copy_variable", *arguments, call="copy.deepcopy"
+        )
         if _context.current().coordinator is not None:
-            registry = self._strategy.extended._registry
+            registry = strategy.extended._registry
             weakref.finalize(copied, registry.dropped.append, copied._key)
         memo[id(self)] = copied
         return copied  # type: ignore[no-any-return]
@@ -495,7 +507,7 @@ class Variable(ArrayLike):
                 f"{call}: expected indices from 0 to {self.shape[0] - 1}, got "
                 f"{_arrays.to_host(indices[bad])[:5].tolist()}"
             )
-        return indices, rows
+        return indices.astype(np.int64, copy=False), rows
 
     def _refuse_per_replica(self, how: str) -> NoReturn:
         raise TypeError(
@@ -511,6 +523,11 @@ class Variable(ArrayLike):
     ) -> Any:
         """Return ``value`` as an array of this variable's dtype, shape and device."""
         call = f"Variable {self.name!r}.{how}"
+        if self.dtype.kind == "b" and how in ("assign_sub", "scatter_sub"):
+            raise ValueError(
+                f"{call}: bool can not be subtracted; write `variable.assign(variable "
+                "& ~value)`, or make the variable with an integer dtype"
+            )
         shape = self.shape if shape is None else shape
         if isinstance(value, PerReplica):
             self._refuse_per_replica(how)

@@ -410,7 +410,7 @@ def _update(
     written: list[Any] = []
 
     def body(part: _Part) -> Any:
-        _check_update(fn, args, kwargs)
+        _check_update(var, fn, args, kwargs)
         summary = _summarize_arguments(args, kwargs) if checks else ""
         part.kind = "raised"
         frame = _context.Frame(strategy, _context.Level.UPDATE, written=written)
@@ -420,6 +420,8 @@ def _update(
                 *first, *select_replica(tuple(args)), **select_replica(dict(kwargs))
             )
         part.text = summary + str(_nest.flatten(result)[1])
+        if checks:
+            part.text += _summarize_effects(written, result if group else None)
         return result
 
     result = _in_section(
@@ -438,7 +440,7 @@ def _fail_to_update(strategy: Strategy, error: BaseException, text: str) -> None
     raise failure or error
 
 
-def _check_update(fn: Any, args: Any, kwargs: Any) -> None:
+def _check_update(var: Any, fn: Any, args: Any, kwargs: Any) -> None:
     check_arguments("update", args, kwargs)
     if not callable(fn):
         raise TypeError(f"update: expected `fn` to be a function, got {fn!r}")
@@ -448,6 +450,12 @@ def _check_update(fn: Any, args: Any, kwargs: Any) -> None:
                 "update: got a PerReplica among the arguments, which would make "
                 "the copies of the variable differ; reduce it first: "
                 "`strategy.extended.reduce_to(op, value, var)`"
+            )
+        if differs(leaf) and var is not None and not differs(var):
+            raise ValueError(
+                f"update: got {leaf!r} among the arguments, whose copies would make "
+                "those of the mirrored variable differ; pass its value: "
+                "`strategy.extended.read_var(variable)`"
             )
 
 
@@ -459,6 +467,26 @@ def _summarize_arguments(args: Any, kwargs: Any) -> str:
         if _arrays.is_array(leaf) or _arrays.is_number(leaf)
     ]
     return f"arguments {', '.join(leaves)}; result " if leaves else ""
+
+
+def _summarize_effects(written: list[Any], result: Any) -> str:
+    """Return a text of what an update left, which must be the same on all ranks.
+
+    ``fn`` may get at values of its own rank without any argument: through what it
+    closes over, or a variable that is ON_READ.
+    """
+    variables = sorted({v._key: v for v in written}.items())
+    texts = [
+        f"{v.name!r} [#{key[0]}] = {_arrays.sample(v._array)}" for key, v in variables
+    ]
+    returned = [
+        _arrays.sample(_arrays.as_array(leaf, "update")[0])
+        for leaf in _nest.flatten(result)[0]
+        if _arrays.is_array(leaf) or _arrays.is_number(leaf)
+    ]
+    text = f", wrote {', '.join(texts)}" if texts else ""
+    text += f", returned {', '.join(returned)}" if returned else ""
+    return text and f"{text}; must be the same on all replicas, see `reduce_to`"
 
 
 def _make_equal(strategy: Strategy, written: list[Any]) -> None:

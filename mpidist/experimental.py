@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from mpidist._checkpoints import (
+    PreemptionCheckpointHandler as PreemptionCheckpointHandler,
+)
+from mpidist._checkpoints import TerminationConfig as TerminationConfig
 from mpidist._options import CollectiveHints as CollectiveHints
 from mpidist._options import CommunicationImplementation as CommunicationImplementation
 from mpidist._options import CommunicationOptions as CommunicationOptions
@@ -15,5 +19,7 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "PreemptionCheckpointHandler",
+    "TerminationConfig",
     "ValueContext",
 ]

@@ -29,6 +29,8 @@ def test_every_example_is_tested():
     names = {path.name for path in EXAMPLES.glob("*.py")}
     assert names == {
         "clip_by_global_norm.py",
+        "custom_training_loop.py",
+        "grain_input.py",
         "hello.py",
         "kmeans.py",
         "monte_carlo_pi.py",
@@ -45,6 +47,27 @@ def test_hello(tmp_path):
         )
 
 
+def test_custom_training_loop(tmp_path):
+    pytest.importorskip("sklearn")
+    result = run_example(
+        "custom_training_loop.py", "--epochs", "3", "--remove", cwd=tmp_path
+    )
+    epochs = re.findall(
+        r"^Epoch (\d), Loss: (\S+), Accuracy: (\S+)%, Test Loss: (\S+), "
+        r"Test Accuracy: (\S+)%$",
+        result.stdout,
+        re.M,
+    )
+    losses = [float(row[1]) for row in epochs]
+    assert [row[0] for row in epochs] == ["1", "2", "3"]
+    assert losses == sorted(losses, reverse=True)
+    assert float(epochs[-1][4]) > 80
+    # The checkpoint is that of the third epoch.
+    restored = the_match(r"without strategy: (\S+)%", result.stdout)
+    assert restored[1] == epochs[-1][4]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_clip_by_global_norm(tmp_path):
     output = run_example("clip_by_global_norm.py", cwd=tmp_path).stdout
     match = the_match(
@@ -57,6 +80,15 @@ def test_clip_by_global_norm(tmp_path):
     assert offset == pytest.approx(-1, abs=0.15)
     assert 0 < clipped < 150
     assert largest > 3
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_grain_input(tmp_path, ranks):
+    pytest.importorskip("grain")
+    pytest.importorskip("sklearn")
+    output = run_example("grain_input.py", cwd=tmp_path, ranks=ranks).stdout
+    pattern = rf"9000 images in 6 epochs on {ranks} replicas?: test accuracy (\S+)%"
+    assert float(the_match(pattern, output)[1]) >= 85
 
 
 def test_monte_carlo_pi(tmp_path):

@@ -34,12 +34,41 @@ LAYERS = [
     ("replica functions", ["_replica"]),
     ("cross-replica verbs", ["_verbs"]),
     ("loops of steps, who is where", ["_multi_step", "_cluster"]),
+    ("datasets", ["data/"]),
     ("the class that offers them", ["_extended"]),
     ("strategies", ["_strategy"]),
+    ("losses and optimizers", ["_losses", "optimizers/"]),
+    ("checkpoints", ["_checkpoints/"]),
     ("public names", ["experimental", "__init__"]),
 ]
 FOLDERS = {
+    "_checkpoints": [
+        ["_format"],
+        ["_items", "_replace"],
+        ["_job"],
+        ["_checkpoint", "_reader"],
+        ["_manager"],
+        ["_preemption"],
+        ["__init__"],
+    ],
     "_transports": [["_direct"], ["_shared", "_staged"], ["__init__"]],
+    "optimizers": [
+        ["_arguments", "_clipping", "_schedules"],
+        ["_reduction"],
+        ["_optimizer"],
+        ["_rules"],
+        ["__init__"],
+    ],
+    "data": [
+        ["_records", "_sharding", "_prefetch", "_blocks"],
+        ["_stages"],
+        ["_dataset"],
+        ["_sources"],
+        ["_feed"],
+        ["_iterator", "_describe"],
+        ["_distribute"],
+        ["__init__"],
+    ],
 }
 OWNERS = {
     "mpi4py": "_comm",

@@ -30,7 +30,8 @@ import mpidist
 from mpidist import _dtypes, _options
 
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted((ROOT / "docs" / "guide").glob("*.md"))
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
 SECONDS = 100  # for one program
@@ -404,7 +405,11 @@ def test_the_api_page_has_all_public_names():
         else:
             shown.setdefault(module, []).append(name)
     assert sorted(shown["mpidist.experimental"]) == mpidist.experimental.__all__
-    objects = set(mpidist.__all__) - {"__version__", "experimental"}
+    assert sorted(shown["mpidist.optimizers"]) == sorted(mpidist.optimizers.__all__)
+    own = set(mpidist.data.__all__) - set(mpidist.__all__)
+    assert sorted(shown["mpidist.data"]) == sorted(own)
+    modules = {"data", "experimental", "optimizers"}
+    objects = set(mpidist.__all__) - {"__version__", *modules}
     assert sorted(shown["mpidist"]) == sorted(objects)
 
 

@@ -296,7 +296,7 @@ def test_call_for_each_replica_with_merge_call(strategy, rank, size, method):
         assert strategy.experimental_local_results(merged_results) == ((10, 11)[rank],)
 
 
-@pytest.mark.parametrize("kind", ["variable", "value", "device", "array", "other"])
+@pytest.mark.parametrize("kind", ["variable", "value", "array", "other"])
 def test_reduce_to_destinations(strategy, rank, size, kind):
     """StrategyExtended.reduce_to: to a variable, the value itself, a device, ..."""
     with strategy.scope():
@@ -306,7 +306,6 @@ def test_reduce_to_destinations(strategy, rank, size, kind):
         destinations = {
             "variable": variable,
             "value": value,
-            "device": distribution.extended.worker_devices[-1],
             "array": np.zeros(1),
             "other": other,
         }[kind]
@@ -323,6 +322,31 @@ def test_reduce_to_destinations(strategy, rank, size, kind):
     result = own(strategy, strategy.run(step_fn))
     np.testing.assert_array_equal(result, [size, size * (size - 1) / 2])
     np.testing.assert_array_equal(variable, np.zeros(2))  # it does not change
+
+
+def test_reduce_to_a_device(strategy, rank, size):
+    """StrategyExtended.reduce_to: to a device string, the result is there alone."""
+    for root, device in enumerate(strategy.extended.worker_devices):
+
+        def merge_fn(distribution, value, device=device, root=root):
+            reduced = distribution.extended.reduce_to(SUM, value, device)
+            if root == 0:  # where merge_fn runs: the array itself
+                assert type(reduced) is np.ndarray
+                return reduced
+            results = distribution.experimental_local_results(reduced)
+            assert [x is None for x in results] == [i != root for i in range(size)]
+            np.testing.assert_array_equal(results[root], [size, size * (size - 1) / 2])
+            return reduced
+
+        def step_fn(merge_fn=merge_fn):
+            value = np.array([1.0, rank])
+            return mpidist.get_replica_context().merge_call(merge_fn, args=(value,))
+
+        result = strategy.run(step_fn)
+        if root == 0 or rank == root:
+            assert own(strategy, result).tolist() == [size, size * (size - 1) / 2]
+        else:
+            assert result is None
 
 
 @pytest.mark.parametrize("destinations", ["nowhere", "", None, 3, ["a"]])

@@ -196,14 +196,6 @@ def test_attributes(strategy, rank):
             "`NONE` variable synchronization mode is not supported",
         ),
         (
-            {
-                "initial_value": 1.0,
-                "synchronization": mpidist.VariableSynchronization.ON_READ,
-            },
-            ValueError,
-            "ON_READ",
-        ),
-        (
             {"initial_value": 1.0, "synchronization": "AUTO"},
             ValueError,
             "synchronization",
@@ -806,11 +798,11 @@ def test_repr_and_str(strategy, v, x):
     assert len(repr(large)) < 500
 
 
-def test_it_is_not_pickled_or_copied(v):
+def test_it_is_not_pickled_or_copied_in_part(v):
     import copy
     import pickle
 
-    for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
+    for attempt in (pickle.dumps, copy.copy):
         with pytest.raises(TypeError, match="can not be pickled") as caught:
             attempt(v)
         assert "variable.numpy()" in str(caught.value)

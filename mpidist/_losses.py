@@ -1,0 +1,204 @@
+"""The share that a replica has in a loss: sums over its rows, by all rows of the step.
+
+One choice holds everywhere: gradients are SUMMED over the replicas, and each replica
+divides its loss by the number of rows of the whole step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from mpidist import _arrays, _context, _dispatch, _nest
+from mpidist._options import ReduceOp
+from mpidist._values import PerReplica
+
+if TYPE_CHECKING:
+    from mpidist._strategy import Strategy
+
+_SIZE = "global_batch_size"
+_LOSS = "compute_average_loss"
+
+
+def global_batch_size(batch: Any) -> int:
+    """Return the number of rows that all replicas have in this step.
+
+    Collective: one header and one Allreduce of 8 bytes. In a replica function every
+    replica passes its own part; in cross-replica context all ranks pass the same
+    PerReplica (inside ``merge_fn`` rank 0 does). Replicas may have different numbers
+    of rows, and none at all.
+
+    Args:
+        batch: an array with one row per example, or a nest of such arrays, which all
+            have the same number of rows. In cross-replica context a PerReplica, or a
+            nest of them.
+
+    Returns:
+        The sum of the replicas' numbers of rows; 0 where nobody has any.
+
+    Raises:
+        TypeError: for what has no rows, and in cross-replica context for what is not
+            per replica.
+        ValueError: for a nest without arrays, or with different numbers of rows.
+        RuntimeError: inside the function of ``update``.
+    """
+    frame = _context.current()
+    if frame.level is _context.Level.UPDATE:
+        raise RuntimeError(
+            f"{_SIZE}: this code runs {frame.level.value}, which does not communicate; "
+            "ask before the `update`, and pass the number as an argument"
+        )
+    if frame.level is _context.Level.REPLICA:
+        return _sum_of_rows(frame.strategy, batch)
+    total: int = _dispatch.perform(frame.strategy, _SIZE, batch)
+    return total
+
+
+@_dispatch.verb(_SIZE)
+def _global_batch_size(strategy: Strategy, batch: Any) -> int:
+    try:
+        leaves, structure = _nest.flatten(batch)
+        for leaf in leaves:
+            if not isinstance(leaf, PerReplica):
+                raise TypeError(
+                    f"{_SIZE}: expected a PerReplica in cross-replica context, got a "
+                    f"{type(leaf).__name__}, of which it is not clear how often it "
+                    f"counts; pass what `strategy.run` gets, or call `mpidist.{_SIZE}` "
+                    "in the replica function"
+                )
+            strategy.extended._registry.check(_SIZE, leaf)
+        own = structure.unflatten([leaf._own for leaf in leaves])
+    except Exception as error:
+        strategy.extended._collectives.invalid(_SIZE, error)
+    return _sum_of_rows(strategy, own)
+
+
+def _sum_of_rows(strategy: Strategy, batch: Any) -> int:
+    collectives = strategy.extended._collectives
+    try:
+        rows = _rows_of(batch, strategy)
+    except Exception as error:
+        collectives.invalid(_SIZE, error)
+    total: int = collectives.all_reduce(ReduceOp.SUM, rows, call=_SIZE)
+    return total
+
+
+def _rows_of(batch: Any, strategy: Strategy) -> int:
+    """Return the length of the first axis, which all arrays of the nest share."""
+    rows: dict[int, str] = {}
+    for leaf in _nest.flatten(batch)[0]:
+        strategy.extended._registry.check(_SIZE, leaf)
+        x, _ = _arrays.as_array(leaf, _SIZE)
+        if x.ndim == 0:
+            raise TypeError(
+                f"{_SIZE}: expected arrays with one row per example, got "
+                f"{_arrays.describe(x)}, which has no rows; pass the inputs or the "
+                "labels of the step"
+            )
+        rows.setdefault(int(x.shape[0]), _arrays.describe(x))
+    if not rows:
+        raise ValueError(f"{_SIZE}: expected at least one array, got {batch!r:.80}")
+    if len(rows) > 1:
+        raise ValueError(
+            f"{_SIZE}: expected arrays with the same number of rows, got "
+            f"{' and '.join(rows.values())}; pass only those with one row per example"
+        )
+    return next(iter(rows))
+
+
+def compute_average_loss(
+    per_example_loss: Any,
+    sample_weight: Any = None,
+    global_batch_size: int | None = None,
+) -> Any:
+    """Return this replica's share of the mean loss over all rows of the step.
+
+    That is ``sum(per_example_loss * sample_weight) / global_batch_size``. The shares
+    of all replicas add up to the loss of the whole batch, and their gradients to its
+    gradient, whatever rows each replica has: reduce both with SUM, as
+    `mpidist.optimizers` does. For replica functions, and outside every scope.
+
+    Collective, unless ``global_batch_size`` is given: one header and one Allreduce of
+    8 bytes tell the number of rows. (``tf.nn.compute_average_loss`` takes this
+    replica's rows times the number of replicas instead, which is wrong for an uneven
+    batch.)
+
+    Args:
+        per_example_loss: an array with one row per example, on this replica; with
+            more axes the sum runs over these too, and divides by the rows only.
+        sample_weight: None, a number, or an array of the shape of the losses, or of
+            their leading axes. The divisor stays the number of rows.
+        global_batch_size: the rows of all replicas, from
+            `mpidist.global_batch_size`; the same on all replicas. None asks for it.
+
+    Returns:
+        A scalar of the dtype of the loss (float64 for integers), on its device. It is
+        0 where no replica has a row.
+
+    Raises:
+        TypeError, ValueError: for arguments that are none of these.
+        RuntimeError: in cross-replica context.
+    """
+    frame = _context.current()
+    if frame.level is not _context.Level.REPLICA:
+        raise RuntimeError(
+            f"{_LOSS}: this code runs {frame.level.value}, but the losses are those of "
+            "one replica; call it in the function that you pass to `strategy.run`, and "
+            'add up the shares with `strategy.reduce("SUM", losses, axis=None)`'
+        )
+    ask = global_batch_size is None
+    collectives = frame.strategy.extended._collectives
+    total = 0
+    try:
+        losses = _arrays.as_array(per_example_loss, _LOSS)[0]
+        if losses.ndim == 0:
+            raise ValueError(
+                f"{_LOSS}: expected one loss per example, got "
+                f"{_arrays.describe(losses)}; leave out the mean over the examples"
+            )
+        if sample_weight is not None:
+            losses = losses * _expand(sample_weight, losses)
+        if not ask:
+            total = _as_rows(global_batch_size)
+    except Exception as error:
+        if not ask:
+            raise
+        collectives.invalid(_LOSS, error)
+    if ask:
+        total = _sum_of_rows(frame.strategy, losses)
+    is_float = losses.dtype.kind in "fc" or _arrays.is_bfloat16(losses.dtype)
+    wide = losses.dtype if is_float and losses.dtype.itemsize > 2 else np.float32
+    result = losses.dtype if is_float else np.dtype(np.float64)
+    share = losses.sum(dtype=wide if is_float else result)
+    # Nobody has a row: the sum of none is 0, and so is its share.
+    return (share / max(total, 1)).astype(result)
+
+
+def _expand(sample_weight: Any, losses: Any) -> Any:
+    weights = _arrays.as_array(sample_weight, _LOSS)[0]
+    shape = tuple(weights.shape)
+    if shape != tuple(losses.shape[: len(shape)]):
+        raise ValueError(
+            f"{_LOSS}: expected `sample_weight` to be a number, or of shape "
+            f"{tuple(losses.shape)} or its leading axes, got "
+            f"{_arrays.describe(weights)}"
+        )
+    if not shape:  # a number, which leaves the dtype of the losses alone
+        return weights.item()
+    expanded = weights.reshape(shape + (1,) * (losses.ndim - len(shape)))
+    return expanded.astype(losses.dtype) if losses.dtype.kind == "f" else expanded
+
+
+def _as_rows(rows: Any) -> int:
+    def refuse(kind: type[Exception]) -> NoReturn:
+        raise kind(
+            f"{_LOSS}: expected `global_batch_size` to be an int, 0 or more, got "
+            f"{rows!r}; write `mpidist.global_batch_size(batch)`, or None to ask for it"
+        )
+
+    if isinstance(rows, bool) or not isinstance(rows, (int, np.integer)):
+        refuse(TypeError)
+    if rows < 0:
+        refuse(ValueError)
+    return int(rows)

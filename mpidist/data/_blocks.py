@@ -1,0 +1,185 @@
+"""Rows in columns: a nest of arrays with a common first dimension."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from mpidist import _arrays, _nest
+
+_DLPACK_CPU: Final = (1, 3, 11)  # host memory, and host memory that is page-locked
+
+
+@dataclasses.dataclass
+class Block:
+    """The leaves of a nest of arrays, and its structure."""
+
+    leaves: list[Any]
+    structure: _nest.Structure
+
+    def nest(self) -> Any:
+        """Return the nest."""
+        return self.structure.unflatten(self.leaves)
+
+    def part(self, start: int, stop: int) -> Block:
+        """Return some of the rows, as views."""
+        return Block([leaf[start:stop] for leaf in self.leaves], self.structure)
+
+    def row(self, index: int) -> Any:
+        """Return the nest of one row."""
+        return self.structure.unflatten([leaf[index] for leaf in self.leaves])
+
+
+def as_leaf(x: Any, call: str) -> Any:
+    """Return a leaf as a NumPy or CuPy array, without a copy where that is possible.
+
+    Args:
+        x: an array, a number, a torch tensor or another array that speaks DLPack, or
+            anything with ``__array__``.
+        call: for the message.
+
+    Raises:
+        TypeError: for what is no array and no number.
+    """
+    if type(x) is np.ndarray and x.dtype.isnative:
+        return x  # by far the most: one for each row of a `map`
+    if _arrays.is_device_array(x):
+        return x
+    if isinstance(x, np.ma.MaskedArray):
+        return _arrays.as_array(x, call)[0]  # raises, with the reason
+    if isinstance(x, (np.ndarray, np.generic)):
+        return native(np.asarray(x))
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        return _from_dlpack(x, call)
+    if hasattr(x, "__array__") and not hasattr(type(x), "_as_component"):
+        return native(np.asarray(x))
+    return _arrays.as_array(x, call)[0]
+
+
+def _from_dlpack(x: Any, call: str) -> Any:
+    if hasattr(x, "detach"):
+        x = x.detach()  # torch exports no tensor that wants a gradient
+    module: Any = np
+    if int(x.__dlpack_device__()[0]) not in _DLPACK_CPU:
+        module = sys.modules.get("cupy", np)
+    try:
+        return module.from_dlpack(x)
+    except Exception as error:
+        kind = type(x)
+        raise TypeError(
+            f"{call}: can not take a {kind.__module__}.{kind.__qualname__} of dtype "
+            f"{getattr(x, 'dtype', '?')} over DLPack ({error}); convert it to a dtype "
+            "that NumPy has, on the host or, where CuPy is in use, on the GPU"
+        ) from error
+
+
+def native(x: Any) -> Any:
+    """Return a NumPy array in this machine's byte order."""
+    return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
+
+
+def block_of(element: Any, call: str) -> Block:
+    """Return an element of a source, its leaves as arrays."""
+    leaves, structure = _nest.flatten(element)
+    return Block([as_leaf(leaf, call) for leaf in leaves], structure)
+
+
+def count_rows(block: Block, call: str, replicas: int) -> int:
+    """Return the common first dimension of a global batch.
+
+    Raises:
+        ValueError: if there is none: for scalars, or leaves of different lengths.
+    """
+    shapes = [leaf.shape for leaf in block.leaves]
+    if not shapes:
+        raise ValueError(f"{call}: got an element without arrays, {block.structure}")
+    if any(not shape for shape in shapes):
+        raise ValueError(
+            f"{call}: got an element with a scalar, {describe_block(block)}, but "
+            "expected batches of rows. Call the `batch` method on the input Dataset in "
+            "order to be able to split your input across "
+            f"{replicas} replicas"
+        )
+    if len({shape[0] for shape in shapes}) > 1:
+        raise ValueError(
+            f"{call}: expected the arrays of a batch to have the same number of rows, "
+            f"got {describe_block(block)}"
+        )
+    return int(shapes[0][0])
+
+
+def describe_block(block: Block) -> str:
+    """Return for example ``{'x': float32 (8, 3)}``."""
+    return block.structure.render([_arrays.describe(leaf) for leaf in block.leaves])
+
+
+def stack(rows: Sequence[Any], call: str) -> Block:
+    """Put rows, which are nests, on top of each other.
+
+    Raises:
+        ValueError: if they differ in structure or shape.
+    """
+    blocks = [block_of(row, call) for row in rows]
+    first = blocks[0]
+    for other in blocks[1:]:
+        if other.structure != first.structure:
+            raise ValueError(
+                f"{call}: expected rows of one structure, got {first.structure} and "
+                f"{other.structure}"
+            )
+    columns = list(zip(*(block.leaves for block in blocks), strict=True))
+    for column in columns:
+        shapes = {leaf.shape for leaf in column}
+        if len(shapes) > 1:
+            one, two = sorted(shapes)[:2]
+            raise ValueError(
+                f"{call}: expected rows of one shape, got {one} and {two}; pad or cut "
+                "them in a `map` before"
+            )
+    leaves = [_arrays.module_of(column[0]).stack(column) for column in columns]
+    return Block(leaves, first.structure)
+
+
+def join(blocks: Sequence[Block]) -> Block:
+    """Put blocks, one after the other, into one."""
+    if len(blocks) == 1:
+        return blocks[0]
+    columns = zip(*(block.leaves for block in blocks), strict=True)
+    return Block(
+        [_arrays.module_of(column[0]).concatenate(column) for column in columns],
+        blocks[0].structure,
+    )
+
+
+def gather(x: Any, indices: Any) -> Any:
+    """Read rows of an array, or of anything with ``shape`` and slices of rows.
+
+    Reads no other rows. The result is an array of its own.
+
+    Args:
+        x: a NumPy array (also a memmap), a CuPy array, an HDF5 dataset, ...
+        indices: int64, in any order.
+    """
+    count = len(indices)
+    first = int(indices[0]) if count else 0
+    if count == 0 or (
+        int(indices[-1]) - first + 1 == count and bool((np.diff(indices) == 1).all())
+    ):
+        part = x[first : first + count]
+        if _arrays.is_device_array(part):
+            return part.copy()
+        return native(np.array(part))
+    if _arrays.is_device_array(x):
+        return x[_arrays.like(x, indices)]
+    if isinstance(x, np.ndarray):
+        return native(np.asarray(x[indices]))
+    # HDF5 wants increasing indices, others know slices only: read runs of rows.
+    unique, places = np.unique(indices, return_inverse=True)
+    breaks = np.flatnonzero(np.diff(unique) != 1) + 1
+    runs = np.split(unique, breaks)
+    parts = [np.asarray(x[int(run[0]) : int(run[-1]) + 1]) for run in runs]
+    return native(np.concatenate(parts)[places])

@@ -1,0 +1,298 @@
+"""DistributedDataset, and the functions of a strategy that make one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mpidist._errors import CollectiveError
+from mpidist._reports import Call, ErrorKind
+from mpidist.data._dataset import Dataset
+from mpidist.data._describe import describe_feed
+from mpidist.data._feed import (
+    Feed,
+    debugging,
+    describe,
+    require_program_level,
+    spec_from_nest,
+)
+from mpidist.data._iterator import DistributedIterator
+from mpidist.data._records import (
+    INFINITE_CARDINALITY,
+    UNKNOWN_CARDINALITY,
+    AutoShardPolicy,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+)
+from mpidist.data._sources import FunctionSource, Source, source_of
+
+if TYPE_CHECKING:
+    from mpidist._strategy import Strategy
+
+_NO_POLICY = (AutoShardPolicy.AUTO, AutoShardPolicy.OFF)
+
+
+class DistributedDataset:
+    """An input of all replicas. Iterating over it gives each step to all of them.
+
+    `Strategy.experimental_distribute_dataset` and
+    `Strategy.distribute_datasets_from_function` make it. ``for element in dataset``
+    starts anew each time; every rank has to do it, since each step is a collective
+    call.
+    """
+
+    def __init__(self, feed: Feed) -> None:
+        """Not for users: see above."""
+        self._feed = feed
+
+    @staticmethod
+    def _of_batches(
+        strategy: Strategy, dataset: Any, options: InputOptions | None
+    ) -> DistributedDataset:
+        """Run `Strategy.experimental_distribute_dataset`. Collective."""
+        return _distribute_dataset(strategy, dataset, options)
+
+    @staticmethod
+    def _of_function(
+        strategy: Strategy,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None,
+        call: str = "distribute_datasets_from_function",
+        *,
+        functions: bool = False,
+    ) -> DistributedDataset:
+        """Run `Strategy.distribute_datasets_from_function`. Collective.
+
+        Args:
+            strategy: whose it is.
+            dataset_fn: makes this rank's input.
+            options: of the user.
+            call: what the user wrote, for messages.
+            functions: whether ``dataset_fn`` may return a function that gives elements,
+                and the mode of the options has to be PER_WORKER.
+        """
+        return _distribute_from_function(
+            strategy, dataset_fn, options, call, functions=functions
+        )
+
+    def __iter__(self) -> DistributedIterator:
+        return DistributedIterator(self._feed)
+
+    @property
+    def element_spec(self) -> Any:
+        """The nest of `mpidist.data.ArraySpec` of a replica's part of an element.
+
+        Raises:
+            ValueError: for an iterable of which nothing was read yet.
+        """
+        return self._feed.element_spec()
+
+    def cardinality(self) -> int:
+        """Return the number of steps of an epoch.
+
+        `mpidist.data.INFINITE_CARDINALITY` (-1) without end,
+        `mpidist.data.UNKNOWN_CARDINALITY` (-2) where only reading tells. Where each
+        rank has an input of its own: that of this rank.
+        """
+        return self._feed.source.cardinality()
+
+    def __len__(self) -> int:
+        count = self.cardinality()
+        if count == INFINITE_CARDINALITY:
+            raise TypeError("DistributedDataset: a dataset without end has no len()")
+        if count == UNKNOWN_CARDINALITY:
+            raise TypeError(
+                "DistributedDataset: the number of steps is not known before the end"
+            )
+        return count
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Fold all elements into one value. Collective.
+
+        Args:
+            initial_state: where it begins.
+            reduce_func: gets the state and an element, and returns the next state. It
+                runs in cross-replica context, on every rank; call `Strategy.run` and
+                `Strategy.reduce` there.
+
+        Returns:
+            The last state.
+        """
+        strategy = self._feed.strategy
+        require_program_level(strategy, "DistributedDataset.reduce")
+        state = initial_state
+        for element in self:
+            with strategy.scope():
+                state = reduce_func(state, element)
+        return state
+
+    def describe(self) -> None:
+        """Print who reads what, on rank 0: to look at before a long run.
+
+        Not collective. `shard_plan` is the text.
+        """
+        if self._feed.strategy.replica_id == 0:
+            print(self.shard_plan, flush=True)
+
+    @property
+    def shard_plan(self) -> str:
+        """A text of who reads what: what `describe` prints."""
+        return describe_feed(self._feed)
+
+    def __repr__(self) -> str:
+        feed = self._feed
+        return (
+            f"<mpidist.DistributedDataset #{feed.number} on {feed.replicas} replicas: "
+            f"{feed.source.text}>"
+        )
+
+
+def _distribute_dataset(
+    strategy: Strategy, dataset: Any, options: InputOptions | None
+) -> DistributedDataset:
+    call = "experimental_distribute_dataset"
+    require_program_level(strategy, call)
+    collectives = strategy.extended._collectives
+    try:
+        chosen = _check_options(options, call)
+        if chosen.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+            raise NotImplementedError(
+                f"{call}: InputReplicationMode.PER_REPLICA is only supported in "
+                "`distribute_datasets_from_function`"
+            )
+        policy = chosen.auto_shard_policy
+        if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
+            raise ValueError(
+                f"{call}: AutoShardPolicy.{policy.name} is not supported, since a "
+                "dataset here does not know its files; write `strategy."
+                "distribute_datasets_from_function(fn)`, where `fn` takes the files of "
+                "its rank: `files[context.input_pipeline_id::context."
+                "num_input_pipelines]`"
+            )
+        source = source_of(dataset, call)
+        if isinstance(dataset, Dataset) and source.batch_size is None:
+            raise ValueError(
+                f"{call}: got {dataset!r}, whose elements are single rows. Call the "
+                "`batch` method on the input Dataset in order to be able to split your "
+                f"input across {strategy.num_replicas_in_sync} replicas: "
+                "`dataset.batch(global_batch_size)`"
+            )
+        spec = spec_from_nest(source.spec) if source.spec is not None else None
+        kind = "" if spec is None else f", {describe(spec.empty())}"
+        text = (
+            f"{call} of {source.text} ({_many(source)}{kind}), split by {policy.name}"
+        )
+    except Exception as error:
+        collectives.invalid(call, error)
+    collectives.guard.agree(Call(text))
+    return DistributedDataset(
+        Feed(
+            strategy,
+            source,
+            strategy.extended._registry.next_key(),
+            policy,
+            chosen.experimental_fetch_to_device,
+            spec=spec,
+            checked=source.reads_whole and debugging(),
+        )
+    )
+
+
+def _many(source: Source) -> str:
+    count = source.cardinality()
+    return {-1: "endless", -2: "of unknown length"}.get(count, f"{count} batches")
+
+
+def _distribute_from_function(
+    strategy: Strategy,
+    dataset_fn: Callable[[InputContext], Any],
+    options: InputOptions | None,
+    call: str,
+    *,
+    functions: bool,
+) -> DistributedDataset:
+    require_program_level(strategy, call)
+    extended = strategy.extended
+    guard = extended._collectives.guard
+    context = InputContext(
+        strategy.num_replicas_in_sync,
+        extended._replica_id,
+        strategy.num_replicas_in_sync,
+    )
+    raised: BaseException | None = None
+    kind: ErrorKind = "invalid"
+    with guard.section():
+        try:
+            chosen = _check_options(options, call)
+            mode = chosen.experimental_replication_mode
+            if functions and mode is not InputReplicationMode.PER_WORKER:
+                raise ValueError(
+                    f"{call}: Input replication mode not supported: {mode}; write "
+                    "InputReplicationMode.PER_WORKER"
+                )
+            if chosen.auto_shard_policy not in _NO_POLICY:
+                raise ValueError(
+                    f"{call}: got AutoShardPolicy.{chosen.auto_shard_policy.name}, but "
+                    "nothing is sharded here; `dataset_fn` takes this rank's part by "
+                    "`context.input_pipeline_id`"
+                )
+            if not callable(dataset_fn):
+                raise TypeError(
+                    f"{call}: expected a function of an InputContext, got "
+                    f"{dataset_fn!r:.80}; for a dataset of global batches write "
+                    "`strategy.experimental_distribute_dataset(dataset)`"
+                )
+            kind = "raised"
+            made = dataset_fn(context)
+            source = _source_of_function(made, call, functions)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raised = error
+            if isinstance(error, CollectiveError):
+                kind = "agreed"
+        failure = guard.join(Call(call), raised, kind)
+    if failure is not None:
+        raise failure
+    return DistributedDataset(
+        Feed(
+            strategy,
+            source,
+            extended._registry.next_key(),
+            None,
+            chosen.experimental_fetch_to_device,
+        )
+    )
+
+
+def _source_of_function(made: Any, call: str, functions: bool) -> Source:
+    if (
+        functions
+        and callable(made)
+        and not isinstance(made, Dataset)
+        and not hasattr(made, "__iter__")
+    ):
+        return FunctionSource(made, call)
+    return source_of(made, f"{call}: the function's dataset")
+
+
+def _check_options(options: Any, call: str) -> InputOptions:
+    if options is None:
+        return InputOptions()
+    if not isinstance(options, InputOptions):
+        raise TypeError(
+            f"{call}: expected `options` to be a `mpidist.InputOptions`, got "
+            f"{type(options).__name__}"
+        )
+    if (
+        options.experimental_place_dataset_on_device
+        and options.experimental_replication_mode
+        is not InputReplicationMode.PER_REPLICA
+    ):
+        raise ValueError(
+            f"{call}: `experimental_place_dataset_on_device` needs "
+            "InputReplicationMode.PER_REPLICA; leave it out: elements come on the "
+            "replica's device anyway"
+        )
+    return options

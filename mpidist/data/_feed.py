@@ -1,0 +1,229 @@
+"""What a distributed dataset and its iterators share."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpidist import _arrays, _context, _nest
+from mpidist._errors import CollectiveMismatchError, format_ranks, on_rank
+from mpidist.data._blocks import Block
+from mpidist.data._records import ArraySpec, AutoShardPolicy
+from mpidist.data._sharding import split_as_it_comes, split_by_plan
+from mpidist.data._sources import Source
+
+if TYPE_CHECKING:
+    from mpidist._collectives import Collectives
+    from mpidist._strategy import Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What the ranks' parts of an element have in common.
+
+    Row shapes may differ, between steps and between ranks; these are the last that
+    this rank has seen, or those of another where it has seen none.
+    """
+
+    structure: _nest.Structure
+    dtypes: tuple[Any, ...]
+    shapes: tuple[tuple[int, ...], ...]  # whole, of an array with 0 rows
+
+    @classmethod
+    def of(cls, block: Block) -> Spec:
+        """Return what a block of any number of rows says."""
+        shapes = tuple((0, *map(int, leaf.shape[1:])) for leaf in block.leaves)
+        return cls(block.structure, tuple(x.dtype for x in block.leaves), shapes)
+
+    def empty(self) -> Block:
+        """Return arrays without rows, on the host."""
+        leaves = [
+            np.empty(shape, dtype)
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        ]
+        return Block(leaves, self.structure)
+
+    def nest(self) -> Any:
+        """Return the nest of `ArraySpec`."""
+        return self.structure.unflatten(
+            [
+                ArraySpec((None, *shape[1:]), dtype)
+                for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+            ]
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        skeleton = self.structure.unflatten(range(len(self.dtypes)))
+        return _rebuild_spec, (skeleton, self.dtypes, self.shapes)
+
+
+def _rebuild_spec(skeleton: Any, dtypes: Any, shapes: Any) -> Spec:
+    return Spec(_nest.flatten(skeleton)[1], dtypes, shapes)
+
+
+def spec_from_nest(specs: Any) -> Spec | None:
+    """Return the spec for a nest of `ArraySpec` of batches."""
+    leaves, structure = _nest.flatten(specs)
+    shapes = [leaf.shape[1:] for leaf in leaves]
+    if any(size is None for shape in shapes for size in shape):
+        return None
+    return Spec(
+        structure,
+        tuple(leaf.dtype for leaf in leaves),
+        tuple((0, *shape) for shape in shapes),
+    )
+
+
+def describe(block: Block) -> str:
+    """Return what must be the same on all ranks: ``{'x': float32 (*, *)}``.
+
+    A scalar looks like a column here, since a rank without rows has a column for it.
+    """
+    return block.structure.render(
+        [
+            f"{x.dtype.name} ({', '.join('*' * x.ndim) if x.ndim > 1 else '*,'})"
+            for x in block.leaves
+        ]
+    )
+
+
+@dataclasses.dataclass
+class Feed:
+    """An input of all ranks.
+
+    Attributes:
+        strategy: whose it is.
+        source: what this rank reads.
+        number: of the dataset, the same on all ranks.
+        policy: how global batches are split; None where each rank has its own input.
+        to_device: whether arrays are put on the replica's device.
+        spec: what elements are like, once all ranks know it.
+        iterations: how many iterators were made.
+        checked: whether global batches are compared (``MPIDIST_DEBUG``).
+    """
+
+    strategy: Strategy
+    source: Source
+    number: int
+    policy: AutoShardPolicy | None
+    to_device: bool
+    spec: Spec | None = None
+    iterations: int = 0
+    checked: bool = False
+
+    @property
+    def collectives(self) -> Collectives:
+        """The verbs of the strategy."""
+        return self.strategy.extended._collectives
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas."""
+        return self.strategy.num_replicas_in_sync
+
+    def split(self, rows: int, replica: int) -> tuple[int, int]:
+        """Return which rows of a global batch a replica gets."""
+        if self.policy is AutoShardPolicy.OFF:
+            return split_by_plan(
+                rows, self.replicas, replica, self.source.batch_size or rows
+            )
+        return split_as_it_comes(rows, self.replicas, replica)
+
+    def next_iteration(self) -> int:
+        """Count an iteration; return its number."""
+        self.iterations += 1
+        return self.iterations - 1
+
+    def place(self, leaf: Any) -> Any:
+        """Return an array where it is to be."""
+        device = self.collectives.device
+        if not self.to_device or device.kind == "cpu" or _arrays.is_device_array(leaf):
+            return leaf
+        if leaf.dtype.kind not in "biufcV":
+            return leaf  # of strings and the like: a GPU can not hold it
+        return _arrays.place(leaf, device)
+
+    def element_spec(self) -> Any:
+        """Return the nest of specs of a replica's part.
+
+        Raises:
+            ValueError: if nothing was read yet, and only that would tell.
+        """
+        if self.spec is not None:
+            return self.spec.nest()
+        dataset = getattr(self.source, "dataset", None)
+        if dataset is None:
+            raise ValueError(
+                f"element_spec: the elements of a {self.source.text} are not known "
+                "before the first was read; call `next(iterator)` first"
+            )
+        if self.policy is None:
+            return dataset.element_spec
+        return _nest.map_structure(
+            lambda one: ArraySpec((None, *one.shape[1:]), one.dtype),
+            dataset.element_spec,
+        )
+
+    def learn(self, own: bytes) -> None:
+        """Tell all ranks what elements are like, where some may not know. Collective.
+
+        Args:
+            own: a pickled tuple of a `Spec` and its text, or of None for both.
+
+        Raises:
+            CollectiveMismatchError: if the ranks' elements differ; on all ranks.
+        """
+        comm = self.collectives.comm
+        with comm.traffic.timed():
+            found = comm.all_gather_objects(own)
+        known: list[tuple[int, Spec, str]] = []
+        for rank, data in enumerate(found):
+            spec, text = pickle.loads(data)
+            if spec is not None:
+                known.append((rank, spec, text))
+        groups: dict[str, list[int]] = {}
+        for rank, _, text in known:
+            groups.setdefault(text, []).append(rank)
+        if len(groups) > 1:
+            lines = [f"  {format_ranks(r)}: {text}" for text, r in groups.items()]
+            raise CollectiveMismatchError(
+                on_rank(
+                    comm.rank,
+                    "the elements of the ranks' datasets differ in structure, dtype or "
+                    "number of dimensions:\n" + "\n".join(lines),
+                )
+            )
+        for rank, spec, _ in known:
+            if self.spec is None or rank == comm.rank:
+                self.spec = spec
+
+
+def require_program_level(strategy: Strategy, call: str) -> None:
+    """Raise where an iterator can not be used: anywhere but at program level."""
+    frame = _context.current()
+    if _context.depth() and frame.level is _context.Level.REPLICA:
+        if call in ("next(iterator)", "get_next", "get_next_as_optional"):
+            raise ValueError(
+                f"{call}: next(iterator) should be called from outside of replica_fn. "
+                "e.g. strategy.run(replica_fn, args=(next(iterator),))"
+            )
+        raise RuntimeError(
+            f"{call}: call it outside `strategy.run`: this code runs "
+            f"{frame.level.value}"
+        )
+    _context.require_cross_replica(strategy, call)
+    if frame.level in (_context.Level.COORDINATOR, _context.Level.UPDATE):
+        raise RuntimeError(
+            f"{call}: this code runs {frame.level.value}, where one rank acts for all, "
+            "but every rank reads its own input; call it on every rank, before "
+            "`strategy.run`, and pass what it gives as an argument"
+        )
+
+
+def debugging() -> bool:
+    """Return whether ``MPIDIST_DEBUG`` is set."""
+    return os.environ.get("MPIDIST_DEBUG", "") not in ("", "0")

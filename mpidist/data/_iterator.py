@@ -1,0 +1,476 @@
+"""DistributedIterator: one header for each step, and nothing else.
+
+A step: read this rank's part; exchange a header that carries how many rows there are
+(plus one; 0: the input of this rank has ended), of which all ranks learn the largest;
+wrap. If the largest is 0, all inputs have ended, and all ranks stop. A rank that could
+not read says so in place of its header.
+
+In the first step over a source of which only reading tells what its elements are like,
+the ranks also exchange that, so that one without rows can make empty arrays of the
+right kind. From then on it is part of the fingerprint of each header.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Iterator
+from typing import Any, Final
+
+from mpidist import _arrays
+from mpidist._errors import format_ranks, on_rank
+from mpidist._reports import Call, fingerprint
+from mpidist._values import PerReplica
+from mpidist.data._blocks import Block, count_rows
+from mpidist.data._feed import Feed, Spec, describe, require_program_level
+from mpidist.data._prefetch import Prefetcher
+from mpidist.data._records import Optional, OutOfRangeError
+from mpidist.data._sources import Stream, whole_block
+
+_FORMAT: Final = 1
+_NO_SPEC: Final = pickle.dumps((None, None))
+
+
+@dataclasses.dataclass
+class _Piece:
+    """What this rank has of an element.
+
+    Attributes:
+        rows: of the global batch; of the own one where each rank has its own input.
+        block: this rank's rows; None where there are none, of unknown kind.
+        mark: the state of the source behind this element, where it is cheap.
+        checksum: of the whole batch, where that is compared.
+    """
+
+    rows: int
+    block: Block | None
+    mark: Any = None
+    checksum: int = 0
+
+
+class DistributedIterator:
+    """Gives the elements of a `DistributedDataset`, one for each step.
+
+    An element has the structure of the dataset's, and each of its leaves is a
+    `PerReplica`. All ranks get one, or reach the end, together: a replica for which
+    there are no rows gets arrays of 0 rows.
+    """
+
+    def __init__(self, feed: Feed) -> None:
+        """Not for users: write ``iter(dataset)``."""
+        self._feed = feed
+        self._start(feed.next_iteration(), 0)
+
+    def _start(self, iteration: int, position: int, mark: Any = None) -> None:
+        """Be before an element of an iteration."""
+        self._iteration = iteration
+        self._position = position
+        self._mark = mark
+        self._stream: Stream | None = None
+        self._ahead: Prefetcher[_Piece] | None = None
+        self._waiting = False  # a piece was read, and not given out
+        self._piece: _Piece | None = None
+        self._failure = ""
+        what = f"next(iterator) of dataset #{self._feed.number}, iteration {iteration}"
+        self._call = Call(what)
+        self._calls: dict[Any, Call] = {}
+
+    # --- elements -------------------------------------------------------------
+
+    def __iter__(self) -> DistributedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        found, element = self._step("next(iterator)")
+        if not found:
+            raise StopIteration
+        return element
+
+    def get_next(self) -> Any:
+        """Return the next element. Collective.
+
+        Raises:
+            OutOfRangeError: at the end of the input, on all ranks together. It is that
+                of `mpidist.data`.
+        """
+        found, element = self._step("get_next")
+        if not found:
+            raise OutOfRangeError(
+                f"get_next: the input has ended, after {self._position} steps"
+            )
+        return element
+
+    def get_next_as_optional(self) -> Optional:
+        """Return the next element, or nothing at the end. Collective.
+
+        On all ranks alike: ``while (step := it.get_next_as_optional()).has_value():``.
+        """
+        found, element = self._step("get_next_as_optional")
+        return Optional(element, has_value=found)
+
+    @property
+    def element_spec(self) -> Any:
+        """The nest of `mpidist.data.ArraySpec` of a replica's part of an element."""
+        return self._feed.element_spec()
+
+    def initialize(self) -> list[Any]:
+        """Start again at the first element. Collective.
+
+        For code of TensorFlow 1. Returns an empty list: there are no operations to run.
+        """
+        require_program_level(self._feed.strategy, "initialize")
+        self._close()
+        self._start(self._feed.next_iteration(), 0)
+        text = f"initialize of an iterator of dataset #{self._feed.number}"
+        self._feed.collectives.guard.agree(Call(text))
+        return []
+
+    @property
+    def initializer(self) -> list[Any]:
+        """What `initialize` returns, and does: every rank has to ask for it."""
+        return self.initialize()
+
+    # --- where it is ----------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return the position, as a small nest for JSON.
+
+        It counts elements that were given out, not those that a thread has read ahead,
+        and holds what the source says of itself, if it has ``get_state`` and
+        ``set_state`` as grain's iterators do. Give it to `restore`, in this run or
+        another. Not collective; in a checkpoint that of one rank is enough.
+        """
+        source = self._feed.source
+        own = self._mark
+        if not source.again and self._stream is not None and not self._is_ahead():
+            own = self._stream.state()
+        rank = self._feed.collectives.comm.rank
+        return {
+            "format": _FORMAT,
+            "input": "own" if self._feed.policy is None else "global",
+            "iteration": self._iteration,
+            "position": self._position,
+            "batch_size": source.batch_size,
+            "cardinality": source.cardinality(),
+            "replicas": self._feed.replicas,
+            "sources": {} if own is None else {str(rank): own},
+        }
+
+    @staticmethod
+    def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return one state of those of all ranks. Not collective.
+
+        `mpidist.Checkpoint` calls it where sources have states of their own, so that
+        these too can be restored on another number of ranks.
+
+        Args:
+            states: what `state` gave on each rank.
+        """
+        sources = {k: v for state in states for k, v in state["sources"].items()}
+        return {**states[0], "sources": sources}
+
+    def _is_ahead(self) -> bool:
+        return self._waiting and self._piece is not None
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go to a position: the next element is the one after it. Collective.
+
+        A `mpidist.data.Dataset` or a source with ``__getitem__`` goes there at once,
+        one with ``set_state`` by that. Any other is started anew and read up to
+        there. Positions of global batches hold on any number of ranks.
+
+        Args:
+            state: what `state` gave, the same on all ranks, but for what it says of
+                the sources themselves.
+
+        Raises:
+            ValueError: if it is no such state, or that of another dataset; on all
+                ranks. For `Strategy.distribute_datasets_from_function` also if it was
+                taken on another number of ranks.
+        """
+        feed = self._feed
+        require_program_level(feed.strategy, "restore")
+        try:
+            iteration, position, own = self._check_state(state)
+        except Exception as error:
+            feed.collectives.invalid("DistributedIterator.restore", error)
+        try:
+            self._close()
+            stream = self._stream
+            if stream is None or not feed.source.one_shot:
+                stream = feed.source.open(iteration)
+            stream.seek(position, own)
+        except Exception as error:
+            self._forget_stream(error)
+            feed.collectives.invalid("DistributedIterator.restore", _no_stop(error))
+        self._start(iteration, position, own if feed.source.again else None)
+        self._stream = stream
+        feed.iterations = iteration + 1
+        feed.collectives.guard.agree(
+            Call(
+                f"restore of dataset #{feed.number} to element {position} of iteration "
+                f"{iteration}, with batch_size={feed.source.batch_size}"
+            )
+        )
+
+    def _check_state(self, state: Any) -> tuple[int, int, Any]:
+        feed, call = self._feed, "DistributedIterator.restore"
+        if not isinstance(state, dict) or state.get("format") != _FORMAT:
+            raise ValueError(
+                f"{call}: expected what `state()` of an iterator returned, got "
+                f"{state!r:.200}"
+            )
+        kind = "own" if feed.policy is None else "global"
+        if state["input"] != kind:
+            raise ValueError(
+                f"{call}: the state is that of an iterator over "
+                f"{_KINDS[state['input']]}, and this one is over {_KINDS[kind]}"
+            )
+        if kind == "own" and state["replicas"] != feed.replicas:
+            raise ValueError(
+                f"{call}: the state was taken on {state['replicas']} ranks, each with "
+                f"an input of its own, and there are {feed.replicas} now, so the "
+                "inputs are others; start again on the same number, or use "
+                "`experimental_distribute_dataset`, whose position holds on any number"
+            )
+        source = feed.source
+        known = (source.batch_size, source.cardinality())
+        given = (state["batch_size"], state["cardinality"])
+        if kind == "global" and None not in (known[0], given[0]) and known != given:
+            raise ValueError(
+                f"{call}: the state is that of a dataset of {_count(given[1])} batches "
+                f"of {given[0]} rows, and this one has {_count(known[1])} of {known[0]}"
+            )
+        if source.batch_size is None:
+            source.batch_size = given[0]
+        iteration, position = int(state["iteration"]), int(state["position"])
+        sources = state["sources"]
+        own = sources.get(str(feed.collectives.comm.rank))
+        if own is None and kind == "global" and sources:
+            own = next(iter(sources.values()))  # all ranks read the same
+        return iteration, position, own
+
+    def __repr__(self) -> str:
+        return (
+            f"<mpidist.DistributedIterator of dataset #{self._feed.number}: iteration "
+            f"{self._iteration}, {self._position} steps so far>"
+        )
+
+    # --- a step ---------------------------------------------------------------
+
+    def _step(self, name: str) -> tuple[bool, Any]:
+        feed = self._feed
+        require_program_level(feed.strategy, name)
+        guard = feed.collectives.guard
+        if self._failure:
+            feed.collectives.invalid(name, RuntimeError(f"{name}: {self._failure}"))
+        try:
+            if not self._waiting:
+                self._piece = self._read()
+                self._waiting = True
+            piece = self._piece
+            call = self._call_for(piece)
+            spec = _NO_SPEC
+            if feed.spec is None and piece is not None and piece.block is not None:
+                spec = pickle.dumps((Spec.of(piece.block), describe(piece.block)))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._forget_stream(error)
+            raise guard.fail(self._call, _no_stop(error), "raised")  # noqa: B904
+        if feed.checked:
+            self._compare(name, piece)
+        number = 0 if piece is None else piece.rows + 1
+        most, same = guard.agree_most(call, number)
+        if most == 0:
+            return False, None
+        if feed.policy is not None and not same:
+            self._failure = self._differing(number)
+            raise ValueError(f"{name}: {self._failure}")
+        if feed.spec is None:
+            feed.learn(spec)
+        self._position += 1
+        if piece is not None:
+            self._waiting, self._piece = False, None
+            self._mark = piece.mark
+        return True, self._wrap(piece)
+
+    def _wrap(self, piece: _Piece | None) -> Any:
+        feed = self._feed
+        block = None if piece is None else piece.block
+        if block is not None:
+            if not _same_shapes(feed.spec, block):
+                feed.spec = Spec.of(block)  # of the row shapes, the last seen
+        elif feed.spec is not None:
+            block = feed.spec.empty()
+        else:
+            raise RuntimeError("no rank knows what the elements are like")
+        registry = feed.strategy.extended._registry
+        number = registry.next_key()
+        return block.structure.unflatten(
+            [
+                registry.wrap(PerReplica, feed.place(leaf), (number, i))
+                for i, leaf in enumerate(block.leaves)
+            ]
+        )
+
+    def _call_for(self, piece: _Piece | None) -> Call:
+        """Return what this rank is about to do, with the kind of its elements."""
+        spec = self._feed.spec
+        if spec is None:
+            return self._call
+        block = None if piece is None else piece.block
+        if block is None:
+            key: Any = (spec.structure, spec.dtypes, tuple(map(len, spec.shapes)))
+        else:
+            leaves = block.leaves
+            dtypes = tuple(leaf.dtype for leaf in leaves)
+            key = (block.structure, dtypes, tuple(max(1, x.ndim) for x in leaves))
+        call = self._calls.get(key)
+        if call is None:
+            text = describe(spec.empty() if block is None else block)
+            call = self._calls[key] = Call(f"{self._call.text}: {text}")
+        return call
+
+    def _differing(self, number: int) -> str:
+        """Say what each rank has, where all must have the same. Collective."""
+        comm = self._feed.collectives.comm
+        groups: dict[int, list[int]] = {}
+        for rank, (other,) in enumerate(comm.all_gather_integers([number])):
+            groups.setdefault(other, []).append(rank)
+        lines = [
+            f"  {format_ranks(ranks)}: "
+            + (f"{other - 1} rows" if other else "the input has ended")
+            for other, ranks in groups.items()
+        ]
+        return (
+            f"batch {self._position} is not the same on all ranks:\n"
+            + "\n".join(lines)
+            + "\n`experimental_distribute_dataset` needs the same global batches on "
+            "every rank, of which each replica gets its part; for inputs that differ "
+            "write `strategy.distribute_datasets_from_function`"
+        )
+
+    # --- reading --------------------------------------------------------------
+
+    def _read(self) -> _Piece | None:
+        feed = self._feed
+        if self._stream is None:
+            self._stream = feed.source.open(self._iteration)
+            if self._position:
+                self._stream.seek(self._position, self._mark)
+        if not feed.source.depth:
+            return _read_piece(feed, self._stream)
+        if self._ahead is None:
+            pieces = _read_all(feed, self._stream)
+            self._ahead = Prefetcher(pieces, feed.source.depth)
+        return next(self._ahead, None)
+
+    def _forget_stream(self, error: BaseException) -> None:
+        """After an error: read this position again, or never again."""
+        self._close()
+        self._stream, self._waiting = None, False
+        if not self._feed.source.again:
+            self._failure = (
+                f"its input raised a {type(error).__name__} and can not go on; make a "
+                "new iterator with `iter(dataset)`, or `restore` a state"
+            )
+
+    def _close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def _compare(self, name: str, piece: _Piece | None) -> None:
+        """See that all ranks have the same global batch (``MPIDIST_DEBUG=1``)."""
+        collectives = self._feed.collectives
+        own = 0 if piece is None else piece.checksum
+        call = Call(f"{self._call.text} (MPIDIST_DEBUG: the same batch on all ranks?)")
+        if collectives.guard.agree_softly(call, own):
+            return
+        with collectives.comm.traffic.timed():
+            sums = collectives.comm.all_gather_integers([own])
+        groups: dict[int, list[int]] = {}
+        for rank, (checksum,) in enumerate(sums):
+            groups.setdefault(checksum, []).append(rank)
+        lines = [
+            f"  {format_ranks(ranks)}: "
+            + (f"checksum {checksum:x}" if checksum else "no batch")
+            for checksum, ranks in groups.items()
+        ]
+        listed = "\n".join(lines)
+        raise ValueError(
+            on_rank(
+                collectives.comm.rank,
+                f"{name}: batch {self._position} is not the same on all ranks:\n"
+                f"{listed}\n`experimental_distribute_dataset` needs the same global "
+                "batches on every rank, of which each replica gets its part. Give "
+                "every shuffle and every random function of the input the same seed on "
+                "all ranks",
+            )
+        )
+
+
+_KINDS: Final = {
+    "own": "inputs from a function (`distribute_datasets_from_function`)",
+    "global": "global batches (`experimental_distribute_dataset`)",
+}
+
+
+def _count(cardinality: int) -> str:
+    return {-1: "endlessly many", -2: "an unknown number of"}.get(
+        cardinality, str(cardinality)
+    )
+
+
+def _read_piece(feed: Feed, stream: Stream) -> _Piece | None:
+    """Read this rank's part of the next element. May run in a thread; no MPI."""
+    opened = stream.read()
+    if opened is None:
+        return None
+    source = feed.source
+    mark = stream.state() if source.again else None
+    if feed.policy is None:
+        return _Piece(opened.rows, whole_block(opened), mark)
+    rows, checksum = opened.rows, 0
+    if opened.whole is not None:
+        rows = count_rows(
+            opened.whole, "experimental_distribute_dataset", feed.replicas
+        )
+        if feed.checked:
+            checksum = _checksum(opened.whole)
+    if source.batch_size is None:
+        source.batch_size = rows
+    start, stop = feed.split(rows, feed.collectives.comm.rank)
+    return _Piece(rows, opened.read(start, stop), mark, checksum)
+
+
+def _read_all(feed: Feed, stream: Stream) -> Iterator[_Piece]:
+    while (piece := _read_piece(feed, stream)) is not None:
+        yield piece
+
+
+def _checksum(block: Block) -> int:
+    texts = [
+        repr(leaf.tolist())
+        if leaf.dtype.kind not in "biufcV"
+        else f"{_arrays.describe(leaf)} {_arrays.summarize(leaf)}"
+        for leaf in block.leaves
+    ]
+    return fingerprint(block.structure.render(texts)) or 1
+
+
+def _same_shapes(spec: Spec | None, block: Block) -> bool:
+    return spec is not None and all(
+        shape[1:] == leaf.shape[1:]
+        for shape, leaf in zip(spec.shapes, block.leaves, strict=True)
+    )
+
+
+def _no_stop(error: BaseException) -> BaseException:
+    """Return an error that no loop takes for the end of its iterator."""
+    if not isinstance(error, StopIteration):
+        return error
+    other = RuntimeError("the input raised StopIteration inside an element")
+    other.__cause__ = error
+    return other

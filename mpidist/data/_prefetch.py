@@ -1,0 +1,107 @@
+"""A thread that reads ahead. It never calls MPI, and ends with its reader."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+_T = TypeVar("_T")
+
+
+class _Shelf:
+    """What the thread and its reader share: a bounded queue, and the wish to stop."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.changed = threading.Condition()
+        self.ready: collections.deque[Any] = collections.deque()
+        self.ended = False
+        self.error: BaseException | None = None
+        self.stopped = False
+
+    def stop(self) -> None:
+        with self.changed:
+            self.stopped = True
+            self.ready.clear()
+            self.changed.notify_all()
+
+    def put(self, item: Any) -> bool:
+        """Add an item when there is room; return False to stop."""
+        with self.changed:
+            while len(self.ready) >= self.depth and not self.stopped:
+                self.changed.wait()
+            if self.stopped:
+                return False
+            self.ready.append(item)
+            self.changed.notify_all()
+        return True
+
+    def finish(self, error: BaseException | None) -> None:
+        with self.changed:
+            self.ended, self.error = True, error
+            self.changed.notify_all()
+
+
+def _fill(items: Iterator[Any], shelf: _Shelf) -> None:
+    """Run in the thread. It holds the shelf, not the reader, which can so go away."""
+    try:
+        for item in items:
+            if not shelf.put(item):
+                break
+            del item
+    except BaseException as error:
+        shelf.finish(error)
+    else:
+        shelf.finish(None)
+
+
+class Prefetcher(Generic[_T]):
+    """Iterates over ``items``, which a thread reads up to ``depth`` ahead.
+
+    What they raise comes out in its place. The thread starts with the first `next`. It
+    ends at the end of ``items``, by `close`, and when the Prefetcher is collected.
+
+    Args:
+        items: to be read; nobody else may.
+        depth: how many may be ready, 1 or more.
+    """
+
+    def __init__(self, items: Iterator[_T], depth: int) -> None:
+        self._shelf = _Shelf(depth)
+        self._thread = threading.Thread(
+            target=_fill,
+            args=(items, self._shelf),
+            name="mpidist-prefetch",
+            daemon=True,
+        )
+        self._started = False
+        self._stop = weakref.finalize(self, self._shelf.stop)
+
+    def __iter__(self) -> Prefetcher[_T]:
+        return self
+
+    def __next__(self) -> _T:
+        if not self._started:
+            self._started = True
+            self._thread.start()
+        shelf = self._shelf
+        with shelf.changed:
+            while not shelf.ready and not shelf.ended and not shelf.stopped:
+                shelf.changed.wait()
+            if shelf.ready:
+                item: _T = shelf.ready.popleft()
+                shelf.changed.notify_all()
+                return item
+            error, shelf.error = shelf.error, None
+        if error is not None:
+            raise error
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stop the thread, and wait until it has ended."""
+        self._stop()
+        if self._started:
+            self._thread.join()

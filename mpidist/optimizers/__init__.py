@@ -1,0 +1,27 @@
+"""Optimizers for mirrored variables: one fused reduction, then the update.
+
+Gradients are summed over the replicas, so each replica divides its loss by the rows of
+the whole step; see the guide "Sum or mean".
+"""
+
+from __future__ import annotations
+
+from mpidist.optimizers._clipping import clip_by_global_norm as clip_by_global_norm
+from mpidist.optimizers._optimizer import Optimizer as Optimizer
+from mpidist.optimizers._rules import SGD as SGD
+from mpidist.optimizers._rules import Adam as Adam
+from mpidist.optimizers._rules import AdamW as AdamW
+from mpidist.optimizers._schedules import cosine_decay as cosine_decay
+from mpidist.optimizers._schedules import linear_warmup as linear_warmup
+from mpidist.optimizers._schedules import piecewise_constant as piecewise_constant
+
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Optimizer",
+    "clip_by_global_norm",
+    "cosine_decay",
+    "linear_warmup",
+    "piecewise_constant",
+]

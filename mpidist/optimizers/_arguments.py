@@ -1,0 +1,191 @@
+"""What users give to an optimizer: pairs, variables and gradients, and their checks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from mpidist import _arrays
+from mpidist._options import VariableSynchronization
+from mpidist._sparse import IndexedSlices
+from mpidist._values import DistributedValues, Mirrored, PerReplica
+from mpidist._variables import Variable
+
+if TYPE_CHECKING:
+    from mpidist._strategy import Strategy
+
+APPLY: Final = "apply_gradients"
+
+
+def array_of(variable: Variable) -> Any:
+    """Return this rank's copy of a variable, to be changed in place.
+
+    The only place that reaches into a variable. Only for changes that all ranks make
+    alike.
+    """
+    return variable._array
+
+
+def is_same(gradient: Any) -> bool:
+    """Whether a value is known to be the same on all ranks."""
+    return isinstance(gradient, (Mirrored, Variable)) and gradient._key is not None
+
+
+def compute_dtype(dtype: Any) -> Any:
+    """Return what a step is computed in, and slots are kept in."""
+    return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
+
+
+def listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:5])
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def unique(names: list[str]) -> list[str]:
+    """Return the names, with a number behind those that have been there."""
+    taken: set[str] = set()
+    result = []
+    for name in names:
+        candidates = itertools.chain(
+            [name], (f"{name}_{k}" for k in itertools.count(1))
+        )
+        result.append(next(c for c in candidates if c not in taken))
+        taken.add(result[-1])
+    return result
+
+
+def split_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Any]]:
+    pairs = list(grads_and_vars)
+    for pair in pairs:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise ValueError(
+                f"{APPLY}: expected (gradient, variable) pairs, got {pair!r:.80}; "
+                "write `apply_gradients(zip(gradients, variables, strict=True))`"
+            )
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
+def check_variables(variables: list[Any], call: str, known: dict[int, int]) -> None:
+    """Raise for anything but mirrored, floating variables of one strategy.
+
+    Args:
+        variables: what the user gave.
+        call: the name of the call.
+        known: those of an optimizer that has its state, by their id, which have been
+            looked at.
+    """
+    if not variables:
+        raise ValueError(f"{call}: expected at least one variable, got none")
+    seen: set[int] = set()
+    for variable in variables:
+        if not isinstance(variable, Variable):
+            hint = (
+                "; a pair is (gradient, variable), in this order"
+                if call == APPLY
+                else ""
+            )
+            raise TypeError(
+                f"{call}: expected a `mpidist.Variable`, got a "
+                f"{type(variable).__name__}{hint}"
+            )
+        if id(variable) in seen:
+            raise ValueError(
+                f"{call}: Variable {variable.name!r} is there twice; add up its "
+                "gradients, and pass it once"
+            )
+        seen.add(id(variable))
+        if id(variable) in known and id(variables[0]) in known:
+            continue
+        name = variable.name
+        if variable.synchronization is VariableSynchronization.ON_READ:
+            raise ValueError(
+                f"{call}: Variable {name!r} is ON_READ, so each replica has another "
+                "value; an optimizer changes mirrored variables"
+            )
+        dtype = variable.dtype
+        if dtype.kind != "f" and not _arrays.is_bfloat16(dtype):
+            raise TypeError(
+                f"{call}: expected variables of floating dtypes, got Variable {name!r} "
+                f"of {dtype.name}"
+            )
+        other = variables[0].distribute_strategy
+        if variable.distribute_strategy is not other:
+            raise RuntimeError(
+                f"{call}: Mixing different Strategy objects: Variable {name!r} belongs "
+                f"to {variable.distribute_strategy}, Variable {variables[0].name!r} to "
+                f"{other}"
+            )
+
+
+def as_gradient(
+    strategy: Strategy, gradient: Any, variable: Variable, in_replica: bool, skip: bool
+) -> Any:
+    """Return this rank's gradient as an array of the variable's dtype and shape."""
+    array = array_of(variable)
+    if (
+        type(gradient) is np.ndarray
+        and type(array) is np.ndarray
+        and gradient.dtype == array.dtype
+        and gradient.shape == array.shape
+    ):
+        return gradient  # as most are
+    call = f"{APPLY}: the gradient of Variable {variable.name!r}"
+    strategy.extended._registry.check(APPLY, gradient)
+    if isinstance(gradient, IndexedSlices):
+        raise TypeError(
+            f"{call}: got IndexedSlices, and optimizers take arrays; write "
+            "`g = numpy.zeros(variable.shape)`, `numpy.add.at(g, slices.indices, "
+            "slices.values)`"
+        )
+    on_read = VariableSynchronization.ON_READ
+    if isinstance(gradient, Variable) and gradient.synchronization is on_read:
+        raise TypeError(
+            f"{call} is Variable {gradient.name!r}, which is ON_READ; write "
+            "`variable.read_value()`"
+        )
+    if isinstance(gradient, PerReplica) and not in_replica and skip:
+        raise ValueError(
+            f"{call} is a PerReplica, which has to be reduced; leave out "
+            "`skip_gradients_aggregation`"
+        )
+    if isinstance(gradient, DistributedValues):
+        gradient = gradient._own
+    x, kind = _arrays.as_array(gradient, call)
+    if tuple(x.shape) != tuple(array.shape):
+        raise ValueError(
+            f"{call}: expected shape {tuple(array.shape)}, got {_arrays.describe(x)}"
+        )
+    if _arrays.is_device_array(x) != _arrays.is_device_array(array):
+        if kind == "array":
+            where = "on the GPU" if _arrays.is_device_array(array) else "on the host"
+            raise TypeError(
+                f"{call}: expected an array {where}, as the variable is; write "
+                "`strategy.array_module.asarray(gradient)`, or `gradient.get()`"
+            )
+        x = _arrays.like(array, x)
+    if x.dtype != array.dtype:
+        if kind != "number" or x.dtype.kind not in "if":
+            raise TypeError(
+                f"{call}: expected dtype {array.dtype.name}, got {_arrays.describe(x)}"
+                f"; write `gradient.astype({array.dtype.name!r})`"
+            )
+        x = x.astype(array.dtype)
+    return x
+
+
+def apart(arrays: dict[int, Any], variables: list[Variable]) -> dict[int, Any]:
+    """Copy gradients that are views of variables, which the step changes.
+
+    On one replica gradients are not reduced into buffers of their own.
+    """
+    owners = {id(_owner(array_of(variable))) for variable in variables}
+    return {i: x.copy() if id(_owner(x)) in owners else x for i, x in arrays.items()}
+
+
+def _owner(x: Any) -> Any:
+    """Return the array whose memory this is a view of."""
+    while (base := getattr(x, "base", None)) is not None and _arrays.is_array(base):
+        x = base
+    return x

@@ -1,0 +1,126 @@
+"""The global norm of gradients, and clipping by it."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from mpidist import _arrays, _nest
+from mpidist._values import PerReplica
+
+# Elements that are worked on at a time: on the host what fits into the cache of a
+# core, on a GPU what keeps it busy.
+HOST_BLOCK: Final = 1 << 15
+DEVICE_BLOCK: Final = 1 << 24
+
+
+def clip_by_global_norm(grads: Any, clip_norm: float) -> tuple[Any, Any]:
+    """Scale gradients so that their global norm is at most ``clip_norm``.
+
+    The formula is that of ``tf.clip_by_global_norm`` (Pascanu et al. 2013,
+    https://arxiv.org/abs/1211.5063, algorithm 1): each gradient times
+    ``clip_norm / max(global_norm, clip_norm)``, where ``global_norm`` is the square
+    root of the sum of the squares of all elements. Up to ``clip_norm`` nothing
+    changes. If the norm is infinite or NaN, all results are NaN.
+
+    Not a call that communicates: pass it gradients that are reduced already, and all
+    replicas get the same. Clipping each replica's own gradients before they are
+    summed is another algorithm, whose result depends on the number of replicas.
+
+    Args:
+        grads: a nest of arrays and numbers; None for those without a gradient.
+        clip_norm: the largest norm, above 0.
+
+    Returns:
+        The nest with new arrays of the same dtypes (None stays), and the norm before
+        clipping: a float64 scalar, computed in float64, on the gradients' device.
+
+    Raises:
+        TypeError: for what is no array, a PerReplica among them.
+        ValueError: for a ``clip_norm`` that is not above 0.
+    """
+    call = "clip_by_global_norm"
+    clip = check_clip_norm(clip_norm, call, "clip_norm")
+    leaves, structure = _nest.flatten(grads)
+    for leaf in leaves:
+        if isinstance(leaf, PerReplica):
+            raise TypeError(
+                f"{call}: got a PerReplica; reduce it first: "
+                '`strategy.reduce("SUM", gradients, axis=None)`, or in a replica '
+                'function `mpidist.get_replica_context().all_reduce("SUM", gradients)`'
+            )
+    arrays = [None if x is None else _arrays.as_array(x, call)[0] for x in leaves]
+    with np.errstate(all="ignore"):
+        given = [x for x in arrays if x is not None]
+        norm = global_norm(given, norm_scratch(given))
+        scale = clip_scale(norm, clip)
+        clipped = [None if x is None else _scaled(x, scale) for x in arrays]
+    return structure.unflatten(clipped), norm
+
+
+def check_clip_norm(clip_norm: Any, call: str, argument: str) -> float:
+    """Return a largest norm as a float.
+
+    Raises:
+        TypeError, ValueError: for one that is not a number above 0.
+    """
+    if isinstance(clip_norm, bool) or not isinstance(clip_norm, numbers.Real):
+        raise TypeError(
+            f"{call}: expected `{argument}` to be a number, got {clip_norm!r}"
+        )
+    if not float(clip_norm) > 0:
+        raise ValueError(
+            f"{call}: expected `{argument}` to be above 0, got {clip_norm!r}"
+        )
+    return float(clip_norm)
+
+
+def blocks(x: Any) -> Iterator[slice]:
+    """Yield the slices of a flat array to work on, one after the other."""
+    size = int(x.size)
+    step = DEVICE_BLOCK if _arrays.is_device_array(x) else HOST_BLOCK
+    for start in range(0, size, step):
+        yield slice(start, min(start + step, size))
+
+
+def norm_scratch(arrays: Sequence[Any]) -> Any:
+    """Return the memory that `global_norm` needs, or None for no arrays."""
+    if not arrays:
+        return None
+    largest = max(arrays, key=lambda x: int(x.size))
+    size = max((part.stop - part.start for part in blocks(largest)), default=0)
+    return _arrays.empty_like(largest, (size,), np.float64)
+
+
+def global_norm(arrays: Sequence[Any], scratch: Any) -> Any:
+    """Return the square root of the sum of all squares, in float64.
+
+    In an order that depends on the shapes only, so that equal arrays give equal bits.
+    """
+    sums = []
+    for x in arrays:
+        flat = _arrays.flat(_arrays.contiguous(x))
+        for part in blocks(flat):
+            wide = scratch[: part.stop - part.start]
+            wide[...] = flat[part]
+            np.multiply(wide, wide, out=wide)
+            sums.append(wide.sum())
+    return np.sqrt(sum(sums[1:], sums[0]) if sums else np.float64(0))
+
+
+def clip_scale(norm: Any, clip_norm: float) -> Any:
+    """Return what gradients of this norm are multiplied by; NaN for inf and NaN."""
+    return clip_norm / np.maximum(norm, clip_norm) + (norm - norm)
+
+
+def _scaled(x: Any, scale: Any) -> Any:
+    dtype = x.dtype if x.dtype.kind in "fc" else np.dtype(np.float64)
+    if _arrays.is_bfloat16(x.dtype):
+        dtype = x.dtype
+    wide = np.float32 if dtype.itemsize == 2 else dtype
+    return np.multiply(x.astype(wide, copy=False), scale.astype(wide)).astype(
+        dtype, copy=False
+    )

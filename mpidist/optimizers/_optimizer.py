@@ -1,0 +1,707 @@
+"""What all optimizers share: state, one fused reduction, and updates in place.
+
+How gradients are applied
+-------------------------
+1. Every rank looks at its arguments, evaluates the learning rate and allocates what it
+   will need. What it finds wrong it tells to all ranks.
+2. One header: the ranks agree on the optimizer, the step, the learning rate, the
+   variables, and the shapes and dtypes of the gradients.
+3. One fused all-reduce (SUM) of all gradients.
+4. Every rank changes its own copies, with the same operations on the same bits. Nothing
+   here can fail on one rank alone, and nothing is communicated.
+
+`merge_call` is not needed for that, nor is the function of ``update``: no code of the
+user runs. In cross-replica context it is one verb (`_dispatch`), so one command inside
+``merge_fn``, which every rank carries out with its own optimizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import numbers
+import re
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
+
+import numpy as np
+
+from mpidist import _arrays, _context, _dispatch
+from mpidist._collectives import Collectives
+from mpidist._reports import Call
+from mpidist._values import PerReplica
+from mpidist._variables import Variable
+from mpidist.optimizers._arguments import (
+    APPLY,
+    apart,
+    array_of,
+    as_gradient,
+    check_variables,
+    compute_dtype,
+    is_same,
+    listed,
+    split_pairs,
+    unique,
+)
+from mpidist.optimizers._clipping import (
+    blocks,
+    check_clip_norm,
+    clip_scale,
+    global_norm,
+    norm_scratch,
+)
+from mpidist.optimizers._reduction import Reduction
+from mpidist.optimizers._schedules import LearningRate
+
+if TYPE_CHECKING:
+    from mpidist._strategy import Strategy
+
+_BUILD: Final = "Optimizer.build"
+
+# An optimizer is the same object of the program on all ranks: it is known by the
+# variable that counts its steps, and before it has one by the number of its
+# construction.
+_numbers = itertools.count(1)
+_made: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
+_built: weakref.WeakValueDictionary[Any, Optimizer] = weakref.WeakValueDictionary()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reference:
+    """How rank 0 names an optimizer to the other ranks."""
+
+    iterations: Variable | None
+    number: int
+    text: str
+
+    def find(self) -> Optimizer:
+        """Return this rank's optimizer.
+
+        Raises:
+            RuntimeError: where this rank has none, or another one.
+        """
+        if self.iterations is not None:
+            found = _built.get(_identity(self.iterations))
+        else:
+            found = _made.get(self.number)
+        if found is None or found._text != self.text:
+            raise RuntimeError(
+                f"{APPLY}: the coordinator uses {self.text}, which this rank "
+                + ("does not have" if found is None else f"has as {found._text}")
+                + "; make optimizers on all ranks, in the same order, or call "
+                "`optimizer.build(variables)` before the `merge_call`"
+            )
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """A part of a variable that is worked on at a time, and the scratch for it."""
+
+    part: slice
+    w: Any
+    slots: tuple[Any, ...]
+    t: Any
+    u: Any
+    wide: Any  # None where the step is computed in the variable's own dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """One variable with its slots, laid out for the update: made once."""
+
+    variable: Variable
+    index: int
+    array: Any
+    copy: Any  # in C order, of an array that is not
+    blocks: tuple[_Block, ...]
+
+
+class Optimizer:
+    """What `SGD`, `Adam` and `AdamW` have in common.
+
+    Gradients are summed over the replicas: divide the loss of each replica by the rows
+    of the whole step (`mpidist.compute_average_loss`, `mpidist.global_batch_size`).
+
+    An optimizer is made on all ranks, in or outside a scope, and belongs to the
+    strategy of the variables that it first sees. The state is mirrored variables:
+    `iterations` and, next to each variable, its slots.
+    """
+
+    _slot_names: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        learning_rate: LearningRate,
+        *,
+        name: str | None,
+        global_clipnorm: float | None,
+        settings: dict[str, Any],
+    ) -> None:
+        kind = type(self).__name__
+        if _context.current().coordinator is not None:
+            raise RuntimeError(
+                f"{kind}: an optimizer that merge_fn makes exists on rank 0 only; make "
+                "it on all ranks, before `strategy.run`"
+            )
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"{kind}: expected `name` to be a str, got {name!r}")
+        self._name = name or kind.lower()
+        self._global_clipnorm = (
+            None
+            if global_clipnorm is None
+            else check_clip_norm(global_clipnorm, kind, "global_clipnorm")
+        )
+        self._settings = settings
+        self._not_decayed: list[str] = []
+        self._not_decayed_variables: list[Variable] = []
+        self.learning_rate = learning_rate
+        self._strategy: Strategy | None = None
+        self._iterations: Variable | None = None
+        self._variables: list[Variable] = []
+        self._slots: list[tuple[Variable, ...]] = []
+        self._index: dict[int, int] = {}
+        self._decayed: list[bool] = []
+        # Buffers that are kept from step to step.
+        self._reduced: list[Any] = []
+        self._reduced_plan: Any = None
+        self._targets: list[_Target] = []
+        self._number = next(_numbers)
+        _made[self._number] = self
+
+    def __repr__(self) -> str:
+        rate = self._learning_rate
+        return f"<mpidist.optimizers.{self._text}, learning_rate={rate!r}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} can not be pickled or copied: its variables have a copy on each "
+            "rank. Save `optimizer.variables`, and assign to them after "
+            "`optimizer.build(variables)`"
+        )
+
+    @property
+    def name(self) -> str:
+        """The name that was given, or that of the class; slots begin with it."""
+        return self._name
+
+    @property
+    def iterations(self) -> Variable:
+        """The number of steps that were made: a mirrored int64 variable.
+
+        Raises:
+            RuntimeError: before `build` or the first `apply_gradients`.
+        """
+        if self._iterations is None:
+            raise RuntimeError(self._not_built("iterations"))
+        return self._iterations
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The whole state: `iterations`, and the slots of each variable in turn.
+
+        In the order of the variables that `build` got. Assigning to these, on all
+        ranks, restores an optimizer. Names are unique, such as
+        ``"adam/momentum/weights"``. The learning rate is not among them: it is a
+        setting, which a schedule computes from `iterations`.
+
+        Raises:
+            RuntimeError: before `build` or the first `apply_gradients`.
+        """
+        if self._iterations is None:
+            raise RuntimeError(self._not_built("variables"))
+        return [self._iterations, *(slot for slots in self._slots for slot in slots)]
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step; assign a number or a function.
+
+        All ranks must assign the same, and a function must return the same on all of
+        them: `apply_gradients` compares the number. Do not assign inside ``merge_fn``,
+        which only rank 0 runs.
+        """
+        count = self._iterations
+        return self._rate(0 if count is None else int(count))
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: LearningRate) -> None:
+        kind = type(self).__name__
+        if not callable(learning_rate):
+            learning_rate = self._check_rate(learning_rate, f"{kind}: expected")
+        self._learning_rate = learning_rate
+
+    def build(self, variables: Iterable[Variable]) -> None:
+        """Make the state, all zero, for these variables.
+
+        Collective. Called before the state is restored from a checkpoint; otherwise
+        the first `apply_gradients` does it. It may be called again with the same
+        variables, and then does nothing.
+
+        Args:
+            variables: mirrored variables of one strategy, of floating dtypes.
+
+        Raises:
+            TypeError, ValueError: for other variables, one that is given twice, or
+                others than those it was built for.
+            RuntimeError: for variables of several strategies, or without one while a
+                strategy is in force.
+        """
+        given: Any = variables
+        try:
+            given = list(variables)
+            check_variables(given, _BUILD, self._index)
+            strategy = self._strategy_of(given, _BUILD)
+        except Exception as error:
+            self._collectives().invalid(_BUILD, error)
+        if _is_cross_replica(strategy):
+            _dispatch.perform(
+                strategy, "build_optimizer", self._reference(), given, call=_BUILD
+            )
+        else:
+            self._build(strategy, given)
+
+    def exclude_from_weight_decay(
+        self,
+        var_list: Iterable[Variable] | None = None,
+        var_names: Iterable[str] | None = None,
+    ) -> None:
+        """Let some variables have no weight decay, such as biases.
+
+        On all ranks, before `build` and the first `apply_gradients`.
+
+        Args:
+            var_list: the variables.
+            var_names: regular expressions; each variable in whose name one of them is
+                found.
+
+        Raises:
+            RuntimeError: when the state has been made.
+        """
+        if self._iterations is not None:
+            raise RuntimeError(
+                "exclude_from_weight_decay: the optimizer has been built; call it "
+                "before `build` and the first `apply_gradients`"
+            )
+        self._not_decayed_variables += list(var_list or ())
+        self._not_decayed += list(var_names or ())
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Variable]],
+        *,
+        skip_gradients_aggregation: bool = False,
+    ) -> Variable:
+        """Sum the gradients over the replicas, and make one step.
+
+        Collective: one header, and one fused Allreduce for all gradients together
+        (one for each dtype and ``bytes_per_pack``). The update itself communicates
+        nothing. The first call makes the state as well (`build`).
+
+        - In a replica function each replica passes its own gradients.
+        - In cross-replica context, ``merge_fn`` included, a `PerReplica` is summed; a
+          `Mirrored` or a plain array, the same on all ranks, is the sum already.
+        - Outside every scope, with plain variables, there is one replica.
+
+        Args:
+            grads_and_vars: pairs of a gradient and its variable. The gradient has
+                the variable's shape and dtype; None, on all replicas, leaves the
+                variable and its slots as they are.
+            skip_gradients_aggregation: in a replica function: the gradients are
+                reduced already, for example by ``all_reduce``, and the same on all
+                replicas (which is checked, by checksum).
+
+        Returns:
+            `iterations`, which counts this step.
+
+        Raises:
+            TypeError, ValueError: for what is no pair, a gradient of another shape or
+                dtype, a variable that is given twice or was not there when the state
+                was made, None for all, or a learning rate that is no number.
+            RuntimeError: for variables of another strategy, and inside the function
+                of ``update``.
+            CollectiveMismatchError: where the replicas' variables, gradients, settings
+                or learning rates differ. All this is raised on all ranks, and before
+                anything has changed.
+        """
+        try:
+            gradients, variables = split_pairs(grads_and_vars)
+            check_variables(variables, APPLY, self._index)
+            strategy = self._strategy_of(variables, APPLY)
+        except Exception as error:
+            self._collectives().invalid(APPLY, error)
+        skip = bool(skip_gradients_aggregation)
+        if _is_cross_replica(strategy):
+            _dispatch.perform(
+                strategy, APPLY, self._reference(), gradients, variables, skip
+            )
+        else:
+            self._apply(strategy, gradients, variables, in_replica=True, skip=skip)
+        return self.iterations
+
+    # --- what a kind of optimizer defines ---------------------------------------
+
+    def _constants(self, step: int, rate: float, index: int) -> tuple[float, ...]:
+        """Return the numbers that the update of a variable needs.
+
+        Args:
+            step: of this step, from 1.
+            rate: its learning rate.
+            index: of the variable.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def _step(
+        w: Any,
+        g: Any,
+        slots: tuple[Any, ...],
+        t: Any,
+        u: Any,
+        constants: tuple[float, ...],
+    ) -> None:
+        """Change a block of a variable and of its slots in place.
+
+        Args:
+            w: the block of the variable: flat, float32 or wider.
+            g: that of its gradient, not to be written to.
+            slots: those of its slots.
+            t: scratch of the same size.
+            u: likewise, but it may be ``g``: the last use of ``g`` may write to it.
+            constants: from `_constants`.
+        """
+        raise NotImplementedError
+
+    # --- arguments --------------------------------------------------------------
+
+    @property
+    def _text(self) -> str:
+        """All settings but the learning rate, which is the same on all ranks."""
+        settings = dict(self._settings)
+        if self._global_clipnorm is not None:
+            settings["global_clipnorm"] = self._global_clipnorm
+        if self._not_decayed:
+            settings["not_decayed"] = self._not_decayed
+        settings["name"] = self._name
+        inner = ", ".join(f"{k}={v!r}" for k, v in settings.items())
+        return f"{type(self).__name__}({inner})"
+
+    def _not_built(self, what: str) -> str:
+        return (
+            f"{type(self).__name__}.{what}: the optimizer has no state before the "
+            "first `apply_gradients`; write `optimizer.build(variables)`, for example "
+            "before a checkpoint is saved or restored"
+        )
+
+    @staticmethod
+    def _check_rate(rate: Any, expected: str) -> float:
+        if isinstance(rate, bool) or not isinstance(rate, numbers.Real):
+            raise TypeError(
+                f"{expected} `learning_rate` to be a number or a function of the step, "
+                f"got {rate!r:.80} of type {type(rate).__name__}"
+            )
+        number = float(rate)
+        if not (math.isfinite(number) and number >= 0):
+            raise ValueError(
+                f"{expected} `learning_rate` to be finite and 0 or more, got {rate!r}"
+            )
+        return number
+
+    def _rate(self, step: int) -> float:
+        schedule = self._learning_rate
+        if not callable(schedule):
+            return schedule
+        kind = type(self).__name__
+        return self._check_rate(
+            schedule(step), f"{kind}: at step {step}, expected the function for"
+        )
+
+    def _reference(self) -> _Reference:
+        return _Reference(self._iterations, self._number, self._text)
+
+    def _collectives(self) -> Collectives:
+        """Return the verbs by which other ranks learn of a wrong argument."""
+        frame = _context.current()
+        in_force = _context.has_strategy() or self._strategy is None
+        strategy = frame.strategy if in_force else self._strategy
+        assert strategy is not None
+        collectives: Collectives = strategy.extended._collectives
+        return collectives
+
+    def _strategy_of(self, variables: list[Variable], call: str) -> Strategy:
+        """Return whose variables these are, if that strategy may use them here."""
+        frame = _context.current()
+        strategy = variables[0].distribute_strategy
+        if frame.level is _context.Level.UPDATE:
+            raise RuntimeError(
+                f"{call}: this code runs {frame.level.value}, which changes one "
+                f"variable without communication; call `{call}` before or after the "
+                "`update`"
+            )
+        if _context.has_strategy() and frame.strategy is not strategy:
+            if not strategy.extended._is_mpi:
+                raise RuntimeError(
+                    f"{call}: Variable {variables[0].name!r} was made outside every "
+                    f"scope, so each rank has one of its own, but {frame.strategy} is "
+                    "in force; make it in `with strategy.scope():`"
+                )
+            raise RuntimeError(
+                f"{call}: Mixing different Strategy objects: Variable "
+                f"{variables[0].name!r} belongs to {strategy}, but {frame.strategy} is "
+                "in force"
+            )
+        if self._strategy is not None and self._strategy is not strategy:
+            raise RuntimeError(
+                f"{call}: Mixing different Strategy objects: the optimizer was built "
+                f"for variables of {self._strategy}, Variable {variables[0].name!r} "
+                f"belongs to {strategy}; make an optimizer for each strategy"
+            )
+        return strategy
+
+    # --- state ------------------------------------------------------------------
+
+    def _build(self, strategy: Strategy, variables: list[Variable]) -> None:
+        """Make the state. All ranks are here, at whatever level."""
+        collectives = strategy.extended._collectives
+        try:
+            if self._iterations is not None:
+                self._check_known(variables, _BUILD)
+                if len(variables) != len(self._variables):
+                    known = [v.name for v in self._variables]
+                    raise ValueError(
+                        f"{_BUILD}: the optimizer was built for {len(known)} variables "
+                        f"({listed(known)}), got {len(variables)}; make another "
+                        "optimizer for other variables"
+                    )
+            decayed = [self._is_decayed(variable) for variable in variables]
+            names = unique([variable.name for variable in variables])
+            described = ", ".join(
+                f"{v.name!r} [#{v._key[0]}] {_arrays.describe(v)}{'' if d else '*'}"
+                for v, d in zip(variables, decayed, strict=True)
+            )
+            state = "again" if self._iterations is not None else "anew"
+        except Exception as error:
+            collectives.invalid(_BUILD, error)
+        collectives.guard.agree(Call(f"build {self._text} {state} for {described}"))
+        if self._iterations is not None:
+            return
+
+        def make(initial: Callable[[], Any], name: str) -> Variable:
+            return Variable(initial, trainable=False, name=f"{self._name}/{name}")
+
+        frame = _context.Frame(strategy, _context.Level.CROSS_REPLICA)
+        with _context.entered(frame):
+            iterations = make(lambda: np.zeros((), np.int64), "iterations")
+            slots = []
+            for variable, name in zip(variables, names, strict=True):
+                zeros = _zeros_for(variable)
+                slots.append(
+                    tuple(make(zeros, f"{slot}/{name}") for slot in self._slot_names)
+                )
+        self._strategy = strategy
+        self._variables, self._slots, self._decayed = variables, slots, decayed
+        self._index = {id(variable): i for i, variable in enumerate(variables)}
+        self._iterations = iterations
+        _built[_identity(iterations)] = self
+
+    def _is_decayed(self, variable: Variable) -> bool:
+        if any(variable is other for other in self._not_decayed_variables):
+            return False
+        return not any(re.search(name, variable.name) for name in self._not_decayed)
+
+    def _check_known(self, variables: list[Variable], call: str) -> None:
+        for variable in variables:
+            if id(variable) not in self._index:
+                known = [v.name for v in self._variables]
+                raise ValueError(
+                    f"{call}: Variable {variable.name!r} {_arrays.describe(variable)} "
+                    "was not there when the optimizer's state was made, for "
+                    f"{listed(known)}; pass all variables to `optimizer.build"
+                    "(variables)` first, or make another optimizer for this one"
+                )
+
+    # --- one step ---------------------------------------------------------------
+
+    def _apply(
+        self,
+        strategy: Strategy,
+        gradients: list[Any],
+        variables: list[Variable],
+        *,
+        in_replica: bool,
+        skip: bool,
+    ) -> None:
+        """Make one step. All ranks are here, each with its own gradients."""
+        collectives = strategy.extended._collectives
+        try:
+            taken = [i for i, g in enumerate(gradients) if g is not None]
+            if not taken:
+                raise ValueError(
+                    f"{APPLY}: No gradients provided for any variable: got None for "
+                    f"{listed([v.name for v in variables])}"
+                )
+            moving = [
+                i
+                for i in taken
+                if not skip and (in_replica or isinstance(gradients[i], PerReplica))
+            ]
+            arrays = {
+                i: _arrays.contiguous(
+                    as_gradient(strategy, gradients[i], variables[i], in_replica, skip)
+                )
+                for i in taken
+            }
+            checks = collectives.guard.checks
+            summaries = ""
+            if checks and len(moving) < len(taken):
+                summaries = ", ".join(
+                    _arrays.summarize(arrays[i])
+                    for i in sorted(set(taken).difference(moving))
+                    if not is_same(gradients[i])
+                )
+        except Exception as error:
+            collectives.invalid(APPLY, error)
+        if self._iterations is None:
+            self._build(strategy, variables)
+        try:
+            self._check_known(variables, APPLY)
+            indices = [self._index[id(variables[i])] for i in taken]
+            count = array_of(self.iterations)
+            step = int(count)
+            rate = self._rate(step)
+            if collectives.comm.size == 1:
+                arrays = apart(arrays, variables)
+            reduction = Reduction(
+                self,
+                strategy,
+                [arrays[i] for i in moving],
+                [variables[i] for i in moving],
+            )
+            place = {i: k for k, i in enumerate(taken)}
+            given = [arrays[i] for i in taken]
+            wide = None
+            if self._global_clipnorm is not None:
+                wide = norm_scratch(given)
+            if not self._targets:
+                self._targets = self._lay_out()
+            targets = [self._targets[index] for index in indices]
+            constants = [self._constants(step + 1, rate, index) for index in indices]
+            text = ""
+            if checks:
+                keys = " ".join(f"#{t.variable._key[0]}" for t in targets)
+                if summaries:
+                    summaries = f", given {summaries} (which are not per replica)"
+                text = (
+                    f"{APPLY} of {self._text} at step {step} with learning_rate="
+                    f"{rate!r}: {reduction.text} for {keys}{summaries}"
+                )
+        except Exception as error:
+            collectives.invalid(APPLY, error)
+        collectives.guard.agree(Call(text or APPLY))
+        # From here on nothing fails on one rank alone.
+        for i, reduced in zip(moving, reduction.run(), strict=True):
+            given[place[i]] = reduced
+        with np.errstate(all="ignore"):
+            scale = None
+            if self._global_clipnorm is not None:
+                scale = clip_scale(global_norm(given, wide), self._global_clipnorm)
+            for target, gradient, own in zip(targets, given, constants, strict=True):
+                self._update(target, gradient, scale, own)
+            np.add(count, 1, out=count)
+
+    def _lay_out(self) -> list[_Target]:
+        """Cut all variables into blocks, with scratch that they share."""
+        scratch: dict[Any, list[Any]] = {}
+        targets = []
+        # The largest first: its scratch is enough for all others of its dtype.
+        sizes = [variable.size for variable in self._variables]
+        for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+            array = array_of(self._variables[index])
+            copy = None if array.flags.c_contiguous else _arrays.contiguous(array)
+            flat = _arrays.flat(array if copy is None else copy)
+            slots = [_arrays.flat(array_of(slot)) for slot in self._slots[index]]
+            parts = list(blocks(flat))
+            dtype = compute_dtype(array.dtype)
+            if parts and dtype not in scratch:
+                scratch[dtype] = [
+                    _arrays.empty_like(flat, (parts[0].stop,), dtype) for _ in range(3)
+                ]
+            made = []
+            for part in parts:
+                t, u, wide = (x[: part.stop - part.start] for x in scratch[dtype])
+                narrow = dtype != array.dtype
+                own = tuple(slot[part] for slot in slots)
+                made.append(
+                    _Block(part, flat[part], own, t, u, wide if narrow else None)
+                )
+            variable = self._variables[index]
+            targets.append(_Target(variable, index, array, copy, tuple(made)))
+        return sorted(targets, key=lambda target: target.index)
+
+    def _update(
+        self, target: _Target, gradient: Any, scale: Any, constants: tuple[float, ...]
+    ) -> None:
+        """Make the step of one variable, block by block."""
+        array, copy = target.array, target.copy
+        if copy is not None:
+            copy[...] = array
+        gradient = _arrays.flat(gradient)
+        if scale is not None:
+            scale = scale.astype(compute_dtype(array.dtype))
+        for block in target.blocks:
+            w, g = block.w, gradient[block.part]
+            if block.wide is not None:
+                g = block.u
+                g[...] = gradient[block.part]
+                w = block.wide
+                w[...] = block.w
+            if scale is not None:
+                g = np.multiply(g, scale, out=block.u)
+            self._step(w, g, block.slots, block.t, block.u, constants)
+            if block.wide is not None:
+                block.w[...] = w
+        if copy is not None:
+            array[...] = copy
+
+
+def _identity(iterations: Variable) -> Any:
+    return (iterations.distribute_strategy._number, iterations._key)
+
+
+def _is_cross_replica(strategy: Strategy) -> bool:
+    """Whether a call is a verb here, and not made by each replica by itself."""
+    if not strategy.extended._is_mpi:
+        return False
+    frame = _context.current()
+    return frame.level is not _context.Level.REPLICA or not _context.has_strategy()
+
+
+def _zeros_for(variable: Variable) -> Callable[[], Any]:
+    return lambda: np.zeros(variable.shape, compute_dtype(variable.dtype))
+
+
+@_dispatch.verb(APPLY)
+def _apply_gradients(
+    strategy: Strategy,
+    reference: _Reference,
+    gradients: list[Any],
+    variables: list[Variable],
+    skip: bool,
+) -> None:
+    try:
+        optimizer = reference.find()
+    except Exception as error:
+        strategy.extended._collectives.invalid(APPLY, error)
+    optimizer._apply(strategy, gradients, variables, in_replica=False, skip=skip)
+
+
+@_dispatch.verb("build_optimizer")
+def _build_optimizer(
+    strategy: Strategy, reference: _Reference, variables: list[Variable]
+) -> None:
+    try:
+        optimizer = reference.find()
+    except Exception as error:
+        strategy.extended._collectives.invalid(_BUILD, error)
+    optimizer._build(strategy, variables)

@@ -1,0 +1,259 @@
+"""The update formulas: those of torch.optim, with the argument names of Keras."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mpidist.optimizers._optimizer import Optimizer
+from mpidist.optimizers._schedules import LearningRate
+
+
+class SGD(Optimizer):
+    """Gradient descent, with momentum and weight decay.
+
+    For the gradient g, summed over the replicas, and the learning rate of the step::
+
+        g += weight_decay * w
+        m = momentum * m + g
+        w -= learning_rate * (g + momentum * m if nesterov else m)
+
+    These are the formulas of ``torch.optim.SGD`` with ``dampening=0`` (Sutskever et
+    al. 2013, http://proceedings.mlr.press/v28/sutskever13.html, with the learning rate
+    outside the momentum). Keras has it inside (``m = momentum * m - learning_rate *
+    g``), which is the same while the learning rate stays the same.
+
+    Args:
+        learning_rate: a number, or a function of the step (an int, from 0).
+        momentum: from 0 up to, but not 1; 0 keeps no slot.
+        nesterov: whether to look ahead, as Nesterov's method does.
+        weight_decay: the factor of an L2 penalty, added to the gradient.
+        global_clipnorm: if given, gradients are clipped to this global norm, after
+            they are summed and before ``weight_decay`` is added
+            (`mpidist.optimizers.clip_by_global_norm`).
+        name: default "sgd".
+
+    Raises:
+        TypeError, ValueError: for arguments that are none of these.
+        RuntimeError: inside ``merge_fn``, which only rank 0 runs.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.01,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        *,
+        weight_decay: float | None = None,
+        global_clipnorm: float | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Check the settings; nothing is communicated."""
+        self._momentum = _number("SGD", "momentum", momentum, below=1.0)
+        self._nesterov = bool(nesterov)
+        self._decay = _number("SGD", "weight_decay", weight_decay or 0.0)
+        if self._nesterov and not self._momentum:
+            raise ValueError("SGD: nesterov=True needs a `momentum` above 0")
+        settings = {
+            "momentum": self._momentum,
+            "nesterov": self._nesterov,
+            "weight_decay": self._decay,
+        }
+        super().__init__(
+            learning_rate, name=name, global_clipnorm=global_clipnorm, settings=settings
+        )
+        if self._momentum:
+            self._slot_names = ("momentum",)  # type: ignore[misc]
+
+    def _constants(self, step: int, rate: float, index: int) -> tuple[float, ...]:
+        decay = self._decay if self._decayed[index] else 0.0
+        return (rate, self._momentum, float(self._nesterov), decay)
+
+    @staticmethod
+    def _step(
+        w: Any,
+        g: Any,
+        slots: tuple[Any, ...],
+        t: Any,
+        u: Any,
+        constants: tuple[float, ...],
+    ) -> None:
+        rate, momentum, nesterov, decay = constants
+        if decay:
+            np.multiply(w, decay, out=t)
+            g = np.add(g, t, out=u)
+        if slots:
+            (m,) = slots
+            np.multiply(m, momentum, out=m)
+            np.add(m, g, out=m)
+            if nesterov:
+                np.multiply(m, momentum, out=t)
+                g = np.add(t, g, out=t)
+            else:
+                g = m
+        np.multiply(g, rate, out=t)
+        np.subtract(w, t, out=w)
+
+
+class Adam(Optimizer):
+    """Adam: steps of about the learning rate, scaled by the gradients' moments.
+
+    For the gradient g, summed over the replicas, at step k = 1, 2, ...::
+
+        m = beta_1 * m + (1 - beta_1) * g
+        v = beta_2 * v + (1 - beta_2) * g**2
+        m1 = m / (1 - beta_1**k)
+        v1 = v / (1 - beta_2**k)
+        w -= learning_rate * m1 / (sqrt(v1) + epsilon)
+
+    Kingma and Ba 2015 (https://arxiv.org/abs/1412.6980), algorithm 1, as
+    ``torch.optim.Adam``. Keras divides by ``sqrt(v) + epsilon`` and corrects the
+    learning rate instead, so its epsilon counts for more in the first steps.
+
+    Args:
+        learning_rate: a number, or a function of the step (an int, from 0).
+        beta_1: decay of the first moment, from 0 up to, but not 1.
+        beta_2: decay of the second moment, likewise.
+        epsilon: added to the divisor. (torch's default is 1e-8.)
+        global_clipnorm: if given, gradients are clipped to this global norm, after
+            they are summed (`mpidist.optimizers.clip_by_global_norm`).
+        name: default "adam".
+
+    Raises:
+        TypeError, ValueError: for arguments that are none of these.
+        RuntimeError: inside ``merge_fn``, which only rank 0 runs.
+    """
+
+    _slot_names: ClassVar[tuple[str, ...]] = ("momentum", "velocity")
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        *,
+        global_clipnorm: float | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Check the settings; nothing is communicated."""
+        kind = type(self).__name__
+        self._beta_1 = _number(kind, "beta_1", beta_1, below=1.0)
+        self._beta_2 = _number(kind, "beta_2", beta_2, below=1.0)
+        self._epsilon = _number(kind, "epsilon", epsilon)
+        settings = {
+            "beta_1": self._beta_1,
+            "beta_2": self._beta_2,
+            "epsilon": self._epsilon,
+        } | self._more_settings()
+        super().__init__(
+            learning_rate, name=name, global_clipnorm=global_clipnorm, settings=settings
+        )
+
+    def _more_settings(self) -> dict[str, Any]:
+        return {}
+
+    def _constants(self, step: int, rate: float, index: int) -> tuple[float, ...]:
+        return (
+            1 - self._beta_1,
+            self._beta_2,
+            1 / math.sqrt(1 - self._beta_2**step),
+            self._epsilon,
+            rate / (1 - self._beta_1**step),
+            1.0,
+        )
+
+    @staticmethod
+    def _step(
+        w: Any,
+        g: Any,
+        slots: tuple[Any, ...],
+        t: Any,
+        u: Any,
+        constants: tuple[float, ...],
+    ) -> None:
+        new_1, beta_2, correction, epsilon, size, keep = constants
+        m, v = slots
+        np.subtract(g, m, out=t)
+        np.multiply(t, new_1, out=t)
+        np.add(m, t, out=m)
+        np.multiply(v, beta_2, out=v)
+        np.multiply(g, g, out=t)
+        np.multiply(t, 1 - beta_2, out=t)
+        np.add(v, t, out=v)
+        np.sqrt(v, out=t)
+        np.multiply(t, correction, out=t)
+        np.add(t, epsilon, out=t)
+        np.divide(m, t, out=t)
+        np.multiply(t, size, out=t)
+        if keep != 1.0:
+            np.multiply(w, keep, out=w)
+        np.subtract(w, t, out=w)
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay.
+
+    As `Adam`, with ``w *= 1 - learning_rate * weight_decay`` before the step:
+    Loshchilov and Hutter 2019 (https://arxiv.org/abs/1711.05101), algorithm 2, in the
+    form of ``torch.optim.AdamW`` and Keras, where the learning rate scales the decay.
+
+    Args:
+        learning_rate: a number, or a function of the step (an int, from 0).
+        weight_decay: the part of each weight that is taken off per step, in units of
+            the learning rate (torch's default is 0.01).
+        beta_1: decay of the first moment, from 0 up to, but not 1.
+        beta_2: decay of the second moment, likewise.
+        epsilon: added to the divisor. (torch's default is 1e-8.)
+        global_clipnorm: if given, gradients are clipped to this global norm, after
+            they are summed (`mpidist.optimizers.clip_by_global_norm`).
+        name: default "adamw".
+
+    Raises:
+        TypeError, ValueError: for arguments that are none of these.
+        RuntimeError: inside ``merge_fn``, which only rank 0 runs.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        weight_decay: float = 0.004,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        *,
+        global_clipnorm: float | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Check the settings; nothing is communicated."""
+        self._decay = _number("AdamW", "weight_decay", weight_decay)
+        super().__init__(
+            learning_rate,
+            beta_1,
+            beta_2,
+            epsilon,
+            global_clipnorm=global_clipnorm,
+            name=name,
+        )
+
+    def _more_settings(self) -> dict[str, Any]:
+        return {"weight_decay": self._decay}
+
+    def _constants(self, step: int, rate: float, index: int) -> tuple[float, ...]:
+        constants = super()._constants(step, rate, index)
+        keep = 1 - rate * self._decay if self._decayed[index] else 1.0
+        return (*constants[:-1], keep)
+
+
+def _number(kind: str, argument: str, value: Any, below: float = math.inf) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{kind}: expected `{argument}` to be a number, got {value!r}")
+    if not 0 <= float(value) < below:
+        limit = f" and below {below:g}" if below < math.inf else ""
+        raise ValueError(
+            f"{kind}: expected `{argument}` to be 0 or more{limit}, got {value!r}"
+        )
+    return float(value)

@@ -1,0 +1,118 @@
+"""Learning rates as functions of the step."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+LearningRate = float | Callable[[int], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class _CosineDecay:
+    initial: float
+    steps: int
+    alpha: float
+
+    def __call__(self, step: int) -> float:
+        done = min(step, self.steps) / self.steps
+        cosine = 0.5 * (1 + math.cos(math.pi * done))
+        return self.initial * ((1 - self.alpha) * cosine + self.alpha)
+
+
+@dataclasses.dataclass(frozen=True)
+class _PiecewiseConstant:
+    boundaries: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def __call__(self, step: int) -> float:
+        return self.values[bisect.bisect_left(self.boundaries, step)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _LinearWarmup:
+    learning_rate: LearningRate
+    steps: int
+
+    def __call__(self, step: int) -> float:
+        if callable(self.learning_rate):
+            rate = self.learning_rate(step)
+        else:
+            rate = self.learning_rate
+        return rate * min(1.0, (step + 1) / self.steps)
+
+
+def cosine_decay(
+    initial_learning_rate: float, decay_steps: int, alpha: float = 0.0
+) -> Callable[[int], float]:
+    """Return a schedule that falls along half a cosine, and then stays.
+
+    ``initial * ((1 - alpha) * (1 + cos(pi * step / decay_steps)) / 2 + alpha)``, as
+    Keras' ``CosineDecay`` (Loshchilov and Hutter 2017,
+    https://arxiv.org/abs/1608.03983).
+
+    Args:
+        initial_learning_rate: at step 0.
+        decay_steps: where it stays at ``alpha * initial_learning_rate``; above 0.
+        alpha: the last learning rate as a part of the first.
+
+    Raises:
+        ValueError: for ``decay_steps`` that are not above 0.
+    """
+    _check_steps("cosine_decay", "decay_steps", decay_steps)
+    return _CosineDecay(float(initial_learning_rate), decay_steps, float(alpha))
+
+
+def piecewise_constant(
+    boundaries: Sequence[int], values: Sequence[float]
+) -> Callable[[int], float]:
+    """Return a schedule of steps: as Keras' ``PiecewiseConstantDecay``.
+
+    ``values[0]`` up to and with step ``boundaries[0]``, then ``values[1]`` up to and
+    with ``boundaries[1]``, and so on; the last value for good.
+
+    Args:
+        boundaries: steps, each above the one before.
+        values: learning rates, one more than boundaries.
+
+    Raises:
+        ValueError: for boundaries that do not grow, or another number of values.
+    """
+    if len(values) != len(boundaries) + 1:
+        raise ValueError(
+            f"piecewise_constant: expected {len(boundaries) + 1} `values` for "
+            f"{len(boundaries)} `boundaries`, got {len(values)}"
+        )
+    if list(boundaries) != sorted(set(boundaries)):
+        raise ValueError(
+            f"piecewise_constant: expected `boundaries` to grow, got {list(boundaries)}"
+        )
+    rates = tuple(float(value) for value in values)
+    return _PiecewiseConstant(tuple(boundaries), rates)
+
+
+def linear_warmup(
+    learning_rate: LearningRate, warmup_steps: int
+) -> Callable[[int], float]:
+    """Return a schedule that grows to another one in its first steps.
+
+    Step k of the first ``warmup_steps`` has ``(k + 1) / warmup_steps`` of
+    ``learning_rate``. For large batches on many ranks (Goyal et al. 2017,
+    https://arxiv.org/abs/1706.02677, section 2.2).
+
+    Args:
+        learning_rate: a number or a schedule, which counts from the same step 0.
+        warmup_steps: from this step on it is ``learning_rate``; above 0.
+
+    Raises:
+        ValueError: for ``warmup_steps`` that are not above 0.
+    """
+    _check_steps("linear_warmup", "warmup_steps", warmup_steps)
+    return _LinearWarmup(learning_rate, warmup_steps)
+
+
+def _check_steps(call: str, argument: str, steps: int) -> None:
+    if not steps > 0:
+        raise ValueError(f"{call}: expected `{argument}` to be above 0, got {steps!r}")

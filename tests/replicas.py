@@ -1,0 +1,89 @@
+"""What tests of several ranks share: looking at all ranks, by mpi4py alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import mpidist
+
+NONE = mpidist.VariableAggregation.NONE
+SUM = mpidist.VariableAggregation.SUM
+MEAN = mpidist.VariableAggregation.MEAN
+FIRST = mpidist.VariableAggregation.ONLY_FIRST_REPLICA
+ON_WRITE = mpidist.VariableSynchronization.ON_WRITE
+ON_READ = mpidist.VariableSynchronization.ON_READ
+
+
+def everywhere(x: Any) -> list[Any]:
+    """Return the object of each rank, on every rank; not by what is tested."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.allgather(x)
+
+
+def raises_everywhere(kind: type[BaseException], call: Callable[[], Any]) -> list[str]:
+    """Check that ``call`` raises this very kind on every rank; return the messages."""
+    error: BaseException | None = None
+    try:
+        call()
+    except Exception as raised:
+        error = raised
+    outcomes = everywhere((type(error).__name__, str(error)))
+    assert {name for name, _ in outcomes} == {kind.__name__}, outcomes
+    return [message for _, message in outcomes]
+
+
+def own(strategy: mpidist.Strategy, value: Any) -> Any:
+    """Return this rank's component of a distributed value."""
+    (result,) = strategy.experimental_local_results(value)
+    return result
+
+
+def local(strategy: mpidist.Strategy, fn: Callable[[], Any]) -> Any:
+    """Return what ``fn`` returns in this rank's replica."""
+    return own(strategy, strategy.run(fn))
+
+
+def make(strategy: mpidist.Strategy, *args: Any, **kwargs: Any) -> mpidist.Variable:
+    with strategy.scope():
+        return mpidist.Variable(*args, **kwargs)
+
+
+def context() -> mpidist.ReplicaContext:
+    found = mpidist.get_replica_context()
+    assert found is not None
+    return found
+
+
+def merge(strategy: mpidist.Strategy, merge_fn: Callable[..., Any], *args: Any) -> Any:
+    """Run ``merge_fn`` in a merge_call of a replica function that does nothing else."""
+    return strategy.run(lambda: context().merge_call(merge_fn, args))
+
+
+def copies_of(strategy: mpidist.Strategy, variable: mpidist.Variable) -> list[Any]:
+    """Return the copy of each rank, on every rank, as NumPy arrays."""
+    mine = own(strategy, variable)
+    mine = mine.get() if hasattr(mine, "get") else mine
+    return everywhere(np.array(mine))
+
+
+def assert_copies(
+    strategy: mpidist.Strategy, variable: mpidist.Variable, expected: list[Any]
+) -> None:
+    found = copies_of(strategy, variable)
+    assert len(found) == len(expected)
+    for copy, want in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(copy, want)
+        assert copy.dtype == variable.dtype
+
+
+def assert_mirrored(
+    strategy: mpidist.Strategy, variable: mpidist.Variable, expected: Any
+) -> None:
+    """Check the value on every rank, and that all copies have the same bytes."""
+    found = copies_of(strategy, variable)
+    assert len({copy.tobytes() for copy in found}) == 1, found
+    np.testing.assert_array_equal(found[0], expected)

@@ -1,0 +1,444 @@
+"""CrossDeviceOps: the seam where a user chooses, or writes, a way to reduce."""
+
+import numpy as np
+import posing
+import pytest
+from replicas import (
+    ON_READ,
+    SUM,
+    assert_mirrored,
+    context,
+    local,
+    make,
+    merge,
+    own,
+    raises_everywhere,
+)
+
+import mpidist
+
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
+
+
+@pytest.fixture
+def strategy_with(strategy):
+    """Make strategies with CrossDeviceOps, closed after the test."""
+    made = []
+
+    def make_strategy(ops, **kwargs):
+        options = mpidist.experimental.CommunicationOptions(timeout_seconds=60)
+        made.append(
+            mpidist.MPIStrategy(
+                communication_options=options, cross_device_ops=ops, **kwargs
+            )
+        )
+        return made[-1]
+
+    yield make_strategy
+    for one in made:
+        one.close()
+
+
+class Recording(mpidist.CollectiveAllReduce):
+    """Writes down what it is asked for, and lets the base class do it."""
+
+    def __init__(self):
+        self.calls = []
+
+    def reduce_implementation(self, op, value, destinations, options):
+        assert mpidist.get_cross_replica_context() is not None
+        assert isinstance(value, (mpidist.PerReplica, mpidist.Variable))
+        self.calls.append(("reduce", op.name, options))
+        return super().reduce_implementation(op, value, destinations, options)
+
+    def batch_reduce_implementation(self, op, pairs, options):
+        self.calls.append(("batch", op.name, len(pairs)))
+        return super().batch_reduce_implementation(op, pairs, options)
+
+    def broadcast_implementation(self, tensor, destinations):
+        self.calls.append(("broadcast",))
+        return super().broadcast_implementation(tensor, destinations)
+
+    def take(self):
+        calls, self.calls = self.calls, []
+        return calls
+
+
+def check_all_verbs(strategy, rtol=0.0):
+    """Check what every verb gives against what it must give."""
+    rank, size = strategy.replica_id, strategy.num_replicas_in_sync
+    total = size * (size + 1) / 2
+    v = make(strategy, np.zeros(3))
+    metric = make(strategy, np.zeros(3), synchronization=ON_READ, aggregation=SUM)
+    strategy.run(lambda: metric.assign(np.full(3, rank + 1.0)))
+    value = strategy.run(lambda: np.full(3, rank + 1.0))
+    extended = strategy.extended
+
+    def same(found, want):
+        np.testing.assert_allclose(found, want, rtol=rtol)
+
+    def check(distribution, x):
+        extended = distribution.extended
+        for op, want in (("SUM", total), ("MEAN", total / size)):
+            same(distribution.reduce(op, x, axis=None), [want] * 3)
+            mirrored = extended.reduce_to(op, x, v)
+            assert isinstance(mirrored, mpidist.Mirrored)
+            same(mirrored, [want] * 3)
+            first, second = extended.batch_reduce_to(op, [(x, v), (x, x)])
+            same(first, [want] * 3)
+            same(second, [want] * 3)
+        same(extended.reduce_to("SUM", metric, metric), [total] * 3)
+        v.assign(extended.reduce_to("SUM", x, v))
+        same(extended.broadcast_to(np.arange(3.0), v), np.arange(3.0))
+        assert extended.broadcast_to(4, v) == 4
+
+    check(strategy, value)
+    merge(strategy, check, np.full(3, rank + 1.0))
+    for root, device in enumerate(extended.worker_devices):
+        result = extended.reduce_to("MEAN", value, device)
+        assert (result is None) == (rank != root)
+        if rank == root:
+            same(result, [total / size] * 3)
+
+    def replica_fn():
+        nest = {"a": np.full(3, rank + 1.0), "b": [rank + 1.0]}
+        reduced = context().all_reduce("SUM", nest)
+        same(reduced["a"], [total] * 3)
+        same(reduced["b"][0], total)
+        return reduced["a"]
+
+    same(local(strategy, replica_fn), [total] * 3)
+    mpidist.check_in_sync(v)
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        mpidist.CollectiveAllReduce,
+        mpidist.ReductionToOneDevice,
+        mpidist.NcclAllReduce,
+        mpidist.HierarchicalCopyAllReduce,
+        Recording,
+    ],
+    ids=lambda c: c.__name__,
+)
+def test_all_verbs(strategy_with, ops):
+    check_all_verbs(strategy_with(ops()))
+
+
+def test_all_verbs_by_an_accumulation_function(strategy, strategy_with):
+    for device in (None, strategy.extended.worker_devices[-1]):
+        called = []
+
+        def accumulate(values, called=called):
+            called.append(len(values))
+            return np.sum(values, axis=0)
+
+        mine = strategy_with(mpidist.ReductionToOneDevice(device, accumulate))
+        check_all_verbs(mine)
+        center = 0 if device is None else mine.num_replicas_in_sync - 1
+        assert bool(called) == (mine.replica_id == center)
+        assert set(called) <= {mine.num_replicas_in_sync}
+
+
+def test_what_goes_through_it(strategy_with, rank):
+    ops = Recording()
+    strategy = strategy_with(ops)
+    v = make(strategy, 0.0)
+    x = strategy.run(lambda: 1.0)
+    options = mpidist.experimental.CommunicationOptions(bytes_per_pack=100)
+    extended = strategy.extended
+    for call, expected in (
+        (lambda: strategy.reduce("MAX", x, axis=None), [("reduce", "MAX", None)]),
+        (
+            lambda: extended.reduce_to("SUM", x, v, options),
+            [("reduce", "SUM", options)],
+        ),
+        (
+            lambda: extended.reduce_to("SUM", {"a": x, "b": x}, v),
+            [("batch", "SUM", 2)],
+        ),
+        (
+            lambda: extended.batch_reduce_to("MEAN", [(x, v)] * 3),
+            [("batch", "MEAN", 3)],
+        ),
+        (lambda: extended.broadcast_to(np.ones(2), v), [("broadcast",)]),
+        (
+            lambda: strategy.run(lambda: context().all_reduce("MIN", [1.0, 2.0])),
+            [("batch", "MIN", 2)],
+        ),
+        (lambda: extended.reduce_to("MEAN", 3.0, v), []),
+        (
+            lambda: merge(strategy, lambda s, y: s.reduce("SUM", y, axis=None), 1.0),
+            [("reduce", "SUM", None)],
+        ),
+    ):
+        call()
+        assert ops.take() == expected  # on every rank
+
+
+def test_called_directly(strategy, rank, size):
+    """Without a strategy that was made with it."""
+    v = make(strategy, np.zeros(2))
+    x = strategy.run(lambda: np.full(2, rank + 1.0))
+    total = size * (size + 1) / 2
+    for ops in (mpidist.CollectiveAllReduce(), mpidist.ReductionToOneDevice()):
+        mirrored = ops.reduce("SUM", x, v)
+        assert isinstance(mirrored, mpidist.Mirrored)
+        v.assign(mirrored)
+        assert_mirrored(strategy, v, [total] * 2)
+        first, second = ops.batch_reduce("MEAN", [(x, v), (x, x)])
+        np.testing.assert_array_equal(first, second)
+        with strategy.scope():
+            copied = ops.broadcast(np.array([rank + 3.0]), v)
+        np.testing.assert_array_equal(copied, [3.0])
+        metric = make(strategy, rank, synchronization=ON_READ, aggregation=SUM)
+        strategy.run(lambda m=metric: m.assign(2))
+        assert ops.broadcast(metric, v) == 2 * size
+        assert ops.broadcast(1.5, v) == 1.5
+        for bad in (1.0, v, np.ones(2), None):
+            for message in raises_everywhere(
+                ValueError, lambda ops=ops, bad=bad: ops.reduce("SUM", bad, v)
+            ):
+                assert "expected a `mpidist.PerReplica`" in message
+        for bad in ("", "nowhere", [v], None):
+            raises_everywhere(
+                ValueError, lambda ops=ops, bad=bad: ops.reduce("SUM", x, bad)
+            )
+            with strategy.scope():
+                raises_everywhere(
+                    ValueError, lambda ops=ops, bad=bad: ops.broadcast(v, bad)
+                )
+        raises_everywhere(ValueError, lambda ops=ops: ops.reduce("total", x, v))
+    with pytest.raises(NotImplementedError, match="reduce_implementation"):
+        mpidist.CrossDeviceOps().reduce("SUM", x, v)
+
+
+def test_in_merge_fn_it_is_not_called_directly(strategy):
+    """There rank 0 is alone: an error, and no hang."""
+    if strategy.num_replicas_in_sync == 1:
+        return
+    ops = mpidist.CollectiveAllReduce()
+    for message in raises_everywhere(
+        RuntimeError,
+        lambda: merge(strategy, lambda s, x: ops.reduce("SUM", x, x), 1.0),
+    ):
+        assert "merge_fn runs on this rank alone" in message
+
+
+@pytest.mark.parametrize(
+    "kind", [mpidist.NcclAllReduce, mpidist.HierarchicalCopyAllReduce]
+)
+def test_num_packs(strategy_with, rank, size, kind):
+    for number, messages in ((0, 6), (1, 1), (2, 2), (3, 3)):
+        strategy = strategy_with(kind(num_packs=number))
+        values = strategy.run(lambda: [np.full(100, rank + 1.0)] * 6)
+        before = strategy.communication_statistics().calls.get("Allreduce", 0)
+        results = strategy.reduce("SUM", values, axis=None)
+        after = strategy.communication_statistics().calls.get("Allreduce", 0)
+        for result in results:
+            np.testing.assert_array_equal(result, np.full(100, size * (size + 1) / 2))
+        if size > 1:
+            assert after - before == messages
+    for bad, error in ((-1, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="num_packs"):
+            kind(num_packs=bad)
+
+
+def test_reduction_to_one_device(strategy, strategy_with, rank, size):
+    ops = mpidist.ReductionToOneDevice(strategy.extended.worker_devices[-1])
+    mine = strategy_with(ops)
+    x = mine.run(lambda: {"i": rank, "h": np.float16([rank]), "n": np.zeros((0, 2))})
+    mean = mine.reduce("MEAN", x, axis=None)
+    assert mean["i"] == (size - 1) / 2
+    assert isinstance(mean["i"], float)
+    assert mean["h"].dtype == np.float16
+    assert mean["n"].shape == (0, 2)
+    assert mine.reduce("MAX", x["i"], axis=None) == size - 1
+    calls = mine.communication_statistics().calls
+    if size > 1:
+        assert calls["Reduce"]
+        assert "Allreduce" not in calls
+    rows = mine.run(lambda: mpidist.IndexedSlices([float(rank)], [rank]))
+    assert mine.reduce("SUM", rows, axis=None).indices.tolist() == [*range(size)]
+    wrong = mpidist.ReductionToOneDevice("/device:CPU:0")
+    x = strategy.run(lambda: 1.0)
+    for message in raises_everywhere(ValueError, lambda: wrong.reduce("SUM", x, x)):
+        assert "destinations must be" in message
+
+
+@pytest.mark.parametrize("destination", ["center", "others", "all"])
+@pytest.mark.parametrize("what", ["raises", "wrong shape", "no array"])
+def test_accumulation_functions_that_fail(strategy, rank, size, destination, what):
+    """They run on one rank; all ranks raise, at this very call."""
+
+    def accumulate(values):
+        if what == "raises":
+            raise KeyError("on purpose")
+        return np.ones(7) if what == "wrong shape" else "text"
+
+    ops = mpidist.ReductionToOneDevice(accumulation_fn=accumulate)
+    x = strategy.run(lambda: np.ones(2))
+    devices = strategy.extended.worker_devices
+    to = {"center": devices[0], "others": devices[-1], "all": x}[destination]
+    kind = {"raises": KeyError, "wrong shape": ValueError, "no array": TypeError}[what]
+    raises_everywhere(kind, lambda: ops.reduce("SUM", x, to))
+    assert strategy.reduce("SUM", x, axis=None).tolist() == [size] * 2
+    for message in raises_everywhere(ValueError, lambda: ops.reduce("MAX", x, to)):
+        assert "SUM or MEAN" in message
+
+
+class Halves(mpidist.CollectiveAllReduce):
+    """The example of the docstring: sums in half precision."""
+
+    def reduce_implementation(self, op, value, destinations, options):
+        run = mpidist.get_strategy().run
+        half = run(lambda x: np.asarray(x).astype("float16"), args=(value,))
+        total = super().reduce_implementation(op, half, destinations, options)
+        return None if total is None else total.astype("float64")
+
+    batch_reduce_implementation = mpidist.CrossDeviceOps.batch_reduce_implementation
+
+
+def test_a_class_of_the_user_that_compresses(strategy_with, rank, size):
+    strategy = strategy_with(Halves())
+    x = strategy.run(lambda: np.full(1000, 0.1))
+    traffic = strategy.communication_statistics
+    before = traffic().bytes.get("Allreduce", 0)
+    total = strategy.reduce("SUM", x, axis=None)
+    np.testing.assert_allclose(total, 0.1 * size, rtol=2e-3)
+    assert total[0] != 0.1 * size
+    assert total.dtype == np.float64
+    assert traffic().bytes.get("Allreduce", 0) - before <= 4000
+    device = strategy.extended.worker_devices[-1]
+    result = strategy.extended.reduce_to("SUM", x, device)
+    assert (result is None) == (rank != size - 1)
+
+    def merge_fn(distribution, x):
+        return distribution.extended.batch_reduce_to("SUM", [(x, x), (x, x)])
+
+    first, _ = merge(strategy, merge_fn, np.full(10, 0.1))
+    np.testing.assert_allclose(own(strategy, first), 0.1 * size, rtol=2e-3)
+
+
+class Failing(mpidist.CollectiveAllReduce):
+    def __init__(self, when, rank):
+        self.when, self.rank = when, rank
+
+    def reduce_implementation(self, op, value, destinations, options):
+        return self._run(
+            lambda: super(Failing, self).reduce_implementation(
+                op, value, destinations, options
+            )
+        )
+
+    def broadcast_implementation(self, tensor, destinations):
+        return self._run(
+            lambda: super(Failing, self).broadcast_implementation(tensor, destinations)
+        )
+
+    def _run(self, work):
+        mine = mpidist.get_strategy().replica_id == self.rank
+        if mine and self.when == "before":
+            raise KeyError("on purpose")
+        result = work()
+        if mine and self.when == "after":
+            raise KeyError("on purpose")
+        if mine and self.when == "differs":
+            return np.nextafter(np.asarray(result), 100.0)
+        if mine and self.when == "nothing":
+            return None
+        return result
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("when", ["before", "after", "differs", "nothing"])
+def test_a_class_of_the_user_that_fails_on_one_rank(strategy_with, rank, size, when):
+    """All raise at this call; a result that differs would let copies diverge."""
+    strategy = strategy_with(Failing(when, size - 1))
+    v = make(strategy, np.zeros(2))
+    x = strategy.run(lambda: np.ones(2))
+    kind = KeyError if when in ("before", "after") else mpidist.CollectiveMismatchError
+    for call in (
+        lambda: strategy.reduce("SUM", x, axis=None),
+        lambda: v.assign(strategy.extended.reduce_to("SUM", x, v)),
+        lambda: v.assign(strategy.extended.broadcast_to(np.ones(2), v)),
+        lambda: merge(
+            strategy, lambda s, y: v.assign(s.extended.reduce_to("SUM", y, v)), 1.0
+        ),
+    ):
+        raises_everywhere(kind, call)
+        assert_mirrored(strategy, v, np.zeros(2))
+
+    def replica_fn():
+        with pytest.raises((KeyError, mpidist.CollectiveMismatchError)):
+            context().all_reduce("SUM", np.ones(2))
+        return context().all_gather(np.ones(1), axis=0)
+
+    assert local(strategy, replica_fn).tolist() == [1.0] * size
+    strategy.extended._cross_device_ops.when = "never"
+    check_all_verbs(strategy)
+
+
+def test_wrong_results(strategy_with):
+    class Short(mpidist.CollectiveAllReduce):
+        def batch_reduce_implementation(self, op, pairs, options):
+            return super().batch_reduce_implementation(op, pairs, options)[1:]
+
+    strategy = strategy_with(Short())
+    x = strategy.run(lambda: [1.0, 2.0])
+    for message in raises_everywhere(
+        TypeError, lambda: strategy.reduce("SUM", x, axis=None)
+    ):
+        assert "expected a list of 2 results" in message
+
+
+def test_wrong_classes(rank, size):
+    for bad in ("NCCL", mpidist.CollectiveAllReduce, 1):
+        for message in raises_everywhere(
+            TypeError, lambda bad=bad: mpidist.MPIStrategy(cross_device_ops=bad)
+        ):
+            assert "`cross_device_ops` to be a `mpidist.CrossDeviceOps`" in message
+    if size > 1:
+        ops = mpidist.NcclAllReduce() if rank else mpidist.CollectiveAllReduce()
+        for message in raises_everywhere(
+            mpidist.CollectiveMismatchError,
+            lambda: mpidist.MPIStrategy(cross_device_ops=ops),
+        ):
+            assert "NcclAllReduce as cross_device_ops" in message
+            assert "CollectiveAllReduce as cross_device_ops" in message
+
+
+@pytest.mark.parametrize("ops", [mpidist.ReductionToOneDevice, mpidist.NcclAllReduce])
+def test_on_a_device(monkeypatch, strategy_with, ops):
+    module = posing.install(monkeypatch)
+    strategy = strategy_with(ops(), device="gpu")
+    rank, size = strategy.replica_id, strategy.num_replicas_in_sync
+    x = strategy.run(lambda: module.full(3, rank + 1.0))
+    for op, want in (("SUM", size * (size + 1) / 2), ("MEAN", (size + 1) / 2)):
+        total = strategy.reduce(op, x, axis=None)
+        assert isinstance(total, module.ndarray)
+        assert total.get().tolist() == [want] * 3
+    many = strategy.reduce("SUM", [x, x], axis=None)
+    assert many[1].get().tolist() == [size * (size + 1) / 2] * 3
+    copied = strategy.extended.broadcast_to(module.full(2, rank + 1.0), x)
+    assert copied.value().get().tolist() == [1.0, 1.0]
+    for root, device in enumerate(strategy.extended.worker_devices):
+        result = strategy.extended.reduce_to("SUM", x, device)
+        assert (result is None) == (rank != root)
+
+
+def test_variables_are_aggregated_by_it(strategy_with, size):
+    ops = Recording()
+    strategy = strategy_with(ops)
+    mirrored = make(strategy, np.zeros(3), aggregation=SUM)
+    metric = make(strategy, 0.0, synchronization=ON_READ, aggregation=SUM)
+
+    strategy.run(lambda: mirrored.assign_add(np.ones(3), read_value=False))
+    assert [call[:2] for call in ops.take()] == [("reduce", "SUM")]
+    np.testing.assert_array_equal(mirrored, np.full(3, float(size)))
+
+    strategy.run(lambda: metric.assign(2.0, read_value=False))
+    assert ops.take() == []
+    assert float(metric) == 2.0 * size
+    assert [call[:2] for call in ops.take()] == [("reduce", "SUM")]

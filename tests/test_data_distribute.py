@@ -1,0 +1,907 @@
+"""experimental_distribute_dataset, distribute_datasets_from_function; any ranks."""
+
+from __future__ import annotations
+
+import collections
+import json
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import posing
+import pytest
+
+import mpidist
+from mpidist import data
+from mpidist.data import ArraySpec, AutoShardPolicy, Dataset
+from mpidist.data._sharding import split_as_it_comes, split_by_plan
+
+pytestmark = pytest.mark.mpi
+core = pytest.mark.core
+
+Pair = collections.namedtuple("Pair", ["x", "y"])
+OFF = mpidist.InputOptions(auto_shard_policy=AutoShardPolicy.OFF)
+
+
+def batches(rows, size):
+    """Return a list of global batches of the numbers from 0."""
+    return [np.arange(i, min(i + size, rows)) for i in range(0, rows, size)]
+
+
+def own(strategy, element):
+    """Return this rank's component of each leaf."""
+    return strategy.experimental_local_results(element)[0]
+
+
+def mine(strategy, dataset):
+    """Return this rank's rows of each step, as lists."""
+    return [own(strategy, element).tolist() for element in dataset]
+
+
+def pieces(strategy, rows, size, rule=split_as_it_comes):
+    """Return what this rank should get of the numbers from 0."""
+    n, r = strategy.num_replicas_in_sync, strategy.replica_id
+    more = (size,) if rule is split_by_plan else ()
+    return [
+        batch[slice(*rule(len(batch), n, r, *more))].tolist()
+        for batch in batches(rows, size)
+    ]
+
+
+def as_dataset(rows, size):
+    return Dataset.from_tensor_slices(np.arange(rows)).batch(size)
+
+
+def as_list(rows, size):
+    return batches(rows, size)
+
+
+def as_generator(rows, size):
+    return (batch for batch in batches(rows, size))
+
+
+class Loader:
+    """An iterable that is neither a sequence nor an iterator."""
+
+    def __init__(self, rows, size):
+        self.batches = batches(rows, size)
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def as_mapped(rows, size):
+    return as_dataset(rows, size).map(lambda batch: batch + 0)
+
+
+INPUTS = [as_dataset, as_list, as_generator, Loader, as_mapped]
+
+
+# --- the split ---------------------------------------------------------------------
+
+
+@core
+@pytest.mark.parametrize("make", INPUTS)
+@pytest.mark.parametrize(("rows", "size"), [(14, 8), (5, 5), (3, 1), (16, 4)])
+def test_each_batch_as_it_comes(strategy, make, rows, size):
+    dataset = strategy.experimental_distribute_dataset(make(rows, size))
+    assert mine(strategy, dataset) == pieces(strategy, rows, size)
+
+
+@core
+@pytest.mark.parametrize("make", INPUTS)
+@pytest.mark.parametrize(("rows", "size"), [(14, 8), (5, 5), (3, 1)])
+def test_by_the_plan_of_the_full_batch(strategy, make, rows, size):
+    dataset = strategy.experimental_distribute_dataset(make(rows, size), OFF)
+    assert mine(strategy, dataset) == pieces(strategy, rows, size, split_by_plan)
+
+
+@pytest.mark.parametrize("policy", ["AUTO", "DATA", "OFF"])
+def test_every_row_comes_once(strategy, policy):
+    options = mpidist.InputOptions(auto_shard_policy=policy)
+    dataset = Dataset.from_tensor_slices(np.arange(23)).shuffle(5).batch(6)
+    seen = []
+    for element in strategy.experimental_distribute_dataset(dataset, options):
+        seen += strategy.gather(element, axis=0).tolist()
+    assert seen != sorted(seen)
+    assert sorted(seen) == list(range(23))
+
+
+def test_the_whole_structure_arrives(strategy, rank, size):
+    x, y = np.arange(12.0, dtype=np.float32).reshape(4, 3), np.arange(4, dtype=np.int8)
+    dataset = Dataset.from_tensor_slices({"p": Pair(x, y), "l": [y]}).batch(4)
+    distributed = strategy.experimental_distribute_dataset(dataset)
+    (element,) = distributed
+    assert type(element) is dict
+    assert type(element["p"]) is Pair
+    for leaf in (element["p"].x, element["p"].y, element["l"][0]):
+        assert isinstance(leaf, mpidist.PerReplica)
+    start, stop = split_as_it_comes(4, size, rank)
+    part = own(strategy, element)
+    assert part["p"].x.dtype == np.float32
+    assert part["p"].x.tolist() == x[start:stop].tolist()
+    assert part["p"].x.shape == (stop - start, 3)
+    assert distributed.element_spec["p"].x == ArraySpec((None, 3), np.dtype(np.float32))
+    sums = strategy.run(lambda e: e["p"].y.sum(), args=(element,))
+    assert strategy.reduce("SUM", sums, axis=None) == 6
+
+
+@core
+def test_replicas_without_rows_get_empty_arrays(strategy, rank):
+    elements = [{"x": np.ones((1, 2, 3), np.float32), "y": np.array([7])}]
+    for source in (elements, iter(elements)):
+        (element,) = strategy.experimental_distribute_dataset(source)
+        part = own(strategy, element)
+        rows = 1 if rank == 0 else 0
+        assert part["x"].shape == (rows, 2, 3)
+        assert part["x"].dtype == np.float32
+        assert part["y"].shape == (rows,)
+        assert part["y"].dtype == np.int64
+
+
+def test_replicas_without_rows_learn_what_a_map_gives(strategy, rank):
+    # Only rank 0 ever reads a row, and so only it knows what the function returns.
+    calls = []
+
+    def widen(x):
+        calls.append(int(x))
+        return np.full((2, 2), x, np.float16)
+
+    dataset = Dataset.from_tensor_slices(np.arange(3)).map(widen).batch(1)
+    distributed = strategy.experimental_distribute_dataset(dataset)
+    shapes = [own(strategy, element).shape for element in distributed]
+    assert shapes == [(1 if rank == 0 else 0, 2, 2)] * 3
+    assert calls == ([0, 1, 2] if rank == 0 else [])
+
+
+def test_without_the_guard(new_strategy):
+    strategy = new_strategy(guard=False)
+    for make in (as_dataset, as_list):
+        dataset = strategy.experimental_distribute_dataset(make(14, 4))
+        assert mine(strategy, dataset) == pieces(strategy, 14, 4)
+    dataset = strategy.distribute_datasets_from_function(
+        lambda context: as_list(context.input_pipeline_id + 1, 1)
+    )
+    assert len(list(dataset)) == strategy.num_replicas_in_sync
+
+
+def test_row_shapes_may_change_from_step_to_step(strategy, rank, size):
+    source = [np.zeros((size, width)) for width in (3, 5, 2)]
+    dataset = strategy.experimental_distribute_dataset(source)
+    assert [own(strategy, e).shape for e in dataset] == [(1, 3), (1, 5), (1, 2)]
+
+
+def test_a_mean_over_uneven_batches_is_right(strategy):
+    values = np.arange(13.0) ** 2
+    dataset = Dataset.from_tensor_slices(values).batch(5)
+    total = count = 0
+    for element in strategy.experimental_distribute_dataset(dataset):
+        step = strategy.run(lambda x: (x.sum(), len(x)), args=(element,))
+        sums = strategy.reduce("SUM", step, axis=None)
+        total, count = total + sums[0], count + sums[1]
+    assert total / count == pytest.approx(values.mean())
+
+
+def test_an_epoch_starts_with_each_iteration(strategy):
+    dataset = strategy.experimental_distribute_dataset(as_list(9, 4))
+    assert mine(strategy, dataset) == mine(strategy, dataset) == pieces(strategy, 9, 4)
+    shuffled = Dataset.from_tensor_slices(np.arange(40)).shuffle(2).batch(40)
+    dataset = strategy.experimental_distribute_dataset(shuffled)
+    first, second = mine(strategy, dataset), mine(strategy, dataset)
+    assert first != second
+
+
+def test_a_generator_can_be_gone_through_once(strategy):
+    dataset = strategy.experimental_distribute_dataset(as_generator(9, 4))
+    assert mine(strategy, dataset) == pieces(strategy, 9, 4)
+    with pytest.raises(RuntimeError, match="can be gone through only once"):
+        next(iter(dataset))
+
+
+# --- who reads what ----------------------------------------------------------------
+
+
+class CountingRows:
+    """Rows that know who touched them."""
+
+    def __init__(self, count):
+        self.shape = (count, 2)
+        self.dtype = np.dtype(np.float64)
+        self.touched = []
+
+    def __getitem__(self, index):
+        rows = range(*index.indices(self.shape[0]))
+        self.touched += rows
+        return np.array([[r, -r] for r in rows], float).reshape(-1, 2)
+
+
+@core
+@pytest.mark.parametrize("options", [None, OFF], ids=["AUTO", "OFF"])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_rank_reads_its_own_rows_only(strategy, size, options, shuffled):
+    source = CountingRows(50)
+    dataset = Dataset.from_tensor_slices(source)
+    if shuffled:
+        dataset = dataset.shuffle(1)
+    dataset = dataset.map(lambda row: row * 2).batch(8).prefetch(2)
+    distributed = strategy.experimental_distribute_dataset(dataset, options)
+    kept = []
+    for element in distributed:
+        kept += (own(strategy, element)[:, 0] / 2).astype(int).tolist()
+    assert sorted(source.touched) == sorted(kept)
+    counts = strategy.gather(per_replica(strategy, [len(source.touched)]), axis=0)
+    assert counts.sum() == 50
+    everybody = strategy.gather(per_replica(strategy, source.touched), axis=0)
+    assert sorted(everybody.tolist()) == list(range(50))
+
+
+def per_replica(strategy, values):
+    return strategy.experimental_distribute_values_from_function(
+        lambda _: np.array(values, np.int64)
+    )
+
+
+def test_a_map_after_batch_makes_each_rank_read_whole_batches(strategy, size):
+    source = CountingRows(16)
+    dataset = Dataset.from_tensor_slices(source).batch(8).map(lambda x: x - x.mean())
+    distributed = strategy.experimental_distribute_dataset(dataset)
+    assert "each rank reads whole batches" in distributed.shard_plan
+    for element in distributed:
+        assert own(strategy, element).shape == (8 // size + (8 % size > 0), 2) or size
+    assert sorted(source.touched) == list(range(16))
+
+
+@pytest.fixture
+def own_folder():
+    """A folder of this rank: pytest's own are pruned by all ranks at once."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_a_file_is_mapped_into_memory(strategy, rank, own_folder):
+    # Each rank has a file of its own here; the rows of others are poisoned in it. So
+    # what comes out shows that nothing was taken from there.
+    n = strategy.num_replicas_in_sync
+    path = own_folder / "rows.bin"
+    rows, batch = 30, 7
+    content = np.full((rows, 4), -1.0, np.float32)
+    for index in range(0, rows, batch):
+        count = min(batch, rows - index)
+        start, stop = split_as_it_comes(count, n, rank)
+        for row in range(index + start, index + stop):
+            content[row] = row
+    content.tofile(path)
+    mapped = np.memmap(path, np.float32, "r", shape=(rows, 4))
+    dataset = Dataset.from_tensor_slices(mapped).batch(batch).prefetch(1)
+    seen = []
+    for element in strategy.experimental_distribute_dataset(dataset):
+        part = own(strategy, element)
+        assert type(part) is np.ndarray
+        part += 0  # its own memory, which can be written to
+        seen += strategy.gather(element, axis=0)[:, 0].tolist()
+    assert seen == list(range(rows))
+
+
+# --- the cost ----------------------------------------------------------------------
+
+
+@core
+def test_a_step_costs_one_header_and_no_other_message(strategy, size, monkeypatch):
+    dataset = strategy.experimental_distribute_dataset(as_dataset(40, 8))
+    iterator = iter(dataset)
+    guard = strategy.extended._collectives.guard
+    monkeypatch.setattr(
+        strategy.extended._collectives.comm,
+        "all_gather_objects",
+        lambda data: pytest.fail("a message besides the header"),
+    )
+    before = guard.sequence
+    for _ in range(5):
+        next(iterator)
+    assert guard.sequence - before == 5
+    with pytest.raises(StopIteration):
+        next(iterator)
+    assert guard.sequence - before == 6
+
+
+def test_no_thread_but_the_main_one_calls_mpi(new_strategy, monkeypatch):
+    strategy = new_strategy()
+    comm = strategy.extended._collectives.comm
+    threads = set()
+
+    def recorded(original):
+        def record(*args, **kwargs):
+            threads.add(threading.current_thread().name)
+            return original(*args, **kwargs)
+
+        return record
+
+    for name in ("start_all_max", "all_gather_objects", "all_gather_integers"):
+        monkeypatch.setattr(comm, name, recorded(getattr(comm, name)))
+    readers = set()
+
+    def fn(x):
+        readers.add(threading.current_thread().name)
+        return x
+
+    dataset = Dataset.from_tensor_slices(np.arange(40)).map(fn).batch(8).prefetch(2)
+    for element in strategy.experimental_distribute_dataset(dataset):
+        strategy.gather(element, axis=0)
+    assert readers == {"mpidist-prefetch"}
+    assert threads == {threading.current_thread().name}
+
+
+def test_the_order_of_keys_does_not_matter(strategy, rank):
+    arrays = {"a": np.arange(4), "b": np.ones((4, 2))}
+    if rank % 2:
+        arrays = dict(reversed(arrays.items()))
+    for batches in (Dataset.from_tensor_slices(arrays).batch(4), [arrays]):
+        (element,) = strategy.experimental_distribute_dataset(batches)
+        assert own(strategy, element)["b"].shape[1:] == (2,)
+
+
+def test_what_elements_are_like_is_told_once(strategy, monkeypatch):
+    calls = []
+    comm = strategy.extended._collectives.comm
+    original = comm.all_gather_objects
+
+    def count(data):
+        calls.append(1)
+        return original(data)
+
+    monkeypatch.setattr(comm, "all_gather_objects", count)
+    dataset = strategy.experimental_distribute_dataset(as_list(9, 3))
+    for _ in range(2):
+        mine(strategy, dataset)
+    assert len(calls) == 1
+
+
+# --- inputs from functions ---------------------------------------------------------
+
+
+@core
+def test_each_rank_has_a_pipeline_of_its_own(strategy, rank, size):
+    contexts = []
+
+    def dataset_fn(context):
+        contexts.append(context)
+        rows = Dataset.from_tensor_slices(np.arange(10 * size))
+        rows = rows.shard(context.num_input_pipelines, context.input_pipeline_id)
+        return rows.batch(context.get_per_replica_batch_size(4 * size))
+
+    dataset = strategy.distribute_datasets_from_function(dataset_fn)
+    assert len(contexts) == 1
+    (context,) = contexts
+    assert context.num_input_pipelines == context.num_replicas_in_sync == size
+    assert context.input_pipeline_id == rank
+    expected = np.arange(10 * size)[rank::size]
+    parts = [expected[:4].tolist(), expected[4:8].tolist(), expected[8:].tolist()]
+    assert mine(strategy, dataset) == mine(strategy, dataset) == parts
+    assert dataset.element_spec == ArraySpec((None,), np.dtype(np.int64))
+    older = strategy.experimental_distribute_datasets_from_function(dataset_fn)
+    assert mine(strategy, older) == parts
+
+
+@core
+@pytest.mark.parametrize("kind", ["list", "generator", "Dataset"])
+def test_inputs_of_uneven_length(strategy, rank, size, kind):
+    # Rank r has r + 1 batches of 2 rows; nothing is lost, and nobody waits.
+    def dataset_fn(context):
+        source = [np.full((2, 3), 10 * rank + i, np.int16) for i in range(rank + 1)]
+        if kind == "Dataset":
+            return Dataset.from_tensor_slices(np.concatenate(source)).batch(2)
+        return source if kind == "list" else iter(source)
+
+    found = list(strategy.distribute_datasets_from_function(dataset_fn))
+    assert len(found) == size
+    parts = [own(strategy, element) for element in found]
+    assert [len(part) for part in parts] == [2] * (rank + 1) + [0] * (size - rank - 1)
+    assert [int(p[0, 0]) for p in parts[: rank + 1]] == [
+        10 * rank + i for i in range(rank + 1)
+    ]
+    for part in parts:
+        assert part.shape[1:] == (3,)
+        assert part.dtype == np.int16
+
+
+def test_a_rank_without_any_input(strategy, rank, size):
+    def dataset_fn(context):
+        last = context.input_pipeline_id == context.num_input_pipelines - 1
+        return [{"x": np.ones((2, 5), np.float32)}] if last else []
+
+    dataset = strategy.distribute_datasets_from_function(dataset_fn)
+    (element,) = dataset
+    part = own(strategy, element)
+    assert list(part) == ["x"]
+    assert part["x"].shape == (2 if rank == size - 1 else 0, 5)
+    assert part["x"].dtype == np.float32
+    assert dataset.element_spec["x"].shape == (None, 5)
+    assert list(strategy.distribute_datasets_from_function(lambda c: [])) == []
+
+
+def test_scalars_of_functions_come_as_they_are(strategy, rank, size):
+    def dataset_fn(context):
+        return Dataset.from_tensor_slices(np.arange(rank + 1.0))
+
+    parts = [
+        own(strategy, e) for e in strategy.distribute_datasets_from_function(dataset_fn)
+    ]
+    assert [part.shape for part in parts] == [()] * (rank + 1) + [(0,)] * (
+        size - rank - 1
+    )
+
+
+def test_elements_that_differ_between_ranks_are_an_error(strategy, rank, size):
+    if size == 1:
+        pytest.skip("one rank does not differ from itself")
+    dtype = np.float32 if rank == 0 else np.float64
+    dataset = strategy.distribute_datasets_from_function(
+        lambda context: [np.ones((2, 3), dtype)] * 2
+    )
+    with pytest.raises(mpidist.CollectiveMismatchError) as caught:
+        next(iter(dataset))
+    assert "rank 0: float32 (*, *)" in str(caught.value)
+    assert "float64 (*, *)" in str(caught.value)
+
+    def later(context):
+        yield np.ones((2, 3))
+        yield {"x": np.ones((2, 3))} if rank == size - 1 else np.ones((2, 3))
+
+    iterator = iter(strategy.distribute_datasets_from_function(later))
+    next(iterator)
+    with pytest.raises(mpidist.CollectiveMismatchError) as caught:
+        next(iterator)
+    assert "{'x': float64 (*, *)}" in str(caught.value)
+
+
+# --- errors ------------------------------------------------------------------------
+
+
+@core
+@pytest.mark.parametrize("depth", [0, 2])
+def test_what_one_rank_raises_all_ranks_raise(strategy, rank, size, depth):
+    def fail(x):
+        if x == 5:
+            raise KeyError("row 5 can not be read")
+        return x
+
+    dataset = Dataset.from_tensor_slices(np.arange(12)).map(fail).batch(4)
+    dataset = strategy.experimental_distribute_dataset(dataset.prefetch(depth))
+    iterator = iter(dataset)
+    next(iterator)
+    owner = next(
+        r
+        for r in range(size)
+        if split_as_it_comes(4, size, r)[0] <= 1 < split_as_it_comes(4, size, r)[1]
+    )
+    for _ in range(2):  # a Dataset can be read again, and fails again
+        if rank == owner:
+            with pytest.raises(KeyError, match="row 5"):
+                next(iterator)
+        else:
+            with pytest.raises(mpidist.ReplicaError, match="row 5 can not be read"):
+                next(iterator)
+    assert strategy.reduce("SUM", strategy.run(lambda: 1), axis=None) == size
+
+
+@core
+def test_a_generator_that_raises_in_the_middle(strategy, rank, size):
+    def batches_of_rank(context):
+        yield np.ones(2)
+        if context.input_pipeline_id == size - 1:
+            raise OSError("the disk is gone")
+        yield np.ones(2)
+
+    iterator = iter(strategy.distribute_datasets_from_function(batches_of_rank))
+    next(iterator)
+    error = OSError if rank == size - 1 else mpidist.ReplicaError
+    with pytest.raises(error, match="the disk is gone"):
+        next(iterator)
+    # The others' batches are not lost silently: this iterator does not go on.
+    with pytest.raises(RuntimeError, match="its input raised a OSError and can not"):
+        next(iterator)
+
+
+def test_a_function_that_raises(strategy, rank, size):
+    def dataset_fn(context):
+        if context.input_pipeline_id == 0:
+            raise FileNotFoundError("no shard 0")
+        return []
+
+    error = FileNotFoundError if rank == 0 else mpidist.ReplicaError
+    with pytest.raises(error, match="no shard 0"):
+        strategy.distribute_datasets_from_function(dataset_fn)
+
+
+def test_stop_iteration_in_a_map_is_no_end(strategy):
+    def stop(x):
+        raise StopIteration
+
+    for depth in (0, 1):
+        dataset = Dataset.from_tensor_slices(np.arange(4)).map(stop).batch(4)
+        distributed = strategy.experimental_distribute_dataset(dataset.prefetch(depth))
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            list(distributed)
+
+
+@core
+def test_an_input_that_is_longer_on_one_rank(new_strategy, size):
+    strategy = new_strategy()
+    if size == 1:
+        pytest.skip("one rank does not differ from itself")
+    count = 3 if strategy.replica_id == 0 else 2
+    source = (np.arange(size) for _ in range(count))
+    seen = []
+    with pytest.raises(ValueError, match="batch 2 is not the same") as caught:
+        go_through(strategy, source, seen)
+    assert len(seen) == 2
+    assert f"rank 0: {size} rows" in str(caught.value)
+    assert ": the input has ended" in str(caught.value)
+    # The strategy goes on.
+    assert strategy.reduce("SUM", strategy.run(lambda: 1), axis=None) == size
+
+
+def test_batches_of_other_sizes_on_another_rank(new_strategy, rank, size):
+    strategy = new_strategy()
+    if size == 1:
+        pytest.skip("one rank does not differ from itself")
+    source = (np.arange(8 if rank else 6) for _ in range(3))
+    with pytest.raises(ValueError, match=r"rank 0: 6 rows\n  ranks? 1"):
+        go_through(strategy, source, [])
+
+
+def go_through(strategy, source, seen):
+    for element in strategy.experimental_distribute_dataset(source):
+        seen.append(strategy.run(lambda x: x, args=(element,)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda r: Dataset.from_tensor_slices(np.arange(9)).shuffle(r).batch(3),
+        lambda r: Dataset.from_tensor_slices(np.arange(9 + r)).batch(3),
+        lambda r: [np.arange(3)] * (4 + r),
+    ],
+    ids=["seed", "rows", "length"],
+)
+def test_inputs_that_visibly_differ_are_refused_at_once(strategy, rank, size, make):
+    if size == 1:
+        pytest.skip("one rank does not differ from itself")
+    with pytest.raises(mpidist.CollectiveMismatchError, match="distribute_dataset of"):
+        strategy.experimental_distribute_dataset(make(rank))
+
+
+@core
+def test_debug_mode_compares_the_global_batches(new_strategy, rank, size, monkeypatch):
+    monkeypatch.setenv("MPIDIST_DEBUG", "1")
+    strategy = new_strategy()
+    rng = np.random.default_rng(3)
+    same = (rng.normal(size=(4, 2)) for _ in range(2))
+    assert len(list(strategy.experimental_distribute_dataset(same))) == 2
+    if size == 1:
+        return
+    rng = np.random.default_rng(rank)
+    other = (rng.normal(size=(4, 2)) for _ in range(2))
+    with pytest.raises(ValueError, match="batch 0 is not the same on all ranks") as got:
+        next(iter(strategy.experimental_distribute_dataset(other)))
+    assert "the same seed on all ranks" in str(got.value)
+    assert f"  rank {size - 1}: checksum" in str(got.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: np.ones((8, 2)),
+            TypeError,
+            r"ndarray of shape \(8, 2\), which is not",
+        ),
+        (
+            lambda: (np.ones((8, 2)), np.ones(8)),
+            TypeError,
+            r"from_tensor_slices\(x\).batch\(global_batch_size\)",
+        ),
+        (lambda: {"x": np.ones(8)}, TypeError, r"got \{'x': float64 \(8,\)\}"),
+        (lambda: [1.0, 2.0], TypeError, "not a dataset of batches"),
+        (lambda: "text", TypeError, "not a dataset of batches"),
+        (lambda: 3, TypeError, "an iterable of them, got 3 of type int"),
+        (
+            lambda: Dataset.from_tensor_slices(np.ones((8, 2))),
+            ValueError,
+            "Call the `batch` method on the input Dataset in order to be able to split",
+        ),
+    ],
+)
+def test_what_is_no_dataset_of_batches(strategy, make, error, message):
+    with pytest.raises(error, match=message):
+        strategy.experimental_distribute_dataset(make())
+
+
+@pytest.mark.parametrize(
+    ("element", "message"),
+    [
+        (3.0, "Call the `batch` method on the input Dataset in order to be able to"),
+        ({"x": np.ones(3), "y": 1}, "got an element with a scalar"),
+        ((np.ones(3), np.ones(4)), "the same number of rows"),
+        ([], "element without arrays"),
+        (None, "got None"),
+        ("text", "expected a NumPy or CuPy array or a number"),
+    ],
+)
+def test_elements_that_can_not_be_split(strategy, element, message):
+    dataset = strategy.experimental_distribute_dataset(iter([element]))
+    with pytest.raises((ValueError, TypeError), match=message):
+        next(iter(dataset))
+
+
+@core
+@pytest.mark.parametrize("policy", ["FILE", "HINT"])
+def test_policies_for_files_are_refused(strategy, policy):
+    options = mpidist.InputOptions(auto_shard_policy=policy)
+    with pytest.raises(ValueError, match=r"distribute_datasets_from_function\(fn\)"):
+        strategy.experimental_distribute_dataset(as_list(4, 2), options)
+    with pytest.raises(ValueError, match="nothing is sharded here"):
+        strategy.distribute_datasets_from_function(lambda c: [], options)
+
+
+def test_options(strategy):
+    per_replica = mpidist.InputOptions(
+        experimental_replication_mode=mpidist.InputReplicationMode.PER_REPLICA
+    )
+    with pytest.raises(NotImplementedError, match="PER_REPLICA is only supported in"):
+        strategy.experimental_distribute_dataset(as_list(4, 2), per_replica)
+    dataset = strategy.distribute_datasets_from_function(
+        lambda context: [np.ones(3)], per_replica
+    )
+    assert mine(strategy, dataset) == [[1.0, 1.0, 1.0]]
+    placed = mpidist.InputOptions(experimental_place_dataset_on_device=True)
+    for make in (
+        lambda: strategy.experimental_distribute_dataset(as_list(4, 2), placed),
+        lambda: strategy.distribute_datasets_from_function(lambda c: [], placed),
+    ):
+        with pytest.raises(ValueError, match=r"needs InputReplicationMode\.PER"):
+            make()
+    with pytest.raises(TypeError, match=r"`mpidist.InputOptions`, got dict"):
+        strategy.experimental_distribute_dataset(as_list(4, 2), {})
+
+
+@core
+def test_an_argument_that_is_wrong_on_one_rank(strategy, rank, size):
+    bad = rank == size - 1
+    dataset = np.ones(4) if bad else as_list(4, 2)
+    with pytest.raises(TypeError, match="not a dataset of batches"):
+        strategy.experimental_distribute_dataset(dataset)
+    with pytest.raises(TypeError, match="expected a function of an InputContext"):
+        strategy.distribute_datasets_from_function(None if bad else lambda c: [])
+
+
+# --- where it may be called --------------------------------------------------------
+
+
+@core
+def test_next_in_a_replica_function_says_where_to_call_it(strategy):
+    dataset = strategy.experimental_distribute_dataset(as_list(8, 4))
+    iterator = iter(dataset)
+    with pytest.raises(ValueError, match="called from outside of replica_fn"):
+        strategy.run(lambda: next(iterator))
+    with strategy.scope():
+        assert own(strategy, next(iterator)).tolist() == pieces(strategy, 8, 4)[0]
+
+
+def test_next_on_one_rank_only(strategy, rank):
+    iterator = iter(strategy.experimental_distribute_dataset(as_list(8, 4)))
+
+    def fn():
+        if rank == 0:
+            next(iterator)
+        return 1
+
+    with pytest.raises(
+        (ValueError, mpidist.ReplicaError), match="called from outside of replica_fn"
+    ):
+        strategy.run(fn)
+
+
+@core
+def test_next_inside_merge_fn_says_where_to_call_it(strategy):
+    iterator = iter(strategy.experimental_distribute_dataset(as_list(8, 4)))
+
+    def merge_fn(strategy):
+        return next(iterator)
+
+    def fn():
+        return mpidist.get_replica_context().merge_call(merge_fn)
+
+    with pytest.raises(RuntimeError, match="every rank reads its own input"):
+        strategy.run(fn)
+
+
+def test_on_another_strategy(strategy, new_strategy):
+    other = new_strategy()
+    iterator = iter(strategy.experimental_distribute_dataset(as_list(8, 4)))
+    with other.scope(), pytest.raises(RuntimeError, match="Mixing different"):
+        next(iterator)
+
+
+def test_the_default_strategy_needs_no_mpi():
+    strategy = mpidist.get_strategy()
+    dataset = strategy.experimental_distribute_dataset(as_dataset(5, 2))
+    sums = [strategy.run(lambda x: x.sum(), args=(e,)) for e in dataset]
+    assert [int(own(strategy, s)) for s in sums] == [1, 5, 4]
+
+
+# --- the datasets themselves -------------------------------------------------------
+
+
+def test_length_cardinality_and_spec(strategy):
+    distribute = strategy.experimental_distribute_dataset
+    dataset = distribute(as_dataset(14, 8))
+    assert len(dataset) == dataset.cardinality() == 2
+    assert dataset.element_spec == ArraySpec((None,), np.dtype(np.int64))
+    assert iter(dataset).element_spec == dataset.element_spec
+    assert len(distribute(as_list(14, 8))) == 2
+    endless = distribute(Dataset.from_tensor_slices(np.arange(3)).repeat().batch(2))
+    assert endless.cardinality() == data.INFINITE_CARDINALITY
+    with pytest.raises(TypeError, match="without end"):
+        len(endless)
+    generator = distribute(as_generator(14, 8))
+    assert generator.cardinality() == data.UNKNOWN_CARDINALITY
+    with pytest.raises(TypeError, match="not known"):
+        len(generator)
+    with pytest.raises(ValueError, match="not known before the first was read"):
+        generator.element_spec  # noqa: B018
+    next(iter(generator))
+    assert generator.element_spec == ArraySpec((None,), np.dtype(np.int64))
+
+
+@core
+def test_reduce_folds_in_cross_replica_context(strategy):
+    dataset = strategy.experimental_distribute_dataset(as_dataset(14, 4))
+
+    def add(total, element):
+        assert mpidist.in_cross_replica_context()
+        assert mpidist.get_strategy() is strategy
+        sums = strategy.run(lambda x: x.sum(), args=(element,))
+        return total + strategy.reduce("SUM", sums, axis=None)
+
+    assert dataset.reduce(100, add) == 100 + sum(range(14))
+
+
+def test_describe(strategy, rank, size, capsys):
+    rows = Dataset.from_tensor_slices({"x": np.ones((14, 3)), "y": np.arange(14)})
+    dataset = rows.shuffle(1).batch(8).prefetch(2)
+    distributed = strategy.experimental_distribute_dataset(dataset)
+    text = distributed.shard_plan
+    distributed.describe()
+    assert capsys.readouterr().out == (f"{text}\n" if rank == 0 else "")
+    lines = text.splitlines()
+    assert f"on {size} replica" in lines[0]
+    assert "Dataset of 14 rows.shuffle(1).batch(8).prefetch(2)" in text
+    assert "{'x': float64 (None, 3), 'y': int64 (None,)}" in text
+    assert "1 of 8 rows and 1 of 6 rows an epoch: 14 rows" in text
+    assert "each rank reads the rows of its replica, and no others" in text
+    assert max(map(len, lines)) <= 100
+    table = [line.split() for line in lines[-size:]]
+    bounds = [split_as_it_comes(8, size, r) for r in range(size)]
+    assert [row[0] for row in table] == [str(r) for r in range(size)]
+    assert [int(row[1]) for row in table] == [b - a for a, b in bounds]
+    assert sum(int(row[-1]) for row in table) == 14
+
+    text = strategy.experimental_distribute_dataset(as_generator(9, 3)).shard_plan
+    assert "each rank reads whole batches, and keeps" in text
+    assert "their number is not known" in text
+    text = strategy.distribute_datasets_from_function(
+        lambda c: as_list(9, 3)
+    ).shard_plan
+    assert "each rank reads its own input" in text
+    assert "3 on this rank" in text
+
+
+def test_string_arrays_stay_on_the_host(strategy, rank, size):
+    names = np.array([f"row {i}" for i in range(size)])
+    dataset = Dataset.from_tensor_slices((names, np.arange(size))).batch(size)
+    (element,) = strategy.experimental_distribute_dataset(dataset)
+    assert own(strategy, element)[0].tolist() == [f"row {rank}"]
+
+
+def test_arrays_come_on_the_device(new_strategy, monkeypatch, rank, size):
+    cupy = posing.install(monkeypatch)
+    strategy = new_strategy(device="gpu")
+    dataset = as_dataset(size + 1, size)
+    device = [
+        own(strategy, e) for e in strategy.experimental_distribute_dataset(dataset)
+    ]
+    assert all(isinstance(part, cupy.ndarray) for part in device)
+    assert device[0].get().tolist() == [rank]
+    assert device[1].shape == (1 if rank == 0 else 0,)
+    keep = mpidist.InputOptions(experimental_fetch_to_device=False)
+    host = [
+        own(strategy, e)
+        for e in strategy.experimental_distribute_dataset(dataset, keep)
+    ]
+    assert all(type(part) is np.ndarray for part in host)
+    # What is on the device already is split there.
+    rows = Dataset.from_tensor_slices(cupy.asarray(np.arange(size))).shuffle(3)
+    seen = []
+    for element in strategy.experimental_distribute_dataset(rows.batch(size)):
+        assert isinstance(own(strategy, element), cupy.ndarray)
+        seen += strategy.gather(element, axis=0).get().tolist()
+    assert sorted(seen) == list(range(size))
+
+
+# --- the names of TensorFlow 1 -----------------------------------------------------
+
+
+@core
+def test_make_dataset_iterator(strategy):
+    iterator = strategy.make_dataset_iterator(as_dataset(8, 4))
+    assert iterator.initialize() == []
+    expected = pieces(strategy, 8, 4)
+    assert [own(strategy, iterator.get_next()).tolist() for _ in range(2)] == expected
+    with pytest.raises(data.OutOfRangeError, match="ended, after 2 steps"):
+        iterator.get_next()
+    assert iterator.initializer == []
+    sums = strategy.experimental_run(lambda x: x.sum(), iterator)
+    assert strategy.reduce("SUM", sums, axis=None) == 0 + 1 + 2 + 3
+    assert own(strategy, strategy.experimental_run(lambda: 7)) == 7
+
+
+def test_make_input_fn_iterator(strategy, rank, size):
+    iterator = strategy.make_input_fn_iterator(
+        lambda context: [np.full(2, context.input_pipeline_id)]
+    )
+    assert own(strategy, iterator.get_next()).tolist() == [rank, rank]
+    with pytest.raises(data.OutOfRangeError):
+        iterator.get_next()
+
+    def input_fn(context):
+        values = iter(range(rank + 1))
+        return lambda: np.array([next(values)])
+
+    iterator = strategy.make_input_fn_iterator(input_fn)
+    lengths = [len(own(strategy, element)) for element in iterator]
+    assert lengths == [1] * (rank + 1) + [0] * (size - rank - 1)
+    with pytest.raises(ValueError, match="Input replication mode not supported"):
+        strategy.make_input_fn_iterator(
+            input_fn, mpidist.InputReplicationMode.PER_REPLICA
+        )
+
+
+def test_make_numpy_dataset(strategy, size):
+    x, y = np.arange(6.0).reshape(3, 2), np.arange(3)
+    rows = strategy.experimental_make_numpy_dataset((x, y))
+    assert [(a.tolist(), int(b)) for a, b in rows] == [
+        ([0.0, 1.0], 0),
+        ([2.0, 3.0], 1),
+        ([4.0, 5.0], 2),
+    ]
+    stacked = strategy.experimental_make_numpy_dataset([y, y + 10], session=None)
+    assert [row.tolist() for row in stacked] == [[0, 1, 2], [10, 11, 12]]
+    nested = strategy.experimental_make_numpy_dataset({"a": [x, x], "b": [1, 2]})
+    assert nested.element_spec["a"].shape == (3, 2)
+    seen = []
+    for element in strategy.experimental_distribute_dataset(rows.batch(2)):
+        seen += strategy.gather(element[1], axis=0).tolist()
+    assert seen == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="cross-replica context"):
+        strategy.run(lambda: strategy.experimental_make_numpy_dataset(x))
+
+
+@core
+def test_get_next_as_optional(strategy):
+    iterator = iter(strategy.experimental_distribute_dataset(as_list(8, 4)))
+    found = []
+    while (step := iterator.get_next_as_optional()).has_value():
+        found.append(own(strategy, step.get_value()).tolist())
+    assert found == pieces(strategy, 8, 4)
+    with pytest.raises(ValueError, match="the input has ended"):
+        step.get_value()
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+def test_state_is_json(strategy):
+    iterator = iter(strategy.experimental_distribute_dataset(as_list(8, 4)))
+    next(iterator)
+    assert json.loads(json.dumps(iterator.state())) == iterator.state()

@@ -1,0 +1,344 @@
+"""state() and restore(): a run that is continued sees the rows it had not seen."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+
+import numpy as np
+import pytest
+from test_data_distribute import as_list, own, pieces
+
+import mpidist
+from mpidist.data import Dataset
+
+pytestmark = pytest.mark.mpi
+core = pytest.mark.core
+
+ROWS, BATCH = 22, 4
+
+
+def shuffled(rows=ROWS, batch=BATCH, depth=2, seed=5):
+    dataset = Dataset.from_tensor_slices(np.arange(rows)).shuffle(seed).batch(batch)
+    return dataset.prefetch(depth)
+
+
+def gathered(strategy, iterator, steps=None):
+    """Return the global batches that are still to come, or some of them."""
+    found = []
+    while steps is None or len(found) < steps:
+        step = iterator.get_next_as_optional()
+        if not step.has_value():
+            break
+        found.append(strategy.gather(step.get_value(), axis=0).tolist())
+    return found
+
+
+class Resumable:
+    """An iterable whose iterators have a state, as grain's have."""
+
+    def __init__(self):
+        self.opened = []
+
+    def __iter__(self):
+        iterator = ResumableIterator()
+        self.opened.append(iterator)
+        return iterator
+
+
+class ResumableIterator:
+    def __init__(self):
+        self.index = 0
+        self.reads = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        batches = as_list(ROWS, BATCH)
+        if self.index >= len(batches):
+            raise StopIteration
+        self.index += 1
+        self.reads += 1
+        return batches[self.index - 1]
+
+    def get_state(self):
+        return {"index": np.int64(self.index), "raw": b"\x00\xff", "list": [1, None]}
+
+    def set_state(self, state):
+        assert state["raw"] == b"\x00\xff"
+        assert state["list"] == [1, None]
+        self.index = state["index"]
+
+
+def flat(batches):
+    return list(itertools.chain(*batches))
+
+
+SOURCES = {
+    "Dataset": shuffled,
+    "Dataset without a thread": lambda: shuffled(depth=0),
+    "list": lambda: as_list(ROWS, BATCH),
+    "generator": lambda: iter(as_list(ROWS, BATCH)),
+    "resumable": Resumable,
+}
+
+
+@core
+@pytest.mark.parametrize("steps", [0, 1, 4, 6])
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_new_iterator_goes_on_from_the_state(strategy, kind, steps):
+    make = SOURCES[kind]
+    first = iter(strategy.experimental_distribute_dataset(make()))
+    seen = gathered(strategy, first, steps)
+    state = json.loads(json.dumps(first.state()))
+    rest = gathered(strategy, first)
+    assert sorted(flat(seen + rest)) == list(range(ROWS))
+    assert state == json.loads(json.dumps(state))
+
+    second = iter(strategy.experimental_distribute_dataset(make()))
+    second.restore(state)
+    assert second.state()["position"] == steps
+    assert gathered(strategy, second) == rest
+    with pytest.raises(StopIteration):
+        next(second)
+
+
+@core
+@pytest.mark.parametrize("kind", ["Dataset", "list", "generator", "resumable"])
+def test_on_another_number_of_ranks(strategy, new_strategy, rank, size, kind):
+    # Rank 0 alone, and then all; and the other way round.
+    from mpi4py import MPI
+
+    make = SOURCES[kind]
+    alone = new_strategy(comm=MPI.COMM_WORLD.Split(rank))
+    dataset = make()
+    for before, after in ((alone, strategy), (strategy, alone)):
+        dataset = make()
+        first = iter(before.experimental_distribute_dataset(dataset))
+        seen = gathered(before, first, 3)
+        second = iter(after.experimental_distribute_dataset(make()))
+        second.restore(first.state())
+        rest = gathered(after, second)
+        assert len(seen) + len(rest) == 6
+        assert sorted(flat(seen + rest)) == list(range(ROWS))
+
+
+@core
+def test_on_some_of_the_ranks(strategy, new_strategy, rank, size):
+    # From all ranks to all but one, as after the loss of a node.
+    from mpi4py import MPI
+
+    first = iter(strategy.experimental_distribute_dataset(shuffled()))
+    seen = gathered(strategy, first, 2)
+    state = first.state()
+    others = new_strategy(comm=MPI.COMM_WORLD.Split(min(rank, 1)))
+    second = iter(others.experimental_distribute_dataset(shuffled()))
+    second.restore(state)
+    rest = gathered(others, second)
+    assert sorted(flat(seen + rest)) == list(range(ROWS))
+
+
+def test_later_epochs_have_the_same_order_as_without_the_stop(strategy):
+    dataset = strategy.experimental_distribute_dataset(shuffled())
+    epochs = [gathered(strategy, iter(dataset)) for _ in range(3)]
+    assert epochs[0] != epochs[1]
+
+    dataset = strategy.experimental_distribute_dataset(shuffled())
+    gathered(strategy, iter(dataset))
+    iterator = iter(dataset)
+    seen = gathered(strategy, iterator, 2)
+    state = iterator.state()
+    assert (state["iteration"], state["position"]) == (1, 2)
+
+    dataset = strategy.experimental_distribute_dataset(shuffled())
+    iterator = iter(dataset)
+    iterator.restore(state)
+    assert seen + gathered(strategy, iterator) == epochs[1]
+    assert gathered(strategy, iter(dataset)) == epochs[2]
+
+
+def test_state_counts_what_was_given_out_and_not_what_was_read_ahead(strategy):
+    dataset = strategy.experimental_distribute_dataset(shuffled(depth=5))
+    iterator = iter(dataset)
+    assert iterator.state()["position"] == 0
+    next(iterator)
+    assert iterator.state()["position"] == 1
+
+
+def test_restore_goes_back_too(strategy):
+    iterator = iter(strategy.experimental_distribute_dataset(shuffled()))
+    start = iterator.state()
+    everything = gathered(strategy, iterator)
+    iterator.restore(start)
+    assert gathered(strategy, iterator) == everything
+
+
+def test_a_dataset_goes_there_without_reading(strategy):
+    read = []
+    rows = Dataset.from_tensor_slices(np.arange(ROWS))
+    dataset = rows.map(lambda x: read.append(int(x)) or x).batch(BATCH)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    iterator.restore({**iterator.state(), "position": 4})
+    next(iterator)
+    assert all(row >= 16 for row in read)
+
+
+def test_a_source_with_a_state_is_not_read_again(strategy):
+    source = Resumable()
+    iterator = iter(strategy.experimental_distribute_dataset(source))
+    gathered(strategy, iterator, 3)
+    state = iterator.state()
+    assert next(iter(state["sources"].values()))["index"] == 3
+    iterator.restore(state)
+    assert gathered(strategy, iterator, 1) == [[12, 13, 14, 15]]
+    assert source.opened[-1].reads == 1
+
+
+def test_a_generator_can_not_go_back(strategy):
+    dataset = strategy.experimental_distribute_dataset(iter(as_list(ROWS, BATCH)))
+    iterator = iter(dataset)
+    start = iterator.state()
+    gathered(strategy, iterator, 3)
+    state = iterator.state()
+    iterator.restore(state)  # it is there
+    assert gathered(strategy, iterator, 1) == [[12, 13, 14, 15]]
+    with pytest.raises(RuntimeError, match="can not go back to 0"):
+        iterator.restore(start)
+
+
+def test_inputs_of_uneven_length_go_on(strategy, rank, size):
+    # Rank r has r + 2 batches. After two steps rank 0 has ended.
+    def dataset_fn(context):
+        return [np.array([10 * rank + i]) for i in range(rank + 2)]
+
+    dataset = strategy.distribute_datasets_from_function(dataset_fn)
+    first = iter(dataset)
+    for _ in range(2):
+        next(first)
+    state = first.state()
+    rest = [own(strategy, element).tolist() for element in first]
+    second = iter(strategy.distribute_datasets_from_function(dataset_fn))
+    second.restore(state)
+    assert [own(strategy, element).tolist() for element in second] == rest
+    assert rest == [[10 * rank + 2 + i] for i in range(rank)] + [[]] * (size - 1 - rank)
+
+
+@core
+def test_the_state_of_one_rank_is_enough(strategy, rank):
+    # A checkpoint holds that of rank 0; sources with a state of their own included.
+    def distribute():
+        return strategy.distribute_datasets_from_function(lambda context: Resumable())
+
+    first = iter(distribute())
+    gathered(strategy, first, 2)
+    comm = strategy.extended._collectives.comm
+    states = comm.all_gather_objects(pickle.dumps(first.state()))
+    state = pickle.loads(states[0])
+    assert list(state["sources"]) == ["0"]
+    rest = gathered(strategy, first)
+    second = iter(distribute())
+    second.restore(state)
+    assert gathered(strategy, second) == rest
+
+
+@core
+def test_a_mismatch_loses_no_batch(new_strategy, rank, size):
+    if size == 1:
+        pytest.skip("one rank makes no other call")
+    strategy = new_strategy()
+    iterator = iter(strategy.experimental_distribute_dataset(as_list(ROWS, BATCH)))
+    gathered(strategy, iterator, 1)
+    call = (lambda: strategy.run(lambda: 1)) if rank == 0 else (lambda: next(iterator))
+    with pytest.raises(mpidist.CollectiveMismatchError):
+        call()
+    assert iterator.state()["position"] == 1
+    found = own(strategy, next(iterator)).tolist()
+    assert found == pieces(strategy, ROWS, BATCH)[1]
+
+
+# --- what can not be restored --------------------------------------------------------
+
+
+@core
+def test_all_ranks_restore_the_same(strategy, rank, size):
+    iterator = iter(strategy.experimental_distribute_dataset(shuffled()))
+    state = {**iterator.state(), "position": 2 if rank == 0 else 1}
+    if size == 1:
+        iterator.restore(state)
+        return
+    with pytest.raises(mpidist.CollectiveMismatchError, match="restore of dataset"):
+        iterator.restore(state)
+
+
+@core
+def test_a_bad_state_on_one_rank(strategy, rank, size):
+    iterator = iter(strategy.experimental_distribute_dataset(shuffled()))
+    state = {} if rank == size - 1 else iterator.state()
+    with pytest.raises(ValueError, match=r"expected what `state\(\)` of an iterator"):
+        iterator.restore(state)
+    assert len(gathered(strategy, iterator)) == 6
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: shuffled(batch=8), "of 6 batches of 4 rows, and this one has 3 of 8"),
+        (lambda: shuffled(rows=30), "of 6 batches of 4 rows, and this one has 8 of 4"),
+        (
+            lambda: shuffled().repeat(),
+            "6 batches of 4 rows, and this one has endlessly many of 4",
+        ),
+    ],
+)
+def test_the_state_of_another_dataset(strategy, make, message):
+    state = iter(strategy.experimental_distribute_dataset(shuffled())).state()
+    iterator = iter(strategy.experimental_distribute_dataset(make()))
+    with pytest.raises(ValueError, match=message):
+        iterator.restore(state)
+
+
+@core
+def test_inputs_from_functions_need_the_same_number_of_ranks(strategy, size):
+    dataset = strategy.distribute_datasets_from_function(lambda c: as_list(8, 4))
+    iterator = iter(dataset)
+    state = {**iterator.state(), "replicas": size + 1}
+    with pytest.raises(ValueError, match=f"taken on {size + 1} ranks, each with an"):
+        iterator.restore(state)
+    other = iter(strategy.experimental_distribute_dataset(as_list(8, 4)))
+    with pytest.raises(ValueError, match="over inputs from a function"):
+        other.restore(iterator.state())
+
+
+def test_a_state_that_json_can_not_hold(strategy):
+    class Bad(Resumable):
+        def __iter__(self):
+            iterator = ResumableIterator()
+            iterator.get_state = object
+            return iterator
+
+    iterator = iter(strategy.experimental_distribute_dataset(Bad()))
+    next(iterator)
+    with pytest.raises(TypeError, match="has a object, which is not bytes"):
+        iterator.state()
+
+
+@core
+@pytest.mark.parametrize("kind", ["Dataset", "resumable"])
+def test_in_a_checkpoint(strategy, new_strategy, rank, mpi_tmp_path, kind):
+    # Saved by all ranks, restored by each alone, whatever the source's own state.
+    from mpi4py import MPI
+
+    make = SOURCES[kind]
+    first = iter(strategy.experimental_distribute_dataset(make()))
+    seen = gathered(strategy, first, 3)
+    with strategy.scope():
+        mpidist.Checkpoint(data=first).save(mpi_tmp_path / "a")
+    alone = new_strategy(comm=MPI.COMM_WORLD.Split(rank))
+    second = iter(alone.experimental_distribute_dataset(make()))
+    with alone.scope():
+        mpidist.Checkpoint(data=second).restore(mpi_tmp_path / "a")
+    rest = gathered(alone, second)
+    assert len(seen) + len(rest) == 6
+    assert sorted(flat(seen + rest)) == list(range(ROWS))

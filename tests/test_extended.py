@@ -1,0 +1,627 @@
+"""StrategyExtended: each method and attribute, at program level and in merge_fn."""
+
+import numpy as np
+import pytest
+from replicas import (
+    FIRST,
+    MEAN,
+    ON_READ,
+    SUM,
+    assert_copies,
+    assert_mirrored,
+    context,
+    everywhere,
+    local,
+    make,
+    merge,
+    own,
+    raises_everywhere,
+)
+
+import mpidist
+
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
+
+
+@pytest.fixture(params=["program", "scope", "merge_fn"])
+def in_cross_replica(request, strategy):
+    """Give a function that calls another one in cross-replica context.
+
+    ``fn(strategy, x)`` gets a PerReplica; what it returns is each rank's own.
+    """
+
+    def call(fn, x):
+        if request.param == "merge_fn":
+            return strategy.run(lambda: context().merge_call(fn, args=(x,)))
+        value = strategy.run(lambda: x)
+        if request.param == "program":
+            return fn(strategy, value)
+        with strategy.scope():
+            return fn(strategy, value)
+
+    call.kind = request.param
+    return call
+
+
+def calls_of(strategy, name):
+    return strategy.communication_statistics().calls.get(name, 0)
+
+
+# --- attributes -----------------------------------------------------------------------
+
+
+def test_attributes(strategy, rank, size):
+    def check(distribution):
+        extended = distribution.extended
+        assert len(extended.worker_devices) == size
+        assert extended.parameter_devices == extended.worker_devices
+        assert extended.non_slot_devices([]) == extended.worker_devices
+        assert extended.experimental_between_graph is True
+        assert extended.experimental_require_static_shapes is False
+        assert extended.experimental_should_init is True
+
+    check(strategy)
+    merge(strategy, check)
+    strategy.run(lambda: check(strategy))
+    assert strategy.extended.should_checkpoint is (rank == 0)
+    assert strategy.extended.should_save_summary is (rank == 0)
+    default = mpidist.get_strategy().extended
+    assert default.worker_devices == ("/rank:0/device:CPU:0",)
+    assert default.experimental_between_graph is False
+    assert default.should_checkpoint is True
+
+
+def test_names_of_older_versions(strategy, rank):
+    assert mpidist.VariableAggregation.ONLY_FIRST_TOWER is FIRST
+    assert mpidist.get_loss_reduction() is mpidist.ReduceOp.SUM
+    value = strategy.run(lambda: rank)
+    assert strategy.unwrap(value) == (rank,)
+    assert merge(strategy, lambda s, x: sum(s.unwrap(x)), rank) is not None
+    assert strategy.group(value) is None
+    assert strategy.group(value, name="train") is None
+
+
+def test_get_cross_replica_context(strategy):
+    assert mpidist.get_cross_replica_context() is None  # outside: a replica of one
+    with strategy.scope():
+        assert mpidist.get_cross_replica_context() is strategy
+        strategy.extended.update(
+            make(strategy, 1.0), lambda v: is_cross_replica(strategy)
+        )
+    merge(strategy, lambda s: is_cross_replica(s))
+
+    def replica_fn():
+        assert mpidist.get_cross_replica_context() is None
+        assert mpidist.get_replica_context() is not None
+
+    strategy.run(replica_fn)
+
+
+def is_cross_replica(strategy):
+    assert mpidist.get_cross_replica_context() is strategy
+    assert mpidist.get_replica_context() is None
+
+
+def test_cluster_resolver(strategy, rank, size):
+    resolver = strategy.cluster_resolver
+    hosts = resolver.cluster_spec()["worker"]
+    assert isinstance(resolver, mpidist.MPIClusterResolver)
+    assert len(hosts) == size
+    assert (resolver.task_type, resolver.task_id) == ("worker", rank)
+    assert (resolver.environment, resolver.rpc_layer) == ("mpi", "mpi")
+    assert resolver.master() == hosts[0]
+    assert resolver.master("worker", size - 1) == hosts[-1]
+    assert resolver.num_accelerators() == {}
+    assert f"task {rank} of {size}" in repr(resolver)
+    for bad in (("ps", 0), ("worker", size), ("worker", -1)):
+        with pytest.raises(ValueError, match="task_type 'worker'"):
+            resolver.master(*bad)
+    assert mpidist.MPIClusterResolver(
+        ("a",), 0, ("/rank:0/device:GPU:1",)
+    ).num_accelerators() == {"GPU": 1}
+    assert mpidist.get_strategy().cluster_resolver is None
+
+
+# --- reduce_to ------------------------------------------------------------------------
+
+
+def test_reduce_to_each_device(strategy, rank, size, in_cross_replica):
+    """An MPI Reduce: the result on that rank, None on the others, no Allreduce."""
+    for root, device in enumerate(strategy.extended.worker_devices):
+        before = calls_of(strategy, "Allreduce"), calls_of(strategy, "Reduce")
+
+        def fn(distribution, x, device=device):
+            return distribution.extended.reduce_to(SUM, x, device)
+
+        result = in_cross_replica(fn, np.array([1.0, rank]))
+        if size > 1:
+            assert calls_of(strategy, "Allreduce") == before[0]
+            assert calls_of(strategy, "Reduce") == before[1] + 1
+        result = own(strategy, result)
+        if rank == root or (in_cross_replica.kind == "merge_fn" and root == 0):
+            assert result.tolist() == [size, size * (size - 1) / 2]
+        else:
+            assert result is None
+
+
+@pytest.mark.mpi(min_size=2)
+def test_reduce_to_a_device_of_another_rank_in_merge_fn(strategy, rank, size):
+    """A PerReplica: rank 0 may pass it on to where the value is."""
+
+    def merge_fn(distribution, x):
+        device = distribution.extended.worker_devices[size - 1]
+        total = distribution.extended.reduce_to("SUM", x, device)
+        assert isinstance(total, mpidist.PerReplica)
+        assert distribution.experimental_local_results(total)[:-1] == (None,) * (
+            size - 1
+        )
+        assert total.values[-1] == size
+        return distribution.run(lambda t: -1.0 if t is None else t + 1.0, args=(total,))
+
+    result = own(strategy, merge(strategy, merge_fn, 1.0))
+    assert result == (size + 1.0 if rank == size - 1 else -1.0)
+
+
+@pytest.mark.parametrize(
+    ("op", "value", "expected"),
+    [
+        ("SUM", lambda r: float(r), lambda n: n * (n - 1) / 2),
+        ("MEAN", lambda r: r, lambda n: (n - 1) / 2),
+        ("MEAN", lambda r: np.array([r, r]), lambda n: np.full(2, (n - 1) / 2)),
+        ("SUM", lambda r: np.float16([r]), lambda n: np.float16([n * (n - 1) / 2])),
+        ("MAX", lambda r: np.float16([r]), lambda n: np.float16([n - 1])),
+        ("MIN", lambda r: np.float32(r), lambda n: np.float32(0)),
+        ("PROD", lambda r: r + 1, lambda n: np.prod(np.arange(1, n + 1))),
+        ("SUM", lambda r: 1j * r, lambda n: 1j * n * (n - 1) / 2),
+        ("MAX", lambda r: np.array([r == 0]), lambda n: np.array([True])),
+        ("SUM", lambda r: np.zeros((0, 2)), lambda n: np.zeros((0, 2))),
+    ],
+)
+def test_reduce_to_a_device_of_other_values(strategy, rank, size, op, value, expected):
+    mine = value(rank)
+    everyone = strategy.run(lambda: mine)
+    for root in {0, size - 1}:
+        device = strategy.extended.worker_devices[root]
+        result = strategy.extended.reduce_to(op, everyone, device)
+        if rank != root:
+            assert result is None
+            continue
+        np.testing.assert_array_equal(result, expected(size))
+        assert np.shape(result) == np.shape(mine)
+        if isinstance(mine, (int, float, complex)):
+            assert isinstance(result, (int, float, complex))
+        elif op == "MEAN":
+            assert result.dtype == np.float64
+        else:
+            assert result.dtype == mine.dtype
+
+
+def test_reduce_to_a_device_of_nests_and_in_batches(strategy, rank, size):
+    """Mixed destinations: one fused reduction for each."""
+    first, last = (
+        strategy.extended.worker_devices[0],
+        (strategy.extended.worker_devices[-1]),
+    )
+    v = make(strategy, np.zeros(2))
+
+    def nest():
+        return {"a": np.full(2, rank + 1.0), "b": [rank, np.float32([1.0])]}
+
+    value = strategy.run(nest)
+    total = size * (size + 1) / 2
+    result = strategy.extended.reduce_to("SUM", value, last)
+    if rank == size - 1:
+        assert result["a"].tolist() == [total] * 2
+        assert result["b"][0] == total - size
+        assert isinstance(result["b"][0], int)
+        assert result["b"][1].dtype == np.float32
+    else:
+        assert result == {"a": None, "b": [None, None]}
+    before = calls_of(strategy, "Allreduce"), calls_of(strategy, "Reduce")
+    results = strategy.extended.batch_reduce_to(
+        "SUM",
+        iter(
+            [
+                (value["a"], v),
+                (value["a"], first),
+                ([value["a"]], last),
+                (value["a"], value["a"]),
+                (value["a"], last),
+            ]
+        ),
+    )
+    if size > 1:
+        assert calls_of(strategy, "Allreduce") == before[0] + 1
+        assert calls_of(strategy, "Reduce") == before[1] + 2
+    for i in (0, 3):
+        assert isinstance(results[i], mpidist.Mirrored)
+        np.testing.assert_array_equal(results[i], [total] * 2)
+    mine = [x is not None for x in (results[1], results[2][0], results[4])]
+    assert mine == [rank == 0, rank == size - 1, rank == size - 1]
+    np.testing.assert_array_equal(v, [0.0, 0.0])
+    assert strategy.extended.batch_reduce_to("SUM", []) == []
+
+    def merge_fn(distribution, x):
+        both = distribution.extended.batch_reduce_to(
+            "MEAN", [(x, first), (x, last), (x, v)]
+        )
+        return both[1:]
+
+    at_last, mirrored = merge(strategy, merge_fn, float(rank))
+    assert own(strategy, mirrored) == (size - 1) / 2
+    if rank == size - 1:
+        assert own(strategy, at_last) == (size - 1) / 2
+
+
+def test_reduce_to_of_what_is_the_same(strategy, rank, size, in_cross_replica):
+    v = make(strategy, [1.0, 2.0])
+
+    def fn(distribution, x):
+        extended = distribution.extended
+        mirrored = extended.reduce_to(mpidist.ReduceOp.MAX, x, v)
+        assert extended.reduce_to("MEAN", mirrored, v) is mirrored
+        assert extended.reduce_to("MEAN", v, v) is v
+        assert extended.reduce_to("MAX", 3.0, v) == 3.0
+        results = extended.batch_reduce_to("MEAN", [(mirrored, v), (x, v)])
+        assert results[0] is mirrored
+        return results[1]
+
+    assert own(strategy, in_cross_replica(fn, float(rank))) == (size - 1) / 2
+    for bad in ("SUM", "PROD", SUM):
+        for message in raises_everywhere(
+            ValueError,
+            lambda bad=bad: in_cross_replica(
+                lambda s, x: s.extended.reduce_to(bad, v, v), 1.0
+            ),
+        ):
+            assert "cannot be reduced" in message
+
+
+@pytest.mark.parametrize(
+    "destinations", ["", "nowhere", None, 3, ["a"], ("/rank:0/device:CPU:0",)]
+)
+def test_wrong_destinations(strategy, rank, in_cross_replica, destinations):
+    for call in (
+        lambda s, x: s.extended.reduce_to("SUM", x, destinations),
+        lambda s, x: s.extended.batch_reduce_to("SUM", [(x, x), (x, destinations)]),
+        lambda s, x: s.extended.broadcast_to(1.0, destinations),
+    ):
+        for message in raises_everywhere(
+            ValueError, lambda call=call: in_cross_replica(call, 1.0)
+        ):
+            assert "destinations must be" in message
+
+
+def test_other_wrong_arguments(strategy, rank, in_cross_replica):
+    options = mpidist.experimental.CommunicationOptions()
+    for kind, call in (
+        (ValueError, lambda s, x: s.extended.reduce_to("sum of", x, x)),
+        (ValueError, lambda s, x: s.extended.reduce_to(FIRST, x, x)),
+        (ValueError, lambda s, x: s.extended.batch_reduce_to("SUM", [x])),
+        (ValueError, lambda s, x: s.extended.batch_reduce_to("SUM", [(x, x, x)])),
+        (
+            TypeError,
+            lambda s, x: s.extended.reduce_to(
+                "SUM", x, x, options, experimental_hints=options
+            ),
+        ),
+        (ValueError, lambda s, x: s.extended.call_for_each_replica(abs, args=x)),
+        (TypeError, lambda s, x: s.extended.call_for_each_replica("text")),
+        (TypeError, lambda s, x: s.extended.broadcast_to(x, x)),
+        (TypeError, lambda s, x: s.extended.broadcast_to("text", x)),
+        (ValueError, lambda s, x: s.extended.update_non_slot("there", abs)),
+        (ValueError, lambda s, x: s.extended.update_non_slot(("a", "b"), abs)),
+    ):
+        raises_everywhere(kind, lambda call=call: in_cross_replica(call, 1.0))
+    assert (
+        own(
+            strategy,
+            in_cross_replica(
+                lambda s, x: s.extended.reduce_to(
+                    SUM, x, x, experimental_hints=options
+                ),
+                1.0,
+            ),
+        )
+        == strategy.num_replicas_in_sync
+    )
+
+
+@pytest.mark.mpi(min_size=2)
+def test_destinations_that_differ(strategy, rank):
+    value = strategy.run(lambda: 1.0)
+    device = strategy.extended.worker_devices[rank % 2]
+    for destinations in (device, value if rank else device):
+        raises_everywhere(
+            mpidist.CollectiveMismatchError,
+            lambda d=destinations: strategy.extended.reduce_to("SUM", value, d),
+        )
+
+
+def test_broadcast_to(strategy, rank, size, in_cross_replica):
+    v = make(strategy, [1.0, 2.0])
+
+    def fn(distribution, x):
+        extended = distribution.extended
+        assert extended.broadcast_to(7, v) == 7
+        assert isinstance(extended.broadcast_to(7, v), int)
+        same = extended.broadcast_to(v, x)
+        np.testing.assert_array_equal(same, [1.0, 2.0])
+        here = np.full(2, mpidist.get_strategy().replica_id + 5.0)
+        v.assign(extended.broadcast_to(here, extended.worker_devices[0]))
+
+    in_cross_replica(fn, 1.0)
+    if in_cross_replica.kind == "program":
+        assert_mirrored(strategy, v, v.numpy())
+        v.assign([5.0, 5.0])
+    assert_mirrored(strategy, v, [5.0, 5.0])
+
+
+# --- update, update_non_slot ----------------------------------------------------------
+
+
+def test_update_non_slot(strategy, rank, size, in_cross_replica):
+    v = make(strategy, [1.0, 2.0])
+    count = make(strategy, 0.0, synchronization=ON_READ, aggregation=SUM)
+
+    def change(x, scale=1.0):
+        v.assign_add(scale * x)
+        count.assign_add(1.0)
+        return v[0] * 10.0, {"n": None}
+
+    def fn(distribution, x):
+        extended = distribution.extended
+        devices = extended.non_slot_devices([v])
+        mirrored = extended.reduce_to("SUM", x, v)
+        result = extended.update_non_slot(
+            devices, change, args=(mirrored,), kwargs={"scale": 2.0}
+        )
+        assert isinstance(result[0], mpidist.Mirrored)
+        assert result[0] == 10.0 * (1.0 + 2.0 * size)
+        assert result[1] == {"n": None}
+        ungrouped, _ = extended.update_non_slot(v, change, [mirrored], group=False)
+        number = size if in_cross_replica.kind == "merge_fn" else 1
+        assert ungrouped == (10.0 * (1.0 + 3.0 * size),) * number
+
+    in_cross_replica(fn, np.ones(2))
+    assert_mirrored(strategy, v, np.array([1.0, 2.0]) + 3 * size)
+    assert_copies(strategy, count, [2.0] * size)
+    for message in raises_everywhere(
+        ValueError,
+        lambda: in_cross_replica(
+            lambda s, x: s.extended.update_non_slot(
+                s.extended.non_slot_devices([v]), change, args=(x,)
+            ),
+            np.ones(2),
+        ),
+    ):
+        assert "PerReplica among the arguments" in message
+
+
+@pytest.mark.mpi(min_size=2)
+def test_update_non_slot_that_fails_on_one_rank(strategy, rank, size):
+    v = make(strategy, 1.0)
+
+    def fn():
+        v.assign(2.0)
+        if rank == 1:
+            raise KeyError("on purpose")
+
+    error = None
+    try:
+        strategy.extended.update_non_slot(strategy.extended.worker_devices, fn)
+    except (KeyError, mpidist.ReplicaError) as raised:
+        error = raised
+    kinds = everywhere(type(error).__name__)
+    assert kinds == ["KeyError" if i == 1 else "ReplicaError" for i in range(size)]
+    mpidist.check_in_sync(v)
+
+
+def test_update_of_what_is_not_distributed(strategy, in_cross_replica):
+    def fn(distribution, x):
+        found = []
+        result = distribution.extended.update(
+            found, lambda f, y: (f.append(y), y)[1], args=(3,)
+        )
+        assert (found, result) == ([3], 3)
+
+    in_cross_replica(fn, 1.0)
+    raises_everywhere(
+        TypeError,
+        lambda: in_cross_replica(lambda s, x: s.extended.update(x, abs), 1.0),
+    )
+
+
+def test_in_a_replica_context_they_are_refused(strategy, rank):
+    v = make(strategy, 1.0)
+    extended = strategy.extended
+    for call in (
+        lambda: extended.reduce_to("SUM", 1.0, v),
+        lambda: extended.batch_reduce_to("SUM", [(1.0, v)]),
+        lambda: extended.broadcast_to(1.0, v),
+        lambda: extended.update(v, abs),
+        lambda: extended.update_non_slot(extended.worker_devices, abs),
+        lambda: extended.call_for_each_replica(abs),
+        lambda: extended.read_var(v),
+        lambda: extended.experimental_run_steps_on_iterator(abs, iter([1])),
+    ):
+        for message in raises_everywhere(
+            RuntimeError, lambda call=call: strategy.run(call)
+        ):
+            assert "cross-replica context" in message
+            assert "mpidist.get_replica_context()" in message
+
+
+# --- variables and their containers ---------------------------------------------------
+
+
+def test_read_var_and_value_container(strategy, rank, size, in_cross_replica):
+    v = make(strategy, [1.0, 2.0])
+    total = make(strategy, 0.0, synchronization=ON_READ, aggregation=MEAN)
+    strategy.run(lambda: total.assign(float(rank)))
+
+    def fn(distribution, x):
+        extended = distribution.extended
+        read = extended.read_var(v)
+        assert type(read) is np.ndarray
+        read[...] = 9.0  # its own
+        assert extended.read_var(total) == (size - 1) / 2
+        plain = np.ones(2)
+        assert extended.read_var(plain) is plain
+        assert extended.value_container(v) is v
+        assert extended.value_container(v.value()) is v
+        assert all(extended.value_container(part) is v for part in v.values)
+        assert all(extended.value_container(part) is total for part in total.values[:1])
+        assert extended.value_container(x) is x
+        assert extended.value_container(v + 0.0) is not v
+        assert extended.value_container(3.0) == 3.0
+        assert extended.variable_created_in_scope(v)
+
+    in_cross_replica(fn, 1.0)
+    np.testing.assert_array_equal(v, [1.0, 2.0])
+    plain = mpidist.Variable(1.0)
+    assert not strategy.extended.variable_created_in_scope(plain)
+    assert mpidist.get_strategy().extended.variable_created_in_scope(plain)
+    with pytest.raises(TypeError, match="expected a `mpidist"):
+        strategy.extended.variable_created_in_scope(np.ones(2))
+    with pytest.raises(RuntimeError, match="Mixing different Strategy"):
+        strategy.extended.read_var(plain)
+
+
+def test_colocate_vars_with(strategy):
+    v, plain = make(strategy, 1.0), mpidist.Variable(1.0)
+    for owner in (strategy, strategy.extended):
+        with strategy.scope(), owner.colocate_vars_with(v):
+            w = mpidist.Variable(2.0)
+        assert w.device == v.device
+        assert w.distribute_strategy is strategy
+        with pytest.raises(RuntimeError, match="Need to be inside"):
+            owner.colocate_vars_with(v).__enter__()
+        for bad in (plain, 1.0, "/device:CPU:0"):
+            with (
+                strategy.scope(),
+                pytest.raises(ValueError, match="must only be passed a variable"),
+            ):
+                owner.colocate_vars_with(bad).__enter__()
+
+    def merge_fn(distribution):
+        with distribution.extended.colocate_vars_with(v):
+            return mpidist.Variable(3.0)
+
+    assert_mirrored(strategy, merge(strategy, merge_fn), 3.0)
+
+
+# --- steps on an iterator -------------------------------------------------------------
+
+
+class Elements:
+    """Has ``get_next``, as the iterators of tf.distribute."""
+
+    def __init__(self, values):
+        self._values = iter(values)
+
+    def get_next(self):
+        return next(self._values)
+
+
+@pytest.mark.parametrize("kind", [iter, Elements])
+def test_run_steps(strategy, rank, size, in_cross_replica, kind):
+    seen = make(strategy, 0.0, aggregation=SUM)
+
+    def step(ctx, x):
+        assert mpidist.get_cross_replica_context() is mpidist.get_strategy()
+        distribution = mpidist.get_strategy()
+        loss = distribution.run(
+            lambda y: y * (context().replica_id_in_sync_group + 1), (x,)
+        )
+        ctx.set_last_step_output("sum", loss, "SUM")
+        ctx.set_last_step_output("mean", loss, mpidist.ReduceOp.MEAN)
+        ctx.set_last_step_output("kept", loss)
+        ctx.set_non_tensor_output("text", f"step {x}")
+        seen.assign_add(x)
+
+    def fn(distribution, x):
+        ctx = distribution.extended.experimental_run_steps_on_iterator(
+            step, kind([1.0, 2.0, 4.0, 100.0]), iterations=3
+        )
+        assert isinstance(ctx, mpidist.MultiStepContext)
+        total = 4.0 * size * (size + 1) / 2
+        assert ctx.last_step_outputs["sum"] == total
+        assert ctx.last_step_outputs["mean"] == total / size
+        kept = distribution.experimental_local_results(ctx.last_step_outputs["kept"])
+        assert kept[0] == 4.0 * (distribution.replica_id + 1)
+        assert ctx.non_tensor_outputs == {"text": "step 4.0"}
+        assert ctx.run_op is None
+        assert "sum" in repr(ctx)
+        ctx = distribution.extended.experimental_run_steps_on_iterator(
+            lambda ctx, x: None, kind([1.0]), initial_loop_values={"loss": 0.5}
+        )
+        assert ctx.last_step_outputs == {"loss": 0.5}
+
+    in_cross_replica(fn, 1.0)
+    assert_mirrored(strategy, seen, 7.0)
+
+
+def test_outputs_in_replica_functions(strategy, rank, size):
+    def step(ctx, x):
+        def replica_fn():
+            ctx.set_last_step_output("loss", {"l": x * (rank + 1)}, "SUM")
+            ctx.set_non_tensor_output("rank", rank)
+            ctx.set_non_tensor_output("text", "same")
+
+        strategy.run(replica_fn)
+
+    with strategy.scope():
+        ctx = strategy.extended.experimental_run_steps_on_iterator(
+            step, iter([1.0, 2.0]), 2
+        )
+    assert ctx.last_step_outputs == {"loss": {"l": size * (size + 1.0)}}
+    assert ctx.non_tensor_outputs == {
+        "rank": tuple(range(size)),
+        "text": ("same",) * size,
+    }
+
+    def without_operation(ctx, x):
+        strategy.run(lambda: ctx.set_last_step_output("loss", x))
+
+    for message in raises_everywhere(
+        ValueError,
+        lambda: strategy.extended.experimental_run_steps_on_iterator(
+            without_operation, iter([1.0])
+        ),
+    ):
+        assert "expected a `reduce_op`" in message
+
+
+@pytest.mark.parametrize("bad", [0, -1, True, 1.5, "2"])
+def test_wrong_numbers_of_steps(strategy, rank, size, in_cross_replica, bad):
+    kind = ValueError if bad in (0, -1) else TypeError
+    raises_everywhere(
+        kind,
+        lambda: in_cross_replica(
+            lambda s, x: s.extended.experimental_run_steps_on_iterator(
+                print, iter([1]), bad
+            ),
+            1.0,
+        ),
+    )
+    if size > 1:  # what one rank finds wrong is told to all
+        raises_everywhere(
+            kind,
+            lambda: strategy.extended.experimental_run_steps_on_iterator(
+                lambda ctx, x: strategy.run(lambda: 1.0),
+                iter([1, 2]),
+                bad if rank == 1 else 2,
+            ),
+        )
+
+
+def test_what_a_step_raises(strategy):
+    def step(ctx, x):
+        raise KeyError(x)
+
+    raises_everywhere(
+        KeyError,
+        lambda: strategy.extended.experimental_run_steps_on_iterator(step, iter([1])),
+    )
+    assert local(strategy, lambda: context().all_reduce("SUM", 1.0)) >= 1.0

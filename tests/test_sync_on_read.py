@@ -1,0 +1,866 @@
+"""Who may write what, in which context; and ON_READ variables in all their places."""
+
+import copy
+import itertools
+import operator
+
+import ml_dtypes
+import numpy as np
+import posing
+import pytest
+from replicas import (
+    FIRST,
+    MEAN,
+    NONE,
+    ON_READ,
+    ON_WRITE,
+    SUM,
+    assert_copies,
+    assert_mirrored,
+    context,
+    copies_of,
+    everywhere,
+    local,
+    make,
+    merge,
+    own,
+    raises_everywhere,
+)
+
+import mpidist
+
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
+
+OPERATIONS = {
+    "assign": lambda old, x: x,
+    "assign_add": lambda old, x: old + x,
+    "assign_sub": lambda old, x: old - x,
+}
+AGGREGATIONS = [NONE, SUM, MEAN, FIRST]
+
+
+@pytest.fixture
+def metric(strategy, rank):
+    """Give a function that makes an ON_READ variable whose copies are 1, 2, 3, ..."""
+
+    def make_metric(aggregation=SUM, initial=0.0, **kwargs):
+        v = make(
+            strategy,
+            initial,
+            synchronization=ON_READ,
+            aggregation=aggregation,
+            name="metric",
+            **kwargs,
+        )
+        strategy.run(lambda: v.assign_add(np.full(v.shape, rank + 1, v.dtype)))
+        return v
+
+    return make_metric
+
+
+# --- the whole of b.8 -----------------------------------------------------------------
+
+
+def write_in_a_replica(strategy, v, how, x):
+    strategy.run(lambda: getattr(v, how)(x))
+
+
+def write_in_cross_replica_context(strategy, v, how, x):
+    assert getattr(v, how)(x) is v
+    with strategy.scope():
+        assert getattr(v, how)(0 * x if how != "assign" else x, read_value=False) is (
+            None
+        )
+
+
+def write_in_merge_fn(strategy, v, how, x):
+    def merge_fn(distribution, x):
+        getattr(v, how)(x)
+
+    merge(strategy, lambda s: merge_fn(s, x))
+
+
+def write_an_argument_in_merge_fn(strategy, v, how, x):
+    merge(strategy, lambda s, value: getattr(v, how)(value), x)
+
+
+def write_a_per_replica(strategy, v, how, x):
+    value = strategy.run(lambda: x)
+    getattr(v, how)(value)
+
+
+def write_a_mirrored(strategy, v, how, x):
+    mirrored = strategy.extended.reduce_to("MAX", strategy.run(lambda: x), v)
+    assert isinstance(mirrored, mpidist.Mirrored)
+    getattr(v, how)(mirrored)
+
+
+def write_a_mirrored_in_merge_fn(strategy, v, how, x):
+    def merge_fn(distribution, value):
+        getattr(v, how)(distribution.extended.reduce_to("MAX", value, v))
+
+    merge(strategy, merge_fn, x)
+
+
+def write_in_update(strategy, v, how, x):
+    with strategy.scope():
+        strategy.extended.update(v, lambda v, x: (getattr(v, how)(x), None)[1], (x,))
+
+
+CONTEXTS = {
+    "replica, arrays": write_in_a_replica,
+    "replica, numbers": write_in_a_replica,
+    "cross-replica, plain": write_in_cross_replica_context,
+    "merge_fn, plain": write_in_merge_fn,
+    "cross-replica, PerReplica": write_a_per_replica,
+    "merge_fn, PerReplica": write_an_argument_in_merge_fn,
+    "cross-replica, Mirrored": write_a_mirrored,
+    "merge_fn, Mirrored": write_a_mirrored_in_merge_fn,
+    "update": write_in_update,
+}
+
+
+def written_in(where, size):
+    """Return what each rank writes: values that are the same, or its own."""
+    if where in (
+        "replica, arrays",
+        "cross-replica, PerReplica",
+        "merge_fn, PerReplica",
+    ):
+        return [np.float64(3.0 + 2 * i) for i in range(size)]
+    return [{"replica, numbers": 4.0, "update": 7.0}.get(where, 6.0)] * size
+
+
+def expected_copies(synchronization, aggregation, how, where, size):
+    """Return the copies of all ranks after a write, from 1.0; or the error's type."""
+    apply = OPERATIONS[how]
+    values = written_in(where, size)
+    if "PerReplica" in where:
+        return TypeError
+    if where == "update":
+        return [apply(1.0, x) for x in values]
+    if where.startswith("replica"):
+        if synchronization is ON_READ:
+            return [apply(1.0, x) for x in values]
+        if aggregation is NONE:
+            return ValueError
+        combined = {SUM: sum(values), MEAN: sum(values) / size, FIRST: values[0]}
+        return [apply(1.0, combined[aggregation])] * size
+    if synchronization is ON_WRITE or aggregation is not SUM:
+        return [apply(1.0, x) for x in values]
+    if how == "assign":
+        return [values[0] / size] * size
+    return [apply(1.0, values[0])] + [1.0] * (size - 1)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda a: a.name)
+@pytest.mark.parametrize("synchronization", [ON_WRITE, ON_READ], ids=lambda s: s.name)
+def test_who_may_write_what(strategy, rank, size, synchronization, aggregation):
+    """Each operation in each context: the copy on every rank, or the error on all."""
+    for how, (where, write) in itertools.product(OPERATIONS, CONTEXTS.items()):
+        v = make(
+            strategy, 1.0, synchronization=synchronization, aggregation=aggregation
+        )
+        x = written_in(where, size)[rank]
+        want = expected_copies(synchronization, aggregation, how, where, size)
+        if isinstance(want, type):
+            messages = raises_everywhere(
+                want, lambda w=write, v=v, how=how, x=x: w(strategy, v, how, x)
+            )
+            for message in messages:
+                assert how in message, (where, message)
+                assert "write" in message.lower(), (where, message)
+            want = [1.0] * size
+        else:
+            write(strategy, v, how, x)
+        found = [float(c) for c in copies_of(strategy, v)]
+        assert found == want, (how, where)
+        if synchronization is ON_WRITE:
+            mpidist.check_in_sync(v)
+        elif aggregation is not NONE:
+            total = {SUM: sum(want), MEAN: sum(want) / size, FIRST: want[0]}
+            assert float(v) == pytest.approx(total[aggregation])
+
+
+def test_as_on_the_page_of_the_table(strategy, rank, size):
+    """The example of b.8 on two replicas: 6 under SUM is stored as 3 and 3."""
+    v = make(strategy, 1.0, synchronization=ON_READ, aggregation=SUM)
+    v.assign(6.0)
+    assert_copies(strategy, v, [6.0 / size] * size)
+    assert float(v) == pytest.approx(6.0)
+    if size == 2:
+        assert_copies(strategy, v, [3.0, 3.0])
+
+
+# --- reading --------------------------------------------------------------------------
+
+READERS = [
+    lambda v: np.asarray(v),
+    lambda v: np.array(v, dtype=np.float32),
+    lambda v: v + 1.0,
+    lambda v: 1.0 - v,
+    lambda v: v * v,
+    lambda v: np.ones(3) / v,
+    lambda v: v @ np.ones(3),
+    lambda v: v**2,
+    lambda v: -v,
+    lambda v: v > 3.0,
+    lambda v: v == 3.0,
+    lambda v: divmod(v, 2)[1],
+    lambda v: np.sqrt(v),
+    lambda v: np.sum(v),
+    lambda v: np.concatenate([v, v]),
+    lambda v: np.where(v > 2, v, 0.0),
+    lambda v: v.sum(),
+    lambda v: v.tolist(),
+    lambda v: v.T,
+    lambda v: v[1],
+    lambda v: v[::-1],
+    lambda v: list(v),
+    lambda v: float(v[0]),
+    lambda v: 3.0 in v,
+    lambda v: f"{v[1]:.2f}",
+]
+SCALAR_READERS = [
+    lambda v: float(v),
+    lambda v: int(v),
+    lambda v: complex(v),
+    lambda v: bool(v),
+    lambda v: bool(v - v),
+    lambda v: f"{v:.3f}",
+    lambda v: round(float(v), 1),
+    lambda v: v.item(),
+    lambda v: "x" * int(v),
+    lambda v: operator.lt(v, 2),
+]
+
+
+def read_in_all_ways(v, seen):
+    """Check every way to read against an array of the value that is to be seen."""
+    for read in (v.value, v.numpy, v.read_value):
+        assert type(read()) is np.ndarray
+        np.testing.assert_array_equal(read(), seen)
+    for reader in READERS if v.ndim else SCALAR_READERS:
+        np.testing.assert_array_equal(reader(v), reader(seen))
+    with pytest.raises(TypeError, match="write `variable"):
+        v += 1
+    for changed in (v.numpy(), v.read_value()):
+        changed[...] = 77.0  # a copy
+    assert not v.value().flags.writeable
+    np.testing.assert_array_equal(v.numpy(), seen)
+
+
+@pytest.mark.parametrize("initial", [0.0, np.array([0.0, 1.0, 2.0])], ids=["0d", "1d"])
+@pytest.mark.parametrize("aggregation", [SUM, MEAN, FIRST], ids=lambda a: a.name)
+def test_reading_in_each_context(strategy, rank, size, metric, aggregation, initial):
+    v = metric(aggregation, initial)
+    copies = [np.asarray(initial + i + 1) for i in range(size)]
+    total = {SUM: sum(copies), MEAN: sum(copies) / size, FIRST: copies[0]}[aggregation]
+    total = np.asarray(total)
+    read_in_all_ways(v, total)
+    with strategy.scope():
+        read_in_all_ways(v, total)
+        with mpidist.variable_sync_on_read_context():
+            read_in_all_ways(v, total)
+        strategy.extended.update(v, lambda v: read_in_all_ways(v, copies[rank]))
+        strategy.extended.update_non_slot(
+            strategy.extended.non_slot_devices([v]),
+            lambda: read_in_all_ways(v, copies[rank]),
+        )
+    merge(strategy, lambda s: read_in_all_ways(v, total))
+    merge(strategy, lambda s, w: read_in_all_ways(w, total), v)
+
+    def replica_fn():
+        read_in_all_ways(v, copies[rank])
+        with mpidist.variable_sync_on_read_context():
+            read_in_all_ways(v, total)
+        read_in_all_ways(v, copies[rank])
+
+    strategy.run(replica_fn)
+    assert_copies(strategy, v, copies)
+
+
+def test_aggregation_none_has_no_one_value(strategy, rank, size, metric):
+    v = metric(NONE)
+    attempts = [
+        lambda: v.numpy(),
+        lambda: v + 1.0,
+        lambda: float(v),
+        lambda: strategy.extended.read_var(v),
+        lambda: strategy.extended.broadcast_to(v, v),
+        lambda: make(strategy, v),
+        lambda: merge(strategy, lambda s: v.numpy()),
+        lambda: strategy.run(lambda: read_synchronised(v)),
+    ]
+    for attempt in attempts:
+        for message in raises_everywhere(ValueError, attempt):
+            assert "aggregation=NONE has no one value" in message
+            assert "`strategy.experimental_local_results(variable)`" in message
+    assert local(strategy, lambda: float(v)) == rank + 1
+    v.assign(6.0)  # TensorFlow writes, and then raises since it reads the result
+    assert_copies(strategy, v, [6.0] * size)
+    v.assign_add(1.0)
+    assert_copies(strategy, v, [7.0] * size)
+
+
+def read_synchronised(v):
+    with mpidist.variable_sync_on_read_context():
+        return v.numpy()
+
+
+def test_printing_does_not_communicate(strategy, rank, size, metric):
+    """One rank may print, in a debugger too."""
+    v = metric(MEAN)
+    before = strategy.communication_statistics().calls
+    text = repr(v) + str(v) + f"{v}" if rank == 0 else ""
+    assert strategy.communication_statistics().calls == before
+    if rank == 0:
+        assert "ON_READ MEAN" in text
+        assert "value on replica 0=1." in text
+
+
+# --- variable_sync_on_read_context ----------------------------------------------------
+
+
+def test_the_documented_example(strategy, size):
+    total = make(strategy, 0.0, synchronization=ON_READ, aggregation=SUM)
+
+    def fn():
+        total.assign(5.0)
+        with mpidist.variable_sync_on_read_context():
+            return total + 2.0
+
+    assert local(strategy, fn) == 5.0 * size + 2.0
+
+
+def test_sync_on_read_context_nested_and_left_by_an_exception(
+    strategy, rank, size, metric
+):
+    v = metric()
+    total = size * (size + 1) / 2
+
+    def fn():
+        with mpidist.variable_sync_on_read_context():
+            with mpidist.variable_sync_on_read_context():
+                inner = float(v)
+            between = float(v)
+        after = float(v)
+        try:
+            with mpidist.variable_sync_on_read_context():
+                raise KeyError
+        except KeyError:
+            caught = float(v)
+        with mpidist.variable_sync_on_read_context():
+            v.assign(v + 1.0)  # reads the sum, writes the own copy
+            merged = context().merge_call(lambda s: s.reduce("MAX", v, axis=None))
+            again = float(v)
+        return inner, between, after, caught, merged, again, float(v)
+
+    assert local(strategy, fn) == (
+        *(total, total, rank + 1, rank + 1),
+        *(total + 1, size * (total + 1), total + 1),
+    )
+
+
+def test_sync_on_read_context_outside_every_scope():
+    v = mpidist.Variable(3.0, synchronization=ON_READ, aggregation=SUM)
+    with mpidist.variable_sync_on_read_context():
+        assert v + 1.0 == 4.0
+    v.assign_add(1.0)
+    assert float(v) == 4.0
+
+
+@pytest.mark.mpi(min_size=2)
+def test_sync_on_read_context_on_some_ranks_only(strategy, rank, size, metric):
+    v = metric()
+
+    def fn():
+        if rank != size - 1:
+            return read_synchronised(v)
+        return v.numpy()
+
+    messages = raises_everywhere(
+        mpidist.CollectiveMismatchError, lambda: strategy.run(fn)
+    )
+    assert "Variable 'metric'.reading" in messages[0]
+    assert float(v) == size * (size + 1) / 2
+
+
+@pytest.mark.mpi(min_size=2)
+def test_reading_on_one_rank_only(new_strategy, rank):
+    """At program level: never a silent hang, but an error that names the call."""
+    v = make(new_strategy(), 0.0, synchronization=ON_READ, aggregation=SUM, name="m")
+    short = mpidist.experimental.CommunicationOptions(timeout_seconds=0.7)
+    w = make(
+        mpidist.MPIStrategy(communication_options=short),  # broken in the end
+        *(0.0, None, "m"),
+        synchronization=ON_READ,
+        aggregation=SUM,
+    )
+
+    def read_or_assign():
+        return float(v) if rank == 0 else v.assign(1.0)
+
+    messages = raises_everywhere(mpidist.CollectiveMismatchError, read_or_assign)
+    assert "Variable 'm'.reading" in messages[-1]
+    assert "Variable 'm'.assign" in messages[0]
+    assert float(v) == 0.0
+    if rank == 0:
+        with pytest.raises(mpidist.CollectiveTimeoutError) as caught:
+            float(w)
+        assert "Variable 'm'.reading" in str(caught.value)
+        assert "rank 1" in str(caught.value) or "ranks 1" in str(caught.value)
+    everywhere(None)
+
+
+# --- dtypes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64", "uint64"])
+def test_integers_are_shared_out_exactly(strategy, rank, size, dtype):
+    """assign(7) reads back 7 on any number of replicas; TensorFlow gives 6 on two."""
+    v = make(
+        strategy, [0, 0, 0, 0], dtype=dtype, synchronization=ON_READ, aggregation=SUM
+    )
+    info = np.iinfo(dtype)
+    values = np.array([7, 1, info.max, info.min], dtype)
+    v.assign(values)
+    np.testing.assert_array_equal(v, values)
+    assert v.numpy().dtype == dtype
+    shares = np.array(copies_of(strategy, v))
+    assert (np.ptp(shares.astype(object), axis=0) <= 1).all()
+    v.assign_sub(np.array([2, 1, 1, 0], dtype))
+    np.testing.assert_array_equal(v, values - np.array([2, 1, 1, 0], dtype))
+    strategy.run(lambda: v.assign(np.full(4, rank, dtype)))
+    assert v.tolist() == [size * (size - 1) // 2] * 4
+
+
+@pytest.mark.parametrize("aggregation", [SUM, MEAN, FIRST], ids=lambda a: a.name)
+@pytest.mark.parametrize(
+    "dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.complex64, np.longdouble]
+)
+def test_other_dtypes(strategy, rank, size, metric, dtype, aggregation):
+    v = metric(aggregation, np.zeros(3, dtype))
+    total = size * (size + 1) / 2
+    want = {SUM: total, MEAN: total / size, FIRST: 1.0}[aggregation]
+    assert v.dtype == dtype
+    assert v.numpy().dtype == dtype
+    np.testing.assert_array_equal(v, np.full(3, want, dtype))
+    v.assign(np.array([12.0, 0.0, -24.0], dtype))
+    np.testing.assert_array_equal(v, np.array([12.0, 0.0, -24.0], dtype))
+    np.testing.assert_array_equal(local(strategy, v.numpy).dtype, np.dtype(dtype))
+    if aggregation is SUM:
+        assert_copies(strategy, v, [np.array([12.0, 0, -24.0], dtype) / size] * size)
+
+
+def test_bool_and_mean_of_integers(strategy, rank, size):
+    v = make(strategy, True, synchronization=ON_READ, aggregation=FIRST)
+    strategy.run(lambda: v.assign(rank == 0))
+    assert bool(v) is True
+    assert copies_of(strategy, v) == [i == 0 for i in range(size)]
+    for bad in (SUM, MEAN):
+        raises_everywhere(
+            ValueError,
+            lambda bad=bad: make(
+                strategy, True, synchronization=ON_READ, aggregation=bad
+            ),
+        )
+
+
+def test_trainable_and_names(strategy, metric):
+    v = metric()
+    assert v.trainable is False
+    assert make(strategy, 1.0, trainable=True, synchronization=ON_READ).trainable
+    assert v.synchronization is ON_READ
+    assert v.aggregation is SUM
+    assert v.is_initialized()
+    assert strategy.extended.variable_created_in_scope(v)
+
+
+def test_values_that_do_not_fit(strategy, rank, size, metric):
+    v = metric(SUM, np.zeros(2))
+    for bad in (np.ones(3), 1.0, np.ones(2) * 1j):
+        raises_everywhere(ValueError, lambda bad=bad: v.assign(bad))
+        raises_everywhere(
+            ValueError, lambda bad=bad: strategy.run(lambda: v.assign(bad))
+        )
+    assert_copies(strategy, v, [np.full(2, i + 1.0) for i in range(size)])
+    for call in ("add", "update"):
+        rows = mpidist.IndexedSlices([1.0], [0])
+
+        def scatter(call=call, rows=rows):
+            getattr(v, f"scatter_{call}")(rows)
+
+        for attempt in (scatter, lambda s=scatter: strategy.run(s)):
+            for message in raises_everywhere(NotImplementedError, attempt):
+                assert "ON_READ" in message
+                assert "variable.assign(new)" in message
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_plain_value_that_differs_in_cross_replica_context(
+    strategy, rank, size, metric
+):
+    v = metric(MEAN)
+    raises_everywhere(
+        mpidist.CollectiveMismatchError, lambda: v.assign(np.nextafter(1.0, 1.0 + rank))
+    )
+    assert_copies(strategy, v, [i + 1.0 for i in range(size)])
+
+
+# --- in all verbs ---------------------------------------------------------------------
+
+
+def test_in_verbs_at_program_level(strategy, rank, size, metric):
+    v = metric(SUM, np.zeros(2))
+    rows = np.array([[i + 1.0] * 2 for i in range(size)])
+    for op, reference in (
+        *(("SUM", np.sum), ("MEAN", np.mean), ("MIN", np.min)),
+        *(("MAX", np.max), ("PROD", np.prod)),
+    ):
+        with strategy.scope():
+            np.testing.assert_array_equal(
+                strategy.reduce(op, v, axis=None), reference(rows, axis=0)
+            )
+            reduced = strategy.extended.reduce_to(op, v, v)
+        assert isinstance(reduced, mpidist.Mirrored)
+        np.testing.assert_array_equal(reduced, reference(rows, axis=0))
+        np.testing.assert_allclose(
+            strategy.reduce(op, v, axis=0), reference(rows), rtol=1e-12
+        )
+    np.testing.assert_array_equal(strategy.gather(v, axis=0), rows.ravel())
+    broadcast = strategy.extended.broadcast_to(v, v)
+    np.testing.assert_array_equal(broadcast, rows.sum(axis=0))
+    (mine,) = strategy.experimental_local_results(v)
+    np.testing.assert_array_equal(mine, rows[rank])
+    assert not mine.flags.writeable
+    np.testing.assert_array_equal(strategy.extended.read_var(v), rows.sum(axis=0))
+    assert strategy.extended.read_var(v).flags.writeable
+    pair = strategy.extended.batch_reduce_to("SUM", [(v, v), ({"v": [v]}, v)])
+    np.testing.assert_array_equal(pair[1]["v"][0], rows.sum(axis=0))
+    assert_copies(strategy, v, list(rows))
+
+
+def test_in_verbs_of_a_replica(strategy, rank, size, metric):
+    v = metric(SUM, np.zeros(2))
+    rows = np.array([[i + 1.0] * 2 for i in range(size)])
+
+    def fn(w, nest):
+        assert w is v
+        assert nest["v"][0] is v
+        total = context().all_reduce("SUM", {"v": v})["v"]
+        np.testing.assert_array_equal(total, rows.sum(axis=0))
+        with mpidist.variable_sync_on_read_context():
+            total = context().all_reduce("SUM", v)  # still the copies
+        np.testing.assert_array_equal(total, rows.sum(axis=0))
+        gathered = context().all_gather(v, axis=0)
+        np.testing.assert_array_equal(gathered, rows.ravel())
+        (mine,) = strategy.experimental_local_results(v)
+        np.testing.assert_array_equal(mine, rows[rank])
+        return v, v + 0.0
+
+    returned, computed = strategy.run(fn, args=(v,), kwargs={"nest": {"v": [v]}})
+    assert returned is v
+    np.testing.assert_array_equal(own(strategy, computed), rows[rank])
+
+
+def test_in_verbs_of_the_coordinator(strategy, rank, size, metric):
+    v = metric(SUM, np.zeros(2))
+    rows = np.array([[i + 1.0] * 2 for i in range(size)])
+
+    def merge_fn(distribution, w, nest):
+        assert w is v
+        assert nest == [v]
+        extended = distribution.extended
+        np.testing.assert_array_equal(
+            distribution.reduce("MAX", v, axis=None), rows[-1]
+        )
+        np.testing.assert_array_equal(distribution.reduce("SUM", v, axis=0), rows.sum())
+        np.testing.assert_array_equal(extended.reduce_to("MEAN", v, v), rows.mean(0))
+        np.testing.assert_array_equal(distribution.gather(v, axis=0), rows.ravel())
+        np.testing.assert_array_equal(extended.broadcast_to(v, v), rows.sum(axis=0))
+        np.testing.assert_array_equal(extended.read_var(v), rows.sum(axis=0))
+        results = distribution.experimental_local_results({"v": v})
+        assert len(results) == size
+        for result, row in zip(results, rows, strict=True):
+            np.testing.assert_array_equal(result["v"], row)
+        assert all(not x.flags.writeable for x in v.values)
+        assert extended.value_container(v.values[0]) is v
+        doubled = distribution.run(lambda v: 2 * v, args=(v,))
+        return v, doubled, v.values[-1], v + 1.0
+
+    def fn():
+        return context().merge_call(merge_fn, args=(v, [v]))
+
+    returned, doubled, last, more = strategy.run(fn)
+    assert returned is v
+    np.testing.assert_array_equal(own(strategy, doubled), 2 * rows[rank])
+    np.testing.assert_array_equal(own(strategy, last), rows[-1])
+    np.testing.assert_array_equal(own(strategy, more), rows.sum(axis=0) + 1.0)
+
+
+def test_as_the_value_of_another_variable(strategy, rank, size, metric):
+    v = metric()
+    total = size * (size + 1) / 2
+    w = make(strategy, v, aggregation=MEAN)
+    assert_mirrored(strategy, w, total)
+    w.assign_add(v)
+    assert_mirrored(strategy, w, 2 * total)
+    merge(strategy, lambda s: w.assign_sub(v))
+    assert_mirrored(strategy, w, total)
+    strategy.run(lambda: w.assign(v))  # the mean of the copies
+    assert_mirrored(strategy, w, total / size)
+    strategy.run(lambda: mirror_synchronised(w, v))
+    assert_mirrored(strategy, w, total)
+    v.assign(w)
+    assert float(v) == pytest.approx(total)
+    other = metric(FIRST)
+    strategy.run(lambda: other.assign(v))  # copy by copy
+    assert_copies(strategy, other, [total / size] * size)
+    v.assign_add(v)
+    assert float(v) == pytest.approx(2 * total)
+    made = merge(strategy, lambda s: mpidist.Variable(v, name="made"))
+    assert_mirrored(strategy, made, float(v))
+
+
+def mirror_synchronised(w, v):
+    with mpidist.variable_sync_on_read_context():
+        w.assign(v)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_unreadable_initial_value_on_one_rank(strategy, rank, metric):
+    """What one rank finds wrong is told to all."""
+    v = metric(NONE)
+    messages = raises_everywhere(
+        ValueError, lambda: make(strategy, v if rank == 1 else 1.0)
+    )
+    assert "has no one value" in messages[0]
+    messages = raises_everywhere(
+        ValueError,
+        lambda: strategy.extended.broadcast_to(v if rank == 1 else 1.0, v),
+    )
+    assert "has no one value" in messages[0]
+
+
+# --- nothing lets mirrored copies diverge ---------------------------------------------
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_update_that_would_let_the_copies_diverge(strategy, rank, size, metric):
+    """Through an ON_READ variable, what fn closes over, rows, or what it returns."""
+    v, slot = make(strategy, np.zeros(3), name="v"), make(strategy, 1.0, name="slot")
+    large = make(strategy, np.zeros(400_000))
+    on_read = metric(SUM, np.zeros(3))
+    extended = strategy.extended
+
+    def write_one_slot(v):
+        if rank == size - 1:
+            slot.assign(2.0)
+
+    def write_the_middle_of_a_large_one(w):
+        w.scatter_add(mpidist.IndexedSlices(np.ones(100_000) * rank, range(100_000)))
+
+    attempts = [
+        lambda: extended.update(v, lambda v: v.assign(on_read)),
+        lambda: extended.update(v, lambda v: v.assign_add(np.full(3, float(rank)))),
+        lambda: extended.update(
+            v,
+            lambda v, x: v.scatter_add(x),
+            args=(mpidist.IndexedSlices([1.0], [rank % 2]),),
+        ),
+        lambda: extended.update(v, write_one_slot),
+        lambda: extended.update(large, lambda w: w.assign(np.full(w.shape, rank))),
+        lambda: extended.update(v, lambda v: float(rank)),
+        lambda: extended.update_non_slot(
+            extended.non_slot_devices([v]), lambda: slot.assign(float(rank))
+        ),
+    ]
+    for attempt in attempts:
+        for message in raises_everywhere(mpidist.CollectiveMismatchError, attempt):
+            assert "update" in message
+        mpidist.check_in_sync([v, slot, large])
+        # As it was (rank 0 had not written it), or as rank 0 left it.
+        assert_mirrored(strategy, slot, 0.0 if attempt is attempts[-1] else 1.0)
+    for message in raises_everywhere(
+        ValueError, lambda: extended.update(v, lambda v, x: v.assign(x), (on_read,))
+    ):
+        assert "read_var(variable)" in message
+    results = extended.update(v, lambda v: float(rank), group=False)
+    assert results == (float(rank),)  # not taken for the same
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_update_in_merge_fn_that_would_let_the_copies_diverge(
+    strategy, rank, metric
+):
+    v = make(strategy, 0.0)
+    on_read = metric()
+
+    def merge_fn(distribution):
+        distribution.extended.update(v, lambda v: v.assign(on_read))
+
+    raises_everywhere(
+        mpidist.CollectiveMismatchError, lambda: merge(strategy, merge_fn)
+    )
+    mpidist.check_in_sync(v)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_mirrored_of_components_that_differ(strategy, size):
+    v = make(strategy, 0.0)
+
+    def merge_fn(distribution):
+        v.assign(mpidist.Mirrored([float(i) for i in range(size)]))
+
+    for message in raises_everywhere(ValueError, lambda: merge(strategy, merge_fn)):
+        assert "mpidist.PerReplica(...)" in message
+    assert_mirrored(strategy, v, 0.0)
+    merge(strategy, lambda s: v.assign(mpidist.Mirrored([2.0] * size)))
+    assert_mirrored(strategy, v, 2.0)
+
+
+def test_all_ranks_keep_their_copies_in_c_order(strategy, rank):
+    """A sum depends on the order of the elements, in its last bits."""
+    random = np.random.default_rng(0)
+    v = make(strategy, lambda: np.asfortranarray(random.normal(size=(50, 40))))
+    assert v.value().flags.c_contiguous
+    assert len(set(everywhere(float(v.sum())))) == 1
+
+
+# --- made in a replica function, and copied -------------------------------------------
+
+
+def test_made_once_per_replica(strategy, rank, size):
+    """One distributed variable: each replica makes its part of it, once."""
+    made = []
+
+    def fn():
+        if not made:
+            made.append(
+                mpidist.Variable(
+                    10.0 * rank, synchronization=ON_READ, aggregation=SUM, name="n"
+                )
+            )
+        made[0].assign_add(rank + 1.0)
+        return made[0]
+
+    first, second = strategy.run(fn), strategy.run(fn)
+    assert first is second is made[0]
+    assert strategy.extended.variable_created_in_scope(first)
+    assert_copies(strategy, first, [2.0 * (i + 1) for i in range(size)])
+    assert float(first) == size * (size + 1)
+    mirrored = strategy.run(lambda: mpidist.Variable([float(rank)], aggregation=SUM))
+    strategy.run(lambda: mirrored.assign_add([1.0]))
+    assert_mirrored(strategy, mirrored, [float(size)])
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"name": "other"},
+        {"aggregation": MEAN},
+        {"synchronization": ON_READ},
+        {"shape": (1,)},
+        {"dtype": "float32"},
+        {"trainable": False},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_made_differently_on_one_rank(strategy, rank, options):
+    given = {"name": "same"} | (options if rank == 1 else {})
+
+    def fn():
+        mpidist.Variable([1.0], **given)
+
+    if options == {"trainable": False}:
+        strategy.run(fn)  # kept for the user: nothing here depends on it
+        return
+    messages = raises_everywhere(
+        mpidist.CollectiveMismatchError, lambda: strategy.run(fn)
+    )
+    assert "'same'" in messages[0]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_made_on_some_replicas_only(strategy, rank):
+    messages = raises_everywhere(
+        mpidist.CollectiveMismatchError,
+        lambda: strategy.run(lambda: mpidist.Variable(1.0, name="v") if rank else None),
+    )
+    assert "Variable 'v'" in messages[0]
+
+
+def test_deepcopy(strategy, rank, size, metric):
+    v = metric(SUM, np.zeros(2))
+    w = make(strategy, [5.0, 6.0], aggregation=MEAN, name="w")
+    copied = copy.deepcopy({"v": v, "again": v, "w": [w]})
+    assert copied["again"] is copied["v"]
+    assert_copies(strategy, copied["v"], [np.full(2, i + 1.0) for i in range(size)])
+    assert copied["v"].synchronization is ON_READ
+    (x,) = copied["w"]
+    assert (x.name, x.aggregation) == ("w", MEAN)
+    x.assign([7.0, 8.0])
+    copied["v"].assign([0.0, 0.0])
+    assert_mirrored(strategy, w, [5.0, 6.0])
+    assert_mirrored(strategy, x, [7.0, 8.0])
+    assert_copies(strategy, v, [np.full(2, i + 1.0) for i in range(size)])
+    kept = []
+
+    def merge_fn(distribution):
+        kept.append(copy.deepcopy(w))
+        return kept[0]
+
+    made = merge(strategy, merge_fn)
+    merge(strategy, lambda s: kept[0].assign_add([1.0, 1.0]))  # in a later merge_call
+    assert_mirrored(strategy, made, [6.0, 7.0])
+    for message in raises_everywhere(
+        RuntimeError, lambda: strategy.run(lambda: copy.deepcopy(w))
+    ):
+        assert "copy.deepcopy" in message
+    plain = mpidist.Variable([1.0])
+    with strategy.scope():
+        other = copy.deepcopy(plain)
+    local(strategy, lambda: copy.deepcopy(plain).assign([3.0]) and None)
+    other.assign([2.0])
+    assert plain.tolist() == [1.0]
+    assert other.tolist() == [2.0]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_deepcopy_of_different_variables(strategy, rank):
+    v, w = make(strategy, 1.0), make(strategy, 1.0)
+    raises_everywhere(
+        mpidist.CollectiveMismatchError, lambda: copy.deepcopy(w if rank else v)
+    )
+
+
+# --- on a device ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["STAGED", "DIRECT"])
+def test_on_a_device(monkeypatch, new_strategy, implementation):
+    module = posing.install(monkeypatch)
+    strategy = new_strategy(device="gpu", implementation=implementation)
+    rank, size = strategy.replica_id, strategy.num_replicas_in_sync
+    total = size * (size + 1) / 2
+    for aggregation, want in ((SUM, total), (MEAN, total / size), (FIRST, 1.0)):
+        v = make(strategy, [0.0] * 3, synchronization=ON_READ, aggregation=aggregation)
+        mine = module.full(3, rank + 1.0)
+        strategy.run(lambda v=v, mine=mine: v.assign(mine))
+        assert isinstance(v.value(), module.ndarray)
+        assert v.numpy().tolist() == [want] * 3
+        assert (v + 1.0).get().tolist() == [want + 1.0] * 3
+        assert own(strategy, merge(strategy, lambda s, v=v: v.numpy())).tolist() == (
+            [want] * 3
+        )
+        v.assign(module.full(3, 12.0))
+        assert v.numpy().tolist() == [12.0] * 3
+        v.assign_add([1.0, 2.0, 3.0])
+        assert v.numpy().tolist() == [13.0, 14.0, 15.0]
+        assert copy.deepcopy(v).numpy().tolist() == [13.0, 14.0, 15.0]
+    counts = make(strategy, [0, 0], synchronization=ON_READ, aggregation=SUM)
+    counts.assign([7, -3])
+    assert counts.numpy().tolist() == [7, -3]
+    assert "value on replica" in repr(counts)
