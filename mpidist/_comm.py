@@ -11,7 +11,6 @@ is larger than `chunk_elements` is moved in pieces, since MPI 3 counts in ints.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import importlib
@@ -19,7 +18,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
@@ -68,21 +67,24 @@ class Traffic:
     calls: dict[str, int] = dataclasses.field(default_factory=dict)
     bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
-    _timing: bool = False
+    _depth: int = 0
+    _start: float = 0.0
 
-    @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
-        """Add the time of a block to ``seconds``; of nested blocks the outermost."""
-        if self._timing:
-            yield
-            return
-        self._timing = True
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._timing = False
-            self.seconds += time.perf_counter() - start
+    def __enter__(self) -> None:
+        """Begin to count time; of nested blocks the outermost counts."""
+        if not self._depth:
+            self._start = time.perf_counter()
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        """Add the time to ``seconds``."""
+        self._depth -= 1
+        if not self._depth:
+            self.seconds += time.perf_counter() - self._start
+
+    def timed(self) -> Traffic:
+        """Return a context manager whose time is added to ``seconds``."""
+        return self
 
     def count(self, kind: str, nbytes: int) -> None:
         """Add one MPI call that moves ``nbytes`` of this rank's memory."""
