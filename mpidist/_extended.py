@@ -401,7 +401,8 @@ class StrategyExtended:
         """
         kwargs = {} if kwargs is None else kwargs
         frame = _context.require_cross_replica(self._strategy, "update")
-        if not isinstance(var, Variable):
+        plain = isinstance(var, Variable) and not var._strategy.extended._is_mpi
+        if not isinstance(var, Variable) or (plain and self._is_mpi):
             if isinstance(var, DistributedValues):
                 error = TypeError(
                     f"update: expected a `mpidist.Variable`, got a {type(var).__name__}"

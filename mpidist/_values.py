@@ -164,9 +164,11 @@ class PerReplica(DistributedValues):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         frame = _context.current()
         if frame.level is not _context.Level.REPLICA or not _context.has_strategy():
+            inside = _context.has_strategy()
+            where = frame.level.value if inside else "outside every scope"
             raise TypeError(
-                f"a PerReplica is no array {frame.level.value}: it has a component on "
-                f"each replica; {_WAY_OUT}"
+                f"a PerReplica is no array {where}: it has a component on each "
+                f"replica; {_WAY_OUT}"
             )
         return np.array(self._own, dtype=dtype, copy=copy)
 

@@ -180,7 +180,7 @@ def _reduce_same(
         )
     if not strategy.extended._is_mpi and axes is None:
         return own_component(leaf)  # of one replica, which needs no wrapping
-    if op not in _IDEMPOTENT:
+    if op not in _IDEMPOTENT and strategy.extended._is_mpi:
         raise ValueError(
             f"{call}: A non-DistributedValues value {leaf!r:.80} cannot be reduced "
             f"with the given reduce op ReduceOp.{op.name}. It is not per replica, so "

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import posing
 import pytest
+from replicas import context
 
 import mpidist
 
@@ -49,10 +50,6 @@ def host(x):
 
 def local(strategy, fn):
     return strategy.experimental_local_results(strategy.run(fn))[0]
-
-
-def context():
-    return mpidist.get_replica_context()
 
 
 def values_of(dtype, rank):

@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+from replicas import own
 
 import mpidist
 
@@ -12,11 +13,6 @@ pytestmark = [pytest.mark.mpi, pytest.mark.core]
 IN_CROSS_REPLICA = "Method requires being in cross-replica context"
 MISMATCHING = "Mismatching .*Strategy objects"
 MIXING = "Mixing different .*Strategy objects"
-
-
-def own(strategy, value):
-    (result,) = strategy.experimental_local_results(value)
-    return result
 
 
 def context():

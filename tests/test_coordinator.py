@@ -9,6 +9,7 @@ import weakref
 
 import numpy as np
 import pytest
+from replicas import context, everywhere, make, own
 
 import mpidist
 
@@ -32,15 +33,6 @@ class ModuleError(Exception):
         self.code = code
 
 
-def context():
-    return mpidist.get_replica_context()
-
-
-def own(strategy, value):
-    (result,) = strategy.experimental_local_results(value)
-    return result
-
-
 def this_replica():
     """Return this rank's number, at every level."""
     return mpidist.get_strategy().extended._replica_id
@@ -57,13 +49,6 @@ class Box:
 
     def __init__(self, value):
         self.value = value
-
-
-def everywhere(x):
-    """Return the object of each rank, on every rank; not by what is tested here."""
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD.allgather(x)
 
 
 def outcomes(call):
@@ -87,11 +72,6 @@ def assert_usable(strategy):
     n = strategy.num_replicas_in_sync
     total = merge(strategy, lambda s, x: s.reduce("SUM", x, axis=None), np.ones(3))
     np.testing.assert_array_equal(total, [n] * 3)
-
-
-def make(strategy, *args, **kwargs):
-    with strategy.scope():
-        return mpidist.Variable(*args, **kwargs)
 
 
 class Traffic:

@@ -5,6 +5,7 @@ import traceback
 
 import numpy as np
 import pytest
+from replicas import context
 
 import mpidist
 
@@ -55,10 +56,6 @@ def expect_mismatch(strategy, fn, *parts):
 def last(size):
     """The rank that does something else than the others."""
     return size - 1
-
-
-def context():
-    return mpidist.get_replica_context()
 
 
 def test_another_shape(strategy, rank, last):

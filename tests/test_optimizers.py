@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import posing
 import pytest
+from replicas import own
 
 import mpidist
 from mpidist.optimizers import (
@@ -389,11 +390,6 @@ OPTIMIZERS = {
     "adam": lambda: Adam(cosine_decay(0.05, 20)),
     "adamw clipped": lambda: AdamW(0.05, weight_decay=0.1, global_clipnorm=0.5),
 }
-
-
-def own(strategy, value):
-    (result,) = strategy.experimental_local_results(value)
-    return result
 
 
 def per_replica(strategy, function):

@@ -261,7 +261,7 @@ def sphinx(command: Command, source: str) -> None:
 
 
 COMMANDS: list[tuple[str, Callable[..., None]]] = [
-    (r"launch/(demo|test|gpu-check)((?: \S+)*)", setting_up),
+    (r"launch/(demo|test|gpu-check|conformance)((?: \S+)*)", setting_up),
     (r"launch/mpirun -n (\d+) python (\S+\.py)", launch_mpirun),
     (r"launch/mpirun -n \d+ .venv/bin/python -m pytest (.*)", pytest_in_venv),
     (r"((?:MPIDIST_\w+=\S+ )*)mpirun -n (\d+) python (\S+\.py)", mpirun),

@@ -4,6 +4,7 @@ import collections
 
 import numpy as np
 import pytest
+from replicas import everywhere, own, raises_everywhere
 
 import mpidist
 
@@ -21,11 +22,6 @@ REDUCERS = {
 DTYPES = ["int8", "uint16", "int64", "float16", "float32", "float64", "longdouble"]
 
 
-def own(strategy, value):
-    (result,) = strategy.experimental_local_results(value)
-    return result
-
-
 def from_replicas(strategy, function):
     """Return a PerReplica of what ``function`` gives for the replica's number."""
     return strategy.experimental_distribute_values_from_function(
@@ -33,29 +29,10 @@ def from_replicas(strategy, function):
     )
 
 
-def everywhere(x):
-    """Return the object of each rank, on every rank; not by what is tested here."""
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD.allgather(x)
-
-
 def assert_same_on_all(x):
     x = np.asarray(x)
     rows = everywhere((x.shape, x.dtype.str, x.tobytes()))
     assert rows == [rows[0]] * len(rows)
-
-
-def raises_everywhere(kind, call):
-    """Check that ``call`` raises this very kind on every rank; return the messages."""
-    error = None
-    try:
-        call()
-    except Exception as raised:
-        error = raised
-    rows = everywhere((type(error).__name__, str(error)))
-    assert {name for name, _ in rows} == {kind.__name__}, rows
-    return [message for _, message in rows]
 
 
 def assert_usable(strategy):

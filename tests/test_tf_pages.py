@@ -5,6 +5,7 @@ Each docstring names the page. What the pages show for two replicas is written f
 
 import numpy as np
 import pytest
+from replicas import own
 
 import mpidist
 
@@ -12,12 +13,6 @@ pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
 SUM = mpidist.ReduceOp.SUM
 MEAN = mpidist.ReduceOp.MEAN
-
-
-def own(strategy, value):
-    """Return this rank's component of what `run` gave."""
-    (result,) = strategy.experimental_local_results(value)
-    return result
 
 
 def copies(strategy, variable):

@@ -6,17 +6,13 @@ import pickle
 
 import numpy as np
 import pytest
+from replicas import own
 
 import mpidist
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
 Pair = collections.namedtuple("Pair", "first second")
-
-
-def own(strategy, value):
-    (result,) = strategy.experimental_local_results(value)
-    return result
 
 
 def mirrored_of(strategy, x):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from replicas import context, make, own, raises_everywhere
 
 import mpidist
 
@@ -13,24 +14,8 @@ MEAN = mpidist.VariableAggregation.MEAN
 FIRST = mpidist.VariableAggregation.ONLY_FIRST_REPLICA
 
 
-def own(strategy, value):
-    (result,) = strategy.experimental_local_results(value)
-    return result
-
-
-def context():
-    return mpidist.get_replica_context()
-
-
 def mirrored_of(strategy, x):
     return strategy.extended.reduce_to("MAX", strategy.run(lambda: x), np.zeros(1))
-
-
-def everywhere(x):
-    """Return the object of each rank, on every rank; not by what is tested here."""
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD.allgather(x)
 
 
 def assert_copies(strategy, variable, expected):
@@ -43,23 +28,6 @@ def assert_copies(strategy, variable, expected):
     )
     assert (rows == rows[0]).all()
     np.testing.assert_array_equal(variable.numpy(), expected)
-
-
-def raises_everywhere(kind, call):
-    """Check that ``call`` raises this very kind on every rank; return the messages."""
-    error = None
-    try:
-        call()
-    except Exception as raised:
-        error = raised
-    outcomes = everywhere((type(error).__name__, str(error)))
-    assert {name for name, _ in outcomes} == {kind.__name__}, outcomes
-    return [message for _, message in outcomes]
-
-
-def make(strategy, *args, **kwargs):
-    with strategy.scope():
-        return mpidist.Variable(*args, **kwargs)
 
 
 # --- creation -------------------------------------------------------------------------

@@ -1,0 +1,259 @@
+"""Compares the two sides, and writes docs/conformance.md."""
+
+from __future__ import annotations
+
+import datetime
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from conformance import results, sides
+from conformance.programs import PROGRAMS
+from conformance.registry import Program
+from conformance.results import Result
+
+SIZES = (2, 3, 4)
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "conformance.md"
+# TensorFlow's results on some replicas, for machines that do not have it.
+RECORDED_SIZE = 3
+RECORDED = Path(__file__).resolve().parent / "recorded.jsonl"
+NO_RESULT = {"error": "no result", "bases": [], "uncaught": True}
+LONGEST = 240  # characters of a result in the report
+
+Verdict = Literal["equal", "on purpose", "FAILED"]
+Runs = dict[int, tuple[sides.Run, sides.Run]]
+
+
+def judge(program: Program, n: int, tensorflow: Result, mpidist: Result) -> Verdict:
+    """Return whether the results are what the program declares."""
+    if program.difference is None:
+        return "equal" if results.equal(tensorflow, mpidist) else "FAILED"
+    for expected, got in (
+        (program.difference.tensorflow(n), tensorflow),
+        (program.difference.mpidist(n), mpidist),
+    ):
+        if not results.equal(results.describe(expected), got, loose=True):
+            return "FAILED"
+    # If the two have become equal, then the declaration is out of date.
+    return "FAILED" if results.equal(tensorflow, mpidist) else "on purpose"
+
+
+def explain(program: Program, n: int, runs: tuple[sides.Run, sides.Run]) -> str:
+    """Return what was expected of a program, what it gave, and what it raised."""
+    lines = [f"{program.name} on {n} replicas: {program.what}"]
+    for side, run in zip(("tensorflow", "mpidist"), runs, strict=True):
+        if program.difference is not None:
+            expected = results.describe(getattr(program.difference, side)(n))
+            lines.append(f"  {side}, declared: {results.show(expected)}")
+        lines.append(f"  {side} gave: {results.show(result_of(run, program))}")
+        raised = run.messages.get(program.name, [])
+        lines += [f"    raised {message:.300}" for message in raised]
+    return "\n".join(lines)
+
+
+def result_of(run: sides.Run, program: Program) -> Result:
+    """Return the result of a program; a failure if it has none."""
+    return run.results.get(program.name, NO_RESULT)
+
+
+def verdict_of(program: Program, n: int, runs: tuple[sides.Run, sides.Run]) -> Verdict:
+    """Return what `judge` says of the results in two runs."""
+    tensorflow, mpidist = (result_of(run, program) for run in runs)
+    return judge(program, n, tensorflow, mpidist)
+
+
+def run_both(
+    sizes: Sequence[int], folder: Path | None, names: Sequence[str] = ()
+) -> Runs:
+    """Run programs on both sides, for several numbers of replicas.
+
+    Args:
+        sizes: the numbers of replicas.
+        folder: where the results are kept; None: nowhere.
+        names: of the programs; all by default.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        where = folder or Path(temporary)
+        where.mkdir(parents=True, exist_ok=True)
+        return {
+            n: (
+                sides.run_tensorflow(n, where, names),
+                sides.run_mpidist(n, where, names),
+            )
+            for n in sizes
+        }
+
+
+def compare(words: Sequence[str], sizes: Sequence[int], folder: Path | None) -> int:
+    """Run both sides; print what is not as declared; return how many are not.
+
+    Args:
+        words: run programs whose name or section has one of these; none: all.
+        sizes: the numbers of replicas.
+        folder: where the results are kept.
+    """
+    programs = [
+        p
+        for p in PROGRAMS.values()
+        if not words or any(w in p.name or w in p.section for w in words)
+    ]
+    wrong = 0
+    for n, runs in run_both(sizes, folder, [p.name for p in programs]).items():
+        verdicts = {p.name: verdict_of(p, n, runs) for p in programs}
+        for program in programs:
+            if verdicts[program.name] == "FAILED":
+                wrong += 1
+                print(explain(program, n, runs))
+        print(f"{n} replicas: {dict(Counter(verdicts.values()))}")
+    return wrong
+
+
+# --- the page -------------------------------------------------------------------------
+
+INTRODUCTION = """\
+# Conformance with TensorFlow
+
+Small programs that run twice: under `tf.distribute.MirroredStrategy`, on logical CPU
+devices, and under `MPIStrategy`, on as many ranks of an `mpirun`. Each is written once,
+in `tests/conformance/programs/`, and what it gives on each replica is compared: values,
+dtypes, shapes, and the classes of errors. This page is written by
+
+```sh
+launch/conformance
+```
+
+and `tests/test_conformance.py` fails where a result is not what the programs declare:
+with TensorFlow on 2, 3 and 4 replicas, and without it against what it gave on 3 when
+this page was written.
+Where the two libraries differ on purpose, the program says what each of them gives, and
+why; both are checked, so that a change on either side is found.
+
+Two results are equal if
+
+- arrays have the same dtype and shape, and the same elements to within rounding; a
+  Python number equals a scalar of any dtype (TensorFlow makes int32 and float32 tensors
+  of them);
+- errors are of the same class, or mpidist's is a subclass of TensorFlow's (a
+  `CollectiveMismatchError` is a `RuntimeError`). What one replica raises, the other
+  ranks raise as `ReplicaError`; that counts as one error.
+
+Whether code sees a PerReplica or a plain value is compared by programs of its own.
+"""
+
+
+def write(page: Path | None, folder: Path | None) -> int:
+    """Run everything; write the page, and TensorFlow's results on 3 replicas.
+
+    Args:
+        page: the page; None: docs/conformance.md.
+        folder: where all results are kept.
+
+    Returns:
+        How many results are not as declared.
+    """
+    runs = run_both(SIZES, folder)
+    sides.record(runs[RECORDED_SIZE][0], RECORDED_SIZE, RECORDED)
+    failed = 0
+    for program in PROGRAMS.values():
+        for n, pair in runs.items():
+            if verdict_of(program, n, pair) == "FAILED":
+                failed += 1
+                print(explain(program, n, pair))
+    where = page or PAGE
+    where.write_text(page_of(runs, datetime.date.today()), encoding="utf-8")
+    print(f"wrote {where}: {failed} of {len(PROGRAMS) * len(runs)} not as declared")
+    return failed
+
+
+def page_of(runs: Runs, day: datetime.date) -> str:
+    """Return the page about these runs."""
+    versions = next(iter(runs.values()))
+    parts = [
+        INTRODUCTION,
+        f"Of {day.isoformat()}, with TensorFlow {versions[0].version} and mpidist "
+        f"{versions[1].version}:\n",
+        _totals(runs),
+        "The columns 2, 3 and 4 are numbers of replicas: `=` is equal, `≠` a "
+        "difference on purpose, explained below the table, with the results on 2 "
+        "replicas. A bar stands between what the replicas have.\n",
+    ]
+    for section in _sections():
+        parts += _section(section, runs)
+    return "\n".join(parts)
+
+
+def _sections() -> dict[str, list[Program]]:
+    found: dict[str, list[Program]] = {}
+    for program in PROGRAMS.values():
+        found.setdefault(program.section, []).append(program)
+    return found
+
+
+def _totals(runs: Runs) -> str:
+    lines = [
+        "| programs about | number | equal | differ on purpose | fail |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    total: Counter[str] = Counter()
+    for section, programs in _sections().items():
+        # The worst of the sizes: a program is equal if it is so for all of them.
+        worst = Counter(_worst(p, runs) for p in programs)
+        total += worst
+        lines.append(_total_row(f"[{section}](#{_slug(section)})", worst))
+    lines.append(_total_row("all", total))
+    return "\n".join(lines) + "\n"
+
+
+def _total_row(name: str, counts: Counter[str]) -> str:
+    cells = [counts[verdict] for verdict in ("equal", "on purpose", "FAILED")]
+    return f"| {name} | {sum(cells)} | " + " | ".join(map(str, cells)) + " |"
+
+
+def _worst(program: Program, runs: Runs) -> Verdict:
+    verdicts = {verdict_of(program, n, pair) for n, pair in runs.items()}
+    order: tuple[Verdict, ...] = ("FAILED", "on purpose", "equal")
+    return next(verdict for verdict in order if verdict in verdicts)
+
+
+def _slug(title: str) -> str:
+    kept = "".join(c for c in title if c.isalnum() or c in "_ -")
+    return kept.lower().replace(" ", "-")
+
+
+def _section(section: str, runs: Runs) -> list[str]:
+    programs = _sections()[section]
+    marks = {"equal": "=", "on purpose": "≠", "FAILED": "**fails**"}
+    lines = [
+        f"## {section}\n",
+        "| program | what it does | " + " | ".join(map(str, runs)) + " |",
+        "| --- | --- | " + " | ".join("---" for _ in runs) + " |",
+    ]
+    for program in programs:
+        cells = [marks[verdict_of(program, n, pair)] for n, pair in runs.items()]
+        what = program.what.replace("|", "\\|")
+        lines.append(f"| `{program.name}` | {what} | " + " | ".join(cells) + " |")
+    lines.append("")
+    by_reason: dict[str, list[Program]] = {}
+    for program in programs:
+        if program.difference is not None:
+            by_reason.setdefault(program.difference.reason, []).append(program)
+    for reason, alike in by_reason.items():
+        lines += _difference(reason, alike, runs)
+    return lines
+
+
+def _difference(reason: str, programs: list[Program], runs: Runs) -> list[str]:
+    pair = next(iter(runs.values()))
+    lines = [f"{reason}\n"]
+    for program in programs:
+        shown = [results.show(result_of(run, program)) for run in pair]
+        texts = [f"`{_cut(text)}`" for text in shown]
+        lines.append(f"- `{program.name}`: TensorFlow {texts[0]}; mpidist {texts[1]}.")
+    return [*lines, ""]
+
+
+def _cut(text: str) -> str:
+    text = " ".join(text.replace("`", "'").split())
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
