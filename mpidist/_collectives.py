@@ -18,7 +18,6 @@ from typing import Any, Final, NoReturn, ParamSpec, TypeVar
 import numpy as np
 
 from mpidist import _arrays, _dtypes, _fusion, _nest, _transports
-from mpidist._board import MESSAGE_BYTES
 from mpidist._comm import AnyCommunicator
 from mpidist._guard import Guard
 from mpidist._options import (
@@ -562,7 +561,7 @@ class Collectives:
 
     def send_bytes(self, data: bytes) -> None:
         """Send bytes from rank 0 to all ranks, which wait for them."""
-        flag = b"\1" if len(data) < MESSAGE_BYTES else b"\0"
+        flag = b"\1" if len(data) < self.comm.message_bytes else b"\0"
         head = flag + (data if flag == b"\1" else len(data).to_bytes(8, "little"))
         request = self.comm.start_message(head)
         self.guard.wait(request, "a message", 0.0)

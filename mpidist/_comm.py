@@ -33,6 +33,7 @@ CHUNK_ELEMENTS: Final = 2**30
 NOTICE_TAG: Final = 7
 _PROBES: Final = 4
 _MESSAGE_HEAD: Final = 8
+_MESSAGE_BYTES: Final = 1024 - _MESSAGE_HEAD
 _LOCAL_RANK_VARIABLES: Final = (
     "OMPI_COMM_WORLD_LOCAL_RANK",  # Open MPI
     "MPI_LOCALRANKID",  # MPICH, Intel MPI
@@ -118,9 +119,9 @@ class Communicator:
         self.host_name: str = mpi.Get_processor_name()
         self.chunk_elements = CHUNK_ELEMENTS
         self.traffic = Traffic()
+        self.message_bytes = _MESSAGE_BYTES
         self._board: Board | None = None
         self._windows: list[Any] = []
-        self._across: Any = None
 
     def free(self) -> None:
         """Give the communicator, and what it shares, back to MPI. Collective."""
@@ -129,8 +130,6 @@ class Communicator:
             window.Unlock_all()
             window.Free()
         self._windows = []
-        if self._across is not None:
-            self._across.Free()
         self._node.Free()
         self._comm.Free()
 
@@ -171,21 +170,13 @@ class Communicator:
     def use_board(self, board: Board) -> None:
         """Exchange headers and messages over a board from now on."""
         self._board = board
+        self.message_bytes = MESSAGE_BYTES
 
     def all_min(self, number: int) -> int:
         """Return the smallest number of all ranks."""
         receive = np.zeros(1, np.int64)
         self._comm.Allreduce(np.array([number], np.int64), receive, self._ops["MIN"])
         return int(receive[0])
-
-    def connect_nodes(self) -> None:
-        """Prepare `all_reduce_across`. Collective."""
-        self._across = self._comm.Split(self.local_rank, self.rank)
-
-    def all_reduce_across(self, buffer: Buffer, op: MPIOp) -> None:
-        """All-reduce with the ranks of the same number on other nodes, in place."""
-        for part in self._chunks(buffer.size):
-            self._across.Allreduce(self._in_place, buffer[part], self._ops[op])
 
     # --- reductions -----------------------------------------------------------
 
@@ -325,14 +316,14 @@ class Communicator:
         return _Pending(request, receive.tolist, (send, receive))
 
     def start_message(self, data: bytes | None) -> Request:
-        """Start sending at most `MESSAGE_BYTES` from rank 0 to all.
+        """Start sending at most `message_bytes` from rank 0 to all.
 
         Args:
             data: None on the ranks that wait for it.
         """
         if self._board is not None:
             return self._board.start_message(data)
-        buffer = np.zeros(_MESSAGE_HEAD + MESSAGE_BYTES, np.uint8)
+        buffer = np.zeros(_MESSAGE_HEAD + _MESSAGE_BYTES, np.uint8)
         if data is not None:
             buffer[:_MESSAGE_HEAD].view(np.int64)[0] = len(data)
             buffer[_MESSAGE_HEAD : _MESSAGE_HEAD + len(data)] = np.frombuffer(
@@ -399,6 +390,7 @@ class SelfCommunicator:
     local_rank = 0
     local_size = 1
     host_name = "localhost"
+    message_bytes = _MESSAGE_BYTES
 
     def __init__(self) -> None:
         self.chunk_elements = CHUNK_ELEMENTS

@@ -155,7 +155,7 @@ def _sort_key(key: Any) -> tuple[str, Any]:
 
 
 _LEAF_STRUCTURE: Final = Structure(
-    optree.tree_structure(0, none_is_leaf=True, namespace=NAMESPACE)
+    optree.treespec_leaf(none_is_leaf=True, namespace=NAMESPACE)
 )
 _MAPPINGS: Final[tuple[type, ...]] = (collections.UserDict, types.MappingProxyType)
 

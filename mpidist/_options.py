@@ -70,8 +70,9 @@ class CommunicationImplementation(enum.Enum):
 
     ``AUTO`` picks by where the array lives and what MPI can do. ``DIRECT`` gives
     MPI the buffer as it stands (for a GPU array the MPI must be CUDA-aware).
-    ``SHARED`` reduces host arrays through memory that the ranks of a node share, which
-    ``AUTO`` does wherever it can. ``STAGED`` copies GPU arrays through host memory.
+    ``SHARED`` reduces host arrays through memory that the ranks share, and sends
+    headers and commands through it too: for ranks on one node. It is new, and ``AUTO``
+    does not choose it yet. ``STAGED`` copies GPU arrays through host memory.
     ``RING`` and ``NCCL`` are TensorFlow's names: ``RING`` means ``AUTO`` here, since
     MPI chooses its own algorithm; ``NCCL`` is refused, since this version has no NCCL
     transport.
@@ -200,8 +201,7 @@ class Environment:
         stall_seconds: wait after which the missing ranks are named on stderr
             (``MPIDIST_STALL_SECONDS``), in seconds.
         bytes_per_pack: default bucket size, from ``MPIDIST_FUSION_MB`` (MiB).
-        implementation: what AUTO means (``MPIDIST_IMPLEMENTATION``). With DIRECT
-            nothing goes through shared memory, headers included.
+        implementation: what AUTO means (``MPIDIST_IMPLEMENTATION``).
     """
 
     abort: bool

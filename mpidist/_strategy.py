@@ -477,9 +477,14 @@ class MPIStrategy(Strategy):
         communicator = _comm.Communicator(
             base, lambda request, what: _guard.poll(request, what, timeout)
         )
+        kind = environment.implementation
+        if isinstance(given, CommunicationOptions):
+            asked = given.implementation
+            if asked is not CommunicationImplementation.AUTO:
+                kind = asked
         shared = _transports.set_up_shared(
             communicator,
-            wanted=environment.implementation is not CommunicationImplementation.DIRECT,
+            wanted=kind is CommunicationImplementation.SHARED,
             crowded=communicator.local_size > (os.cpu_count() or 1),
         )
         enabled = environment.guard

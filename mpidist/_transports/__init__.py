@@ -69,11 +69,15 @@ def choose(
             "version; write AUTO, which is direct where MPI is CUDA-aware and staged "
             "through the host elsewhere"
         )
-    if wanted is CommunicationImplementation.SHARED and shared is None:
+    if (
+        wanted is CommunicationImplementation.SHARED
+        and shared is None
+        and comm.size > 1
+    ):
         raise ValueError(
-            "MPIStrategy: `CommunicationImplementation.SHARED` needs several ranks on "
-            "each node, equally many, memory in /dev/shm, and an "
-            "MPIDIST_IMPLEMENTATION that is not `direct` on any rank; write AUTO"
+            "MPIStrategy: `CommunicationImplementation.SHARED` needs all ranks on one "
+            "node, room in /dev/shm, and to be asked for on all ranks when the "
+            "strategy is made; write AUTO"
         )
     direct = DirectTransport(comm)
     host: DirectTransport = direct if shared is None else shared

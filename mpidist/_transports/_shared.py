@@ -16,8 +16,8 @@ Why two of each area are enough: a rank writes piece k + 2 when it has seen the 
 of piece k + 1, so all have reduced k. The result of k + 2 is written when all have
 copied k + 2 in, before which they have copied k out.
 
-On several nodes, between 2 and 3, each rank all-reduces its slice with the ranks of the
-same number on the other nodes.
+It is for strategies whose ranks are all on one node, and off unless it is asked for
+(`CommunicationImplementation.SHARED`, or ``MPIDIST_IMPLEMENTATION``).
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ class SharedTransport(DirectTransport):
         self._me = comm.local_rank
         self._ranks = comm.local_size
         self.area_bytes = area_bytes
-        self._across = comm.local_size < comm.size
         own = board_module.BYTES + 2 * _SMALL_BYTES + 2 * area_bytes
         if self._me == 0:
             own += 2 * area_bytes
@@ -74,10 +73,7 @@ class SharedTransport(DirectTransport):
             fence=None if strong else comm.fence,
             progress=comm.progress,
         )
-        if comm.local_size == comm.size:
-            comm.use_board(self.board)
-        else:
-            comm.connect_nodes()
+        comm.use_board(self.board)
         start = board_module.BYTES
         self._small = [_pair(part, start, _SMALL_BYTES) for part in parts]
         start += 2 * _SMALL_BYTES
@@ -92,7 +88,7 @@ class SharedTransport(DirectTransport):
         if send.size == 0:
             return
         self.comm.traffic.count("Allreduce", send.nbytes)
-        if send.nbytes <= _SMALL_BYTES and not self._across:
+        if send.nbytes <= _SMALL_BYTES:
             self._reduce_small(send, receive, op)
         else:
             self._reduce_large(send, receive, op)
@@ -198,7 +194,7 @@ class SharedTransport(DirectTransport):
     ) -> None:
         """Reduce this rank's slice of a piece, in the order of the ranks."""
         if first == last:
-            return  # on every node alike
+            return
         start, stop = first * dtype.itemsize, last * dtype.itemsize
         parts = [pair[turn][start:stop].view(dtype) for pair in self._inputs]
         if source is not None:
@@ -208,8 +204,6 @@ class SharedTransport(DirectTransport):
         combine(parts[0], parts[1], out=out)
         for part in parts[2:]:
             combine(out, part, out=out)
-        if self._across:
-            self.comm.all_reduce_across(out, op)
 
 
 def _pair(part: Any, start: int, nbytes: int) -> tuple[Any, Any]:
@@ -220,9 +214,8 @@ def set_up(
     comm: Communicator, *, wanted: bool, crowded: bool
 ) -> SharedTransport | None:
     """Make a `SharedTransport` where all ranks want one, and can. Collective."""
-    same = comm.all_min(comm.local_size) == -comm.all_min(-comm.local_size)
     area = 0
-    if wanted and same and comm.local_size > 1:
+    if wanted and comm.local_size == comm.size > 1:
         area = _area_bytes(comm.local_size)
     area = comm.all_min(area)
     if area < _SMALLEST_AREA:
