@@ -20,16 +20,18 @@ import numpy as np
 from mpidist import _arrays, _dtypes, _fusion, _nest, _transports
 from mpidist._comm import AnyCommunicator
 from mpidist._guard import Guard
-from mpidist._options import CommunicationOptions, Environment, ReduceOp
+from mpidist._options import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    Environment,
+    ReduceOp,
+)
 from mpidist._reports import Call
 from mpidist._sparse import IndexedSlices
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-# The fixed part of a command; what does not fit follows in a broadcast of its own.
-_COMMAND_BYTES: Final = 1024
-_COMMAND_HEAD: Final = 8
 _MOST_PLANS: Final = 1024
 _HAVE_MEMORY: Final = Call("all_gather, with memory for the result")
 
@@ -80,8 +82,10 @@ class Collectives:
         options: CommunicationOptions,
         environment: Environment,
         device: _arrays.Device,
+        shared: _transports.SharedTransport | None = None,
     ) -> None:
         self.comm = comm
+        self._shared = shared
         self.guard = guard
         self.options = options
         self.device = device
@@ -94,8 +98,11 @@ class Collectives:
     def _choose(self, options: CommunicationOptions) -> _transports.Transports:
         chosen = self._transports.get(options.implementation)
         if chosen is None:
+            wanted = options.implementation
+            if wanted is CommunicationImplementation.AUTO:
+                wanted = self._environment.implementation
             chosen = self._transports[options.implementation] = _transports.choose(
-                self.comm, options.implementation, self._environment, self.device
+                self.comm, wanted, self._environment, self.device, self._shared
             )
         return chosen
 
@@ -245,6 +252,8 @@ class Collectives:
             for dtype, shape, on_device in described
         ]
         room = bytes_per_pack or self._environment.bytes_per_pack
+        if self._shared is not None:
+            room = min(room, self._shared.area_bytes)  # packed into the window
         text = structure.render([_arrays.describe(x) for x in arrays])
         if bytes_per_pack != self.options.bytes_per_pack:
             # The ranks must cut their buffers at the same places.
@@ -552,16 +561,13 @@ class Collectives:
 
     def send_bytes(self, data: bytes) -> None:
         """Send bytes from rank 0 to all ranks, which wait for them."""
-        buffer = np.zeros(_COMMAND_BYTES, np.uint8)
-        buffer[:_COMMAND_HEAD].view(np.int64)[0] = len(data)
-        inline = min(len(data), _COMMAND_BYTES - _COMMAND_HEAD)
-        body = np.frombuffer(data, np.uint8)
-        buffer[_COMMAND_HEAD : _COMMAND_HEAD + inline] = body[:inline]
-        self.guard.wait(self.comm.start_broadcast(buffer, 0), "a message", 0.0)
+        flag = b"\1" if len(data) < self.comm.message_bytes else b"\0"
+        head = flag + (data if flag == b"\1" else len(data).to_bytes(8, "little"))
+        request = self.comm.start_message(head)
+        self.guard.wait(request, "a message", 0.0)
         self.guard.sequence += 1
-        self.comm.traffic.count("Ibcast", _COMMAND_BYTES)
-        if inline < len(data):
-            self.comm.broadcast(body[inline:].copy(), 0)
+        if flag == b"\0":
+            self.comm.broadcast(np.frombuffer(data, np.uint8).copy(), 0)
 
     @timed
     def receive_bytes(
@@ -571,18 +577,15 @@ class Collectives:
 
         Inside a verb there is no deadline: its header has shown that all are there.
         """
-        buffer = np.empty(_COMMAND_BYTES, np.uint8)
-        self.guard.wait(self.comm.start_broadcast(buffer, 0), what, timeout)
+        request = self.comm.start_message(None)
+        self.guard.wait(request, what, timeout)
         self.guard.sequence += 1
-        self.comm.traffic.count("Ibcast", _COMMAND_BYTES)
-        size = int(buffer[:_COMMAND_HEAD].view(np.int64)[0])
-        inline = min(size, _COMMAND_BYTES - _COMMAND_HEAD)
-        head = buffer[_COMMAND_HEAD : _COMMAND_HEAD + inline].tobytes()
-        if inline == size:
-            return head
-        rest = np.empty(size - inline, np.uint8)
+        head: bytes = request.result
+        if head[:1] == b"\1":
+            return head[1:]
+        rest = np.empty(int.from_bytes(head[1:], "little"), np.uint8)
         self.comm.broadcast(rest, 0)
-        return head + rest.tobytes()
+        return rest.tobytes()
 
 
 def _head_of(value: Any, call: str) -> _ArrayHead:

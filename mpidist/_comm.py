@@ -11,7 +11,6 @@ is larger than `chunk_elements` is moved in pieces, since MPI 3 counts in ints.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import importlib
@@ -19,10 +18,12 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
+
+from mpidist._board import MESSAGE_BYTES, WORDS, Board
 
 Buffer = Any  # a one-dimensional, C-contiguous NumPy or CuPy array
 MPIOp = Literal["SUM", "PROD", "MIN", "MAX"]
@@ -31,6 +32,8 @@ MPIOp = Literal["SUM", "PROD", "MIN", "MAX"]
 CHUNK_ELEMENTS: Final = 2**30
 NOTICE_TAG: Final = 7
 _PROBES: Final = 4
+_MESSAGE_HEAD: Final = 8
+_MESSAGE_BYTES: Final = 1024 - _MESSAGE_HEAD
 _LOCAL_RANK_VARIABLES: Final = (
     "OMPI_COMM_WORLD_LOCAL_RANK",  # Open MPI
     "MPI_LOCALRANKID",  # MPICH, Intel MPI
@@ -47,6 +50,10 @@ class Request(Protocol):
     def leak(self) -> None:
         """Keep its buffers for ever: it will not be waited for any more."""
 
+    @property
+    def result(self) -> Any:
+        """What it gives, once it has completed."""
+
 
 @dataclasses.dataclass
 class Traffic:
@@ -61,21 +68,24 @@ class Traffic:
     calls: dict[str, int] = dataclasses.field(default_factory=dict)
     bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
-    _timing: bool = False
+    _depth: int = 0
+    _start: float = 0.0
 
-    @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
-        """Add the time of a block to ``seconds``; of nested blocks the outermost."""
-        if self._timing:
-            yield
-            return
-        self._timing = True
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._timing = False
-            self.seconds += time.perf_counter() - start
+    def __enter__(self) -> None:
+        """Begin to count time; of nested blocks the outermost counts."""
+        if not self._depth:
+            self._start = time.perf_counter()
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        """Add the time to ``seconds``."""
+        self._depth -= 1
+        if not self._depth:
+            self.seconds += time.perf_counter() - self._start
+
+    def timed(self) -> Traffic:
+        """Return a context manager whose time is added to ``seconds``."""
+        return self
 
     def count(self, kind: str, nbytes: int) -> None:
         """Add one MPI call that moves ``nbytes`` of this rank's memory."""
@@ -103,17 +113,70 @@ class Communicator:
         wait(self._comm.Ibarrier(), "MPIStrategy(...)")
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
-        node = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
-        self.local_rank: int = node.Get_rank()
-        self.local_size: int = node.Get_size()
-        node.Free()
+        self._node = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
+        self.local_rank: int = self._node.Get_rank()
+        self.local_size: int = self._node.Get_size()
         self.host_name: str = mpi.Get_processor_name()
         self.chunk_elements = CHUNK_ELEMENTS
         self.traffic = Traffic()
+        self.message_bytes = _MESSAGE_BYTES
+        self._board: Board | None = None
+        self._windows: list[Any] = []
 
     def free(self) -> None:
-        """Give the communicator back to MPI. Collective."""
+        """Give the communicator, and what it shares, back to MPI. Collective."""
+        self._board = None
+        for window in self._windows:
+            window.Unlock_all()
+            window.Free()
+        self._windows = []
+        self._node.Free()
         self._comm.Free()
+
+    # --- memory that the ranks of a node share ----------------------------------
+
+    def share_memory(self, nbytes: int, zeros: int) -> list[Buffer]:
+        """Return memory that the ranks of this node share. Collective.
+
+        Args:
+            nbytes: how much this rank adds: a multiple of the size of a page.
+            zeros: how many bytes at the beginning of each part are set to zero. The
+                rest takes no memory until it is used.
+
+        Returns:
+            For each rank of the node, in its order, an array of uint8.
+        """
+        mpi = mpi_module()
+        window = mpi.Win.Allocate_shared(nbytes, 1, comm=self._node)
+        self._windows.append(window)
+        window.Lock_all(mpi.MODE_NOCHECK)
+        parts = [
+            np.frombuffer(window.Shared_query(rank)[0], np.uint8)
+            for rank in range(self.local_size)
+        ]
+        parts[self.local_rank][:zeros] = 0
+        window.Sync()
+        self._node.Barrier()
+        return parts
+
+    def fence(self) -> None:
+        """Order what this rank reads and writes in shared memory."""
+        self._windows[0].Sync()
+
+    def progress(self) -> None:
+        """Let MPI move along what it has under way."""
+        self._comm.Iprobe(mpi_module().ANY_SOURCE, NOTICE_TAG)
+
+    def use_board(self, board: Board) -> None:
+        """Exchange headers and messages over a board from now on."""
+        self._board = board
+        self.message_bytes = MESSAGE_BYTES
+
+    def all_min(self, number: int) -> int:
+        """Return the smallest number of all ranks."""
+        receive = np.zeros(1, np.int64)
+        self._comm.Allreduce(np.array([number], np.int64), receive, self._ops["MIN"])
+        return int(receive[0])
 
     # --- reductions -----------------------------------------------------------
 
@@ -244,19 +307,41 @@ class Communicator:
         self.traffic.count("Allgather", send.nbytes)
         return [[int(n) for n in row] for row in receive]
 
-    def start_all_max(self, send: Buffer, receive: Buffer) -> Request:
-        """Start the elementwise maximum over all ranks."""
+    def start_header(self, words: list[int]) -> Request:
+        """Start the elementwise maximum of `WORDS` integers over all ranks."""
+        if self._board is not None:
+            return self._board.start_header(words)
+        send, receive = np.array(words, np.int64), np.empty(WORDS, np.int64)
         request = self._comm.Iallreduce(send, receive, self._ops["MAX"])
-        return _Pending(request, (send, receive))
+        return _Pending(request, receive.tolist, (send, receive))
 
-    def start_broadcast(self, buffer: Buffer, root: int) -> Request:
-        """Start copying ``buffer`` of the root to all ranks."""
-        return _Pending(self._comm.Ibcast(buffer, root), buffer)
+    def start_message(self, data: bytes | None) -> Request:
+        """Start sending at most `message_bytes` from rank 0 to all.
+
+        Args:
+            data: None on the ranks that wait for it.
+        """
+        if self._board is not None:
+            return self._board.start_message(data)
+        buffer = np.zeros(_MESSAGE_HEAD + _MESSAGE_BYTES, np.uint8)
+        if data is not None:
+            buffer[:_MESSAGE_HEAD].view(np.int64)[0] = len(data)
+            buffer[_MESSAGE_HEAD : _MESSAGE_HEAD + len(data)] = np.frombuffer(
+                data, np.uint8
+            )
+
+        def read() -> bytes:
+            size = int(buffer[:_MESSAGE_HEAD].view(np.int64)[0])
+            return buffer[_MESSAGE_HEAD : _MESSAGE_HEAD + size].tobytes()
+
+        self.traffic.count("Ibcast", buffer.nbytes)
+        return _Pending(self._comm.Ibcast(buffer, 0), read, buffer)
 
     def post_notice(self, data: bytes, receiver: int) -> Request:
         """Send a small message to one rank without waiting for it to look."""
         buffer = np.frombuffer(data, np.uint8)
-        return _Pending(self._comm.Isend(buffer, receiver, NOTICE_TAG), buffer)
+        request = self._comm.Isend(buffer, receiver, NOTICE_TAG)
+        return _Pending(request, bytes, buffer)
 
     def read_notice(self) -> bytes | None:
         """Return one message that was posted to this rank, or None."""
@@ -280,11 +365,17 @@ class _Pending:
     once it had been collected (mpi4py 4.1.2).
     """
 
-    __slots__ = ("Test", "_buffers")
+    __slots__ = ("Test", "_buffers", "_read")
 
-    def __init__(self, request: Any, buffers: Any) -> None:
+    def __init__(self, request: Any, read: Callable[[], Any], buffers: Any) -> None:
         self.Test: Callable[[], bool] = request.Test
+        self._read = read
         self._buffers = buffers
+
+    @property
+    def result(self) -> Any:
+        """What has come, once it has completed."""
+        return self._read()
 
     def leak(self) -> None:
         # MPI may write to them until it has ended, which is after Python has.
@@ -299,6 +390,7 @@ class SelfCommunicator:
     local_rank = 0
     local_size = 1
     host_name = "localhost"
+    message_bytes = _MESSAGE_BYTES
 
     def __init__(self) -> None:
         self.chunk_elements = CHUNK_ELEMENTS
@@ -346,18 +438,21 @@ class SelfCommunicator:
         """Return the integers of the one rank."""
         return [list(numbers)]
 
-    def start_all_max(self, send: Buffer, receive: Buffer) -> Request:
-        """Copy ``send`` into ``receive``."""
-        receive[...] = send
-        return _Done()
+    def start_header(self, words: list[int]) -> Request:
+        """Return the words."""
+        return _Done(words)
 
-    def start_broadcast(self, buffer: Buffer, root: int) -> Request:
-        """Do nothing."""
-        return _Done()
+    def start_message(self, data: bytes | None) -> Request:
+        """Return the message."""
+        return _Done(data)
+
+    def all_min(self, number: int) -> int:
+        """Return the number."""
+        return number
 
     def post_notice(self, data: bytes, receiver: int) -> Request:
         """Do nothing: there is nobody else."""
-        return _Done()
+        return _Done(None)
 
     def read_notice(self) -> bytes | None:
         """Return None: there is nobody else."""
@@ -368,6 +463,9 @@ AnyCommunicator = Communicator | SelfCommunicator
 
 
 class _Done:
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
     def leak(self) -> None:
         """Do nothing: it is done."""
 

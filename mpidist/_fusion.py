@@ -15,7 +15,7 @@ import numpy as np
 from mpidist import _arrays, _dtypes
 from mpidist._comm import MPIOp
 from mpidist._options import ReduceOp
-from mpidist._transports import Transports
+from mpidist._transports import SharedTransport, Transports
 
 _NUMPY_COMBINE: Final = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
 
@@ -152,7 +152,14 @@ def reduce_bucket(
             part = encoded.reshape(leaves[index].shape)
             reduction.decode(part, comm.size, results[index])
         return
-    packed = buffers.get(bucket.size, reduction.wire, first)
+    nbytes = bucket.size * reduction.wire.itemsize
+    window: SharedTransport | None = None
+    if root is None and isinstance(transport, SharedTransport):
+        window = transport if nbytes <= transport.area_bytes else None
+    if window is not None:
+        packed = window.pack_buffer(bucket.size, reduction.wire)
+    else:
+        packed = buffers.get(bucket.size, reduction.wire, first)
     places = [
         (index, packed[offset : offset + leaves[index].size])
         for index, offset in zip(bucket.leaves, bucket.offsets, strict=True)
@@ -160,11 +167,16 @@ def reduce_bucket(
     for index, part in places:
         leaf = leaves[index]
         leaf.reduction.encode(arrays[index], part.reshape(leaf.shape))
-    combine(packed)
+    reduced = packed
+    if window is not None:
+        reduced = window.reduce_packed(packed, operation)
+    else:
+        combine(packed)
     if to_here:
-        for index, part in places:
+        for index, offset in zip(bucket.leaves, bucket.offsets, strict=True):
             leaf = leaves[index]
-            leaf.reduction.decode(part.reshape(leaf.shape), comm.size, results[index])
+            part = reduced[offset : offset + leaf.size].reshape(leaf.shape)
+            leaf.reduction.decode(part, comm.size, results[index])
 
 
 def _reduce_gathered(

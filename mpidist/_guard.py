@@ -45,8 +45,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-import numpy as np
-
 from mpidist._comm import AnyCommunicator, Request
 from mpidist._errors import (
     CollectiveError,
@@ -113,8 +111,8 @@ class Guard:
         self.closed = False
         self._last_call = "making the strategy"
         self._last_time = time.monotonic()
-        self._send = np.zeros(_WORDS, np.int64)
-        self._receive = np.zeros(_WORDS, np.int64)
+        self._send = [0] * _WORDS
+        self._receive = [0] * _WORDS
         # With more ranks than cores a spinning rank takes the core from the one that
         # it waits for. Launchers bind ranks to cores, so affinity does not tell.
         crowded = comm.local_size > (os.cpu_count() or 1)
@@ -263,7 +261,7 @@ class Guard:
                 self._read_notices()
             except CollectiveTimeoutError:
                 return
-            self._send[:] = 0
+            self._send = [0] * _WORDS
             self._send[_PATIENCE] = -_FOR_EVER
             self._send[_PRINT], self._send[_NOT_PRINT] = (
                 call.fingerprint,
@@ -271,7 +269,7 @@ class Guard:
             )
             self._send[_NOT_SOFT] = ~0
             while True:
-                request = self._comm.start_all_max(self._send, self._receive)
+                request = self._comm.start_header(self._send)
                 while not request.Test():
                     yield
                     try:
@@ -279,6 +277,7 @@ class Guard:
                     except CollectiveTimeoutError:
                         request.leak()
                         return
+                self._receive = request.result
                 if not self._was_late():
                     break
             self.sequence += 1
@@ -325,11 +324,13 @@ class Guard:
         return not self._receive[_FLAG] and self._same(_PRINT)
 
     def _run_header(self, call: Call, timeout: float) -> None:
-        request = self._comm.start_all_max(self._send, self._receive)
+        request = self._comm.start_header(self._send)
         for _ in range(self._spins):
             if request.Test():
-                return
-        self.wait(request, call.text, timeout)
+                break
+        else:
+            self.wait(request, call.text, timeout)
+        self._receive = request.result
 
     def _was_late(self) -> bool:
         """Whether some rank came so late that another may have given up on it.
@@ -388,8 +389,6 @@ class Guard:
             self._poll(request, what, timeout)
         except BaseException as error:
             request.leak()
-            self._send = np.zeros(_WORDS, np.int64)
-            self._receive = np.zeros(_WORDS, np.int64)
             if not self.broken:
                 self.broken = (
                     f"a wait in {what} was interrupted by {type(error).__name__}; this "

@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
+import numpy as np
 import optree
 
 NAMESPACE: Final = "mpidist"
@@ -75,6 +76,8 @@ class Structure:
 
 def flatten(tree: Any) -> tuple[list[Any], Structure]:
     """Return the leaves of a nest, and its structure."""
+    if type(tree) in _PLAIN:
+        return [tree], _LEAF_STRUCTURE
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
     structure = _structures.get(spec)
     if structure is None:
@@ -103,6 +106,8 @@ def map_structure(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     return structure.unflatten([function(*row) for row in zip(*columns, strict=True)])
 
 
+# What is met most often, and is no node whatever is registered.
+_PLAIN: Final = frozenset([np.ndarray, np.float32, np.float64, int, float])
 # A training loop sees a handful of structures; the limit is for programs that
 # make new ones for ever.
 _MOST_STRUCTURES: Final = 1024
@@ -149,6 +154,9 @@ def _sort_key(key: Any) -> tuple[str, Any]:
     return (type(key).__qualname__, key)
 
 
+_LEAF_STRUCTURE: Final = Structure(
+    optree.treespec_leaf(none_is_leaf=True, namespace=NAMESPACE)
+)
 _MAPPINGS: Final[tuple[type, ...]] = (collections.UserDict, types.MappingProxyType)
 
 

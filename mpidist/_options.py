@@ -70,15 +70,19 @@ class CommunicationImplementation(enum.Enum):
 
     ``AUTO`` picks by where the array lives and what MPI can do. ``DIRECT`` gives
     MPI the buffer as it stands (for a GPU array the MPI must be CUDA-aware).
-    ``STAGED`` copies GPU arrays through host memory. ``RING`` and ``NCCL`` are
-    TensorFlow's names: ``RING`` means ``AUTO`` here, since MPI chooses its own
-    algorithm; ``NCCL`` is refused, since this version has no NCCL transport.
+    ``SHARED`` reduces host arrays through memory that the ranks share, and sends
+    headers and commands through it too: for ranks on one node. It is new, and ``AUTO``
+    does not choose it yet. ``STAGED`` copies GPU arrays through host memory.
+    ``RING`` and ``NCCL`` are TensorFlow's names: ``RING`` means ``AUTO`` here, since
+    MPI chooses its own algorithm; ``NCCL`` is refused, since this version has no NCCL
+    transport.
     """
 
     AUTO = "AUTO"
     RING = "RING"
     NCCL = "NCCL"
     DIRECT = "DIRECT"
+    SHARED = "SHARED"
     STAGED = "STAGED"
 
 
@@ -197,6 +201,7 @@ class Environment:
         stall_seconds: wait after which the missing ranks are named on stderr
             (``MPIDIST_STALL_SECONDS``), in seconds.
         bytes_per_pack: default bucket size, from ``MPIDIST_FUSION_MB`` (MiB).
+        implementation: what AUTO means (``MPIDIST_IMPLEMENTATION``).
     """
 
     abort: bool
@@ -205,6 +210,7 @@ class Environment:
     timeout_seconds: float
     stall_seconds: float
     bytes_per_pack: int
+    implementation: CommunicationImplementation = CommunicationImplementation.AUTO
 
 
 def read_environment() -> Environment:
@@ -222,6 +228,7 @@ def read_environment() -> Environment:
         bytes_per_pack=int(
             _number("MPIDIST_FUSION_MB", DEFAULT_BYTES_PER_PACK / 2**20) * 2**20
         ),
+        implementation=_implementation("MPIDIST_IMPLEMENTATION"),
     )
 
 
@@ -291,6 +298,18 @@ def _flag(name: str, default: bool | None) -> bool | None:
     raise ValueError(
         f"the environment variable {name} is {text!r}; expected 1 or 0, or unset it"
     )
+
+
+def _implementation(name: str) -> CommunicationImplementation:
+    text = os.environ.get(name, "").strip().upper() or "AUTO"
+    try:
+        return CommunicationImplementation[text]
+    except KeyError:
+        names = ", ".join(item.name.lower() for item in CommunicationImplementation)
+        raise ValueError(
+            f"the environment variable {name} is {text.lower()!r}; expected one of "
+            f"{names}, or unset it"
+        ) from None
 
 
 def _number(name: str, default: float) -> float:

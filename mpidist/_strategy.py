@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -17,12 +18,14 @@ from mpidist import (
     _nest,
     _process,
     _reports,
+    _transports,
 )
 from mpidist._cluster import MPIClusterResolver
 from mpidist._collectives import Collectives
 from mpidist._cross_device import CrossDeviceOps
 from mpidist._extended import StrategyExtended, local_results
 from mpidist._options import (
+    CommunicationImplementation,
     CommunicationOptions,
     Environment,
     ReduceOp,
@@ -474,6 +477,16 @@ class MPIStrategy(Strategy):
         communicator = _comm.Communicator(
             base, lambda request, what: _guard.poll(request, what, timeout)
         )
+        kind = environment.implementation
+        if isinstance(given, CommunicationOptions):
+            asked = given.implementation
+            if asked is not CommunicationImplementation.AUTO:
+                kind = asked
+        shared = _transports.set_up_shared(
+            communicator,
+            wanted=kind is CommunicationImplementation.SHARED,
+            crowded=communicator.local_size > (os.cpu_count() or 1),
+        )
         enabled = environment.guard
         if isinstance(given, CommunicationOptions) and given.guard is not None:
             enabled = given.guard
@@ -485,7 +498,14 @@ class MPIStrategy(Strategy):
             stall_seconds=environment.stall_seconds,
         )
         collectives = _make_collectives(
-            communicator, guard, device, given, environment, enabled, cross_device_ops
+            communicator,
+            guard,
+            device,
+            given,
+            environment,
+            enabled,
+            cross_device_ops,
+            shared,
         )
         guard.enabled = enabled
         super().__init__(collectives, is_mpi=True, cross_device_ops=cross_device_ops)
@@ -517,6 +537,7 @@ def _make_collectives(
     environment: Environment,
     enabled: bool,
     cross_device_ops: object,
+    shared: _transports.SharedTransport | None,
 ) -> Collectives:
     """Check the arguments of MPIStrategy on all ranks, and build its verbs."""
     try:
@@ -535,7 +556,9 @@ def _make_collectives(
         settings = CommunicationOptions().merge(options)
         chosen = _arrays.select_device(device, _comm.local_rank(communicator))
         chosen.activate()
-        collectives = Collectives(communicator, guard, settings, environment, chosen)
+        collectives = Collectives(
+            communicator, guard, settings, environment, chosen, shared
+        )
     except Exception as error:
         raise guard.fail(_reports.Call("MPIStrategy(...)"), error, "invalid") from None
     ops = ""

@@ -18,7 +18,7 @@ ROOT = PACKAGE.parent
 # From the bottom to the top. A module imports only from rows before its own; a name
 # that ends with "/" is a folder, of which the others see only what its __init__ gives.
 LAYERS = [
-    ("no arrays, no MPI", ["_version", "_errors", "_options"]),
+    ("no MPI", ["_version", "_errors", "_options", "_board"]),
     ("foreign libraries, and reports", ["_arrays", "_comm", "_nest", "_reports"]),
     (
         "agreement, dtypes, rows, moving a buffer",
@@ -51,7 +51,7 @@ FOLDERS = {
         ["_preemption"],
         ["__init__"],
     ],
-    "_transports": [["_direct"], ["_staged"], ["__init__"]],
+    "_transports": [["_direct"], ["_shared", "_staged"], ["__init__"]],
     "optimizers": [
         ["_arguments", "_clipping", "_schedules"],
         ["_reduction"],

@@ -1,0 +1,252 @@
+"""The shared transport: reductions, headers and messages through shared memory."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from replicas import context, everywhere, make, own, raises_everywhere
+
+import mpidist
+from mpidist import _board
+from mpidist._board import Board
+from mpidist._transports import _shared
+
+SHARED = mpidist.experimental.CommunicationImplementation.SHARED
+mpi = pytest.mark.mpi
+core = pytest.mark.core
+
+
+# --- the board, all ranks in one process ----------------------------------------------
+
+
+def boards(count):
+    parts = [np.zeros(_board.BYTES, np.uint8) for _ in range(count)]
+    return [
+        Board(parts, rank, crowded=False, fence=None, progress=lambda: None)
+        for rank in range(count)
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_headers_wait_for_all_ranks_and_give_the_largest_words(count):
+    ranks = boards(count)
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        words = rng.integers(-(2**62), 2**62, (count, _board.WORDS))
+        order = rng.permutation(count)
+        requests = {}
+        for position, rank in enumerate(order):
+            requests[rank] = ranks[rank].start_header(words[rank].tolist())
+            done = {request.Test() for request in requests.values()}
+            assert done == {position == count - 1}
+        for request in requests.values():
+            assert request.result == words.max(axis=0).tolist()
+
+
+def test_a_fast_rank_does_not_overwrite_what_a_slow_one_has_not_read():
+    fast, slow = boards(2)
+    for number in range(1, 6):
+        # The fast rank is one header ahead, at most.
+        mine = slow.start_header([number] * _board.WORDS)
+        theirs = fast.start_header([10 * number] * _board.WORDS)
+        assert theirs.Test()
+        ahead = fast.start_header([0] * _board.WORDS)
+        assert not ahead.Test()
+        assert mine.Test()
+        assert mine.result == [10 * number] * _board.WORDS
+        slow.start_header([0] * _board.WORDS).Test()
+        assert ahead.Test()
+
+
+def test_messages_arrive_in_order_and_wait_for_a_place():
+    first, *others = boards(3)
+    sizes = [0, 1, 17, _board.MESSAGE_BYTES]
+    messages = [bytes([k]) * size for k, size in enumerate(sizes)]
+    requests = [first.start_message(data) for data in messages]
+    assert requests[0].Test()
+    assert requests[1].Test()
+    assert not requests[2].Test()  # nobody has read the first one
+    assert others[0].start_message(None).Test()
+    assert not requests[2].Test()  # one of them has not
+    assert others[1].start_message(None).Test()
+    assert requests[2].Test()
+    for k, (number, other) in itertools.product(range(1, 4), enumerate(others)):
+        assert requests[k].Test()
+        request = other.start_message(None)
+        assert request.Test()
+        assert request.result == messages[k], (k, number)
+    assert not others[0].start_message(None).Test()
+
+
+# --- under MPI ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared(new_strategy):
+    return new_strategy(implementation=SHARED)
+
+
+def sample(rank, count, dtype):
+    rng = np.random.default_rng([rank, count])
+    x = rng.normal(size=count) * 10.0 ** rng.integers(-3, 4, count)
+    return x.astype(dtype)
+
+
+SIZES = [0, 1, 3, 1000, 9_000, 70_000, 300_001, 2_500_000]
+
+
+@mpi
+@core
+@pytest.mark.parametrize("count", SIZES)
+def test_sums_are_those_in_the_order_of_the_ranks(shared, rank, size, count):
+    for dtype in ("float32", "float64"):
+        x = sample(rank, count, dtype)
+        before = x.copy()
+        expected = sample(0, count, dtype)
+        for other in range(1, size):
+            expected = expected + sample(other, count, dtype)
+        for _ in range(3):
+            total = own(shared, shared.run(lambda x=x: context().all_reduce("SUM", x)))
+            assert total.tobytes() == expected.tobytes()
+        assert x.tobytes() == before.tobytes()
+
+
+@mpi
+@core
+def test_nests_of_all_kinds(shared, strategy, rank, size):
+    nest = {
+        "many": [sample(rank, n, "float32") for n in (5, 40_000, 7, 0, 600_000)],
+        "halves": np.linspace(-1, 1 + rank, 1000).astype("float16"),
+        "ints": np.arange(100) * (rank + 1),
+        "complex": sample(rank, 10, "float64") * (1 + 2j),
+        "number": rank + 0.5,
+        "strided": sample(rank, 1000, "float64")[::3],
+        "fortran": np.asfortranarray(sample(rank, 600, "float64").reshape(20, 30)),
+    }
+    for op in ("SUM", "MEAN", "PROD"):
+        found, known = (
+            own(one, one.run(lambda op=op: context().all_reduce(op, nest)))
+            for one in (shared, strategy)
+        )
+        for key in nest:
+            a, b = found[key], known[key]
+            for x, y in zip(
+                a if key == "many" else [a], b if key == "many" else [b], strict=True
+            ):
+                rtol = 1e-3 if key == "halves" else 1e-5
+                largest = float(np.abs(y).max(initial=0.0))
+                np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * largest)
+    pair = {"x": sample(rank, 5000, "float32"), "flag": np.array([rank == 0, True])}
+    for op in ("MIN", "MAX"):
+        found, known = (
+            own(one, one.run(lambda op=op: context().all_reduce(op, pair)))
+            for one in (shared, strategy)
+        )
+        for key in pair:
+            np.testing.assert_array_equal(found[key], known[key])
+
+
+@mpi
+@core
+def test_pieces_larger_than_an_area(shared, rank, size, monkeypatch):
+    transport = shared._collectives.transports.host
+    if size == 1:
+        assert not isinstance(transport, _shared.SharedTransport)
+        return
+    assert isinstance(transport, _shared.SharedTransport)
+    monkeypatch.setattr(_shared, "_PIECE_BYTES", 64 * 1024)
+    x = sample(rank, 200_003, "float32")
+    expected = sum(sample(r, 200_003, "float32") for r in range(1, size))
+    expected = sample(0, 200_003, "float32") + expected if size == 2 else None
+    total = own(shared, shared.run(lambda: context().all_reduce("SUM", x)))
+    if expected is not None:
+        assert total.tobytes() == expected.tobytes()
+    assert len({*everywhere(total.tobytes())}) == 1
+
+
+@mpi
+@core
+def test_the_guard_works_through_it(shared, rank, size):
+    if size == 1:
+        return
+
+    def differ():
+        context().all_reduce("SUM", np.ones(3 + rank))
+
+    raises_everywhere(mpidist.CollectiveMismatchError, lambda: shared.run(differ))
+
+    def fail():
+        if rank == size - 1:
+            raise ZeroDivisionError
+        context().all_reduce("SUM", 1.0)
+
+    with pytest.raises(ZeroDivisionError if rank == size - 1 else mpidist.ReplicaError):
+        shared.run(fail)
+    assert shared.reduce("SUM", shared.run(lambda: 1), axis=None) == size
+
+
+@mpi
+@core
+def test_merge_calls_with_short_and_long_messages(shared, rank, size):
+    v = make(shared, np.zeros(4))
+    text = "x" * 10_000
+
+    def merge_fn(strategy, value):
+        for k in range(20):
+            strategy.extended.update(
+                v,
+                lambda v, a, t: v.assign_add(v * 0 + a * len(t) / 10_000),
+                (1.0, text),
+            )
+            if k % 5 == 0:
+                strategy.reduce("SUM", value, axis=None)
+        return strategy.reduce("SUM", value, axis=None), text
+
+    result = shared.run(lambda: context().merge_call(merge_fn, args=(rank + 1.0,)))
+    assert own(shared, result[0]) == size * (size + 1) / 2
+    assert result[1] == text
+    np.testing.assert_array_equal(v, np.full(4, 20.0))
+
+
+@mpi
+def test_a_rank_that_stays_away(new_strategy, rank, size):
+    strategy = new_strategy(implementation=SHARED, timeout_seconds=1.0)
+    if size == 1:
+        return
+
+    def late():
+        if rank == 0:
+            time.sleep(2.5)
+        context().all_reduce("SUM", 1.0)
+
+    raises_everywhere(mpidist.CollectiveTimeoutError, lambda: strategy.run(late))
+
+
+@mpi
+@core
+def test_strategies_that_are_made_and_closed_leave_nothing(new_strategy, size, rank):
+    def segments():
+        from pathlib import Path
+
+        return {path.name for path in Path("/dev/shm").iterdir()}
+
+    options = mpidist.experimental.CommunicationOptions(implementation=SHARED)
+    mpidist.MPIStrategy(communication_options=options).close()
+    before = segments()
+    for _ in range(10):
+        one = mpidist.MPIStrategy(communication_options=options)
+        assert one.reduce("SUM", one.run(lambda: 1), axis=None) == size
+        one.close()
+    everywhere(None)
+    assert len(segments() - before) <= 1
+
+
+@mpi
+def test_options_that_differ_between_ranks(rank, size):
+    if size == 1:
+        return
+    name = "SHARED" if rank else "AUTO"
+    options = mpidist.experimental.CommunicationOptions(implementation=name)
+    with pytest.raises((ValueError, mpidist.CollectiveError)):
+        mpidist.MPIStrategy(communication_options=options)
