@@ -112,6 +112,27 @@ __all__ = [
     "variable_sync_on_read_context",
 ]
 
+_INSTEAD = {
+    "MirroredStrategy": "`mpidist.MPIStrategy()`",
+    "MultiWorkerMirroredStrategy": "`mpidist.MPIStrategy()`",
+    "OneDeviceStrategy": "`mpidist.MPIStrategy(device=...)`, on one rank",
+    "CentralStorageStrategy": "`mpidist.MPIStrategy()`",
+    "distribute": "`mpidist` itself: `mpidist.MPIStrategy`, `mpidist.ReduceOp`, ...",
+    "keras": "`mpidist.optimizers`, and array code for layers",
+    "losses": "array code, and `mpidist.compute_average_loss`",
+    "metrics": "an ON_READ `mpidist.Variable`, as in examples/custom_training_loop.py",
+    "nn": "`mpidist.compute_average_loss`, and array code",
+    "train": "`mpidist.Checkpoint` and `mpidist.CheckpointManager`",
+}
+
+
+def __getattr__(name: str) -> object:
+    message = f"module 'mpidist' has no attribute {name!r}"
+    if name in _INSTEAD:
+        message += f"; write {_INSTEAD[name]} (docs/porting.md has all names)"
+    raise AttributeError(message)
+
+
 # Tracebacks and reprs say mpidist.MPIStrategy, not mpidist._strategy.MPIStrategy.
 for _name in __all__:
     if hasattr(globals()[_name], "__module__"):

@@ -158,7 +158,7 @@ def _require_readable(variable: Variable) -> None:
 def _read_variable(strategy: Strategy, variable: Variable) -> Any:
     """Return what the copies of an ON_READ variable make together. Collective."""
     collectives = strategy.extended._collectives
-    call = variable._call("reading")
+    call = variable._call("reading, which all ranks have to do since it is ON_READ,")
     if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         result = collectives.broadcast(variable._array, call=call)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import weakref
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -76,8 +77,8 @@ class Variable(ArrayLike):
         trainable: kept for the user; default True, but False for ON_READ.
         name: for messages.
         dtype: of the array; default: of the initial value.
-        synchronization: AUTO, which is ON_WRITE, ON_WRITE or ON_READ.
-        aggregation: how the replicas' values are combined.
+        synchronization: AUTO, which is ON_WRITE, ON_WRITE or ON_READ; or its name.
+        aggregation: how the replicas' values are combined; or its name.
         shape: what the initial value's shape must be, if given.
 
     Raises:
@@ -418,6 +419,7 @@ class Variable(ArrayLike):
         frame = _context.current()
         strategy = self._strategy
         if not strategy.extended._is_mpi:
+            self._check_plain(how, frame)
             return None
         if frame.strategy is not strategy and _context.has_strategy():
             raise RuntimeError(
@@ -428,6 +430,22 @@ class Variable(ArrayLike):
         if frame.level is _context.Level.UPDATE:
             return None
         return frame
+
+    def _check_plain(self, how: str, frame: _context.Frame) -> None:
+        """Raise where replicas write a variable whose scope was forgotten."""
+        if (
+            how != "reading"
+            and frame.level is _context.Level.REPLICA
+            and frame.strategy.num_replicas_in_sync > 1
+            and self.aggregation is not VariableAggregation.NONE
+        ):
+            raise RuntimeError(
+                f"Variable {self.name!r}.{how}: this variable was made outside every "
+                "scope, so each process has one of its own, and nothing would combine "
+                f"the replicas' values by {self.aggregation.name}; make it in `with "
+                "strategy.scope():`, or with aggregation=NONE if each process is to "
+                "have its own"
+            )
 
     def _write(self, how: Assignment, value: Any, read_value: bool) -> Variable | None:
         frame = self._check_frame(how)
@@ -603,20 +621,30 @@ def _fits(x: Any, dtype: Any, python_numbers: bool) -> bool:
     )
 
 
+def _member(kind: type[enum.Enum], value: object) -> object:
+    """Return the member of an enumeration that a name in any case means."""
+    if isinstance(value, str):
+        return kind.__members__.get(value.upper(), value)
+    return value
+
+
 def _check_attributes(
     trainable: object, name: object, synchronization: object, aggregation: object
 ) -> _Attributes:
     if name is not None and not isinstance(name, str):
         raise TypeError(f"Variable: expected `name` to be a str, got {name!r}")
+    synchronization = _member(VariableSynchronization, synchronization)
+    aggregation = _member(VariableAggregation, aggregation)
     if not isinstance(synchronization, VariableSynchronization):
         raise ValueError(
             "Variable: expected `synchronization` to be a `mpidist."
-            f"VariableSynchronization`, got {synchronization!r}"
+            f"VariableSynchronization` (AUTO, ON_WRITE or ON_READ), got "
+            f"{synchronization!r}"
         )
     if not isinstance(aggregation, VariableAggregation):
         raise ValueError(
-            "Variable: expected `aggregation` to be a `mpidist.VariableAggregation`, "
-            f"got {aggregation!r}"
+            "Variable: expected `aggregation` to be a `mpidist.VariableAggregation` "
+            f"(NONE, SUM, MEAN or ONLY_FIRST_REPLICA), got {aggregation!r}"
         )
     name = name or "Variable"
     if synchronization is VariableSynchronization.NONE:

@@ -443,6 +443,8 @@ def test_what_does_not_fit_changes_nothing(strategy, folder, rank):
     assert same.numpy() == 9
     assert checkpoint.restore(folder / "a", partial=True) == ["same"]
     assert same.numpy() == 1
+    with pytest.raises(mpidist.CheckpointError, match="Nothing of it is among"):
+        mpidist.Checkpoint(wieghts=same).restore(folder / "a", partial=True)
 
 
 @pytest.mark.mpi

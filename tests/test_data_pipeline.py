@@ -183,6 +183,13 @@ def test_shuffle_is_a_permutation_which_the_seed_decides():
     assert numbers(arange(50).shuffle(4)) != first
 
 
+def test_shuffle_takes_the_size_of_a_buffer_as_tensorflow_does():
+    expected = list(arange().shuffle(7))
+    assert list(arange().shuffle(1000, seed=7)) == expected
+    assert list(arange().shuffle(buffer_size=1000, seed=7)) == expected
+    assert list(arange().shuffle(seed=7)) == expected
+
+
 def test_shuffle_may_keep_its_order():
     dataset = arange(20).shuffle(3, reshuffle_each_iteration=False).repeat(2)
     found = numbers(dataset)
@@ -317,6 +324,9 @@ def test_arrays_in_the_other_byte_order_are_turned():
         (lambda: arange().batch(2.0), TypeError, "`batch_size` to be an int"),
         (lambda: arange().batch(True), TypeError, "`batch_size` to be an int"),
         (lambda: arange().shuffle(None), TypeError, "`seed` to be an int"),
+        (lambda: arange().shuffle(), TypeError, "expected a seed"),
+        (lambda: arange().shuffle(buffer_size=9), TypeError, "expected a seed"),
+        (lambda: arange().shuffle(1, 2, seed=3), TypeError, "expected a seed"),
         (lambda: arange().repeat().shuffle(1), ValueError, "before `repeat`"),
         (lambda: arange().repeat(-2), ValueError, "`count` to be 0 or more"),
         (lambda: arange().take("3"), TypeError, "`count` to be an int"),

@@ -301,3 +301,10 @@ def test_errors_are_runtime_errors():
             # A checkpoint is damaged, whoever reads it.
             if error is not mpidist.CheckpointError:
                 assert issubclass(error, mpidist.CollectiveError)
+
+
+def test_names_of_tensorflow_say_what_to_write():
+    with pytest.raises(AttributeError, match=r"write `mpidist.MPIStrategy\(\)`"):
+        mpidist.MirroredStrategy  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+        mpidist.nothing  # noqa: B018

@@ -864,3 +864,27 @@ def test_on_a_device(monkeypatch, new_strategy, implementation):
     counts.assign([7, -3])
     assert counts.numpy().tolist() == [7, -3]
     assert "value on replica" in repr(counts)
+
+
+def test_a_forgotten_scope_is_an_error(strategy, size):
+    # Each process has a variable of its own, and nothing would combine their values.
+    plain = mpidist.Variable(1.0, aggregation=SUM)
+    if size == 1:
+        strategy.run(lambda: plain.assign_add(1.0, read_value=False))
+        assert float(plain) == 2.0
+        return
+    with pytest.raises(RuntimeError, match=r"made outside every\s+scope"):
+        strategy.run(lambda: plain.assign_add(1.0, read_value=False))
+    plain.assign(3.0)
+    assert strategy.run(lambda: plain.value() * 1 and None) is None
+    own_value = mpidist.Variable(1.0)  # with NONE it is meant
+    strategy.run(lambda: own_value.assign(2.0, read_value=False))
+    assert float(own_value) == 2.0
+
+
+def test_enumerations_by_name(strategy, size):
+    v = make(strategy, 0.0, synchronization="on_read", aggregation="Sum")
+    assert (v.synchronization, v.aggregation) == (ON_READ, SUM)
+    for name in ("MEDIAN", "ONLY_FIRST", 3):
+        with pytest.raises(ValueError, match="NONE, SUM, MEAN or ONLY_FIRST_REPLICA"):
+            make(strategy, 0.0, aggregation=name)

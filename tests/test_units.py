@@ -51,7 +51,11 @@ def test_options_by_name_and_hints():
         ({"timeout_seconds": -0.1}, ValueError, "`timeout_seconds`"),
         ({"timeout_seconds": float("nan")}, ValueError, "`timeout_seconds`"),
         ({"timeout_seconds": "1"}, TypeError, "`timeout_seconds`"),
-        ({"implementation": "MAGIC"}, ValueError, "AUTO, RING, NCCL, DIRECT, SHARED, STAGED"),
+        (
+            {"implementation": "MAGIC"},
+            ValueError,
+            "AUTO, RING, NCCL, DIRECT, SHARED, STAGED",
+        ),
         ({"guard": 1}, TypeError, "`guard`"),
     ],
 )

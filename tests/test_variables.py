@@ -152,7 +152,7 @@ def test_attributes(strategy, rank):
             "not floating",
         ),
         ({"initial_value": [1.0], "shape": (2,)}, ValueError, "shape (2,)"),
-        ({"initial_value": 1.0, "aggregation": "SUM"}, ValueError, "aggregation"),
+        ({"initial_value": 1.0, "aggregation": "MAX"}, ValueError, "aggregation"),
         ({"initial_value": 1.0, "name": 3}, TypeError, "`name`"),
         ({"initial_value": 1.0, "dtype": "no dtype"}, TypeError, "no dtype"),
         (
@@ -164,7 +164,7 @@ def test_attributes(strategy, rank):
             "`NONE` variable synchronization mode is not supported",
         ),
         (
-            {"initial_value": 1.0, "synchronization": "AUTO"},
+            {"initial_value": 1.0, "synchronization": "ON"},
             ValueError,
             "synchronization",
         ),
@@ -182,7 +182,7 @@ def test_bad_arguments(strategy, arguments, kind, part):
 @pytest.mark.mpi(min_size=2)
 def test_bad_arguments_on_one_rank(strategy, rank):
     def call():
-        aggregation = "SUM" if rank == 1 else SUM
+        aggregation = "MAX" if rank == 1 else SUM
         make(strategy, 1.0, aggregation=aggregation)
 
     for message in raises_everywhere(ValueError, call):

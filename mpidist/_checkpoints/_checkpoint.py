@@ -469,7 +469,7 @@ def _fit(
                 )
     names = {item.name for item in items}
     unexpected = [name for name in [*files.arrays, *states] if name not in names]
-    if partial:
+    if partial and (fitting or not items):
         missing, unexpected = [], []
     if not (wrong or missing or unexpected):
         return fitting
@@ -484,7 +484,9 @@ def _fit(
             "An object that makes variables at its first use, such as an optimizer, "
             "must make them before (`optimizer.build(variables)`)."
         )
-    if missing or unexpected:
+    if partial:
+        hints.append("Nothing of it is among the objects, whatever `partial` says.")
+    elif missing or unexpected:
         hints.append("Write `partial=True` to restore what both have.")
     raise CheckpointError(
         "\n  ".join(lines) + "\n" + " ".join([*hints, "Nothing was changed."])

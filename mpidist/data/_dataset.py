@@ -95,7 +95,13 @@ class Dataset:
         size = _as_count("batch", "batch_size", batch_size, least=1)
         return Dataset(_stages.Batch(self._stage, size, bool(drop_remainder)))
 
-    def shuffle(self, seed: int, reshuffle_each_iteration: bool = True) -> Dataset:
+    def shuffle(
+        self,
+        *args: Any,
+        seed: int | None = None,
+        reshuffle_each_iteration: bool = True,
+        buffer_size: int | None = None,
+    ) -> Dataset:
         """Put all elements in a random order: a full permutation.
 
         TensorFlow shuffles in a buffer; here nothing is held back, but the order takes
@@ -103,15 +109,28 @@ class Dataset:
         was gone through, and is the same on all ranks. As in TensorFlow, rows mix
         across the ends of a `repeat` only if that comes before.
 
+        Write ``shuffle(seed)``, or, as in TensorFlow, ``shuffle(size, seed=seed)``.
+
         Args:
+            *args: the seed. With ``seed=`` the size of TensorFlow's buffer, which is
+                not used.
             seed: 0 or more. There is none by default: without one, the ranks would
                 shuffle differently.
             reshuffle_each_iteration: whether each iteration over the dataset, and each
                 round of a later `repeat`, has another order.
+            buffer_size: taken and not used.
 
         Raises:
+            TypeError: without a seed.
             ValueError: for a dataset without end.
         """
+        if len(args) == 1 and seed is None and buffer_size is None:
+            (seed,) = args
+        elif len(args) > (buffer_size is None) or seed is None:
+            raise TypeError(
+                "Dataset.shuffle: expected a seed, the same on all ranks; write "
+                "`shuffle(seed)` or `shuffle(buffer_size, seed=seed)`"
+            )
         seed = _as_count("shuffle", "seed", seed, least=0)
         if self._stage.size >= INFINITE:
             raise ValueError(
