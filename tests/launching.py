@@ -19,6 +19,7 @@ from typing import IO
 ROOT = Path(__file__).resolve().parents[1]
 
 _MARK = "MPIDIST_TEST_JOB"  # by which the processes of a job are found again
+_LAUNCHER_FAULT = "listener thread failed to start"  # of PMIx, in Open MPI's mpirun
 
 # What mpirun gives its ranks. If pytest is one, these would make another mpirun believe
 # that it is part of the same job.
@@ -61,6 +62,19 @@ def run_ranks(
         TimeoutError: at the deadline, with what was written until then.
     """
     command = [find_mpirun(), "-n", str(n), sys.executable, *map(os.fspath, argv)]
+    result = _run_once(command, timeout, env, cwd)
+    if _LAUNCHER_FAULT in result.stderr:
+        # mpirun itself, on a machine with much to do; no rank was started.
+        result = _run_once(command, timeout, env, cwd)
+    return result
+
+
+def _run_once(
+    command: list[str],
+    timeout: float,
+    env: Mapping[str, str] | None,
+    cwd: str | os.PathLike[str] | None,
+) -> subprocess.CompletedProcess[str]:
     mark = f"job-{uuid.uuid4().hex}"
     environment = rank_environment(env)
     # Added to that of an outer job, which then finds these processes too.
@@ -90,7 +104,7 @@ def run_ranks(
             texts.append(file.read())
     if late:
         raise TimeoutError(
-            f"{n} ranks of {' '.join(command[4:])[:500]!r} did not end within "
+            f"{command[2]} ranks of {' '.join(command[4:])[:500]!r} did not end within "
             f"{timeout} s\n--- stdout\n{texts[0]}\n--- stderr\n{texts[1]}"
         )
     return subprocess.CompletedProcess(command, status, *texts)
