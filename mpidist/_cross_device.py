@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpidist import _arrays, _context, _dtypes, _nest
-from mpidist._errors import CollectiveError
+from mpidist._guard import Part
 from mpidist._options import CommunicationOptions, ReduceOp, as_reduce_op
 from mpidist._policies import component_of, differs
-from mpidist._reports import Call, ErrorKind
+from mpidist._reports import Call
 from mpidist._sparse import IndexedSlices
 from mpidist._values import (
     ArrayLike,
@@ -480,26 +480,21 @@ def _on_all(
     from here on: so they are compared, unless the guard is off.
     """
     guard = strategy.extended._collectives.guard
-    error: BaseException | None = None
-    result: Any = None
-    text = ""
-    with guard.section():
+
+    def checked(part: Part) -> Any:
         try:
             with _context.entered(_frame_of(strategy)):
                 result = body()
             if guard.checks:
-                text = ", ".join(_describe_result(x) for x in same(result))
-        except KeyboardInterrupt:
+                part.text = ", ".join(_describe_result(x) for x in same(result))
+        except Exception:
             raise
-        except BaseException as raised:
-            error = raised
-        kind: ErrorKind = "invalid" if isinstance(error, Exception) else "raised"
-        if isinstance(error, CollectiveError):
-            kind = "agreed"
-        error = guard.join(Call(f"the end of {call}"), error, kind, text)
-    if error is not None:
-        raise error
-    return result
+        except BaseException:  # such as sys.exit: no error for the others to repeat
+            part.kind = "raised"
+            raise
+        return result
+
+    return guard.run_section(Call(f"the end of {call}"), checked)
 
 
 def _mirror(strategy: Strategy, result: Any) -> Any:

@@ -43,7 +43,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from mpidist._comm import AnyCommunicator, Request
 from mpidist._errors import (
@@ -70,6 +70,8 @@ _SETTLE_SECONDS: Final = 0.25
 
 _NO_FLOOR: Final = sys.maxsize
 
+_R = TypeVar("_R")
+
 
 @dataclasses.dataclass
 class _Notice:
@@ -77,6 +79,13 @@ class _Notice:
     sequence: int
     call: str
     gave_up: str = ""
+
+
+class Part:
+    """What a rank says at the end of a section: whose errors, and what came out."""
+
+    kind: ErrorKind = "invalid"
+    text = ""
 
 
 class Guard:
@@ -248,6 +257,33 @@ class Guard:
             self._depth -= 1
             if self._depth <= self._floor:
                 self._floor, self._given_up = _NO_FLOOR, None
+
+    def run_section(self, call: Call, body: Callable[[Part], _R]) -> _R:
+        """Run ``body`` on every rank, and wait until it has ended on all. Collective.
+
+        What it raises on one rank is raised on all.
+
+        Args:
+            call: what all ranks are at the end of.
+            body: gets a `Part`, where it says whose errors its own are, and what came
+                out.
+        """
+        part = Part()
+        error: BaseException | None = None
+        result: Any = None
+        with self.section():
+            try:
+                result = body(part)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as raised:
+                error = raised
+                if isinstance(error, CollectiveError):
+                    part.kind = "agreed"
+            error = self.join(call, error, part.kind, part.text)
+        if error is not None:
+            raise error
+        return result  # type: ignore[no-any-return]
 
     def leave(self, call: Call, code: Any) -> Iterator[None]:
         """Wait, at the end of the program, for the end of the others' programs.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 import types
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -21,11 +20,11 @@ from mpidist._cross_device import (
     reduce_pairs,
     root_of,
 )
-from mpidist._errors import CollectiveError
+from mpidist._guard import Part
 from mpidist._options import ReduceOp, as_reduce_op
 from mpidist._policies import component_of, differs, is_same
 from mpidist._replica import ValueContext, check_arguments
-from mpidist._reports import Call, ErrorKind
+from mpidist._reports import Call
 from mpidist._values import (
     Mirrored,
     PerReplica,
@@ -42,43 +41,12 @@ if TYPE_CHECKING:
 _IDEMPOTENT: Final = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 
 
-class _Part:
-    """What a rank says at the end of a section: whose errors, and what came out."""
-
-    kind: ErrorKind = "invalid"
-    text = ""
-
-
-def _in_section(strategy: Strategy, call: Call, body: Callable[[_Part], Any]) -> Any:
-    """Run ``body`` on every rank, and wait until it has ended on all. Collective.
-
-    What it raises on one rank is raised on all.
-    """
-    guard = strategy.extended._collectives.guard
-    part = _Part()
-    error: BaseException | None = None
-    result = None
-    with guard.section():
-        try:
-            result = body(part)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as raised:
-            error = raised
-            if isinstance(error, CollectiveError):
-                part.kind = "agreed"
-        error = guard.join(call, error, part.kind, part.text)
-    if error is not None:
-        raise error
-    return result
-
-
 @_dispatch.verb("call_for_each_replica")
 def _call_for_each_replica(strategy: Strategy, fn: Any, args: Any, kwargs: Any) -> Any:
     extended = strategy.extended
     call = _end_of_run(getattr(fn, "__qualname__", type(fn).__qualname__))
 
-    def body(part: _Part) -> Any:
+    def body(part: Part) -> Any:
         if not callable(fn):
             raise TypeError(f"run: expected `fn` to be a function, got {fn!r}")
         check_arguments("run", args, kwargs)
@@ -101,7 +69,7 @@ def _call_for_each_replica(strategy: Strategy, fn: Any, args: Any, kwargs: Any) 
         part.text = str(_nest.flatten(result)[1])
         return result
 
-    result = _in_section(strategy, call, body)
+    result = strategy.extended._collectives.guard.run_section(call, body)
     return extended._registry.wrap_tree(PerReplica, result)
 
 
@@ -402,7 +370,7 @@ def _update(
     checks = guard.checks
     written: list[Any] = []
 
-    def body(part: _Part) -> Any:
+    def body(part: Part) -> Any:
         _check_update(var, fn, args, kwargs)
         summary = _summarize_arguments(args, kwargs) if checks else ""
         part.kind = "raised"
@@ -421,7 +389,7 @@ def _update(
         return result
 
     try:
-        result = _in_section(strategy, Call(text), body)
+        result = guard.run_section(Call(text), body)
     finally:
         guard.written = []
     return extended._registry.wrap_tree(Mirrored if group else PerReplica, result)
@@ -513,13 +481,13 @@ def _distribute_values(strategy: Strategy, value_fn: Any) -> Any:
     context = ValueContext(extended._replica_id, extended._num_replicas)
     call = Call("experimental_distribute_values_from_function")
 
-    def body(part: _Part) -> Any:
+    def body(part: Part) -> Any:
         part.kind = "raised"
         value = value_fn(context)
         part.text = str(_nest.flatten(value)[1])
         return value
 
-    value = _in_section(strategy, call, body)
+    value = strategy.extended._collectives.guard.run_section(call, body)
     registry = extended._registry
     leaves, shape = _nest.flatten(value)
     number = registry.next_key()

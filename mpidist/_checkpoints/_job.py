@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpidist import _context, _reports
 from mpidist._checkpoints._items import VariableItem
-from mpidist._errors import CheckpointError, CollectiveError, format_exception
-from mpidist._reports import Call, ErrorKind
+from mpidist._errors import CheckpointError, format_exception
+from mpidist._guard import Part
+from mpidist._reports import Call
 
 if TYPE_CHECKING:
     from mpidist._collectives import Collectives
@@ -62,22 +63,12 @@ class Job:
             work: what to do.
             scope: whether in the scope of the strategy.
         """
-        error: BaseException | None = None
-        kind: ErrorKind = "none"
-        result: Any = None
-        with self.guard.section():
-            try:
-                with self.scope() if scope else contextlib.nullcontext():
-                    result = work()
-            except KeyboardInterrupt:
-                raise
-            except BaseException as raised:
-                error = raised
-                kind = "agreed" if isinstance(raised, CollectiveError) else "invalid"
-            error = self.guard.join(Call(f"{self.name}, taking part"), error, kind)
-        if error is not None:
-            raise error
-        return result  # type: ignore[no-any-return]
+
+        def body(_: Part) -> _R:
+            with self.scope() if scope else contextlib.nullcontext():
+                return work()
+
+        return self.guard.run_section(Call(f"{self.name}, taking part"), body)
 
     def on_rank_0(self, work: Callable[[], _R]) -> _R:
         """Return on all ranks what ``work`` returns on rank 0, or raise what it raises.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mpidist._errors import CollectiveError
-from mpidist._reports import Call, ErrorKind
+from mpidist._guard import Part
+from mpidist._reports import Call
 from mpidist.data._dataset import Dataset
 from mpidist.data._describe import describe_feed
 from mpidist.data._feed import (
@@ -220,41 +220,31 @@ def _distribute_from_function(
         extended._replica_id,
         strategy.num_replicas_in_sync,
     )
-    raised: BaseException | None = None
-    kind: ErrorKind = "invalid"
-    with guard.section():
-        try:
-            chosen = _check_options(options, call)
-            mode = chosen.experimental_replication_mode
-            if functions and mode is not InputReplicationMode.PER_WORKER:
-                raise ValueError(
-                    f"{call}: Input replication mode not supported: {mode}; write "
-                    "InputReplicationMode.PER_WORKER"
-                )
-            if chosen.auto_shard_policy not in _NO_POLICY:
-                raise ValueError(
-                    f"{call}: got AutoShardPolicy.{chosen.auto_shard_policy.name}, but "
-                    "nothing is sharded here; `dataset_fn` takes this rank's part by "
-                    "`context.input_pipeline_id`"
-                )
-            if not callable(dataset_fn):
-                raise TypeError(
-                    f"{call}: expected a function of an InputContext, got "
-                    f"{dataset_fn!r:.80}; for a dataset of global batches write "
-                    "`strategy.experimental_distribute_dataset(dataset)`"
-                )
-            kind = "raised"
-            made = dataset_fn(context)
-            source = _source_of_function(made, call, functions)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            raised = error
-            if isinstance(error, CollectiveError):
-                kind = "agreed"
-        failure = guard.join(Call(call), raised, kind)
-    if failure is not None:
-        raise failure
+
+    def make(part: Part) -> tuple[InputOptions, Source]:
+        chosen = _check_options(options, call)
+        mode = chosen.experimental_replication_mode
+        if functions and mode is not InputReplicationMode.PER_WORKER:
+            raise ValueError(
+                f"{call}: Input replication mode not supported: {mode}; write "
+                "InputReplicationMode.PER_WORKER"
+            )
+        if chosen.auto_shard_policy not in _NO_POLICY:
+            raise ValueError(
+                f"{call}: got AutoShardPolicy.{chosen.auto_shard_policy.name}, but "
+                "nothing is sharded here; `dataset_fn` takes this rank's part by "
+                "`context.input_pipeline_id`"
+            )
+        if not callable(dataset_fn):
+            raise TypeError(
+                f"{call}: expected a function of an InputContext, got "
+                f"{dataset_fn!r:.80}; for a dataset of global batches write "
+                "`strategy.experimental_distribute_dataset(dataset)`"
+            )
+        part.kind = "raised"
+        return chosen, _source_of_function(dataset_fn(context), call, functions)
+
+    chosen, source = guard.run_section(Call(call), make)
     return DistributedDataset(
         Feed(
             strategy,
