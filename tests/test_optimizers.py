@@ -746,6 +746,10 @@ def test_plain_gradients_have_to_be_the_same(strategy, rank, size):
 
     with pytest.raises(mpidist.CollectiveMismatchError, match="not per replica"):
         strategy.run(step)
+    # A variable that was made outside the scope is each process's own, too.
+    plain = mpidist.Variable(mine)
+    with pytest.raises(mpidist.CollectiveMismatchError, match="not per replica"):
+        optimizer.apply_gradients([(plain, w)])
     np.testing.assert_array_equal(w.numpy(), 0)
     assert int(optimizer.iterations) == 0
 

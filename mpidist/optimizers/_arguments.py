@@ -10,7 +10,7 @@ import numpy as np
 from mpidist import _arrays
 from mpidist._options import VariableSynchronization
 from mpidist._sparse import IndexedSlices
-from mpidist._values import DistributedValues, Mirrored, PerReplica
+from mpidist._values import DistributedValues, PerReplica
 from mpidist._variables import Variable
 
 if TYPE_CHECKING:
@@ -26,11 +26,6 @@ def array_of(variable: Variable) -> Any:
     alike.
     """
     return variable._array
-
-
-def is_same(gradient: Any) -> bool:
-    """Whether a value is known to be the same on all ranks."""
-    return isinstance(gradient, (Mirrored, Variable)) and gradient._key is not None
 
 
 def compute_dtype(dtype: Any) -> Any:

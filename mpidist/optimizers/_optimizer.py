@@ -30,6 +30,7 @@ import numpy as np
 
 from mpidist import _arrays, _context, _dispatch
 from mpidist._collectives import Collectives
+from mpidist._policies import is_same
 from mpidist._reports import Call
 from mpidist._values import PerReplica
 from mpidist._variables import Variable
@@ -40,7 +41,6 @@ from mpidist.optimizers._arguments import (
     as_gradient,
     check_variables,
     compute_dtype,
-    is_same,
     listed,
     split_pairs,
     unique,
@@ -558,7 +558,7 @@ class Optimizer:
                 summaries = ", ".join(
                     _arrays.summarize(arrays[i])
                     for i in sorted(set(taken).difference(moving))
-                    if not is_same(gradients[i])
+                    if not is_same(strategy, gradients[i])
                 )
         except Exception as error:
             collectives.invalid(APPLY, error)
