@@ -144,7 +144,7 @@ def as_array(x: object, call: str) -> tuple[Any, LeafKind]:
         TypeError: for anything else, saying what to write.
         OverflowError: for a Python int beyond 64 bits.
     """
-    if type(x) is np.ndarray and x.dtype.isnative and x.dtype.kind in "biufc":
+    if type(x) is np.ndarray and x.dtype.isnative and x.dtype.kind in _REAL_AND_COMPLEX:
         return x, "array"
     if is_device_array(x):
         return x, "array"

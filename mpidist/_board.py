@@ -56,12 +56,10 @@ class Board:
         fence: Callable[[], None] | None,
         progress: Callable[[], None],
     ) -> None:
-        self._parts = parts
         self._words = [memoryview(part[:BYTES]).cast("B").cast("q") for part in parts]
         self._bytes = [memoryview(part[:BYTES]).cast("B") for part in parts]
         self._mine = self._words[rank]
         self._others = [w for k, w in enumerate(self._words) if k != rank]
-        self._rank = rank
         self._spins = 0 if crowded else _SPINS
         self._fence = fence
         self._progress = progress

@@ -113,9 +113,10 @@ class Communicator:
         wait(self._comm.Ibarrier(), "MPIStrategy(...)")
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
-        self._node = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
-        self.local_rank: int = self._node.Get_rank()
-        self.local_size: int = self._node.Get_size()
+        node = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
+        self.local_rank: int = node.Get_rank()
+        self.local_size: int = node.Get_size()
+        node.Free()
         self.host_name: str = mpi.Get_processor_name()
         self.chunk_elements = CHUNK_ELEMENTS
         self.traffic = Traffic()
@@ -130,7 +131,6 @@ class Communicator:
             window.Unlock_all()
             window.Free()
         self._windows = []
-        self._node.Free()
         self._comm.Free()
 
     # --- memory that the ranks of a node share ----------------------------------
@@ -147,7 +147,8 @@ class Communicator:
             For each rank of the node, in its order, an array of uint8.
         """
         mpi = mpi_module()
-        window = mpi.Win.Allocate_shared(nbytes, 1, comm=self._node)
+        node = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
+        window = mpi.Win.Allocate_shared(nbytes, 1, comm=node)
         self._windows.append(window)
         window.Lock_all(mpi.MODE_NOCHECK)
         parts = [
@@ -156,7 +157,8 @@ class Communicator:
         ]
         parts[self.local_rank][:zeros] = 0
         window.Sync()
-        self._node.Barrier()
+        node.Barrier()
+        node.Free()  # the window has its own
         return parts
 
     def fence(self) -> None:

@@ -118,7 +118,6 @@ class OnRead:
 
 ON_WRITE = OnWrite()
 ON_READ = OnRead()
-Policy = OnWrite | OnRead
 
 
 def _share_of(value: Any, replica_id: int, num_replicas: int) -> Any:
