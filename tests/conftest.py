@@ -7,9 +7,12 @@ rank that hangs is ended by pytest-timeout, which ends the job.
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +29,15 @@ _report_comm: Any = None
 
 def _under_mpi(config: pytest.Config) -> bool:
     return LAUNCHED and bool(config.getoption("--with-mpi"))
+
+
+if LAUNCHED:
+    # Where pytest makes its folders for `tmp_path`: one for each rank. It prunes those
+    # of earlier runs when it ends, and ranks that do so at the same moment fail
+    # ("Directory not empty", after the last test).
+    _folder = tempfile.mkdtemp(prefix=f"mpidist-tests-rank-{RANK}-")
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = _folder
+    atexit.register(shutil.rmtree, _folder, ignore_errors=True)
 
 
 @pytest.hookimpl(trylast=True)

@@ -597,6 +597,30 @@ def test_the_first_apply_may_be_anywhere(strategy, size):
         assert_equal_copies(strategy, [w, *optimizer.variables])
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize("culprit", ["first", "last"])
+@pytest.mark.parametrize("call", ["build", "apply_gradients"])
+def test_bad_arguments_outside_every_scope_are_told(
+    strategy, rank, size, call, culprit
+):
+    """No scope and no state says whose ranks they are: the variables given do."""
+    with strategy.scope():
+        variable = mpidist.Variable(np.zeros(3), name="v")
+    optimizer = SGD(0.1)
+    bad = rank == (0 if culprit == "first" else size - 1)
+    pair = (np.zeros(3), variable)
+    if call == "build":
+        function, right, wrong = optimizer.build, [variable], [variable, "no variable"]
+    else:
+        function, right = optimizer.apply_gradients, [pair]
+        wrong = iter([pair, (variable, np.zeros(3))])
+    expected = (TypeError, mpidist.ReplicaError)
+    with pytest.raises(expected, match=r"expected a `mpidist\.V"):
+        function(wrong if bad else right)
+    optimizer.build([variable])
+    optimizer.apply_gradients([(np.ones(3), variable)])
+
+
 @mpi
 def test_build_may_be_anywhere(strategy):
     def in_replica(optimizer, w):

@@ -51,8 +51,7 @@ def unique(names: list[str]) -> list[str]:
     return result
 
 
-def split_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Any]]:
-    pairs = list(grads_and_vars)
+def split_pairs(pairs: list[Any]) -> tuple[list[Any], list[Any]]:
     for pair in pairs:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise ValueError(
@@ -60,6 +59,16 @@ def split_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Any]]:
                 "write `apply_gradients(zip(gradients, variables, strict=True))`"
             )
     return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
+def variables_among(given: list[Any]) -> list[Variable]:
+    """Return the variables of a strategy over MPI among what a user gave, or pairs."""
+    each = [x for g in given for x in (g if isinstance(g, (list, tuple)) else (g,))]
+    return [
+        x
+        for x in each
+        if isinstance(x, Variable) and x.distribute_strategy.extended._is_mpi
+    ]
 
 
 def check_variables(variables: list[Any], call: str, known: dict[int, int]) -> None:

@@ -44,6 +44,7 @@ from mpidist.optimizers._arguments import (
     listed,
     split_pairs,
     unique,
+    variables_among,
 )
 from mpidist.optimizers._clipping import (
     blocks,
@@ -248,13 +249,13 @@ class Optimizer:
             RuntimeError: for variables of several strategies, or without one while a
                 strategy is in force.
         """
-        given: Any = variables
+        given: list[Any] = []
         try:
-            given = list(variables)
+            given.extend(variables)
             check_variables(given, _BUILD, self._index)
             strategy = self._strategy_of(given, _BUILD)
         except Exception as error:
-            self._collectives().invalid(_BUILD, error)
+            self._collectives(given).invalid(_BUILD, error)
         if _is_cross_replica(strategy):
             _dispatch.perform(
                 strategy, "build_optimizer", self._reference(), given, call=_BUILD
@@ -325,12 +326,14 @@ class Optimizer:
                 or learning rates differ. All this is raised on all ranks, and before
                 anything has changed.
         """
+        pairs: list[Any] = []
         try:
-            gradients, variables = split_pairs(grads_and_vars)
+            pairs.extend(grads_and_vars)
+            gradients, variables = split_pairs(pairs)
             check_variables(variables, APPLY, self._index)
             strategy = self._strategy_of(variables, APPLY)
         except Exception as error:
-            self._collectives().invalid(APPLY, error)
+            self._collectives(pairs).invalid(APPLY, error)
         skip = bool(skip_gradients_aggregation)
         if _is_cross_replica(strategy):
             _dispatch.perform(
@@ -420,12 +423,18 @@ class Optimizer:
     def _reference(self) -> _Reference:
         return _Reference(self._iterations, self._number, self._text)
 
-    def _collectives(self) -> Collectives:
-        """Return the verbs by which other ranks learn of a wrong argument."""
-        frame = _context.current()
-        in_force = _context.has_strategy() or self._strategy is None
-        strategy = frame.strategy if in_force else self._strategy
-        assert strategy is not None
+    def _collectives(self, given: Any) -> Collectives:
+        """Return the verbs by which other ranks learn of a wrong argument.
+
+        Outside every scope, and before the first `build`, what was given says whose
+        ranks they are.
+        """
+        strategy = _context.current().strategy
+        if not _context.has_strategy():
+            if self._strategy is not None:
+                strategy = self._strategy
+            elif found := variables_among(given):
+                strategy = found[0].distribute_strategy
         collectives: Collectives = strategy.extended._collectives
         return collectives
 
