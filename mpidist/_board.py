@@ -2,7 +2,8 @@
 
 Each rank has a part of the memory, which it alone writes, and all read. A part holds
 
-- two *headers* (sequence number, words), used in turn;
+- two *headers*, used in turn: their sequence number, five words that are compared as
+  bytes (flag, fingerprint, soft, patience, most: see `_guard`), and the lateness;
 - a *tick*: how many steps of a payload this rank has made;
 - two short *messages* of the first rank to the others, used in turn, and an
   *acknowledgement*: how many of them this rank has read.
@@ -19,20 +20,31 @@ place has been acknowledged.
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable
 from typing import Any, Final
 
-WORDS: Final = 8  # of a header
+# The words of a header that is exchanged by MPI, which takes the largest of each.
+FLAG, PRINT, NOT_PRINT, SOFT, NOT_SOFT, LATENESS, PATIENCE, MOST, WORDS = range(9)
 MESSAGE_BYTES: Final = 4080
 
-_HEADERS: Final = (0, 16)  # places in units of 8 bytes
+# Places in units of 8 bytes. What is read together shares a line of the cache.
+_HEADERS: Final = (0, 16)
+_LATE: Final = 6  # from the place of a header, after the number and the words
 _TICK: Final = 32
 _READ: Final = 40
 _MESSAGES: Final = (64, 64 + 2 + MESSAGE_BYTES // 8)
 BYTES: Final = 12 * 1024  # of a part: all of this, in whole pages
 
 _SPINS: Final = 2000
+_YIELDS: Final = 30
 _TESTS: Final = 64
+
+pack: Final = struct.Struct("5q").pack
+"""Make the words of a header that are compared: flags, print, soft, patience, most."""
+
+OVERDUE: Final = 2
+"""The flag of a rank that is so late that it has to say how late it is."""
 
 
 class Board:
@@ -66,20 +78,87 @@ class Board:
         self._header = 0
         self._tick = 0
         self._message = 0
+        # For the header of even and of odd number: its place, where to write the words
+        # that are compared, and for each other rank its words and where to read them.
+        heads = [
+            [raw[8 * place + 8 : 8 * place + 48] for raw in self._bytes]
+            for place in _HEADERS
+        ]
+        self._turns = [
+            (
+                place,
+                own_and_others[rank],
+                [
+                    (self._words[k], head)
+                    for k, head in enumerate(own_and_others)
+                    if k != rank
+                ],
+            )
+            for place, own_and_others in zip(_HEADERS, heads, strict=True)
+        ]
 
     # --- headers --------------------------------------------------------------
 
-    def start_header(self, words: list[int]) -> HeaderRequest:
-        """Publish this rank's words; the request has the largest of all ranks."""
-        self._header += 1
-        place = _HEADERS[self._header & 1]
-        mine = self._mine
-        for index, word in enumerate(words, place + 1):
-            mine[index] = word
+    def meet(self, data: bytes, lateness: int) -> bool | None:
+        """Publish a header, and return whether all ranks have published the same.
+
+        Args:
+            data: this rank's words, from `pack`.
+            lateness: in milliseconds. It is not compared: a rank for which it matters
+                has `OVERDUE` in its flag.
+
+        Returns:
+            Whether all are the same; None if some are not there yet. Then, and where
+            they differ, `pending_header` has more.
+        """
+        self._header = number = self._header + 1
+        place, mine, others = self._turns[number & 1]
+        mine[:] = data
+        words = self._mine
+        words[place + _LATE] = lateness
         if self._fence is not None:
             self._fence()
-        mine[place] = self._header
-        return HeaderRequest(self, self._header, place)
+        words[place] = number
+        for words, _ in others:
+            if words[place] < number and not self._spin(words, place, number):
+                return None
+        if self._fence is not None:
+            self._fence()
+        return all(head.tobytes() == data for _, head in others)
+
+    def _spin(self, words: Any, place: int, number: int) -> bool:
+        """Wait for a word of another rank, not for long; return whether it is there."""
+        for _ in range(self._spins):
+            if words[place] >= number:
+                return True
+        for _ in range(_YIELDS):
+            os.sched_yield()
+            if words[place] >= number:
+                return True
+        return False
+
+    def pending_header(self) -> HeaderRequest:
+        """Return the header that this rank published last."""
+        return HeaderRequest(self, self._header, self._turns[self._header & 1][0])
+
+    def start_header(self, words: list[int]) -> HeaderRequest:
+        """Publish this rank's words; the request has the largest of all ranks."""
+        late = 4 * words[LATENESS] >= -words[PATIENCE]
+        data = pack(
+            words[FLAG] | (OVERDUE if late else 0),
+            words[PRINT],
+            words[SOFT],
+            words[PATIENCE],
+            words[MOST],
+        )
+        self._header = number = self._header + 1
+        place, mine, _ = self._turns[number & 1]
+        mine[:] = data
+        self._mine[place + _LATE] = words[LATENESS]
+        if self._fence is not None:
+            self._fence()
+        self._mine[place] = number
+        return HeaderRequest(self, number, place)
 
     # --- ticks ----------------------------------------------------------------
 
@@ -149,12 +228,18 @@ class HeaderRequest:
         if not self.result:
             if self._board._fence is not None:
                 self._board._fence()
-            rows = [w[place + 1 : place + 1 + WORDS] for w in self._board._words]
-            self.result = list(map(max, *rows)) if len(rows) > 1 else list(rows[0])
+            rows = [_spread(words, place) for words in self._board._words]
+            self.result = [max(column) for column in zip(*rows, strict=True)]
         return True
 
     def leak(self) -> None:
         """Do nothing: no buffer of this process is under way."""
+
+
+def _spread(words: Any, place: int) -> list[int]:
+    """Return a header in the form that goes over MPI."""
+    flag, text, soft, patience, most, late = words[place + 1 : place + 1 + _LATE]
+    return [flag & 1, text, ~text, soft, ~soft, late, patience, most]
 
 
 class MessageRequest:

@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 
-from mpidist import _arrays, _dtypes, _fusion, _nest, _transports
+from mpidist import _arrays, _dtypes, _fusion, _lean, _nest, _transports
 from mpidist._comm import AnyCommunicator
 from mpidist._guard import Guard
 from mpidist._options import (
@@ -26,13 +26,16 @@ from mpidist._options import (
     Environment,
     ReduceOp,
 )
+from mpidist._pool import Pool
 from mpidist._reports import Call
 from mpidist._sparse import IndexedSlices
+from mpidist._transports import SharedTransport
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _MOST_PLANS: Final = 1024
+_POOL_BYTES: Final = 512 * 2**20
 _HAVE_MEMORY: Final = Call("all_gather, with memory for the result")
 
 
@@ -93,6 +96,10 @@ class Collectives:
         self._transports: dict[Any, _transports.Transports] = {}
         self._buffers = _fusion.FlatBuffers()
         self._plans: dict[Any, _Plan] = {}
+        # Short ways: by call, operation, dtype and shape; and those of "all_reduce".
+        self._short: dict[Any, Any] = {}
+        self.short: dict[Any, Any] = {}
+        self._pool = Pool(_POOL_BYTES)
         self.transports = self._choose(options)
 
     def _choose(self, options: CommunicationOptions) -> _transports.Transports:
@@ -134,7 +141,6 @@ class Collectives:
 
     # --- all_reduce -----------------------------------------------------------
 
-    @timed
     def all_reduce(
         self,
         op: ReduceOp,
@@ -157,6 +163,24 @@ class Collectives:
             The nest of results, new arrays, bit-identical on all ranks; with a
             ``root`` a nest of None on the others.
         """
+        if type(tree) is np.ndarray and options is None and root is None:
+            short = self._short.get((call, op._name_, tree.dtype, tree.shape))
+            if short is not None:
+                result = short(tree)
+                if result is not None:
+                    return result
+        return self._all_reduce(op, tree, options, call, root)
+
+    @timed
+    def _all_reduce(
+        self,
+        op: ReduceOp,
+        tree: Any,
+        options: CommunicationOptions | None,
+        call: str,
+        root: int | None,
+    ) -> Any:
+        """All-reduce anything, the long way."""
         if root is not None:
             call = f"{call} to rank {root}"
         to_here = root is None or root == self.comm.rank
@@ -170,16 +194,16 @@ class Collectives:
                 )
             pairs = [_arrays.as_array(leaf, call) for leaf in leaves]
             arrays = [array for array, _ in pairs]
-            plan = self._plan(op, structure, arrays, call, merged.bytes_per_pack)
+            plan = self._plan(op, structure, arrays, call, merged)
             # All memory before the agreement: who has none must say so.
             results = [
-                _arrays.empty_like(x, leaf.shape, leaf.reduction.result)
-                if to_here
-                else None
+                self._new_result(x, leaf) if to_here else None
                 for x, leaf in zip(arrays, plan.leaves, strict=True)
             ]
             for bucket in plan.buckets:
-                _fusion.reserve(bucket, plan.leaves, arrays, self._buffers)
+                _fusion.reserve(bucket, plan.leaves, arrays, self._buffers, transports)
+            if type(tree) is np.ndarray and options is None and root is None:
+                self._shorten(plan, op, tree, call)
         except Exception as error:
             self.invalid(call, error)
         self.guard.agree(plan.call, merged.timeout_seconds)
@@ -193,6 +217,25 @@ class Collectives:
                 for result, (_, kind) in zip(results, pairs, strict=True)
             ]
         )
+
+    def _new_result(self, x: Any, leaf: _fusion.Leaf) -> Any:
+        if leaf.on_device:
+            return _arrays.empty_like(x, leaf.shape, leaf.reduction.result)
+        return self._pool.empty(leaf.shape, leaf.reduction.result)
+
+    def _shorten(self, plan: _Plan, op: ReduceOp, x: Any, call: str) -> None:
+        """Have the next array of this dtype and shape go the short way."""
+        shared = self.transports.host
+        if not (isinstance(shared, SharedTransport) and self.guard.checks):
+            return
+        if len(self._short) >= _MOST_PLANS:
+            self._short.clear()
+            self.short.clear()
+        made = _lean.make(self.guard, plan.call, plan.leaves[0], shared, self._pool)
+        if made is not None:
+            self._short[call, op._name_, x.dtype, x.shape] = made
+            if call == "all_reduce":
+                self.short[op._name_, x.dtype, x.shape] = made
 
     def _all_reduce_sparse(
         self,
@@ -238,12 +281,14 @@ class Collectives:
         structure: _nest.Structure,
         arrays: list[Any],
         call: str,
-        bytes_per_pack: int,
+        options: CommunicationOptions,
     ) -> _Plan:
+        streams = isinstance(self._choose(options).host, SharedTransport)
+        bytes_per_pack = options.bytes_per_pack
         described = tuple(
             (x.dtype, x.shape, _arrays.is_device_array(x)) for x in arrays
         )
-        key = (op, structure, call, bytes_per_pack, described)
+        key = (op, structure, call, bytes_per_pack, streams, described)
         plan = self._plans.get(key)
         if plan is not None:
             return plan
@@ -252,8 +297,6 @@ class Collectives:
             for dtype, shape, on_device in described
         ]
         room = bytes_per_pack or self._environment.bytes_per_pack
-        if self._shared is not None:
-            room = min(room, self._shared.area_bytes)  # packed into the window
         text = structure.render([_arrays.describe(x) for x in arrays])
         if bytes_per_pack != self.options.bytes_per_pack:
             # The ranks must cut their buffers at the same places.
@@ -265,7 +308,7 @@ class Collectives:
         plan = _Plan(
             Call(f"{call} {op.name} {text}"),
             leaves,
-            _fusion.plan_buckets(leaves, room),
+            _fusion.plan_buckets(leaves, room, streams=streams),
         )
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()

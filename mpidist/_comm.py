@@ -87,6 +87,13 @@ class Traffic:
         """Return a context manager whose time is added to ``seconds``."""
         return self
 
+    def add(self, kind: str, nbytes: int, start: float) -> None:
+        """As `count`, with the time since ``start``, which `timed` has not counted."""
+        self.calls[kind] = self.calls.get(kind, 0) + 1
+        self.bytes[kind] = self.bytes.get(kind, 0) + nbytes
+        if not self._depth:
+            self.seconds += time.perf_counter() - start
+
     def count(self, kind: str, nbytes: int) -> None:
         """Add one MPI call that moves ``nbytes`` of this rank's memory."""
         self.calls[kind] = self.calls.get(kind, 0) + 1
@@ -121,12 +128,12 @@ class Communicator:
         self.chunk_elements = CHUNK_ELEMENTS
         self.traffic = Traffic()
         self.message_bytes = _MESSAGE_BYTES
-        self._board: Board | None = None
+        self.board: Board | None = None
         self._windows: list[Any] = []
 
     def free(self) -> None:
         """Give the communicator, and what it shares, back to MPI. Collective."""
-        self._board = None
+        self.board = None
         for window in self._windows:
             window.Unlock_all()
             window.Free()
@@ -171,7 +178,7 @@ class Communicator:
 
     def use_board(self, board: Board) -> None:
         """Exchange headers and messages over a board from now on."""
-        self._board = board
+        self.board = board
         self.message_bytes = MESSAGE_BYTES
 
     def all_min(self, number: int) -> int:
@@ -311,8 +318,8 @@ class Communicator:
 
     def start_header(self, words: list[int]) -> Request:
         """Start the elementwise maximum of `WORDS` integers over all ranks."""
-        if self._board is not None:
-            return self._board.start_header(words)
+        if self.board is not None:
+            return self.board.start_header(words)
         send, receive = np.array(words, np.int64), np.empty(WORDS, np.int64)
         request = self._comm.Iallreduce(send, receive, self._ops["MAX"])
         return _Pending(request, receive.tolist, (send, receive))
@@ -323,8 +330,8 @@ class Communicator:
         Args:
             data: None on the ranks that wait for it.
         """
-        if self._board is not None:
-            return self._board.start_message(data)
+        if self.board is not None:
+            return self.board.start_message(data)
         buffer = np.zeros(_MESSAGE_HEAD + _MESSAGE_BYTES, np.uint8)
         if data is not None:
             buffer[:_MESSAGE_HEAD].view(np.int64)[0] = len(data)
@@ -393,6 +400,7 @@ class SelfCommunicator:
     local_size = 1
     host_name = "localhost"
     message_bytes = _MESSAGE_BYTES
+    board: Board | None = None
 
     def __init__(self) -> None:
         self.chunk_elements = CHUNK_ELEMENTS

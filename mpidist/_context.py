@@ -27,9 +27,9 @@ class Level(enum.Enum):
     UPDATE = "inside the function of `update`"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True, eq=False)  # frozen ones are slow to make
 class Frame:
-    """One entry of the stack.
+    """One entry of the stack; not to be changed.
 
     ``written`` collects the variables that the function of an update writes.
     ``sync_on_read`` says that reading an ON_READ variable in a replica aggregates it.
@@ -69,18 +69,24 @@ def depth() -> int:
     return len(_stack.frames)
 
 
-@contextlib.contextmanager
-def entered(frame: Frame) -> Iterator[None]:
+class entered:  # noqa: N801 - written as a function: `with entered(frame):`
     """Make ``frame`` the innermost one, for the length of a ``with`` block."""
-    frames = _stack.frames
-    frames.append(frame)
-    try:
-        yield
-    finally:
-        if frames[-1] is not frame:
+
+    __slots__ = ("_frame", "_frames")
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+
+    def __enter__(self) -> None:
+        self._frames = frames = _stack.frames
+        frames.append(self._frame)
+
+    def __exit__(self, *error: object) -> None:
+        frames = self._frames
+        if frames[-1] is not self._frame:
             raise RuntimeError(
-                f"a scope of {frame.strategy} was left while a later one is still "
-                "open; leave scopes in the reverse order, best by `with`"
+                f"a scope of {self._frame.strategy} was left while a later one is "
+                "still open; leave scopes in the reverse order, best by `with`"
             )
         frames.pop()
 

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import marshal
 import pickle
 import sys
 import types
@@ -48,11 +49,12 @@ from typing import TYPE_CHECKING, Any, Final
 import cloudpickle
 import numpy as np
 
-from mpidist import _arrays, _context, _dispatch, _nest
+from mpidist import _arrays, _context, _dispatch, _functions, _nest
 from mpidist._dispatch import OnRank0
 from mpidist._errors import CollectiveError, format_exception
+from mpidist._options import ReduceOp
 from mpidist._policies import component_of
-from mpidist._reports import Call, dump_exception, load_exception
+from mpidist._reports import call_of, dump_exception, load_exception
 from mpidist._sparse import IndexedSlices
 from mpidist._values import (
     DistributedValues,
@@ -98,9 +100,8 @@ class Coordinator:
             count = len(waiting)
             dropped += waiting[:count]
             del waiting[:count]  # in place: finalizers append to these lists
-        self._collectives.send_bytes(
-            pickle.dumps(("do", head, len(buffers), dropped, name, _label(name, args)))
-        )
+        message = ("do", head, len(buffers), dropped, name, _label(name, args))
+        self._collectives.send_bytes(_dump(message))
         if buffers:
             self._collectives.send_arrays(buffers, name)
         result = self._execute(name, args)
@@ -108,7 +109,7 @@ class Coordinator:
         return result
 
     def _execute(self, name: str, args: tuple[Any, ...]) -> Any:
-        frame = _context.Frame(self._strategy, _context.Level.CROSS_REPLICA)
+        frame = self._strategy.extended._cross_frame
         guard = self._collectives.guard
         leading, guard.leading = guard.leading, False
         try:
@@ -134,16 +135,47 @@ class Coordinator:
 
     def watch(self, tree: Any) -> None:
         """Tell the followers when rank 0 drops one of these values."""
-        for leaf in _nest.flatten(tree)[0]:
+        for leaf in () if tree is None else _nest.flatten(tree)[0]:
             if isinstance(leaf, DistributedValues):
                 weakref.finalize(leaf, self._dropped.append, leaf._key)
 
-    def encode(self, message: Any) -> tuple[bytes, list[Any]]:
-        """Pickle a message; return it and the arrays that travel apart."""
+    def encode(self, message: Any) -> tuple[Any, list[Any]]:
+        """Take a message apart; return its plain part, and arrays that travel apart.
+
+        What it is made of is mostly variables, values and simple functions. That is
+        put into tuples by hand, since a `_Pickler` takes longer than all the rest;
+        what has anything else in it is pickled as a whole.
+        """
+        plain = self._plain(message)
+        if plain is not _PICKLED:
+            return plain, []
         stream = io.BytesIO()
         pickler = _Pickler(stream, self)
         pickler.dump(message)
-        return stream.getvalue(), pickler.arrays
+        return ("pickle", stream.getvalue()), pickler.arrays
+
+    def _plain(self, x: Any) -> Any:
+        kind = type(x)
+        if kind in _ATOMS:
+            return x
+        if kind is tuple or kind is list:
+            items = [self._plain(item) for item in x]
+            return _PICKLED if _PICKLED in items else (kind.__name__, *items)
+        if kind is ReduceOp:
+            return ("op", x.name)
+        if kind is dict and not x:
+            return ("dict",)
+        if isinstance(x, (DistributedValues, Variable)):
+            return (_VALUE, self.key_of(x))
+        if kind is types.FunctionType:
+            simple = None
+            if not (x.__module__ == _MAIN and _lookup(_MAIN, x.__qualname__) is x):
+                simple = _functions.reduce_simple(x, _CLOSED_OVER)
+            if simple is not None:
+                data, head, closed, defaults = simple[1]
+                parts = [self._plain(closed), self._plain(defaults)]
+                return _PICKLED if _PICKLED in parts else ("fn", data, head, *parts)
+        return _PICKLED
 
     def key_of(self, value: Any) -> Key:
         """Return the key under which every rank has this value.
@@ -179,6 +211,52 @@ def _check_mirrored(value: Mirrored) -> None:
         )
 
 
+_ATOMS: Final = frozenset((bool, int, float, str, bytes, type(None)))
+_PICKLED: Final = "pickled"  # no plain form: see `Coordinator.encode`
+
+
+def _dump(message: tuple[Any, ...]) -> bytes:
+    """Return a message as bytes: by marshal, several times as fast, where it can be."""
+    try:
+        return b"m" + marshal.dumps(message)
+    except ValueError:
+        return b"p" + pickle.dumps(message)
+
+
+def _load(data: bytes) -> Any:
+    body = memoryview(data)[1:]
+    return marshal.loads(body) if data[:1] == b"m" else pickle.loads(body)
+
+
+def _decode(head: Any, strategy: Strategy, arrays: list[Any]) -> Any:
+    """Put together what `Coordinator.encode` has taken apart."""
+    if type(head) is not tuple:
+        return head
+    kind, *items = head
+    if kind == "tuple":
+        return tuple([_decode(item, strategy, arrays) for item in items])
+    if kind == _VALUE:
+        return _value_of(items[0], strategy)
+    if kind == "pickle":
+        return _Unpickler(items[0], strategy, arrays).load()
+    if kind == "list":
+        return [_decode(item, strategy, arrays) for item in items]
+    if kind == "dict":
+        return {}
+    if kind == "op":
+        return ReduceOp[items[0]]
+    data, names, closed, defaults = items
+    return _functions.rebuild(
+        data,
+        names,
+        _decode(closed, strategy, arrays),
+        _decode(defaults, strategy, arrays),
+    )
+
+
+_CLOSED_OVER: Final = (DistributedValues, Variable, np.ndarray, np.generic)
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles functions by cloudpickle; values by key; arrays apart."""
 
@@ -211,6 +289,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             name = getattr(obj, "__qualname__", "")
             if obj.__module__ == _MAIN and _lookup(_MAIN, name) is obj:
                 return (_lookup_or_raise, (_MAIN, name))
+            if type(obj) is types.FunctionType and (
+                simple := _functions.reduce_simple(obj, _CLOSED_OVER)
+            ):
+                return simple
         return super().reducer_override(obj)
 
 
@@ -229,14 +311,17 @@ class _Unpickler(pickle.Unpickler):
             return self._strategy.extended._replica_context
         if pid[0] == _ARRAY:
             return self._arrays[pid[1]]
-        value = self._strategy.extended._registry.get(pid[1])
-        if value is None:
-            rank = self._strategy.extended._replica_id
-            raise ValueError(
-                f"merge_fn uses a value that rank {rank} has not kept; pass it to "
-                "`merge_call` as an argument"
-            )
-        return value
+        return _value_of(pid[1], self._strategy)
+
+
+def _value_of(key: Key, strategy: Strategy) -> Any:
+    value = strategy.extended._registry.get(key)
+    if value is None:
+        raise ValueError(
+            f"merge_fn uses a value that rank {strategy.extended._replica_id} has not "
+            "kept; pass it to `merge_call` as an argument"
+        )
+    return value
 
 
 def _lookup(module: str, name: str) -> Any:
@@ -302,7 +387,7 @@ def _enter(
         collectives.invalid("merge_call", error)
     combined = hash(tuple(hashes)) >> 2
     text = structure.render(kinds)
-    equal = collectives.guard.agree_softly(Call(f"merge_call {text}"), combined)
+    equal = collectives.guard.agree_softly(call_of(f"merge_call {text}"), combined)
     different: set[int] = set()
     if not equal:
         rows = collectives.comm.all_gather_integers(hashes)
@@ -401,12 +486,12 @@ def _lead(
         if several and not collectives.guard.broken:
             data = dump_exception(error)
             trace = format_exception(error)
-            collectives.send_bytes(pickle.dumps(("raise", data, trace)))
+            collectives.send_bytes(_dump(("raise", data, trace)))
         raise
     finally:
         coordinator.forget()
     if several:
-        collectives.send_bytes(pickle.dumps(("return", head, len(buffers))))
+        collectives.send_bytes(_dump(("return", head, len(buffers))))
         if buffers:
             collectives.send_arrays(buffers, "merge_call")
     return structure.unflatten([_own_result(leaf) for leaf in leaves])
@@ -431,7 +516,7 @@ def _follow(strategy: Strategy, held: dict[Key, Any]) -> Any:
     collectives = strategy.extended._collectives
     failure: BaseException | None = None
     while True:
-        message = pickle.loads(
+        message = _load(
             collectives.receive_bytes(
                 "merge_call, waiting for merge_fn on rank 0", timeout=None
             )
@@ -447,7 +532,7 @@ def _follow(strategy: Strategy, held: dict[Key, Any]) -> Any:
             arrays = collectives.receive_arrays() if num_arrays else []
             if failure is not None and not collectives.guard.enabled:
                 raise failure  # nobody else knows
-            result = _Unpickler(head, strategy, arrays).load()
+            result = _decode(head, strategy, arrays)
             return _nest.map_structure(own_component, result)
         else:
             _, data, trace = message
@@ -469,12 +554,12 @@ def _obey(
 ) -> BaseException | None:
     """Run one command. What it raises, rank 0 has raised too, and decides about."""
     collectives = strategy.extended._collectives
-    frame = _context.Frame(strategy, _context.Level.CROSS_REPLICA)
+    frame = strategy.extended._cross_frame
     try:
         arrays = collectives.receive_arrays() if num_arrays else []
         with _context.entered(frame):
             try:
-                args = _Unpickler(head, strategy, arrays).load()
+                args = _decode(head, strategy, arrays)
             except Exception as error:
                 if label:
                     # The others run the function, and may have to be undone.

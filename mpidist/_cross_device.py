@@ -14,7 +14,7 @@ from mpidist import _arrays, _context, _dtypes, _nest
 from mpidist._guard import Part
 from mpidist._options import CommunicationOptions, ReduceOp, as_reduce_op
 from mpidist._policies import component_of, differs
-from mpidist._reports import Call
+from mpidist._reports import Call, fingerprint
 from mpidist._sparse import IndexedSlices
 from mpidist._values import (
     ArrayLike,
@@ -486,7 +486,8 @@ def _on_all(
             with _context.entered(_frame_of(strategy)):
                 result = body()
             if guard.checks:
-                part.text = ", ".join(_describe_result(x) for x in same(result))
+                text = ", ".join(_describe_result(x) for x in same(result))
+                part.came_out(text, fingerprint(text))
         except Exception:
             raise
         except BaseException:  # such as sys.exit: no error for the others to repeat

@@ -59,7 +59,12 @@ class StrategyExtended:
         self._hosts = tuple(host for _, host in rows)
         self._custom_ops = cross_device_ops is not None
         self._cross_device_ops = cross_device_ops or CollectiveAllReduce()
+        # The frames of code that runs at the two levels that all ranks share.
+        self._cross_frame = _context.Frame(strategy, _context.Level.CROSS_REPLICA)
         self._replica_context = ReplicaContext(strategy, None)
+        self._replica_frame = _context.Frame(
+            strategy, _context.Level.REPLICA, replica_context=self._replica_context
+        )
 
     def __repr__(self) -> str:
         return f"<mpidist.StrategyExtended of {self._strategy}>"

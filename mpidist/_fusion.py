@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from typing import Any, Final
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from mpidist import _arrays, _dtypes
 from mpidist._comm import MPIOp
 from mpidist._options import ReduceOp
-from mpidist._transports import SharedTransport, Transports
+from mpidist._transports import Schedule, SharedTransport, Transports
 
 _NUMPY_COMBINE: Final = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
 
@@ -34,13 +35,17 @@ class Leaf:
         return math.prod(self.shape)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Bucket:
-    """Leaves that travel in one buffer: their indices, and their places in it."""
+    """Leaves that travel in one buffer: their indices, and their places in it.
+
+    ``schedule`` is kept here once it has been made (`_reduce_stream`).
+    """
 
     leaves: tuple[int, ...]
     offsets: tuple[int, ...]
     size: int
+    schedule: Schedule | None = None
 
 
 class FlatBuffers:
@@ -59,10 +64,13 @@ class FlatBuffers:
         return kept[:nbytes].view(dtype)
 
 
-def plan_buckets(leaves: list[Leaf], bytes_per_pack: int) -> list[Bucket]:
+def plan_buckets(
+    leaves: list[Leaf], bytes_per_pack: int, *, streams: bool = False
+) -> list[Bucket]:
     """Deal leaves to buckets of at most ``bytes_per_pack``, in order, by dtype.
 
-    A leaf that is larger than a bucket has one of its own.
+    A leaf that is larger than a bucket has one of its own. Where host arrays go as a
+    stream (``streams``), all of a dtype are one bucket, which needs no memory.
     """
     groups: dict[tuple[Any, str, bool], list[int]] = {}
     for index, leaf in enumerate(leaves):
@@ -70,8 +78,10 @@ def plan_buckets(leaves: list[Leaf], bytes_per_pack: int) -> list[Bucket]:
         key = (reduction.wire, reduction.mpi, leaf.on_device)
         groups.setdefault(key, []).append(index)
     buckets: list[Bucket] = []
-    for (wire, mpi, _), members in groups.items():
+    for (wire, mpi, on_device), members in groups.items():
         room = max(1, bytes_per_pack // wire.itemsize)
+        if streams and not on_device:
+            room = sys.maxsize
         taken: list[int] = []
         offsets: list[int] = []
         used = 0
@@ -88,11 +98,18 @@ def plan_buckets(leaves: list[Leaf], bytes_per_pack: int) -> list[Bucket]:
 
 
 def reserve(
-    bucket: Bucket, leaves: list[Leaf], arrays: list[Any], buffers: FlatBuffers
+    bucket: Bucket,
+    leaves: list[Leaf],
+    arrays: list[Any],
+    buffers: FlatBuffers,
+    transports: Transports,
 ) -> None:
-    """Allocate what packing a bucket will need."""
-    if len(bucket.leaves) > 1:
-        index = bucket.leaves[0]
+    """Allocate what a bucket will need; may replace arrays by contiguous ones."""
+    index = bucket.leaves[0]
+    if isinstance(transports.of(arrays[index]), SharedTransport):
+        for index in bucket.leaves:
+            arrays[index] = _arrays.contiguous(arrays[index])
+    elif len(bucket.leaves) > 1:
         buffers.get(bucket.size, leaves[index].reduction.wire, arrays[index])
 
 
@@ -121,6 +138,9 @@ def reduce_bucket(
         return
     transport = transports.of(first)
     operation: MPIOp = reduction.mpi
+    if root is None and isinstance(transport, SharedTransport):
+        _reduce_stream(bucket, leaves, arrays, transport, results, operation)
+        return
 
     def combine(buffer: Any) -> None:
         if root is None:
@@ -152,14 +172,7 @@ def reduce_bucket(
             part = encoded.reshape(leaves[index].shape)
             reduction.decode(part, comm.size, results[index])
         return
-    nbytes = bucket.size * reduction.wire.itemsize
-    window: SharedTransport | None = None
-    if root is None and isinstance(transport, SharedTransport):
-        window = transport if nbytes <= transport.area_bytes else None
-    if window is not None:
-        packed = window.pack_buffer(bucket.size, reduction.wire)
-    else:
-        packed = buffers.get(bucket.size, reduction.wire, first)
+    packed = buffers.get(bucket.size, reduction.wire, first)
     places = [
         (index, packed[offset : offset + leaves[index].size])
         for index, offset in zip(bucket.leaves, bucket.offsets, strict=True)
@@ -167,16 +180,46 @@ def reduce_bucket(
     for index, part in places:
         leaf = leaves[index]
         leaf.reduction.encode(arrays[index], part.reshape(leaf.shape))
-    reduced = packed
-    if window is not None:
-        reduced = window.reduce_packed(packed, operation)
-    else:
-        combine(packed)
+    combine(packed)
     if to_here:
         for index, offset in zip(bucket.leaves, bucket.offsets, strict=True):
             leaf = leaves[index]
-            part = reduced[offset : offset + leaf.size].reshape(leaf.shape)
+            part = packed[offset : offset + leaf.size].reshape(leaf.shape)
             leaf.reduction.decode(part, comm.size, results[index])
+
+
+def _reduce_stream(
+    bucket: Bucket,
+    leaves: list[Leaf],
+    arrays: list[Any],
+    transport: SharedTransport,
+    results: list[Any],
+    operation: MPIOp,
+) -> None:
+    """All-reduce through shared memory, where leaves need no buffer of their own."""
+    size = transport.comm.size
+    each = [leaves[index].reduction for index in bucket.leaves]
+    sends = [_arrays.flat(arrays[index]) for index in bucket.leaves]
+    receives = [_arrays.flat(results[index]) for index in bucket.leaves]
+    schedule = bucket.schedule
+    if schedule is None:
+        sizes = tuple(leaves[index].size for index in bucket.leaves)
+        schedule = transport.stream.schedule(sizes, each[0].wire)
+        bucket.schedule = schedule
+    transport.comm.traffic.count("Allreduce", bucket.size * each[0].wire.itemsize)
+    if all(reduction.encoding == "none" for reduction in each):
+        divisor = size if each[0].op is ReduceOp.MEAN else None
+        transport.stream.reduce(schedule, sends, receives, operation, divisor)
+        return
+    transport.stream.reduce(
+        schedule,
+        sends,
+        receives,
+        operation,
+        None,
+        lambda leaf, x, out: each[leaf].encode(x, out),
+        lambda leaf, reduced, out: each[leaf].decode(reduced, size, out),
+    )
 
 
 def _reduce_gathered(

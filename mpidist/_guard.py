@@ -36,7 +36,6 @@ fabrics it moves only while its target calls MPI).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import pickle
@@ -45,6 +44,19 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
+from mpidist._board import (
+    FLAG,
+    LATENESS,
+    MOST,
+    NOT_PRINT,
+    NOT_SOFT,
+    OVERDUE,
+    PATIENCE,
+    PRINT,
+    SOFT,
+    WORDS,
+    pack,
+)
 from mpidist._comm import AnyCommunicator, Request
 from mpidist._errors import (
     CollectiveError,
@@ -52,11 +64,8 @@ from mpidist._errors import (
     format_ranks,
     on_rank,
 )
-from mpidist._reports import Call, ErrorKind, Report, fingerprint, judge
+from mpidist._reports import Call, ErrorKind, Report, judge
 
-_FLAG, _PRINT, _NOT_PRINT, _SOFT, _NOT_SOFT, _LATENESS, _PATIENCE, _MOST, _WORDS = (
-    range(9)
-)
 _FOR_EVER: Final = 2**61  # milliseconds
 
 # Waiting: poll without pause, then give the core away between polls, then sleep.
@@ -85,7 +94,17 @@ class Part:
     """What a rank says at the end of a section: whose errors, and what came out."""
 
     kind: ErrorKind = "invalid"
-    text = ""
+    text: str | Callable[[], str] = ""
+    print = 0
+
+    def came_out(self, text: str | Callable[[], str], number: int) -> None:
+        """Say what came out, which must be the same on all ranks.
+
+        Args:
+            text: it, or a function that gives it, for the message where it differs.
+            number: 62 bits that differ where it does.
+        """
+        self.text, self.print = text, number
 
 
 class Guard:
@@ -120,8 +139,9 @@ class Guard:
         self.closed = False
         self._last_call = "making the strategy"
         self._last_time = time.monotonic()
-        self._send = [0] * _WORDS
-        self._receive = [0] * _WORDS
+        self._send = [0] * WORDS
+        self._receive = [0] * WORDS
+        self._equal = False  # the last header was the same on all ranks, word by word
         # With more ranks than cores a spinning rank takes the core from the one that
         # it waits for. Launchers bind ranks to cores, so affinity does not tell.
         crowded = comm.local_size > (os.cpu_count() or 1)
@@ -148,6 +168,35 @@ class Guard:
             return
         raise self._difference(call, None, "none")
 
+    def pack(self, call: Call) -> bytes:
+        """Return the header of a call, for `agree_packed`."""
+        patience = -_FOR_EVER
+        if self.timeout_seconds:
+            patience = -int(self.timeout_seconds * 1000)
+        return pack(0, call.fingerprint, 0, patience, 0)
+
+    def agree_packed(self, call: Call, data: bytes) -> None:
+        """As `agree`, for a header that was packed before. Collective.
+
+        For guards that are on, and have a board.
+        """
+        if self._floor < self._depth or self.broken or self.leading:
+            self.agree(call)  # which raises
+        timeout = self.timeout_seconds
+        lateness = self._lateness(timeout)
+        board = self._comm.board
+        assert board is not None
+        if not timeout or 4 * lateness < int(timeout * 1000):
+            if board.meet(data, lateness):
+                self.sequence += 1
+                self._last_call = call.text
+                return
+            if self._settle(board.pending_header(), call, 0, 0, timeout):
+                return
+        elif self._publish(call, 0, 0, timeout, lateness):
+            return
+        raise self._difference(call, None, "none")
+
     def agree_softly(self, call: Call, soft: int) -> bool:
         """As `agree`, and return whether ``soft`` is the same on all ranks.
 
@@ -155,8 +204,7 @@ class Guard:
         """
         self.require_section()
         if self._exchange(call, 0, soft, None):
-            received = self._receive
-            return int(received[_SOFT]) == ~int(received[_NOT_SOFT])
+            return self._same(SOFT)
         raise self._difference(call, None, "none")
 
     def agree_most(self, call: Call, number: int) -> tuple[int, bool]:
@@ -170,15 +218,17 @@ class Guard:
             number: an integer, 0 or more.
         """
         self.require_section()
-        self._send[_MOST] = number
+        self._send[MOST] = number
         try:
             if self._comm.size == 1:
                 self._exchange(call, 0, 0, None)
                 return number, True
             if self._exchange(call, 0, number, None):
-                return int(self._receive[_MOST]), self._same(_SOFT)
+                if self._equal:
+                    return number, True
+                return int(self._receive[MOST]), self._same(SOFT)
         finally:
-            self._send[_MOST] = 0
+            self._send[MOST] = 0
         raise self._difference(call, None, "none")
 
     def require_section(self) -> None:
@@ -208,30 +258,32 @@ class Guard:
         call: Call,
         error: BaseException | None,
         kind: ErrorKind = "raised",
-        result: str = "",
+        result: str | Callable[[], str] = "",
+        number: int = 0,
     ) -> BaseException | None:
         """Wait until every rank has come to this call; return what to raise.
 
         The end of a `section`: a rank that is here first meets the headers of ranks
         that are still inside it, tells them what happened to it, and waits on, until
-        all are here. ``result`` must then be the same on all. If it turns out that
-        some rank never entered the section, there is nothing to wait for.
+        all are here. ``number`` must then be the same on all, and ``result`` says what
+        it stands for. If it turns out that some rank never entered the section, there
+        is nothing to wait for.
         """
         if self.broken:
             return error or self._broken_error()
         if not self.enabled:
             return error
-        soft = fingerprint(result) if result else 0
         if self.deserted:
             return error or self._given_up
-        while not self._exchange_chained(call, error, soft):
+        while not self._exchange_chained(call, error, number):
             found = self._difference(call, error, kind, joining=True)
             if error is None:
                 error, kind = found, "agreed"
             if self._together or self.deserted:
                 return error
-        if not self._same(_SOFT):
-            return self._difference(Call(f"{call.text} -> {result}"), None, "none")
+        if not self._same(SOFT):
+            text = result if isinstance(result, str) else result()
+            return self._difference(Call(f"{call.text} -> {text}"), None, "none")
         return error
 
     def _exchange_chained(
@@ -247,16 +299,19 @@ class Guard:
         """Whether some rank is not in the innermost section that this one is in."""
         return self._floor < self._depth
 
-    @contextlib.contextmanager
-    def section(self) -> Iterator[None]:
+    def section(self) -> Guard:
         """A stretch of the program that every rank enters, and leaves by `join`."""
+        return self
+
+    def __enter__(self) -> None:
+        """Enter a `section`."""
         self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if self._depth <= self._floor:
-                self._floor, self._given_up = _NO_FLOOR, None
+
+    def __exit__(self, *error: object) -> None:
+        """Leave a `section`."""
+        self._depth -= 1
+        if self._depth <= self._floor:
+            self._floor, self._given_up = _NO_FLOOR, None
 
     def run_section(self, call: Call, body: Callable[[Part], _R]) -> _R:
         """Run ``body`` on every rank, and wait until it has ended on all. Collective.
@@ -280,7 +335,7 @@ class Guard:
                 error = raised
                 if isinstance(error, CollectiveError):
                     part.kind = "agreed"
-            error = self.join(call, error, part.kind, part.text)
+            error = self.join(call, error, part.kind, part.text, part.print)
         if error is not None:
             raise error
         return result  # type: ignore[no-any-return]
@@ -297,13 +352,13 @@ class Guard:
                 self._read_notices()
             except CollectiveTimeoutError:
                 return
-            self._send = [0] * _WORDS
-            self._send[_PATIENCE] = -_FOR_EVER
-            self._send[_PRINT], self._send[_NOT_PRINT] = (
+            self._send = [0] * WORDS
+            self._send[PATIENCE] = -_FOR_EVER
+            self._send[PRINT], self._send[NOT_PRINT] = (
                 call.fingerprint,
                 ~call.fingerprint,
             )
-            self._send[_NOT_SOFT] = ~0
+            self._send[NOT_SOFT] = ~0
             while True:
                 request = self._comm.start_header(self._send)
                 while not request.Test():
@@ -313,11 +368,11 @@ class Guard:
                     except CollectiveTimeoutError:
                         request.leak()
                         return
-                self._receive = request.result
+                self._receive, self._equal = request.result, False
                 if not self._was_late():
                     break
             self.sequence += 1
-            if not self._receive[_FLAG] and self._same(_PRINT):
+            if not self._receive[FLAG] and self._same(PRINT):
                 return
             self._difference(call, gone, "exit")
 
@@ -328,45 +383,80 @@ class Guard:
         self._require_usable()
         if self._comm.size == 1:
             self.sequence += 1
-            self._receive[_NOT_PRINT] = self._receive[_NOT_SOFT] = ~0
+            self._receive[NOT_PRINT] = self._receive[NOT_SOFT] = ~0
             return not flag
         with self._comm.traffic.timed():
             return self._compare(call, flag, soft, timeout)
 
     def _compare(self, call: Call, flag: int, soft: int, timeout: float | None) -> bool:
         timeout = self.timeout_seconds if timeout is None else timeout
+        return self._publish(call, flag, soft, timeout, self._lateness(timeout))
+
+    def _publish(
+        self, call: Call, flag: int, soft: int, timeout: float, lateness: int
+    ) -> bool:
         send = self._send
+        patience = -int(timeout * 1000) if timeout else -_FOR_EVER
+        board = self._comm.board
+        if board is not None and not flag:
+            late = OVERDUE if 4 * lateness >= -patience else 0
+            data = pack(late, call.fingerprint, soft, patience, send[MOST])
+            if board.meet(data, lateness) and not late:
+                self._equal = True
+                self.sequence += 1
+                self._last_call = call.text
+                return True
+            return self._settle(board.pending_header(), call, flag, soft, timeout)
+        self._fill(call, flag, soft, timeout, lateness)
+        return self._settle(self._comm.start_header(send), call, flag, soft, timeout)
+
+    def _settle(
+        self, request: Request, call: Call, flag: int, soft: int, timeout: float
+    ) -> bool:
+        """Wait for a header; return whether no flag is up and all make this call."""
+        self._wait_header(request, call, timeout)
+        while self._was_late():
+            # The confirming round: everybody is known to be on the way.
+            self._fill(call, flag, soft, timeout, 0)
+            request = self._comm.start_header(self._send)
+            self._wait_header(request, call, max(timeout, 30.0) if timeout else 0.0)
+        self.sequence += 1
+        self._last_call = call.text
+        return not self._receive[FLAG] and self._same(PRINT)
+
+    def _lateness(self, timeout: float) -> int:
+        """Return for how many milliseconds another rank can have waited for this one.
+
+        Nobody can have waited for this header for longer than since this rank began
+        the one before.
+        """
         now = time.monotonic()
-        # Nobody can have waited for this header for longer than since this rank
-        # began the one before.
         lateness = now - self._last_time
         self._last_time = now
         if timeout and lateness * 2 > timeout:
             self._read_notices()
-        send[_FLAG] = flag
-        send[_PRINT] = call.fingerprint
-        send[_NOT_PRINT] = ~call.fingerprint
-        send[_SOFT] = soft
-        send[_NOT_SOFT] = ~soft
-        send[_LATENESS] = int(lateness * 1000)
-        send[_PATIENCE] = -int(timeout * 1000) if timeout else -_FOR_EVER
-        self._run_header(call, timeout)
-        while self._was_late():
-            # The confirming round: everybody is known to be on the way.
-            send[_LATENESS] = 0
-            self._run_header(call, max(timeout, 30.0) if timeout else 0.0)
-        self.sequence += 1
-        self._last_call = call.text
-        return not self._receive[_FLAG] and self._same(_PRINT)
+        return int(lateness * 1000)
 
-    def _run_header(self, call: Call, timeout: float) -> None:
-        request = self._comm.start_header(self._send)
+    def _fill(
+        self, call: Call, flag: int, soft: int, timeout: float, lateness: int
+    ) -> None:
+        send = self._send
+        send[LATENESS] = lateness
+        send[PATIENCE] = -int(timeout * 1000) if timeout else -_FOR_EVER
+        send[FLAG] = flag
+        send[PRINT] = call.fingerprint
+        send[NOT_PRINT] = ~call.fingerprint
+        send[SOFT] = soft
+        send[NOT_SOFT] = ~soft
+
+    def _wait_header(self, request: Request, call: Call, timeout: float) -> None:
         for _ in range(self._spins):
             if request.Test():
                 break
         else:
             self.wait(request, call.text, timeout)
         self._receive = request.result
+        self._equal = False
 
     def _was_late(self) -> bool:
         """Whether some rank came so late that another may have given up on it.
@@ -375,10 +465,12 @@ class Guard:
         them decide alike.
         """
         received = self._receive
-        return bool(2 * received[_LATENESS] >= -received[_PATIENCE])
+        return bool(2 * received[LATENESS] >= -received[PATIENCE])
 
     def _same(self, word: int) -> bool:
-        return int(self._receive[word]) == ~int(self._receive[word + 1])
+        """Whether a word of the last header is the same on all ranks."""
+        received = self._receive
+        return self._equal or int(received[word]) == ~int(received[word + 1])
 
     # --- what went wrong ------------------------------------------------------
 

@@ -107,7 +107,9 @@ def map_structure(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 
 # What is met most often, and is no node whatever is registered.
-_PLAIN: Final = frozenset([np.ndarray, np.float32, np.float64, int, float])
+_PLAIN: Final = frozenset(
+    [np.ndarray, np.float32, np.float64, int, float, bool, str, type(None)]
+)
 # A training loop sees a handful of structures; the limit is for programs that
 # make new ones for ever.
 _MOST_STRUCTURES: Final = 1024

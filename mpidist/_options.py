@@ -240,6 +240,9 @@ def get_loss_reduction() -> ReduceOp:
     return ReduceOp.SUM
 
 
+_NAMES: Final = {op.name: op for op in ReduceOp}
+
+
 def as_reduce_op(value: object, call: str) -> ReduceOp:
     """Return the `ReduceOp` that a user means.
 
@@ -255,13 +258,13 @@ def as_reduce_op(value: object, call: str) -> ReduceOp:
     if isinstance(value, ReduceOp):
         return value
     if isinstance(value, str):
-        try:
-            return ReduceOp[value.upper()]
-        except KeyError:
+        op = _NAMES.get(value) or _NAMES.get(value.upper())
+        if op is None:
             raise ValueError(
                 f"{call}: {value!r} is not a valid ReduceOp; expected one of "
-                f"{', '.join(op.name for op in ReduceOp)}"
-            ) from None
+                f"{', '.join(_NAMES)}"
+            )
+        return op
     if isinstance(value, VariableAggregation):
         return ReduceOp.from_variable_aggregation(value)
     raise TypeError(

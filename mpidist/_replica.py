@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from mpidist._strategy import Strategy
 
 
+_OP_KINDS = (str, ReduceOp)
+
+
 class ReplicaContext:
     """The replica that the code runs on, inside `Strategy.run`.
 
@@ -49,6 +52,8 @@ class ReplicaContext:
         self._strategy = strategy
         self._replica_id = own
         self._entered: list[Any] = []
+        extended = strategy.extended
+        self._short = {} if extended._custom_ops else extended._collectives.short
 
     def __enter__(self) -> ReplicaContext:
         """Make this the current replica context."""
@@ -128,13 +133,23 @@ class ReplicaContext:
             ctx = mpidist.get_replica_context()
             ctx.all_reduce("SUM", {"a": 1, "b": [40, 1]})  # {'a': 2, 'b': [80, 2]}
         """
-        self._require_current("all_reduce")
-        collectives = self._strategy.extended._collectives
+        if _context.current().replica_context is not self:
+            self._require_current("all_reduce")
+        kind = type(reduce_op)
+        if type(value) is np.ndarray and options is None and kind in _OP_KINDS:
+            # What has gone the short way before does so again, without another look.
+            name = reduce_op if kind is str else reduce_op._name_  # type: ignore[union-attr]
+            short = self._short.get((name, value.dtype, value.shape))
+            if short is not None:
+                result = short(value)
+                if result is not None:
+                    return result
+        extended = self._strategy.extended
         try:
             op = as_reduce_op(reduce_op, "all_reduce")
         except Exception as error:
-            collectives.invalid("all_reduce", error)
-        return self._strategy.extended._all_reduce(op, value, options)
+            extended._collectives.invalid("all_reduce", error)
+        return extended._all_reduce(op, value, options)
 
     def all_gather(
         self,

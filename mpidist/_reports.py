@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 import pickle
@@ -23,6 +24,7 @@ _LONGEST_CALL: Final = 360
 ErrorKind = Literal["none", "raised", "invalid", "agreed", "exit"]
 
 
+@functools.lru_cache(maxsize=1024)
 def fingerprint(text: str) -> int:
     """Return a 62-bit hash that is the same in every process."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -37,6 +39,12 @@ class Call:
     def __init__(self, text: str) -> None:
         self.text = text
         self.fingerprint = fingerprint(text)
+
+
+@functools.lru_cache(maxsize=1024)
+def call_of(text: str) -> Call:
+    """Return the call with this text, for texts that come again."""
+    return Call(text)
 
 
 @dataclasses.dataclass

@@ -444,8 +444,10 @@ class Registry:
 
         Leaves of other kinds, and variables, stay as they are.
         """
-        leaves, structure = _nest.flatten(tree)
         number = self.next_key()
+        if tree is None:
+            return None
+        leaves, structure = _nest.flatten(tree)
         return structure.unflatten(
             [
                 self.wrap(kind, leaf, (number, i)) if is_component(leaf) else leaf
@@ -481,10 +483,11 @@ def select_replica(tree: tuple[Any, ...] | dict[str, Any]) -> Any:
     That of a Mirrored is read-only on the host: it is the same on all replicas, and
     must stay so.
     """
-    return _nest.map_structure(_argument_of, tree) if tree else tree
+    return _nest.map_structure(argument_of, tree) if tree else tree
 
 
-def _argument_of(x: Any) -> Any:
+def argument_of(x: Any) -> Any:
+    """Return what a function gets for a leaf of its arguments."""
     return x._read() if isinstance(x, Mirrored) else own_component(x)
 
 

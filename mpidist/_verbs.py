@@ -24,10 +24,11 @@ from mpidist._guard import Part
 from mpidist._options import ReduceOp, as_reduce_op
 from mpidist._policies import component_of, differs, is_same
 from mpidist._replica import ValueContext, check_arguments
-from mpidist._reports import Call
+from mpidist._reports import Call, call_of, fingerprint
 from mpidist._values import (
     Mirrored,
     PerReplica,
+    argument_of,
     own_component,
     select_replica,
     to_plain,
@@ -44,7 +45,8 @@ _IDEMPOTENT: Final = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 @_dispatch.verb("call_for_each_replica")
 def _call_for_each_replica(strategy: Strategy, fn: Any, args: Any, kwargs: Any) -> Any:
     extended = strategy.extended
-    call = _end_of_run(getattr(fn, "__qualname__", type(fn).__qualname__))
+    name = getattr(fn, "__qualname__", type(fn).__qualname__)
+    call = call_of(f"the end of run({name})")
 
     def body(part: Part) -> Any:
         if not callable(fn):
@@ -54,35 +56,19 @@ def _call_for_each_replica(strategy: Strategy, fn: Any, args: Any, kwargs: Any) 
             extended._registry.check("Strategy.run", leaf)
         own_args, own_kwargs = select_replica(tuple(args)), select_replica(kwargs)
         part.kind = "raised"
-        frame = _context.Frame(
-            strategy,
-            _context.Level.REPLICA,
-            replica_context=extended._replica_context,
-        )
-        with _context.entered(frame):
+        with _context.entered(extended._replica_frame):
             result = fn(*own_args, **own_kwargs)
         if isinstance(result, (types.GeneratorType, types.CoroutineType)):
             raise TypeError(
                 f"run: {call.text} is a generator or async function, which has not "
                 "begun when it returns; write a plain function"
             )
-        part.text = str(_nest.flatten(result)[1])
+        text = str(_nest.flatten(result)[1])
+        part.came_out(text, fingerprint(text))
         return result
 
     result = strategy.extended._collectives.guard.run_section(call, body)
     return extended._registry.wrap_tree(PerReplica, result)
-
-
-_ends: dict[str, Call] = {}
-
-
-def _end_of_run(name: str) -> Call:
-    call = _ends.get(name)
-    if call is None:
-        if len(_ends) > 1000:
-            _ends.clear()
-        call = _ends[name] = Call(f"the end of run({name})")
-    return call
 
 
 @_dispatch.verb("reduce")
@@ -371,25 +357,37 @@ def _update(
     written: list[Any] = []
 
     def body(part: Part) -> Any:
-        _check_update(var, fn, args, kwargs)
-        summary = _summarize_arguments(args, kwargs) if checks else ""
+        check_arguments("update", args, kwargs)
+        leaves, structure = _nest.flatten((tuple(args), kwargs))
+        _check_update(var, fn, leaves)
         part.kind = "raised"
         if checks:
             guard.require_section()  # else nobody would undo what is written
             guard.written = written
         frame = _context.Frame(strategy, _context.Level.UPDATE, written=written)
         first = () if var is None else (var,)
+        own_args, own_kwargs = structure.unflatten([argument_of(x) for x in leaves])
         with _context.entered(frame):
-            result = fn(
-                *first, *select_replica(tuple(args)), **select_replica(dict(kwargs))
-            )
-        part.text = summary + str(_nest.flatten(result)[1])
-        if checks:
-            part.text += _summarize_effects(written, result if group else None)
+            result = fn(*first, *own_args, **own_kwargs)
+        flat, shape = _nest.flatten(result)
+        text = str(shape)
+        if not checks:
+            part.came_out(text, fingerprint(text))
+            return result
+        plain = [x for x in leaves if _is_value(x)]
+        returned = [x for x in flat if group and _is_value(x)]
+        if not (plain or returned):
+            variables = sorted(set(written), key=lambda v: v._key)
+            prints = [n for v in variables for n in _arrays.prints(v._array)]
+            number = hash((fingerprint(text), *(v._key[0] for v in variables), *prints))
+            part.came_out(lambda: text + _describe_effects(variables, []), number >> 2)
+            return result
+        text = _describe_plain(plain) + text + _describe_effects(written, returned)
+        part.came_out(text, fingerprint(text))
         return result
 
     try:
-        result = guard.run_section(Call(text), body)
+        result = guard.run_section(call_of(text), body)
     finally:
         guard.written = []
     return extended._registry.wrap_tree(Mirrored if group else PerReplica, result)
@@ -404,11 +402,10 @@ def _fail_to_update(strategy: Strategy, error: BaseException, text: str) -> None
     raise failure or error
 
 
-def _check_update(var: Any, fn: Any, args: Any, kwargs: Any) -> None:
-    check_arguments("update", args, kwargs)
+def _check_update(var: Any, fn: Any, leaves: list[Any]) -> None:
     if not callable(fn):
         raise TypeError(f"update: expected `fn` to be a function, got {fn!r}")
-    for leaf in _nest.flatten((args, kwargs))[0]:
+    for leaf in leaves:
         if isinstance(leaf, PerReplica):
             raise ValueError(
                 "update: got a PerReplica among the arguments, which would make "
@@ -423,17 +420,17 @@ def _check_update(var: Any, fn: Any, args: Any, kwargs: Any) -> None:
             )
 
 
-def _summarize_arguments(args: Any, kwargs: Any) -> str:
+def _is_value(x: Any) -> bool:
+    return _arrays.is_array(x) or _arrays.is_number(x)
+
+
+def _describe_plain(values: list[Any]) -> str:
     """Return a text of the plain arguments, which must be the same on all ranks."""
-    leaves = [
-        _arrays.summarize(_arrays.as_array(leaf, "update")[0])
-        for leaf in _nest.flatten((tuple(args), kwargs))[0]
-        if _arrays.is_array(leaf) or _arrays.is_number(leaf)
-    ]
-    return f"arguments {', '.join(leaves)}; result " if leaves else ""
+    texts = [_arrays.summarize(_arrays.as_array(x, "update")[0]) for x in values]
+    return f"arguments {', '.join(texts)}; result " if texts else ""
 
 
-def _summarize_effects(written: list[Any], result: Any) -> str:
+def _describe_effects(written: list[Any], returned: list[Any]) -> str:
     """Return a text of what an update left, which must be the same on all ranks.
 
     ``fn`` may get at values of its own rank without any argument: through what it
@@ -443,13 +440,9 @@ def _summarize_effects(written: list[Any], result: Any) -> str:
     texts = [
         f"{v.name!r} [#{key[0]}] = {_arrays.sample(v._array)}" for key, v in variables
     ]
-    returned = [
-        _arrays.sample(_arrays.as_array(leaf, "update")[0])
-        for leaf in _nest.flatten(result)[0]
-        if _arrays.is_array(leaf) or _arrays.is_number(leaf)
-    ]
+    results = [_arrays.sample(_arrays.as_array(x, "update")[0]) for x in returned]
     text = f", wrote {', '.join(texts)}" if texts else ""
-    text += f", returned {', '.join(returned)}" if returned else ""
+    text += f", returned {', '.join(results)}" if results else ""
     return text and f"{text}; must be the same on all replicas, see `reduce_to`"
 
 
@@ -484,7 +477,8 @@ def _distribute_values(strategy: Strategy, value_fn: Any) -> Any:
     def body(part: Part) -> Any:
         part.kind = "raised"
         value = value_fn(context)
-        part.text = str(_nest.flatten(value)[1])
+        text = str(_nest.flatten(value)[1])
+        part.came_out(text, fingerprint(text))
         return value
 
     value = strategy.extended._collectives.guard.run_section(call, body)

@@ -18,13 +18,14 @@ ROOT = PACKAGE.parent
 # From the bottom to the top. A module imports only from rows before its own; a name
 # that ends with "/" is a folder, of which the others see only what its __init__ gives.
 LAYERS = [
-    ("no MPI", ["_version", "_errors", "_options", "_board"]),
+    ("no MPI", ["_version", "_errors", "_options", "_board", "_pool", "_functions"]),
     ("foreign libraries, and reports", ["_arrays", "_comm", "_nest", "_reports"]),
     (
         "agreement, dtypes, rows, moving a buffer",
         ["_guard", "_dtypes", "_sparse", "_transports/"],
     ),
     ("packing, and how a job ends", ["_fusion", "_process"]),
+    ("the short way of an all-reduce", ["_lean"]),
     ("the verbs, and the stack of frames", ["_collectives", "_context"]),
     ("from a call to its verb, and values", ["_dispatch", "_values"]),
     ("when copies come together", ["_policies"]),
@@ -51,7 +52,11 @@ FOLDERS = {
         ["_preemption"],
         ["__init__"],
     ],
-    "_transports": [["_direct"], ["_shared", "_staged"], ["__init__"]],
+    "_transports": [
+        ["_direct", "_stream"],
+        ["_shared", "_staged"],
+        ["__init__"],
+    ],
     "optimizers": [
         ["_arguments", "_clipping", "_schedules"],
         ["_reduction"],

@@ -155,7 +155,7 @@ def test_pieces_larger_than_an_area(shared, rank, size, monkeypatch):
         assert not isinstance(transport, _shared.SharedTransport)
         return
     assert isinstance(transport, _shared.SharedTransport)
-    monkeypatch.setattr(_shared, "_PIECE_BYTES", 64 * 1024)
+    monkeypatch.setattr(transport.stream, "piece_bytes", 64 * 1024)
     x = sample(rank, 200_003, "float32")
     expected = sum(sample(r, 200_003, "float32") for r in range(1, size))
     expected = sample(0, 200_003, "float32") + expected if size == 2 else None

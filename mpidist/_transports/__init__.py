@@ -16,11 +16,14 @@ from mpidist._transports._direct import DirectTransport
 from mpidist._transports._shared import SharedTransport
 from mpidist._transports._shared import set_up as set_up_shared
 from mpidist._transports._staged import StagedTransport
+from mpidist._transports._stream import COMBINE, Schedule
 
 Transport = DirectTransport | StagedTransport
 
 __all__ = [
+    "COMBINE",
     "DirectTransport",
+    "Schedule",
     "SharedTransport",
     "StagedTransport",
     "Transport",

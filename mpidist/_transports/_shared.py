@@ -1,52 +1,31 @@
-"""Reductions through memory that the ranks of a node share.
+"""Memory that the ranks of a node share, and the reductions that go through it.
 
-Each rank has two *input* areas in the window, used in turn, and the node two *result*
-areas. A piece of at most the size of an area goes in three steps:
+Each rank adds a part to the window: its board (`_board`), two places for small arrays
+that travel with their header (`_lean`), and two input areas for the pieces of all other
+arrays (`_stream`); the first rank also adds two areas for results.
 
-1. every rank copies its piece in, but for the slice that it will reduce itself;
-2. every rank reduces its slice over all ranks, in the order rank 0, 1, 2, ..., into the
-   result area;
-3. every rank copies the result out.
-
-Between the steps all ranks tick (`Board`). The copy of the next piece comes before the
-wait for this one. Small arrays take one step less: every rank copies its whole array
-in, and all reduce all of it, in the same order.
-
-Why two of each area are enough: a rank writes piece k + 2 when it has seen the result
-of piece k + 1, so all have reduced k. The result of k + 2 is written when all have
-copied k + 2 in, before which they have copied k out.
-
-It is for strategies whose ranks are all on one node, and off unless it is asked for
-(`CommunicationImplementation.SHARED`, or ``MPIDIST_IMPLEMENTATION``).
+It is for strategies whose ranks are all on one node.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
 from typing import Any, Final
-
-import numpy as np
 
 from mpidist import _board as board_module
 from mpidist._board import Board
 from mpidist._comm import Communicator, MPIOp
 from mpidist._transports._direct import DirectTransport
+from mpidist._transports._stream import Stream
 
-_SMALL_BYTES: Final = 32 * 1024
+# More than two ranks are faster with slices, two up to the size of their caches.
+_FUSED_BYTES: Final = (32 * 1024, 256 * 1024)
 _LARGEST_AREA: Final = 16 * 2**20
 _SMALLEST_AREA: Final = 64 * 1024
 _MOST_MEMORY: Final = 2**30
 _PAGE: Final = 4096
-_LINE: Final = 64
-_PIECE_BYTES: Final = 2**20
-
-_COMBINE: Final[dict[str, Any]] = {
-    "SUM": np.add,
-    "PROD": np.multiply,
-    "MIN": np.minimum,
-    "MAX": np.maximum,
-}
+_PIECE: Final = int(os.environ.get("PIECE", 2**20))
 
 
 class SharedTransport(DirectTransport):
@@ -61,7 +40,9 @@ class SharedTransport(DirectTransport):
         self._me = comm.local_rank
         self._ranks = comm.local_size
         self.area_bytes = area_bytes
-        own = board_module.BYTES + 2 * _SMALL_BYTES + 2 * area_bytes
+        self.fused_bytes = _FUSED_BYTES[comm.local_size == 2]
+        self.fused_turn = 0
+        own = board_module.BYTES + 2 * self.fused_bytes + 2 * area_bytes
         if self._me == 0:
             own += 2 * area_bytes
         parts = comm.share_memory(own, board_module.BYTES)
@@ -75,135 +56,30 @@ class SharedTransport(DirectTransport):
         )
         comm.use_board(self.board)
         start = board_module.BYTES
-        self._small = [_pair(part, start, _SMALL_BYTES) for part in parts]
-        start += 2 * _SMALL_BYTES
+        self._fused = [_pair(part, start, self.fused_bytes) for part in parts]
+        start += 2 * self.fused_bytes
         self._inputs = [_pair(part, start, area_bytes) for part in parts]
         self._results = _pair(parts[0], start + 2 * area_bytes, area_bytes)
-        self._views: dict[Any, Any] = {}
-        self._turn = 0
-        self._small_turn = 0
+        self.stream = Stream(
+            self.board, self._me, self._inputs, self._results, min(area_bytes, _PIECE)
+        )
+
+    def fused_parts(self, turn: int, shape: tuple[int, ...], dtype: Any) -> list[Any]:
+        """Return the places of all ranks for an array of at most `fused_bytes`."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        return [pair[turn][:nbytes].view(dtype).reshape(shape) for pair in self._fused]
 
     def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
         """Reduce ``send`` of all ranks into ``receive``."""
         if send.size == 0:
             return
         self.comm.traffic.count("Allreduce", send.nbytes)
-        if send.nbytes <= _SMALL_BYTES:
-            self._reduce_small(send, receive, op)
-        else:
-            self._reduce_large(send, receive, op)
+        schedule = self.stream.schedule((send.size,), send.dtype)
+        self.stream.reduce(schedule, [send], [receive], op)
 
     def allreduce_in_place(self, buffer: Any, op: MPIOp) -> None:
         """Reduce ``buffer`` of all ranks into itself."""
         self.allreduce(buffer, buffer, op)
-
-    # --- packing straight into the window ----------------------------------------
-
-    def pack_buffer(self, count: int, dtype: Any) -> Any:
-        """Return the memory to pack into; at most `area_bytes`."""
-        self._turn ^= 1
-        return self._inputs[self._me][self._turn][: count * dtype.itemsize].view(dtype)
-
-    def reduce_packed(self, packed: Any, op: MPIOp) -> Any:
-        """Reduce what was packed; return the result, to be read before the next."""
-        self.comm.traffic.count("Allreduce", packed.nbytes)
-        dtype, count, turn = packed.dtype, packed.size, self._turn
-        self.board.step()
-        first, last = self._slice(count, dtype)
-        result = self._results[turn][: count * dtype.itemsize].view(dtype)
-        self._combine_slices(turn, first, last, dtype, result, op, None)
-        self.board.step()
-        return result
-
-    # --- the steps ----------------------------------------------------------------
-
-    def _reduce_small(self, send: Any, receive: Any, op: MPIOp) -> None:
-        self._small_turn ^= 1
-        key = (self._small_turn, send.dtype, send.size)
-        views = self._views.get(key)
-        if views is None:
-            if len(self._views) > 256:
-                self._views.clear()
-            views = self._views[key] = [
-                pair[self._small_turn][: send.nbytes].view(send.dtype)
-                for pair in self._small
-            ]
-        views[self._me][...] = send
-        self.board.step()
-        combine = _COMBINE[op]
-        combine(views[0], views[1], out=receive)
-        for view in views[2:]:
-            combine(receive, view, out=receive)
-
-    def _reduce_large(self, send: Any, receive: Any, op: MPIOp) -> None:
-        dtype = send.dtype
-        room = min(self.area_bytes, _PIECE_BYTES) // dtype.itemsize
-        if send.size < 2 * room:  # two pieces of one size overlap better
-            half = -(-send.size // 2)
-            room = max(room // 4, min(room, -(-half // _LINE) * _LINE))
-        pieces = [slice(i, min(i + room, send.size)) for i in range(0, send.size, room)]
-        finish: Callable[[], None] | None = None
-        for piece in pieces:
-            self._turn ^= 1
-            source = send[piece]
-            self._copy_in(source)
-            if finish is not None:
-                finish()
-            self.board.step()
-            first, last = self._slice(source.size, dtype)
-            turn = self._turn
-            result = self._results[turn][: source.nbytes].view(dtype)
-            self._combine_slices(turn, first, last, dtype, result, op, source)
-            self.board.tick()
-            finish = self._finisher(result, receive[piece])
-        if finish is not None:
-            finish()
-
-    def _finisher(self, result: Any, target: Any) -> Callable[[], None]:
-        def finish() -> None:
-            self.board.wait()
-            target[...] = result
-
-        return finish
-
-    def _copy_in(self, source: Any) -> None:
-        first, last = self._slice(source.size, source.dtype)
-        area = self._inputs[self._me][self._turn][: source.nbytes].view(source.dtype)
-        if first:
-            area[:first] = source[:first]
-        if last < source.size:
-            area[last:] = source[last:]
-
-    def _slice(self, count: int, dtype: Any) -> tuple[int, int]:
-        """Return where this rank's slice begins and ends: on lines of the cache."""
-        line = max(1, _LINE // dtype.itemsize)
-        lines = -(-count // line)
-        first = lines * self._me // self._ranks * line
-        last = lines * (self._me + 1) // self._ranks * line
-        return min(first, count), min(last, count)
-
-    def _combine_slices(
-        self,
-        turn: int,
-        first: int,
-        last: int,
-        dtype: Any,
-        result: Any,
-        op: MPIOp,
-        source: Any,
-    ) -> None:
-        """Reduce this rank's slice of a piece, in the order of the ranks."""
-        if first == last:
-            return
-        start, stop = first * dtype.itemsize, last * dtype.itemsize
-        parts = [pair[turn][start:stop].view(dtype) for pair in self._inputs]
-        if source is not None:
-            parts[self._me] = source[first:last]
-        out = result[first:last]
-        combine = _COMBINE[op]
-        combine(parts[0], parts[1], out=out)
-        for part in parts[2:]:
-            combine(out, part, out=out)
 
 
 def _pair(part: Any, start: int, nbytes: int) -> tuple[Any, Any]:

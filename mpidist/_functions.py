@@ -1,0 +1,122 @@
+"""Functions of a program, sent to other ranks: fast where they are simple.
+
+cloudpickle sends a function that no module has by its name (a lambda, a function in a
+function) as its code, with all that it refers to, which takes some 300 us. Most
+functions that are passed to ``update`` are *simple*: they refer to modules and
+builtins, and close over numbers, strings, arrays and distributed values. Their code is
+marshalled once, and only what they close over is taken each time.
+"""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import marshal
+import sys
+import types
+from typing import Any, Final
+
+_MOST: Final = 256
+_GLOBAL: Final = frozenset(
+    ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME")
+)
+_MISSING: Final = object()
+_LOADS: Final = "LOAD_GLOBAL"
+
+# By the number of a code object: the object itself, the globals that it reads (None:
+# it is not simple), and what is sent of it.
+_known: dict[int, tuple[types.CodeType, tuple[str, ...] | None, bytes]] = {}
+# What was received: the code, and the function where it closes over nothing.
+_received: dict[bytes, tuple[types.CodeType, Any]] = {}
+
+
+def reduce_simple(function: types.FunctionType, values: tuple[type, ...]) -> Any:
+    """Return how to rebuild a simple function, as `pickle` wants it; None for others.
+
+    Args:
+        function: the function.
+        values: the types of what it may close over, beside numbers and strings.
+    """
+    code = function.__code__
+    known = _known.get(id(code))
+    if known is None:
+        if len(_known) >= _MOST:
+            _known.clear()
+        names = _globals_of(code)
+        data = b"" if names is None else marshal.dumps(code)
+        known = _known[id(code)] = (code, names, data)
+    _, names, data = known
+    if names is None or function.__dict__ or function.__kwdefaults__:
+        return None
+    modules = []
+    for name in names:
+        found = function.__globals__.get(name, _MISSING)
+        if found is _MISSING:
+            continue  # a builtin
+        if type(found) is not types.ModuleType or (
+            sys.modules.get(found.__name__) is not found
+        ):
+            return None
+        modules.append((name, found.__name__))
+    closed = []
+    for cell in function.__closure__ or ():
+        try:
+            closed.append(cell.cell_contents)
+        except ValueError:  # empty
+            return None
+    allowed: tuple[type, ...] = (*_PLAIN, *values)
+    defaults = function.__defaults__ or ()
+    if not all(isinstance(x, allowed) for x in (*closed, *defaults)):
+        return None
+    head = (function.__module__, function.__qualname__, tuple(modules))
+    return rebuild, (data, head, tuple(closed), defaults)
+
+
+_PLAIN: Final[tuple[type, ...]] = (
+    *(bool, int, float, complex, str, bytes, type(None)),
+)
+
+
+def rebuild(
+    data: bytes,
+    head: tuple[str, str, tuple[tuple[str, str], ...]],
+    closed: tuple[Any, ...],
+    defaults: tuple[Any, ...],
+) -> Any:
+    """Make the function that was sent."""
+    code, function = _received.get(data, (None, None))
+    if code is None:
+        if len(_received) >= _MOST:
+            _received.clear()
+        code = marshal.loads(data)
+        _received[data] = (code, None)
+    elif function is not None and not (closed or defaults):
+        return function
+    module, qualname, modules = head
+    names = {name: importlib.import_module(path) for name, path in modules}
+    function = types.FunctionType(
+        code,
+        {"__builtins__": __builtins__, "__name__": module, **names},
+        code.co_name,
+        defaults or None,
+        tuple(types.CellType(x) for x in closed),
+    )
+    function.__qualname__ = qualname
+    if not (closed or defaults):
+        _received[data] = (code, function)
+    return function
+
+
+def _globals_of(code: types.CodeType) -> tuple[str, ...] | None:
+    """Return the globals that a code reads; None where it writes some, or imports."""
+    names: dict[str, None] = {}
+    codes = [code]
+    while codes:
+        one = codes.pop()
+        for instruction in dis.get_instructions(one):
+            if instruction.opname in _GLOBAL:
+                if instruction.opname != _LOADS:
+                    return None
+                names[instruction.argval] = None
+        codes += [x for x in one.co_consts if isinstance(x, types.CodeType)]
+    return tuple(names)

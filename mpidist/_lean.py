@@ -1,0 +1,180 @@
+"""The short way of an all-reduce: one host array, through shared memory.
+
+What a training step does most often should cost least. For one array in the memory of
+the host, without options of its own, everything that does not depend on the values is
+made once, and a call looks it up by dtype and shape:
+
+- `FusedReduce`, for small arrays: the array and the header of the guard are published
+  together, so that one exchange between the ranks does for both;
+- `StreamReduce`, for all others: a header, then the stream of pieces.
+
+Why fused arrays need two places only: the place changes when the ranks have agreed. A
+rank writes array k + 2 after it has agreed on k + 1, so all have begun k + 1, so all
+have read k. An attempt that fails fails on all ranks, and the place does not change.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from mpidist._options import ReduceOp
+from mpidist._pool import SMALLEST
+from mpidist._transports import COMBINE, SharedTransport
+
+if TYPE_CHECKING:
+    from mpidist._fusion import Leaf
+    from mpidist._guard import Guard
+    from mpidist._pool import Pool
+    from mpidist._reports import Call
+
+# What overflows becomes infinite, as it does in MPI. Entering `numpy.errstate` would
+# cost more than the sum; where warnings are errors, `_IGNORED` are caught.
+warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"mpidist\._lean")
+_IGNORED: Final = (RuntimeWarning, FloatingPointError)
+
+
+def make(
+    guard: Guard, call: Call, leaf: Leaf, transport: SharedTransport, pool: Pool
+) -> FusedReduce | StreamReduce | None:
+    """Return the short way for arrays such as ``leaf``; None where there is none."""
+    reduction = leaf.reduction
+    if reduction.encoding != "none" or reduction.mpi == "gather" or leaf.size == 0:
+        return None
+    if leaf.size * reduction.wire.itemsize <= transport.fused_bytes:
+        return FusedReduce(guard, call, leaf, transport, pool)
+    return StreamReduce(guard, call, leaf, transport, pool)
+
+
+class FusedReduce:
+    """All-reduces small arrays of one dtype and shape, each with its header."""
+
+    __slots__ = (
+        "_call",
+        "_combine",
+        "_count",
+        "_data",
+        "_dtype",
+        "_empty",
+        "_guard",
+        "_nbytes",
+        "_shape",
+        "_traffic",
+        "_transport",
+        "_turns",
+    )
+
+    def __init__(
+        self,
+        guard: Guard,
+        call: Call,
+        leaf: Leaf,
+        transport: SharedTransport,
+        pool: Pool,
+    ) -> None:
+        reduction = leaf.reduction
+        operation: Any = reduction.mpi
+        self._guard = guard
+        self._call = call
+        self._data = guard.pack(call)
+        self._transport = transport
+        self._traffic = transport.comm.traffic
+        self._shape = leaf.shape
+        self._dtype = reduction.wire
+        self._nbytes = leaf.size * self._dtype.itemsize
+        self._combine = COMBINE[operation]
+        self._empty = pool.empty if self._nbytes >= SMALLEST else np.empty
+        self._count: Any = None
+        if reduction.op is ReduceOp.MEAN:
+            self._count = self._dtype.type(transport.comm.size)
+        self._turns = []
+        for turn in (0, 1):
+            parts = transport.fused_parts(turn, leaf.shape, self._dtype)
+            self._turns.append((parts[transport.comm.rank], *parts[:2], parts[2:]))
+
+    def __call__(self, x: Any) -> Any:
+        """Return the result; None where ``x`` has to go the long way. Collective."""
+        start = time.perf_counter()
+        try:
+            result = self._empty(self._shape, self._dtype)
+        except MemoryError:
+            return None  # where all ranks are told
+        transport = self._transport
+        mine, first, second, others = self._turns[transport.fused_turn]
+        mine[...] = x
+        self._guard.agree_packed(self._call, self._data)
+        transport.fused_turn ^= 1
+        combine = self._combine
+        try:  # contextlib.suppress would cost as much as the sum
+            combine(first, second, out=result)
+        except _IGNORED:  # the result is whole
+            pass
+        if others:
+            self._add(result, others)
+        if self._count is not None:
+            self._divide(result)
+        self._traffic.add("Allreduce", self._nbytes, start)
+        return result
+
+    def _add(self, result: Any, others: Any) -> None:
+        for other in others:
+            try:
+                self._combine(result, other, out=result)
+            except _IGNORED:
+                pass
+
+    def _divide(self, result: Any) -> None:
+        try:
+            np.true_divide(result, self._count, out=result)
+        except _IGNORED:
+            pass
+
+
+class StreamReduce:
+    """All-reduces arrays of one dtype and shape, piece by piece."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        call: Call,
+        leaf: Leaf,
+        transport: SharedTransport,
+        pool: Pool,
+    ) -> None:
+        reduction = leaf.reduction
+        operation: Any = reduction.mpi
+        self._guard = guard
+        self._call = call
+        self._data = guard.pack(call)
+        self._transport = transport
+        self._pool = pool
+        self._shape = leaf.shape
+        self._dtype = reduction.wire
+        self._op = operation
+        self._mean = reduction.op is ReduceOp.MEAN
+        self._schedule = transport.stream.schedule((leaf.size,), self._dtype)
+        self._nbytes = leaf.size * self._dtype.itemsize
+
+    def __call__(self, x: Any) -> Any:
+        """Return the result; None where ``x`` has to go the long way. Collective."""
+        if not x.flags.c_contiguous:
+            return None
+        start = time.perf_counter()
+        try:
+            result = self._pool.empty(self._shape, self._dtype)
+        except MemoryError:
+            return None  # where all ranks are told
+        self._guard.agree_packed(self._call, self._data)
+        transport = self._transport
+        transport.stream.reduce(
+            self._schedule,
+            [x.reshape(-1)],
+            [result.reshape(-1)],
+            self._op,
+            transport.comm.size if self._mean else None,
+        )
+        transport.comm.traffic.add("Allreduce", self._nbytes, start)
+        return result

@@ -1,0 +1,76 @@
+"""Memory for results, used again when the user has dropped what was in it.
+
+The pages of fresh memory cost more than a reduction: the system has to find and clear
+each of them at its first use. So large results are views of arrays that are kept here,
+and one of those is given out again when nothing refers to it any more. A result that
+the user keeps, or any view of it, keeps its memory for as long.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any, Final
+
+import numpy as np
+
+_PAGE: Final = 4096
+SMALLEST: Final = 64 * 1024
+_UNUSED: Final = 3  # references: in the list, of the loop, and of the call that counts
+
+
+class Pool:
+    """Host memory that is kept from call to call.
+
+    Args:
+        limit: most bytes to keep, in use or not. Beyond it memory that is not in use is
+            given back, and what is made goes without being kept.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.nbytes = 0
+        self._kept: dict[int, list[Any]] = {}
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return an array whose values are not set."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes < SMALLEST or nbytes > self.limit:
+            return np.empty(shape, dtype)
+        kept = self._kept.get(nbytes, ())
+        for block in kept:
+            if sys.getrefcount(block) == _UNUSED:
+                return _place(block, shape, dtype, nbytes)
+        if self.nbytes + nbytes > self.limit:
+            del kept
+            self._release(self.nbytes + nbytes - self.limit)
+        block = np.empty(nbytes + _PAGE, np.uint8)
+        if self.nbytes + nbytes <= self.limit:
+            self._kept.setdefault(nbytes, []).append(block)
+            self.nbytes += nbytes
+        return _place(block, shape, dtype, nbytes)
+
+    def _release(self, nbytes: int) -> None:
+        """Give back memory that is not in use: at least so much, where there is."""
+        for size in list(self._kept):
+            remaining = []
+            for block in self._kept[size]:
+                if nbytes > 0 and sys.getrefcount(block) == _UNUSED:
+                    nbytes -= size
+                    self.nbytes -= size
+                else:
+                    remaining.append(block)
+            if remaining:
+                self._kept[size] = remaining
+            else:
+                del self._kept[size]
+
+
+def _place(block: Any, shape: tuple[int, ...], dtype: Any, nbytes: int) -> Any:
+    """Return an array that begins half a page after a page does.
+
+    At the same place in their pages as other arrays are, loads wait for stores that
+    have nothing to do with them ("4K aliasing"): a sum took 2.5 times as long.
+    """
+    start = (_PAGE // 2 - block.ctypes.data) % _PAGE
+    return block[start : start + nbytes].view(dtype).reshape(shape)
