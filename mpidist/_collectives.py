@@ -106,6 +106,13 @@ class Collectives:
             )
         return chosen
 
+    def release(self) -> None:
+        """Let go of shared memory: the strategy is being closed. Not collective."""
+        self._shared = None
+        self._transports = {}
+        direct = _transports.DirectTransport(self.comm)
+        self.transports = _transports.Transports(direct, direct, "closed")
+
     def merge_options(
         self, options: CommunicationOptions | None
     ) -> CommunicationOptions:

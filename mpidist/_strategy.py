@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -477,6 +478,23 @@ class MPIStrategy(Strategy):
         communicator = _comm.Communicator(
             base, lambda request, what: _guard.poll(request, what, timeout)
         )
+        try:
+            self._set_up(
+                communicator, environment, timeout, device, given, cross_device_ops
+            )
+        except BaseException:
+            communicator.drop()
+            raise
+
+    def _set_up(
+        self,
+        communicator: _comm.Communicator,
+        environment: Environment,
+        timeout: float,
+        device: str,
+        given: CommunicationOptions | None,
+        ops: CrossDeviceOps | None,
+    ) -> None:
         kind = environment.implementation
         if isinstance(given, CommunicationOptions):
             asked = given.implementation
@@ -497,6 +515,9 @@ class MPIStrategy(Strategy):
             timeout_seconds=timeout,
             stall_seconds=environment.stall_seconds,
         )
+        # The communicator and the guard outlive the verbs: they go on all ranks
+        # together, when the last of them has collected its strategy.
+        communicator.must_stay = lambda: bool(guard.broken)
         collectives = _make_collectives(
             communicator,
             guard,
@@ -504,28 +525,32 @@ class MPIStrategy(Strategy):
             given,
             environment,
             enabled,
-            cross_device_ops,
+            ops,
             shared,
         )
+        communicator.when_freed = lambda: _process.forget(guard)
+        weakref.finalize(collectives, communicator.drop).atexit = False
         guard.enabled = enabled
-        super().__init__(collectives, is_mpi=True, cross_device_ops=cross_device_ops)
+        super().__init__(collectives, is_mpi=True, cross_device_ops=ops)
         if environment.abort and enabled:
             _process.watch(guard)
 
     def close(self) -> None:
-        """Give the communicator back to MPI. Collective.
+        """Give the communicator, and what the ranks share, back to MPI. Collective.
 
-        For programs that make many strategies. The strategy can not be used
-        afterwards; its variables can still be read.
+        The strategy can not be used afterwards; its variables can still be read, and
+        so can `buffers_like` buffers, whose memory stays for as long as they do. One
+        that is not closed, but collected as garbage on every rank, is given back when
+        these ranks make or close another one.
         """
         guard = self._collectives.guard
         if guard.broken:
             return
         _context.require_cross_replica(self, "MPIStrategy.close")
         guard.agree(_reports.Call("MPIStrategy.close"))
-        _process.forget(guard)
         guard.closed = True
         guard.broken = "this strategy was closed; make a new one"
+        self._collectives.release()
         self._collectives.comm.free()
 
 

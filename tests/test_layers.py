@@ -18,7 +18,7 @@ ROOT = PACKAGE.parent
 # From the bottom to the top. A module imports only from rows before its own; a name
 # that ends with "/" is a folder, of which the others see only what its __init__ gives.
 LAYERS = [
-    ("no MPI", ["_version", "_errors", "_options", "_board"]),
+    ("no MPI", ["_version", "_errors", "_options", "_board", "_holdings"]),
     ("foreign libraries, and reports", ["_arrays", "_comm", "_nest", "_reports"]),
     (
         "agreement, dtypes, rows, moving a buffer",

@@ -41,7 +41,7 @@ _PAGE: Final = 4096
 _LINE: Final = 64
 _PIECE_BYTES: Final = 2**20
 
-_COMBINE: Final[dict[str, Any]] = {
+COMBINE: Final[dict[str, Any]] = {
     "SUM": np.add,
     "PROD": np.multiply,
     "MIN": np.minimum,
@@ -130,7 +130,7 @@ class SharedTransport(DirectTransport):
             ]
         views[self._me][...] = send
         self.board.step()
-        combine = _COMBINE[op]
+        combine = COMBINE[op]
         combine(views[0], views[1], out=receive)
         for view in views[2:]:
             combine(receive, view, out=receive)
@@ -200,7 +200,7 @@ class SharedTransport(DirectTransport):
         if source is not None:
             parts[self._me] = source[first:last]
         out = result[first:last]
-        combine = _COMBINE[op]
+        combine = COMBINE[op]
         combine(parts[0], parts[1], out=out)
         for part in parts[2:]:
             combine(out, part, out=out)
