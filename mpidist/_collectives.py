@@ -27,12 +27,14 @@ from mpidist._options import (
     ReduceOp,
 )
 from mpidist._reports import Call
+from mpidist._residents import Residents, Split, reduce_run
 from mpidist._sparse import IndexedSlices
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _MOST_PLANS: Final = 1024
+_HAVE_BUFFERS: Final = Call("buffers_like, with memory of this rank's own")
 _HAVE_MEMORY: Final = Call("all_gather, with memory for the result")
 
 
@@ -41,6 +43,7 @@ class _Plan:
     call: Call
     leaves: list[_fusion.Leaf]
     buckets: list[_fusion.Bucket]
+    room: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +97,10 @@ class Collectives:
         self._buffers = _fusion.FlatBuffers()
         self._plans: dict[Any, _Plan] = {}
         self.transports = self._choose(options)
+        self._residents: Residents | None = None
+        host = self.transports.host
+        if shared is not None and host is shared:
+            self._residents = Residents(_transports.Blocks(shared.comm, shared.board))
 
     def _choose(self, options: CommunicationOptions) -> _transports.Transports:
         chosen = self._transports.get(options.implementation)
@@ -108,10 +115,10 @@ class Collectives:
 
     def release(self) -> None:
         """Let go of shared memory: the strategy is being closed. Not collective."""
-        self._shared = None
-        self._transports = {}
+        self._shared = self._residents = None
         direct = _transports.DirectTransport(self.comm)
         self.transports = _transports.Transports(direct, direct, "closed")
+        self._transports = dict.fromkeys(CommunicationImplementation, self.transports)
 
     def merge_options(
         self, options: CommunicationOptions | None
@@ -185,21 +192,117 @@ class Collectives:
                 else None
                 for x, leaf in zip(arrays, plan.leaves, strict=True)
             ]
-            for bucket in plan.buckets:
-                _fusion.reserve(bucket, plan.leaves, arrays, self._buffers)
+            split = self.reserve(plan, arrays, transports)
         except Exception as error:
             self.invalid(call, error)
-        self.guard.agree(plan.call, merged.timeout_seconds)
-        for bucket in plan.buckets:
-            _fusion.reduce_bucket(
-                bucket, plan.leaves, arrays, transports, self._buffers, results, root
-            )
+        split = self.agree(plan.call, split, merged.timeout_seconds)
+        self.move(plan, split, arrays, results, transports, root)
         return structure.unflatten(
             [
                 _arrays.restore(result, kind) if to_here else None
                 for result, (_, kind) in zip(results, pairs, strict=True)
             ]
         )
+
+    def reserve(
+        self,
+        plan: _Plan,
+        arrays: list[Any],
+        transports: _transports.Transports | None = None,
+    ) -> Split | None:
+        """Allocate what an all-reduce needs, and find what it reduces in place."""
+        split = None
+        residents = self._residents
+        if residents is not None and residents.used:
+            transports = transports or self.transports
+            if transports.host is self._shared:
+                split = residents.split(plan, plan.leaves, arrays, plan.room)
+        for bucket in plan.buckets:
+            _fusion.reserve(bucket, plan.leaves, arrays, self._buffers)
+        if split is not None:
+            for bucket in split.buckets:
+                _fusion.reserve(bucket, plan.leaves, arrays, self._buffers)
+        return split
+
+    def agree(
+        self, call: Call, split: Split | None, timeout: float | None = None
+    ) -> Split | None:
+        """Agree with the other ranks, also on what to reduce in place. Collective."""
+        residents = self._residents
+        if residents is None or not residents.used:
+            self.guard.agree(call, timeout)
+            return None
+        mark = 0 if split is None else split.mark
+        same = self.guard.agree_softly(call, mark, timeout)
+        return split if same else None
+
+    def move(
+        self,
+        plan: _Plan,
+        split: Split | None,
+        arrays: list[Any],
+        results: list[Any],
+        transports: _transports.Transports,
+        root: int | None = None,
+    ) -> None:
+        """Do what a plan says, when all ranks have agreed. Collective.
+
+        Args:
+            plan: of the call.
+            split: what `agree` has returned.
+            arrays: the leaves, which stay as they are.
+            results: the arrays for the results.
+            transports: of the call.
+            root: as in `all_reduce`.
+        """
+        buckets: Sequence[_fusion.Bucket] = plan.buckets
+        if split is not None:
+            buckets = split.buckets
+            for run in split.runs:
+                self.comm.traffic.count("Allreduce", run.stop - run.start)
+                reduce_run(run, split, plan.leaves, self.comm.size, results)
+        for bucket in buckets:
+            _fusion.reduce_bucket(
+                bucket, plan.leaves, arrays, transports, self._buffers, results, root
+            )
+
+    @timed
+    def buffers_like(self, tree: Any) -> Any:
+        """Return zeros of the same structure, shapes and dtypes. Collective.
+
+        Those on the host are in memory that the ranks share, where there is some.
+
+        Args:
+            tree: a nest of arrays and numbers, of the same structure, shapes and
+                dtypes on all ranks.
+        """
+        call = "buffers_like"
+        try:
+            leaves, structure = _nest.flatten(tree)
+            like = [_arrays.as_array(leaf, call)[0] for leaf in leaves]
+            results = [
+                _arrays.module_of(x).zeros(x.shape, x.dtype)
+                if self._residents is None or _arrays.is_device_array(x)
+                else None
+                for x in like
+            ]
+        except Exception as error:
+            self.invalid(call, error)
+        text = structure.render([_arrays.describe(x) for x in like])
+        self.guard.agree(Call(f"{call} {text}"))
+        hosted = [i for i, x in enumerate(results) if x is None]
+        if self._residents is not None and hosted:
+            shapes = [(tuple(like[i].shape), like[i].dtype) for i in hosted]
+            made = self._residents.make(shapes)
+            if made is None:
+                try:
+                    made = [np.zeros(shape, dtype) for shape, dtype in shapes]
+                except Exception as error:
+                    self.invalid(call, error)
+                self.guard.agree(_HAVE_BUFFERS)
+            for i, x in zip(hosted, made, strict=True):
+                results[i] = x
+        return structure.unflatten(results)
 
     def _all_reduce_sparse(
         self,
@@ -273,6 +376,7 @@ class Collectives:
             Call(f"{call} {op.name} {text}"),
             leaves,
             _fusion.plan_buckets(leaves, room),
+            room,
         )
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()

@@ -480,9 +480,7 @@ def local_results(strategy: Strategy, value: Any) -> tuple[Any, ...]:
     )
 
 
-def _repairer(
-    strategy: Strategy, comm: AnyCommunicator
-) -> Callable[[list[Any]], None]:
+def _repairer(strategy: Strategy, comm: AnyCommunicator) -> Callable[[list[Any]], None]:
     """Return what makes copies of variables equal again, on all ranks.
 
     The guard keeps it, and is kept itself until all ranks have collected the strategy.

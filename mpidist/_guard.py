@@ -148,13 +148,13 @@ class Guard:
             return
         raise self._difference(call, None, "none")
 
-    def agree_softly(self, call: Call, soft: int) -> bool:
+    def agree_softly(self, call: Call, soft: int, timeout: float | None = None) -> bool:
         """As `agree`, and return whether ``soft`` is the same on all ranks.
 
         Works with the guard off as well: what it returns is needed.
         """
         self.require_section()
-        if self._exchange(call, 0, soft, None):
+        if self._exchange(call, 0, soft, timeout):
             received = self._receive
             return int(received[_SOFT]) == ~int(received[_NOT_SOFT])
         raise self._difference(call, None, "none")

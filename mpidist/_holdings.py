@@ -2,8 +2,8 @@
 
 MPI frees a communicator or a window in a collective call, but Python collects objects
 at another moment on each rank, and in the middle of any call. So nothing that is run by
-the garbage collector calls MPI. What is not used any more is only marked, and given back
-at the next *settlement*: a moment that all ranks of a communicator reach together
+the garbage collector calls MPI. What is not used any more is only marked, and given
+back at the next *settlement*: a moment that all ranks of a communicator reach together
 (making a strategy, closing one, making resident buffers).
 
 The protocol. Each holding has a key that its first rank has drawn when it was made, and
@@ -15,22 +15,23 @@ that all of its ranks have. In a settlement
    as have made it;
 3. every rank gives its free ones back, in the order of their keys; this is collective
    over the ranks of the holding alone;
-4. where anything was free, once more, since one holding may be the last user of another.
+4. where anything was free, once more, since one holding may be the last user of
+   another.
 
 Why it is sound:
 
 - *Nobody is left out.* A rank sends a key once, and only ranks that made a holding have
   its key. If as many have sent it as made it, all of them are in this settlement and
-  have read the same answer, so all give it back. Otherwise nobody does, and it stays for
-  a later settlement, perhaps of a larger group. Ranks that are in other settlements at
-  the same time do not matter: one that is not here has not sent its key here.
+  have read the same answer, so all give it back. Otherwise nobody does, and it stays
+  for a later settlement, perhaps of a larger group. Ranks that are in other settlements
+  at the same time do not matter: one that is not here has not sent its key here.
 - *No deadlock.* All ranks give back in one order. Of those that are not yet given back
-  take the one with the smallest key: each of its ranks has finished all smaller ones, so
-  all of them are at it.
-- *Nothing in use goes.* A holding is sent by a rank only when its objects there are dead
-  (`Segment`: every array that views the memory; a communicator: its verbs). What is dead
-  on all ranks takes part in no call, so calls of it have ended everywhere. What is dead
-  can not come to life again.
+  take the one with the smallest key: each of its ranks has finished all smaller ones,
+  so all of them are at it.
+- *Nothing in use goes.* A holding is sent by a rank only when its objects there are
+  dead (`Segment`: every array that views the memory; a communicator: its verbs). What
+  is dead on all ranks takes part in no call, so calls of it have ended everywhere. What
+  is dead can not come to life again.
 - *Different moments of collection* only delay it: the rank that collects last decides.
   Strategies are parts of cycles, so before a settlement a rank that has many holdings
   collects its garbage.
@@ -152,7 +153,9 @@ def settle(gather: Callable[[bytes], list[bytes]]) -> None:
         gc.collect()
         _many = max(_FEW, 2 * sum(one.in_use() for one in _held.values()))
     while True:
-        mine = [(one.key, one.ranks) for one in list(_held.values()) if not one.in_use()]
+        mine = [
+            (one.key, one.ranks) for one in list(_held.values()) if not one.in_use()
+        ]
         answers = gather(pickle.dumps(mine))
         sent = Counter(pair for data in answers for pair in pickle.loads(data))
         free = sorted(key for (key, ranks), times in sent.items() if times == ranks)

@@ -25,6 +25,7 @@ LAYERS = [
         ["_guard", "_dtypes", "_sparse", "_transports/"],
     ),
     ("packing, and how a job ends", ["_fusion", "_process"]),
+    ("reducing arrays where they are", ["_residents"]),
     ("the verbs, and the stack of frames", ["_collectives", "_context"]),
     ("from a call to its verb, and values", ["_dispatch", "_values"]),
     ("when copies come together", ["_policies"]),
@@ -51,7 +52,7 @@ FOLDERS = {
         ["_preemption"],
         ["__init__"],
     ],
-    "_transports": [["_direct"], ["_shared", "_staged"], ["__init__"]],
+    "_transports": [["_direct"], ["_shared", "_staged"], ["_resident"], ["__init__"]],
     "optimizers": [
         ["_arguments", "_clipping", "_schedules"],
         ["_reduction"],

@@ -3,29 +3,31 @@
 A *block* is one window. Each rank has a part of it, all of one layout, where the leaves
 of a nest are. The first rank's part ends with a *ring*: two areas for results.
 
-A range of bytes of the block is reduced in pieces. In each piece
+A call reduces a range of bytes of the block, in the order rank 0, 1, 2, ... Nothing is
+copied in. It begins with a tick of all ranks (`Board`), and ends with one.
 
-1. every rank reduces its slice over the parts of all ranks, in the order rank 0, 1, 2,
-   ..., into one area of the ring, by turns;
-2. all ranks tick, and wait for each other (`Board`);
-3. every rank copies the result of the piece out, to where the caller wants it.
-
-Nothing is copied in. The call begins with a tick of all, before the first piece.
+- **Two ranks**: each adds both parts into its own results. That reads the other part
+  from memory once, as a copy of the result would.
+- **More ranks**: in pieces. Every rank reduces its slice of the piece over all parts
+  into one area of the ring, by turns; all tick, and wait for each other; and every rank
+  copies the result of the piece out.
 
 Why no rank reads what is not written, or writes what is still read:
 
 - *A part is read only when its rank is in the call.* The first tick of a call comes
   after a rank has written its part, and all wait for it before they read.
 - *A part is not overwritten while it is read.* A rank returns from the call after the
-  wait of the last piece: by then every rank has ticked for it, and so has read all that
-  it reads of any part. Only then can the caller write to it again.
+  wait for the last tick, which every rank makes when it has read all that it reads of
+  any part. Only then can the caller write to it again.
 - *An area of the ring is not overwritten while it is read.* A rank writes piece k + 2
   after the wait of piece k + 1, for which every rank has ticked, which it does after it
-  has copied piece k out. The first two pieces of a call come after the first tick,
-  which a rank makes when it has left all earlier calls.
+  has copied piece k out. The first pieces of a call come after its first tick, which a
+  rank makes when it has left all earlier calls.
 
-A piece is small enough for the ring to stay in a cache that the cores share, and large
-enough for the ticks not to count (measured: `PIECE_BYTES`).
+Measured on 2 ranks, 102 MB in 161 arrays, as a ratio to packing, Allreduce and
+unpacking (Open MPI, MPICH): both parts into own results 0.30 and 0.31, through a ring
+with pieces of 64 KiB 0.44 and 0.45, 256 KiB 0.34, 1 MiB 0.31 and 0.34, 4 MiB 0.39 and
+0.34, with a wait that is one piece late 0.36 and 0.32. So a piece is 1 MiB.
 
 A block is kept for as long as an array of this rank views its own part, and is given
 back when that is so on no rank any more (`_holdings`).
@@ -36,26 +38,32 @@ from __future__ import annotations
 import dataclasses
 import os
 import weakref
-from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
 from mpidist._board import Board
 from mpidist._comm import Communicator, MPIOp
-from mpidist._transports._shared import COMBINE, SharedTransport
+from mpidist._transports._shared import COMBINE
 
 LINE: Final = 64
 _PAGE: Final = 4096
 PIECE_BYTES: Final = 2**20
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where an array is: in which block, and at which byte."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """Where a part of the result goes.
 
-    block: int
+    Attributes:
+        start: of the range of bytes of the block.
+        stop: of that range.
+        out: a flat array, as large.
+    """
+
     start: int
+    stop: int
+    out: Any
 
 
 class Block:
@@ -76,25 +84,38 @@ class Block:
         self._turn = 0
 
     def reduce(
-        self,
-        start: int,
-        stop: int,
-        dtype: Any,
-        op: MPIOp,
-        take: Callable[[int, int, Any], None],
+        self, start: int, stop: int, dtype: Any, op: MPIOp, targets: list[Target]
     ) -> None:
         """Reduce a range of the block over the ranks of the node. Collective.
 
         Args:
-            start, stop: the range, in bytes; a multiple of the size of ``dtype``.
+            start: where the range begins, in bytes: a multiple of the size of
+                ``dtype``.
+            stop: where it ends, likewise.
             dtype: of the elements.
             op: the operation.
-            take: called with a range in bytes, and the results for it, which it must
-                copy before it returns.
+            targets: where the results go, in the order of their places.
         """
         self._board.step()
+        if self._ranks == 2:
+            self._reduce_two(dtype, op, targets)
+            self._board.step()
+        else:
+            self._reduce_pieces(start, stop, dtype, op, targets)
+
+    def _reduce_two(self, dtype: Any, op: MPIOp, targets: list[Target]) -> None:
+        combine = COMBINE[op]
+        a, b = self._parts
+        for target in targets:
+            here = slice(target.start, target.stop)
+            combine(a[here].view(dtype), b[here].view(dtype), out=target.out)
+
+    def _reduce_pieces(
+        self, start: int, stop: int, dtype: Any, op: MPIOp, targets: list[Target]
+    ) -> None:
         combine = COMBINE[op]
         me, ranks, size = self._me, self._ranks, dtype.itemsize
+        position = 0
         for first in range(start, stop, PIECE_BYTES):
             last = min(first + PIECE_BYTES, stop)
             self._turn ^= 1
@@ -103,72 +124,76 @@ class Block:
             low = min(lines * me // ranks * LINE, last - first)
             high = min(lines * (me + 1) // ranks * LINE, last - first)
             if low < high:
-                a, b = self._parts[0], self._parts[1]
-                out = area[low // size : high // size]
                 own = slice(first + low, first + high)
-                combine(a[own].view(dtype), b[own].view(dtype), out=out)
-                for part in self._parts[2:]:
-                    combine(out, part[own].view(dtype), out=out)
+                parts = [part[own].view(dtype) for part in self._parts]
+                out = area[low // size : high // size]
+                combine(parts[0], parts[1], out=out)
+                for part in parts[2:]:
+                    combine(out, part, out=out)
             self._board.step()
-            take(first, last, area)
+            while position < len(targets) and targets[position].start < last:
+                target = targets[position]
+                low, high = max(target.start, first), min(target.stop, last)
+                offset = target.start
+                into = slice((low - offset) // size, (high - offset) // size)
+                target.out[into] = area[(low - first) // size : (high - first) // size]
+                if target.stop > last:
+                    break
+                position += 1
 
 
 class Blocks:
     """The blocks of a strategy that this rank has arrays in."""
 
-    def __init__(self, comm: Communicator, transport: SharedTransport) -> None:
+    def __init__(self, comm: Communicator, board: Board) -> None:
         self._comm = comm
-        self._board = transport.board
-        self._made = 0
-        self._kept: dict[int, Block] = {}
-
-    def get(self, number: int) -> Block:
-        """Return the block of that number."""
-        return self._kept[number]
+        self._board = board
+        self._kept: dict[int, Block] = {}  # by the id of what this rank's views hold
+        self.made = 0
 
     def make(self, nbytes: int) -> Any | None:
         """Make a block, and return this rank's part of it: zeros. Collective.
 
         Args:
-            nbytes: how large a part is; the same on all ranks.
+            nbytes: how large a part is, more than 0; the same on all ranks.
 
         Returns:
             An array of uint8, or None on all ranks where there is no room.
         """
         comm = self._comm
-        used = -(-max(nbytes, 1) // _PAGE) * _PAGE
-        needed = used * comm.local_size + 2 * PIECE_BYTES
+        used = -(-nbytes // _PAGE) * _PAGE
+        ring = 2 * PIECE_BYTES
         comm.settle()
-        if not comm.all_min(int(needed <= _free_bytes())):
+        if not comm.all_min(int(used * comm.local_size + ring <= _free_bytes())):
             return None
-        own = used + (2 * PIECE_BYTES if comm.local_rank == 0 else 0)
+        own = used + (ring if comm.local_rank == 0 else 0)
+        # All of it is touched now: memory that is missing shows here, and each page
+        # is near the rank that uses it most.
         segment = comm.share_segment(own, own)
         parts = [segment.view(rank) for rank in range(comm.local_size)]
-        self._made += 1
-        number = self._made
-        block = Block(number, parts, used, self._board, comm.local_rank)
+        self.made += 1
+        block = Block(self.made, parts, used, self._board, comm.local_rank)
         mine = segment.view(comm.local_rank)
         segment.seal()
-        self._kept[number] = block
-        # When no array of this rank is left, the views of the other parts go too.
-        weakref.finalize(mine.base, self._kept.pop, number, None).atexit = False
+        key = id(mine.base)
+        self._kept[key] = block
+        # When this rank has no array in it any more, its views of the others go too.
+        weakref.finalize(mine.base, self._kept.pop, key, None).atexit = False
         return mine[:nbytes]
 
-    def find(self, x: Any) -> Place | None:
-        """Return where an array is; None for one that is in no block as a whole."""
+    def find(self, x: Any) -> tuple[Block, int] | None:
+        """Return in which block a NumPy array is, and at which byte.
+
+        None for one that is not in a block as a whole, or not contiguous.
+        """
         base = x.base
-        if base is None or not x.flags.c_contiguous:
-            return None
-        while type(base) is np.ndarray:
+        while isinstance(base, np.ndarray):
             base = base.base
-        if type(base).__name__ != "_Memory":
+        block = self._kept.get(id(base))
+        if block is None or not x.flags.c_contiguous:
             return None
-        address: int = x.__array_interface__["data"][0]
-        for number, block in list(self._kept.items()):
-            start = address - block.start
-            if 0 <= start and start + x.nbytes <= block.used:
-                return Place(number, start)
-        return None
+        start = x.__array_interface__["data"][0] - block.start
+        return (block, start) if 0 <= start <= block.used - x.nbytes else None
 
 
 def _free_bytes() -> int:
