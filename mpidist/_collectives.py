@@ -216,7 +216,12 @@ class Collectives:
         if residents is not None and residents.used:
             transports = transports or self.transports
             if transports.host is self._shared:
-                split = residents.split(plan, plan.leaves, arrays, plan.room)
+                split = residents.split(
+                    plan,
+                    plan.leaves,
+                    arrays,
+                    lambda leaves: _fusion.plan_buckets(leaves, plan.room),
+                )
         for bucket in plan.buckets:
             _fusion.reserve(bucket, plan.leaves, arrays, self._buffers)
         if split is not None:
@@ -265,6 +270,30 @@ class Collectives:
             _fusion.reduce_bucket(
                 bucket, plan.leaves, arrays, transports, self._buffers, results, root
             )
+
+    @timed
+    def sum_for_once(
+        self, plan: _Plan, split: Split | None, arrays: list[Any], results: list[Any]
+    ) -> list[Any]:
+        """Return the sums, to be read at once. Collective.
+
+        Where all arrays are in memory that the ranks share, the sums are there too,
+        read-only, and only until the next such call: nothing is copied out.
+
+        Args:
+            plan: of an all-reduce by SUM.
+            split: what `agree` has returned.
+            arrays: as in `move`.
+            results: arrays for the sums; used where they can not stay there.
+        """
+        if split is not None and self._residents is not None:
+            sums = self._residents.reduce_here(split, plan.leaves)
+            if sums is not None:
+                for run in split.runs:
+                    self.comm.traffic.count("Allreduce", run.stop - run.start)
+                return sums
+        self.move(plan, split, arrays, results, self.transports)
+        return results
 
     @timed
     def buffers_like(self, tree: Any) -> Any:

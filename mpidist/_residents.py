@@ -15,7 +15,8 @@ every leaf travels as usual on all ranks, which gives the same bits.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -57,12 +58,14 @@ class Split:
         runs: what is reduced in place.
         blocks: the blocks of the runs, by number.
         buckets: the rest.
+        apart: whether there is no rest, and no two leaves share memory.
     """
 
     mark: int
     runs: Sequence[Run]
     blocks: dict[int, Block]
     buckets: Sequence[_fusion.Bucket]
+    apart: bool
 
 
 class Residents:
@@ -104,7 +107,11 @@ class Residents:
         ]
 
     def split(
-        self, plan: Any, leaves: list[_fusion.Leaf], arrays: list[Any], room: int
+        self,
+        plan: Any,
+        leaves: list[_fusion.Leaf],
+        arrays: list[Any],
+        deal: Callable[[list[_fusion.Leaf]], list[_fusion.Bucket]],
     ) -> Split | None:
         """Return how these arrays are reduced; None if all of them travel.
 
@@ -113,7 +120,7 @@ class Residents:
                 object each time.
             leaves: what is known of the arrays.
             arrays: the leaves of this call.
-            room: how large buckets may be, in bytes.
+            deal: makes buckets of leaves.
         """
         blocks: dict[int, Block] = {}
         places: list[int] = []
@@ -133,14 +140,37 @@ class Residents:
         key = (id(plan), tuple(places))
         known, split = self._splits.get(key, (None, None))
         if known is not plan:
-            split = _split(leaves, places, room)
+            split = _split(leaves, places, deal)
             if len(self._splits) >= _MOST_SPLITS:
                 self._splits.clear()
             self._splits[key] = (plan, split)
         if split is None:
             return None
-        mark, runs, buckets = split
-        return Split(mark, runs, blocks, buckets)
+        mark, runs, buckets, apart = split
+        return Split(mark, runs, blocks, buckets, apart)
+
+    def reduce_here(self, split: Split, leaves: list[_fusion.Leaf]) -> list[Any] | None:
+        """All-reduce all leaves into memory that the ranks share. Collective.
+
+        Returns:
+            The results, which this rank may read until its next call of this; None,
+            on all ranks, where some leaf can not be reduced like this.
+        """
+        if not split.apart or not all(
+            self.blocks.make_results(split.blocks[run.block]) for run in split.runs
+        ):
+            return None
+        results: list[Any] = [None] * len(leaves)
+        for run in split.runs:
+            block = split.blocks[run.block]
+            reduction = leaves[run.members[0][0]].reduction
+            operation: Any = reduction.mpi
+            block.reduce_here(run.start, run.stop, reduction.wire, operation)
+            for i, start, stop in run.members:
+                view = block.results[start:stop].view(reduction.wire)
+                view.flags.writeable = False
+                results[i] = view.reshape(leaves[i].shape)
+        return results
 
 
 def _may_stay(leaf: _fusion.Leaf) -> bool:
@@ -155,8 +185,12 @@ def _may_stay(leaf: _fusion.Leaf) -> bool:
     )
 
 
-def _split(leaves: list[_fusion.Leaf], places: list[int], room: int) -> Any:
-    """Return the mark, runs and buckets for leaves at these places."""
+def _split(
+    leaves: list[_fusion.Leaf],
+    places: list[int],
+    deal: Callable[[list[_fusion.Leaf]], list[_fusion.Bucket]],
+) -> Any:
+    """Return what a `Split` has for leaves at these places; None for too few."""
     staying = []
     for i, (leaf, block) in enumerate(zip(leaves, places[::2], strict=True)):
         wire, start = leaf.reduction.wire, places[2 * i + 1]
@@ -184,12 +218,15 @@ def _split(leaves: list[_fusion.Leaf], places: list[int], room: int) -> Any:
     rest = [i for i in range(len(leaves)) if i not in in_place]
     buckets = [
         dataclasses.replace(bucket, leaves=tuple(rest[k] for k in bucket.leaves))
-        for bucket in (
-            _fusion.plan_buckets([leaves[i] for i in rest], room) if rest else ()
-        )
+        for bucket in (deal([leaves[i] for i in rest]) if rest else ())
     ]
+    ranges = sorted((run.block, run.start, run.stop) for run in runs)
+    apart = not rest and all(
+        block != following or stop <= start
+        for (block, _, stop), (following, start, _) in itertools.pairwise(ranges)
+    )
     # Numbers hash alike in all processes.
-    return (hash(tuple(places)) & _BITS) | 1, runs, buckets
+    return (hash(tuple(places)) & _BITS) | 1, runs, buckets, apart
 
 
 def reduce_run(

@@ -380,3 +380,64 @@ def test_the_default_strategy_has_ordinary_ones():
     with default.scope():
         made = default.buffers_like({"x": np.ones((2, 2), "f4")})
     assert own(default, made)["x"].tolist() == [[0, 0], [0, 0]]
+
+
+def test_an_optimizer_reads_the_sums_where_they_are(shared, rank, size):
+    shapes = [(100, 30), (30,), (5000,), (4,)]
+    with shared.scope():
+        ours = [
+            mpidist.Variable(np.ones(s), name=f"a{i}") for i, s in enumerate(shapes)
+        ]
+        same = [
+            mpidist.Variable(np.ones(s), name=f"b{i}") for i, s in enumerate(shapes)
+        ]
+    buffers = shared.buffers_like(ours)
+    kinds = [
+        lambda: mpidist.optimizers.SGD(0.1, momentum=0.9),
+        lambda: mpidist.optimizers.Adam(0.1, global_clipnorm=1.0),
+    ]
+    for make_one in kinds:
+        first, second = make_one(), make_one()
+
+        def step(number, first=first, second=second):
+            rng = np.random.default_rng([rank, number])
+            plain = [rng.normal(size=s) for s in shapes]
+            for x, g in zip(buffers, plain, strict=True):
+                x[...] = g
+            first.apply_gradients(zip(buffers, ours, strict=True))
+            for x in buffers:
+                x[...] = np.nan  # they are free again
+            second.apply_gradients(zip(plain, same, strict=True))
+
+        for number in range(5):
+            shared.run(lambda n=number: step(n))
+        for x, y in zip(ours, same, strict=True):
+            assert np.array_equal(x.numpy(), y.numpy())
+            assert not np.array_equal(x.numpy(), np.ones(x.shape))
+        mpidist.check_in_sync(ours)
+    blocks = (
+        list(shared._collectives._residents.blocks._kept.values()) if size > 1 else []
+    )
+    assert all(block.results is not None for block in blocks)
+
+
+def test_an_optimizer_of_ranks_that_differ(shared, rank, size):
+    with shared.scope():
+        one = mpidist.Variable(np.zeros(10_000), name="one")
+        two = mpidist.Variable(np.zeros(10_000), name="two")
+    buffers = shared.buffers_like([one, two])
+    optimizer = mpidist.optimizers.SGD(1.0)
+    for given in (
+        buffers if rank else [np.zeros(10_000), np.zeros(10_000)],
+        buffers,
+        [buffers[0], buffers[0]],
+        [buffers[1], np.zeros(10_000)],
+    ):
+        for x in given:
+            x[...] = 1
+        before = one.numpy().copy()
+        shared.run(
+            lambda g=given: optimizer.apply_gradients(zip(g, [one, two], strict=True))
+        )
+        assert (one.numpy() == before - size).all()
+        assert (two.numpy() == one.numpy()).all()

@@ -8,6 +8,10 @@ copied in. It begins with a tick of all ranks (`Board`), and ends with one.
 
 - **Two ranks**: each adds both parts into its own results. That reads the other part
   from memory once, as a copy of the result would.
+- **Results that stay** (`reduce_here`): each rank reduces its slice over all parts into
+  memory for results that belongs to the block, and all ranks read them there until the
+  next call. This takes a third of the time where what reads them comes at once, as the
+  update of an optimizer does.
 - **More ranks**: in pieces. Every rank reduces its slice of the piece over all parts
   into one area of the ring, by turns; all tick, and wait for each other; and every rank
   copies the result of the piece out.
@@ -24,10 +28,15 @@ Why no rank reads what is not written, or writes what is still read:
   has copied piece k out. The first pieces of a call come after its first tick, which a
   rank makes when it has left all earlier calls.
 
+- *Results that stay are not overwritten while they are read.* They are written after
+  the first tick of a call, which a rank makes when it has done with those of the call
+  before.
+
 Measured on 2 ranks, 102 MB in 161 arrays, as a ratio to packing, Allreduce and
 unpacking (Open MPI, MPICH): both parts into own results 0.30 and 0.31, through a ring
 with pieces of 64 KiB 0.44 and 0.45, 256 KiB 0.34, 1 MiB 0.31 and 0.34, 4 MiB 0.39 and
-0.34, with a wait that is one piece late 0.36 and 0.32. So a piece is 1 MiB.
+0.34, with a wait that is one piece late 0.36 and 0.32. So a piece is 1 MiB. Results
+that stay: 0.13 and 0.14.
 
 A block is kept for as long as an array of this rank views its own part, and is given
 back when that is so on no rank any more (`_holdings`).
@@ -82,6 +91,32 @@ class Block:
         ring = parts[0][used:]
         self._ring = [ring[:PIECE_BYTES], ring[PIECE_BYTES : 2 * PIECE_BYTES]]
         self._turn = 0
+        self.results: Any = None  # for `reduce_here`, from `Blocks.make_results`
+        self.has_tried = False
+
+    def reduce_here(self, start: int, stop: int, dtype: Any, op: MPIOp) -> Any:
+        """Reduce a range of the block into `results`. Collective.
+
+        Args:
+            start: as in `reduce`.
+            stop: as in `reduce`.
+            dtype: of the elements.
+            op: the operation.
+        """
+        self._board.step()
+        lines = -(-(stop - start) // LINE)
+        low = min(start + lines * self._me // self._ranks * LINE, stop)
+        high = min(start + lines * (self._me + 1) // self._ranks * LINE, stop)
+        if low < high:
+            self._combine(low, high, dtype, op, self.results[low:high].view(dtype))
+        self._board.step()
+
+    def _combine(self, low: int, high: int, dtype: Any, op: MPIOp, out: Any) -> None:
+        combine = COMBINE[op]
+        parts = [part[low:high].view(dtype) for part in self._parts]
+        combine(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            combine(out, part, out=out)
 
     def reduce(
         self, start: int, stop: int, dtype: Any, op: MPIOp, targets: list[Target]
@@ -104,16 +139,12 @@ class Block:
             self._reduce_pieces(start, stop, dtype, op, targets)
 
     def _reduce_two(self, dtype: Any, op: MPIOp, targets: list[Target]) -> None:
-        combine = COMBINE[op]
-        a, b = self._parts
         for target in targets:
-            here = slice(target.start, target.stop)
-            combine(a[here].view(dtype), b[here].view(dtype), out=target.out)
+            self._combine(target.start, target.stop, dtype, op, target.out)
 
     def _reduce_pieces(
         self, start: int, stop: int, dtype: Any, op: MPIOp, targets: list[Target]
     ) -> None:
-        combine = COMBINE[op]
         me, ranks, size = self._me, self._ranks, dtype.itemsize
         position = 0
         for first in range(start, stop, PIECE_BYTES):
@@ -124,12 +155,8 @@ class Block:
             low = min(lines * me // ranks * LINE, last - first)
             high = min(lines * (me + 1) // ranks * LINE, last - first)
             if low < high:
-                own = slice(first + low, first + high)
-                parts = [part[own].view(dtype) for part in self._parts]
                 out = area[low // size : high // size]
-                combine(parts[0], parts[1], out=out)
-                for part in parts[2:]:
-                    combine(out, part, out=out)
+                self._combine(first + low, first + high, dtype, op, out)
             self._board.step()
             while position < len(targets) and targets[position].start < last:
                 target = targets[position]
@@ -164,7 +191,7 @@ class Blocks:
         used = -(-nbytes // _PAGE) * _PAGE
         ring = 2 * PIECE_BYTES
         comm.settle()
-        if not comm.all_min(int(used * comm.local_size + ring <= _free_bytes())):
+        if not self._has_room(used * comm.local_size + ring):
             return None
         own = used + (ring if comm.local_rank == 0 else 0)
         # All of it is touched now: memory that is missing shows here, and each page
@@ -180,6 +207,21 @@ class Blocks:
         # When this rank has no array in it any more, its views of the others go too.
         weakref.finalize(mine.base, self._kept.pop, key, None).atexit = False
         return mine[:nbytes]
+
+    def make_results(self, block: Block) -> bool:
+        """Return whether a block has memory for results; make it. Collective."""
+        if not block.has_tried:
+            block.has_tried = True
+            comm = self._comm
+            if self._has_room(block.used):
+                own = block.used if comm.local_rank == 0 else _PAGE
+                segment = comm.share_segment(own, own)
+                block.results = segment.view(0)
+                segment.seal()
+        return block.results is not None
+
+    def _has_room(self, nbytes: int) -> bool:
+        return bool(self._comm.all_min(int(nbytes <= _free_bytes())))
 
     def find(self, x: Any) -> tuple[Block, int] | None:
         """Return in which block a NumPy array is, and at which byte.
