@@ -28,6 +28,7 @@ from mpidist._options import (
 )
 from mpidist._pool import Pool
 from mpidist._reports import Call
+from mpidist._residents import Residents, Split, reduce_run
 from mpidist._sparse import IndexedSlices
 from mpidist._transports import SharedTransport
 
@@ -36,6 +37,7 @@ _R = TypeVar("_R")
 
 _MOST_PLANS: Final = 1024
 _POOL_BYTES: Final = 512 * 2**20
+_HAVE_BUFFERS: Final = Call("buffers_like, with memory of this rank's own")
 _HAVE_MEMORY: Final = Call("all_gather, with memory for the result")
 
 
@@ -44,6 +46,7 @@ class _Plan:
     call: Call
     leaves: list[_fusion.Leaf]
     buckets: list[_fusion.Bucket]
+    room: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +104,10 @@ class Collectives:
         self.short: dict[Any, Any] = {}
         self._pool = Pool(_POOL_BYTES)
         self.transports = self._choose(options)
+        self._residents: Residents | None = None
+        host = self.transports.host
+        if shared is not None and host is shared:
+            self._residents = Residents(_transports.Blocks(shared.comm, shared.board))
 
     def _choose(self, options: CommunicationOptions) -> _transports.Transports:
         chosen = self._transports.get(options.implementation)
@@ -112,6 +119,16 @@ class Collectives:
                 self.comm, wanted, self._environment, self.device, self._shared
             )
         return chosen
+
+    def release(self) -> None:
+        """Let go of shared memory: the strategy is being closed. Not collective."""
+        self._shared = self._residents = None
+        self._short.clear()
+        self.short.clear()
+        self._plans.clear()
+        direct = _transports.DirectTransport(self.comm)
+        self.transports = _transports.Transports(direct, direct, "closed")
+        self._transports = dict.fromkeys(CommunicationImplementation, self.transports)
 
     def merge_options(
         self, options: CommunicationOptions | None
@@ -200,17 +217,13 @@ class Collectives:
                 self._new_result(x, leaf) if to_here else None
                 for x, leaf in zip(arrays, plan.leaves, strict=True)
             ]
-            for bucket in plan.buckets:
-                _fusion.reserve(bucket, plan.leaves, arrays, self._buffers, transports)
+            split = self.reserve(plan, arrays, transports)
             if type(tree) is np.ndarray and options is None and root is None:
                 self._shorten(plan, op, tree, call)
         except Exception as error:
             self.invalid(call, error)
-        self.guard.agree(plan.call, merged.timeout_seconds)
-        for bucket in plan.buckets:
-            _fusion.reduce_bucket(
-                bucket, plan.leaves, arrays, transports, self._buffers, results, root
-            )
+        split = self.agree(plan.call, split, merged.timeout_seconds)
+        self.move(plan, split, arrays, results, transports, root)
         return structure.unflatten(
             [
                 _arrays.restore(result, kind) if to_here else None
@@ -231,11 +244,149 @@ class Collectives:
         if len(self._short) >= _MOST_PLANS:
             self._short.clear()
             self.short.clear()
-        made = _lean.make(self.guard, plan.call, plan.leaves[0], shared, self._pool)
+
+        def move(x: Any, result: Any) -> None:
+            self.move(plan, None, [_arrays.contiguous(x)], [result], self.transports)
+
+        def resides(x: Any) -> bool:
+            return x.base is not None and bool(self._residents and self._residents.used)
+
+        made = _lean.make(
+            self.guard, plan.call, plan.leaves[0], shared, self._pool, move, resides
+        )
         if made is not None:
             self._short[call, op._name_, x.dtype, x.shape] = made
             if call == "all_reduce":
                 self.short[op._name_, x.dtype, x.shape] = made
+
+    def reserve(
+        self,
+        plan: _Plan,
+        arrays: list[Any],
+        transports: _transports.Transports | None = None,
+    ) -> Split | None:
+        """Allocate what an all-reduce needs, and find what it reduces in place."""
+        split = None
+        residents = self._residents
+        if residents is not None and residents.used:
+            transports = transports or self.transports
+            if transports.host is self._shared:
+                split = residents.split(
+                    plan,
+                    plan.leaves,
+                    arrays,
+                    lambda leaves: _fusion.plan_buckets(
+                        leaves, plan.room, streams=True
+                    ),
+                )
+        transports = transports or self.transports
+        for bucket in (*plan.buckets, *(() if split is None else split.buckets)):
+            _fusion.reserve(bucket, plan.leaves, arrays, self._buffers, transports)
+        return split
+
+    def agree(
+        self, call: Call, split: Split | None, timeout: float | None = None
+    ) -> Split | None:
+        """Agree with the other ranks, also on what to reduce in place. Collective."""
+        residents = self._residents
+        if residents is None or not residents.used:
+            self.guard.agree(call, timeout)
+            return None
+        mark = 0 if split is None else split.mark
+        same = self.guard.agree_softly(call, mark, timeout)
+        return split if same else None
+
+    def move(
+        self,
+        plan: _Plan,
+        split: Split | None,
+        arrays: list[Any],
+        results: list[Any],
+        transports: _transports.Transports,
+        root: int | None = None,
+    ) -> None:
+        """Do what a plan says, when all ranks have agreed. Collective.
+
+        Args:
+            plan: of the call.
+            split: what `agree` has returned.
+            arrays: the leaves, which stay as they are.
+            results: the arrays for the results.
+            transports: of the call.
+            root: as in `all_reduce`.
+        """
+        buckets: Sequence[_fusion.Bucket] = plan.buckets
+        if split is not None:
+            buckets = split.buckets
+            for run in split.runs:
+                self.comm.traffic.count("Allreduce", run.stop - run.start)
+                reduce_run(run, split, plan.leaves, self.comm.size, results)
+        for bucket in buckets:
+            _fusion.reduce_bucket(
+                bucket, plan.leaves, arrays, transports, self._buffers, results, root
+            )
+
+    @timed
+    def sum_for_once(
+        self, plan: _Plan, split: Split | None, arrays: list[Any], results: list[Any]
+    ) -> list[Any]:
+        """Return the sums, to be read at once. Collective.
+
+        Where all arrays are in memory that the ranks share, the sums are there too,
+        read-only, and only until the next such call: nothing is copied out.
+
+        Args:
+            plan: of an all-reduce by SUM.
+            split: what `agree` has returned.
+            arrays: as in `move`.
+            results: arrays for the sums; used where they can not stay there.
+        """
+        if split is not None and self._residents is not None:
+            sums = self._residents.reduce_here(split, plan.leaves)
+            if sums is not None:
+                for run in split.runs:
+                    self.comm.traffic.count("Allreduce", run.stop - run.start)
+                return sums
+        self.move(plan, split, arrays, results, self.transports)
+        return results
+
+    @timed
+    def buffers_like(self, tree: Any) -> Any:
+        """Return zeros of the same structure, shapes and dtypes. Collective.
+
+        Those on the host are in memory that the ranks share, where there is some.
+
+        Args:
+            tree: a nest of arrays and numbers, of the same structure, shapes and
+                dtypes on all ranks.
+        """
+        call = "buffers_like"
+        try:
+            leaves, structure = _nest.flatten(tree)
+            like = [_arrays.as_array(leaf, call)[0] for leaf in leaves]
+            results = [
+                _arrays.module_of(x).zeros(x.shape, x.dtype)
+                if self._residents is None or _arrays.is_device_array(x)
+                else None
+                for x in like
+            ]
+        except Exception as error:
+            self.invalid(call, error)
+        text = structure.render([_arrays.describe(x) for x in like])
+        self.guard.agree(Call(f"{call} {text}"))
+        hosted = [i for i, x in enumerate(results) if x is None]
+        if self._residents is not None and hosted:
+            shapes = [(tuple(like[i].shape), like[i].dtype) for i in hosted]
+            made = self._residents.make(shapes)
+            if made is None:
+                try:
+                    made = [np.zeros(shape, dtype) for shape, dtype in shapes]
+                except Exception as error:
+                    self.invalid(call, error)
+                self.guard.agree(_HAVE_BUFFERS)
+            for i, x in zip(hosted, made, strict=True):
+                results[i] = x
+        return structure.unflatten(results)
 
     def _all_reduce_sparse(
         self,
@@ -288,7 +439,8 @@ class Collectives:
         described = tuple(
             (x.dtype, x.shape, _arrays.is_device_array(x)) for x in arrays
         )
-        key = (op, structure, call, bytes_per_pack, streams, described)
+        implementation = options.implementation
+        key = (op, structure, call, bytes_per_pack, implementation, described)
         plan = self._plans.get(key)
         if plan is not None:
             return plan
@@ -301,6 +453,8 @@ class Collectives:
         if bytes_per_pack != self.options.bytes_per_pack:
             # The ranks must cut their buffers at the same places.
             text += f" with bytes_per_pack={bytes_per_pack}"
+        if implementation is not self.options.implementation:
+            text += f" with implementation={implementation.name}"
         if len({leaf.on_device for leaf in leaves}) > 1:
             # Likewise: what is on the GPU has buckets of its own.
             places = ["GPU" if leaf.on_device else "host" for leaf in leaves]
@@ -309,6 +463,7 @@ class Collectives:
             Call(f"{call} {op.name} {text}"),
             leaves,
             _fusion.plan_buckets(leaves, room, streams=streams),
+            room,
         )
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()

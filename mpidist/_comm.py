@@ -23,6 +23,7 @@ from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 
+from mpidist import _holdings
 from mpidist._board import MESSAGE_BYTES, WORDS, Board
 
 Buffer = Any  # a one-dimensional, C-contiguous NumPy or CuPy array
@@ -32,6 +33,7 @@ MPIOp = Literal["SUM", "PROD", "MIN", "MAX"]
 CHUNK_ELEMENTS: Final = 2**30
 NOTICE_TAG: Final = 7
 _PROBES: Final = 4
+_KEY_BYTES: Final = 16
 _MESSAGE_HEAD: Final = 8
 _MESSAGE_BYTES: Final = 1024 - _MESSAGE_HEAD
 _LOCAL_RANK_VARIABLES: Final = (
@@ -129,15 +131,42 @@ class Communicator:
         self.traffic = Traffic()
         self.message_bytes = _MESSAGE_BYTES
         self.board: Board | None = None
-        self._windows: list[Any] = []
+        self._sync: Callable[[], None] = _nothing
+        # Called when the communicator has been freed; whether it must not be.
+        self.when_freed: Callable[[], None] = _nothing
+        self.must_stay: Callable[[], bool] = _never
+        self._dropped = False
+        self._holding = _holdings.Holding(
+            _draw_key(self._comm), self.size, self._in_use, self._free
+        )
+        _holdings.settle(self.all_gather_objects)
+
+    def drop(self) -> None:
+        """Say that this rank does not use it any more. Not collective.
+
+        It is freed when all ranks have said so, at their next settlement.
+        """
+        self._dropped = True
+
+    def settle(self) -> None:
+        """Give back to MPI what its ranks do not use any more. Collective."""
+        _holdings.settle(self.all_gather_objects)
 
     def free(self) -> None:
-        """Give the communicator, and what it shares, back to MPI. Collective."""
+        """Give the communicator, and what it shares, back to MPI. Collective.
+
+        Memory that an array still views stays until a later settlement.
+        """
         self.board = None
-        for window in self._windows:
-            window.Unlock_all()
-            window.Free()
-        self._windows = []
+        self.settle()
+        self._holding.give_back()
+
+    def _in_use(self) -> bool:
+        return not self._dropped or self.must_stay()
+
+    def _free(self) -> None:
+        self.board = None
+        self.when_freed()
         self._comm.Free()
 
     # --- memory that the ranks of a node share ----------------------------------
@@ -153,24 +182,47 @@ class Communicator:
         Returns:
             For each rank of the node, in its order, an array of uint8.
         """
+        segment, self._sync = self._share(nbytes, zeros)
+        parts = [segment.view(rank) for rank in range(self.local_size)]
+        segment.seal()
+        return parts
+
+    def share_segment(self, nbytes: int, zeros: int) -> _holdings.Segment:
+        """Make memory that the ranks of this node share. Collective.
+
+        It is given back when nothing on the node views it any more.
+
+        Args:
+            nbytes: how much this rank adds: a multiple of the size of a page.
+            zeros: as in `share_memory`.
+        """
+        return self._share(nbytes, zeros)[0]
+
+    def _share(
+        self, nbytes: int, zeros: int
+    ) -> tuple[_holdings.Segment, Callable[[], None]]:
         mpi = mpi_module()
         node = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
         window = mpi.Win.Allocate_shared(nbytes, 1, comm=node)
-        self._windows.append(window)
         window.Lock_all(mpi.MODE_NOCHECK)
-        parts = [
-            np.frombuffer(window.Shared_query(rank)[0], np.uint8)
-            for rank in range(self.local_size)
-        ]
-        parts[self.local_rank][:zeros] = 0
+        buffers = [window.Shared_query(rank)[0] for rank in range(self.local_size)]
+        places = [(int(buffer.address), int(buffer.nbytes)) for buffer in buffers]
+
+        def give_back() -> None:
+            window.Unlock_all()
+            window.Free()
+
+        key = _draw_key(node)
+        segment = _holdings.Segment(key, self.local_size, give_back, places)
+        segment.view(self.local_rank)[:zeros] = 0
         window.Sync()
         node.Barrier()
         node.Free()  # the window has its own
-        return parts
+        return segment, window.Sync
 
     def fence(self) -> None:
         """Order what this rank reads and writes in shared memory."""
-        self._windows[0].Sync()
+        self._sync()
 
     def progress(self) -> None:
         """Let MPI move along what it has under way."""
@@ -331,6 +383,7 @@ class Communicator:
             data: None on the ranks that wait for it.
         """
         if self.board is not None:
+            self.traffic.count("Ibcast", 0 if data is None else len(data))
             return self.board.start_message(data)
         buffer = np.zeros(_MESSAGE_HEAD + _MESSAGE_BYTES, np.uint8)
         if data is not None:
@@ -407,6 +460,9 @@ class SelfCommunicator:
         self.traffic = Traffic()
 
     def free(self) -> None:
+        """Do nothing."""
+
+    def drop(self) -> None:
         """Do nothing."""
 
     def allreduce(self, send: Buffer, receive: Buffer, op: MPIOp) -> None:
@@ -569,6 +625,21 @@ def query_cuda_support() -> bool:
     except (OSError, AttributeError):
         return False
     return bool(query())
+
+
+def _draw_key(comm: Any) -> bytes:
+    """Return random bytes of the first rank, on all ranks. Collective."""
+    key = np.frombuffer(os.urandom(_KEY_BYTES), np.uint8).copy()
+    comm.Bcast(key, 0)
+    return key.tobytes()
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _never() -> bool:
+    return False
 
 
 def _offsets(counts: list[int]) -> list[int]:

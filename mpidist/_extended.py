@@ -7,13 +7,14 @@ the verb of the same name here, or commands it where rank 0 is in ``merge_fn``.
 from __future__ import annotations
 
 import contextlib
-import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mpidist import _context, _dispatch, _nest
 from mpidist import _verbs as _verbs  # registers them
 from mpidist._collectives import Collectives
+from mpidist._comm import AnyCommunicator
 from mpidist._cross_device import CollectiveAllReduce, CrossDeviceOps, all_reduce
 from mpidist._dispatch import OnRank0
 from mpidist._multi_step import MultiStepContext, check_iterations, run_steps
@@ -51,7 +52,7 @@ class StrategyExtended:
         self._replica_id = comm.rank
         self._num_replicas = comm.size
         self._registry = Registry(strategy, comm.rank, comm.size)
-        collectives.guard.repair = functools.partial(_verbs.make_equal, strategy)
+        collectives.guard.repair = _repairer(strategy, comm)
         self._device_name = collectives.device.name_on(comm.rank)
         mine = f"{self._device_name}\n{comm.host_name}".encode()
         rows = [row.decode().split("\n") for row in comm.all_gather_objects(mine)]
@@ -482,6 +483,23 @@ def local_results(strategy: Strategy, value: Any) -> tuple[Any, ...]:
     return tuple(
         structure.unflatten([column[i] for column in columns]) for i in range(rows)
     )
+
+
+def _repairer(strategy: Strategy, comm: AnyCommunicator) -> Callable[[list[Any]], None]:
+    """Return what makes copies of variables equal again, on all ranks.
+
+    The guard keeps it, and is kept itself until all ranks have collected the strategy.
+    """
+    reference = weakref.ref(strategy)
+
+    def repair(keys: list[Any]) -> None:
+        alive = reference()
+        if alive is not None:
+            _verbs.make_equal(alive, keys)
+        else:  # what the other ranks do first: ask who has the variables
+            comm.all_gather_integers([0] * len(keys))
+
+    return repair
 
 
 def _fetch(coordinator: Coordinator | None, leaves: list[Any]) -> None:

@@ -9,9 +9,10 @@ marshalled once, and only what they close over is taken each time.
 
 from __future__ import annotations
 
+import builtins
 import dis
-import importlib
 import marshal
+import pkgutil
 import sys
 import types
 from typing import Any, Final
@@ -73,7 +74,13 @@ def reduce_simple(function: types.FunctionType, values: tuple[type, ...]) -> Any
 
 
 _PLAIN: Final[tuple[type, ...]] = (
-    *(bool, int, float, complex, str, bytes, type(None)),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
 )
 
 
@@ -93,10 +100,10 @@ def rebuild(
     elif function is not None and not (closed or defaults):
         return function
     module, qualname, modules = head
-    names = {name: importlib.import_module(path) for name, path in modules}
+    names = {name: pkgutil.resolve_name(path) for name, path in modules}
     function = types.FunctionType(
         code,
-        {"__builtins__": __builtins__, "__name__": module, **names},
+        {"__builtins__": builtins, "__name__": module, **names},
         code.co_name,
         defaults or None,
         tuple(types.CellType(x) for x in closed),

@@ -168,15 +168,15 @@ class Guard:
             return
         raise self._difference(call, None, "none")
 
-    def pack(self, call: Call) -> bytes:
-        """Return the header of a call, for `agree_packed`."""
+    def pack(self, call: Call, mark: int) -> bytes:
+        """Return the header of a call with a mark, for `agree_packed`."""
         patience = -_FOR_EVER
         if self.timeout_seconds:
             patience = -int(self.timeout_seconds * 1000)
-        return pack(0, call.fingerprint, 0, patience, 0)
+        return pack(0, call.fingerprint, mark, patience, 0)
 
-    def agree_packed(self, call: Call, data: bytes) -> None:
-        """As `agree`, for a header that was packed before. Collective.
+    def agree_packed(self, call: Call, data: bytes, mark: int) -> bool:
+        """As `agree_softly`, for a header that was packed before. Collective.
 
         For guards that are on, and have a board.
         """
@@ -190,20 +190,20 @@ class Guard:
             if board.meet(data, lateness):
                 self.sequence += 1
                 self._last_call = call.text
-                return
-            if self._settle(board.pending_header(), call, 0, 0, timeout):
-                return
-        elif self._publish(call, 0, 0, timeout, lateness):
-            return
+                return True
+            if self._settle(board.pending_header(), call, 0, mark, timeout):
+                return self._same(SOFT)
+        elif self._publish(call, 0, mark, timeout, lateness):
+            return self._same(SOFT)
         raise self._difference(call, None, "none")
 
-    def agree_softly(self, call: Call, soft: int) -> bool:
+    def agree_softly(self, call: Call, soft: int, timeout: float | None = None) -> bool:
         """As `agree`, and return whether ``soft`` is the same on all ranks.
 
         Works with the guard off as well: what it returns is needed.
         """
         self.require_section()
-        if self._exchange(call, 0, soft, None):
+        if self._exchange(call, 0, soft, timeout):
             return self._same(SOFT)
         raise self._difference(call, None, "none")
 

@@ -8,6 +8,10 @@ made once, and a call looks it up by dtype and shape:
   together, so that one exchange between the ranks does for both;
 - `StreamReduce`, for all others: a header, then the stream of pieces.
 
+Another rank may go the long way in the same call: its leaf is no plain array, or it
+gives options that change nothing. The header tells, by the mark of a fused array, which
+is not compared: where the marks differ all ranks go the long way, and nothing is lost.
+
 Why fused arrays need two places only: the place changes when the ranks have agreed. A
 rank writes array k + 2 after it has agreed on k + 1, so all have begun k + 1, so all
 have read k. An attempt that fails fails on all ranks, and the place does not change.
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -34,19 +39,36 @@ if TYPE_CHECKING:
 # What overflows becomes infinite, as it does in MPI. Entering `numpy.errstate` would
 # cost more than the sum; where warnings are errors, `_IGNORED` are caught.
 warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"mpidist\._lean")
+_FUSED: Final = 1  # the mark of a fused array in its header
 _IGNORED: Final = (RuntimeWarning, FloatingPointError)
 
 
 def make(
-    guard: Guard, call: Call, leaf: Leaf, transport: SharedTransport, pool: Pool
+    guard: Guard,
+    call: Call,
+    leaf: Leaf,
+    transport: SharedTransport,
+    pool: Pool,
+    move: Callable[[Any, Any], None],
+    resides: Callable[[Any], bool],
 ) -> FusedReduce | StreamReduce | None:
-    """Return the short way for arrays such as ``leaf``; None where there is none."""
+    """Return the short way for arrays such as ``leaf``; None where there is none.
+
+    Args:
+        guard: of the strategy.
+        call: what the header says.
+        leaf: what is known of the arrays.
+        transport: through which they go.
+        pool: where memory for results comes from.
+        move: reduces an array into another, the long way, after the header.
+        resides: whether an array may be in memory that the ranks share.
+    """
     reduction = leaf.reduction
     if reduction.encoding != "none" or reduction.mpi == "gather" or leaf.size == 0:
         return None
     if leaf.size * reduction.wire.itemsize <= transport.fused_bytes:
-        return FusedReduce(guard, call, leaf, transport, pool)
-    return StreamReduce(guard, call, leaf, transport, pool)
+        return FusedReduce(guard, call, leaf, transport, pool, move, resides)
+    return StreamReduce(guard, call, leaf, transport, pool, resides)
 
 
 class FusedReduce:
@@ -60,7 +82,9 @@ class FusedReduce:
         "_dtype",
         "_empty",
         "_guard",
+        "_move",
         "_nbytes",
+        "_resides",
         "_shape",
         "_traffic",
         "_transport",
@@ -74,12 +98,15 @@ class FusedReduce:
         leaf: Leaf,
         transport: SharedTransport,
         pool: Pool,
+        move: Callable[[Any, Any], None],
+        resides: Callable[[Any], bool],
     ) -> None:
         reduction = leaf.reduction
         operation: Any = reduction.mpi
         self._guard = guard
         self._call = call
-        self._data = guard.pack(call)
+        self._move, self._resides = move, resides
+        self._data = guard.pack(call, _FUSED)
         self._transport = transport
         self._traffic = transport.comm.traffic
         self._shape = leaf.shape
@@ -97,6 +124,8 @@ class FusedReduce:
 
     def __call__(self, x: Any) -> Any:
         """Return the result; None where ``x`` has to go the long way. Collective."""
+        if x.base is not None and self._resides(x):
+            return None
         start = time.perf_counter()
         try:
             result = self._empty(self._shape, self._dtype)
@@ -105,7 +134,9 @@ class FusedReduce:
         transport = self._transport
         mine, first, second, others = self._turns[transport.fused_turn]
         mine[...] = x
-        self._guard.agree_packed(self._call, self._data)
+        if not self._guard.agree_packed(self._call, self._data, _FUSED):
+            self._move(x, result)
+            return result
         transport.fused_turn ^= 1
         combine = self._combine
         try:  # contextlib.suppress would cost as much as the sum
@@ -143,12 +174,14 @@ class StreamReduce:
         leaf: Leaf,
         transport: SharedTransport,
         pool: Pool,
+        resides: Callable[[Any], bool],
     ) -> None:
         reduction = leaf.reduction
         operation: Any = reduction.mpi
         self._guard = guard
         self._call = call
-        self._data = guard.pack(call)
+        self._resides = resides
+        self._data = guard.pack(call, 0)
         self._transport = transport
         self._pool = pool
         self._shape = leaf.shape
@@ -160,14 +193,14 @@ class StreamReduce:
 
     def __call__(self, x: Any) -> Any:
         """Return the result; None where ``x`` has to go the long way. Collective."""
-        if not x.flags.c_contiguous:
+        if not x.flags.c_contiguous or (x.base is not None and self._resides(x)):
             return None
         start = time.perf_counter()
         try:
             result = self._pool.empty(self._shape, self._dtype)
         except MemoryError:
             return None  # where all ranks are told
-        self._guard.agree_packed(self._call, self._data)
+        self._guard.agree_packed(self._call, self._data, 0)
         transport = self._transport
         transport.stream.reduce(
             self._schedule,

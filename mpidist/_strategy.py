@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -32,7 +33,7 @@ from mpidist._options import (
     read_environment,
 )
 from mpidist._replica import ReplicaContext, ValueContext
-from mpidist._values import PerReplica
+from mpidist._values import PerReplica, own_component
 from mpidist.data import (
     Dataset,
     DistributedDataset,
@@ -238,6 +239,46 @@ class Strategy:
             CollectiveMismatchError: if shapes differ elsewhere, or dtypes differ.
         """
         return self._perform("gather", value, axis)
+
+    def buffers_like(self, nest: Any) -> Any:
+        """Make arrays that are reduced where they are, without a copy. Collective.
+
+        For what a program reduces again and again, such as gradients: make the buffers
+        once, write into them in each step (``buffers["w"][...] = g``, ``out=``), and
+        pass them, or the whole nest, to `ReplicaContext.all_reduce`, `reduce`,
+        ``batch_reduce_to`` or an optimizer. On one node they are in memory that the
+        ranks share: each rank reads the others' directly. That takes place if all
+        ranks pass their buffers in the same places of the call; otherwise they are
+        copied as any array is. The result is a new array in both cases, with the same
+        bits, and the buffers keep their values. A buffer is yours again as soon as the
+        call has returned.
+
+        Every rank has its own values in them: they are NumPy arrays like any other.
+        They outlive the strategy. Beyond tf.distribute.
+
+        Args:
+            nest: arrays, numbers or variables, of the same structure, shapes and
+                dtypes on all ranks. Of a `PerReplica` this rank's component counts.
+
+        Returns:
+            The same structure, with zeros of the same shapes and dtypes. Where the
+            ranks share no memory (one rank, several nodes, not enough of it left),
+            and for GPU arrays, these are ordinary arrays.
+
+        Raises:
+            TypeError: for what is no array or number.
+            RuntimeError: in a replica function, and in ``merge_fn``, which one rank
+                runs for all: make them at program level, and pass them on.
+            CollectiveMismatchError: if structures, shapes or dtypes differ.
+        """
+        frame = _context.require_cross_replica(self, "buffers_like")
+        if frame.coordinator is not None:
+            raise RuntimeError(
+                "buffers_like: merge_fn runs on rank 0 alone, but every rank has "
+                "buffers of its own; make them at program level, before "
+                "`strategy.run`, and pass them to the replica function"
+            )
+        return self._collectives.buffers_like(_nest.map_structure(own_component, nest))
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the components that this process can see, as a tuple.
@@ -477,6 +518,23 @@ class MPIStrategy(Strategy):
         communicator = _comm.Communicator(
             base, lambda request, what: _guard.poll(request, what, timeout)
         )
+        try:
+            self._set_up(
+                communicator, environment, timeout, device, given, cross_device_ops
+            )
+        except BaseException:
+            communicator.drop()
+            raise
+
+    def _set_up(
+        self,
+        communicator: _comm.Communicator,
+        environment: Environment,
+        timeout: float,
+        device: str,
+        given: CommunicationOptions | None,
+        ops: CrossDeviceOps | None,
+    ) -> None:
         kind = environment.implementation
         if isinstance(given, CommunicationOptions):
             asked = given.implementation
@@ -497,6 +555,9 @@ class MPIStrategy(Strategy):
             timeout_seconds=timeout,
             stall_seconds=environment.stall_seconds,
         )
+        # The communicator and the guard outlive the verbs: they go on all ranks
+        # together, when the last of them has collected its strategy.
+        communicator.must_stay = lambda: bool(guard.broken)
         collectives = _make_collectives(
             communicator,
             guard,
@@ -504,28 +565,32 @@ class MPIStrategy(Strategy):
             given,
             environment,
             enabled,
-            cross_device_ops,
+            ops,
             shared,
         )
+        communicator.when_freed = lambda: _process.forget(guard)
+        weakref.finalize(collectives, communicator.drop).atexit = False
         guard.enabled = enabled
-        super().__init__(collectives, is_mpi=True, cross_device_ops=cross_device_ops)
+        super().__init__(collectives, is_mpi=True, cross_device_ops=ops)
         if environment.abort and enabled:
             _process.watch(guard)
 
     def close(self) -> None:
-        """Give the communicator back to MPI. Collective.
+        """Give the communicator, and what the ranks share, back to MPI. Collective.
 
-        For programs that make many strategies. The strategy can not be used
-        afterwards; its variables can still be read.
+        The strategy can not be used afterwards; its variables can still be read, and
+        so can `buffers_like` buffers, whose memory stays for as long as they do. One
+        that is not closed, but collected as garbage on every rank, is given back when
+        these ranks make or close another one.
         """
         guard = self._collectives.guard
         if guard.broken:
             return
         _context.require_cross_replica(self, "MPIStrategy.close")
         guard.agree(_reports.Call("MPIStrategy.close"))
-        _process.forget(guard)
         guard.closed = True
         guard.broken = "this strategy was closed; make a new one"
+        self._collectives.release()
         self._collectives.comm.free()
 
 

@@ -57,6 +57,7 @@ COLLECTIVE = {
     "ReplicaContext.all_gather",
     "ReplicaContext.all_reduce",
     "ReplicaContext.merge_call",
+    "Strategy.buffers_like",
     "Strategy.distribute_datasets_from_function",
     "Strategy.experimental_distribute_dataset",
     "Strategy.experimental_distribute_datasets_from_function",

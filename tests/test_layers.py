@@ -18,14 +18,28 @@ ROOT = PACKAGE.parent
 # From the bottom to the top. A module imports only from rows before its own; a name
 # that ends with "/" is a folder, of which the others see only what its __init__ gives.
 LAYERS = [
-    ("no MPI", ["_version", "_errors", "_options", "_board", "_pool", "_functions"]),
+    (
+        "no MPI",
+        [
+            "_version",
+            "_errors",
+            "_options",
+            "_board",
+            "_pool",
+            "_functions",
+            "_holdings",
+        ],
+    ),
     ("foreign libraries, and reports", ["_arrays", "_comm", "_nest", "_reports"]),
     (
         "agreement, dtypes, rows, moving a buffer",
         ["_guard", "_dtypes", "_sparse", "_transports/"],
     ),
     ("packing, and how a job ends", ["_fusion", "_process"]),
-    ("the short way of an all-reduce", ["_lean"]),
+    (
+        "the short way of an all-reduce, reducing arrays where they are",
+        ["_lean", "_residents"],
+    ),
     ("the verbs, and the stack of frames", ["_collectives", "_context"]),
     ("from a call to its verb, and values", ["_dispatch", "_values"]),
     ("when copies come together", ["_policies"]),
@@ -55,6 +69,7 @@ FOLDERS = {
     "_transports": [
         ["_direct", "_stream"],
         ["_shared", "_staged"],
+        ["_resident"],
         ["__init__"],
     ],
     "optimizers": [

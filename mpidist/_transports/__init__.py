@@ -13,6 +13,7 @@ from mpidist import _arrays
 from mpidist._comm import AnyCommunicator, query_cuda_support
 from mpidist._options import CommunicationImplementation, Environment
 from mpidist._transports._direct import DirectTransport
+from mpidist._transports._resident import Block, Blocks, Target
 from mpidist._transports._shared import SharedTransport
 from mpidist._transports._shared import set_up as set_up_shared
 from mpidist._transports._staged import StagedTransport
@@ -21,11 +22,14 @@ from mpidist._transports._stream import COMBINE, Schedule
 Transport = DirectTransport | StagedTransport
 
 __all__ = [
+    "Block",
+    "Blocks",
     "COMBINE",
     "DirectTransport",
     "Schedule",
     "SharedTransport",
     "StagedTransport",
+    "Target",
     "Transport",
     "Transports",
     "choose",

@@ -608,7 +608,7 @@ class Optimizer:
                 )
         except Exception as error:
             collectives.invalid(APPLY, error)
-        collectives.guard.agree(Call(text or APPLY))
+        reduction.agree(Call(text or APPLY))
         # From here on nothing fails on one rank alone.
         for i, reduced in zip(moving, reduction.run(), strict=True):
             given[place[i]] = reduced

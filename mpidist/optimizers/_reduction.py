@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mpidist import _arrays, _context, _fusion, _nest
+from mpidist import _arrays, _context, _nest
 from mpidist._options import ReduceOp
 from mpidist._reports import Call
+from mpidist._residents import Split
 from mpidist._values import PerReplica
 from mpidist._variables import Variable
 from mpidist.optimizers._arguments import APPLY, as_gradient
@@ -31,6 +32,7 @@ class Reduction:
         self._arrays = arrays
         self._variables = variables
         self._plan = None
+        self._split: Split | None = None
         self._by_user = bool(strategy.extended._custom_ops and arrays)
         self.text = f"{len(arrays)} gradients"
         if collectives.comm.size == 1 or not arrays:
@@ -50,36 +52,28 @@ class Reduction:
                 for x, leaf in zip(arrays, plan.leaves, strict=True)
             ]
             optimizer._reduced_plan = plan
-        for bucket in plan.buckets:
-            _fusion.reserve(
-                bucket,
-                plan.leaves,
-                arrays,
-                collectives._buffers,
-                collectives.transports,
-            )
+        self._split = collectives.reserve(plan, arrays)
         self._plan = plan
         self._results = optimizer._reduced
 
+    def agree(self, call: Call) -> None:
+        """Agree with the other ranks, before anything is changed. Collective."""
+        collectives = self._strategy.extended._collectives
+        self._split = collectives.agree(call, self._split)
+
     def run(self) -> list[Any]:
-        """Return the sums, which are the same on all ranks. Collective."""
+        """Return the sums, which are the same on all ranks. Collective.
+
+        They are to be read at once: they may be in memory that the next reduction
+        writes to.
+        """
         if self._by_user:
             return self._run_by_user()
         plan = self._plan
         if plan is None:
             return self._arrays  # of one replica
         collectives = self._strategy.extended._collectives
-        with collectives.comm.traffic.timed():
-            for bucket in plan.buckets:
-                _fusion.reduce_bucket(
-                    bucket,
-                    plan.leaves,
-                    self._arrays,
-                    collectives.transports,
-                    collectives._buffers,
-                    self._results,
-                )
-        return self._results
+        return collectives.sum_for_once(plan, self._split, self._arrays, self._results)
 
     def _run_by_user(self) -> list[Any]:
         """Sum by the user's `CrossDeviceOps`, and see that all ranks got the same."""

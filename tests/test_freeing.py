@@ -1,0 +1,240 @@
+"""Communicators and shared memory are given back: closed, collected, or in groups."""
+
+import gc
+import pathlib
+import weakref
+
+import numpy as np
+import pytest
+from replicas import context, everywhere, own
+
+import mpidist
+from mpidist import _holdings
+from mpidist._holdings import Holding, Segment
+
+SHARED = mpidist.experimental.CommunicationImplementation.SHARED
+mpi = pytest.mark.mpi
+core = pytest.mark.core
+
+
+# --- the protocol, in one process ---------------------------------------------------
+
+
+@pytest.fixture
+def held(monkeypatch):
+    holdings = {}
+    monkeypatch.setattr(_holdings, "_held", holdings)
+    return holdings
+
+
+def settle_with(*others):
+    """Settle, with ranks that send these keys (each with its number of ranks)."""
+    import pickle
+
+    rounds = []
+
+    def gather(mine):
+        rounds.append(pickle.loads(mine))
+        theirs = [pickle.dumps(other) for other in others] if len(rounds) == 1 else []
+        return [mine, *theirs]
+
+    _holdings.settle(gather)
+    return rounds
+
+
+def test_what_all_its_ranks_have_dropped_goes_in_the_order_of_keys(held):
+    freed = []
+    for key, ranks in ((b"c", 2), (b"a", 2), (b"b", 3), (b"d", 1)):
+        Holding(key, ranks, lambda: False, lambda key=key: freed.append(key))
+    Holding(b"e", 2, lambda: True, lambda: freed.append(b"e"))
+    settle_with([(b"a", 2), (b"b", 3), (b"e", 2)], [(b"c", 2)])
+    # b lacks a rank, e is in use here.
+    assert freed == [b"a", b"c", b"d"]
+    assert sorted(held) == [b"b", b"e"]
+
+
+def test_what_is_free_because_another_went_goes_in_the_same_settlement(held):
+    freed = []
+    Holding(b"comm", 1, lambda: False, lambda: freed.append("comm"))
+    Holding(b"a window", 1, lambda: "comm" not in freed, lambda: freed.append("window"))
+    rounds = settle_with()
+    assert freed == ["comm", "window"]
+    assert rounds == [[(b"comm", 1)], [(b"a window", 1)], []]
+    assert not held
+
+
+def test_a_rank_without_a_holding_sees_others_free_it(held):
+    # It goes round once more with them.
+    assert settle_with([(b"theirs", 1)]) == [[], []]
+
+
+def test_memory_is_in_use_until_the_last_view_has_gone(held):
+    memory = np.zeros(8192, np.uint8)
+    address = memory.__array_interface__["data"][0]
+    freed = []
+    segment = Segment(
+        b"key", 1, lambda: freed.append(True), [(address, 4096), (address + 4096, 4096)]
+    )
+    parts = [segment.view(0), segment.view(1)]
+    parts[1][0] = 7
+    assert memory[4096] == 7
+    view = parts[1].view("f4").reshape(32, 32)[3:].T
+    parts.clear()
+    segment.seal()
+    settle_with()
+    assert not freed
+    address = memoryview(view)  # holds it as well
+    del view
+    settle_with()
+    assert not freed
+    del address
+    settle_with()
+    assert freed
+
+
+# --- under MPI ------------------------------------------------------------------------
+
+
+def segments():
+    """Return how many windows are mapped into this process."""
+    maps = pathlib.Path("/proc/self/maps").read_text(encoding="utf-8")
+    return sum("osc_sm" in line or "mpich_shar" in line for line in maps.splitlines())
+
+
+def settle(strategy):
+    gc.collect()
+    strategy._collectives.comm.settle()
+
+
+def options(implementation=SHARED):
+    return mpidist.experimental.CommunicationOptions(
+        implementation=implementation, timeout_seconds=60
+    )
+
+
+@mpi
+@core
+def test_a_closed_strategy_gives_all_back(strategy, size):
+    settle(strategy)
+    count, mapped = _holdings.count(), segments()
+    one = mpidist.MPIStrategy(communication_options=options())
+    assert _holdings.count() == count + (2 if size > 1 else 1)
+    assert (segments() > mapped) == (size > 1)
+    one.close()
+    assert (_holdings.count(), segments()) == (count, mapped)
+
+
+@mpi
+@core
+def test_strategies_that_are_dropped_leak_nothing(strategy, rank, size):
+    settle(strategy)
+    count, mapped = _holdings.count(), segments()
+    most = 0
+    for number in range(100):
+        one = mpidist.MPIStrategy(communication_options=options())
+        with one.scope():
+            variable = mpidist.Variable(np.zeros(3), name="v")
+        total = own(one, one.run(lambda: context().all_reduce("SUM", np.ones(3))))
+        variable.assign(total)
+        if (number + 5 * rank) % 20 == 0:
+            gc.collect()  # at other moments on other ranks
+        most = max(most, _holdings.count())
+    assert most <= count + 40
+    reference = weakref.ref(one)
+    del one, variable
+    settle(strategy)
+    assert reference() is None
+    assert (_holdings.count(), segments()) == (count, mapped)
+
+
+@mpi
+@core
+def test_groups_of_ranks(strategy, rank, size):
+    from mpi4py import MPI
+
+    settle(strategy)
+    count = _holdings.count()
+    halves = MPI.COMM_WORLD.Split(rank % 2)
+    pairs = MPI.COMM_WORLD.Split(rank // 2)
+    ones = [
+        mpidist.MPIStrategy(comm, communication_options=options())
+        for comm in (halves, pairs, None)
+    ]
+    if rank % 2:
+        ones.reverse()  # collected in another order
+    while ones:
+        ones.pop()
+        gc.collect()
+    if rank == 0:  # keeps one of its groups, which may not go on the others either
+        kept = mpidist.MPIStrategy(MPI.COMM_SELF)
+    settle(strategy)
+    assert _holdings.count() == count + (rank == 0)
+    if rank == 0:
+        kept.close()
+    halves.Free()
+    pairs.Free()
+
+
+@mpi
+@core
+def test_what_one_rank_still_uses_stays_on_all(strategy, rank, size):
+    settle(strategy)
+    count = _holdings.count()
+    one = mpidist.MPIStrategy(communication_options=options())
+    made = _holdings.count()
+    if rank:
+        del one
+    settle(strategy)
+    assert _holdings.count() == made
+    if rank == 0:
+        del one
+    settle(strategy)
+    assert _holdings.count() == count
+
+
+@mpi
+def test_one_that_could_not_be_made_is_given_back(strategy):
+    settle(strategy)
+    count = _holdings.count()
+    with pytest.raises(ValueError, match="expected `device`"):
+        mpidist.MPIStrategy(device="tpu")
+    settle(strategy)
+    assert _holdings.count() == count
+
+
+@mpi
+@core
+def test_buffers_keep_their_memory_after_the_strategy(strategy, rank, size):
+    settle(strategy)
+    count, mapped = _holdings.count(), segments()
+    one = mpidist.MPIStrategy(communication_options=options())
+    buffers = one.buffers_like({"a": np.zeros(5000), "b": np.zeros((3, 4), "f4")})
+    buffers["a"][:] = rank
+    view = buffers["a"].reshape(50, 100)[10:]
+    one.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        one.run(lambda x=view: context().all_reduce("SUM", x))
+    del one, buffers
+    settle(strategy)
+    assert segments() > mapped or size == 1
+    assert (view == rank).all()
+    everywhere(None)  # nobody writes over what another still looks at
+    del view
+    settle(strategy)
+    assert (_holdings.count(), segments()) == (count, mapped)
+
+
+@mpi
+@core
+def test_buffers_that_are_dropped_give_their_memory_back(strategy, new_strategy, rank):
+    one = new_strategy(implementation=SHARED)
+    count, mapped = _holdings.count(), segments()
+    for _ in range(10):
+        buffers = one.buffers_like([np.zeros(100_000, "f4")])
+        buffers[0][:] = 1
+        total = own(one, one.run(lambda b=buffers: context().all_reduce("SUM", b)))
+        assert (total[0] == one.num_replicas_in_sync).all()
+        assert _holdings.count() <= count + 2
+        del buffers
+    settle(one)
+    assert (_holdings.count(), segments()) == (count, mapped)
