@@ -507,6 +507,7 @@ class MPIStrategy(Strategy):
             cross_device_ops,
             shared,
         )
+        collectives.settle(timeout)
         guard.enabled = enabled
         super().__init__(collectives, is_mpi=True, cross_device_ops=cross_device_ops)
         if environment.abort and enabled:
@@ -526,6 +527,7 @@ class MPIStrategy(Strategy):
         _process.forget(guard)
         guard.closed = True
         guard.broken = "this strategy was closed; make a new one"
+        self._collectives.close()
         self._collectives.comm.free()
 
 
