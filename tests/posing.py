@@ -8,7 +8,8 @@ of CuPy; the library then runs the very code that it runs on a GPU.
 Work on a stream is queued, as on a GPU, and done when somebody waits for it: so a copy
 that nothing waits for has not happened yet (`Stream.early` has the other extreme). An
 array's own operations are done at once, after all that the current stream has queued
-before them. `launch` queues a kernel that takes its time.
+before them, but for copies from array to array, which are queued. `launch` queues a
+kernel.
 
 `nccl` is a stand-in for `cupy.cuda.nccl` that moves buffers by MPI.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -93,7 +95,11 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801 - CuPy's name
         return ndarray(found)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self._host[unwrap(index)] = unwrap(value)
+        index = unwrap(index)
+        if isinstance(value, ndarray):
+            launch(lambda: self._memory.__setitem__(index, value._memory))
+        else:
+            self._host[index] = unwrap(value)
 
     def __len__(self) -> int:
         return len(self._host)
@@ -296,6 +302,7 @@ class Nccl(types.ModuleType):
         calls: the names of the calls of this rank.
         error: raised by `check_async_error`, where it is set.
         refuses: raised when a communicator is made, where it is set.
+        waits: what a rank waits for in vain when a communicator is made.
     """
 
     NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_UINT32, NCCL_INT64, NCCL_UINT64 = range(6)
@@ -311,6 +318,7 @@ class Nccl(types.ModuleType):
         self.open = 0
         self.error: Exception | None = None
         self.refuses: Exception | None = None
+        self.waits: threading.Event | None = None
         self.grouped: list[Callable[[], None]] | None = None
         nccl = self
 
@@ -322,6 +330,9 @@ class Nccl(types.ModuleType):
                 assert (ndev, rank) == (MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank)
                 if nccl.refuses is not None:
                     raise nccl.refuses
+                if nccl.waits is not None:
+                    nccl.waits.wait()
+                    raise OSError("the other ranks have gone")
                 self._comm = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group)
                 nccl.open += 1
 

@@ -41,6 +41,7 @@ _TYPES: Final[dict[str, tuple[str, int]]] = {
 }
 _ID: Final = b"id:"
 _FEW: Final = 3
+_LONGEST_CONNECT: Final = 300.0  # seconds
 
 
 class NcclTransport:
@@ -182,7 +183,7 @@ class NcclTransport:
 
 
 def connect(
-    comm: AnyCommunicator, device: _arrays.Device, deadline: float | None
+    comm: AnyCommunicator, device: _arrays.Device, timeout_seconds: float | None
 ) -> tuple[Any, str]:
     """Make a communicator of NCCL, and see that it can sum. Collective.
 
@@ -191,8 +192,9 @@ def connect(
     Args:
         comm: the ranks; each has a GPU of its own.
         device: of this rank.
-        deadline: seconds for NCCL to find all ranks, which it does by itself; None: no
-            limit.
+        timeout_seconds: of the strategy. NCCL has five minutes at most to find all
+            ranks, which it does by its own means: a rank that fails in that leaves the
+            others waiting.
 
     Returns:
         The communicator, and ""; or None, and the reason.
@@ -221,7 +223,7 @@ def connect(
         except Exception as error:
             problem.append(f"{type(error).__name__}: {error}")
 
-    # In a thread, since a rank that can not connect leaves the others waiting in NCCL.
+    deadline = min(timeout_seconds or _LONGEST_CONNECT, _LONGEST_CONNECT)
     thread = threading.Thread(target=make, name="mpidist-nccl", daemon=True)
     thread.start()
     thread.join(deadline)
