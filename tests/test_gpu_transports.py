@@ -166,7 +166,7 @@ def test_a_call_on_another_stream_waits_for_the_buffers(cupy, new_strategy, size
 
 @mpi
 def test_copies_overlap_mpi(cupy, staged, size, monkeypatch):
-    """When MPI has piece k, the copies of k + 1 are queued, and the host waits for k."""
+    """When MPI has piece k, the copies of k + 1 are queued."""
     if size == 1:
         return
     events = []

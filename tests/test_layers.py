@@ -24,7 +24,7 @@ LAYERS = [
         "agreement, dtypes, rows, moving a buffer",
         ["_guard", "_dtypes", "_sparse", "_transports/"],
     ),
-    ("packing, and how a job ends", ["_fusion", "_process"]),
+    ("packing, how a job ends, trying MPI", ["_fusion", "_process", "_probe"]),
     ("the verbs, and the stack of frames", ["_collectives", "_context"]),
     ("from a call to its verb, and values", ["_dispatch", "_values"]),
     ("when copies come together", ["_policies"]),
