@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -189,8 +190,11 @@ def _judge(ranks: int, code: int, late: bool, text: str, seconds: float) -> Prob
         return result("timed out", f"after {seconds:.0f} s, in {_last(tried)}")
     if len(ended) == ranks and code == 0:
         return result("works", ended[0]["detail"])
-    # Of a rank under mpirun, shells and launchers make 128 and the signal.
+    # An mpirun exits with 128 and the signal of a rank, or only writes it.
     number = -code if code < 0 else code - 128
+    written = re.search(r"\bsignal (\d+)\b", text)
+    if number <= 0 and written is not None:
+        number = int(written[1])
     with contextlib.suppress(ValueError):
         name = signal.Signals(number).name
         if tried or code < 0:

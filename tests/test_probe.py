@@ -105,6 +105,12 @@ def test_a_probe_in_every_rank_of_a_job(tmp_path):
 @pytest.mark.parametrize(
     ("code", "text", "outcome", "detail"),
     [
+        (
+            1,
+            '{"step": "Bcast"}\nexited on signal 11 (Segm',
+            "crashed",
+            "SIGSEGV, in Bcast",
+        ),
         (-signal.SIGSEGV, '{"step": "Bcast"}', "crashed", "SIGSEGV, in Bcast"),
         (139, '{"step": "Bcast"}', "crashed", "SIGSEGV, in Bcast"),
         (1, '{"step": "Bcast"}', "crashed", "exit status 1, in Bcast"),
