@@ -14,7 +14,7 @@ import pytest
 from replicas import context, local, raises_everywhere
 
 import mpidist
-from mpidist._transports import StagedTransport, _devices
+from mpidist._transports import StagedTransport, _devices, _nccl
 from mpidist._transports import _staged as staged_module
 from mpidist._transports._devices import Finding, decide
 
@@ -376,8 +376,11 @@ def test_an_error_of_nccl_is_told_to_all(own_gpus, nccl, new_strategy, rank, siz
 @mpi(min_size=2)
 @core
 @pytest.mark.parametrize("asked", ["AUTO", "NCCL"])
-def test_nccl_does_not_connect(own_gpus, nccl, new_strategy, rank, size, asked):
+def test_nccl_does_not_connect(
+    own_gpus, nccl, new_strategy, monkeypatch, rank, size, asked
+):
     """It fails on one rank, and the others wait for that one in NCCL."""
+    monkeypatch.setattr(_nccl, "_LONGEST_CONNECT", 0.5)
     if rank == size - 1:
         nccl.refuses = OSError("no socket")
     else:
@@ -386,7 +389,7 @@ def test_nccl_does_not_connect(own_gpus, nccl, new_strategy, rank, size, asked):
         "NCCL did not connect the ranks (rank 0: it did not find all ranks within",
         f"rank {size - 1}: OSError: no socket)",
     )
-    make = functools.partial(new_strategy, implementation=asked, timeout_seconds=0.5)
+    make = functools.partial(new_strategy, implementation=asked)
     if asked == "NCCL":
         texts = raises_everywhere(ValueError, make)
     else:
