@@ -42,6 +42,7 @@ _TYPES: Final[dict[str, tuple[str, int]]] = {
 _ID: Final = b"id:"
 _FEW: Final = 3
 _LONGEST_CONNECT: Final = 300.0  # seconds
+_LATE: Final = "it did not find all ranks within"
 
 
 class NcclTransport:
@@ -228,15 +229,22 @@ def connect(
     thread.start()
     thread.join(deadline)
     late = thread.is_alive()
-    text = f"it did not find all ranks within {deadline} s" if late else ""
+    text = f"{_LATE} {deadline} s" if late else ""
     text = text or "".join(problem)
     texts = [t.decode() for t in comm.all_gather_objects(text.encode())]
     if not any(texts):
         return made[0], ""
     if made and not late:
         made[0].abort()
-    failed = [f"rank {r}: {t}" for r, t in enumerate(texts) if t]
+    # Those that only waited come last: another rank was the reason.
+    failed = sorted(
+        (f"rank {r}: {t}" for r, t in enumerate(texts) if t), key=_only_waited
+    )
     return None, "; ".join(failed[:_FEW]) + ("; ..." if len(failed) > _FEW else "")
+
+
+def _only_waited(text: str) -> bool:
+    return _LATE in text
 
 
 def _try_sum(communicator: Any, nccl: Any, size: int, device: _arrays.Device) -> None:
