@@ -11,6 +11,7 @@ import dataclasses
 import importlib.util
 import numbers
 import sys
+import warnings
 import zlib
 from typing import Any, Final, Literal
 
@@ -362,7 +363,74 @@ def prints(x: Any) -> tuple[int, int, int]:
     return total, zlib.crc32(ends[1], zlib.crc32(ends[0])), ord(x.dtype.char)
 
 
+# --- streams and page-locked memory, for copies beside other work -------------------
+
+
 def pinned_empty(count: int, dtype: Any) -> Any:
     """Return a NumPy array in page-locked memory, for copies to and from a GPU."""
     cupyx = importlib.import_module("cupyx")
     return cupyx.empty_pinned(count, dtype)
+
+
+def current_stream() -> Any:
+    """Return CuPy's current stream, on which kernels of this thread are queued."""
+    return sys.modules["cupy"].cuda.get_current_stream()
+
+
+def new_stream() -> Any:
+    """Return a stream of the current GPU that does not wait for the default one."""
+    return sys.modules["cupy"].cuda.Stream(non_blocking=True)
+
+
+def new_event() -> Any:
+    """Return an event of the current GPU; until it is recorded it counts as past."""
+    return sys.modules["cupy"].cuda.Event(disable_timing=True)
+
+
+def start_copy_to_host(x: Any, host: Any, stream: Any) -> None:
+    """Queue a copy of ``x`` into page-locked memory of its dtype and shape."""
+    x.get(stream=stream, out=host, blocking=False)
+
+
+def start_copy_to_device(host: Any, x: Any, stream: Any) -> None:
+    """Queue a copy of page-locked memory into ``x``, of its dtype and shape."""
+    x.set(host, stream=stream)
+
+
+def continue_from(stream: Any) -> Any:
+    """Have the current stream wait for what is queued on ``stream``; return it.
+
+    Args:
+        stream: the stream on which memory was used last; None: on none.
+    """
+    current = current_stream()
+    if stream is not None and stream != current:
+        current.wait_event(stream.record(new_event()))
+    return current
+
+
+def gpu_bus_id(device: Device) -> str:
+    """Return the PCI address of a GPU, however CUDA_VISIBLE_DEVICES numbers it."""
+    return str(sys.modules["cupy"].cuda.Device(device.index).pci_bus_id)
+
+
+def nccl_module() -> Any:
+    """Return CuPy's NCCL.
+
+    Raises:
+        ImportError: if the library is not there.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # CuPy's, which the error repeats
+        module = importlib.import_module("cupy.cuda.nccl")
+    if not module.available:
+        raise ImportError(
+            "CuPy does not find libnccl; `pip install nvidia-nccl-cu12` (or -cu13) "
+            "brings it"
+        )
+    return module
+
+
+def address(x: Any) -> int:
+    """Return where on its GPU a CuPy array begins."""
+    return int(x.data.ptr)

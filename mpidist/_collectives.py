@@ -97,17 +97,59 @@ class Collectives:
         self.device = device
         self._environment = environment
         self._transports: dict[Any, _transports.Transports] = {}
+        self.devices = _transports.Devices(comm, device, environment)
         self._buffers = _fusion.FlatBuffers()
         self._plans: dict[Any, _Plan] = {}
         # Short ways: by call, operation, dtype and shape; and those of "all_reduce".
         self._short: dict[Any, Any] = {}
         self.short: dict[Any, Any] = {}
         self._pool = Pool(_POOL_BYTES)
-        self.transports = self._choose(options)
+        # GPU buffers go as wholes until the ranks have met (`settle`).
+        wanted = self.implementation
+        if wanted is CommunicationImplementation.NCCL:
+            wanted = CommunicationImplementation.STAGED
+        self.transports = _transports.choose(comm, wanted, shared, self.devices)
         self._residents: Residents | None = None
         host = self.transports.host
         if shared is not None and host is shared:
             self._residents = Residents(_transports.Blocks(shared.comm, shared.board))
+
+    @property
+    def implementation(self) -> CommunicationImplementation:
+        """What the options ask for, and where they leave it open the environment."""
+        wanted = self.options.implementation
+        if wanted is CommunicationImplementation.AUTO:
+            return self._environment.implementation
+        return wanted
+
+    def settle(self, timeout_seconds: float) -> None:
+        """Have all ranks take the same way for GPU buffers. Collective, and once.
+
+        Args:
+            timeout_seconds: how long NCCL may look for the ranks; 0: no limit.
+
+        Raises:
+            ValueError: on all ranks, for what can not be.
+        """
+        self.devices.settle(
+            self.implementation, self.transports.host, timeout_seconds or None
+        )
+        self.transports = self._choose(self.options)
+        staged = self.transports.device
+        if (
+            self.device.kind == "gpu"
+            and not self.devices.decision.mixed
+            and isinstance(staged, _transports.StagedTransport)
+        ):
+            try:  # page-locked memory: who has none must say so
+                staged.prepare(self.device.array_module.empty(1, np.uint8))
+            except Exception as error:
+                self.invalid("MPIStrategy(...)", error)
+            self.guard.agree(Call("MPIStrategy(...), with memory for GPU buffers"))
+
+    def close(self) -> None:
+        """Give back what the transports of GPU buffers hold. Collective."""
+        self.devices.close()
 
     def _choose(self, options: CommunicationOptions) -> _transports.Transports:
         chosen = self._transports.get(options.implementation)
@@ -116,8 +158,9 @@ class Collectives:
             if wanted is CommunicationImplementation.AUTO:
                 wanted = self._environment.implementation
             chosen = self._transports[options.implementation] = _transports.choose(
-                self.comm, wanted, self._environment, self.device, self._shared
+                self.comm, wanted, self._shared, self.devices
             )
+        chosen.check()
         return chosen
 
     def release(self) -> None:
@@ -455,10 +498,8 @@ class Collectives:
             text += f" with bytes_per_pack={bytes_per_pack}"
         if implementation is not self.options.implementation:
             text += f" with implementation={implementation.name}"
-        if len({leaf.on_device for leaf in leaves}) > 1:
-            # Likewise: what is on the GPU has buckets of its own.
-            places = ["GPU" if leaf.on_device else "host" for leaf in leaves]
-            text += f" on {structure.render(places)}"
+        # Likewise: what is on the GPU has buckets of its own, and goes its own way.
+        text += self._places(arrays, structure)
         plan = _Plan(
             Call(f"{call} {op.name} {text}"),
             leaves,
@@ -469,6 +510,10 @@ class Collectives:
             self._plans.clear()
         self._plans[key] = plan
         return plan
+
+    def _places(self, arrays: list[Any], structure: _nest.Structure) -> str:
+        mixed = self.devices.decision.mixed
+        return _transports.place_text(arrays, structure, mixed)
 
     # --- all_gather -----------------------------------------------------------
 
@@ -514,7 +559,7 @@ class Collectives:
             ]
         except Exception as error:
             self.invalid(call, error)
-        text = structure.render(described)
+        text = structure.render(described) + self._places(rows, structure)
         self.guard.agree(Call(f"{call} axis={axis} {text}"), merged.timeout_seconds)
         if not arrays:
             return structure.unflatten([])
@@ -570,6 +615,7 @@ class Collectives:
         except Exception as error:
             self.invalid(call, error)
         text = structure.render([_arrays.describe(x) for x in results])
+        text += self._places(results, structure)
         self.guard.agree(Call(f"{call} {text}"), merged.timeout_seconds)
         for x in results:
             transports.of(x).broadcast(_arrays.as_bytes(x), root)

@@ -11,6 +11,7 @@ is larger than `chunk_elements` is moved in pieces, since MPI 3 counts in ints.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import importlib
@@ -34,6 +35,8 @@ CHUNK_ELEMENTS: Final = 2**30
 NOTICE_TAG: Final = 7
 _PROBES: Final = 4
 _KEY_BYTES: Final = 16
+_MPIX_GPU_SUPPORT_CUDA: Final = 0  # of MPICH's mpi.h
+_MEMORY_KINDS: Final = "mpi_memory_alloc_kinds"
 _MESSAGE_HEAD: Final = 8
 _MESSAGE_BYTES: Final = 1024 - _MESSAGE_HEAD
 _LOCAL_RANK_VARIABLES: Final = (
@@ -286,11 +289,12 @@ class Communicator:
         else:
             for root, count in enumerate(counts):
                 start = offsets[root]
-                if root == self.rank:
-                    receive[start : start + count] = send
                 for part in self._chunks(count):
+                    # Not from `receive`: a copy on a GPU may still be under way.
                     piece = receive[start + part.start : start + part.stop]
-                    self._comm.Bcast(piece, root)
+                    self._comm.Bcast(send[part] if root == self.rank else piece, root)
+            start = offsets[self.rank]
+            receive[start : start + send.size] = send
         self.traffic.count("Allgatherv", send.nbytes)
 
     def gather(
@@ -613,18 +617,30 @@ def abort(code: int) -> None:
     mpi_module().COMM_WORLD.Abort(code)
 
 
-def query_cuda_support() -> bool:
-    """Return whether the MPI library says that it takes GPU buffers.
+def query_cuda_support() -> str:
+    """Return how the MPI library says that it takes GPU buffers; "" if it does not.
 
     It says what was built, not what works on this fabric; the environment
-    variable ``MPIDIST_CUDA_AWARE`` wins over it.
+    variable ``MPIDIST_CUDA_AWARE`` wins over it. Asked are ``MPIX_Query_cuda_support``
+    (Open MPI, MPICH), ``MPIX_GPU_query_support`` (MPICH and those made from it), and
+    the info key of MPI 4.1, section 12.4.
     """
+    mpi = mpi_module()
+    with contextlib.suppress(OSError, AttributeError):
+        if ctypes.CDLL(mpi.__file__).MPIX_Query_cuda_support():
+            return "MPIX_Query_cuda_support"
+    with contextlib.suppress(OSError, AttributeError):
+        supported = ctypes.c_int(0)
+        query = ctypes.CDLL(mpi.__file__).MPIX_GPU_query_support
+        failed = query(_MPIX_GPU_SUPPORT_CUDA, ctypes.byref(supported))
+        if not failed and supported.value:
+            return "MPIX_GPU_query_support"
+    info = mpi.COMM_WORLD.Get_info()
     try:
-        library = ctypes.CDLL(mpi_module().__file__)
-        query = library.MPIX_Query_cuda_support
-    except (OSError, AttributeError):
-        return False
-    return bool(query())
+        kinds = info.Get(_MEMORY_KINDS) or ""
+    finally:
+        info.Free()
+    return _MEMORY_KINDS if "cuda" in kinds.replace(":", ",").split(",") else ""
 
 
 def _draw_key(comm: Any) -> bytes:

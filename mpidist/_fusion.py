@@ -53,10 +53,13 @@ class FlatBuffers:
 
     def __init__(self) -> None:
         self._kept: dict[bool, Any] = {}
+        self._stream: Any = None
 
     def get(self, count: int, dtype: Any, near: Any) -> Any:
         """Return a flat buffer of ``count`` elements, where the array ``near`` is."""
         key = _arrays.is_device_array(near)
+        if key:  # the last call may have used the buffer on another stream
+            self._stream = _arrays.continue_from(self._stream)
         nbytes = count * dtype.itemsize
         kept = self._kept.get(key)
         if kept is None or kept.nbytes < nbytes:

@@ -570,6 +570,7 @@ class MPIStrategy(Strategy):
         )
         communicator.when_freed = lambda: _process.forget(guard)
         weakref.finalize(collectives, communicator.drop).atexit = False
+        collectives.settle(timeout)
         guard.enabled = enabled
         super().__init__(collectives, is_mpi=True, cross_device_ops=ops)
         if environment.abort and enabled:
@@ -590,6 +591,7 @@ class MPIStrategy(Strategy):
         guard.agree(_reports.Call("MPIStrategy.close"))
         guard.closed = True
         guard.broken = "this strategy was closed; make a new one"
+        self._collectives.close()
         self._collectives.release()
         self._collectives.comm.free()
 

@@ -1,6 +1,7 @@
 """The core on NumPy arrays, on host memory that poses as a GPU array, and on CuPy."""
 
 import itertools
+import os
 import sys
 
 import ml_dtypes
@@ -28,6 +29,7 @@ ON_A_GPU = [d for d in DTYPES if d.char not in "gG" and d != BFLOAT16]
         "posing staged",
         "posing direct",
         pytest.param("cupy staged", marks=pytest.mark.gpu),
+        pytest.param("cupy direct", marks=pytest.mark.gpu),
     ]
 )
 def where(request, monkeypatch, new_strategy):
@@ -37,6 +39,8 @@ def where(request, monkeypatch, new_strategy):
         posing.install(monkeypatch)
     elif kind == "cupy":
         pytest.importorskip("cupy")
+        if implementation == "direct" and not os.environ.get("MPIDIST_TEST_DIRECT"):
+            pytest.skip("launch/gpu-check says where MPI takes GPU buffers")
     strategy = new_strategy(
         device="cpu" if kind == "numpy" else "gpu",
         implementation=implementation or "AUTO",

@@ -35,7 +35,7 @@ LAYERS = [
         "agreement, dtypes, rows, moving a buffer",
         ["_guard", "_dtypes", "_sparse", "_transports/"],
     ),
-    ("packing, and how a job ends", ["_fusion", "_process"]),
+    ("packing, how a job ends, trying MPI", ["_fusion", "_process", "_probe"]),
     (
         "the short way of an all-reduce, reducing arrays where they are",
         ["_lean", "_residents"],
@@ -70,6 +70,8 @@ FOLDERS = {
         ["_direct", "_stream"],
         ["_shared", "_staged"],
         ["_resident"],
+        ["_nccl"],
+        ["_devices"],
         ["__init__"],
     ],
     "optimizers": [

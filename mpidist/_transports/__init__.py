@@ -10,22 +10,26 @@ import dataclasses
 from typing import Any
 
 from mpidist import _arrays
-from mpidist._comm import AnyCommunicator, query_cuda_support
-from mpidist._options import CommunicationImplementation, Environment
+from mpidist._comm import AnyCommunicator
+from mpidist._options import CommunicationImplementation
+from mpidist._transports._devices import Devices, DeviceTransport, place_text
 from mpidist._transports._direct import DirectTransport
+from mpidist._transports._nccl import NcclTransport
 from mpidist._transports._resident import Block, Blocks, Target
 from mpidist._transports._shared import SharedTransport
 from mpidist._transports._shared import set_up as set_up_shared
 from mpidist._transports._staged import StagedTransport
 from mpidist._transports._stream import COMBINE, Schedule
 
-Transport = DirectTransport | StagedTransport
+Transport = DeviceTransport
 
 __all__ = [
     "Block",
     "Blocks",
     "COMBINE",
+    "Devices",
     "DirectTransport",
+    "NcclTransport",
     "Schedule",
     "SharedTransport",
     "StagedTransport",
@@ -33,13 +37,20 @@ __all__ = [
     "Transport",
     "Transports",
     "choose",
+    "place_text",
     "set_up_shared",
 ]
 
 
 @dataclasses.dataclass(frozen=True)
 class Transports:
-    """The transports of a strategy: one for host arrays, one for GPU arrays."""
+    """The transports of a strategy: one for host arrays, one for GPU arrays.
+
+    Attributes:
+        host: moves host arrays.
+        device: moves GPU arrays.
+        reason: why that one.
+    """
 
     host: DirectTransport
     device: Transport
@@ -49,33 +60,34 @@ class Transports:
         """Return the transport for the array ``x``."""
         return self.device if _arrays.is_device_array(x) else self.host
 
+    def check(self) -> None:
+        """Look for failures of earlier calls; before the ranks agree on the next.
+
+        Raises:
+            RuntimeError: if NCCL reports one.
+        """
+        if isinstance(self.device, NcclTransport):
+            self.device.check()
+
 
 def choose(
     comm: AnyCommunicator,
     implementation: CommunicationImplementation,
-    environment: Environment,
-    device: _arrays.Device,
     shared: SharedTransport | None,
+    devices: Devices,
 ) -> Transports:
     """Pick the transports, and say why.
 
     Args:
         comm: the ranks.
-        implementation: what the options ask for.
-        environment: what the variables ask for.
-        device: of this rank.
+        implementation: what the options ask for, or the environment.
         shared: the transport of the ranks' shared memory, where there is one.
+        devices: the ways of GPU buffers.
 
     Raises:
         ValueError: for an implementation that there is not.
     """
     wanted = implementation
-    if wanted is CommunicationImplementation.NCCL:
-        raise ValueError(
-            "MPIStrategy: `CommunicationImplementation.NCCL` is not available in this "
-            "version; write AUTO, which is direct where MPI is CUDA-aware and staged "
-            "through the host elsewhere"
-        )
     if (
         wanted is CommunicationImplementation.SHARED
         and shared is None
@@ -86,19 +98,8 @@ def choose(
             "node, room in /dev/shm, and to be asked for on all ranks when the "
             "strategy is made; write AUTO"
         )
-    direct = DirectTransport(comm)
-    host: DirectTransport = direct if shared is None else shared
+    host: DirectTransport = DirectTransport(comm) if shared is None else shared
     if wanted is CommunicationImplementation.DIRECT:
-        return Transports(direct, direct, "direct: asked for in the options")
-    staged = StagedTransport(host)
-    if wanted is CommunicationImplementation.STAGED:
-        return Transports(host, staged, "staged: asked for in the options")
-    if environment.cuda_aware is not None:
-        value = int(environment.cuda_aware)
-        chosen: Transport = direct if environment.cuda_aware else staged
-        return Transports(host, chosen, f"MPIDIST_CUDA_AWARE={value}")
-    if device.kind == "gpu" and query_cuda_support():
-        return Transports(host, direct, "direct: the MPI says it is CUDA-aware")
-    return Transports(
-        host, staged, "staged: the MPI does not say that it is CUDA-aware"
-    )
+        host = DirectTransport(comm)
+    device, reason = devices.pick(wanted, host)
+    return Transports(host, device, reason)

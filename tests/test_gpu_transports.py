@@ -1,0 +1,561 @@
+"""How GPU buffers go: order of the copies, NCCL, and the choice between the ways.
+
+All of it on host memory that poses as a GPU, whose streams do their work as late as
+they may, or as early (tests/posing.py): a copy that nothing waits for gives wrong data.
+"""
+
+import functools
+import itertools
+import threading
+
+import numpy as np
+import posing
+import pytest
+from replicas import context, local, raises_everywhere
+
+import mpidist
+from mpidist._transports import StagedTransport, _devices, _nccl
+from mpidist._transports import _staged as staged_module
+from mpidist._transports._devices import Finding, decide
+
+mpi = pytest.mark.mpi
+core = pytest.mark.core
+PIECE = 64 * 1024
+
+
+@pytest.fixture(params=["late", "early"])
+def cupy(request, monkeypatch):
+    monkeypatch.setattr(posing.Stream, "early", request.param == "early")
+    monkeypatch.setattr(staged_module, "SMALLEST_PIECE_BYTES", 4096)
+    monkeypatch.setenv("MPIDIST_STAGING_MB", str(PIECE / 2**20))
+    return posing.install(monkeypatch)
+
+
+@pytest.fixture(params=["direct", "shared"])
+def staged(request, cupy, new_strategy, monkeypatch, size):
+    """Give the staged transport of a strategy, over each of those on the host."""
+    if request.param == "shared":
+        monkeypatch.setenv("MPIDIST_IMPLEMENTATION", "shared")
+    strategy = new_strategy(device="gpu")
+    transport = strategy._collectives.transports.device
+    assert isinstance(transport, StagedTransport)
+    assert transport._host.name == ("direct" if size == 1 else request.param)
+    return transport
+
+
+def counting(start, count, dtype="float32"):
+    return (np.arange(count) % 8192 + start).astype(dtype)
+
+
+def on_gpu(cupy, host):
+    """Return an array that a kernel has yet to fill, and has filled with others."""
+    x = cupy.asarray(np.full_like(host, 77))
+    posing.launch(lambda: np.copyto(x._memory, host))
+    return x
+
+
+class Reader:
+    """A kernel after the call, on the stream of the call."""
+
+    def __init__(self, x):
+        posing.launch(lambda: setattr(self, "seen", x._memory.copy()))
+
+    def get(self):
+        posing.Stream.current.synchronize()
+        return self.seen
+
+
+def check(pairs):
+    """Compare when all is sent: a rank that raised in between would stop the others."""
+    for found, want in pairs:
+        np.testing.assert_array_equal(found, want)
+
+
+# A single piece; four; as many as it takes; no multiple of anything.
+COUNTS = [0, 1, 1000, 16 * 1024, 40_001, 5 * PIECE // 4 + 3]
+
+
+@mpi
+@core
+def test_pieces_go_in_the_order_of_the_streams(cupy, staged, rank, size):
+    """What kernels write before is sent; what they write to is overwritten after."""
+    total = size * (size - 1) / 2
+    pairs = []
+    for count in COUNTS:
+        for repeat in range(3):  # slots are used again while copies are under way
+            start = rank + 10 * repeat
+            send = on_gpu(cupy, counting(start, count))
+            receive = cupy.empty(count, np.float32)
+            posing.launch(lambda x=receive: x._memory.fill(-1))
+            staged.allreduce(send, receive, "SUM")
+            sums = Reader(receive)
+            posing.launch(lambda x=send: x._memory.fill(-2))  # after it was read
+            staged.allreduce_in_place(receive, "MAX")
+            again = Reader(receive)
+            want = counting(0, count) * size + total + 10 * repeat * size
+            pairs += [(again.get(), want), (sums.get(), want)]
+    check(pairs)
+
+
+@mpi
+@core
+def test_copies_of_one_rank(cupy, staged, rank, size):
+    pairs = []
+    for root in range(size):
+        for count in COUNTS:
+            x = on_gpu(cupy, counting(rank, count))
+            staged.broadcast(x, root)
+            pairs.append((Reader(x).get(), counting(root, count)))
+            x = on_gpu(cupy, counting(rank, count, "int64"))
+            staged.reduce(x, "SUM", root)
+            want = counting(rank, count, "int64")
+            if rank == root:
+                want = sum(counting(r, count, "int64") for r in range(size))
+            pairs.append((Reader(x).get(), want))
+    check(pairs)
+
+
+@mpi
+@core
+def test_a_broadcast_does_not_overtake_a_kernel(cupy, staged, rank, size):
+    """Ranks that only receive wait for the kernels that still use the memory."""
+    pairs = []
+    for count in (1000, 40_001):
+        x = cupy.empty(count, np.float32)
+        host = counting(5, count)
+        posing.launch(lambda x=x: x._memory.fill(-1))
+        if rank == 0:
+            posing.launch(lambda x=x, host=host: np.copyto(x._memory, host))
+        staged.broadcast(x, 0)
+        pairs.append((Reader(x).get(), host))
+    check(pairs)
+
+
+@mpi
+@core
+def test_all_gathers_of_unequal_parts(cupy, staged, rank, size):
+    pairs = []
+    for sizes in ([0] * 4, [3, 0, 70_001, 5], [50_000] * 4, [1, 2, 3, 100_000]):
+        counts = sizes[:size]
+        parts = [counting(r, n, "uint8") for r, n in enumerate(counts)]
+        send = on_gpu(cupy, parts[rank])
+        receive = cupy.empty(sum(counts), np.uint8)
+        posing.launch(lambda x=receive: x._memory.fill(255))
+        staged.all_gather(send, receive, counts)
+        pairs.append((Reader(receive).get(), np.concatenate(parts)))
+    check(pairs)
+
+
+@mpi
+@core
+def test_a_call_on_another_stream_waits_for_the_buffers(cupy, new_strategy, size):
+    """Leaves are packed into a buffer that is kept, whichever stream is current."""
+    strategy = new_strategy(device="gpu", implementation="STAGED")
+    streams = [posing.Stream(non_blocking=True) for _ in range(2)]
+    readers = []
+    for k in range(6):
+        with streams[k % 2]:
+            x = [on_gpu(cupy, counting(k, n)) for n in (10, 30_000)]
+            total = local(strategy, lambda x=x: context().all_reduce("SUM", x))
+            readers.append((k, streams[k % 2], [Reader(x) for x in total]))
+    for k, stream, seen in readers:
+        stream.synchronize()
+        for one, n in zip(seen, (10, 30_000), strict=True):
+            np.testing.assert_array_equal(one.seen, counting(k, n) * size)
+
+
+@mpi
+def test_copies_overlap_mpi(cupy, staged, size, monkeypatch):
+    """When MPI has piece k, the copies of k + 1 are queued."""
+    if size == 1:
+        return
+    events = []
+    for name in ("start_copy_to_host", "start_copy_to_device"):
+        known = getattr(staged_module._arrays, name)
+
+        def copy(*args, known=known, name=name):
+            events.append(name[11:])
+            return known(*args)
+
+        monkeypatch.setattr(staged_module._arrays, name, copy)
+    reduce = staged._host.allreduce_in_place
+    monkeypatch.setattr(
+        staged._host,
+        "allreduce_in_place",
+        lambda *args: (events.append("mpi"), reduce(*args)),
+    )
+    x = cupy.zeros(4 * PIECE // 4, np.float32)
+    before = posing.ndarray.synchronized
+    staged.allreduce_in_place(x, "SUM")
+    assert posing.ndarray.synchronized == before  # no stream, only events
+    assert events == [
+        *("to_host", "to_host", "mpi", "to_device"),
+        *("to_host", "mpi", "to_device"),
+        *("to_host", "mpi", "to_device"),
+        *("mpi", "to_device"),
+    ]
+
+
+@mpi
+@core
+def test_direct_waits_for_the_stream(cupy, new_strategy, rank, size):
+    strategy = new_strategy(device="gpu", implementation="DIRECT")
+    direct = strategy._collectives.transports.device
+    highest = counting(size - 1, 1000)
+    x = on_gpu(cupy, counting(rank, 1000))
+    y = cupy.empty(1000, np.float32)
+    posing.launch(lambda: y._memory.fill(-1))
+    direct.allreduce(x, y, "MAX")
+    pairs = [(y._memory, highest)]
+    for call in (
+        lambda x: direct.allreduce_in_place(x, "MAX"),
+        lambda x: direct.broadcast(x, size - 1),
+        lambda x: direct.reduce(x, "MAX", 0),
+    ):
+        x = on_gpu(cupy, counting(rank, 1000))
+        call(x)
+        pairs.append((x._memory, highest))
+    if rank:
+        pairs.pop()
+    for limit in (2**30, 7):  # one message, and broadcasts
+        strategy._collectives.comm.chunk_elements = limit
+        part = on_gpu(cupy, counting(rank + 1, 10, "uint8"))
+        whole = cupy.empty(10 * size, np.uint8)
+        direct.all_gather(part, whole, [10] * size)
+        want = np.concatenate([counting(r + 1, 10, "uint8") for r in range(size)])
+        pairs.append((whole.get(), want))
+    check(pairs)
+
+
+@mpi
+def test_no_pinned_memory_is_told_to_all(cupy, monkeypatch, rank, size):
+    def refuse(*args):
+        raise MemoryError("no page-locked memory left")
+
+    if rank == size - 1:
+        monkeypatch.setattr(staged_module._arrays, "pinned_empty", refuse)
+    raises_everywhere(MemoryError, lambda: mpidist.MPIStrategy(device="gpu"))
+
+
+@mpi(min_size=2)
+def test_arrays_in_different_places(cupy, new_strategy, rank):
+    """GPU buffers go in pieces and host buffers do not: that is no collective."""
+    strategy = new_strategy(device="gpu")
+    x = np.ones(100_000, np.float32)
+    mine = x if rank else cupy.asarray(x)
+    for call in (
+        lambda: context().all_reduce("SUM", mine),
+        lambda: context().all_gather(mine, 0),
+    ):
+        raises_everywhere(
+            mpidist.CollectiveMismatchError, lambda call=call: strategy.run(call)
+        )
+
+
+# --- NCCL -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    return posing.Nccl()
+
+
+@pytest.fixture
+def own_gpus(monkeypatch, nccl, size):
+    """Each rank has a GPU of its own, and NCCL loads."""
+    return posing.install(monkeypatch, num_devices=size, nccl=nccl)
+
+
+@mpi
+@core
+def test_nccl_moves_what_it_has_types_for(own_gpus, nccl, new_strategy, rank, size):
+    strategy = new_strategy(implementation="NCCL")
+    transports = strategy._collectives.transports
+    assert (transports.device.name, transports.host.name) == ("nccl", "direct")
+    xp = strategy.array_module
+
+    def sum_of(values, op="SUM"):
+        nccl.calls.clear()
+        x = xp.asarray(values)
+        result = local(strategy, lambda: context().all_reduce(op, x))
+        return result.get(), nccl.calls.copy()
+
+    pairs = []
+    base = np.arange(1000) % 5 + rank
+    for dtype in ("int32", "uint64", "float32", "float64", "complex64", "float16"):
+        found, calls = sum_of(base.astype(dtype))
+        assert calls == ["allReduce"], dtype
+        want = sum((np.arange(1000) % 5 + r) for r in range(size)).astype(dtype)
+        pairs.append((found, want))
+    for op in ("MIN", "MAX"):
+        found, calls = sum_of(base.astype("float32"), op)
+        assert calls == ["allReduce"]
+        other = (size - 1) * (op == "MAX")
+        pairs.append((found, (np.arange(1000) % 5 + other).astype("float32")))
+    for dtype, op in (("int16", "SUM"), ("complex128", "PROD")):
+        found, calls = sum_of(np.full(10, 1 + rank, dtype), op)
+        assert calls == [], "NCCL has no such type: staged"
+        numbers = [1 + r for r in range(size)]
+        want = sum(numbers) if op == "SUM" else np.prod(numbers)
+        pairs.append((found, np.full(10, want, dtype)))
+    found, calls = sum_of(np.zeros(0))
+    assert calls == []
+    check([*pairs, (found, np.zeros(0))])
+
+
+@mpi
+@core
+def test_nccl_copies(own_gpus, nccl, new_strategy, rank, size):
+    strategy = new_strategy(implementation="NCCL")
+    xp = strategy.array_module
+    same = local(strategy, lambda: context().all_gather(xp.full(3, rank), 0))
+    unequal = local(
+        strategy, lambda: context().all_gather(xp.full((rank, 2), float(rank)), 0)
+    )
+    value = strategy.run(lambda: xp.full(4, rank + 1.0))
+    one = strategy.extended.reduce_to("SUM", value, "/rank:0/device:GPU:0")
+    total = strategy.extended.broadcast_to(xp.full(2, 7.0), value)
+    found = [same, unequal, total]
+    expected = [
+        np.repeat(np.arange(size), 3),
+        np.repeat(np.arange(size), np.arange(size))[:, None] * np.ones(2),
+        np.full(2, 7.0),
+    ]
+    if rank == 0:
+        found.append(one)
+        expected.append(np.full(4, size * (size + 1) / 2))
+    names = set(nccl.calls)
+    check([(x.get(), y) for x, y in zip(found, expected, strict=True)])
+    assert {"allGather", "reduce"} <= names
+    assert "broadcast" in names
+
+
+@mpi
+@core
+def test_nccl_is_queued_on_the_current_stream(own_gpus, new_strategy, rank, size):
+    strategy = new_strategy(implementation="NCCL")
+    transport = strategy._collectives.transports.device
+    pairs = []
+    for stream in (posing.Stream.null, posing.Stream(non_blocking=True)):
+        with stream:
+            x = on_gpu(own_gpus, counting(rank, 100))
+            before = posing.ndarray.synchronized
+            transport.allreduce_in_place(x, "MAX")
+            assert posing.ndarray.synchronized == before
+            pairs.append((Reader(x).get(), counting(size - 1, 100)))
+    check(pairs)
+
+
+@mpi
+@core
+def test_nccl_is_given_back(own_gpus, nccl, new_strategy):
+    strategy = new_strategy(implementation="NCCL")
+    assert nccl.open == 1
+    strategy.close()
+    assert nccl.open == 0
+
+
+@mpi(min_size=2)
+@core
+def test_an_error_of_nccl_is_told_to_all(own_gpus, nccl, new_strategy, rank, size):
+    strategy = new_strategy(implementation="NCCL")
+    if rank == size - 1:
+        nccl.error = RuntimeError("NCCL_ERROR_SYSTEM_ERROR: unhandled system error")
+
+    def fail():
+        context().all_reduce("SUM", strategy.array_module.ones(3))
+
+    try:
+        for message in raises_everywhere(RuntimeError, lambda: strategy.run(fail)):
+            assert f"an earlier call failed on rank {size - 1}" in message
+            assert "unhandled system error" in message
+    finally:
+        nccl.error = None
+
+
+@mpi(min_size=2)
+@core
+@pytest.mark.parametrize("asked", ["AUTO", "NCCL"])
+def test_nccl_does_not_connect(
+    own_gpus, nccl, new_strategy, monkeypatch, rank, size, asked
+):
+    """It fails on one rank, and the others wait for that one in NCCL."""
+    monkeypatch.setattr(_nccl, "_LONGEST_CONNECT", 0.5)
+    if rank == size - 1:
+        nccl.refuses = OSError("no socket")
+    else:
+        nccl.waits = threading.Event()
+    reasons = (
+        f"NCCL did not connect the ranks (rank {size - 1}: OSError: no socket; ",
+        "rank 0: it did not find all ranks within 0.5 s",
+    )
+    make = functools.partial(new_strategy, implementation=asked)
+    if asked == "NCCL":
+        texts = raises_everywhere(ValueError, make)
+    else:
+        transports = make()._collectives.transports
+        assert transports.device.name == "staged"
+        texts = [transports.reason]
+    if nccl.waits is not None:
+        nccl.waits.set()
+    for text, reason in itertools.product(texts, reasons):
+        assert reason in text
+    assert nccl.open == 0
+
+
+@mpi(min_size=2)
+def test_nccl_for_one_call(own_gpus, nccl, new_strategy, strategy, size):
+    """A call may leave NCCL out; to ask for it takes a strategy that has it."""
+    x = own_gpus.asarray(np.ones(3))
+    automatic = new_strategy()
+    assert automatic._collectives.transports.reason.startswith("nccl: each rank has")
+    options = mpidist.experimental.CommunicationOptions(implementation="STAGED")
+    nccl.calls.clear()
+    staged = local(automatic, lambda: context().all_reduce("SUM", x, options))
+    assert nccl.calls == []
+    np.testing.assert_array_equal(staged.get(), np.full(3, size))
+    options = mpidist.experimental.CommunicationOptions(implementation="NCCL")
+    direct = new_strategy(implementation="DIRECT")
+    for message in raises_everywhere(
+        ValueError,
+        lambda: direct.run(lambda: context().all_reduce("SUM", x, options)),
+    ):
+        assert "were not connected by it when the strategy was made" in message
+
+
+# --- the choice -----------------------------------------------------------------------
+
+
+def findings(*changes, **common):
+    ranks = [{"gpu": f"host 0{r}"} | change for r, change in enumerate(changes)]
+    base = {"wanted": "AUTO", "kind": "gpu", "piece_bytes": 1} | common
+    return [Finding(**(base | rank)) for rank in ranks]
+
+
+SAYS = {"queried": "MPIX_Query_cuda_support"}
+NO_NCCL = {"no_nccl": "CuPy does not find libnccl"}
+ONE_GPU = {"gpu": "host 00"}
+HOST = {"kind": "cpu", "gpu": ""}
+
+
+@pytest.mark.parametrize(
+    ("found", "way", "nccl", "reason"),
+    [
+        (findings({}, {}), "staged", True, "does not say that it is CUDA-aware"),
+        (findings({}, {}, **SAYS), "direct", True, "(MPIX_Query_cuda_support)"),
+        (findings({}, SAYS), "staged", True, "does not say that it is CUDA-aware"),
+        (findings({}, {}, **NO_NCCL), "staged", False, "does not say"),
+        (findings({}, NO_NCCL), "staged", False, "does not say"),
+        (findings({}, ONE_GPU), "staged", False, "does not say"),
+        (findings(ONE_GPU, ONE_GPU, **SAYS), "direct", False, "says it is"),
+        (findings({}), "staged", False, "does not say"),
+        (findings({}, wanted="NCCL"), "staged", True, "does not say"),
+        (findings({}, {}, cuda_aware=True), "direct", True, "MPIDIST_CUDA_AWARE=1"),
+        (findings({}, {}, cuda_aware=False, **SAYS), "staged", True, "_AWARE=0"),
+        (findings({"cuda_aware": True}, {}), "staged", True, "not the same on all"),
+        (findings({}, {}, wanted="STAGED", **SAYS), "direct", False, "says it is"),
+        (findings({}, HOST), "staged", False, "some ranks have no GPU"),
+        (findings({}, HOST, **SAYS), "staged", False, "some ranks have no GPU"),
+        (findings(HOST, HOST), "staged", False, "does not say"),
+    ],
+)
+def test_the_choice(found, way, nccl, reason):
+    decision = decide(found)
+    assert (decision.way, decision.try_nccl) == (way, nccl)
+    assert reason in decision.reason
+    assert decision.mixed == (len({f.kind for f in found}) > 1)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (findings({}, HOST, wanted="NCCL"), "rank 1 has its arrays on the host"),
+        (findings({}, NO_NCCL, wanted="NCCL"), r"load on rank 1 \(CuPy does not find"),
+        (findings({}, ONE_GPU, wanted="NCCL"), "ranks 0 and 1 share a GPU"),
+        (findings(HOST, wanted="NCCL"), "TensorFlow would take AUTO"),
+        (
+            findings({}, {"wanted": "STAGED"}),
+            "MPIDIST_IMPLEMENTATION must be the same.*auto on rank 0 and staged on",
+        ),
+        (findings({}, {"piece_bytes": 2}), "MPIDIST_STAGING_MB must be the same"),
+    ],
+)
+def test_choices_that_can_not_be(found, message):
+    with pytest.raises(ValueError, match=message):
+        decide(found)
+
+
+@mpi
+@core
+@pytest.mark.parametrize(
+    ("asked", "variables", "says", "way", "reason"),
+    [
+        ("AUTO", {}, "", "staged", "staged: the MPI does not say"),
+        ("RING", {}, "", "staged", "staged: the MPI does not say"),
+        ("AUTO", {}, "a query", "direct", "says it is CUDA-aware (a query)"),
+        ("AUTO", {"CUDA_AWARE": "0"}, "a query", "staged", "MPIDIST_CUDA_AWARE=0"),
+        ("AUTO", {"CUDA_AWARE": "1"}, "", "direct", "MPIDIST_CUDA_AWARE=1"),
+        ("STAGED", {"CUDA_AWARE": "1"}, "", "staged", "asked for in the options"),
+        ("DIRECT", {"CUDA_AWARE": "0"}, "", "direct", "asked for in the options"),
+        ("AUTO", {"IMPLEMENTATION": "direct"}, "", "direct", "asked for"),
+        ("STAGED", {"IMPLEMENTATION": "direct"}, "", "staged", "asked for"),
+    ],
+)
+def test_what_a_strategy_takes(
+    monkeypatch, new_strategy, asked, variables, says, way, reason
+):
+    posing.install(monkeypatch)
+    monkeypatch.setattr(_devices, "query_cuda_support", lambda: says)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"MPIDIST_{name}", value)
+    strategy = new_strategy(device="gpu", implementation=asked)
+    transports = strategy._collectives.transports
+    assert transports.device.name == way
+    assert reason in transports.reason
+    x = strategy.array_module.ones(3)
+    total = local(strategy, lambda: context().all_reduce("SUM", x))
+    np.testing.assert_array_equal(
+        total.get(), np.full(3, strategy.num_replicas_in_sync)
+    )
+
+
+@mpi(min_size=2)
+@core
+def test_ranks_without_a_gpu(monkeypatch, new_strategy, rank, size):
+    """A host buffer and a GPU buffer meet in one message."""
+    if rank:
+        posing.install(monkeypatch)
+    strategy = new_strategy(device="gpu" if rank else "cpu")
+    assert "some ranks have no GPU" in strategy._collectives.transports.reason
+    xp = strategy.array_module
+    x = xp.asarray(counting(rank, 200_000))
+    total, parts = local(
+        strategy,
+        lambda: (context().all_reduce("SUM", x), context().all_gather(x[:2], 0)),
+    )
+    if rank:
+        total, parts = total.get(), parts.get()
+    check(
+        [
+            (total, sum(counting(r, 200_000) for r in range(size))),
+            (parts, np.concatenate([counting(r, 2) for r in range(size)])),
+        ]
+    )
+
+
+@mpi(min_size=2)
+@core
+def test_a_variable_that_differs_is_an_error_on_all_ranks(monkeypatch, rank):
+    monkeypatch.setenv("MPIDIST_IMPLEMENTATION", "staged" if rank else "direct")
+    for message in raises_everywhere(ValueError, mpidist.MPIStrategy):
+        assert "direct on rank 0 and staged on rank 1" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("", 4 * 2**20), ("0.5", 2**19), ("0", 64 * 1024)]
+)
+def test_the_size_of_pieces(monkeypatch, text, nbytes):
+    from mpidist._options import read_environment
+
+    monkeypatch.setenv("MPIDIST_STAGING_MB", text)
+    assert read_environment().staging_bytes == nbytes
