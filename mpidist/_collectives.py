@@ -33,6 +33,10 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _MOST_PLANS: Final = 1024
+_Compressed = tuple[str, bool]
+"""The format in which sums go between nodes, and whether errors are fed back."""
+
+_UNCOMPRESSED: Final[_Compressed] = ("none", False)
 _HAVE_MEMORY: Final = Call("all_gather, with memory for the result")
 
 
@@ -60,6 +64,12 @@ class _ArrayHead:
         return math.prod(self.shape) * int(self.dtype.itemsize)
 
 
+def describe_compression(compression: _Compressed) -> str:
+    """Return a text for the fingerprint of a call."""
+    scheme, feedback = compression
+    return f"compression={scheme}{' and error_feedback' if feedback else ''}"
+
+
 def timed(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Count the time that a verb takes in the statistics."""
 
@@ -82,7 +92,7 @@ class Collectives:
         options: CommunicationOptions,
         environment: Environment,
         device: _arrays.Device,
-        shared: _transports.SharedTransport | None = None,
+        shared: _transports.SharedTransport | _transports.OnePerNode | None = None,
     ) -> None:
         self.comm = comm
         self._shared = shared
@@ -94,6 +104,7 @@ class Collectives:
         self._buffers = _fusion.FlatBuffers()
         self._plans: dict[Any, _Plan] = {}
         self.transports = self._choose(options)
+        self.compression = self._compression_of(options)
 
     def _choose(self, options: CommunicationOptions) -> _transports.Transports:
         chosen = self._transports.get(options.implementation)
@@ -124,6 +135,31 @@ class Collectives:
                 "CommunicationOptions(guard=...))`"
             )
         return merged
+
+    def _compression_of(self, options: CommunicationOptions) -> _Compressed:
+        """Return what ``options`` and the environment say of compression.
+
+        Raises:
+            ValueError: where there is nothing that could compress.
+        """
+        scheme = options.compression
+        if scheme is None:
+            scheme = self._environment.compression
+        kind = options.implementation
+        if kind is CommunicationImplementation.AUTO:
+            kind = self._environment.implementation
+        if scheme == "none" or kind is CommunicationImplementation.DIRECT:
+            return _UNCOMPRESSED
+        if self.comm.num_nodes > 1 and self._shared is None:
+            raise ValueError(
+                f'compression="{scheme}" needs memory that the ranks of a node share: '
+                "room in /dev/shm, and `compression` or `CommunicationImplementation."
+                "SHARED` in the options with which all ranks make the strategy"
+            )
+        feedback = options.error_feedback
+        if feedback is None:
+            feedback = self._environment.error_feedback
+        return scheme, feedback
 
     def invalid(self, call: str, error: BaseException) -> NoReturn:
         """Raise ``error``, which this rank found in its arguments, on all ranks.
@@ -170,7 +206,14 @@ class Collectives:
                 )
             pairs = [_arrays.as_array(leaf, call) for leaf in leaves]
             arrays = [array for array, _ in pairs]
-            plan = self._plan(op, structure, arrays, call, merged.bytes_per_pack)
+            plan = self._plan(
+                op,
+                structure,
+                arrays,
+                call,
+                merged.bytes_per_pack,
+                None if options is None else self._compression_of(merged),
+            )
             # All memory before the agreement: who has none must say so.
             results = [
                 _arrays.empty_like(x, leaf.shape, leaf.reduction.result)
@@ -239,11 +282,14 @@ class Collectives:
         arrays: list[Any],
         call: str,
         bytes_per_pack: int,
+        compression: _Compressed | None = None,
     ) -> _Plan:
+        if compression is None:
+            compression = self.compression
         described = tuple(
             (x.dtype, x.shape, _arrays.is_device_array(x)) for x in arrays
         )
-        key = (op, structure, call, bytes_per_pack, described)
+        key = (op, structure, call, bytes_per_pack, compression, described)
         plan = self._plans.get(key)
         if plan is not None:
             return plan
@@ -258,6 +304,11 @@ class Collectives:
         if bytes_per_pack != self.options.bytes_per_pack:
             # The ranks must cut their buffers at the same places.
             text += f" with bytes_per_pack={bytes_per_pack}"
+        if compression != self.compression:
+            text += f" with {describe_compression(compression)}"
+        compress = None
+        if compression != _UNCOMPRESSED and self.comm.num_nodes > 1:
+            compress = functools.partial(_transports.Compression, *compression)
         if len({leaf.on_device for leaf in leaves}) > 1:
             # Likewise: what is on the GPU has buckets of its own.
             places = ["GPU" if leaf.on_device else "host" for leaf in leaves]
@@ -265,7 +316,7 @@ class Collectives:
         plan = _Plan(
             Call(f"{call} {op.name} {text}"),
             leaves,
-            _fusion.plan_buckets(leaves, room),
+            _fusion.plan_buckets(leaves, room, compress),
         )
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()

@@ -55,6 +55,16 @@ class Request(Protocol):
         """What it gives, once it has completed."""
 
 
+class Relay(Protocol):
+    """What carries headers and messages between nodes; as `Communicator` does."""
+
+    def start_header(self, words: list[int]) -> Request:
+        """Start the elementwise maximum of `WORDS` integers over all ranks."""
+
+    def start_message(self, data: bytes | None) -> Request:
+        """Start sending a message from rank 0, or waiting for it."""
+
+
 @dataclasses.dataclass
 class Traffic:
     """What a communicator was given to move, per rank.
@@ -96,12 +106,19 @@ class Traffic:
 class Communicator:
     """A private duplicate of an MPI communicator."""
 
-    def __init__(self, comm: Any, wait: Callable[[Request, str], None]) -> None:
+    def __init__(
+        self,
+        comm: Any,
+        wait: Callable[[Request, str], None],
+        simulated_nodes: int = 1,
+    ) -> None:
         """Duplicate ``comm``. Collective.
 
         Args:
             comm: an mpi4py intra-communicator.
             wait: called with the pending duplication and what it is.
+            simulated_nodes: how many nodes each machine plays, for tests. Where ranks
+                say different numbers the largest counts.
         """
         mpi = mpi_module()
         self._ops = {name: getattr(mpi, name) for name in ("SUM", "PROD", "MIN", "MAX")}
@@ -113,16 +130,29 @@ class Communicator:
         wait(self._comm.Ibarrier(), "MPIStrategy(...)")
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
-        node = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
+        machine = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
+        # On the machine, of which several nodes can be simulated (`local_...`).
+        self.machine_rank: int = machine.Get_rank()
+        self.machine_size: int = machine.Get_size()
+        machine.Free()
+        played = -self.all_min(-simulated_nodes)
+        self._plays_nodes = played > 1
+        self._node_color = self.machine_rank * played // self.machine_size
+        node = self._split_node()
         self.local_rank: int = node.Get_rank()
         self.local_size: int = node.Get_size()
         node.Free()
+        # The fewest ranks of a node, and the number of nodes: alike on all ranks.
+        self.smallest_node: int = self.all_min(self.local_size)
+        self.num_nodes: int = self.all_sum(int(self.local_rank == 0))
         self.host_name: str = mpi.Get_processor_name()
         self.chunk_elements = CHUNK_ELEMENTS
         self.traffic = Traffic()
         self.message_bytes = _MESSAGE_BYTES
         self._board: Board | None = None
+        self._relay: Relay | None = None
         self._windows: list[Any] = []
+        self._peers: list[Any] = []
 
     def free(self) -> None:
         """Give the communicator, and what it shares, back to MPI. Collective."""
@@ -131,7 +161,36 @@ class Communicator:
             window.Unlock_all()
             window.Free()
         self._windows = []
+        for peers in self._peers:
+            peers.Free()
+        self._peers = []
         self._comm.Free()
+
+    # --- nodes ------------------------------------------------------------------
+
+    def _split_node(self) -> Any:
+        """Return a communicator of the ranks of this node. Collective."""
+        machine = self._comm.Split_type(mpi_module().COMM_TYPE_SHARED)
+        if not self._plays_nodes:
+            return machine
+        node = machine.Split(self._node_color, self.machine_rank)
+        machine.Free()
+        return node
+
+    def split_peers(self) -> Peers | None:
+        """Return the ranks that have this rank's `local_rank`. Collective.
+
+        There is one of each node, in the order of the ranks, so rank 0 is the first of
+        its own. None where some node has no such rank. It is freed with this one.
+        """
+        mpi = mpi_module()
+        slot = self.local_rank
+        has_peers = slot < self.smallest_node
+        peers = self._comm.Split(slot if has_peers else mpi.UNDEFINED, self.rank)
+        if not has_peers:
+            return None
+        self._peers.append(peers)
+        return Peers(peers, self._ops)
 
     # --- memory that the ranks of a node share ----------------------------------
 
@@ -147,7 +206,7 @@ class Communicator:
             For each rank of the node, in its order, an array of uint8.
         """
         mpi = mpi_module()
-        node = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
+        node = self._split_node()
         window = mpi.Win.Allocate_shared(nbytes, 1, comm=node)
         self._windows.append(window)
         window.Lock_all(mpi.MODE_NOCHECK)
@@ -174,10 +233,20 @@ class Communicator:
         self._board = board
         self.message_bytes = MESSAGE_BYTES
 
+    def use_relay(self, relay: Relay) -> None:
+        """Exchange headers and messages through the first ranks of the nodes."""
+        self._relay = relay
+
     def all_min(self, number: int) -> int:
         """Return the smallest number of all ranks."""
         receive = np.zeros(1, np.int64)
         self._comm.Allreduce(np.array([number], np.int64), receive, self._ops["MIN"])
+        return int(receive[0])
+
+    def all_sum(self, number: int) -> int:
+        """Return the sum of a number of each rank."""
+        receive = np.zeros(1, np.int64)
+        self._comm.Allreduce(np.array([number], np.int64), receive, self._ops["SUM"])
         return int(receive[0])
 
     # --- reductions -----------------------------------------------------------
@@ -313,9 +382,9 @@ class Communicator:
         """Start the elementwise maximum of `WORDS` integers over all ranks."""
         if self._board is not None:
             return self._board.start_header(words)
-        send, receive = np.array(words, np.int64), np.empty(WORDS, np.int64)
-        request = self._comm.Iallreduce(send, receive, self._ops["MAX"])
-        return _Pending(request, receive.tolist, (send, receive))
+        if self._relay is not None:
+            return self._relay.start_header(words)
+        return _start_max(self._comm, words, self._ops["MAX"])
 
     def start_message(self, data: bytes | None) -> Request:
         """Start sending at most `message_bytes` from rank 0 to all.
@@ -325,19 +394,10 @@ class Communicator:
         """
         if self._board is not None:
             return self._board.start_message(data)
-        buffer = np.zeros(_MESSAGE_HEAD + _MESSAGE_BYTES, np.uint8)
-        if data is not None:
-            buffer[:_MESSAGE_HEAD].view(np.int64)[0] = len(data)
-            buffer[_MESSAGE_HEAD : _MESSAGE_HEAD + len(data)] = np.frombuffer(
-                data, np.uint8
-            )
-
-        def read() -> bytes:
-            size = int(buffer[:_MESSAGE_HEAD].view(np.int64)[0])
-            return buffer[_MESSAGE_HEAD : _MESSAGE_HEAD + size].tobytes()
-
-        self.traffic.count("Ibcast", buffer.nbytes)
-        return _Pending(self._comm.Ibcast(buffer, 0), read, buffer)
+        if self._relay is not None:
+            return self._relay.start_message(data)
+        self.traffic.count("Ibcast", _MESSAGE_HEAD + _MESSAGE_BYTES)
+        return _start_broadcast(self._comm, data)
 
     def post_notice(self, data: bytes, receiver: int) -> Request:
         """Send a small message to one rank without waiting for it to look."""
@@ -358,6 +418,63 @@ class Communicator:
         data = np.empty(status.Get_count(mpi.BYTE), np.uint8)
         self._comm.Recv(data, status.Get_source(), NOTICE_TAG)
         return data.tobytes()
+
+
+def _start_max(comm: Any, words: list[int], largest: Any) -> _Pending:
+    send, receive = np.array(words, np.int64), np.empty(WORDS, np.int64)
+    request = comm.Iallreduce(send, receive, largest)
+    return _Pending(request, receive.tolist, (send, receive))
+
+
+def _start_broadcast(comm: Any, data: bytes | None) -> _Pending:
+    buffer = np.zeros(_MESSAGE_HEAD + _MESSAGE_BYTES, np.uint8)
+    if data is not None:
+        buffer[:_MESSAGE_HEAD].view(np.int64)[0] = len(data)
+        buffer[_MESSAGE_HEAD : _MESSAGE_HEAD + len(data)] = np.frombuffer(
+            data, np.uint8
+        )
+
+    def read() -> bytes:
+        size = int(buffer[:_MESSAGE_HEAD].view(np.int64)[0])
+        return buffer[_MESSAGE_HEAD : _MESSAGE_HEAD + size].tobytes()
+
+    return _Pending(comm.Ibcast(buffer, 0), read, buffer)
+
+
+class Peers:
+    """The ranks of the same number on their nodes, one of each node.
+
+    Attributes:
+        rank: the number of this rank's node.
+        size: the number of nodes.
+    """
+
+    def __init__(self, comm: Any, ops: dict[str, Any]) -> None:
+        self._comm = comm
+        self._ops = ops
+        self._in_place = mpi_module().IN_PLACE
+        self.rank: int = comm.Get_rank()
+        self.size: int = comm.Get_size()
+
+    def allreduce_in_place(self, buffer: Buffer, op: MPIOp) -> None:
+        """Reduce ``buffer`` of all peers into itself; at most `CHUNK_ELEMENTS`."""
+        self._comm.Allreduce(self._in_place, buffer, self._ops[op])
+
+    def exchange(self, send: Buffer, receive: Buffer) -> None:
+        """Send the k-th part of the bytes to peer k, and get one from each."""
+        self._comm.Alltoall(send, receive)
+
+    def all_gather(self, send: Buffer, receive: Buffer) -> None:
+        """Concatenate (equally many) bytes of the peers, on all of them."""
+        self._comm.Allgather(send, receive)
+
+    def start_header(self, words: list[int]) -> Request:
+        """Start the elementwise maximum of `WORDS` integers."""
+        return _start_max(self._comm, words, self._ops["MAX"])
+
+    def start_message(self, data: bytes | None) -> Request:
+        """Start sending a message from the first peer, or waiting for it."""
+        return _start_broadcast(self._comm, data)
 
 
 class _Pending:
@@ -389,8 +506,9 @@ class SelfCommunicator:
 
     rank = 0
     size = 1
-    local_rank = 0
-    local_size = 1
+    local_rank = machine_rank = 0
+    local_size = machine_size = 1
+    num_nodes = smallest_node = 1
     host_name = "localhost"
     message_bytes = _MESSAGE_BYTES
 
@@ -536,12 +654,12 @@ def local_rank(communicator: Communicator) -> int:
     A communicator of all ranks knows it; for one of some of them, launchers say it.
     """
     if communicator.size == world_size():
-        return communicator.local_rank
+        return communicator.machine_rank
     for name in _LOCAL_RANK_VARIABLES:
         value = os.environ.get(name, "")
         if value.isdigit():
             return int(value)
-    return communicator.local_rank
+    return communicator.machine_rank
 
 
 def abort(code: int) -> None:

@@ -51,7 +51,13 @@ FOLDERS = {
         ["_preemption"],
         ["__init__"],
     ],
-    "_transports": [["_direct"], ["_shared", "_staged"], ["__init__"]],
+    "_transports": [
+        ["_compression", "_relay"],
+        ["_direct"],
+        ["_shared", "_staged"],
+        ["_nodes"],
+        ["__init__"],
+    ],
     "optimizers": [
         ["_arguments", "_clipping", "_schedules"],
         ["_reduction"],

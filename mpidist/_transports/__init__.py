@@ -12,15 +12,19 @@ from typing import Any
 from mpidist import _arrays
 from mpidist._comm import AnyCommunicator, query_cuda_support
 from mpidist._options import CommunicationImplementation, Environment
+from mpidist._transports._compression import Compression
 from mpidist._transports._direct import DirectTransport
+from mpidist._transports._nodes import OnePerNode
+from mpidist._transports._nodes import set_up as set_up_shared
 from mpidist._transports._shared import SharedTransport
-from mpidist._transports._shared import set_up as set_up_shared
 from mpidist._transports._staged import StagedTransport
 
 Transport = DirectTransport | StagedTransport
 
 __all__ = [
+    "Compression",
     "DirectTransport",
+    "OnePerNode",
     "SharedTransport",
     "StagedTransport",
     "Transport",
@@ -48,7 +52,7 @@ def choose(
     implementation: CommunicationImplementation,
     environment: Environment,
     device: _arrays.Device,
-    shared: SharedTransport | None,
+    shared: SharedTransport | OnePerNode | None,
 ) -> Transports:
     """Pick the transports, and say why.
 
@@ -75,9 +79,8 @@ def choose(
         and comm.size > 1
     ):
         raise ValueError(
-            "MPIStrategy: `CommunicationImplementation.SHARED` needs all ranks on one "
-            "node, room in /dev/shm, and to be asked for on all ranks when the "
-            "strategy is made; write AUTO"
+            "MPIStrategy: `CommunicationImplementation.SHARED` needs room in /dev/shm, "
+            "and to be asked for on all ranks when the strategy is made; write AUTO"
         )
     direct = DirectTransport(comm)
     host: DirectTransport = direct if shared is None else shared

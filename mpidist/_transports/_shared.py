@@ -16,7 +16,8 @@ Why two of each area are enough: a rank writes piece k + 2 when it has seen the 
 of piece k + 1, so all have reduced k. The result of k + 2 is written when all have
 copied k + 2 in, before which they have copied k out.
 
-It is for strategies whose ranks are all on one node, and off unless it is asked for
+This is for strategies whose ranks are all on one node (for several see `_nodes`), and
+off unless it is asked for
 (`CommunicationImplementation.SHARED`, or ``MPIDIST_IMPLEMENTATION``).
 """
 
@@ -73,7 +74,8 @@ class SharedTransport(DirectTransport):
             fence=None if strong else comm.fence,
             progress=comm.progress,
         )
-        comm.use_board(self.board)
+        if comm.num_nodes == 1:
+            comm.use_board(self.board)
         start = board_module.BYTES
         self._small = [_pair(part, start, _SMALL_BYTES) for part in parts]
         start += 2 * _SMALL_BYTES

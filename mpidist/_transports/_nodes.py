@@ -1,0 +1,240 @@
+"""Reductions over several nodes, each with memory that its ranks share.
+
+A piece goes through the window as on one node (`SharedTransport`), with one more step:
+when a rank has reduced its slice over its node, it all-reduces the slice with the ranks
+of the same number on the other nodes (its *peers*: one communicator per number), into
+the result area of its node. So all ranks of a node send at the same time, each a part.
+
+Where nodes have different numbers of ranks, there are as many slices across nodes as
+the smallest node has ranks. The ranks of a larger node first reduce slices of their own
+over the node, all of them, and tick once more before the slices across nodes go out.
+
+Small arrays: every rank copies its array in; the first rank of each node, the *leader*,
+reduces them all, all-reduces with the other leaders, and writes the result.
+
+Order of summation: within a node that of its ranks. The sums of the nodes are added in
+the order that MPI takes for them: with two nodes there is one; with more it depends on
+the number of nodes and the size of the piece, and is the same in every run. All ranks
+have the same bits. With compression it is the order of the nodes.
+
+Where every node has one rank there is nothing to share: `OnePerNode` is
+`DirectTransport`, but for compression.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from mpidist._comm import Communicator, MPIOp
+from mpidist._transports import _shared
+from mpidist._transports._compression import compresses
+from mpidist._transports._direct import DirectTransport
+from mpidist._transports._relay import LeaderRelay
+from mpidist._transports._shared import SharedTransport
+
+_SMALL_BYTES: Final = 32 * 1024
+_PIECE_BYTES: Final = 4 * 2**20
+_LINE: Final = 64
+
+
+class NodesTransport(SharedTransport):
+    """All-reduces host arrays through the windows of the nodes."""
+
+    def __init__(self, comm: Communicator, area_bytes: int, *, crowded: bool) -> None:
+        """Make the window and the communicators. Collective."""
+        super().__init__(comm, area_bytes, crowded=crowded)
+        self._peers = comm.split_peers()
+        leader = self._me == 0
+        comm.use_relay(LeaderRelay(self.board, self._peers if leader else None))
+        self._slices = comm.smallest_node
+
+    def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
+        """Reduce ``send`` of all ranks into ``receive``."""
+        if send.size == 0:
+            return
+        self.comm.traffic.count("Allreduce", send.nbytes)
+        if send.nbytes <= _SMALL_BYTES:
+            self._reduce_by_leaders(send, receive, op)
+        else:
+            self._reduce_by_slices(send, receive, op)
+
+    def reduce_packed(self, packed: Any, op: MPIOp) -> Any:
+        """Reduce what was packed; return the result, to be read before the next."""
+        self.comm.traffic.count("Allreduce", packed.nbytes)
+        self.board.step()
+        result = self._result(packed)
+        self._reduce_piece(None, result, op, compresses(op, packed))
+        self.board.step()
+        return result
+
+    def _reduce_by_leaders(self, send: Any, receive: Any, op: MPIOp) -> None:
+        self._turn ^= 1
+        board, turn, result = self.board, self._turn, self._result(send)
+        if self._me:
+            self._inputs[self._me][turn][: send.nbytes].view(send.dtype)[...] = send
+            # One tick for the copy, and one for the result: the leader's comes last.
+            board.tick()
+            board.tick()
+            board.wait()
+            receive[...] = result
+            return
+        board.step()
+        combine = _shared._COMBINE[op]
+        total = send
+        for pair in self._inputs[1:]:
+            part = pair[turn][: send.nbytes].view(send.dtype)
+            combine(total, part, out=receive)
+            total = receive
+        if self._ranks == 1:
+            receive[...] = send
+        if self._peers is not None:
+            self._peers.allreduce_in_place(receive, op)
+        result[...] = receive
+        board.tick()
+
+    def _reduce_by_slices(self, send: Any, receive: Any, op: MPIOp) -> None:
+        compressed = compresses(op, send)
+        room = min(self.area_bytes, _PIECE_BYTES) // send.dtype.itemsize
+        if send.size < 2 * room:  # two pieces of one size overlap better
+            half = -(-send.size // 2)
+            room = max(room // 4, min(room, -(-half // _LINE) * _LINE))
+        before: tuple[Any, Any] | None = None
+        for start in range(0, send.size, room):
+            source = send[start : start + room]
+            self._turn ^= 1
+            self._copy_in(source)
+            if before is not None:
+                self._copy_out(*before)
+            self.board.step()
+            result = self._result(source)
+            self._reduce_piece(source, result, op, compressed)
+            self.board.tick()
+            before = receive[start : start + room], result
+        if before is not None:
+            self._copy_out(*before)
+
+    def _copy_out(self, target: Any, result: Any) -> None:
+        self.board.wait()
+        target[...] = result
+
+    def _result(self, like: Any) -> Any:
+        return self._results[self._turn][: like.nbytes].view(like.dtype)
+
+    def _reduce_piece(
+        self, source: Any, result: Any, op: MPIOp, compressed: bool
+    ) -> None:
+        """Reduce this rank's slices of a piece that all ranks of the node have.
+
+        Args:
+            source: this rank's piece; None: it is in its input area.
+            result: where it goes, for all of the node.
+            op: the operation.
+            compressed: whether the slices may be compressed.
+        """
+        self._reduce_on_node(source, result, op)
+        if self._ranks > self._slices:
+            self.board.step()  # the slices of other ranks are in the one across nodes
+        if self._peers is None:
+            return
+        first, last = self._bounds(result, self._slices)
+        if first == last:
+            return
+        part = result[first:last]
+        if compressed and self.compression is not None:
+            self.compression.allreduce(self._peers, part)
+        else:
+            self._peers.allreduce_in_place(part, op)
+
+    def _reduce_on_node(self, source: Any, result: Any, op: MPIOp) -> None:
+        first, last = self._bounds(result, self._ranks)
+        if first == last:
+            return
+        turn, size = self._turn, result.dtype.itemsize
+        parts = [
+            pair[turn][first * size : last * size].view(result.dtype)
+            for pair in self._inputs
+        ]
+        if source is not None:
+            parts[self._me] = source[first:last]
+        out = result[first:last]
+        if len(parts) == 1:
+            out[...] = parts[0]
+            return
+        combine = _shared._COMBINE[op]
+        combine(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            combine(out, part, out=out)
+
+    def _copy_in(self, source: Any) -> None:
+        """Copy a piece to where the others read it, but for this rank's own slice."""
+        first, last = self._bounds(source, self._ranks)
+        area = self._inputs[self._me][self._turn][: source.nbytes].view(source.dtype)
+        area[:first] = source[:first]
+        area[last:] = source[last:]
+
+    def _bounds(self, piece: Any, slices: int) -> tuple[int, int]:
+        """Return where this rank's slice of a piece begins and ends, on cache lines."""
+        line = max(1, _LINE // piece.dtype.itemsize)
+        lines = -(-piece.size // line)
+        first = lines * self._me // slices * line
+        last = lines * (self._me + 1) // slices * line
+        return min(first, piece.size), min(last, piece.size)
+
+
+class OnePerNode(DirectTransport):
+    """MPI on the buffer as it stands, or compressed: every node has one rank.
+
+    Attributes:
+        area_bytes: no limit to what is packed.
+    """
+
+    area_bytes = 2**62
+
+    def __init__(self, comm: Communicator) -> None:
+        """Make the communicator. Collective."""
+        super().__init__(comm)
+        self._peers = comm.split_peers()
+
+    def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
+        """Reduce ``send`` of all ranks into ``receive``."""
+        compression = self.compression
+        if compression is None or not compresses(op, send) or self._peers is None:
+            super().allreduce(send, receive, op)
+            return
+        self.comm.traffic.count("Allreduce", send.nbytes)
+        if receive is not send:
+            receive[...] = send
+        room = _PIECE_BYTES // send.dtype.itemsize
+        for start in range(0, send.size, room):
+            compression.allreduce(self._peers, receive[start : start + room])
+
+    def allreduce_in_place(self, buffer: Any, op: MPIOp) -> None:
+        """Reduce ``buffer`` of all ranks into itself."""
+        compression = self.compression
+        if compression is None or not compresses(op, buffer):
+            super().allreduce_in_place(buffer, op)
+        else:
+            self.allreduce(buffer, buffer, op)
+
+
+def set_up(
+    comm: Communicator, *, wanted: bool, crowded: bool
+) -> SharedTransport | OnePerNode | None:
+    """Make what reduces host arrays, where all ranks want it, and can. Collective.
+
+    Args:
+        comm: the ranks.
+        wanted: whether this rank wants memory that ranks share, or compression.
+        crowded: whether this machine has more ranks than cores.
+
+    Returns:
+        None where all that is left is `DirectTransport`.
+    """
+    if comm.num_nodes == 1:
+        return _shared.set_up(comm, wanted=wanted, crowded=crowded)
+    if comm.num_nodes == comm.size:
+        return OnePerNode(comm) if comm.all_min(int(wanted)) else None
+    area = comm.all_min(_shared._area_bytes(comm.machine_size) if wanted else 0)
+    if area < _shared._SMALLEST_AREA:
+        return None
+    return NodesTransport(comm, area, crowded=crowded)
