@@ -92,7 +92,7 @@ class Collectives:
         options: CommunicationOptions,
         environment: Environment,
         device: _arrays.Device,
-        shared: _transports.SharedTransport | _transports.OnePerNode | None = None,
+        shared: _transports.DirectTransport | None = None,
     ) -> None:
         self.comm = comm
         self._shared = shared
@@ -206,14 +206,7 @@ class Collectives:
                 )
             pairs = [_arrays.as_array(leaf, call) for leaf in leaves]
             arrays = [array for array, _ in pairs]
-            plan = self._plan(
-                op,
-                structure,
-                arrays,
-                call,
-                merged.bytes_per_pack,
-                None if options is None else self._compression_of(merged),
-            )
+            plan = self._plan(op, structure, arrays, call, merged)
             # All memory before the agreement: who has none must say so.
             results = [
                 _arrays.empty_like(x, leaf.shape, leaf.reduction.result)
@@ -281,11 +274,12 @@ class Collectives:
         structure: _nest.Structure,
         arrays: list[Any],
         call: str,
-        bytes_per_pack: int,
-        compression: _Compressed | None = None,
+        options: CommunicationOptions,
     ) -> _Plan:
-        if compression is None:
-            compression = self.compression
+        bytes_per_pack = options.bytes_per_pack
+        compression = self.compression
+        if options is not self.options:
+            compression = self._compression_of(options)
         described = tuple(
             (x.dtype, x.shape, _arrays.is_device_array(x)) for x in arrays
         )
@@ -298,7 +292,7 @@ class Collectives:
             for dtype, shape, on_device in described
         ]
         room = bytes_per_pack or self._environment.bytes_per_pack
-        if self._shared is not None:
+        if isinstance(self._shared, _transports.SharedTransport):
             room = min(room, self._shared.area_bytes)  # packed into the window
         text = structure.render([_arrays.describe(x) for x in arrays])
         if bytes_per_pack != self.options.bytes_per_pack:

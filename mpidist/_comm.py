@@ -55,16 +55,6 @@ class Request(Protocol):
         """What it gives, once it has completed."""
 
 
-class Relay(Protocol):
-    """What carries headers and messages between nodes; as `Communicator` does."""
-
-    def start_header(self, words: list[int]) -> Request:
-        """Start the elementwise maximum of `WORDS` integers over all ranks."""
-
-    def start_message(self, data: bytes | None) -> Request:
-        """Start sending a message from rank 0, or waiting for it."""
-
-
 @dataclasses.dataclass
 class Traffic:
     """What a communicator was given to move, per rank.
@@ -150,7 +140,6 @@ class Communicator:
         self.traffic = Traffic()
         self.message_bytes = _MESSAGE_BYTES
         self._board: Board | None = None
-        self._relay: Relay | None = None
         self._windows: list[Any] = []
         self._peers: list[Any] = []
 
@@ -232,10 +221,6 @@ class Communicator:
         """Exchange headers and messages over a board from now on."""
         self._board = board
         self.message_bytes = MESSAGE_BYTES
-
-    def use_relay(self, relay: Relay) -> None:
-        """Exchange headers and messages through the first ranks of the nodes."""
-        self._relay = relay
 
     def all_min(self, number: int) -> int:
         """Return the smallest number of all ranks."""
@@ -382,9 +367,9 @@ class Communicator:
         """Start the elementwise maximum of `WORDS` integers over all ranks."""
         if self._board is not None:
             return self._board.start_header(words)
-        if self._relay is not None:
-            return self._relay.start_header(words)
-        return _start_max(self._comm, words, self._ops["MAX"])
+        send, receive = np.array(words, np.int64), np.empty(WORDS, np.int64)
+        request = self._comm.Iallreduce(send, receive, self._ops["MAX"])
+        return _Pending(request, receive.tolist, (send, receive))
 
     def start_message(self, data: bytes | None) -> Request:
         """Start sending at most `message_bytes` from rank 0 to all.
@@ -394,10 +379,19 @@ class Communicator:
         """
         if self._board is not None:
             return self._board.start_message(data)
-        if self._relay is not None:
-            return self._relay.start_message(data)
-        self.traffic.count("Ibcast", _MESSAGE_HEAD + _MESSAGE_BYTES)
-        return _start_broadcast(self._comm, data)
+        buffer = np.zeros(_MESSAGE_HEAD + _MESSAGE_BYTES, np.uint8)
+        if data is not None:
+            buffer[:_MESSAGE_HEAD].view(np.int64)[0] = len(data)
+            buffer[_MESSAGE_HEAD : _MESSAGE_HEAD + len(data)] = np.frombuffer(
+                data, np.uint8
+            )
+
+        def read() -> bytes:
+            size = int(buffer[:_MESSAGE_HEAD].view(np.int64)[0])
+            return buffer[_MESSAGE_HEAD : _MESSAGE_HEAD + size].tobytes()
+
+        self.traffic.count("Ibcast", buffer.nbytes)
+        return _Pending(self._comm.Ibcast(buffer, 0), read, buffer)
 
     def post_notice(self, data: bytes, receiver: int) -> Request:
         """Send a small message to one rank without waiting for it to look."""
@@ -418,27 +412,6 @@ class Communicator:
         data = np.empty(status.Get_count(mpi.BYTE), np.uint8)
         self._comm.Recv(data, status.Get_source(), NOTICE_TAG)
         return data.tobytes()
-
-
-def _start_max(comm: Any, words: list[int], largest: Any) -> _Pending:
-    send, receive = np.array(words, np.int64), np.empty(WORDS, np.int64)
-    request = comm.Iallreduce(send, receive, largest)
-    return _Pending(request, receive.tolist, (send, receive))
-
-
-def _start_broadcast(comm: Any, data: bytes | None) -> _Pending:
-    buffer = np.zeros(_MESSAGE_HEAD + _MESSAGE_BYTES, np.uint8)
-    if data is not None:
-        buffer[:_MESSAGE_HEAD].view(np.int64)[0] = len(data)
-        buffer[_MESSAGE_HEAD : _MESSAGE_HEAD + len(data)] = np.frombuffer(
-            data, np.uint8
-        )
-
-    def read() -> bytes:
-        size = int(buffer[:_MESSAGE_HEAD].view(np.int64)[0])
-        return buffer[_MESSAGE_HEAD : _MESSAGE_HEAD + size].tobytes()
-
-    return _Pending(comm.Ibcast(buffer, 0), read, buffer)
 
 
 class Peers:
@@ -467,14 +440,6 @@ class Peers:
     def all_gather(self, send: Buffer, receive: Buffer) -> None:
         """Concatenate (equally many) bytes of the peers, on all of them."""
         self._comm.Allgather(send, receive)
-
-    def start_header(self, words: list[int]) -> Request:
-        """Start the elementwise maximum of `WORDS` integers."""
-        return _start_max(self._comm, words, self._ops["MAX"])
-
-    def start_message(self, data: bytes | None) -> Request:
-        """Start sending a message from the first peer, or waiting for it."""
-        return _start_broadcast(self._comm, data)
 
 
 class _Pending:

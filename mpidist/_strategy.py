@@ -546,7 +546,7 @@ def _make_collectives(
     environment: Environment,
     enabled: bool,
     cross_device_ops: object,
-    shared: _transports.SharedTransport | _transports.OnePerNode | None,
+    shared: _transports.DirectTransport | None,
 ) -> Collectives:
     """Check the arguments of MPIStrategy on all ranks, and build its verbs."""
     try:

@@ -52,7 +52,7 @@ FOLDERS = {
         ["__init__"],
     ],
     "_transports": [
-        ["_compression", "_relay"],
+        ["_compression"],
         ["_direct"],
         ["_shared", "_staged"],
         ["_nodes"],

@@ -14,7 +14,6 @@ from mpidist._comm import AnyCommunicator, query_cuda_support
 from mpidist._options import CommunicationImplementation, Environment
 from mpidist._transports._compression import Compression
 from mpidist._transports._direct import DirectTransport
-from mpidist._transports._nodes import OnePerNode
 from mpidist._transports._nodes import set_up as set_up_shared
 from mpidist._transports._shared import SharedTransport
 from mpidist._transports._staged import StagedTransport
@@ -24,7 +23,6 @@ Transport = DirectTransport | StagedTransport
 __all__ = [
     "Compression",
     "DirectTransport",
-    "OnePerNode",
     "SharedTransport",
     "StagedTransport",
     "Transport",
@@ -52,7 +50,7 @@ def choose(
     implementation: CommunicationImplementation,
     environment: Environment,
     device: _arrays.Device,
-    shared: SharedTransport | OnePerNode | None,
+    shared: DirectTransport | None,
 ) -> Transports:
     """Pick the transports, and say why.
 

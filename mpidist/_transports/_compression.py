@@ -53,8 +53,8 @@ class Codec(Protocol):
     def scale_exponent(self, exponent: int, itemsize: int) -> int:
         """Return the power of two to scale by, for a largest below 2**exponent."""
 
-    def encode(self, x: Any, out: Any) -> None:
-        """Round floats into ``out`` (uint16)."""
+    def encode(self, x: Any, out: Any, *, finite: bool) -> None:
+        """Round floats into ``out`` (uint16); ``finite``: none of them is NaN."""
 
     def decode(self, halves: Any, out: Any) -> None:
         """Write uint16 as floats into ``out``."""
@@ -65,7 +65,7 @@ class _Fp16:
         limit = _MOST_SCALE[itemsize]
         return min(max(_TOP - exponent, -limit), limit)
 
-    def encode(self, x: Any, out: Any) -> None:
+    def encode(self, x: Any, out: Any, *, finite: bool) -> None:
         out.view(np.float16)[...] = x
 
     def decode(self, halves: Any, out: Any) -> None:
@@ -79,17 +79,16 @@ class _Bf16:
         limit = _MOST_SCALE[itemsize]
         return min(max(_TOP - exponent, -limit), limit)
 
-    def encode(self, x: Any, out: Any) -> None:
+    def encode(self, x: Any, out: Any, *, finite: bool) -> None:
         bits = x.astype(np.float32, copy=False).view(np.uint32)
         rounded = bits >> 16
-        rounded &= 1
-        rounded += 0x7FFF
+        rounded &= 1  # the last bit that stays: ties go to even
         rounded += bits
+        rounded += 0x7FFF
         rounded >>= 16
         out[...] = rounded
-        missing = np.isnan(x)
-        if missing.any():  # rounding up may have carried into the sign
-            out[missing] = 0x7FC0
+        if not finite:  # rounding may have carried a NaN into the sign
+            out[np.isnan(x)] = 0x7FC0
 
     def decode(self, halves: Any, out: Any) -> None:
         bits = halves.astype(np.uint32)
@@ -108,13 +107,15 @@ def encode(codec: Codec, x: Any, packet: Any) -> None:
         x: float32 or float64, one-dimensional.
         packet: uint8, `packet_bytes` of it, aligned to 8 bytes.
     """
-    exponent = codec.scale_exponent(_exponent(x), x.itemsize) if x.size else 0
+    exponent, finite = _exponent(x) if x.size else (0, True)
+    exponent = codec.scale_exponent(exponent, x.itemsize)
     packet[:_HEAD_BYTES].view(np.int64)[0] = exponent
     scale = x.dtype.type(2.0**exponent)
     halves = packet[_HEAD_BYTES : _HEAD_BYTES + 2 * x.size].view(np.uint16)
     for i in range(0, x.size, _BLOCK):
         part = x[i : i + _BLOCK]
-        codec.encode(part if exponent == 0 else part * scale, halves[i : i + _BLOCK])
+        scaled = part * scale if exponent else part
+        codec.encode(scaled, halves[i : i + _BLOCK], finite=finite)
 
 
 def decode(codec: Codec, packet: Any, out: Any) -> None:
@@ -139,12 +140,13 @@ def packet_bytes(count: int) -> int:
     return _HEAD_BYTES + (2 * count + 7) // 8 * 8
 
 
-def _exponent(x: Any) -> int:
-    """Return e where the largest finite absolute value is below 2**e, and not half."""
-    largest = max(float(x.max()), -float(x.min()))
-    if not math.isfinite(largest):
+def _exponent(x: Any) -> tuple[int, bool]:
+    """Return e, the largest finite number being below 2**e, and if all are finite."""
+    largest = max(float(x.max()), -float(x.min()))  # NaN, where there is one
+    finite = math.isfinite(largest)
+    if not finite:
         largest = float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
-    return math.frexp(largest)[1] if largest else 0
+    return math.frexp(largest)[1] if largest else 0, finite
 
 
 class Compression:

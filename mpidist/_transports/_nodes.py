@@ -23,53 +23,83 @@ Where every node has one rank there is nothing to share: `OnePerNode` is
 
 from __future__ import annotations
 
+import os
 from typing import Any, Final
 
+import numpy as np
+
+from mpidist import _board as board_module
+from mpidist._board import Board
 from mpidist._comm import Communicator, MPIOp
 from mpidist._transports import _shared
 from mpidist._transports._compression import compresses
 from mpidist._transports._direct import DirectTransport
-from mpidist._transports._relay import LeaderRelay
-from mpidist._transports._shared import SharedTransport
 
-_SMALL_BYTES: Final = 32 * 1024
+_BY_MPI_BYTES: Final = 4 * 1024
+_BY_LEADERS_BYTES: Final = 32 * 1024
 _PIECE_BYTES: Final = 4 * 2**20
 _LINE: Final = 64
 
+_COMBINE: Final[dict[str, Any]] = {
+    "SUM": np.add,
+    "PROD": np.multiply,
+    "MIN": np.minimum,
+    "MAX": np.maximum,
+}
 
-class NodesTransport(SharedTransport):
+
+class NodesTransport(DirectTransport):
     """All-reduces host arrays through the windows of the nodes."""
+
+    name = "shared"
 
     def __init__(self, comm: Communicator, area_bytes: int, *, crowded: bool) -> None:
         """Make the window and the communicators. Collective."""
-        super().__init__(comm, area_bytes, crowded=crowded)
-        self._peers = comm.split_peers()
-        leader = self._me == 0
-        comm.use_relay(LeaderRelay(self.board, self._peers if leader else None))
+        super().__init__(comm)
+        self.comm: Communicator = comm
+        self._me = comm.local_rank
+        self._ranks = comm.local_size
         self._slices = comm.smallest_node
+        self._area_bytes = area_bytes
+        head = board_module.BYTES
+        own = head + 2 * area_bytes + (0 if self._me else 2 * area_bytes)
+        parts = comm.share_memory(own, head)
+        strong = os.uname().machine in ("x86_64", "i686", "AMD64")
+        self._board = Board(
+            [part[:head] for part in parts],
+            self._me,
+            crowded=crowded,
+            fence=None if strong else comm.fence,
+            progress=comm.progress,
+        )
+        self._inputs = [_pair(part, head, area_bytes) for part in parts]
+        self._results = _pair(parts[0], head + 2 * area_bytes, area_bytes)
+        self._turn = 0
+        self._peers = comm.split_peers()
 
     def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
         """Reduce ``send`` of all ranks into ``receive``."""
         if send.size == 0:
             return
+        if send.nbytes <= _BY_MPI_BYTES:
+            super().allreduce(send, receive, op)
+            return
         self.comm.traffic.count("Allreduce", send.nbytes)
-        if send.nbytes <= _SMALL_BYTES:
+        if send.nbytes <= _BY_LEADERS_BYTES:
             self._reduce_by_leaders(send, receive, op)
         else:
             self._reduce_by_slices(send, receive, op)
 
-    def reduce_packed(self, packed: Any, op: MPIOp) -> Any:
-        """Reduce what was packed; return the result, to be read before the next."""
-        self.comm.traffic.count("Allreduce", packed.nbytes)
-        self.board.step()
-        result = self._result(packed)
-        self._reduce_piece(None, result, op, compresses(op, packed))
-        self.board.step()
-        return result
+    def allreduce_in_place(self, buffer: Any, op: MPIOp) -> None:
+        """Reduce ``buffer`` of all ranks into itself."""
+        if buffer.nbytes <= _BY_MPI_BYTES:
+            super().allreduce_in_place(buffer, op)  # which MPI calls another call
+        else:
+            self.allreduce(buffer, buffer, op)
 
     def _reduce_by_leaders(self, send: Any, receive: Any, op: MPIOp) -> None:
         self._turn ^= 1
-        board, turn, result = self.board, self._turn, self._result(send)
+        board, turn, result = self._board, self._turn, self._result(send)
         if self._me:
             self._inputs[self._me][turn][: send.nbytes].view(send.dtype)[...] = send
             # One tick for the copy, and one for the result: the leader's comes last.
@@ -79,7 +109,7 @@ class NodesTransport(SharedTransport):
             receive[...] = result
             return
         board.step()
-        combine = _shared._COMBINE[op]
+        combine = _COMBINE[op]
         total = send
         for pair in self._inputs[1:]:
             part = pair[turn][: send.nbytes].view(send.dtype)
@@ -94,7 +124,7 @@ class NodesTransport(SharedTransport):
 
     def _reduce_by_slices(self, send: Any, receive: Any, op: MPIOp) -> None:
         compressed = compresses(op, send)
-        room = min(self.area_bytes, _PIECE_BYTES) // send.dtype.itemsize
+        room = min(self._area_bytes, _PIECE_BYTES) // send.dtype.itemsize
         if send.size < 2 * room:  # two pieces of one size overlap better
             half = -(-send.size // 2)
             room = max(room // 4, min(room, -(-half // _LINE) * _LINE))
@@ -105,16 +135,16 @@ class NodesTransport(SharedTransport):
             self._copy_in(source)
             if before is not None:
                 self._copy_out(*before)
-            self.board.step()
+            self._board.step()
             result = self._result(source)
             self._reduce_piece(source, result, op, compressed)
-            self.board.tick()
+            self._board.tick()
             before = receive[start : start + room], result
         if before is not None:
             self._copy_out(*before)
 
     def _copy_out(self, target: Any, result: Any) -> None:
-        self.board.wait()
+        self._board.wait()
         target[...] = result
 
     def _result(self, like: Any) -> Any:
@@ -133,7 +163,7 @@ class NodesTransport(SharedTransport):
         """
         self._reduce_on_node(source, result, op)
         if self._ranks > self._slices:
-            self.board.step()  # the slices of other ranks are in the one across nodes
+            self._board.step()  # the slices of other ranks are in the one across nodes
         if self._peers is None:
             return
         first, last = self._bounds(result, self._slices)
@@ -160,7 +190,7 @@ class NodesTransport(SharedTransport):
         if len(parts) == 1:
             out[...] = parts[0]
             return
-        combine = _shared._COMBINE[op]
+        combine = _COMBINE[op]
         combine(parts[0], parts[1], out=out)
         for part in parts[2:]:
             combine(out, part, out=out)
@@ -182,13 +212,7 @@ class NodesTransport(SharedTransport):
 
 
 class OnePerNode(DirectTransport):
-    """MPI on the buffer as it stands, or compressed: every node has one rank.
-
-    Attributes:
-        area_bytes: no limit to what is packed.
-    """
-
-    area_bytes = 2**62
+    """MPI on the buffer as it stands, or compressed: every node has one rank."""
 
     def __init__(self, comm: Communicator) -> None:
         """Make the communicator. Collective."""
@@ -217,9 +241,13 @@ class OnePerNode(DirectTransport):
             self.allreduce(buffer, buffer, op)
 
 
+def _pair(part: Any, start: int, nbytes: int) -> tuple[Any, Any]:
+    return part[start : start + nbytes], part[start + nbytes : start + 2 * nbytes]
+
+
 def set_up(
     comm: Communicator, *, wanted: bool, crowded: bool
-) -> SharedTransport | OnePerNode | None:
+) -> DirectTransport | None:
     """Make what reduces host arrays, where all ranks want it, and can. Collective.
 
     Args:
@@ -234,7 +262,9 @@ def set_up(
         return _shared.set_up(comm, wanted=wanted, crowded=crowded)
     if comm.num_nodes == comm.size:
         return OnePerNode(comm) if comm.all_min(int(wanted)) else None
-    area = comm.all_min(_shared._area_bytes(comm.machine_size) if wanted else 0)
+    area = comm.all_min(
+        _shared._area_bytes(comm.machine_size + comm.num_nodes) if wanted else 0
+    )
     if area < _shared._SMALLEST_AREA:
         return None
     return NodesTransport(comm, area, crowded=crowded)

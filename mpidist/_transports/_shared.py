@@ -74,8 +74,7 @@ class SharedTransport(DirectTransport):
             fence=None if strong else comm.fence,
             progress=comm.progress,
         )
-        if comm.num_nodes == 1:
-            comm.use_board(self.board)
+        comm.use_board(self.board)
         start = board_module.BYTES
         self._small = [_pair(part, start, _SMALL_BYTES) for part in parts]
         start += 2 * _SMALL_BYTES

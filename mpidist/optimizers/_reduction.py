@@ -36,8 +36,9 @@ class Reduction:
         if collectives.comm.size == 1 or not arrays:
             return
         structure = _nest.flatten(arrays)[1]
-        room = collectives.options.bytes_per_pack
-        plan = collectives._plan(ReduceOp.SUM, structure, arrays, APPLY, room)
+        plan = collectives._plan(
+            ReduceOp.SUM, structure, arrays, APPLY, collectives.options
+        )
         self.text = plan.call.text
         if self._by_user:
             return
