@@ -9,8 +9,9 @@ Where nodes have different numbers of ranks, there are as many slices across nod
 the smallest node has ranks. The ranks of a larger node first reduce slices of their own
 over the node, all of them, and tick once more before the slices across nodes go out.
 
-Small arrays: every rank copies its array in; the first rank of each node, the *leader*,
-reduces them all, all-reduces with the other leaders, and writes the result.
+Of small arrays every rank copies all in; the first rank of each node, the *leader*,
+reduces them, all-reduces with the other leaders, and writes the result. Those that are
+smaller still go to MPI as they are: three waits would take longer than its own.
 
 Order of summation: within a node that of its ranks. The sums of the nodes are added in
 the order that MPI takes for them: with two nodes there is one; with more it depends on
@@ -32,12 +33,14 @@ from mpidist import _board as board_module
 from mpidist._board import Board
 from mpidist._comm import Communicator, MPIOp
 from mpidist._transports import _shared
-from mpidist._transports._compression import compresses
+from mpidist._transports._compression import Compression, compresses
 from mpidist._transports._direct import DirectTransport
 
 _BY_MPI_BYTES: Final = 4 * 1024
-_BY_LEADERS_BYTES: Final = 32 * 1024
-_PIECE_BYTES: Final = 4 * 2**20
+# Leaders read the arrays of their whole node, so less where it has more ranks.
+_BY_LEADERS_BYTES: Final = 256 * 1024
+_HALVE_BYTES: Final = 2**20
+_PIECE_BYTES: Final = 8 * 2**20
 _LINE: Final = 64
 
 _COMBINE: Final[dict[str, Any]] = {
@@ -75,6 +78,8 @@ class NodesTransport(DirectTransport):
         self._inputs = [_pair(part, head, area_bytes) for part in parts]
         self._results = _pair(parts[0], head + 2 * area_bytes, area_bytes)
         self._turn = 0
+        # The same on all ranks, as every choice of a way.
+        self._by_leaders = _BY_LEADERS_BYTES * comm.num_nodes // comm.size
         self._peers = comm.split_peers()
 
     def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
@@ -85,10 +90,13 @@ class NodesTransport(DirectTransport):
             super().allreduce(send, receive, op)
             return
         self.comm.traffic.count("Allreduce", send.nbytes)
-        if send.nbytes <= _BY_LEADERS_BYTES:
+        compression = self.compression
+        if compression is not None and compresses(op, send):
+            self._reduce_by_slices(send, receive, op, compression)
+        elif send.nbytes <= self._by_leaders:
             self._reduce_by_leaders(send, receive, op)
         else:
-            self._reduce_by_slices(send, receive, op)
+            self._reduce_by_slices(send, receive, op, None)
 
     def allreduce_in_place(self, buffer: Any, op: MPIOp) -> None:
         """Reduce ``buffer`` of all ranks into itself."""
@@ -122,12 +130,13 @@ class NodesTransport(DirectTransport):
         result[...] = receive
         board.tick()
 
-    def _reduce_by_slices(self, send: Any, receive: Any, op: MPIOp) -> None:
-        compressed = compresses(op, send)
+    def _reduce_by_slices(
+        self, send: Any, receive: Any, op: MPIOp, compression: Compression | None
+    ) -> None:
         room = min(self._area_bytes, _PIECE_BYTES) // send.dtype.itemsize
-        if send.size < 2 * room:  # two pieces of one size overlap better
-            half = -(-send.size // 2)
-            room = max(room // 4, min(room, -(-half // _LINE) * _LINE))
+        if send.nbytes > _HALVE_BYTES and send.size < 2 * room:
+            half = -(-send.size // 2)  # two pieces of one size overlap better
+            room = min(room, -(-half // _LINE) * _LINE)
         before: tuple[Any, Any] | None = None
         for start in range(0, send.size, room):
             source = send[start : start + room]
@@ -137,7 +146,7 @@ class NodesTransport(DirectTransport):
                 self._copy_out(*before)
             self._board.step()
             result = self._result(source)
-            self._reduce_piece(source, result, op, compressed)
+            self._reduce_piece(source, result, op, compression)
             self._board.tick()
             before = receive[start : start + room], result
         if before is not None:
@@ -151,15 +160,15 @@ class NodesTransport(DirectTransport):
         return self._results[self._turn][: like.nbytes].view(like.dtype)
 
     def _reduce_piece(
-        self, source: Any, result: Any, op: MPIOp, compressed: bool
+        self, source: Any, result: Any, op: MPIOp, compression: Compression | None
     ) -> None:
         """Reduce this rank's slices of a piece that all ranks of the node have.
 
         Args:
-            source: this rank's piece; None: it is in its input area.
+            source: this rank's piece.
             result: where it goes, for all of the node.
             op: the operation.
-            compressed: whether the slices may be compressed.
+            compression: of what goes to other nodes.
         """
         self._reduce_on_node(source, result, op)
         if self._ranks > self._slices:
@@ -170,8 +179,8 @@ class NodesTransport(DirectTransport):
         if first == last:
             return
         part = result[first:last]
-        if compressed and self.compression is not None:
-            self.compression.allreduce(self._peers, part)
+        if compression is not None:
+            compression.allreduce(self._peers, part)
         else:
             self._peers.allreduce_in_place(part, op)
 
@@ -184,8 +193,7 @@ class NodesTransport(DirectTransport):
             pair[turn][first * size : last * size].view(result.dtype)
             for pair in self._inputs
         ]
-        if source is not None:
-            parts[self._me] = source[first:last]
+        parts[self._me] = source[first:last]
         out = result[first:last]
         if len(parts) == 1:
             out[...] = parts[0]
