@@ -38,6 +38,10 @@ _R = TypeVar("_R")
 _MOST_PLANS: Final = 1024
 _POOL_BYTES: Final = 512 * 2**20
 _HAVE_BUFFERS: Final = Call("buffers_like, with memory of this rank's own")
+_Compressed = tuple[str, bool]
+"""The format in which sums go between nodes, and whether errors are fed back."""
+
+_UNCOMPRESSED: Final[_Compressed] = ("none", False)
 _HAVE_MEMORY: Final = Call("all_gather, with memory for the result")
 
 
@@ -66,6 +70,12 @@ class _ArrayHead:
         return math.prod(self.shape) * int(self.dtype.itemsize)
 
 
+def describe_compression(compression: _Compressed) -> str:
+    """Return a text for the fingerprint of a call."""
+    scheme, feedback = compression
+    return f"compression={scheme}{' and error_feedback' if feedback else ''}"
+
+
 def timed(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Count the time that a verb takes in the statistics."""
 
@@ -88,7 +98,7 @@ class Collectives:
         options: CommunicationOptions,
         environment: Environment,
         device: _arrays.Device,
-        shared: _transports.SharedTransport | None = None,
+        shared: _transports.DirectTransport | None = None,
     ) -> None:
         self.comm = comm
         self._shared = shared
@@ -104,6 +114,7 @@ class Collectives:
         self._short: dict[Any, Any] = {}
         self.short: dict[Any, Any] = {}
         self._pool = Pool(_POOL_BYTES)
+        self.compression = self._compression_of(options)
         # GPU buffers go as wholes until the ranks have met (`settle`).
         wanted = self.implementation
         if wanted is CommunicationImplementation.NCCL:
@@ -111,7 +122,7 @@ class Collectives:
         self.transports = _transports.choose(comm, wanted, shared, self.devices)
         self._residents: Residents | None = None
         host = self.transports.host
-        if shared is not None and host is shared:
+        if isinstance(shared, SharedTransport) and host is shared:
             self._residents = Residents(_transports.Blocks(shared.comm, shared.board))
 
     @property
@@ -191,6 +202,31 @@ class Collectives:
                 "CommunicationOptions(guard=...))`"
             )
         return merged
+
+    def _compression_of(self, options: CommunicationOptions) -> _Compressed:
+        """Return what ``options`` and the environment say of compression.
+
+        Raises:
+            ValueError: where there is nothing that could compress.
+        """
+        scheme = options.compression
+        if scheme is None:
+            scheme = self._environment.compression
+        kind = options.implementation
+        if kind is CommunicationImplementation.AUTO:
+            kind = self._environment.implementation
+        if scheme == "none" or kind is CommunicationImplementation.DIRECT:
+            return _UNCOMPRESSED
+        if self.comm.num_nodes > 1 and self._shared is None:
+            raise ValueError(
+                f'compression="{scheme}" needs memory that the ranks of a node share: '
+                "room in /dev/shm, and `compression` or `CommunicationImplementation."
+                "SHARED` in the options with which all ranks make the strategy"
+            )
+        feedback = options.error_feedback
+        if feedback is None:
+            feedback = self._environment.error_feedback
+        return scheme, feedback
 
     def invalid(self, call: str, error: BaseException) -> NoReturn:
         """Raise ``error``, which this rank found in its arguments, on all ranks.
@@ -479,11 +515,15 @@ class Collectives:
     ) -> _Plan:
         streams = isinstance(self._choose(options).host, SharedTransport)
         bytes_per_pack = options.bytes_per_pack
+        implementation = options.implementation
+        compression = self.compression
+        if options is not self.options:
+            compression = self._compression_of(options)
         described = tuple(
             (x.dtype, x.shape, _arrays.is_device_array(x)) for x in arrays
         )
-        implementation = options.implementation
-        key = (op, structure, call, bytes_per_pack, implementation, described)
+        how = (bytes_per_pack, implementation, compression)
+        key = (op, structure, call, how, described)
         plan = self._plans.get(key)
         if plan is not None:
             return plan
@@ -498,12 +538,17 @@ class Collectives:
             text += f" with bytes_per_pack={bytes_per_pack}"
         if implementation is not self.options.implementation:
             text += f" with implementation={implementation.name}"
+        if compression != self.compression:
+            text += f" with {describe_compression(compression)}"
+        compress = None
+        if compression != _UNCOMPRESSED and self.comm.num_nodes > 1:
+            compress = functools.partial(_transports.Compression, *compression)
         # Likewise: what is on the GPU has buckets of its own, and goes its own way.
         text += self._places(arrays, structure)
         plan = _Plan(
             Call(f"{call} {op.name} {text}"),
             leaves,
-            _fusion.plan_buckets(leaves, room, streams=streams),
+            _fusion.plan_buckets(leaves, room, compress, streams=streams),
             room,
         )
         if len(self._plans) >= _MOST_PLANS:

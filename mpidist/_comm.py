@@ -108,12 +108,19 @@ class Traffic:
 class Communicator:
     """A private duplicate of an MPI communicator."""
 
-    def __init__(self, comm: Any, wait: Callable[[Request, str], None]) -> None:
+    def __init__(
+        self,
+        comm: Any,
+        wait: Callable[[Request, str], None],
+        simulated_nodes: int = 1,
+    ) -> None:
         """Duplicate ``comm``. Collective.
 
         Args:
             comm: an mpi4py intra-communicator.
             wait: called with the pending duplication and what it is.
+            simulated_nodes: how many nodes each machine plays, for tests. Where ranks
+                say different numbers the largest counts.
         """
         mpi = mpi_module()
         self._ops = {name: getattr(mpi, name) for name in ("SUM", "PROD", "MIN", "MAX")}
@@ -125,15 +132,27 @@ class Communicator:
         wait(self._comm.Ibarrier(), "MPIStrategy(...)")
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
-        node = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
+        machine = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
+        # On the machine, of which several nodes can be simulated (`local_...`).
+        self.machine_rank: int = machine.Get_rank()
+        self.machine_size: int = machine.Get_size()
+        machine.Free()
+        played = -self.all_min(-simulated_nodes)
+        self._plays_nodes = played > 1
+        self._node_color = self.machine_rank * played // self.machine_size
+        node = self._split_node()
         self.local_rank: int = node.Get_rank()
         self.local_size: int = node.Get_size()
         node.Free()
+        # The fewest ranks of a node, and the number of nodes: alike on all ranks.
+        self.smallest_node: int = self.all_min(self.local_size)
+        self.num_nodes: int = self.all_sum(int(self.local_rank == 0))
         self.host_name: str = mpi.Get_processor_name()
         self.chunk_elements = CHUNK_ELEMENTS
         self.traffic = Traffic()
         self.message_bytes = _MESSAGE_BYTES
         self.board: Board | None = None
+        self._peers: list[Any] = []
         self._sync: Callable[[], None] = _nothing
         # Called when the communicator has been freed; whether it must not be.
         self.when_freed: Callable[[], None] = _nothing
@@ -170,7 +189,36 @@ class Communicator:
     def _free(self) -> None:
         self.board = None
         self.when_freed()
+        for peers in self._peers:
+            peers.Free()
+        self._peers = []
         self._comm.Free()
+
+    # --- nodes ------------------------------------------------------------------
+
+    def _split_node(self) -> Any:
+        """Return a communicator of the ranks of this node. Collective."""
+        machine = self._comm.Split_type(mpi_module().COMM_TYPE_SHARED)
+        if not self._plays_nodes:
+            return machine
+        node = machine.Split(self._node_color, self.machine_rank)
+        machine.Free()
+        return node
+
+    def split_peers(self) -> Peers | None:
+        """Return the ranks that have this rank's `local_rank`. Collective.
+
+        There is one of each node, in the order of the ranks, so rank 0 is the first of
+        its own. None where some node has no such rank. It is freed with this one.
+        """
+        mpi = mpi_module()
+        slot = self.local_rank
+        has_peers = slot < self.smallest_node
+        peers = self._comm.Split(slot if has_peers else mpi.UNDEFINED, self.rank)
+        if not has_peers:
+            return None
+        self._peers.append(peers)
+        return Peers(peers, self._ops)
 
     # --- memory that the ranks of a node share ----------------------------------
 
@@ -205,7 +253,7 @@ class Communicator:
         self, nbytes: int, zeros: int
     ) -> tuple[_holdings.Segment, Callable[[], None]]:
         mpi = mpi_module()
-        node = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
+        node = self._split_node()
         window = mpi.Win.Allocate_shared(nbytes, 1, comm=node)
         window.Lock_all(mpi.MODE_NOCHECK)
         buffers = [window.Shared_query(rank)[0] for rank in range(self.local_size)]
@@ -240,6 +288,12 @@ class Communicator:
         """Return the smallest number of all ranks."""
         receive = np.zeros(1, np.int64)
         self._comm.Allreduce(np.array([number], np.int64), receive, self._ops["MIN"])
+        return int(receive[0])
+
+    def all_sum(self, number: int) -> int:
+        """Return the sum of a number of each rank."""
+        receive = np.zeros(1, np.int64)
+        self._comm.Allreduce(np.array([number], np.int64), receive, self._ops["SUM"])
         return int(receive[0])
 
     # --- reductions -----------------------------------------------------------
@@ -424,6 +478,34 @@ class Communicator:
         return data.tobytes()
 
 
+class Peers:
+    """The ranks of the same number on their nodes, one of each node.
+
+    Attributes:
+        rank: the number of this rank's node.
+        size: the number of nodes.
+    """
+
+    def __init__(self, comm: Any, ops: dict[str, Any]) -> None:
+        self._comm = comm
+        self._ops = ops
+        self._in_place = mpi_module().IN_PLACE
+        self.rank: int = comm.Get_rank()
+        self.size: int = comm.Get_size()
+
+    def allreduce_in_place(self, buffer: Buffer, op: MPIOp) -> None:
+        """Reduce ``buffer`` of all peers into itself; at most `CHUNK_ELEMENTS`."""
+        self._comm.Allreduce(self._in_place, buffer, self._ops[op])
+
+    def exchange(self, send: Buffer, receive: Buffer) -> None:
+        """Send the k-th part of the bytes to peer k, and get one from each."""
+        self._comm.Alltoall(send, receive)
+
+    def all_gather(self, send: Buffer, receive: Buffer) -> None:
+        """Concatenate (equally many) bytes of the peers, on all of them."""
+        self._comm.Allgather(send, receive)
+
+
 class _Pending:
     """A pending request, which keeps its buffers alive.
 
@@ -453,8 +535,9 @@ class SelfCommunicator:
 
     rank = 0
     size = 1
-    local_rank = 0
-    local_size = 1
+    local_rank = machine_rank = 0
+    local_size = machine_size = 1
+    num_nodes = smallest_node = 1
     host_name = "localhost"
     message_bytes = _MESSAGE_BYTES
     board: Board | None = None
@@ -604,12 +687,12 @@ def local_rank(communicator: Communicator) -> int:
     A communicator of all ranks knows it; for one of some of them, launchers say it.
     """
     if communicator.size == world_size():
-        return communicator.local_rank
+        return communicator.machine_rank
     for name in _LOCAL_RANK_VARIABLES:
         value = os.environ.get(name, "")
         if value.isdigit():
             return int(value)
-    return communicator.local_rank
+    return communicator.machine_rank
 
 
 def abort(code: int) -> None:

@@ -68,6 +68,15 @@ class Reduction:
     encoding: Encoding
     mpi: Literal["SUM", "PROD", "MIN", "MAX", "gather"]
 
+    @property
+    def compressible(self) -> bool:
+        """Whether it may lose precision on its way: sums of float32 and the like.
+
+        Means of integers may not, which travel as float64.
+        """
+        floats = self.dtype.kind == "f" or _arrays.is_bfloat16(self.dtype)
+        return floats and self.mpi == "SUM" and self.wire.itemsize in (4, 8)
+
     def encode(self, x: Any, out: Any | None = None) -> Any:
         """Return ``x`` in the dtype that travels, in ``out`` where it is given."""
         if self.encoding == "none":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from mpidist import _arrays, _dtypes
 from mpidist._comm import MPIOp
 from mpidist._options import ReduceOp
-from mpidist._transports import Schedule, SharedTransport, Transports
+from mpidist._transports import Compression, Schedule, SharedTransport, Transports
 
 _NUMPY_COMBINE: Final = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
 
@@ -40,11 +41,13 @@ class Bucket:
     """Leaves that travel in one buffer: their indices, and their places in it.
 
     ``schedule`` is kept here once it has been made (`_reduce_stream`).
+    With ``compression`` it is made smaller between nodes.
     """
 
     leaves: tuple[int, ...]
     offsets: tuple[int, ...]
     size: int
+    compression: Compression | None = None
     schedule: Schedule | None = None
 
 
@@ -68,20 +71,36 @@ class FlatBuffers:
 
 
 def plan_buckets(
-    leaves: list[Leaf], bytes_per_pack: int, *, streams: bool = False
+    leaves: list[Leaf],
+    bytes_per_pack: int,
+    compress: Callable[[], Compression] | None = None,
+    *,
+    streams: bool = False,
 ) -> list[Bucket]:
     """Deal leaves to buckets of at most ``bytes_per_pack``, in order, by dtype.
 
-    A leaf that is larger than a bucket has one of its own. Where host arrays go as a
-    stream (``streams``), all of a dtype are one bucket, which needs no memory.
+    A leaf that is larger than a bucket has one of its own.
+
+    Args:
+        leaves: what is to be reduced.
+        bytes_per_pack: the most bytes of a bucket of several leaves.
+        compress: makes the compression of a bucket of leaves that allow for one.
+        streams: whether host arrays go as a stream: then all of a dtype are one
+            bucket, which needs no memory.
     """
-    groups: dict[tuple[Any, str, bool], list[int]] = {}
+    groups: dict[tuple[Any, str, bool, bool], list[int]] = {}
     for index, leaf in enumerate(leaves):
         reduction = leaf.reduction
-        key = (reduction.wire, reduction.mpi, leaf.on_device)
+        lossy = compress is not None and reduction.compressible
+        key = (reduction.wire, reduction.mpi, leaf.on_device, lossy)
         groups.setdefault(key, []).append(index)
     buckets: list[Bucket] = []
-    for (wire, mpi, on_device), members in groups.items():
+
+    def add(taken: list[int], offsets: list[int], used: int, lossy: bool) -> None:
+        compression = compress() if lossy and compress is not None else None
+        buckets.append(Bucket(tuple(taken), tuple(offsets), used, compression))
+
+    for (wire, mpi, on_device, lossy), members in groups.items():
         room = max(1, bytes_per_pack // wire.itemsize)
         if streams and not on_device:
             room = sys.maxsize
@@ -91,12 +110,12 @@ def plan_buckets(
         for index in members:
             size = leaves[index].size
             if taken and (used + size > room or mpi == "gather"):
-                buckets.append(Bucket(tuple(taken), tuple(offsets), used))
+                add(taken, offsets, used, lossy)
                 taken, offsets, used = [], [], 0
             taken.append(index)
             offsets.append(used)
             used += size
-        buckets.append(Bucket(tuple(taken), tuple(offsets), used))
+        add(taken, offsets, used, lossy)
     return buckets
 
 
@@ -130,6 +149,26 @@ def reduce_bucket(
     Collective. The input arrays are not changed. With a ``root``, only that rank has
     results, and only it gets them.
     """
+    host = transports.host
+    if bucket.compression is None:
+        _reduce_bucket(bucket, leaves, arrays, transports, buffers, results, root)
+        return
+    host.compression = bucket.compression.begin()
+    try:
+        _reduce_bucket(bucket, leaves, arrays, transports, buffers, results, root)
+    finally:
+        host.compression = None
+
+
+def _reduce_bucket(
+    bucket: Bucket,
+    leaves: list[Leaf],
+    arrays: list[Any],
+    transports: Transports,
+    buffers: FlatBuffers,
+    results: list[Any],
+    root: int | None,
+) -> None:
     comm = transports.host.comm
     first = arrays[bucket.leaves[0]]
     reduction = leaves[bucket.leaves[0]].reduction

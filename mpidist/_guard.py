@@ -144,7 +144,7 @@ class Guard:
         self._equal = False  # the last header was the same on all ranks, word by word
         # With more ranks than cores a spinning rank takes the core from the one that
         # it waits for. Launchers bind ranks to cores, so affinity does not tell.
-        crowded = comm.local_size > (os.cpu_count() or 1)
+        crowded = comm.machine_size > (os.cpu_count() or 1)
         self._spins = 0 if crowded else _SPINS
         self._sent: list[Request] = []
         self._notices: dict[int, _Notice] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
-from typing import Final
+from typing import Final, Literal
 
 DEFAULT_TIMEOUT_SECONDS: Final = 1800.0
 DEFAULT_STALL_SECONDS: Final = 60.0
@@ -16,6 +16,9 @@ DEFAULT_BYTES_PER_PACK: Final = 32 * 1024 * 1024
 # 32 MiB still has eight of them to overlap. Worked out, not measured on a GPU yet.
 DEFAULT_STAGING_BYTES: Final = 4 * 1024 * 1024
 SMALLEST_STAGING_BYTES: Final = 64 * 1024
+
+Compression = Literal["none", "fp16", "bf16"]
+COMPRESSIONS: Final[tuple[Compression, ...]] = ("none", "fp16", "bf16")
 
 
 class ReduceOp(enum.Enum):
@@ -74,16 +77,17 @@ class VariableAggregation(enum.Enum):
 class CommunicationImplementation(enum.Enum):
     """How flat buffers are moved.
 
-    ``AUTO`` picks by where the array lives and what MPI can do. ``DIRECT`` gives
+    ``AUTO`` picks by where the array lives and what MPI can do: host arrays go through
+    memory that the ranks share where all are on one node, and to MPI as they are where
+    there are several. ``DIRECT`` gives
     MPI the buffer as it stands (for a GPU array the MPI must be CUDA-aware).
-    ``SHARED`` reduces host arrays through memory that the ranks share, and sends
-    headers and commands through it too: for ranks on one node. It is new, and ``AUTO``
-    does not choose it yet. ``STAGED`` copies GPU arrays through host memory, in pieces.
-    ``NCCL`` moves GPU arrays by NCCL, and needs a GPU for each rank; where that can not
-    be it is an error on all ranks, and not a warning as in TensorFlow. For GPU arrays
-    ``AUTO`` is NCCL where it can be, else direct where MPI is CUDA-aware, else staged.
-    ``RING`` is TensorFlow's name, and means ``AUTO``, since MPI and NCCL choose their
-    own algorithms.
+    ``SHARED`` is what AUTO does for host arrays, and an error where it can not be;
+    between nodes each rank of a node sends a part of the sum. ``STAGED`` copies GPU
+    arrays through host memory, in pieces. ``NCCL`` moves GPU arrays by NCCL, and needs
+    a GPU for each rank; where that can not be it is an error on all ranks, and not a
+    warning as in TensorFlow. For GPU arrays ``AUTO`` is NCCL where it can be, else
+    direct where MPI is CUDA-aware, else staged. ``RING`` is TensorFlow's name, and
+    means ``AUTO``, since MPI and NCCL choose their own algorithms.
     """
 
     AUTO = "AUTO"
@@ -105,6 +109,18 @@ class CommunicationOptions:
             rank raises `CollectiveTimeoutError`, in seconds. None, the default,
             means ``MPIDIST_TIMEOUT`` or 1,800; 0 means no limit.
         implementation: a `CommunicationImplementation` or its name.
+        compression: "fp16" or "bf16": sums and means of floats travel between nodes as
+            16-bit floats, which is half of the bytes of float32, and are rounded twice
+            on the way. Never between the ranks of a node, not for arrays of at most 32
+            KiB, not with ``DIRECT``, and not for integers. "fp16" has 11 bits of
+            precision, "bf16" 8; neither overflows. What travels is scaled by a power of
+            two that depends on its largest number: with "fp16", numbers below 2**-29 of
+            it lose precision. All replicas get the same bits. "none" sends all as it
+            is. None, the default, means ``MPIDIST_COMPRESSION`` or "none".
+        error_feedback: with ``compression``, add what rounding lost to the next call of
+            the same operation with the same structure, shapes and dtypes: for gradients
+            of step after step. It takes as much memory as what a rank sends. None, the
+            default, means ``MPIDIST_ERROR_FEEDBACK`` or False.
         guard: whether each collective first checks that all ranks call the same
             thing. None, the default, means on, unless ``MPIDIST_GUARD=0``. It
             belongs to the strategy: in the options of one call it is refused.
@@ -114,6 +130,8 @@ class CommunicationOptions:
     timeout_seconds: float | None
     implementation: CommunicationImplementation
     guard: bool | None
+    compression: Compression | None
+    error_feedback: bool | None
 
     def __init__(
         self,
@@ -123,12 +141,15 @@ class CommunicationOptions:
             CommunicationImplementation.AUTO
         ),
         guard: bool | None = None,
+        compression: Compression | None = None,
+        error_feedback: bool | None = None,
     ) -> None:
         """Check and keep the options.
 
         Raises:
-            ValueError: for a negative size or time, or an unknown implementation.
-            TypeError: for a size, time or guard that is not of its type.
+            ValueError: for a negative size or time, or an unknown implementation or
+                compression.
+            TypeError: for a size, time or flag that is not of its type.
         """
         if isinstance(bytes_per_pack, bool) or not isinstance(bytes_per_pack, int):
             raise TypeError(
@@ -153,15 +174,23 @@ class CommunicationOptions:
                     "CommunicationOptions: expected `timeout_seconds` to be 0 (no "
                     f"limit) or a number of seconds, got {timeout_seconds}"
                 )
-        if guard is not None and not isinstance(guard, bool):
-            raise TypeError(
-                "CommunicationOptions: expected `guard` to be True, False or None, "
-                f"got {guard!r}"
+        for name, flag in (("guard", guard), ("error_feedback", error_feedback)):
+            if flag is not None and not isinstance(flag, bool):
+                raise TypeError(
+                    f"CommunicationOptions: expected `{name}` to be True, False or "
+                    f"None, got {flag!r}"
+                )
+        if compression is not None and compression not in COMPRESSIONS:
+            raise ValueError(
+                'CommunicationOptions: expected `compression` to be "fp16", "bf16", '
+                f'"none" or None, got {compression!r}'
             )
         object.__setattr__(self, "bytes_per_pack", bytes_per_pack)
         object.__setattr__(self, "timeout_seconds", timeout_seconds)
         object.__setattr__(self, "implementation", _as_implementation(implementation))
         object.__setattr__(self, "guard", guard)
+        object.__setattr__(self, "compression", compression)
+        object.__setattr__(self, "error_feedback", error_feedback)
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
         """Return these options, with the fields that ``options`` sets taking over."""
@@ -184,6 +213,14 @@ class CommunicationOptions:
             ),
             implementation=implementation,
             guard=self.guard if options.guard is None else options.guard,
+            compression=(
+                self.compression if options.compression is None else options.compression
+            ),
+            error_feedback=(
+                self.error_feedback
+                if options.error_feedback is None
+                else options.error_feedback
+            ),
         )
 
 
@@ -212,6 +249,11 @@ class Environment:
         implementation: what AUTO means (``MPIDIST_IMPLEMENTATION``).
         staging_bytes: pieces in which GPU buffers go through the host, from
             ``MPIDIST_STAGING_MB`` (MiB).
+        compression: of sums between nodes (``MPIDIST_COMPRESSION``).
+        error_feedback: whether what it loses is added later
+            (``MPIDIST_ERROR_FEEDBACK``).
+        simulated_nodes: how many nodes each machine plays, for tests of several nodes
+            on one machine (``MPIDIST_SIMULATED_NODES``).
     """
 
     abort: bool
@@ -222,6 +264,9 @@ class Environment:
     bytes_per_pack: int
     implementation: CommunicationImplementation = CommunicationImplementation.AUTO
     staging_bytes: int = DEFAULT_STAGING_BYTES
+    compression: Compression = "none"
+    error_feedback: bool = False
+    simulated_nodes: int = 1
 
 
 def read_environment() -> Environment:
@@ -241,6 +286,9 @@ def read_environment() -> Environment:
         ),
         implementation=_implementation("MPIDIST_IMPLEMENTATION"),
         staging_bytes=_staging_bytes("MPIDIST_STAGING_MB"),
+        compression=_compression("MPIDIST_COMPRESSION"),
+        error_feedback=_flag("MPIDIST_ERROR_FEEDBACK", False) is True,
+        simulated_nodes=max(1, int(_number("MPIDIST_SIMULATED_NODES", 1))),
     )
 
 
@@ -331,6 +379,17 @@ def _staging_bytes(name: str) -> int:
     """Return a size in bytes from one in MiB: whole pages, and not too few."""
     nbytes = int(_number(name, DEFAULT_STAGING_BYTES / 2**20) * 2**20)
     return max(nbytes // 4096 * 4096, SMALLEST_STAGING_BYTES)
+
+
+def _compression(name: str) -> Compression:
+    text = os.environ.get(name, "").strip().lower() or "none"
+    for known in COMPRESSIONS:
+        if text == known:
+            return known
+    raise ValueError(
+        f"the environment variable {name} is {text!r}; expected one of "
+        f"{', '.join(COMPRESSIONS)}, or unset it"
+    )
 
 
 def _number(name: str, default: float) -> float:

@@ -22,7 +22,7 @@ from mpidist import (
     _transports,
 )
 from mpidist._cluster import MPIClusterResolver
-from mpidist._collectives import Collectives
+from mpidist._collectives import Collectives, describe_compression
 from mpidist._cross_device import CrossDeviceOps
 from mpidist._extended import StrategyExtended, local_results
 from mpidist._options import (
@@ -516,7 +516,9 @@ class MPIStrategy(Strategy):
         ):
             timeout = float(given.timeout_seconds)
         communicator = _comm.Communicator(
-            base, lambda request, what: _guard.poll(request, what, timeout)
+            base,
+            lambda request, what: _guard.poll(request, what, timeout),
+            environment.simulated_nodes,
         )
         try:
             self._set_up(
@@ -536,14 +538,28 @@ class MPIStrategy(Strategy):
         ops: CrossDeviceOps | None,
     ) -> None:
         kind = environment.implementation
+        compression: str | None = None
         if isinstance(given, CommunicationOptions):
+            compression = given.compression
             asked = given.implementation
             if asked is not CommunicationImplementation.AUTO:
                 kind = asked
+        compressed = (
+            communicator.num_nodes > 1
+            and kind is not CommunicationImplementation.DIRECT
+            and (compression or environment.compression) != "none"
+        )
         shared = _transports.set_up_shared(
             communicator,
-            wanted=kind is CommunicationImplementation.SHARED,
-            crowded=communicator.local_size > (os.cpu_count() or 1),
+            # Between nodes only where it is asked for: on a real network it has not
+            # been measured.
+            wanted=compressed
+            or kind is CommunicationImplementation.SHARED
+            or (
+                communicator.num_nodes == 1
+                and kind is not CommunicationImplementation.DIRECT
+            ),
+            crowded=communicator.machine_size > (os.cpu_count() or 1),
         )
         enabled = environment.guard
         if isinstance(given, CommunicationOptions) and given.guard is not None:
@@ -604,7 +620,7 @@ def _make_collectives(
     environment: Environment,
     enabled: bool,
     cross_device_ops: object,
-    shared: _transports.SharedTransport | None,
+    shared: _transports.DirectTransport | None,
 ) -> Collectives:
     """Check the arguments of MPIStrategy on all ranks, and build its verbs."""
     try:
@@ -631,12 +647,17 @@ def _make_collectives(
     ops = ""
     if cross_device_ops is not None:
         ops = f", {type(cross_device_ops).__qualname__} as cross_device_ops"
+    more = ""
+    if collectives.compression[0] != "none":
+        more += f", {describe_compression(collectives.compression)}"
+    if environment.simulated_nodes != 1:
+        more += f", MPIDIST_SIMULATED_NODES={environment.simulated_nodes}"
     guard.agree(
         _reports.Call(
             f"MPIStrategy(...) with {settings.bytes_per_pack} bytes_per_pack, "
             f"{guard.timeout_seconds} timeout_seconds, "
             f"{settings.implementation.name}, guard={enabled}, "
-            f"MPIDIST_FUSION_MB={environment.bytes_per_pack / 2**20}{ops}"
+            f"MPIDIST_FUSION_MB={environment.bytes_per_pack / 2**20}{ops}{more}"
         )
     )
     return collectives

@@ -67,9 +67,10 @@ FOLDERS = {
         ["__init__"],
     ],
     "_transports": [
+        ["_compression"],
         ["_direct", "_stream"],
         ["_shared", "_staged"],
-        ["_resident"],
+        ["_nodes", "_resident"],
         ["_nccl"],
         ["_devices"],
         ["__init__"],

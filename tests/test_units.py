@@ -57,6 +57,8 @@ def test_options_by_name_and_hints():
             "AUTO, RING, NCCL, DIRECT, SHARED, STAGED",
         ),
         ({"guard": 1}, TypeError, "`guard`"),
+        ({"compression": "fp8"}, ValueError, "`compression`"),
+        ({"error_feedback": "yes"}, TypeError, "`error_feedback`"),
     ],
 )
 def test_bad_options(arguments, kind, text):
@@ -71,6 +73,12 @@ def test_merge_takes_what_the_other_sets():
     assert base.merge(CommunicationOptions(1, 0.0, "DIRECT", False)) == (
         CommunicationOptions(1, 0.0, "DIRECT", False)
     )
+    lossy = CommunicationOptions(compression="bf16", error_feedback=True)
+    assert base.merge(lossy) == CommunicationOptions(
+        10, 20.0, "STAGED", True, "bf16", True
+    )
+    exact = lossy.merge(CommunicationOptions(compression="none"))
+    assert (exact.compression, exact.error_feedback) == ("none", True)
     with pytest.raises(TypeError, match="expected `options`"):
         base.merge({"timeout_seconds": 3})
 
@@ -90,6 +98,9 @@ def test_environment(monkeypatch):
         "TIMEOUT": "3.5",
         "STALL_SECONDS": "2",
         "FUSION_MB": "0.5",
+        "COMPRESSION": "FP16",
+        "ERROR_FEEDBACK": "1",
+        "SIMULATED_NODES": "2",
     }.items():
         monkeypatch.setenv(f"MPIDIST_{name}", value)
     assert _options.read_environment() == _options.Environment(
@@ -99,7 +110,14 @@ def test_environment(monkeypatch):
         timeout_seconds=3.5,
         stall_seconds=2.0,
         bytes_per_pack=2**19,
+        compression="fp16",
+        error_feedback=True,
+        simulated_nodes=2,
     )
+    monkeypatch.setenv("MPIDIST_COMPRESSION", "zip")
+    with pytest.raises(ValueError, match="none, fp16, bf16"):
+        _options.read_environment()
+    monkeypatch.setenv("MPIDIST_COMPRESSION", "")
     monkeypatch.setenv("MPIDIST_GUARD", "perhaps")
     with pytest.raises(ValueError, match="MPIDIST_GUARD"):
         _options.read_environment()

@@ -12,12 +12,13 @@ from typing import Any
 from mpidist import _arrays
 from mpidist._comm import AnyCommunicator
 from mpidist._options import CommunicationImplementation
+from mpidist._transports._compression import Compression
 from mpidist._transports._devices import Devices, DeviceTransport, place_text
 from mpidist._transports._direct import DirectTransport
 from mpidist._transports._nccl import NcclTransport
+from mpidist._transports._nodes import set_up as set_up_shared
 from mpidist._transports._resident import Block, Blocks, Target
 from mpidist._transports._shared import SharedTransport
-from mpidist._transports._shared import set_up as set_up_shared
 from mpidist._transports._staged import StagedTransport
 from mpidist._transports._stream import COMBINE, Schedule
 
@@ -27,6 +28,7 @@ __all__ = [
     "Block",
     "Blocks",
     "COMBINE",
+    "Compression",
     "Devices",
     "DirectTransport",
     "NcclTransport",
@@ -73,7 +75,7 @@ class Transports:
 def choose(
     comm: AnyCommunicator,
     implementation: CommunicationImplementation,
-    shared: SharedTransport | None,
+    shared: DirectTransport | None,
     devices: Devices,
 ) -> Transports:
     """Pick the transports, and say why.
@@ -94,9 +96,8 @@ def choose(
         and comm.size > 1
     ):
         raise ValueError(
-            "MPIStrategy: `CommunicationImplementation.SHARED` needs all ranks on one "
-            "node, room in /dev/shm, and to be asked for on all ranks when the "
-            "strategy is made; write AUTO"
+            "MPIStrategy: `CommunicationImplementation.SHARED` needs room in /dev/shm, "
+            "and to be asked for on all ranks when the strategy is made; write AUTO"
         )
     host: DirectTransport = DirectTransport(comm) if shared is None else shared
     if wanted is CommunicationImplementation.DIRECT:

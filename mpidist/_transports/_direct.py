@@ -6,12 +6,15 @@ from typing import Any
 
 from mpidist import _arrays
 from mpidist._comm import AnyCommunicator, MPIOp
+from mpidist._transports._compression import Compression
 
 
 class DirectTransport:
     """Hands buffers to MPI: host memory, or GPU memory where MPI is CUDA-aware."""
 
     name = "direct"
+    compression: Compression | None = None
+    """Of the bucket that is being reduced; transports between nodes look at it."""
 
     def __init__(self, comm: AnyCommunicator) -> None:
         self.comm = comm

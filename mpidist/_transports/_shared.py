@@ -4,7 +4,7 @@ Each rank adds a part to the window: its board (`_board`), two places for small 
 that travel with their header (`_lean`), and two input areas for the pieces of all other
 arrays (`_stream`); the first rank also adds two areas for results.
 
-It is for strategies whose ranks are all on one node.
+This is for strategies whose ranks are all on one node; for several see `_nodes`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,427 @@
+"""Several nodes, played by one machine: reductions, headers, messages, compression."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from replicas import context, everywhere, make, own, raises_everywhere
+
+import mpidist
+from mpidist._transports import _compression, _nodes
+from mpidist._transports._compression import CODECS, Compression
+
+SHARED = mpidist.experimental.CommunicationImplementation.SHARED
+Options = mpidist.experimental.CommunicationOptions
+mpi = pytest.mark.mpi
+core = pytest.mark.core
+
+# --- formats, in one process ----------------------------------------------------------
+
+
+def through(scheme, x):
+    """Return what is left of floats that were sent."""
+    packet = np.zeros(_compression.packet_bytes(x.size), np.uint8)
+    _compression.encode(CODECS[scheme], x, packet)
+    out = np.empty_like(x)
+    _compression.decode(CODECS[scheme], packet, out)
+    return out
+
+
+def all_bit_patterns():
+    """Return float32 around the places where rounding to 16 bits turns over."""
+    upper = np.arange(2**16, dtype=np.uint32) << 16
+    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    return (upper[:, None] | lower).ravel().view(np.float32)
+
+
+def test_bf16_rounds_to_nearest_even_as_ml_dtypes_does():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    x = all_bit_patterns()
+    halves = np.empty(x.size, np.uint16)
+    CODECS["bf16"].encode(x, halves, finite=False)
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = x.astype(ml_dtypes.bfloat16)
+    found = halves.view(ml_dtypes.bfloat16)
+    missing = np.isnan(x)
+    assert np.isnan(found[missing].astype(np.float32)).all()
+    np.testing.assert_array_equal(halves[~missing], expected[~missing].view(np.uint16))
+    out = np.empty_like(x)
+    CODECS["bf16"].decode(halves, out)
+    np.testing.assert_array_equal(out, found.astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("scheme", "bits"), [("fp16", 11), ("bf16", 8)])
+def test_what_is_finite_is_rounded_and_never_overflows(scheme, bits, dtype):
+    limits = np.finfo(dtype)
+    rng = np.random.default_rng(0)
+    for largest in (1e-30, 1.0, 7e4, 3e38, 0.99 * limits.max, float(limits.tiny)):
+        x = (rng.uniform(-1, 1, 40_000) * largest).astype(dtype)
+        x[0] = largest
+        y = through(scheme, x)
+        big = np.abs(x) > largest * 2.0**-12
+        error = np.abs(y[big].astype("float64") / 2 - x[big].astype("float64") / 2)
+        assert (error <= np.abs(x[big].astype("float64") / 2) * 2.0**-bits).all()
+        assert np.isfinite(y[1:]).all()
+
+
+@pytest.mark.parametrize("scheme", ["fp16", "bf16"])
+def test_what_is_not_finite_travels_as_it_is(scheme):
+    x = np.array([np.inf, -np.inf, np.nan, 1.0, -2.5, 0.0, 3e38], "float32")
+    y = through(scheme, x)
+    np.testing.assert_array_equal(np.isnan(y), np.isnan(x))
+    np.testing.assert_array_equal(y[:2], x[:2])
+    assert y[-1] == pytest.approx(3e38, rel=2.0**-8)
+    y = through(scheme, x[:-1])
+    np.testing.assert_array_equal(y, x[:-1])
+    assert through(scheme, np.zeros(5, "float32")).tolist() == [0.0] * 5
+    assert through(scheme, np.empty(0, "float32")).size == 0
+
+
+class Alone:
+    """The only node."""
+
+    rank, size = 0, 1
+
+    def exchange(self, send, receive):
+        receive[...] = send
+
+    def all_gather(self, send, receive):
+        receive[0] = send
+
+
+@pytest.mark.parametrize("scheme", ["fp16", "bf16"])
+@pytest.mark.parametrize("poison", [None, np.inf, np.nan])
+def test_errors_are_fed_back_and_those_of_infinities_are_not_kept(scheme, poison):
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=1000).astype("float32")
+    compression = Compression(scheme, error_feedback=True)
+    if poison is not None:
+        bad = x.copy()
+        bad[3] = poison
+        compression.begin().allreduce(Alone(), bad)
+        np.testing.assert_array_equal(bad[3], poison)
+    total = np.zeros(1000)
+    for _ in range(100):
+        y = x.copy()
+        compression.begin().allreduce(Alone(), y)
+        total += y
+    # All but what is still kept: less than the error of one or two calls.
+    assert np.abs(total / 100 - x).max() < 4 * 2.0**-8 / 50
+    if scheme == "bf16":
+        plain = x.copy()
+        Compression(scheme, error_feedback=False).allreduce(Alone(), plain)
+        assert np.abs(plain - x).max() > np.abs(total / 100 - x).max()
+
+
+# --- under MPI ------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[2, 3])
+def nodes(request, monkeypatch, size):
+    """The nodes that the ranks play: for each a list of its ranks."""
+    count = request.param
+    if count > size:
+        pytest.skip("more nodes than ranks")
+    monkeypatch.setenv("MPIDIST_SIMULATED_NODES", str(count))
+    of_rank = [r * count // size for r in range(size)]
+    return [[r for r in range(size) if of_rank[r] == k] for k in range(count)]
+
+
+@pytest.fixture
+def on_nodes(nodes, new_strategy):
+    return lambda **options: new_strategy(implementation=SHARED, **options)
+
+
+def sample(rank, count, dtype):
+    rng = np.random.default_rng([rank, count])
+    x = rng.normal(size=count) * 10.0 ** rng.integers(-3, 4, count)
+    return x.astype(dtype)
+
+
+def sum_by_nodes(nodes, count, dtype):
+    sums = []
+    for ranks in nodes:
+        total = sample(ranks[0], count, dtype)
+        for rank in ranks[1:]:
+            total = total + sample(rank, count, dtype)
+        sums.append(total)
+    return sums
+
+
+def all_reduce(strategy, op, x, options=None):
+    return own(strategy, strategy.run(lambda: context().all_reduce(op, x, options)))
+
+
+@mpi
+@core
+def test_sums_are_those_of_the_nodes(nodes, on_nodes, rank, size, monkeypatch):
+    strategy = on_nodes()
+    comm = strategy._collectives.comm
+    assert (comm.num_nodes, comm.smallest_node) == (
+        len(nodes),
+        min(len(ranks) for ranks in nodes),
+    )
+    monkeypatch.setattr(_nodes, "_PIECE_BYTES", 256 * 1024)
+    for count, dtype in [
+        (0, "float32"),
+        (1, "float64"),
+        (3, "float32"),
+        (8_192, "float32"),
+        (40_001, "float32"),
+        (300_001, "float64"),
+        (1_000_000, "float32"),
+    ]:
+        x = sample(rank, count, dtype)
+        before = x.copy()
+        totals = [all_reduce(strategy, "SUM", x) for _ in range(3)]
+        sums = sum_by_nodes(nodes, count, dtype)
+        if len(nodes) == 2:
+            assert totals[0].tobytes() == (sums[0] + sums[1]).tobytes()
+        np.testing.assert_allclose(totals[0], sum(sums), rtol=1e-4, atol=1e-2)
+        assert len({*everywhere(totals[0].tobytes())}) == 1
+        assert {total.tobytes() for total in totals} == {totals[0].tobytes()}
+        assert x.tobytes() == before.tobytes()
+
+
+@mpi
+@core
+def test_nests_of_all_kinds(on_nodes, strategy, rank):
+    nest = {
+        "many": [sample(rank, n, "float32") for n in (5, 40_000, 7, 0, 600_000)],
+        "halves": np.linspace(-1, 1 + rank, 30_000).astype("float16"),
+        "ints": np.arange(100) * (rank + 1),
+        "complex": sample(rank, 10_000, "float64") * (1 + 2j),
+        "number": rank + 0.5,
+        "strided": sample(rank, 1000, "float64")[::3],
+    }
+    one = on_nodes()
+    for op in ("SUM", "MEAN", "PROD"):
+        found = own(one, one.run(lambda op=op: context().all_reduce(op, nest)))
+        known = own(
+            strategy, strategy.run(lambda op=op: context().all_reduce(op, nest))
+        )
+        for key in nest:
+            a, b = found[key], known[key]
+            for x, y in zip(
+                a if key == "many" else [a], b if key == "many" else [b], strict=True
+            ):
+                rtol = 1e-3 if key == "halves" else 1e-5
+                largest = float(np.abs(y).max(initial=0.0))
+                np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * largest)
+    pair = {"x": sample(rank, 50_000, "float32"), "flag": np.array([rank == 0, True])}
+    for op in ("MIN", "MAX"):
+        found = own(one, one.run(lambda op=op: context().all_reduce(op, pair)))
+        known = own(
+            strategy, strategy.run(lambda op=op: context().all_reduce(op, pair))
+        )
+        for key in pair:
+            np.testing.assert_array_equal(found[key], known[key])
+
+
+@mpi
+@core
+def test_half_floats_are_summed_in_float32(on_nodes, size):
+    """1 + 2**-11 is no float16, so sums that round at each step lose what is small."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    strategy = on_nodes()
+    for dtype, step in ((np.float16, 2.0**-11), (ml_dtypes.bfloat16, 2.0**-8)):
+        for count in (100, 100_000):
+            x = np.full(count, step if strategy._collectives.comm.rank else 1.0, dtype)
+            total = all_reduce(strategy, "SUM", x)
+            expected = np.array(1 + (size - 1) * step, np.float32).astype(dtype)
+            assert total.dtype == dtype
+            assert (total == expected).all()
+
+
+@mpi
+@core
+def test_the_guard_and_merge_calls_work_between_nodes(on_nodes, rank, size):
+    strategy = on_nodes()
+
+    def differ():
+        context().all_reduce("SUM", np.ones(3 + rank))
+
+    raises_everywhere(mpidist.CollectiveMismatchError, lambda: strategy.run(differ))
+    for failing in range(size):
+
+        def fail(failing=failing):
+            if rank == failing:
+                raise ZeroDivisionError
+            context().all_reduce("SUM", 1.0)
+
+        with pytest.raises(
+            ZeroDivisionError if rank == failing else mpidist.ReplicaError
+        ):
+            strategy.run(fail)
+    v = make(strategy, np.zeros(4))
+    text = "x" * 10_000
+
+    def merge_fn(strategy, value):
+        for k in range(10):
+            strategy.extended.update(
+                v,
+                lambda v, a, t: v.assign_add(a * len(t) / 10_000 + 0 * v),
+                (1.0, text),
+            )
+            if k % 5 == 0:
+                strategy.reduce("SUM", value, axis=None)
+        return strategy.reduce("SUM", value, axis=None), text
+
+    result = strategy.run(lambda: context().merge_call(merge_fn, args=(rank + 1.0,)))
+    assert own(strategy, result[0]) == size * (size + 1) / 2
+    assert result[1] == text
+    np.testing.assert_array_equal(v, np.full(4, 10.0))
+
+
+@mpi
+@pytest.mark.parametrize("away", ["first", "last"])
+def test_a_rank_that_stays_away_is_named(on_nodes, rank, size, away):
+    strategy = on_nodes(timeout_seconds=1.0)
+    missing = 0 if away == "first" else size - 1
+
+    def late():
+        if rank == missing:
+            time.sleep(2.5)
+        context().all_reduce("SUM", 1.0)
+
+    messages = raises_everywhere(
+        mpidist.CollectiveTimeoutError, lambda: strategy.run(late)
+    )
+    assert all(f"rank {missing} did not come" in message for message in messages)
+
+
+@mpi
+def test_simulated_nodes_that_differ_between_ranks(monkeypatch, rank, size):
+    if size == 1:
+        return
+    monkeypatch.setenv("MPIDIST_SIMULATED_NODES", "2" if rank else "1")
+    raises_everywhere(mpidist.CollectiveMismatchError, mpidist.MPIStrategy)
+
+
+# --- compression ----------------------------------------------------------------------
+
+
+@mpi
+@core
+@pytest.mark.parametrize("scheme", ["fp16", "bf16"])
+def test_compressed_sums_are_close_and_the_same_everywhere(
+    nodes, on_nodes, rank, size, scheme
+):
+    strategy = on_nodes(compression=scheme)
+    bits = {"fp16": 11, "bf16": 8}[scheme]
+    for count, dtype, op in itertools.product(
+        (20_000, 600_000), ("float32", "float64"), ("SUM", "MEAN")
+    ):
+        x = np.random.default_rng([rank, count]).normal(size=count).astype(dtype)
+        values = everywhere(x) if count < 100_000 else None
+        result = all_reduce(strategy, op, x)
+        again = all_reduce(strategy, op, x)
+        assert result.dtype == dtype
+        assert result.tobytes() == again.tobytes()
+        assert len({*everywhere(result.tobytes())}) == 1
+        exact = all_reduce(strategy, op, x, Options(compression="none"))
+        assert (exact != result).any()
+        if values is not None:
+            # Each node's sum is rounded once, and the sum of all once.
+            factor = 1 / size if op == "MEAN" else 1
+            expected = sum(v.astype("float64") for v in values) * factor
+            np.testing.assert_allclose(exact, expected, rtol=1e-4, atol=1e-5)
+            bound = np.abs(expected) + sum(
+                abs(sum(values[r].astype("float64") for r in ranks)) * factor
+                for ranks in nodes
+            )
+            assert (np.abs(result - expected) <= bound * 2.0**-bits * 1.1 + 1e-5).all()
+    small = sample(rank, 8_192, "float32")  # 32 KiB
+    found = all_reduce(strategy, "SUM", small)
+    assert (
+        found == all_reduce(strategy, "SUM", small, Options(compression="none"))
+    ).all()
+
+
+@mpi
+@core
+def test_only_sums_of_floats_are_compressed(on_nodes, rank, size):
+    strategy = on_nodes(compression="bf16")
+    ints = np.arange(100_000) * 1_001 + rank
+    nest = {"ints": ints, "floats": np.full(100_000, 1 + 2.0**-12, "float64")}
+    mean = own(strategy, strategy.run(lambda: context().all_reduce("MEAN", nest)))
+    np.testing.assert_array_equal(
+        mean["ints"], np.arange(100_000) * 1_001 + (size - 1) / 2
+    )
+    assert (mean["floats"] != nest["floats"]).any()
+    for op in ("MIN", "MAX"):
+        x = nest["floats"] + rank * 2.0**-12
+        found = all_reduce(strategy, op, x)
+        assert found[0] == x[0] + ((size - 1 if op == "MAX" else 0) - rank) * 2.0**-12
+
+
+@mpi
+@core
+@pytest.mark.parametrize("packed", [False, True])
+def test_error_feedback_makes_up_for_what_was_lost(on_nodes, rank, size, packed):
+    strategy = on_nodes(compression="bf16", error_feedback=True)
+    rng = np.random.default_rng(rank)
+    x = rng.normal(size=200_000).astype("float32")
+    tree = [x[:120_000], x[120_000:]] if packed else [x]
+
+    def reduce_all(options=None):
+        parts = strategy.run(lambda: context().all_reduce("SUM", tree, options))
+        return np.hstack([own(strategy, part) for part in parts])
+
+    exact = reduce_all(Options(compression="none"))
+    total = np.zeros(x.size)
+    steps = 30
+    for _ in range(steps):
+        one = reduce_all()
+        total += one
+    once = np.abs(one - exact).max()
+    mean = np.abs(total / steps - exact).max()
+    assert once > 0
+    assert mean < once / 5
+    assert len({*everywhere(total.tobytes())}) == 1
+
+
+@mpi
+@core
+def test_options_of_compression_that_differ_raise_on_all_ranks(
+    on_nodes, rank, size, monkeypatch
+):
+    raises_everywhere(
+        mpidist.CollectiveMismatchError,
+        lambda: on_nodes(compression="fp16" if rank else "bf16"),
+    )
+    raises_everywhere(
+        mpidist.CollectiveMismatchError,
+        lambda: on_nodes(compression="fp16", error_feedback=rank == 0),
+    )
+    strategy = on_nodes()
+    x = np.ones(50_000, "float32")
+    options = Options(compression="fp16" if rank else None)
+    raises_everywhere(
+        mpidist.CollectiveMismatchError,
+        lambda: strategy.run(lambda: context().all_reduce("SUM", x, options)),
+    )
+    options = Options(compression="fp16")
+    assert (all_reduce(strategy, "SUM", x, options) == size).all()
+    monkeypatch.setenv("MPIDIST_COMPRESSION", "bf16" if rank else "")
+    raises_everywhere(mpidist.CollectiveMismatchError, lambda: on_nodes())
+
+
+@mpi
+def test_compression_in_the_environment_and_on_one_node(
+    new_strategy, rank, size, monkeypatch
+):
+    monkeypatch.setenv("MPIDIST_COMPRESSION", "bf16")
+    x = np.full(50_000, 1 + 2.0**-12, "float32")
+    strategy = new_strategy()
+    assert (all_reduce(strategy, "SUM", x) == size * x).all()  # one node: as it is
+    if size == 1:
+        return
+    monkeypatch.setenv("MPIDIST_SIMULATED_NODES", "2")
+    strategy = new_strategy()
+    assert (all_reduce(strategy, "SUM", x) == size).all()
+    assert strategy._collectives.compression == ("bf16", False)
+    exact = Options(implementation="DIRECT")
+    assert (all_reduce(strategy, "SUM", x, exact) == size * x).all()
