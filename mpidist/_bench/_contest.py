@@ -115,9 +115,10 @@ def measure(
     """
     for one in contestants:
         _verify(job, title, one)
-    calls = [_calls_of_a_sample(job, one, effort) for one in contestants]
-    once = [_sample(job, one, k) * k for one, k in zip(contestants, calls, strict=True)]
-    room = effort.seconds / max(sum(job.slowest(once)), 1e-9)
+    calls, lengths = zip(
+        *(_calls_of_a_sample(job, one, effort) for one in contestants), strict=True
+    )
+    room = effort.seconds / max(sum(lengths), 1e-9)
     fewest = min(_FEWEST_SAMPLES, effort.repeats)
     repeats = max(fewest, min(effort.repeats, int(room)))
     samples: list[list[float]] = [[] for _ in contestants]
@@ -146,12 +147,15 @@ def _verify(job: Job, title: str, contestant: Contestant) -> None:
         contestant.prepare()
 
 
-def _calls_of_a_sample(job: Job, contestant: Contestant, effort: Effort) -> int:
-    calls = 1
-    for _ in range(2):  # also the warming up
-        seconds = job.slowest([_sample(job, contestant, calls)])[0]
-        calls = min(_MOST_CALLS, math.ceil(effort.sample_seconds / max(seconds, 1e-9)))
-    return max(1, calls)
+def _calls_of_a_sample(
+    job: Job, contestant: Contestant, effort: Effort
+) -> tuple[int, float]:
+    """Return the calls of a sample, and how long it takes, after warming up."""
+    calls, seconds = 1, 0.0
+    for _ in range(2):
+        seconds = max(job.slowest([_sample(job, contestant, calls)])[0], 1e-9)
+        calls = max(1, min(_MOST_CALLS, math.ceil(effort.sample_seconds / seconds)))
+    return calls, calls * seconds
 
 
 def _sample(job: Job, contestant: Contestant, calls: int) -> float:

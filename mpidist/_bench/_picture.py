@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from mpidist._bench._model import Prediction
 from mpidist._bench._results import COPY, Record, Result
+from mpidist._bench._session import NO_GUARD, OURS, RESIDENT
 from mpidist._bench._units import digits, show_seconds, show_size
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.
@@ -18,7 +19,8 @@ _COLOURS: Final = {
     "mpidist": "#0072B2",
     "torch": "#D55E00",
 }
-_SHADES: Final = ("#0072B2", "#56B4E9", "#009E73", "#CC79A7", "#F0E442")
+_SHADES: Final = ("#0072B2", "#56B4E9", "#009E73", "#CC79A7", "#E69F00")
+_OURS: Final = {OURS: 0, NO_GUARD: 1, RESIDENT: 2}  # the others take what comes next
 _LINES: Final = ("-", "--", ":", "-.")
 _MARKERS: Final = "osD^v"
 
@@ -169,7 +171,7 @@ def _bars(results: Sequence[Result]) -> Any:
         for i, (name, value) in enumerate(zip(names, values, strict=True)):
             text = f"{digits(value)} steps/s" if train else show_seconds(value)
             if name in one.ours:
-                text += f"  ({one.ratio(name):.2f} of the time of {one.baseline})"
+                text += f"  ({one.ratio(name):.2f} x the time of {one.baseline})"
             axes.annotate(
                 text,
                 (value, i),
@@ -192,12 +194,16 @@ def _styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return how to draw each: a family has a colour, mpidist a shade for each."""
     styles: dict[str, dict[str, Any]] = {}
     seen: dict[str, int] = {}
+    others = 0
     for name in names:
         family = name.split(" ")[0].rstrip(",")
         number = seen[family] = seen.get(family, -1) + 1
         colour = _COLOURS.get(family, "#999999")
         if family == "mpidist":
-            colour = _SHADES[number % len(_SHADES)]
+            known = _OURS.get(name)
+            place = len(_OURS) + others if known is None else known
+            others += known is None
+            colour = _SHADES[place % len(_SHADES)]
         styles[name] = {
             "color": colour,
             "linestyle": "-" if family == "mpidist" else _LINES[number % len(_LINES)],

@@ -52,7 +52,7 @@ _LISTS: Final = "comma-separated"
 def _list_of(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     def read(text: str) -> tuple[Any, ...]:
         try:
-            return tuple(parse(part) for part in text.split(","))
+            return tuple(dict.fromkeys(parse(part) for part in text.split(",")))
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
