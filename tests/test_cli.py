@@ -150,7 +150,7 @@ def test_tables_from_a_file(benched, capsys):
     path = str(folder / "r.json")
     assert _cli.main(["bench", "show", path]) == 0
     assert capsys.readouterr().out.rstrip() in result.stdout
-    assert _cli.main(["bench", "show", path, "--markdown", "merge"]) == 0
+    assert _cli.main(["bench", "show", path, "merge", "--markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + 5
     assert {line.count("|") for line in lines} == {lines[0].count("|")}

@@ -245,19 +245,31 @@ def _show(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("file", help="what --json wrote")
     parser.add_argument(
-        "--markdown",
-        metavar="WHAT",
-        choices=list(_bench.BENCHES),
-        help="print the table of this benchmark only, in Markdown",
+        "what",
+        nargs="*",
+        metavar="what",
+        type=_one(_name_in(tuple(_bench.BENCHES))),
+        help="which benchmarks (default: all that are in it)",
+    )
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the tables alone, in Markdown"
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the pictures again")
     given = parser.parse_args(list(arguments), argparse.Namespace(json=None))
     _raise_problem(given)
     record = _bench.read_record(given.file)
+    if given.what:
+        there = {one.bench for one in record.results}
+        for name in given.what:
+            if name not in there:
+                raise UsageError(f"{given.file} has no results of {name}")
+        results = [one for one in record.results if one.bench in given.what]
+        record = dataclasses.replace(record, results=results)
     if launched_rank():
         return 0  # one is enough
-    if given.markdown is not None:
-        say(_bench.markdown_of(record, given.markdown).rstrip())
+    if given.markdown:
+        names = dict.fromkeys(one.bench for one in record.results)
+        say("\n".join(_bench.markdown_of(record, name) for name in names).rstrip())
     else:
         say(_bench.text_of(record).rstrip())
     if given.plot is not None:
