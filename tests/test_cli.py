@@ -280,6 +280,12 @@ def test_bad_arguments(arguments, message, capsys):
     assert err.count("error:") == 1
 
 
+def test_a_bad_environment_variable(monkeypatch, capsys):
+    monkeypatch.setenv("MPIDIST_TIMEOUT", "soon")
+    assert _cli.main(["info"]) == 2
+    assert "variable MPIDIST_TIMEOUT is 'soon'" in capsys.readouterr().err
+
+
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("arguments", "message"),

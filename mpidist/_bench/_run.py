@@ -49,14 +49,13 @@ def run(
     if options.torch:
         check_torch(job)
     session = Session(job, options)
-    try:
-        facts = _facts(session, benches)
-        for name in benches:
-            progress(name)
-            BENCHES[name](session)
-        return Record(facts, session.results, session.notes)
-    finally:
-        session.close()
+    facts = _facts(session, benches)
+    for name in benches:
+        progress(name)
+        BENCHES[name](session)
+    # Not after an exception, which may be that of one rank: closing waits for all.
+    session.close()
+    return Record(facts, session.results, session.notes)
 
 
 def _facts(session: Session, benches: Sequence[str]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ OURS: Final = "mpidist"
 NO_GUARD: Final = "mpidist, no guard"
 RESIDENT: Final = "mpidist, resident"
 _SPARE: Final = 0.8  # of the memory that is free, this much may be used
+_TILE: Final = 10_000  # of cycles are made at once
 _MODULUS: Final = 13  # of the values: small integers, whose sums are exact
 
 
@@ -170,12 +171,12 @@ class Session:
 
     def pattern(self, count: int, dtype: Any = np.float32) -> Any:
         """Return numbers that are other on each rank, and whose sums are exact."""
-        return (np.arange(count) % _MODULUS).astype(dtype) * dtype(self.job.rank + 1)
+        return _cycle(count, dtype(self.job.rank + 1))
 
     def pattern_sum(self, count: int, dtype: Any = np.float32) -> Any:
         """Return the sum of `pattern` over all ranks."""
         factor = self.job.size * (self.job.size + 1) // 2
-        return (np.arange(count) % _MODULUS).astype(dtype) * dtype(factor)
+        return _cycle(count, dtype(factor))
 
     def copy(self, source: Any, target: Any) -> Contestant:
         """Return the contestant that copies an array in memory, on all ranks at once.
@@ -209,6 +210,12 @@ def check_torch(job: Job) -> None:
         UsageError: saying what to install.
     """
     job.require(Gloo.missing())
+
+
+def _cycle(count: int, factor: Any) -> Any:
+    """Return 0, 1, ... 12, 0, 1, ... times a factor, in the factor's dtype."""
+    once = np.arange(_MODULUS, dtype=factor.dtype) * factor
+    return np.resize(np.tile(once, min(_TILE, -(-count // _MODULUS))), count)
 
 
 def _leaves(nest: Any) -> list[Any]:

@@ -69,34 +69,32 @@ def facts_of_job(device: str) -> dict[str, Any]:
         device: for the strategy that is made to find out.
     """
     job = _bench.Job()
-    try:
-        mine: dict[str, Any] = {
-            "rank": job.rank,
-            "machine": _bench.machine_facts(),
-            "software": {
-                **_bench.software_facts(job.mpi),
-                "executable": sys.executable,
-            },
-            "environment": _environment(),
-            "gpu": gpu_facts(),
-        }
-        ranks = job.comm.allgather(mine)
-        facts: dict[str, Any] = {
-            "software": ranks[0]["software"],
-            "ranks": job.size,
-            "nodes": _nodes(ranks),
-            "crowded": _bench.is_crowded(job),
-            "gpu": ranks[0]["gpu"],
-            "cuda_aware": _comm.query_cuda_support(),
-            "environment": ranks[0]["environment"],
-            "problems": _problems(ranks, job.size),
-        }
-        facts["strategy"], problem = _strategy_facts(device)
-        if problem is not None:
-            facts["problems"].append(problem)
-        return facts
-    finally:
-        job.free()
+    mine: dict[str, Any] = {
+        "rank": job.rank,
+        "machine": _bench.machine_facts(),
+        "software": {
+            **_bench.software_facts(job.mpi),
+            "executable": sys.executable,
+        },
+        "environment": _environment(),
+        "gpu": gpu_facts(),
+    }
+    ranks = job.comm.allgather(mine)
+    facts: dict[str, Any] = {
+        "software": ranks[0]["software"],
+        "ranks": job.size,
+        "nodes": _nodes(ranks),
+        "crowded": _bench.is_crowded(job),
+        "gpu": ranks[0]["gpu"],
+        "cuda_aware": _comm.query_cuda_support(),
+        "environment": ranks[0]["environment"],
+        "problems": _problems(ranks, job.size),
+    }
+    facts["strategy"], problem = _strategy_facts(device)
+    if problem is not None:
+        facts["problems"].append(problem)
+    job.free()
+    return facts
 
 
 def _environment() -> dict[str, str]:

@@ -11,6 +11,7 @@ import mpidist
 from mpidist._bench import UsageError, WrongResultError
 from mpidist._cli import _bench_command, _check_command, _info_command
 from mpidist._cli._speaking import EXIT_USAGE, Parser, complain, say
+from mpidist._options import read_environment
 
 _COMMANDS: Final[dict[str, tuple[Callable[[Sequence[str]], int], str]]] = {
     "info": (_info_command.info, _info_command.ABOUT),
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str]) -> int:
             known = ", ".join(_COMMANDS)
             parser.error(f"expected one of {known}, got {given.command!r}")
         name = f"mpidist {given.command}"
+        _check_environment()
         return _COMMANDS[given.command][0](given.rest)
     except UsageError as error:
         complain(name, str(error))
@@ -63,6 +65,13 @@ def main(arguments: Sequence[str]) -> int:
     except (WrongResultError, ImportError) as error:
         complain(name, str(error))
         return _EXIT_WRONG
+
+
+def _check_environment() -> None:
+    try:
+        read_environment()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def run() -> None:
