@@ -5,14 +5,17 @@ from __future__ import annotations
 import configparser
 import importlib.util
 import json
+import pkgutil
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 from launching import ROOT, rank_environment, run_ranks
 
 from mpidist import _cli
+from mpidist._cli import _check_command
 
 TIMEOUT = 100.0
 TINY = ["--models", "mlp", "--packs", "64KiB", "--batch", "4", "--sizes", "4B,1KiB"]
@@ -393,6 +396,29 @@ def test_check_finds_what_differs_between_ranks():
     assert "CollectiveMismatchError" in result.stdout
     assert "there is no strategy to try it with" in result.stdout
     assert lines[-1].endswith("checks failed")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "transport", "state", "advice"),
+    [
+        ("works", "direct", "ok", ""),
+        ("works", "staged", "note", "MPIDIST_CUDA_AWARE=1"),
+        ("crashed", "staged", "ok", ""),
+        ("crashed", "direct", "FAILED", "MPIDIST_CUDA_AWARE=0"),
+    ],
+)
+def test_what_the_probe_of_gpu_buffers_means(
+    monkeypatch, outcome, transport, state, advice
+):
+    found = types.SimpleNamespace(outcome=outcome, detail="in a sum")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(
+        pkgutil, "resolve_name", lambda name: lambda ranks, timeout_seconds: found
+    )
+    given = _check_command._probe(2, transport)
+    assert given.state == state
+    assert given.text.startswith(f"{outcome} on 2 ranks: in a sum")
+    assert advice in given.text + given.advice
 
 
 # --- how it is loaded ----------------------------------------------------------------

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
+import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 import mpidist
-from mpidist import _bench, _transports
+from mpidist import _bench
 from mpidist._cli._info_command import gpu_facts, strangers
 from mpidist._cli._speaking import Parser, launched_size, say
 
@@ -33,6 +35,8 @@ Exits 0 if all is well, 1 if a check failed; a note is no failure. Nothing waits
 than --timeout.
 """
 _NEEDED_SHM: Final = 64 * 2**20
+_CUDA: Final = "CUDA-aware MPI"
+_PROBE: Final = "mpidist._probe:probe_direct"  # not in every version
 _PROBE_SECONDS: Final = 60.0
 _OK: Final = "ok"
 _NOTE: Final = "note"
@@ -77,6 +81,13 @@ class _Checks:
         if self._made is None:
             raise _FailedError("there is no strategy to try it with", "see above")
         return self._made
+
+    @property
+    def gpu_arrays(self) -> str:
+        """The name of the transport for GPU arrays; "" without a strategy."""
+        if self._made is None:
+            return ""
+        return str(_bench.transport_facts(self._made)["gpu"]["name"])
 
     def close(self) -> None:
         """Close the strategy. Collective."""
@@ -346,7 +357,7 @@ def check(arguments: Sequence[str]) -> int:
     ):
         notes = [note for note in job.comm.allgather(remark()) if note is not None]
         show(_Outcome(name, _NOTE if notes else _OK, notes[0] if notes else ""))
-    show(_cuda(job))
+    show(_cuda(job, checks.gpu_arrays))
     checks.close()
     failed = sum(one.state == _FAILED for one in outcomes)
     if given.json:
@@ -381,21 +392,37 @@ def _attempt(job: _bench.Job, name: str, one: Callable[[], str]) -> _Outcome:
     return _Outcome(name, _FAILED, f"rank {rank}{others}: {wrong}", advice)
 
 
-def _cuda(job: _bench.Job) -> _Outcome:
-    """Try in a child process whether MPI takes GPU arrays. Collective."""
-    name, probe = "CUDA-aware MPI", getattr(_transports, "probe_cuda_awareness", None)
+def _cuda(job: _bench.Job, gpu_arrays: str) -> _Outcome:
+    """Try in child processes whether MPI takes GPU arrays. Collective.
+
+    Args:
+        job: the ranks.
+        gpu_arrays: the name of the transport that the strategy took for them.
+    """
     outcome = None
     if job.rank == 0:
         facts = gpu_facts()
-        if not facts["gpus"]:
-            outcome = _Outcome(name, _OK, f"not tried: {facts['reason']}")
-        elif probe is None:
-            outcome = _Outcome(name, _NOTE, "can not be tried in this version")
+        if facts["gpus"]:
+            outcome = _probe(min(job.size, 2), gpu_arrays)
         else:
-            works, text = probe(_PROBE_SECONDS)
-            outcome = _Outcome(name, _OK if works else _NOTE, text)
+            outcome = _Outcome(_CUDA, _OK, f"not tried: {facts['reason']}")
     found: _Outcome = job.from_root(outcome)
     return found
+
+
+def _probe(ranks: int, gpu_arrays: str) -> _Outcome:
+    if importlib.util.find_spec(_PROBE.partition(":")[0]) is None:
+        return _Outcome(_CUDA, _NOTE, "can not be tried in this version")
+    found = pkgutil.resolve_name(_PROBE)(ranks, timeout_seconds=_PROBE_SECONDS)
+    text = f"{found.outcome} on {ranks} rank{'s' * (ranks > 1)}: {found.detail}"
+    works = found.outcome == "works"
+    if gpu_arrays == "direct" and not works:
+        advice = "GPU arrays are given to MPI as they are; export MPIDIST_CUDA_AWARE=0"
+        return _Outcome(_CUDA, _FAILED, text, advice)
+    if works and gpu_arrays == "staged":
+        text += "; but arrays go through the host: export MPIDIST_CUDA_AWARE=1"
+        return _Outcome(_CUDA, _NOTE, text)
+    return _Outcome(_CUDA, _OK, text)
 
 
 def _seconds(text: str) -> float:
