@@ -55,6 +55,9 @@ LAYERS = [
     ("losses and optimizers", ["_losses", "optimizers/"]),
     ("checkpoints", ["_checkpoints/"]),
     ("public names", ["experimental", "__init__"]),
+    ("the benchmark, a user of them", ["_bench/"]),
+    ("the command line", ["_cli/"]),
+    ("python -m mpidist", ["__main__"]),
 ]
 FOLDERS = {
     "_checkpoints": [
@@ -64,6 +67,22 @@ FOLDERS = {
         ["_checkpoint", "_reader"],
         ["_manager"],
         ["_preemption"],
+        ["__init__"],
+    ],
+    "_bench": [
+        ["_units", "_job", "_shapes"],
+        ["_contest", "_machine", "_raw", "_torch"],
+        ["_results"],
+        ["_tables", "_session"],
+        ["_moving", "_steps", "_model"],
+        ["_run", "_picture"],
+        ["__init__"],
+    ],
+    "_cli": [
+        ["_speaking"],
+        ["_bench_command", "_info_command"],
+        ["_check_command"],
+        ["_main"],
         ["__init__"],
     ],
     "_transports": [
@@ -100,6 +119,8 @@ OWNERS = {
     "cupy_backends": "_arrays",
     "optree": "_nest",
     "cloudpickle": "_coordinator",
+    "torch": "_bench._torch",  # to compare with
+    "matplotlib": "_bench._picture",
     "ml_dtypes": None,  # a dtype of it is known by its name
 }
 NEEDED = {"numpy", "optree", "cloudpickle"}  # loaded by `import mpidist`
@@ -254,12 +275,15 @@ def test_owners_do_import_what_they_own():
         assert library in imported, f"{owner} does not import {library} any more"
 
 
-def test_mpi_and_cupy_are_imported_inside_functions():
+LAZY = ("mpi4py", "cupy", "cupyx", "torch", "matplotlib")
+
+
+def test_what_is_slow_to_import_is_imported_inside_functions():
     eager = [
         f"{name} {one}"
         for name, imports in IMPORTS.items()
         for one in imports
-        if one.name.split(".")[0] in ("mpi4py", "cupy", "cupyx") and not one.lazy
+        if one.name.split(".")[0] in LAZY and not one.lazy
     ]
     assert eager == []
 

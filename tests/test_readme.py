@@ -256,12 +256,29 @@ def pytest_in_venv(command: Command, arguments: str) -> None:
             assert re.search(rf"\b{marker}\b", known)
 
 
+def command_line(command: Command, arguments: str) -> None:
+    """See that there is such a sub-command, and that it knows the options."""
+    assert command.output is None, f"who checks what {command.text!r} prints?"
+    words = shlex.split(arguments)
+    path = [words[0]]
+    if words[:2] in (["bench", "model"], ["bench", "show"]):
+        path.append(words[1])
+    usage = ask(sys.executable, "-m", "mpidist", *path, "--help")
+    assert usage.startswith(f"usage: mpidist {' '.join(path)} ")
+    for word in words[len(path) :]:
+        if word.startswith("-"):
+            assert f" {word}" in usage, f"{word} is not in the usage of {path}"
+        elif path == ["bench"] and "_" in word:
+            assert word in usage
+
+
 def sphinx(command: Command, source: str) -> None:
     assert (ROOT / source / "conf.py").exists()
 
 
 COMMANDS: list[tuple[str, Callable[..., None]]] = [
-    (r"launch/(demo|test|gpu-check|conformance)((?: \S+)*)", setting_up),
+    (r"launch/(demo|test|gpu-check|conformance|performance)((?: \S+)*)", setting_up),
+    (r"(?:(?:mpirun|srun) (?:-\S+ (?:\d+ )?)*)?mpidist (.*)", command_line),
     (r"launch/mpirun -n (\d+) python (\S+\.py)", launch_mpirun),
     (r"launch/mpirun -n \d+ .venv/bin/python -m pytest (.*)", pytest_in_venv),
     (r"((?:MPIDIST_\w+=\S+ )*)mpirun -n (\d+) python (\S+\.py)", mpirun),
@@ -463,6 +480,8 @@ def test_files_in_code_exist(page):
         "```sh\nmpirun -n 4 python examples/no_such_file.py\n```",
         '```sh\npip install -e ".[no_such_extra]"\n```',
         "```sh\nexport MPIDIST_NO_SUCH=1\n```",
+        "```sh\nmpirun -n 2 mpidist bnech\n```",
+        "```sh\nmpidist bench --no-such-option\n```",
         "```console\noutput\n```",
         "```console\n$ rm -rf build\n```",
         "```text\nanything\n```",
