@@ -441,7 +441,7 @@ class Communicator:
             data: None on the ranks that wait for it.
         """
         if self.board is not None:
-            self.traffic.count("Ibcast", 0 if data is None else len(data))
+            self.traffic.count("Ibcast", self.message_bytes)
             return self.board.start_message(data)
         buffer = np.zeros(_MESSAGE_HEAD + _MESSAGE_BYTES, np.uint8)
         if data is not None:
