@@ -28,12 +28,19 @@ def boards(count):
     ]
 
 
+def header(flag, print_, soft, lateness, patience, most):
+    """The words of a header, in the form that the guard has."""
+    return [flag, print_, ~print_, soft, ~soft, lateness, -patience, most]
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_headers_wait_for_all_ranks_and_give_the_largest_words(count):
     ranks = boards(count)
     rng = np.random.default_rng(0)
     for _ in range(5):
-        words = rng.integers(-(2**62), 2**62, (count, _board.WORDS))
+        rows = rng.integers(0, 2**61, (count, 6))
+        rows[:, 0] &= 1
+        words = np.array([header(*row) for row in rows.tolist()])
         order = rng.permutation(count)
         requests = {}
         for position, rank in enumerate(order):
@@ -48,15 +55,35 @@ def test_a_fast_rank_does_not_overwrite_what_a_slow_one_has_not_read():
     fast, slow = boards(2)
     for number in range(1, 6):
         # The fast rank is one header ahead, at most.
-        mine = slow.start_header([number] * _board.WORDS)
-        theirs = fast.start_header([10 * number] * _board.WORDS)
+        small, large = header(0, *[number] * 5), header(1, *[10 * number] * 5)
+        mine, theirs = slow.start_header(small), fast.start_header(large)
         assert theirs.Test()
-        ahead = fast.start_header([0] * _board.WORDS)
+        ahead = fast.start_header(header(0, 0, 0, 0, 0, 0))
         assert not ahead.Test()
         assert mine.Test()
-        assert mine.result == [10 * number] * _board.WORDS
-        slow.start_header([0] * _board.WORDS).Test()
+        assert mine.result == list(map(max, small, large))
+        slow.start_header(header(0, 0, 0, 0, 0, 0)).Test()
         assert ahead.Test()
+
+
+def test_ranks_that_publish_the_same_see_it():
+    first, second = boards(2)
+    words = (0, 17, 4, -1000, 3)
+    assert first.meet(_board.pack(*words), 5) is None  # the other is not there
+    waiting = first.pending_header()
+    assert not waiting.Test()
+    assert second.meet(_board.pack(*words), 7) is True
+    assert waiting.Test()
+    assert waiting.result == header(0, 17, 4, 7, 1000, 3)
+    for index in range(5):  # any word that differs is seen; lateness may differ
+        other = list(words)
+        other[index] += 1
+        assert first.meet(_board.pack(*words), 0) is None
+        assert second.meet(_board.pack(*other), 0) is False
+        found = second.pending_header()
+        assert found.Test()
+        if index == 1:  # fingerprints: no word is the complement of its neighbour
+            assert found.result[_board.PRINT] != ~found.result[_board.NOT_PRINT]
 
 
 def test_messages_arrive_in_order_and_wait_for_a_place():
