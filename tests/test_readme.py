@@ -278,7 +278,8 @@ def sphinx(command: Command, source: str) -> None:
 
 COMMANDS: list[tuple[str, Callable[..., None]]] = [
     (
-        r"launch/(demo|test|gpu-check|conformance|performance|build-cuda-openmpi)((?: \S+)*)",
+        r"launch/(demo|test|gpu-check|conformance|performance|build-cuda-openmpi)"
+        r"((?: \S+)*)",
         setting_up,
     ),
     (r"(?:(?:mpirun|srun) (?:-\S+ (?:\d+ )?)*)?mpidist (.*)", command_line),
