@@ -43,7 +43,7 @@ def test_inputs_are_not_changed_and_results_are_new(strategy, rank, size):
 def test_arrays_that_are_not_aligned(
     new_strategy, rank, size, implementation, size_bytes
 ):
-    """As `numpy.frombuffer` makes them, on one rank; mpi4py has no datatype for them."""
+    """As `numpy.frombuffer` makes them, on one rank: mpi4py has no datatype for it."""
     strategy = new_strategy(implementation=implementation)
     x = np.full(size_bytes // 8, rank + 1.0)
     if rank == size - 1:

@@ -25,7 +25,7 @@ _LARGEST_AREA: Final = 16 * 2**20
 _SMALLEST_AREA: Final = 64 * 1024
 _MOST_MEMORY: Final = 2**30
 _PAGE: Final = 4096
-_PIECE: Final = int(os.environ.get("PIECE", 2**20))
+_PIECE: Final = 2**20
 
 
 class SharedTransport(DirectTransport):
@@ -41,7 +41,6 @@ class SharedTransport(DirectTransport):
         self._ranks = comm.local_size
         self.area_bytes = area_bytes
         self.fused_bytes = _FUSED_BYTES[comm.local_size == 2]
-        self.fused_turn = 0
         own = board_module.BYTES + 2 * self.fused_bytes + 2 * area_bytes
         if self._me == 0:
             own += 2 * area_bytes
