@@ -231,9 +231,13 @@ def restore(array: Any, kind: LeafKind) -> Any:
 
 
 def contiguous(x: Any) -> Any:
-    """Return ``x`` in C order, copied only if need be; a 0-d array stays 0-d."""
-    if x.flags.c_contiguous:
-        return x
+    """Return ``x`` in C order, copied only if need be; a 0-d array stays 0-d.
+
+    And aligned: mpi4py has no MPI datatype for what is not.
+    """
+    flags = x.flags
+    if flags.c_contiguous:
+        return x if getattr(flags, "aligned", True) else x.copy()
     return module_of(x).ascontiguousarray(x)
 
 

@@ -4,7 +4,8 @@ Each rank has a part of the memory, which it alone writes, and all read. A part 
 
 - two *headers*, used in turn: their sequence number, five words that are compared as
   bytes (flag, fingerprint, soft, patience, most: see `_guard`), and the lateness;
-- a *tick*: how many steps of a payload this rank has made;
+- a *tick*: how many steps of a payload this rank has made, and whether it has *left* in
+  the middle of one;
 - two short *messages* of the first rank to the others, used in turn, and an
   *acknowledgement*: how many of them this rank has read.
 
@@ -32,6 +33,7 @@ MESSAGE_BYTES: Final = 4080
 _HEADERS: Final = (0, 16)
 _LATE: Final = 6  # from the place of a header, after the number and the words
 _TICK: Final = 32
+_LEFT: Final = 33
 _READ: Final = 40
 _MESSAGES: Final = (64, 64 + 2 + MESSAGE_BYTES // 8)
 BYTES: Final = 12 * 1024  # of a part: all of this, in whole pages
@@ -45,6 +47,18 @@ pack: Final = struct.Struct("5q").pack
 
 OVERDUE: Final = 2
 """The flag of a rank that is so late that it has to say how late it is."""
+
+
+class LeftError(Exception):
+    """Another rank has left in the middle of a payload.
+
+    Attributes:
+        rank: which.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} has left")
+        self.rank = rank
 
 
 class Board:
@@ -98,6 +112,11 @@ class Board:
         ]
 
     # --- headers --------------------------------------------------------------
+
+    @property
+    def headers(self) -> int:
+        """How many headers this rank has published; the same on all ranks."""
+        return self._header
 
     def meet(self, data: bytes, lateness: int) -> bool | None:
         """Publish a header, and return whether all ranks have published the same.
@@ -178,6 +197,9 @@ class Board:
         """Wait until all ranks have made as many steps as this one.
 
         Without a deadline: a header has shown that all are on their way.
+
+        Raises:
+            LeftError: if a rank that has not made as many has left.
         """
         tick = self._tick
         for words in self._others:
@@ -188,8 +210,17 @@ class Board:
                     os.sched_yield()
                     if not count % _TESTS:
                         self._progress()
+                        if words[_LEFT]:
+                            raise LeftError(self._rank_of(words))
         if self._fence is not None:
             self._fence()
+
+    def _rank_of(self, words: Any) -> int:
+        return next(k for k, w in enumerate(self._words) if w is words)
+
+    def leave(self) -> None:
+        """Tell those who wait for this rank's ticks that there will be no more."""
+        self._mine[_LEFT] = 1
 
     # --- messages -------------------------------------------------------------
 

@@ -182,6 +182,7 @@ class Collectives:
         self._short.clear()
         self.short.clear()
         self._plans.clear()
+        self._pool = Pool(0)  # its memory goes with the last result
         direct = _transports.DirectTransport(self.comm)
         self.transports = _transports.Transports(direct, direct, "closed")
         self._transports = dict.fromkeys(CommunicationImplementation, self.transports)
@@ -381,6 +382,8 @@ class Collectives:
         same = self.guard.agree_softly(call, mark, timeout)
         return split if same else None
 
+    # Who has NumPy raise errors would leave the others waiting for this rank.
+    @np.errstate(all="ignore")
     def move(
         self,
         plan: _Plan,
@@ -400,6 +403,20 @@ class Collectives:
             transports: of the call.
             root: as in `all_reduce`.
         """
+        try:
+            self._move(plan, split, arrays, results, transports, root)
+        except BaseException as error:
+            raise self.guard.leave_payload(plan.call, error) from None
+
+    def _move(
+        self,
+        plan: _Plan,
+        split: Split | None,
+        arrays: list[Any],
+        results: list[Any],
+        transports: _transports.Transports,
+        root: int | None,
+    ) -> None:
         buckets: Sequence[_fusion.Bucket] = plan.buckets
         if split is not None:
             buckets = split.buckets
@@ -427,7 +444,11 @@ class Collectives:
             results: arrays for the sums; used where they can not stay there.
         """
         if split is not None and self._residents is not None:
-            sums = self._residents.reduce_here(split, plan.leaves)
+            try:
+                with np.errstate(all="ignore"):  # as in `move`
+                    sums = self._residents.reduce_here(split, plan.leaves)
+            except BaseException as error:
+                raise self.guard.leave_payload(plan.call, error) from None
             if sums is not None:
                 for run in split.runs:
                     self.comm.traffic.count("Allreduce", run.stop - run.start)

@@ -23,12 +23,13 @@ _GLOBAL: Final = frozenset(
 )
 _MISSING: Final = object()
 _LOADS: Final = "LOAD_GLOBAL"
+_IMPORT: Final = "IMPORT_NAME"
 
 # By the number of a code object: the object itself, the globals that it reads (None:
 # it is not simple), and what is sent of it.
 _known: dict[int, tuple[types.CodeType, tuple[str, ...] | None, bytes]] = {}
-# What was received: the code, and the function where it closes over nothing.
-_received: dict[bytes, tuple[types.CodeType, Any]] = {}
+# What was received: the code, and by their heads the functions that close over nothing.
+_received: dict[bytes, tuple[types.CodeType, dict[Any, Any]]] = {}
 
 
 def reduce_simple(function: types.FunctionType, values: tuple[type, ...]) -> Any:
@@ -95,17 +96,19 @@ def rebuild(
     defaults: tuple[Any, ...],
 ) -> Any:
     """Make the function that was sent."""
-    code, function = _received.get(data, (None, None))
-    if code is None:
+    known = _received.get(data)
+    if known is None:
         if len(_received) >= _MOST:
             _received.clear()
-        code = marshal.loads(data)
-        _received[data] = (code, None)
-    elif function is not None and not (closed or defaults):
+        known = _received[data] = (marshal.loads(data), {})
+    code, functions = known
+    # The same code has other modules where a global has been bound anew.
+    alone = not (closed or defaults)
+    if alone and (function := functions.get(head)) is not None:
         return function
     place, qualname, modules = head
     names: dict[str, Any] = dict(zip(_PLACE, place, strict=True))
-    names |= {name: pkgutil.resolve_name(path) for name, path in modules}
+    names |= {name: _module(path) for name, path in modules}
     function = types.FunctionType(
         code,
         {"__builtins__": builtins, **names},
@@ -114,9 +117,16 @@ def rebuild(
         tuple(types.CellType(x) for x in closed),
     )
     function.__qualname__ = qualname
-    if not (closed or defaults):
-        _received[data] = (code, function)
+    if alone:
+        if len(functions) >= _MOST:
+            functions.clear()
+        functions[head] = function
     return function
+
+
+def _module(name: str) -> Any:
+    """Return a module; one that is loaded may have any name."""
+    return sys.modules.get(name) or pkgutil.resolve_name(name)
 
 
 def _globals_of(code: types.CodeType) -> tuple[str, ...] | None:
@@ -126,6 +136,8 @@ def _globals_of(code: types.CodeType) -> tuple[str, ...] | None:
     while codes:
         one = codes.pop()
         for instruction in dis.get_instructions(one):
+            if instruction.opname == _IMPORT:
+                return None  # relative to a package, perhaps
             if instruction.opname in _GLOBAL:
                 if instruction.opname != _LOADS:
                     return None

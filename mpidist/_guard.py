@@ -55,6 +55,7 @@ from mpidist._board import (
     PRINT,
     SOFT,
     WORDS,
+    LeftError,
     pack,
 )
 from mpidist._comm import AnyCommunicator, Request
@@ -179,6 +180,9 @@ class Guard:
         """As `agree_softly`, for a header that was packed before. Collective.
 
         For guards that are on, and have a board.
+
+        Returns:
+            As `agree_softly`; False also where the ranks have met more than once.
         """
         if self._floor < self._depth or self.broken or self.leading:
             self.agree(call)  # which raises
@@ -186,15 +190,21 @@ class Guard:
         lateness = self._lateness(timeout)
         board = self._comm.board
         assert board is not None
+        number = board.headers + 1
         if not timeout or 4 * lateness < int(timeout * 1000):
-            if board.meet(data, lateness):
+            try:
+                same = board.meet(data, lateness)
+            except BaseException as error:
+                self._interrupt(call.text, error)
+                raise
+            if same:
                 self.sequence += 1
                 self._last_call = call.text
                 return True
             if self._settle(board.pending_header(), call, 0, mark, timeout):
-                return self._same(SOFT)
+                return self._same(SOFT) and board.headers == number
         elif self._publish(call, 0, mark, timeout, lateness):
-            return self._same(SOFT)
+            return self._same(SOFT) and board.headers == number
         raise self._difference(call, None, "none")
 
     def agree_softly(self, call: Call, soft: int, timeout: float | None = None) -> bool:
@@ -401,7 +411,12 @@ class Guard:
         if board is not None and not flag:
             late = OVERDUE if 4 * lateness >= -patience else 0
             data = pack(late, call.fingerprint, soft, patience, send[MOST])
-            if board.meet(data, lateness) and not late:
+            try:
+                same = board.meet(data, lateness)
+            except BaseException as error:
+                self._interrupt(call.text, error)
+                raise
+            if same and not late:
                 self._equal = True
                 self.sequence += 1
                 self._last_call = call.text
@@ -516,12 +531,51 @@ class Guard:
             self._poll(request, what, timeout)
         except BaseException as error:
             request.leak()
-            if not self.broken:
+            self._interrupt(what, error)
+            raise
+
+    def _interrupt(self, what: str, error: BaseException) -> None:
+        """Give up after an exception that came from outside, such as a signal's."""
+        if not self.broken:
+            self.broken = (
+                f"rank {self._comm.rank} was interrupted by {type(error).__name__} in "
+                f"{what}; this strategy can not be used any more"
+            )
+            self._post_notice(what, self.broken)
+            if self._comm.board is not None:
+                self._comm.board.leave()
+
+    def leave_payload(self, call: Call, error: BaseException) -> BaseException:
+        """Give up what all ranks are in the middle of; return what to raise.
+
+        The others would wait for this rank without end. All that move data step by
+        step in shared memory learn of it there, the others by a notice.
+
+        Args:
+            call: what it is.
+            error: what this rank raised there: a signal's, as a rule, or `LeftError`.
+        """
+        if self.broken:
+            return error
+        if isinstance(error, LeftError):
+            end = time.monotonic() + _SETTLE_SECONDS
+            while time.monotonic() < end:
+                try:
+                    self._read_notices()
+                except CollectiveTimeoutError as told:
+                    error = told
+                    break
+                time.sleep(_SHORT_SLEEP)
+            else:
                 self.broken = (
-                    f"a wait in {what} was interrupted by {type(error).__name__}; this "
+                    f"rank {error.rank} has left {call.text} before its end; this "
                     "strategy can not be used any more"
                 )
-            raise
+                error = self._broken_error()
+        self._interrupt(call.text, error)
+        if self._comm.board is not None:
+            self._comm.board.leave()
+        return error
 
     def _poll(self, request: Request, what: str, timeout: float | None) -> None:
         timeout = self.timeout_seconds if timeout is None else timeout

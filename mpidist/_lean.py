@@ -12,9 +12,9 @@ Another rank may go the long way in the same call: its leaf is no plain array, o
 gives options that change nothing. The header tells, by the mark of a fused array, which
 is not compared: where the marks differ all ranks go the long way, and nothing is lost.
 
-Why fused arrays need two places only: the place changes when the ranks have agreed. A
-rank writes array k + 2 after it has agreed on k + 1, so all have begun k + 1, so all
-have read k. An attempt that fails fails on all ranks, and the place does not change.
+Why fused arrays need two places only: an array has the place of its header, by turns. A
+rank writes array k + 2 after it has completed header k + 1, so all have begun k + 1, so
+all have read k. Where a header is confirmed by a second one, nobody reads the array.
 """
 
 from __future__ import annotations
@@ -132,12 +132,11 @@ class FusedReduce:
         except MemoryError:
             return None  # where all ranks are told
         transport = self._transport
-        mine, first, second, others = self._turns[transport.fused_turn]
+        mine, first, second, others = self._turns[transport.board.headers & 1]
         mine[...] = x
         if not self._guard.agree_packed(self._call, self._data, _FUSED):
             self._move(x, result)
             return result
-        transport.fused_turn ^= 1
         combine = self._combine
         try:  # contextlib.suppress would cost as much as the sum
             combine(first, second, out=result)
@@ -202,12 +201,15 @@ class StreamReduce:
             return None  # where all ranks are told
         self._guard.agree_packed(self._call, self._data, 0)
         transport = self._transport
-        transport.stream.reduce(
-            self._schedule,
-            [x.reshape(-1)],
-            [result.reshape(-1)],
-            self._op,
-            transport.comm.size if self._mean else None,
-        )
+        try:
+            transport.stream.reduce(
+                self._schedule,
+                [x.reshape(-1)],
+                [result.reshape(-1)],
+                self._op,
+                transport.comm.size if self._mean else None,
+            )
+        except BaseException as error:
+            raise self._guard.leave_payload(self._call, error) from None
         transport.comm.traffic.add("Allreduce", self._nbytes, start)
         return result

@@ -16,7 +16,21 @@ import numpy as np
 
 _PAGE: Final = 4096
 SMALLEST: Final = 64 * 1024
-_UNUSED: Final = 3  # references: in the list, of the loop, and of the call that counts
+
+
+def _count_unused() -> int:
+    """Return the references to a block that only a pool has, as this Python counts.
+
+    In the list, of the loop, and of the call that counts: 3, of which Python 3.14 and
+    later versions may borrow some. One too many would give away memory in use.
+    """
+    kept = [np.empty(0, np.uint8)]
+    for block in kept:
+        return sys.getrefcount(block)
+    raise AssertionError
+
+
+_UNUSED: Final = _count_unused()
 
 
 class Pool:
@@ -39,7 +53,7 @@ class Pool:
             return np.empty(shape, dtype)
         kept = self._kept.get(nbytes, ())
         for block in kept:
-            if sys.getrefcount(block) == _UNUSED:
+            if sys.getrefcount(block) <= _UNUSED:
                 return _place(block, shape, dtype, nbytes)
         if self.nbytes + nbytes > self.limit:
             del kept
@@ -55,7 +69,7 @@ class Pool:
         for size in list(self._kept):
             remaining = []
             for block in self._kept[size]:
-                if nbytes > 0 and sys.getrefcount(block) == _UNUSED:
+                if nbytes > 0 and sys.getrefcount(block) <= _UNUSED:
                     nbytes -= size
                     self.nbytes -= size
                 else:

@@ -36,3 +36,26 @@ def test_inputs_are_not_changed_and_results_are_new(strategy, rank, size):
     np.testing.assert_array_equal(big, expected)
     np.testing.assert_array_equal(strided, expected[:, ::2])
     assert not np.shares_memory(big, x)
+
+
+@pytest.mark.parametrize("implementation", ["direct", "shared"])
+@pytest.mark.parametrize("size_bytes", [40, 400_000])
+def test_arrays_that_are_not_aligned(
+    new_strategy, rank, size, implementation, size_bytes
+):
+    """As `numpy.frombuffer` makes them, on one rank: mpi4py has no datatype for it."""
+    strategy = new_strategy(implementation=implementation)
+    x = np.full(size_bytes // 8, rank + 1.0)
+    if rank == size - 1:
+        x = np.frombuffer(b"head:" + x.tobytes(), x.dtype, offset=5)
+        assert not x.flags.aligned
+
+    def step():
+        context = mpidist.get_replica_context()
+        return context.all_reduce("SUM", x), context.all_reduce("SUM", [x])[0]
+
+    value = strategy.run(step)
+    for found in strategy.experimental_local_results(value)[0]:
+        np.testing.assert_array_equal(found, np.full(x.shape, size * (size + 1) / 2))
+    total = strategy.reduce("MEAN", strategy.run(lambda: x), axis=None)
+    np.testing.assert_array_equal(total, np.full(x.shape, (size + 1) / 2))

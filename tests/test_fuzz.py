@@ -32,6 +32,8 @@ from mpidist.data import Dataset
 
 DEFAULT_SEEDS = 25
 SEEDS_PER_TEST = 25
+# Around what goes with its header, from memory that is reused, in several pieces.
+COUNTS = (1, 4096, 4097, 8192, 32768, 32769, 2**18)
 
 # What there is at each level, the more often, the more often.
 STATEMENTS = {
@@ -42,7 +44,8 @@ STATEMENTS = {
             save broadcast values scatter swap_read""",
         "replica": """all_reduce all_reduce all_gather merge merge merge assign assign
             assign write_sum read_sum read apply rows sync try try nothing scatter
-            none_assign sparse loss variable""",
+            none_assign sparse loss variable sizes sizes resident scalar
+            one_has_options""",
         "merge": """reduce_to reduce_to assign assign update update read_sum assign_sum
             results reduce gather sync apply run try try broadcast nothing variable""",
         "update": "assign assign read nothing read_sum assign_other",
@@ -158,6 +161,15 @@ class World:
             mirrored=self.mirrored, on_read=self.on_read[0], state=self
         )
         self.checkpoint_fault = ""
+        self.buffers = strategy.buffers_like([zeros, np.zeros(3000), np.zeros(50_000)])
+        self.wrong: list[str] = []
+
+    def expect(self, what: str, found: Any, number: int) -> None:
+        """Note a sum of what `Runner.own` has given that is wrong."""
+        ranks = self.strategy.num_replicas_in_sync
+        expected = ranks * number + ranks * (ranks - 1) // 2
+        if not np.all(np.asarray(found) == expected):
+            self.wrong.append(f"{number}: {what}: {found} for {expected}")
 
     def state(self) -> int:
         if self.checkpoint_fault:
@@ -383,6 +395,49 @@ class Runner:
         with pytest.raises(ValueError, match="You must specify an aggregation"):
             self.world.none.assign(value)
 
+    def own(self, node: Node) -> int:
+        """Return a number of this rank and statement."""
+        return node.number + self.world.rank
+
+    def replica_sizes(self, node: Node, value: Any, handle: Any) -> None:
+        count = COUNTS[node.choice % len(COUNTS)] + value.size
+        x = np.full(count, self.own(node), value.dtype)
+        # Several times: the first call of its kind goes another way.
+        for _ in range(1 + node.choice // 7 % 3):
+            self.world.expect("sizes", self.context().all_reduce("SUM", x), node.number)
+
+    def replica_resident(self, node: Node, value: Any, handle: Any) -> None:
+        tree = self.world.buffers
+        for x in tree:
+            x[...] = self.own(node)
+        if value.dtype.kind == "c":  # ordinary ones, on one rank
+            tree = [x.copy() for x in tree]
+        elif value.size > 3:
+            tree = tree[1:]
+        with np.errstate(all="raise"):
+            found = self.context().all_reduce("SUM", tree)
+        for x in found:
+            self.world.expect("resident", x, node.number)
+
+    def replica_scalar(self, node: Node, value: Any, handle: Any) -> None:
+        x = np.array(self.own(node), value.dtype)
+        if (node.choice + self.world.rank) % 2:
+            x = x[()]
+        for _ in range(3):
+            self.world.expect(
+                "scalar", self.context().all_reduce("SUM", x), node.number
+            )
+
+    def replica_one_has_options(self, node: Node, value: Any, handle: Any) -> None:
+        options = None
+        if node.choice % self.strategy.num_replicas_in_sync == self.world.rank:
+            options = mpidist.experimental.CommunicationOptions(timeout_seconds=7)
+        count = COUNTS[node.choice // 7 % len(COUNTS)]
+        x = np.full(count, self.own(node), value.dtype)
+        for one in (None, options, None):
+            found = self.context().all_reduce("SUM", x, one)
+            self.world.expect("options", found, node.number)
+
     def replica_sparse(self, node: Node, value: Any, handle: Any) -> None:
         rows = [0] * self.world.rank
         own = mpidist.IndexedSlices(
@@ -521,6 +576,8 @@ def _check(world: World, program: Program, name: str, text: str) -> str:
     except Exception as error:
         after = f"afterwards: {type(error).__name__}: {error}"
     problems += {x for x in everywhere(after) if x}
+    problems += [x for wrong in everywhere(world.wrong) for x in wrong]
+    world.wrong = []
     if not problems:
         return ""
     parts = [f"--- rank {r}: {names[r]} ---\n{x}" for r, x in enumerate(texts)]

@@ -2,6 +2,7 @@
 
 import random
 import time
+import warnings
 
 import numpy as np
 import posing
@@ -441,3 +442,39 @@ def test_an_optimizer_of_ranks_that_differ(shared, rank, size):
         )
         assert (one.numpy() == before - size).all()
         assert (two.numpy() == one.numpy()).all()
+
+
+@pytest.mark.parametrize("how", ["raise", "error"])
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_overflow_where_one_rank_has_numpy_raise(shared, rank, size, op, how):
+    """It must not raise in the middle, where the others wait for it."""
+    buffers = shared.buffers_like(np.zeros(10_000, np.float32))
+    buffers[...] = np.finfo(np.float32).max
+
+    def reduce():
+        with warnings.catch_warnings(), np.errstate(all="warn"):
+            warnings.simplefilter("error")
+            if how == "raise":
+                np.seterr(all="raise" if rank == 0 else "ignore")
+            return context().all_reduce(op, buffers)
+
+    found, runs = in_place(shared, lambda: local(shared, reduce))
+    assert runs == (size > 1)
+    expected = np.float32(np.inf) if size > 1 else buffers[0]
+    np.testing.assert_array_equal(found, np.full(10_000, expected))
+
+
+def test_overflow_in_an_optimizer_where_numpy_raises(shared, rank, size):
+    with shared.scope():
+        v = mpidist.Variable(np.zeros(10_000, np.float32))
+        optimizer = mpidist.optimizers.SGD(1.0)
+    gradient = shared.buffers_like(v)
+    gradient[...] = np.finfo(np.float32).max
+
+    def step():
+        with np.errstate(over="raise" if rank == 0 else "ignore"):
+            optimizer.apply_gradients([(gradient, v)])
+
+    shared.run(step)
+    expected = -np.inf if size > 1 else -gradient[0]
+    np.testing.assert_array_equal(v.numpy(), np.full(10_000, expected, np.float32))

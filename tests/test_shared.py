@@ -394,3 +394,76 @@ def test_results_use_memory_again_that_was_dropped():
     )
     for (start, nbytes), (following, _) in itertools.pairwise(spans):
         assert start + nbytes <= following
+
+
+# --- exceptions from outside --------------------------------------------------------
+
+
+class SignalError(Exception):
+    """What the handler of a signal raises, at any place."""
+
+
+def interrupt_once(owner, name, *, before):
+    """Have the next call of a method raise as a signal would, before it or after it."""
+    method = getattr(owner, name)
+
+    def interrupted(*args):
+        setattr(owner, name, method)
+        if not before:
+            method(*args)
+        raise SignalError
+
+    setattr(owner, name, interrupted)
+
+
+@mpi
+@core
+def test_an_interrupt_after_the_agreement_leaves_nothing_behind(shared, rank, size):
+    """What follows must not read what an earlier call has left in shared memory."""
+
+    def sums(numbers):
+        return [own(shared, shared.run(total, args=(k,))) for k in numbers]
+
+    def total(k):
+        return context().all_reduce("SUM", np.full(4, float(k + rank)))
+
+    expected = [np.full(4, sum(k + r for r in range(size)) * 1.0) for k in range(30)]
+    np.testing.assert_array_equal(sums(range(10)), expected[:10])
+    if rank == 0 and size > 1:
+        interrupt_once(shared._collectives.guard, "agree_packed", before=False)
+    if size > 1:
+        with pytest.raises((SignalError, mpidist.ReplicaError)):
+            sums([0])
+    np.testing.assert_array_equal(sums(range(10, 20)), expected[10:20])
+
+
+@mpi
+@core
+@pytest.mark.parametrize("how", ["plain", "nest", "resident", "wait"])
+def test_an_interrupt_in_the_middle_ends_the_call_everywhere(
+    new_strategy, rank, size, how
+):
+    """The others do not wait for what does not come, not even till the deadline."""
+    if size == 1:
+        pytest.skip("one rank waits for nobody")
+    strategy = new_strategy(implementation=SHARED, timeout_seconds=50)
+    x = np.ones(300_000)
+    if how == "resident":
+        x = strategy.buffers_like(x)
+    tree = [x, x] if how == "nest" else x
+
+    def reduce():
+        return context().all_reduce("SUM", tree)
+
+    for _ in range(3):
+        strategy.run(reduce)
+    if rank == size - 1:
+        board = strategy._collectives.comm.board
+        interrupt_once(board, "meet" if how == "wait" else "step", before=True)
+    start = time.monotonic()
+    kind = SignalError if rank == size - 1 else mpidist.CollectiveTimeoutError
+    with pytest.raises(kind):
+        strategy.run(reduce)
+    assert time.monotonic() - start < 20
+    with pytest.raises(mpidist.CollectiveTimeoutError, match=r"interrupted|has left"):
+        strategy.run(reduce)

@@ -43,7 +43,6 @@ class SharedTransport(DirectTransport):
         self._ranks = comm.local_size
         self.area_bytes = area_bytes = min(area_bytes, _PIECE)
         self.fused_bytes = _FUSED_BYTES[comm.local_size == 2]
-        self.fused_turn = 0
         own = board_module.BYTES + 2 * self.fused_bytes + 2 * area_bytes
         if self._me == 0:
             own += 2 * area_bytes

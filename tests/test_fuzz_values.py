@@ -1,0 +1,320 @@
+"""Random arrays through all ways of an all-reduce: right, and alike on all ranks.
+
+Every call is made from a seed, alike on all ranks. Then each rank takes a form of its
+own for what it passes: a view, another order, another class, a NumPy scalar for a 0-d
+array, buffers of the strategy or ordinary arrays, options that change nothing, NumPy's
+errors on or off. Some calls fail on purpose. Results are compared bit for bit with the
+sums in the order of the ranks, and again later, when other calls have reused memory.
+
+``MPIDIST_FUZZ=500`` and ``MPIDIST_FUZZ=500:510`` as in ``test_fuzz``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from replicas import context, everywhere
+
+import mpidist
+from mpidist import _arrays
+
+DEFAULT_SEEDS = 12
+CALLS = 12
+DTYPES = (
+    "bool int8 uint16 int64 float16 float32 float64 longdouble complex64 complex128"
+)
+# Around what the transports distinguish, in bytes.
+BORDERS = (1, 64, 4096, 16 * 2**10, 32 * 2**10, 64 * 2**10, 256 * 2**10, 2**20, 2**21)
+COMBINE = {
+    "SUM": np.add,
+    "MEAN": np.add,
+    "PROD": np.multiply,
+    "MIN": np.minimum,
+    "MAX": np.maximum,
+}
+
+
+class Subclass(np.ndarray):
+    """An array of another class."""
+
+
+def _values(rng: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    if dtype.kind == "b":
+        return rng.integers(0, 2, shape).astype(bool)
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return rng.integers(limits.min, limits.max, shape, dtype, endpoint=True)
+    x = rng.standard_normal(shape) * 10.0 ** rng.integers(-3, 4, shape)
+    if dtype.kind == "c":
+        x = x + 1j * rng.standard_normal(shape)
+    x = np.asarray(x).astype(dtype)
+    limits = np.finfo(dtype)
+    special = [limits.max, -limits.max, limits.tiny, -0.0, 0.0, np.inf]
+    if dtype.kind == "f":
+        special += [np.nan, -np.inf]
+    if x.size and rng.integers(2):
+        for _ in range(3):
+            x.flat[int(rng.integers(x.size))] = rng.choice(special)
+    return x
+
+
+def _expected(op: str, parts: list[Any]) -> Any:
+    """Return what `_dtypes` promises, added up in the order of the ranks."""
+    dtype = parts[0].dtype
+    compute = dtype
+    if op == "MEAN" and dtype.kind in "iu":
+        compute = np.dtype(float)
+    elif dtype == np.float16:
+        compute = np.dtype(np.float32)
+    with np.errstate(all="ignore"):
+        total = parts[0].astype(compute)
+        for x in parts[1:]:
+            total = COMBINE[op](total, x.astype(compute))
+        if op == "MEAN":
+            total = np.true_divide(total, compute.type(len(parts)))
+        if op in ("MIN", "MAX") and dtype.kind == "f":
+            # Of 0.0 and -0.0 the sign counts.
+            low = op == "MIN"
+            signs = np.stack([np.signbit(x) for x in parts])
+            zero = np.asarray(total == 0)
+            some = signs.any(0) if low else signs.all(0)
+            zeros = np.stack([(x == 0) & np.signbit(x) for x in parts])
+            some = zeros.any(0) if low else some
+            total = np.where(zero, np.where(some, -0.0, 0.0).astype(compute), total)
+        kind = np.dtype(float) if op == "MEAN" and dtype.kind in "iu" else dtype
+        return np.asarray(total).astype(kind)
+
+
+def _raw(x: Any) -> bytes:
+    """Return the bytes of the values, with one kind of NaN."""
+    x = np.array(x, order="C")
+    if x.dtype.kind == "c":
+        parts = np.stack([x.real, x.imag])
+        return _raw(parts)
+    if x.dtype.kind == "f":
+        x = np.where(np.isnan(x), x.dtype.type(np.nan), x)
+    raw = x.reshape(-1).view(np.uint8)
+    if x.dtype.itemsize == 16:
+        raw = raw.reshape(-1, 16)[:, :10]
+    return raw.tobytes()
+
+
+def _form(rng: Any, x: Any, buffer: Any) -> Any:
+    """Return the values in a form of this rank's own."""
+    form = int(rng.integers(9))
+    if form == 1:
+        return np.asfortranarray(x) if x.ndim else x
+    if form == 2 and x.ndim:
+        wide = np.zeros((*x.shape[:-1], 2 * x.shape[-1]), x.dtype)
+        wide[..., ::2] = x
+        return wide[..., ::2]
+    if form == 3:
+        x = x.copy()
+        x.flags.writeable = False
+        return x
+    if form == 4:
+        return x.view(Subclass)
+    if form == 5 and x.dtype != np.longdouble:
+        return x.astype(x.dtype.newbyteorder(">"))
+    if form == 6 and x.ndim == 0:
+        return x[()]
+    if form == 7:
+        shifted = np.zeros(x.nbytes + 1, np.uint8)[1:]  # not aligned
+        shifted = shifted.view(x.dtype).reshape(x.shape)
+        shifted[...] = x
+        return shifted
+    if form == 8 and buffer is not None and x.nbytes <= buffer.nbytes:
+        inside = buffer[: x.nbytes].view(x.dtype).reshape(x.shape)
+        inside[...] = x
+        return inside
+    return x
+
+
+@contextlib.contextmanager
+def _floating_errors(how: int) -> Iterator[None]:
+    errors = ("warn", "raise", "ignore")[how % 3]
+    with np.errstate(all=errors), warnings.catch_warnings():
+        warnings.simplefilter(("ignore", "error")[how % 2])
+        yield
+
+
+class Calls:
+    """The calls of one seed."""
+
+    def __init__(self, strategy: mpidist.MPIStrategy, seed: int, buffer: Any) -> None:
+        self.strategy = strategy
+        self.rank = strategy.extended._replica_id
+        self.size = strategy.num_replicas_in_sync
+        self.rng = np.random.default_rng([seed, 7])  # alike on all ranks
+        self.mine = np.random.default_rng([seed, 8, self.rank])
+        self.buffer = buffer
+        self.kept: list[tuple[Any, Any]] = []
+        self.exact = os.environ.get("MPIDIST_IMPLEMENTATION") is None
+        self.cache: list[tuple[str, list[tuple[tuple[int, ...], Any]]]] = []
+
+    def _draw(self) -> tuple[str, list[tuple[tuple[int, ...], Any]]]:
+        rng = self.rng
+        if self.cache and rng.integers(3):  # again, by the short way
+            return self.cache[int(rng.integers(len(self.cache)))]
+        leaves = []
+        for _ in range(1 if rng.integers(3) else int(rng.integers(2, 6))):
+            dtype = np.dtype(str(rng.choice(DTYPES.split())))
+            nbytes = (
+                int(rng.choice(BORDERS)) + int(rng.integers(-3, 4)) * dtype.itemsize
+            )
+            count = max(0, nbytes // dtype.itemsize)
+            shape: tuple[int, ...] = (count,)
+            if rng.integers(6) == 0:
+                shape = ()
+            elif rng.integers(3) == 0:
+                shape = (3, count // 3)
+            leaves.append((shape, dtype))
+        op = str(rng.choice(list(COMBINE)))
+        kinds = {dtype.kind for _, dtype in leaves}
+        if "b" in kinds:
+            op = "MAX" if "c" not in kinds else ""
+        elif "c" in kinds and op in ("MIN", "MAX"):
+            op = "SUM"
+        if not op:
+            return self._draw()
+        self.cache.append((op, leaves))
+        return op, leaves
+
+    def one(self) -> str:
+        """Make a call; return what is wrong with it."""
+        op, leaves = self._draw()
+        fault = int(self.rng.integers(12))
+        where = int(self.rng.integers(self.size))
+        if fault == 0 and self.size > 1:
+            return self._fail(op, leaves, where)
+        parts = [
+            [_values(self.rng, shape, dtype) for shape, dtype in leaves]
+            for _ in range(self.size)
+        ]
+        same = int(self.rng.integers(3))  # sometimes all have the same form
+        forms = self.mine if same else np.random.default_rng(int(self.rng.integers(99)))
+        own = []
+        start = 0
+        for x in parts[self.rank]:
+            place = None
+            if self.buffer is not None and start < self.buffer.nbytes:
+                place = self.buffer[start:]
+            own.append(_form(forms, x, place))
+            start += -(-x.nbytes // 64) * 64
+        options = None
+        if self.mine.integers(4) == 0:
+            options = mpidist.experimental.CommunicationOptions(timeout_seconds=40)
+        tree = own[0] if len(own) == 1 else own
+        how = int(self.mine.integers(6))
+
+        def replica() -> Any:
+            with _floating_errors(how):
+                return context().all_reduce(op, tree, options)
+
+        before = [_raw(x) for x in own]
+        value = self.strategy.run(replica)
+        (found,) = self.strategy.experimental_local_results(value)
+        results = [found] if len(own) == 1 else found
+        wrong = ""
+        crcs = [zlib.crc32(_arrays.value_bytes(np.asarray(x))) for x in results]
+        if len({*map(tuple, everywhere(crcs))}) > 1:
+            wrong = f"{op} of {leaves}: not the same bits on all ranks; "
+        for i, (shape, dtype) in enumerate(leaves):
+            text = f"{op} of {dtype} {shape}"
+            expected = _expected(op, [row[i] for row in parts])
+            x = np.asarray(results[i])
+            if (x.shape, x.dtype) != (expected.shape, expected.dtype):
+                wrong += f"{text}: {x.dtype} {x.shape} for {expected.dtype}; "
+            elif op == "PROD" and dtype.kind == "c":
+                # NumPy's loops differ in whether they round between * and +.
+                if not np.allclose(x, expected, 1e-5, 1e-300, equal_nan=True):
+                    wrong += f"{text}: {x} for {expected}; "
+            elif self.exact and _raw(x) != _raw(expected):
+                wrong += f"{text}: {x} for {expected}; "
+            if _raw(own[i]) != before[i]:
+                wrong += f"{text}: what was passed was changed; "
+            if isinstance(results[i], np.ndarray):
+                if np.shares_memory(results[i], own[i]):
+                    wrong += f"{text}: shares memory with what was passed; "
+                if self.mine.integers(2) and results[i].size:
+                    results[i][...] = 1  # its owner may
+        if self.mine.integers(2):
+            self._keep(results)
+        return wrong
+
+    def _keep(self, results: list[Any]) -> None:
+        for x in results:
+            if not isinstance(x, np.ndarray):
+                continue
+            how = int(self.mine.integers(4))
+            if how == 1 and x.ndim:
+                x = x[x.shape[0] // 2 :]
+            elif how == 2:
+                x = (
+                    np.asarray(memoryview(x).cast("B"))
+                    if x.size and x.dtype.char != "g"
+                    else x
+                )
+            elif how == 3:
+                x = x.T
+            self.kept.append((x, x.copy()))
+        del self.kept[:-6]
+
+    def check_kept(self) -> str:
+        """Say whether results that were kept have changed."""
+        for x, copy in self.kept:
+            if _raw(x) != _raw(copy):
+                return (
+                    f"a result of {copy.dtype} {copy.shape} that was kept has changed"
+                )
+        return ""
+
+    def _fail(self, op: str, leaves: list[Any], where: int) -> str:
+        shape, dtype = leaves[0]
+        tree: Any = np.zeros(shape, dtype)
+        kind = int(self.rng.integers(3))
+        if self.rank == where:
+            tree = (np.zeros((*shape, 2), dtype), None, [tree])[kind]
+        error: BaseException | None = None
+
+        def replica() -> None:
+            nonlocal error
+            try:
+                context().all_reduce(op, tree)
+            except (TypeError, mpidist.CollectiveError) as raised:
+                error = raised
+
+        self.strategy.run(replica)
+        return "" if error is not None else f"{op} with fault {kind} did not raise"
+
+
+def _seeds() -> range:
+    text = os.environ.get("MPIDIST_FUZZ", "")
+    start, colon, stop = text.partition(":")
+    if colon:
+        return range(int(start), int(stop))
+    return range(int(text or DEFAULT_SEEDS))
+
+
+@pytest.mark.mpi
+@pytest.mark.core
+def test_all_ways_give_the_same(new_strategy):
+    strategy = new_strategy(timeout_seconds=20)
+    for seed in _seeds():
+        if seed % 50 == 0 and seed:
+            strategy = new_strategy(timeout_seconds=20)
+        buffer = None
+        if seed % 2:
+            buffer = strategy.buffers_like(np.zeros(3 * 2**20, np.uint8))
+        calls = Calls(strategy, seed, buffer)
+        for number in range(CALLS):
+            wrong = calls.one() + calls.check_kept()
+            found = everywhere(wrong)
+            assert not any(found), f"seed {seed}, call {number}: {found}"
