@@ -335,7 +335,8 @@ class Collectives:
             self.move(plan, None, [_arrays.contiguous(x)], [result], self.transports)
 
         def resides(x: Any) -> bool:
-            return x.base is not None and bool(self._residents and self._residents.used)
+            residents = self._residents
+            return residents is not None and residents.blocks.find(x) is not None
 
         made = _lean.make(
             self.guard, plan.call, plan.leaves[0], shared, self._pool, move, resides

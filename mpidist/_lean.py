@@ -61,13 +61,14 @@ def make(
         transport: through which they go.
         pool: where memory for results comes from.
         move: reduces an array into another, the long way, after the header.
-        resides: whether an array may be in memory that the ranks share.
+        resides: whether an array is in memory that the ranks share, where it is
+            better reduced in place. Small ones are as fast with their header.
     """
     reduction = leaf.reduction
     if reduction.encoding != "none" or reduction.mpi == "gather" or leaf.size == 0:
         return None
     if leaf.size * reduction.wire.itemsize <= transport.fused_bytes:
-        return FusedReduce(guard, call, leaf, transport, pool, move, resides)
+        return FusedReduce(guard, call, leaf, transport, pool, move)
     return StreamReduce(guard, call, leaf, transport, pool, resides)
 
 
@@ -84,7 +85,6 @@ class FusedReduce:
         "_guard",
         "_move",
         "_nbytes",
-        "_resides",
         "_shape",
         "_traffic",
         "_transport",
@@ -99,13 +99,12 @@ class FusedReduce:
         transport: SharedTransport,
         pool: Pool,
         move: Callable[[Any, Any], None],
-        resides: Callable[[Any], bool],
     ) -> None:
         reduction = leaf.reduction
         operation: Any = reduction.mpi
         self._guard = guard
         self._call = call
-        self._move, self._resides = move, resides
+        self._move = move
         self._data = guard.pack(call, _FUSED)
         self._transport = transport
         self._traffic = transport.comm.traffic
@@ -124,8 +123,6 @@ class FusedReduce:
 
     def __call__(self, x: Any) -> Any:
         """Return the result; None where ``x`` has to go the long way. Collective."""
-        if x.base is not None and self._resides(x):
-            return None
         start = time.perf_counter()
         try:
             result = self._empty(self._shape, self._dtype)
