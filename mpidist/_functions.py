@@ -70,10 +70,14 @@ def reduce_simple(function: types.FunctionType, values: tuple[type, ...]) -> Any
     defaults = function.__defaults__ or ()
     if not all(isinstance(x, allowed) for x in (*closed, *defaults)):
         return None
-    head = (function.__module__, function.__qualname__, tuple(modules))
+    place = tuple(function.__globals__.get(name) for name in _PLACE)
+    if not all(isinstance(x, (str, type(None))) for x in place):
+        return None
+    head = (place, function.__qualname__, tuple(modules))
     return rebuild, (data, head, tuple(closed), defaults)
 
 
+_PLACE: Final = ("__name__", "__package__", "__file__")
 _PLAIN: Final[tuple[type, ...]] = (
     bool,
     int,
@@ -87,7 +91,7 @@ _PLAIN: Final[tuple[type, ...]] = (
 
 def rebuild(
     data: bytes,
-    head: tuple[str, str, tuple[tuple[str, str], ...]],
+    head: tuple[tuple[str | None, ...], str, tuple[tuple[str, str], ...]],
     closed: tuple[Any, ...],
     defaults: tuple[Any, ...],
 ) -> Any:
@@ -102,11 +106,12 @@ def rebuild(
     alone = not (closed or defaults)
     if alone and (function := functions.get(head)) is not None:
         return function
-    module, qualname, modules = head
-    names = {name: _module(path) for name, path in modules}
+    place, qualname, modules = head
+    names: dict[str, Any] = dict(zip(_PLACE, place, strict=True))
+    names |= {name: _module(path) for name, path in modules}
     function = types.FunctionType(
         code,
-        {"__builtins__": builtins, "__name__": module, **names},
+        {"__builtins__": builtins, **names},
         code.co_name,
         defaults or None,
         tuple(types.CellType(x) for x in closed),

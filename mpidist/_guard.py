@@ -467,11 +467,7 @@ class Guard:
         send[NOT_SOFT] = ~soft
 
     def _wait_header(self, request: Request, call: Call, timeout: float) -> None:
-        for _ in range(self._spins):
-            if request.Test():
-                break
-        else:
-            self.wait(request, call.text, timeout)
+        self.wait(request, call.text, timeout)
         self._receive = request.result
         self._equal = False
 
@@ -531,6 +527,9 @@ class Guard:
                 0: never), on every waiting rank.
         """
         try:
+            for _ in range(self._spins):
+                if request.Test():
+                    return
             self._poll(request, what, timeout)
         except BaseException as error:
             request.leak()

@@ -104,7 +104,8 @@ class CommunicationOptions:
 
     Attributes:
         bytes_per_pack: the most bytes that leaves are packed into before one MPI
-            call. 0, the default, means ``MPIDIST_FUSION_MB`` or 32 MiB.
+            call. 0, the default, means ``MPIDIST_FUSION_MB`` or 32 MiB. Through memory
+            that the ranks share, leaves are not packed, and it has no effect.
         timeout_seconds: how long a rank waits for the others before every waiting
             rank raises `CollectiveTimeoutError`, in seconds. None, the default,
             means ``MPIDIST_TIMEOUT`` or 1,800; 0 means no limit.

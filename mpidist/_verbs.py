@@ -74,6 +74,14 @@ def _call_for_each_replica(strategy: Strategy, fn: Any, args: Any, kwargs: Any) 
 @_dispatch.verb("reduce")
 def _reduce(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
     collectives = strategy.extended._collectives
+    custom = strategy.extended._custom_ops
+    if type(value) is PerReplica and axis is None and not custom:
+        try:
+            op = as_reduce_op(reduce_op, "Strategy.reduce")
+            strategy.extended._registry.check("Strategy.reduce", value)
+        except Exception as error:
+            collectives.invalid("Strategy.reduce", error)
+        return collectives.all_reduce(op, value._own, call="Strategy.reduce")
     try:
         op = as_reduce_op(reduce_op, "Strategy.reduce")
         leaves, structure = _nest.flatten(value)
@@ -93,7 +101,7 @@ def _reduce(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
         collectives.invalid("Strategy.reduce", error)
     if plain:
         collectives.check_plain("Strategy.reduce", plain)
-    if axes is None and strategy.extended._custom_ops:
+    if axes is None and custom:
         pairs = [(leaves[i], leaves[i]) for i in moving]
         done = strategy.extended._cross_device_ops.batch_reduce(op, pairs)
         reduced = [own_component(x) for x in done]

@@ -432,7 +432,7 @@ def test_update_with_a_reduced_value_moves_nothing_more(strategy, rank, size):
     merge(strategy, merge_fn, x)
     moved = traffic.bytes
     assert moved.pop("Allreduce") == x.nbytes
-    assert sum(moved.values()) < 20_000
+    assert sum(moved.values()) < 50_000
     assert_copies(strategy, v, np.full(v.shape, -size * (size + 1) / 2))
 
 

@@ -1,154 +1,147 @@
-"""Functions that travel put together by hand, and the memory of results."""
+"""Functions that commands carry: which travel as their code, and which do not."""
 
-import importlib
+import functools
 import math
 import pickle
-import sys
 import types
 
 import numpy as np
 import pytest
 
-from mpidist import _functions, _pool
+from mpidist import _functions
 
 
-def travel(function):
-    """Return the function as another rank gets it; None if it is not simple."""
-    found = _functions.reduce_simple(function, (np.ndarray, np.generic))
-    if found is None:
+def travel(function, values=(np.ndarray, np.generic)):
+    """Return what another rank makes of a function; None if it is not simple."""
+    reduced = _functions.reduce_simple(function, values)
+    if reduced is None:
         return None
-    rebuild, arguments = found
+    rebuild, arguments = reduced
     return rebuild(*pickle.loads(pickle.dumps(arguments)))
 
 
-def define(source, **names):
-    """Return the globals of a module of this source."""
-    names["__name__"] = "made_here"
-    exec(compile(source, "made_here.py", "exec"), names)
-    return names
+def made_by(text, **names):
+    """Return ``f`` of a program, whose globals these are."""
+    names["__name__"] = "a_program"
+    exec(text, names)
+    return names["f"]
 
 
-def test_a_module_that_a_global_names_anew():
-    """The code is the same, but what it reads is not."""
-    module = define("def root(x):\n    return lib.sqrt(x)\n", lib=math)
-    assert isinstance(travel(module["root"])(4.0), float)
-    module["lib"] = np
-    assert isinstance(travel(module["root"])(4.0), np.floating)
-    module["lib"] = math
-    assert isinstance(travel(module["root"])(4.0), float)
+HALF = 0.5
 
 
-def test_a_builtin_that_becomes_a_module():
-    module = define("def size(x):\n    return len.prod(x)\n", len=np)
-    assert travel(module["size"])([2, 3]) == 6
-    del module["len"]
-    with pytest.raises(AttributeError):
-        travel(module["size"])([2, 3])
+def test_what_closes_over_nothing():
+    here = travel(lambda v, o: v - np.float32(0.5) * o)
+    assert here(3.0, 2.0) == 2.0
+    assert here.__module__ == __name__
+    assert here.__qualname__.endswith("<lambda>")
 
 
-def test_a_module_of_any_name(monkeypatch):
-    """As that of a script with a hyphen has."""
-    module = types.ModuleType("a-script.py")
-    module.number = 5
-    monkeypatch.setitem(sys.modules, "a-script.py", module)
-    assert travel(define("def f():\n    return m.number\n", m=module)["f"])() == 5
+def test_builtins_nested_functions_and_generators():
+    def outer(values):
+        def inner(x):
+            return math.sqrt(x) + len(values)
+
+        yield from sorted(inner(x) for x in values)
+
+    assert list(travel(outer)([4.0, 1.0])) == [3.0, 4.0]
 
 
-def test_functions_that_go_the_long_way():
-    def imports():
-        return importlib.import_module("math"), pickle
+def test_numbers_strings_and_arrays_that_it_closes_over():
+    rate, name, weights = 0.25, "w", np.arange(3.0)
 
-    def imports_here():
-        import math as found
+    def scale(x, times=2, *, plus=None):
+        return {name: x * rate * times + weights}
 
-        return found
+    assert travel(scale) is None  # keyword defaults
 
-    def writes():
-        global _written
-        _written = 1
+    def plain(x, times=2):
+        return {name: x * rate * times + weights}
 
-    def has_attributes():
-        return 1
+    (key, value), *_ = travel(plain)(np.ones(3)).items()
+    assert key == "w"
+    np.testing.assert_array_equal(value, [0.5, 1.5, 2.5])
 
-    has_attributes.number = 2
 
-    def keyword(x, *, y=1):
-        return x + y
+def test_each_time_with_what_it_closes_over_now():
+    results = []
+    for rate in (1.0, 2.0, 3.0):
+        results.append(travel(lambda x, rate=rate: x * rate)(10.0))
 
-    numbers = []
+        def closure(x):
+            return x * rate  # noqa: B023 - that is the point
 
-    def closes_over_a_list():
-        return numbers
+        results.append(travel(closure)(10.0))
+    assert results == [10.0, 10.0, 20.0, 20.0, 30.0, 30.0]
 
-    def recursive(n):
-        return recursive(n - 1) if n else 0
 
-    assert travel(imports)()[0] is math
-    for function in (
-        imports_here,
-        writes,
-        has_attributes,
-        keyword,
-        closes_over_a_list,
-        recursive,
+def test_a_closure_that_counts_starts_anew():
+    count = 0
+
+    def counting():
+        nonlocal count
+        count += 1
+        return count
+
+    assert counting() == 1
+    assert [travel(counting)() for _ in range(2)] == [2, 2]
+
+
+class Held:
+    def __init__(self):
+        self.value = 1
+
+    def method(self):
+        return self.value
+
+
+RECURSIVE = "def f(n):\n    return 1 if n < 2 else n * f(n - 1)\n"
+WRITES = "def f():\n    global counter\n    counter = 1\n"
+SHADOWED = "def f(x):\n    return len(x)\n"
+held = Held()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * HALF,  # a global that is no module
+        lambda: held.value,
         lambda: travel,
-    ):
-        assert travel(function) is None, function
+        made_by(RECURSIVE),
+        made_by(WRITES),
+        made_by(SHADOWED, len=lambda x: 42),
+        made_by("def f():\n    return m.x\n", m=types.ModuleType("not_there")),
+    ],
+)
+def test_others_are_pickled(function):
+    assert travel(function) is None
 
 
-def test_what_is_closed_over_is_that_of_the_moment():
-    number, array = 1, np.zeros(3)
+def test_a_function_with_attributes_is_pickled():
+    def function():
+        return function.calls
 
-    def count(step=array):
-        nonlocal number
-        number += 1
-        return number, step[0]
-
-    copy = travel(count)
-    assert (copy(), copy(), number) == ((2, 0.0), (3, 0.0), 1)
-    array[:] = 5
-    assert count() == (2, 5.0)
-    assert travel(count)() == (3, 5.0)
+    function.calls = 3
+    assert travel(function) is None
+    assert travel(functools.wraps(function)(lambda: 1)) is None
 
 
-def test_memory_in_use_is_not_given_away():
-    """By whatever it is in use."""
-    pool = _pool.Pool(2**20)
-    shape, dtype = (2**15,), np.dtype(float)
-
-    def address(x):
-        return x.__array_interface__["data"][0]
-
-    first = address(pool.empty(shape, dtype))
-    assert address(pool.empty(shape, dtype)) == first  # nobody has it
-    users = [
-        lambda x: x,
-        lambda x: x[5:6],
-        lambda x: x.T,
-        lambda x: x.view(np.uint8),
-        memoryview,
-        lambda x: np.frombuffer(x, np.int64),
-        lambda x: x.base,
-        lambda x: lambda: x,
-        lambda x: iter(x),
-        lambda x: np.broadcast_to(x, (2, *shape)),
-        lambda x: x.flat,
-        lambda x: x.data,
-    ]
-    for user in users:
-        using = user(pool.empty(shape, dtype))
-        assert address(pool.empty(shape, dtype)) != first, user
-        del using
-        assert address(pool.empty(shape, dtype)) == first, user
+def test_a_closure_over_an_object_is_pickled():
+    mine = Held()
+    assert travel(lambda: mine.value) is None
+    assert travel(lambda f=mine.method: f()) is None
 
 
-def test_what_a_pool_keeps_is_limited():
-    pool = _pool.Pool(2**20)
-    kept = [pool.empty((2**14,), np.dtype(float)) for _ in range(20)]
-    assert pool.nbytes <= 2**20
-    assert len({x.__array_interface__["data"][0] for x in kept}) == 20
-    del kept
-    whole = pool.empty((2**17,), np.dtype(float))
-    assert whole.nbytes == pool.nbytes == 2**20
-    assert pool.empty((2**18,), np.dtype(float)).base is None
-    assert _pool.Pool(0).empty((2**17,), np.dtype(float)).base is None
+def test_modules_by_any_name():
+    import os.path as paths
+
+    assert made_by("def f(): return p.sep", p=paths)() == "/"
+    assert travel(made_by("def f(): return p.sep", p=paths))() == "/"
+
+
+def test_many_functions_do_not_fill_the_memory():
+    for number in range(600):
+        function = made_by(f"def f(x): return x + {number}")
+        assert travel(function)(1) == number + 1
+    assert len(_functions._known) <= 256
+    assert len(_functions._received) <= 256

@@ -413,6 +413,7 @@ def test_options_of_compression_that_differ_raise_on_all_ranks(
 def test_compression_in_the_environment_and_on_one_node(
     new_strategy, rank, size, monkeypatch
 ):
+    monkeypatch.delenv("MPIDIST_IMPLEMENTATION", raising=False)
     monkeypatch.setenv("MPIDIST_COMPRESSION", "bf16")
     x = np.full(50_000, 1 + 2.0**-12, "float32")
     strategy = new_strategy()

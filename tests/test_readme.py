@@ -277,7 +277,11 @@ def sphinx(command: Command, source: str) -> None:
 
 
 COMMANDS: list[tuple[str, Callable[..., None]]] = [
-    (r"launch/(demo|test|gpu-check|conformance|performance)((?: \S+)*)", setting_up),
+    (
+        r"launch/(demo|test|gpu-check|conformance|performance|build-cuda-openmpi)"
+        r"((?: \S+)*)",
+        setting_up,
+    ),
     (r"(?:(?:mpirun|srun) (?:-\S+ (?:\d+ )?)*)?mpidist (.*)", command_line),
     (r"launch/mpirun -n (\d+) python (\S+\.py)", launch_mpirun),
     (r"launch/mpirun -n \d+ .venv/bin/python -m pytest (.*)", pytest_in_venv),

@@ -5,11 +5,13 @@ import time
 
 import numpy as np
 import pytest
+from launching import run_ranks
 from replicas import context, everywhere, make, own, raises_everywhere
 
 import mpidist
-from mpidist import _board
+from mpidist import _board, _comm
 from mpidist._board import Board
+from mpidist._pool import Pool
 from mpidist._transports import _shared
 
 SHARED = mpidist.experimental.CommunicationImplementation.SHARED
@@ -28,12 +30,19 @@ def boards(count):
     ]
 
 
+def header(flag, print_, soft, lateness, patience, most):
+    """The words of a header, in the form that the guard has."""
+    return [flag, print_, ~print_, soft, ~soft, lateness, -patience, most]
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_headers_wait_for_all_ranks_and_give_the_largest_words(count):
     ranks = boards(count)
     rng = np.random.default_rng(0)
     for _ in range(5):
-        words = rng.integers(-(2**62), 2**62, (count, _board.WORDS))
+        rows = rng.integers(0, 2**61, (count, 6))
+        rows[:, 0] &= 1
+        words = np.array([header(*row) for row in rows.tolist()])
         order = rng.permutation(count)
         requests = {}
         for position, rank in enumerate(order):
@@ -48,15 +57,35 @@ def test_a_fast_rank_does_not_overwrite_what_a_slow_one_has_not_read():
     fast, slow = boards(2)
     for number in range(1, 6):
         # The fast rank is one header ahead, at most.
-        mine = slow.start_header([number] * _board.WORDS)
-        theirs = fast.start_header([10 * number] * _board.WORDS)
+        small, large = header(0, *[number] * 5), header(1, *[10 * number] * 5)
+        mine, theirs = slow.start_header(small), fast.start_header(large)
         assert theirs.Test()
-        ahead = fast.start_header([0] * _board.WORDS)
+        ahead = fast.start_header(header(0, 0, 0, 0, 0, 0))
         assert not ahead.Test()
         assert mine.Test()
-        assert mine.result == [10 * number] * _board.WORDS
-        slow.start_header([0] * _board.WORDS).Test()
+        assert mine.result == list(map(max, small, large))
+        slow.start_header(header(0, 0, 0, 0, 0, 0)).Test()
         assert ahead.Test()
+
+
+def test_ranks_that_publish_the_same_see_it():
+    first, second = boards(2)
+    words = (0, 17, 4, -1000, 3)
+    assert first.meet(_board.pack(*words), 5) is None  # the other is not there
+    waiting = first.pending_header()
+    assert not waiting.Test()
+    assert second.meet(_board.pack(*words), 7) is True
+    assert waiting.Test()
+    assert waiting.result == header(0, 17, 4, 7, 1000, 3)
+    for index in range(5):  # any word that differs is seen; lateness may differ
+        other = list(words)
+        other[index] += 1
+        assert first.meet(_board.pack(*words), 0) is None
+        assert second.meet(_board.pack(*other), 0) is False
+        found = second.pending_header()
+        assert found.Test()
+        if index == 1:  # fingerprints: no word is the complement of its neighbour
+            assert found.result[_board.PRINT] != ~found.result[_board.NOT_PRINT]
 
 
 def test_messages_arrive_in_order_and_wait_for_a_place():
@@ -250,6 +279,121 @@ def test_options_that_differ_between_ranks(rank, size):
     options = mpidist.experimental.CommunicationOptions(implementation=name)
     with pytest.raises((ValueError, mpidist.CollectiveError)):
         mpidist.MPIStrategy(communication_options=options)
+
+
+@mpi
+def test_without_windows_auto_goes_by_mpi(new_strategy, rank, size, monkeypatch, capfd):
+    def fail(*args):
+        raise OSError("no windows here")
+
+    monkeypatch.delenv("MPIDIST_IMPLEMENTATION", raising=False)
+    monkeypatch.setattr(_comm.Communicator, "share_memory", fail)
+    one = new_strategy()
+    assert own(one, one.run(lambda: context().all_reduce("SUM", rank))) == sum(
+        range(size)
+    )
+    if size > 1:
+        assert one._collectives.transports.host.name == "direct"
+        assert "no windows here" in capfd.readouterr().err
+        with pytest.raises(ValueError, match="SHARED` needs room"):
+            new_strategy(implementation=SHARED)
+
+
+@mpi
+@core
+@pytest.mark.parametrize("count", [1, 5000, 300_000])
+def test_overflow_is_infinite_and_no_error(strategy, rank, size, count):
+    """As in MPI, whatever `numpy.errstate` says, on whatever rank."""
+    x = np.full(count, 3e38, np.float32)
+    with np.errstate(all="raise" if rank == 0 else "warn"):
+        for _ in range(3):
+            total = own(strategy, strategy.run(lambda: context().all_reduce("SUM", x)))
+            assert (total == (x[0] if size == 1 else np.inf)).all()
+
+
+@mpi
+@core
+@pytest.mark.parametrize("count", [1, 5000])
+def test_ranks_may_go_different_ways_through_one_call(shared, rank, size, count):
+    """What is the same call may be a plain array on one rank, and none on another."""
+    x = np.arange(count, dtype=np.float64).reshape(() if count == 1 else -1) + rank
+    expected = size * (x - rank) + sum(range(size))
+    kinds = {
+        "plain": lambda: x,
+        "strided": lambda: np.repeat(x, 2, axis=0)[::2] if count > 1 else x[()],
+        "read-only": lambda: np.broadcast_to(x, x.shape),
+        "subclass": lambda: x.view(Subclass),
+    }
+
+    def step(kind, options):
+        return context().all_reduce("SUM", kinds[kind](), options)
+
+    for _ in range(2):  # the first call makes the short way
+        shared.run(lambda: step("plain", None))
+    for kind in kinds:
+        for culprit in range(size):
+            here = rank == culprit
+            options = mpidist.experimental.CommunicationOptions() if here else None
+            one, other = (kind, "plain") if here else ("plain", kind)
+            for chosen, given in ((one, None), (other, None), ("plain", options)):
+                result = shared.run(lambda c=chosen, g=given: step(c, g))
+                np.testing.assert_array_equal(own(shared, result), expected)
+
+
+class Subclass(np.ndarray):
+    pass
+
+
+PROGRAM = """
+import hashlib
+import numpy as np
+import mpidist
+
+strategy = mpidist.MPIStrategy()
+rng = np.random.default_rng(strategy.replica_id)
+nest = [rng.normal(size=n).astype(np.float32) for n in (3, 7000, 100_000, 1_000_001)]
+context = mpidist.get_replica_context
+result = strategy.run(lambda: [context().all_reduce("SUM", nest),
+                               [context().all_reduce("SUM", x) for x in nest]])
+leaves = strategy.experimental_local_results(result)[0]
+digest = hashlib.blake2b(b"".join(x.tobytes() for part in leaves for x in part))
+print(digest.hexdigest())
+"""
+
+
+@core
+def test_results_are_the_same_bits_from_run_to_run(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM, encoding="utf-8")
+    runs = [run_ranks(3, [program], timeout=60) for _ in range(2)]
+    for one in runs:
+        assert one.returncode == 0, one.stderr
+    lines = [line for one in runs for line in one.stdout.split()]
+    assert len(lines) == 6
+    assert len(set(lines)) == 1
+
+
+def test_results_use_memory_again_that_was_dropped():
+    pool = Pool(2**20)
+    shape, dtype = (200, 128), np.dtype(np.float32)
+    first = pool.empty(shape, dtype)
+    place = first.ctypes.data
+    view = first[3:].T
+    assert pool.empty(shape, dtype).ctypes.data != place  # it is in use
+    del first
+    assert pool.empty(shape, dtype).ctypes.data != place  # so is a view of it
+    del view
+    assert place in {pool.empty(shape, dtype).ctypes.data for _ in range(3)}
+    keep = memoryview(pool.empty(shape, dtype))
+    assert pool.nbytes <= pool.limit
+    others = [pool.empty((n, 1024), dtype) for n in range(20, 60)]  # more than it keeps
+    assert pool.nbytes <= pool.limit
+    spans = sorted(
+        (x.__array_interface__["data"][0], x.nbytes)
+        for x in (*others, np.asarray(keep))
+    )
+    for (start, nbytes), (following, _) in itertools.pairwise(spans):
+        assert start + nbytes <= following
 
 
 # --- exceptions from outside --------------------------------------------------------

@@ -149,7 +149,8 @@ def test_statistics(new_strategy, size):
 
 
 def test_options_of_one_call(new_strategy, size):
-    strategy = new_strategy(bytes_per_pack=64)
+    # Through shared memory all leaves go as one stream, whatever `bytes_per_pack` is.
+    strategy = new_strategy(bytes_per_pack=64, implementation="DIRECT")
     leaves = [np.ones(10, np.float32)] * 4
 
     def calls_with(options):

@@ -52,11 +52,13 @@ class Transports:
         host: moves host arrays.
         device: moves GPU arrays.
         reason: why that one.
+        host_reason: why the one for host arrays.
     """
 
     host: DirectTransport
     device: Transport
     reason: str
+    host_reason: str = ""
 
     def of(self, x: Any) -> Transport:
         """Return the transport for the array ``x``."""
@@ -103,4 +105,22 @@ def choose(
     if wanted is CommunicationImplementation.DIRECT:
         host = DirectTransport(comm)
     device, reason = devices.pick(wanted, host)
-    return Transports(host, device, reason)
+    return Transports(host, device, reason, _host_reason(comm, wanted, shared))
+
+
+def _host_reason(
+    comm: AnyCommunicator,
+    wanted: CommunicationImplementation,
+    shared: DirectTransport | None,
+) -> str:
+    if comm.size == 1:
+        return "one rank"
+    if wanted is CommunicationImplementation.DIRECT:
+        return "asked for"
+    if wanted is CommunicationImplementation.SHARED:
+        return "asked for"
+    if shared is not None:
+        return "all ranks are on one node" if comm.num_nodes == 1 else "compression"
+    if comm.num_nodes > 1:
+        return f"{comm.num_nodes} nodes; `shared` has to be asked for between nodes"
+    return "the ranks share no memory: see /dev/shm"

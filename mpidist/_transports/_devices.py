@@ -256,7 +256,8 @@ class Devices:
         return found
 
     def close(self) -> None:
-        """Give back what NCCL holds. Collective."""
+        """Give back what NCCL holds, and let go of host transports. Collective."""
+        self._staged.clear()
         if self._nccl is not None:
             self._nccl.close()
             self._nccl = None

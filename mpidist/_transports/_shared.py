@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from typing import Any, Final
 
 from mpidist import _board as board_module
@@ -25,7 +26,8 @@ _LARGEST_AREA: Final = 16 * 2**20
 _SMALLEST_AREA: Final = 64 * 1024
 _MOST_MEMORY: Final = 2**30
 _PAGE: Final = 4096
-_PIECE: Final = 2**20
+# Two areas of each rank and the piece of the array itself are in a core's cache.
+_PIECE: Final = 512 * 1024
 
 
 class SharedTransport(DirectTransport):
@@ -39,7 +41,7 @@ class SharedTransport(DirectTransport):
         self.comm: Communicator = comm
         self._me = comm.local_rank
         self._ranks = comm.local_size
-        self.area_bytes = area_bytes
+        self.area_bytes = area_bytes = min(area_bytes, _PIECE)
         self.fused_bytes = _FUSED_BYTES[comm.local_size == 2]
         own = board_module.BYTES + 2 * self.fused_bytes + 2 * area_bytes
         if self._me == 0:
@@ -60,7 +62,7 @@ class SharedTransport(DirectTransport):
         self._inputs = [_pair(part, start, area_bytes) for part in parts]
         self._results = _pair(parts[0], start + 2 * area_bytes, area_bytes)
         self.stream = Stream(
-            self.board, self._me, self._inputs, self._results, min(area_bytes, _PIECE)
+            self.board, self._me, self._inputs, self._results, area_bytes
         )
 
     def fused_parts(self, turn: int, shape: tuple[int, ...], dtype: Any) -> list[Any]:
@@ -95,7 +97,15 @@ def set_up(
     area = comm.all_min(area)
     if area < _SMALLEST_AREA:
         return None
-    return SharedTransport(comm, area, crowded=crowded)
+    made: SharedTransport | None = None
+    try:
+        made = SharedTransport(comm, area, crowded=crowded)
+    except Exception as error:  # an MPI that has no such windows here
+        print(f"mpidist: no memory that the ranks share: {error}", file=sys.stderr)
+    if comm.all_min(int(made is not None)):
+        return made
+    comm.use_board(None)
+    return None
 
 
 def _area_bytes(ranks: int) -> int:
