@@ -85,11 +85,11 @@ class Board:
         self._words = [memoryview(part[:BYTES]).cast("B").cast("q") for part in parts]
         self._bytes = [memoryview(part[:BYTES]).cast("B") for part in parts]
         self._mine = self._words[rank]
+        self.headers = 0  # that were published; the same number on all ranks
         self._others = [w for k, w in enumerate(self._words) if k != rank]
         self._spins = 0 if crowded else _SPINS
         self._fence = fence
         self._progress = progress
-        self._header = 0
         self._tick = 0
         self._message = 0
         # For the header of even and of odd number: its place, where to write the words
@@ -113,11 +113,6 @@ class Board:
 
     # --- headers --------------------------------------------------------------
 
-    @property
-    def headers(self) -> int:
-        """How many headers this rank has published; the same on all ranks."""
-        return self._header
-
     def meet(self, data: bytes, lateness: int) -> bool | None:
         """Publish a header, and return whether all ranks have published the same.
 
@@ -130,7 +125,7 @@ class Board:
             Whether all are the same; None if some are not there yet. Then, and where
             they differ, `pending_header` has more.
         """
-        self._header = number = self._header + 1
+        self.headers = number = self.headers + 1
         place, mine, others = self._turns[number & 1]
         mine[:] = data
         words = self._mine
@@ -158,7 +153,7 @@ class Board:
 
     def pending_header(self) -> HeaderRequest:
         """Return the header that this rank published last."""
-        return HeaderRequest(self, self._header, self._turns[self._header & 1][0])
+        return HeaderRequest(self, self.headers, self._turns[self.headers & 1][0])
 
     def start_header(self, words: list[int]) -> HeaderRequest:
         """Publish this rank's words; the request has the largest of all ranks."""
@@ -170,7 +165,7 @@ class Board:
             words[PATIENCE],
             words[MOST],
         )
-        self._header = number = self._header + 1
+        self.headers = number = self.headers + 1
         place, mine, _ = self._turns[number & 1]
         mine[:] = data
         self._mine[place + _LATE] = words[LATENESS]

@@ -190,7 +190,6 @@ class Guard:
         lateness = self._lateness(timeout)
         board = self._comm.board
         assert board is not None
-        number = board.headers + 1
         if not timeout or 4 * lateness < int(timeout * 1000):
             try:
                 same = board.meet(data, lateness)
@@ -201,10 +200,13 @@ class Guard:
                 self.sequence += 1
                 self._last_call = call.text
                 return True
+            number = board.headers
             if self._settle(board.pending_header(), call, 0, mark, timeout):
                 return self._same(SOFT) and board.headers == number
-        elif self._publish(call, 0, mark, timeout, lateness):
-            return self._same(SOFT) and board.headers == number
+        else:
+            number = board.headers + 1
+            if self._publish(call, 0, mark, timeout, lateness):
+                return self._same(SOFT) and board.headers == number
         raise self._difference(call, None, "none")
 
     def agree_softly(self, call: Call, soft: int, timeout: float | None = None) -> bool:

@@ -576,7 +576,9 @@ def _check(world: World, program: Program, name: str, text: str) -> str:
     except Exception as error:
         after = f"afterwards: {type(error).__name__}: {error}"
     problems += {x for x in everywhere(after) if x}
-    problems += [x for wrong in everywhere(world.wrong) for x in wrong]
+    wrong = [x for one in everywhere(world.wrong) for x in one]
+    if not {"skip", "twice", "other"} & {*program.faults.values()}:
+        problems += wrong  # else two statements that are alike may have met
     world.wrong = []
     if not problems:
         return ""
