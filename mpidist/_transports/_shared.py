@@ -20,8 +20,11 @@ from mpidist._comm import Communicator, MPIOp
 from mpidist._transports._direct import DirectTransport
 from mpidist._transports._stream import Stream
 
-# More than two ranks are faster with slices, two up to the size of their caches.
-_FUSED_BYTES: Final = (32 * 1024, 256 * 1024)
+# Many ranks are faster with slices, of which each adds up one. But two are not, up to
+# the size of their caches, nor are those that wait for a core at every step.
+_FUSED_BYTES: Final = 32 * 1024
+_FUSED_BYTES_OF_FEW: Final = 256 * 1024
+_FEW: Final = 4
 _LARGEST_AREA: Final = 16 * 2**20
 _SMALLEST_AREA: Final = 64 * 1024
 _MOST_MEMORY: Final = 2**30
@@ -42,7 +45,8 @@ class SharedTransport(DirectTransport):
         self._me = comm.local_rank
         self._ranks = comm.local_size
         self.area_bytes = area_bytes = min(area_bytes, _PIECE)
-        self.fused_bytes = _FUSED_BYTES[comm.local_size == 2]
+        few = comm.local_size <= (_FEW if crowded else 2)
+        self.fused_bytes = _FUSED_BYTES_OF_FEW if few else _FUSED_BYTES
         own = board_module.BYTES + 2 * self.fused_bytes + 2 * area_bytes
         if self._me == 0:
             own += 2 * area_bytes
