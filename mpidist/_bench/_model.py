@@ -29,12 +29,12 @@ Three transports are predicted:
 - *shared*: alpha_shared + c(r) n beta_shared on a node, where beta_shared is the time
   to copy a byte in memory while all ranks copy: every rank copies all but its own
   slice in, reads r slices and writes one, and copies the result out:
-  c(r) = (r-1)/r + (r+1)/(2 r) + 1. Of at most 32 KiB each rank copies all of it in,
-  and adds up all: c(r) = 1 + 3 (r-1)/2. On several nodes each rank then all-reduces its
-  slice with the ranks of the same number on the other nodes, n bytes for each link:
-  the fastest of log2(N) (alpha_net + n beta_net), 2 log2(N) alpha_net
-  + 2 (N-1)/N n beta_net, and 2 (N-1) alpha_net + 2 (N-1)/N n beta_net. The header goes
-  over the network too then.
+  c(r) = (r-1)/r + (r+1)/(2 r) + 1. Of at most 32 KiB (two ranks: 256 KiB) each rank
+  copies all of it in, and adds up all: c(r) = 1 + 3 (r-1)/2. On several nodes each
+  rank then all-reduces its slice with the ranks of the same number on the other nodes,
+  n bytes for each link: the fastest of log2(N) (alpha_net + n beta_net), 2 log2(N)
+  alpha_net + 2 (N-1)/N n beta_net, and 2 (N-1) alpha_net + 2 (N-1)/N n beta_net. The
+  header goes over the network too then.
 
 log2 is rounded up. The model knows neither congestion nor ranks that come late.
 """
@@ -57,6 +57,7 @@ from mpidist._bench._units import digits, show_seconds, show_size
 
 HEADER_BYTES: Final = 64
 _SMALL_BYTES: Final = 32 * 1024
+_SMALL_BYTES_OF_TWO: Final = 256 * 1024
 _ROUNDS: Final = 20
 _RAW: Final = "mpi4py in place"
 _OURS: Final = "mpidist"
@@ -160,9 +161,14 @@ def _header_terms(nodes: int, local: int, parameters: Parameters) -> Terms:
 
 def _shared_terms(local: int, nbytes: int) -> Terms:
     copies = (local - 1) / local + (local + 1) / (2 * local) + 1
-    if nbytes <= _SMALL_BYTES:
+    if nbytes <= _small_bytes(local):
         copies = 1 + 3 * (local - 1) / 2
     return {"alpha_shared": 1, "beta_shared": copies * nbytes}
+
+
+def _small_bytes(local: int) -> int:
+    """Return up to which size a rank of a node adds up all of an array."""
+    return _SMALL_BYTES_OF_TWO if local == 2 else _SMALL_BYTES
 
 
 def _seconds(terms: Terms, parameters: Parameters) -> float:
