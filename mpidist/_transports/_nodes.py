@@ -24,17 +24,21 @@ Where every node has one rank there is nothing to share: `OnePerNode` is
 
 from __future__ import annotations
 
-import os
 from typing import Any, Final
 
 import numpy as np
 
 from mpidist import _board as board_module
-from mpidist._board import Board
 from mpidist._comm import Communicator, MPIOp
 from mpidist._transports import _shared
 from mpidist._transports._compression import Compression, compresses
 from mpidist._transports._direct import DirectTransport
+from mpidist._transports._shared import (
+    SMALLEST_AREA,
+    area_bytes_for,
+    areas_of,
+    make_board,
+)
 from mpidist._transports._stream import COMBINE
 
 _BY_MPI_BYTES: Final = 4 * 1024
@@ -61,16 +65,9 @@ class NodesTransport(DirectTransport):
         head = board_module.BYTES
         own = head + 2 * area_bytes + (0 if self._me else 2 * area_bytes)
         parts = comm.share_memory(own, head)
-        strong = os.uname().machine in ("x86_64", "i686", "AMD64")
-        self._board = Board(
-            [part[:head] for part in parts],
-            self._me,
-            crowded=crowded,
-            fence=None if strong else comm.fence,
-            progress=comm.progress,
-        )
-        self._inputs = [_pair(part, head, area_bytes) for part in parts]
-        self._results = _pair(parts[0], head + 2 * area_bytes, area_bytes)
+        self._board = make_board(comm, parts, crowded=crowded)
+        self._inputs = [areas_of(part, head, area_bytes) for part in parts]
+        self._results = areas_of(parts[0], head + 2 * area_bytes, area_bytes)
         self._turn = 0
         # The same on all ranks, as every choice of a way.
         self._by_leaders = _BY_LEADERS_BYTES * comm.num_nodes // comm.size
@@ -244,10 +241,6 @@ class OnePerNode(DirectTransport):
             self.allreduce(buffer, buffer, op)
 
 
-def _pair(part: Any, start: int, nbytes: int) -> tuple[Any, Any]:
-    return part[start : start + nbytes], part[start + nbytes : start + 2 * nbytes]
-
-
 def set_up(
     comm: Communicator, *, wanted: bool, crowded: bool
 ) -> DirectTransport | None:
@@ -266,8 +259,8 @@ def set_up(
     if comm.num_nodes == comm.size:
         return OnePerNode(comm) if comm.all_min(int(wanted)) else None
     area = comm.all_min(
-        _shared._area_bytes(comm.machine_size + comm.num_nodes) if wanted else 0
+        area_bytes_for(comm.machine_size + comm.num_nodes) if wanted else 0
     )
-    if area < _shared._SMALLEST_AREA:
+    if area < SMALLEST_AREA:
         return None
     return NodesTransport(comm, area, crowded=crowded)

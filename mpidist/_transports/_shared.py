@@ -26,7 +26,7 @@ _FUSED_BYTES: Final = 32 * 1024
 _FUSED_BYTES_OF_FEW: Final = 256 * 1024
 _FEW: Final = 4
 _LARGEST_AREA: Final = 16 * 2**20
-_SMALLEST_AREA: Final = 64 * 1024
+SMALLEST_AREA: Final = 64 * 1024
 _MOST_MEMORY: Final = 2**30
 _PAGE: Final = 4096
 # Two areas of each rank and the piece of the array itself are in a core's cache.
@@ -51,20 +51,13 @@ class SharedTransport(DirectTransport):
         if self._me == 0:
             own += 2 * area_bytes
         parts = comm.share_memory(own, board_module.BYTES)
-        strong = os.uname().machine in ("x86_64", "i686", "AMD64")
-        self.board = Board(
-            [part[: board_module.BYTES] for part in parts],
-            self._me,
-            crowded=crowded,
-            fence=None if strong else comm.fence,
-            progress=comm.progress,
-        )
+        self.board = make_board(comm, parts, crowded=crowded)
         comm.use_board(self.board)
         start = board_module.BYTES
-        self._fused = [_pair(part, start, self.fused_bytes) for part in parts]
+        self._fused = [areas_of(part, start, self.fused_bytes) for part in parts]
         start += 2 * self.fused_bytes
-        self._inputs = [_pair(part, start, area_bytes) for part in parts]
-        self._results = _pair(parts[0], start + 2 * area_bytes, area_bytes)
+        self._inputs = [areas_of(part, start, area_bytes) for part in parts]
+        self._results = areas_of(parts[0], start + 2 * area_bytes, area_bytes)
         self.stream = Stream(
             self.board, self._me, self._inputs, self._results, area_bytes
         )
@@ -87,7 +80,20 @@ class SharedTransport(DirectTransport):
         self.allreduce(buffer, buffer, op)
 
 
-def _pair(part: Any, start: int, nbytes: int) -> tuple[Any, Any]:
+def make_board(comm: Communicator, parts: list[Any], *, crowded: bool) -> Board:
+    """Return the board at the beginning of the parts of a window."""
+    strong = os.uname().machine in ("x86_64", "i686", "AMD64")
+    return Board(
+        [part[: board_module.BYTES] for part in parts],
+        comm.local_rank,
+        crowded=crowded,
+        fence=None if strong else comm.fence,
+        progress=comm.progress,
+    )
+
+
+def areas_of(part: Any, start: int, nbytes: int) -> tuple[Any, Any]:
+    """Return two neighbouring areas of a part, which are used in turn."""
     return part[start : start + nbytes], part[start + nbytes : start + 2 * nbytes]
 
 
@@ -97,9 +103,9 @@ def set_up(
     """Make a `SharedTransport` where all ranks want one, and can. Collective."""
     area = 0
     if wanted and comm.local_size == comm.size > 1:
-        area = _area_bytes(comm.local_size)
+        area = area_bytes_for(comm.local_size)
     area = comm.all_min(area)
-    if area < _SMALLEST_AREA:
+    if area < SMALLEST_AREA:
         return None
     made: SharedTransport | None = None
     try:
@@ -112,7 +118,7 @@ def set_up(
     return None
 
 
-def _area_bytes(ranks: int) -> int:
+def area_bytes_for(ranks: int) -> int:
     """Return how large an area may be, of the memory that the node has for this."""
     try:
         status = os.statvfs("/dev/shm")
