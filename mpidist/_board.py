@@ -3,7 +3,8 @@
 Each rank has a part of the memory, which it alone writes, and all read. A part holds
 
 - two *headers*, used in turn: their sequence number, five words that are compared as
-  bytes (flag, fingerprint, soft, patience, most: see `_guard`), and the lateness;
+  bytes (flag, fingerprint, soft, patience, most: see `_guard`), the lateness, and a
+  note, which only some calls write;
 - a *tick*: how many steps of a payload this rank has made, and whether it has *left* in
   the middle of one;
 - two short *messages* of the first rank to the others, used in turn, and an
@@ -32,6 +33,7 @@ MESSAGE_BYTES: Final = 4080
 # Places in units of 8 bytes. What is read together shares a line of the cache.
 _HEADERS: Final = (0, 16)
 _LATE: Final = 6  # from the place of a header, after the number and the words
+_NOTE: Final = 7
 _TICK: Final = 32
 _LEFT: Final = 33
 _READ: Final = 40
@@ -139,6 +141,15 @@ class Board:
         if self._fence is not None:
             self._fence()
         return all(head.tobytes() == data for _, head in others)
+
+    def note(self, number: int) -> None:
+        """Write a number that comes with the next header, and is not compared."""
+        self._mine[self._turns[(self.headers + 1) & 1][0] + _NOTE] = number
+
+    def notes(self) -> tuple[int, ...]:
+        """Return the numbers that came with the last header, by rank."""
+        place = self._turns[self.headers & 1][0] + _NOTE
+        return tuple([words[place] for words in self._words])
 
     def _spin(self, words: Any, place: int, number: int) -> bool:
         """Wait for a word of another rank, not for long; return whether it is there."""

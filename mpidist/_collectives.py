@@ -30,7 +30,7 @@ from mpidist._pool import Pool
 from mpidist._reports import Call
 from mpidist._residents import Residents, Split, reduce_run
 from mpidist._sparse import IndexedSlices
-from mpidist._transports import SharedTransport
+from mpidist._transports import NOWHERE, SharedTransport
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -53,6 +53,28 @@ class _Plan:
     leaves: list[_fusion.Leaf]
     buckets: list[_fusion.Bucket]
     room: int
+    hosting: _transports.Hosting | None
+
+
+@dataclasses.dataclass(slots=True)
+class Reduction:
+    """An all-reduce: its arrays, and the way that it goes.
+
+    Attributes:
+        plan: what is done.
+        arrays: the leaves, which stay as they are.
+        results: the arrays for the results; None where this rank wants none.
+        split: what is reduced in place, if anything.
+        offset: where the results are in this rank's part of the arena, if they are.
+        offsets: the same of all ranks, once they have agreed that all have them there.
+    """
+
+    plan: _Plan
+    arrays: list[Any]
+    results: list[Any]
+    split: Split | None = None
+    offset: int = NOWHERE
+    offsets: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,22 +321,41 @@ class Collectives:
             arrays = [array for array, _ in pairs]
             plan = self._plan(op, structure, arrays, call, merged)
             # All memory before the agreement: who has none must say so.
-            results = [
-                self._new_result(x, leaf) if to_here else None
-                for x, leaf in zip(arrays, plan.leaves, strict=True)
-            ]
-            split = self.reserve(plan, arrays, transports)
+            reduction = self.reserve(plan, arrays, transports, root)
             if type(tree) in _SHORT and options is None and root is None:
                 self._shorten(plan, op, arrays[0], call)
         except Exception as error:
             self.invalid(call, error)
-        split = self.agree(plan.call, split, merged.timeout_seconds)
-        self.move(plan, split, arrays, results, transports, root)
+        self.agree(plan.call, reduction, merged.timeout_seconds)
+        self.move(reduction, transports, root)
         return structure.unflatten(
             [
                 _arrays.restore(result, kind) if to_here else None
-                for result, (_, kind) in zip(results, pairs, strict=True)
+                for result, (_, kind) in zip(reduction.results, pairs, strict=True)
             ]
+        )
+
+    def _host(
+        self, leaves: list[_fusion.Leaf], options: CommunicationOptions
+    ) -> _transports.Hosting | None:
+        """Return how leaves are reduced whose results all ranks can write to."""
+        shared = self._choose(options).host
+        if not isinstance(shared, SharedTransport) or shared.arena is None:
+            return None
+        if not leaves or not all(leaf.is_plain for leaf in leaves):
+            return None
+        nbytes = sum(leaf.size * leaf.reduction.wire.itemsize for leaf in leaves)
+        if not shared.fused_bytes < nbytes <= shared.arena.nbytes // 2:
+            return None
+        hosted = []
+        for leaf in leaves:
+            operation: Any = leaf.reduction.mpi
+            mean = leaf.reduction.op is ReduceOp.MEAN
+            wire = leaf.reduction.wire
+            hosted.append(_transports.HostedLeaf(leaf.shape, wire, operation, mean))
+        comm = shared.comm
+        return _transports.Hosting(
+            shared.board, shared.arena, hosted, comm.local_rank, comm.local_size
         )
 
     def _new_result(self, x: Any, leaf: _fusion.Leaf) -> Any:
@@ -332,14 +373,22 @@ class Collectives:
             self.short.clear()
 
         def move(x: Any, result: Any) -> None:
-            self.move(plan, None, [_arrays.contiguous(x)], [result], self.transports)
+            arrays = [_arrays.contiguous(x)]
+            self.move(Reduction(plan, arrays, [result]), self.transports)
 
         def resides(x: Any) -> bool:
             residents = self._residents
             return residents is not None and residents.blocks.find(x) is not None
 
         made = _lean.make(
-            self.guard, plan.call, plan.leaves[0], shared, self._pool, move, resides
+            self.guard,
+            plan.call,
+            plan.leaves[0],
+            shared,
+            self._pool,
+            move,
+            resides,
+            plan.hosting,
         )
         if made is not None:
             self._short[call, op._name_, x.dtype, x.shape] = made
@@ -351,100 +400,148 @@ class Collectives:
         plan: _Plan,
         arrays: list[Any],
         transports: _transports.Transports | None = None,
-    ) -> Split | None:
-        """Allocate what an all-reduce needs, and find what it reduces in place."""
+        root: int | None = None,
+        results: Callable[[], list[Any]] | None = None,
+    ) -> Reduction:
+        """Allocate what an all-reduce needs, and find the way that it could go.
+
+        Args:
+            plan: of the call.
+            arrays: the leaves; those that have to be are replaced by contiguous ones.
+            transports: of the call; None: the strategy's.
+            root: as in `all_reduce`.
+            results: gives arrays for the results that are not in the arena; None: new
+                ones.
+        """
+        transports = transports or self.transports
         split = None
         residents = self._residents
-        if residents is not None and residents.used:
-            transports = transports or self.transports
-            if transports.host is self._shared:
-                split = residents.split(
-                    plan,
-                    plan.leaves,
-                    arrays,
-                    lambda leaves: _fusion.plan_buckets(
-                        leaves, plan.room, streams=True
-                    ),
-                )
-        transports = transports or self.transports
+        if residents is not None and residents.used and transports.host is self._shared:
+            split = residents.split(
+                plan,
+                plan.leaves,
+                arrays,
+                lambda leaves: _fusion.plan_buckets(leaves, plan.room, streams=True),
+            )
         for bucket in (*plan.buckets, *(() if split is None else split.buckets)):
             _fusion.reserve(bucket, plan.leaves, arrays, self._buffers, transports)
-        return split
+        hosting = plan.hosting
+        if split is not None and (results is not None or not split.one):
+            hosting = None
+        if hosting is not None and root is None:
+            place = hosting.place()
+            if place is not None:
+                block, offset = place
+                if split is None:
+                    hosting.copy_in(offset, [_arrays.flat(x) for x in arrays])
+                made = hosting.results(block)
+                return Reduction(plan, arrays, made, split, offset)
+        if root is not None and root != self.comm.rank:
+            return Reduction(plan, arrays, [None] * len(arrays), split)
+        if results is not None:
+            return Reduction(plan, arrays, results(), split)
+        made = [
+            self._new_result(x, leaf)
+            for x, leaf in zip(arrays, plan.leaves, strict=True)
+        ]
+        return Reduction(plan, arrays, made, split)
 
     def agree(
-        self, call: Call, split: Split | None, timeout: float | None = None
-    ) -> Split | None:
-        """Agree with the other ranks, also on what to reduce in place. Collective."""
-        residents = self._residents
-        if residents is None or not residents.used:
+        self, call: Call, reduction: Reduction, timeout: float | None = None
+    ) -> None:
+        """Agree with the other ranks, also on the way to go. Collective.
+
+        Args:
+            call: which must be the same on all ranks.
+            reduction: from `reserve`; takes what was agreed.
+            timeout: as of `Guard.agree`.
+        """
+        split, hosting = reduction.split, reduction.plan.hosting
+        residents, board = self._residents, self.comm.board
+        if hosting is None and (residents is None or not residents.used):
             self.guard.agree(call, timeout)
-            return None
+            return
+        number = 0
         mark = 0 if split is None else split.mark
-        same = self.guard.agree_softly(call, mark, timeout)
-        return split if same else None
+        if board is not None and hosting is not None:
+            number = board.headers + 1
+            board.note(reduction.offset)
+            if split is None:
+                mark = _lean.HOSTED
+        if not self.guard.agree_softly(call, mark, timeout):
+            reduction.split = None
+        # Notes come with a header: where a second one has confirmed the first, without.
+        elif number and board is not None and board.headers == number:
+            offsets = board.notes()
+            if min(offsets) != NOWHERE:
+                reduction.offsets = offsets
 
     # Who has NumPy raise errors would leave the others waiting for this rank.
     @np.errstate(all="ignore")
     def move(
         self,
-        plan: _Plan,
-        split: Split | None,
-        arrays: list[Any],
-        results: list[Any],
+        reduction: Reduction,
         transports: _transports.Transports,
         root: int | None = None,
     ) -> None:
-        """Do what a plan says, when all ranks have agreed. Collective.
+        """Do an all-reduce, when all ranks have agreed. Collective.
 
         Args:
-            plan: of the call.
-            split: what `agree` has returned.
-            arrays: the leaves, which stay as they are.
-            results: the arrays for the results.
+            reduction: of the call.
             transports: of the call.
             root: as in `all_reduce`.
         """
         try:
-            self._move(plan, split, arrays, results, transports, root)
+            self._move(reduction, transports, root)
         except BaseException as error:
-            raise self.guard.leave_payload(plan.call, error) from None
+            raise self.guard.leave_payload(reduction.plan.call, error) from None
 
     def _move(
         self,
-        plan: _Plan,
-        split: Split | None,
-        arrays: list[Any],
-        results: list[Any],
+        reduction: Reduction,
         transports: _transports.Transports,
         root: int | None,
     ) -> None:
+        plan, split, arrays = reduction.plan, reduction.split, reduction.arrays
+        if reduction.offsets is not None and plan.hosting is not None:
+            self.comm.traffic.count("Allreduce", plan.hosting.nbytes)
+            if split is None:
+                flat = [_arrays.flat(x) for x in arrays]
+                plan.hosting.reduce(reduction.offsets, flat)
+            else:
+                (block,) = split.blocks.values()
+                plan.hosting.reduce_resident(reduction.offsets, block, split.starts)
+            return
         buckets: Sequence[_fusion.Bucket] = plan.buckets
         if split is not None:
             buckets = split.buckets
             for run in split.runs:
                 self.comm.traffic.count("Allreduce", run.stop - run.start)
-                reduce_run(run, split, plan.leaves, self.comm.size, results)
+                reduce_run(run, split, plan.leaves, self.comm.size, reduction.results)
         for bucket in buckets:
             _fusion.reduce_bucket(
-                bucket, plan.leaves, arrays, transports, self._buffers, results, root
+                bucket,
+                plan.leaves,
+                arrays,
+                transports,
+                self._buffers,
+                reduction.results,
+                root,
             )
 
     @timed
-    def sum_for_once(
-        self, plan: _Plan, split: Split | None, arrays: list[Any], results: list[Any]
-    ) -> list[Any]:
+    def sum_for_once(self, reduction: Reduction) -> list[Any]:
         """Return the sums, to be read at once. Collective.
 
         Where all arrays are in memory that the ranks share, the sums are there too,
         read-only, and only until the next such call: nothing is copied out.
 
         Args:
-            plan: of an all-reduce by SUM.
-            split: what `agree` has returned.
-            arrays: as in `move`.
-            results: arrays for the sums; used where they can not stay there.
+            reduction: by SUM, on which all ranks have agreed.
         """
+        split = reduction.split
         if split is not None and self._residents is not None:
+            plan = reduction.plan
             try:
                 with np.errstate(all="ignore"):  # as in `move`
                     sums = self._residents.reduce_here(split, plan.leaves)
@@ -454,8 +551,8 @@ class Collectives:
                 for run in split.runs:
                     self.comm.traffic.count("Allreduce", run.stop - run.start)
                 return sums
-        self.move(plan, split, arrays, results, self.transports)
-        return results
+        self.move(reduction, self.transports)
+        return reduction.results
 
     @timed
     def buffers_like(self, tree: Any) -> Any:
@@ -578,6 +675,7 @@ class Collectives:
             leaves,
             _fusion.plan_buckets(leaves, room, compress, streams=streams),
             room,
+            self._host(leaves, options),
         )
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()

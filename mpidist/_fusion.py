@@ -17,7 +17,7 @@ import numpy as np
 from mpidist import _arrays, _dtypes
 from mpidist._comm import MPIOp
 from mpidist._options import ReduceOp
-from mpidist._transports import Compression, Schedule, SharedTransport, Transports
+from mpidist._transports import LINE, Compression, Schedule, SharedTransport, Transports
 
 _NUMPY_COMBINE: Final = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
 
@@ -34,6 +34,18 @@ class Leaf:
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether NumPy can reduce it as it is, in lines of the cache."""
+        reduction = self.reduction
+        return (
+            reduction.encoding == "none"
+            and reduction.mpi != "gather"
+            and not self.on_device
+            and self.size > 0
+            and LINE % reduction.wire.itemsize == 0
+        )
 
 
 @dataclasses.dataclass

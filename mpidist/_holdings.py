@@ -107,12 +107,19 @@ class Segment:
         self._next = 1
         self.holding = Holding(key, ranks, lambda: bool(viewed), give_back)
 
-    def view(self, rank: int) -> Any:
-        """Return the part of a rank as an array of uint8.
+    def view(self, rank: int, start: int = 0, nbytes: int | None = None) -> Any:
+        """Return the part of a rank, or some of it, as an array of uint8.
 
-        The memory stays for as long as the array does, or a view of it.
+        The memory stays for as long as the array does, or a view of it. No other array
+        that this returns is its base.
+
+        Args:
+            rank: whose part.
+            start: where the array begins, in bytes.
+            nbytes: its size; None: all that is left.
         """
-        memory = _Memory(*self._places[rank])
+        address, size = self._places[rank]
+        memory = _Memory(address + start, size - start if nbytes is None else nbytes)
         number, self._next = self._next, self._next + 1
         self._viewed.add(number)
         weakref.finalize(memory, self._viewed.discard, number).atexit = False

@@ -6,7 +6,8 @@ made once, and a call looks it up by dtype and shape:
 
 - `FusedReduce`, for small arrays: the array and the header of the guard are published
   together, so that one exchange between the ranks does for both;
-- `StreamReduce`, for all others: a header, then the stream of pieces.
+- `HostedReduce`, for larger ones: the result is where the other ranks read it;
+- `StreamReduce`, where there is no room for that: a header, then a stream of pieces.
 
 Another rank may go the long way in the same call: its leaf is no plain array, or it
 gives options that change nothing. The header tells, by the mark of a fused array, which
@@ -28,7 +29,7 @@ import numpy as np
 
 from mpidist._options import ReduceOp
 from mpidist._pool import SMALLEST
-from mpidist._transports import COMBINE, SharedTransport
+from mpidist._transports import COMBINE, IGNORED, NOWHERE, Hosting, SharedTransport
 
 if TYPE_CHECKING:
     from mpidist._fusion import Leaf
@@ -37,10 +38,12 @@ if TYPE_CHECKING:
     from mpidist._reports import Call
 
 # What overflows becomes infinite, as it does in MPI. Entering `numpy.errstate` would
-# cost more than the sum; where warnings are errors, `_IGNORED` are caught.
-warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"mpidist\._lean")
+# cost more than the sum; where warnings are errors, `IGNORED` are caught.
+for _module in (r"mpidist\._lean", r"mpidist\._transports\._hosting"):
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module=_module)
 _FUSED: Final = 1  # the mark of a fused array in its header
-_IGNORED: Final = (RuntimeWarning, FloatingPointError)
+HOSTED: Final = 2
+"""The mark of arrays whose results are where all ranks can write."""
 
 
 def make(
@@ -51,7 +54,8 @@ def make(
     pool: Pool,
     move: Callable[[Any, Any], None],
     resides: Callable[[Any], bool],
-) -> FusedReduce | StreamReduce | None:
+    hosting: Hosting | None,
+) -> FusedReduce | HostedReduce | StreamReduce | None:
     """Return the short way for arrays such as ``leaf``; None where there is none.
 
     Args:
@@ -63,12 +67,15 @@ def make(
         move: reduces an array into another, the long way, after the header.
         resides: whether an array is in memory that the ranks share, where it is
             better reduced in place. Small ones are as fast with their header.
+        hosting: reduces such arrays where the other ranks read the result, if it can.
     """
     reduction = leaf.reduction
     if reduction.encoding != "none" or reduction.mpi == "gather" or leaf.size == 0:
         return None
     if leaf.size * reduction.wire.itemsize <= transport.fused_bytes:
         return FusedReduce(guard, call, leaf, transport, pool, move)
+    if hosting is not None:
+        return HostedReduce(guard, call, leaf, transport, pool, move, resides, hosting)
     return StreamReduce(guard, call, leaf, transport, pool, resides)
 
 
@@ -137,7 +144,7 @@ class FusedReduce:
         combine = self._combine
         try:  # contextlib.suppress would cost as much as the sum
             combine(first, second, out=result)
-        except _IGNORED:  # the result is whole
+        except IGNORED:  # the result is whole
             pass
         if others:
             self._add(result, others)
@@ -150,14 +157,75 @@ class FusedReduce:
         for other in others:
             try:
                 self._combine(result, other, out=result)
-            except _IGNORED:
+            except IGNORED:
                 pass
 
     def _divide(self, result: Any) -> None:
         try:
             np.true_divide(result, self._count, out=result)
-        except _IGNORED:
+        except IGNORED:
             pass
+
+
+class HostedReduce:
+    """All-reduces arrays of one dtype and shape, each to where all ranks can write."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        call: Call,
+        leaf: Leaf,
+        transport: SharedTransport,
+        pool: Pool,
+        move: Callable[[Any, Any], None],
+        resides: Callable[[Any], bool],
+        hosting: Hosting,
+    ) -> None:
+        self._guard = guard
+        self._call = call
+        self._move = move
+        self._resides = resides
+        self._data = guard.pack(call, HOSTED)
+        self._board = transport.board
+        self._traffic = transport.comm.traffic
+        self._pool = pool
+        self._shape = leaf.shape
+        self._dtype = leaf.reduction.wire
+        self._hosting = hosting
+        self._nbytes = leaf.size * self._dtype.itemsize
+
+    def __call__(self, x: Any) -> Any:
+        """Return the result; None where ``x`` has to go the long way. Collective."""
+        if not x.flags.c_contiguous or (x.base is not None and self._resides(x)):
+            return None
+        start = time.perf_counter()
+        hosting = self._hosting
+        arrays = [x.reshape(-1)]
+        place = hosting.place()
+        if place is None:
+            try:
+                result = self._pool.empty(self._shape, self._dtype)
+            except MemoryError:
+                return None  # where all ranks are told
+            self._board.note(NOWHERE)
+        else:
+            block, offset = place
+            result = np.ndarray(self._shape, self._dtype, block)
+            self._board.note(offset)
+            hosting.copy_in(offset, arrays)
+        if not self._guard.agree_packed(self._call, self._data, HOSTED):
+            self._move(x, result)
+            return result
+        offsets = self._board.notes()
+        if min(offsets) == NOWHERE:
+            self._move(x, result)
+            return result
+        try:
+            hosting.reduce(offsets, arrays)
+        except BaseException as error:
+            raise self._guard.leave_payload(self._call, error) from None
+        self._traffic.add("Allreduce", self._nbytes, start)
+        return result
 
 
 class StreamReduce:

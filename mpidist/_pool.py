@@ -30,7 +30,8 @@ def _count_unused() -> int:
     raise AssertionError
 
 
-_UNUSED: Final = _count_unused()
+UNUSED: Final = _count_unused()
+"""The references to a block that only a list has, and a loop over it."""
 
 
 class Pool:
@@ -53,7 +54,7 @@ class Pool:
             return np.empty(shape, dtype)
         kept = self._kept.get(nbytes, ())
         for block in kept:
-            if sys.getrefcount(block) <= _UNUSED:
+            if sys.getrefcount(block) <= UNUSED:
                 return _place(block, shape, dtype, nbytes)
         if self.nbytes + nbytes > self.limit:
             del kept
@@ -69,7 +70,7 @@ class Pool:
         for size in list(self._kept):
             remaining = []
             for block in self._kept[size]:
-                if nbytes > 0 and sys.getrefcount(block) <= _UNUSED:
+                if nbytes > 0 and sys.getrefcount(block) <= UNUSED:
                     nbytes -= size
                     self.nbytes -= size
                 else:

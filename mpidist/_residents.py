@@ -59,6 +59,7 @@ class Split:
         blocks: the blocks of the runs, by number.
         buckets: the rest.
         apart: whether there is no rest, and no two leaves share memory.
+        starts: for each leaf the byte of its block where it begins.
     """
 
     mark: int
@@ -66,6 +67,12 @@ class Split:
     blocks: dict[int, Block]
     buckets: Sequence[_fusion.Bucket]
     apart: bool
+    starts: list[int]
+
+    @property
+    def one(self) -> bool:
+        """Whether all leaves are in one block."""
+        return self.apart and len(self.blocks) == 1
 
 
 class Residents:
@@ -127,7 +134,7 @@ class Residents:
         find = self.blocks.find
         for leaf, x in zip(leaves, arrays, strict=True):
             found = None
-            if x.base is not None and _may_stay(leaf):
+            if x.base is not None and leaf.is_plain:
                 found = find(x)
             if found is None:
                 places += (0, 0)
@@ -147,7 +154,7 @@ class Residents:
         if split is None:
             return None
         mark, runs, buckets, apart = split
-        return Split(mark, runs, blocks, buckets, apart)
+        return Split(mark, runs, blocks, buckets, apart, places[1::2])
 
     def reduce_here(self, split: Split, leaves: list[_fusion.Leaf]) -> list[Any] | None:
         """All-reduce all leaves into memory that the ranks share. Collective.
@@ -171,18 +178,6 @@ class Residents:
                 view.flags.writeable = False
                 results[i] = view.reshape(leaves[i].shape)
         return results
-
-
-def _may_stay(leaf: _fusion.Leaf) -> bool:
-    """Whether a leaf is reduced as it is, if it lies in shared memory."""
-    reduction = leaf.reduction
-    return (
-        reduction.encoding == "none"
-        and reduction.mpi != "gather"
-        and not leaf.on_device
-        and leaf.size > 0
-        and _LINE % reduction.wire.itemsize == 0
-    )
 
 
 def _split(

@@ -203,7 +203,7 @@ def test_the_model_by_hand_on_one_node():
     assert found["mpi4py"].algorithm == "Rabenseifner"
     header = 2 * (1e-6 + 64 * 3e-10)
     assert found["direct"].seconds == pytest.approx(rabenseifner + header + 5e-6)
-    copies = 3 / 4 + 5 / 8 + 1
+    copies = 3 / 4 + 5 / 8 + 3 / 4
     assert found["shared"].seconds == pytest.approx(9e-6 + copies * n * 2e-10)
 
 
@@ -218,6 +218,16 @@ def test_the_model_by_hand_on_several_nodes():
     assert found["shared"].seconds == pytest.approx(
         on_node + 3 * (2e-6 + n * 1e-10) + header
     )
+
+
+def test_across_nodes_the_result_is_copied_out_as_a_whole():
+    n = 2**20
+    found = predicted(n, 4, 8)["shared"]
+    between = 2 * 2e-6 + 2 * 1 / 2 * n * 1e-10
+    doubling = 2e-6 + n * 1e-10
+    header = 2e-6 + 64 * 1e-10
+    on_node = 9e-6 + (3 / 4 + 5 / 8 + 1) * n * 2e-10
+    assert found.seconds == pytest.approx(on_node + min(between, doubling) + header)
 
 
 def test_the_model_takes_the_fastest_algorithm_and_rings_for_large_arrays():

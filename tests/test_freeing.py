@@ -118,7 +118,7 @@ def test_a_closed_strategy_gives_all_back(strategy, size):
     settle(strategy)
     count, mapped = _holdings.count(), segments()
     one = mpidist.MPIStrategy(communication_options=options())
-    assert _holdings.count() == count + (2 if size > 1 else 1)
+    assert _holdings.count() == count + (3 if size > 1 else 1)  # with two windows
     assert (segments() > mapped) == (size > 1)
     one.close()
     assert (_holdings.count(), segments()) == (count, mapped)
@@ -139,7 +139,7 @@ def test_strategies_that_are_dropped_leak_nothing(strategy, rank, size):
         if (number + 5 * rank) % 20 == 0:
             gc.collect()  # at other moments on other ranks
         most = max(most, _holdings.count())
-    assert most <= count + 40
+    assert most <= count + 60
     reference = weakref.ref(one)
     del one, variable
     settle(strategy)

@@ -86,10 +86,10 @@ FOLDERS = {
         ["__init__"],
     ],
     "_transports": [
-        ["_compression"],
+        ["_arena", "_compression"],
         ["_direct", "_stream"],
         ["_shared", "_staged"],
-        ["_nodes", "_resident"],
+        ["_hosting", "_nodes", "_resident"],
         ["_nccl"],
         ["_devices"],
         ["__init__"],

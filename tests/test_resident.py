@@ -62,9 +62,10 @@ def in_place(strategy, call):
     runs = []
     move = collectives.move
 
-    def spy(plan, split, *args, **kwargs):
+    def spy(reduction, *args, **kwargs):
+        split = reduction.split
         runs.extend(len(run.members) for run in (split.runs if split else ()))
-        return move(plan, split, *args, **kwargs)
+        return move(reduction, *args, **kwargs)
 
     collectives.move = spy
     try:
@@ -339,7 +340,7 @@ def test_without_room_they_are_ordinary_arrays(shared, rank, size, monkeypatch):
     from mpidist._transports import _resident
 
     if rank == size - 1:  # on one rank alone
-        monkeypatch.setattr(_resident, "_free_bytes", lambda: 0)
+        monkeypatch.setattr(_resident, "free_bytes", lambda: 0)
     (buffer,) = shared.buffers_like([np.zeros(10_000)])
     buffer[:] = 1
     found, count = in_place(

@@ -459,7 +459,8 @@ def test_an_interrupt_in_the_middle_ends_the_call_everywhere(
         strategy.run(reduce)
     if rank == size - 1:
         board = strategy._collectives.comm.board
-        interrupt_once(board, "meet" if how == "wait" else "step", before=True)
+        moment = {"wait": "meet", "resident": "step"}.get(how, "tick")
+        interrupt_once(board, moment, before=True)
     start = time.monotonic()
     kind = SignalError if rank == size - 1 else mpidist.CollectiveTimeoutError
     with pytest.raises(kind):

@@ -28,13 +28,14 @@ Three transports are predicted:
   time that mpidist takes around it (overhead).
 - *shared*: alpha_shared + c(r) n beta_shared on a node, where beta_shared is the time
   to copy a byte in memory while all ranks copy: every rank copies all but its own
-  slice in, reads r slices and writes one, and copies the result out:
-  c(r) = (r-1)/r + (r+1)/(2 r) + 1. Of at most 32 KiB (two ranks: 256 KiB) each rank
-  copies all of it in, and adds up all: c(r) = 1 + 3 (r-1)/2. On several nodes each
-  rank then all-reduces its slice with the ranks of the same number on the other nodes,
-  n bytes for each link: the fastest of log2(N) (alpha_net + n beta_net), 2 log2(N)
-  alpha_net + 2 (N-1)/N n beta_net, and 2 (N-1) alpha_net + 2 (N-1)/N n beta_net. The
-  header goes over the network too then.
+  slice in, reads r slices and writes one, and copies that to all others:
+  c(r) = 2 (r-1)/r + (r+1)/(2 r). Of at most 32 KiB each rank copies all of it in, and
+  adds up all: c(r) = 1 + 3 (r-1)/2. On several nodes it copies the result out as a
+  whole, c(r) = (r-1)/r + (r+1)/(2 r) + 1; and before that each rank all-reduces its
+  slice with the ranks of the same number on the other nodes, n bytes for each link: the
+  fastest of log2(N) (alpha_net + n beta_net), 2 log2(N) alpha_net + 2 (N-1)/N n
+  beta_net, and 2 (N-1) alpha_net + 2 (N-1)/N n beta_net. The header goes over the
+  network too then.
 
 log2 is rounded up. The model knows neither congestion nor ranks that come late.
 """
@@ -57,7 +58,6 @@ from mpidist._bench._units import digits, show_seconds, show_size
 
 HEADER_BYTES: Final = 64
 _SMALL_BYTES: Final = 32 * 1024
-_SMALL_BYTES_OF_TWO: Final = 256 * 1024
 _ROUNDS: Final = 20
 _RAW: Final = "mpi4py in place"
 _OURS: Final = "mpidist"
@@ -159,16 +159,13 @@ def _header_terms(nodes: int, local: int, parameters: Parameters) -> Terms:
     return terms["recursive doubling"]
 
 
-def _shared_terms(local: int, nbytes: int) -> Terms:
-    copies = (local - 1) / local + (local + 1) / (2 * local) + 1
-    if nbytes <= _small_bytes(local):
+def _shared_terms(nodes: int, local: int, nbytes: int) -> Terms:
+    others = (local - 1) / local
+    out = others if nodes == 1 else 1
+    copies = others + (local + 1) / (2 * local) + out
+    if nbytes <= _SMALL_BYTES:
         copies = 1 + 3 * (local - 1) / 2
     return {"alpha_shared": 1, "beta_shared": copies * nbytes}
-
-
-def _small_bytes(local: int) -> int:
-    """Return up to which size a rank of a node adds up all of an array."""
-    return _SMALL_BYTES_OF_TWO if local == 2 else _SMALL_BYTES
 
 
 def _seconds(terms: Terms, parameters: Parameters) -> float:
@@ -197,7 +194,7 @@ def all_reduce_seconds(
     if nodes * local == 1:
         return (0.0 if transport == "mpi4py" else parameters.overhead), ""
     if transport == "shared" and local > 1:
-        on_node = _seconds(_shared_terms(local, nbytes), parameters)
+        on_node = _seconds(_shared_terms(nodes, local, nbytes), parameters)
         if nodes == 1:
             return on_node, ""
         name, between = _fastest(_slice_terms(nodes, nbytes), parameters)
@@ -308,7 +305,7 @@ def fit(records: Sequence[Record], start: Parameters) -> Fit:
     if shared:
 
         def terms(q: _Point, one: Parameters) -> dict[str, Terms]:
-            whole = _shared_terms(q.local, q.nbytes)
+            whole = _shared_terms(1, q.local, q.nbytes)
             if q.nodes == 1:
                 return {"": whole}
             header = _header_terms(q.nodes, 1, one)

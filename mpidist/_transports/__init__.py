@@ -12,9 +12,11 @@ from typing import Any
 from mpidist import _arrays
 from mpidist._comm import AnyCommunicator
 from mpidist._options import CommunicationImplementation
+from mpidist._transports._arena import NOWHERE, Arena
 from mpidist._transports._compression import Compression
 from mpidist._transports._devices import Devices, DeviceTransport, place_text
 from mpidist._transports._direct import DirectTransport
+from mpidist._transports._hosting import IGNORED, LINE, HostedLeaf, Hosting
 from mpidist._transports._nccl import NcclTransport
 from mpidist._transports._nodes import set_up as set_up_shared
 from mpidist._transports._resident import Block, Blocks, Target
@@ -25,12 +27,18 @@ from mpidist._transports._stream import COMBINE, Schedule
 Transport = DeviceTransport
 
 __all__ = [
+    "Arena",
     "Block",
     "Blocks",
     "COMBINE",
     "Compression",
     "Devices",
     "DirectTransport",
+    "HostedLeaf",
+    "Hosting",
+    "IGNORED",
+    "LINE",
+    "NOWHERE",
     "NcclTransport",
     "Schedule",
     "SharedTransport",

@@ -45,7 +45,6 @@ back when that is so on no rank any more (`_holdings`).
 from __future__ import annotations
 
 import dataclasses
-import os
 import weakref
 from typing import Any, Final
 
@@ -53,6 +52,7 @@ import numpy as np
 
 from mpidist._board import Board
 from mpidist._comm import Communicator, MPIOp
+from mpidist._transports._arena import free_bytes
 from mpidist._transports._stream import COMBINE
 
 LINE: Final = 64
@@ -87,10 +87,11 @@ class Block:
         self._board = board
         self._me = me
         self._ranks = len(parts)
-        self._parts = parts
+        self.parts = parts
         ring = parts[0][used:]
         self._ring = [ring[:PIECE_BYTES], ring[PIECE_BYTES : 2 * PIECE_BYTES]]
         self._turn = 0
+        self.steps: dict[Any, Any] = {}  # of `Hosting`: views, which go with the block
         self.results: Any = None  # for `reduce_here`, from `Blocks.make_results`
         self.has_tried = False
 
@@ -113,7 +114,7 @@ class Block:
 
     def _combine(self, low: int, high: int, dtype: Any, op: MPIOp, out: Any) -> None:
         combine = COMBINE[op]
-        parts = [part[low:high].view(dtype) for part in self._parts]
+        parts = [part[low:high].view(dtype) for part in self.parts]
         combine(parts[0], parts[1], out=out)
         for part in parts[2:]:
             combine(out, part, out=out)
@@ -221,7 +222,7 @@ class Blocks:
         return block.results is not None
 
     def _has_room(self, nbytes: int) -> bool:
-        return bool(self._comm.all_min(int(nbytes <= _free_bytes())))
+        return bool(self._comm.all_min(int(nbytes <= free_bytes())))
 
     def find(self, x: Any) -> tuple[Block, int] | None:
         """Return in which block a NumPy array is, and at which byte.
@@ -236,12 +237,3 @@ class Blocks:
             return None
         start = x.__array_interface__["data"][0] - block.start
         return (block, start) if 0 <= start <= block.used - x.nbytes else None
-
-
-def _free_bytes() -> int:
-    """Return how much shared memory the node has left, half of it kept for others."""
-    try:
-        status = os.statvfs("/dev/shm")
-        return status.f_bavail * status.f_frsize // 2
-    except OSError:
-        return 0

@@ -17,14 +17,13 @@ from typing import Any, Final
 from mpidist import _board as board_module
 from mpidist._board import Board
 from mpidist._comm import Communicator, MPIOp
+from mpidist._transports import _arena as arena_module
+from mpidist._transports._arena import Arena
 from mpidist._transports._direct import DirectTransport
 from mpidist._transports._stream import Stream
 
-# Many ranks are faster with slices, of which each adds up one. But two are not, up to
-# the size of their caches, nor are those that wait for a core at every step.
+# Above this, adding up slices and copying the sums takes less time than one more wait.
 _FUSED_BYTES: Final = 32 * 1024
-_FUSED_BYTES_OF_FEW: Final = 256 * 1024
-_FEW: Final = 4
 _LARGEST_AREA: Final = 16 * 2**20
 SMALLEST_AREA: Final = 64 * 1024
 _MOST_MEMORY: Final = 2**30
@@ -45,8 +44,7 @@ class SharedTransport(DirectTransport):
         self._me = comm.local_rank
         self._ranks = comm.local_size
         self.area_bytes = area_bytes = min(area_bytes, _PIECE)
-        few = comm.local_size <= (_FEW if crowded else 2)
-        self.fused_bytes = _FUSED_BYTES_OF_FEW if few else _FUSED_BYTES
+        self.fused_bytes = _FUSED_BYTES
         own = board_module.BYTES + 2 * self.fused_bytes + 2 * area_bytes
         if self._me == 0:
             own += 2 * area_bytes
@@ -58,6 +56,7 @@ class SharedTransport(DirectTransport):
         start += 2 * self.fused_bytes
         self._inputs = [areas_of(part, start, area_bytes) for part in parts]
         self._results = areas_of(parts[0], start + 2 * area_bytes, area_bytes)
+        self.arena: Arena | None = arena_module.set_up(comm)
         self.stream = Stream(
             self.board, self._me, self._inputs, self._results, area_bytes
         )

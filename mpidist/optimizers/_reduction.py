@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from mpidist import _arrays, _context, _nest
 from mpidist._options import ReduceOp
 from mpidist._reports import Call
-from mpidist._residents import Split
 from mpidist._values import PerReplica
 from mpidist._variables import Variable
 from mpidist.optimizers._arguments import APPLY, as_gradient
 
 if TYPE_CHECKING:
+    from mpidist import _collectives
     from mpidist._strategy import Strategy
     from mpidist.optimizers._optimizer import Optimizer
 
@@ -31,8 +31,7 @@ class Reduction:
         self._strategy = strategy
         self._arrays = arrays
         self._variables = variables
-        self._plan = None
-        self._split: Split | None = None
+        self._reduction: _collectives.Reduction | None = None
         self._by_user = bool(strategy.extended._custom_ops and arrays)
         self.text = f"{len(arrays)} gradients"
         if collectives.comm.size == 1 or not arrays:
@@ -44,22 +43,17 @@ class Reduction:
         self.text = plan.call.text
         if self._by_user:
             return
-        if optimizer._reduced_plan is not plan:
-            optimizer._reduced_plan = None
-            optimizer._reduced = []  # first, so that there are never two sets
-            optimizer._reduced = [
-                _arrays.empty_like(x, leaf.shape, leaf.reduction.result)
-                for x, leaf in zip(arrays, plan.leaves, strict=True)
-            ]
-            optimizer._reduced_plan = plan
-        self._split = collectives.reserve(plan, arrays)
-        self._plan = plan
-        self._results = optimizer._reduced
+        self._reduction = collectives.reserve(
+            plan, arrays, results=lambda: _kept(optimizer, plan, arrays)
+        )
 
     def agree(self, call: Call) -> None:
         """Agree with the other ranks, before anything is changed. Collective."""
         collectives = self._strategy.extended._collectives
-        self._split = collectives.agree(call, self._split)
+        if self._reduction is None:
+            collectives.guard.agree(call)
+        else:
+            collectives.agree(call, self._reduction)
 
     def run(self) -> list[Any]:
         """Return the sums, which are the same on all ranks. Collective.
@@ -69,11 +63,10 @@ class Reduction:
         """
         if self._by_user:
             return self._run_by_user()
-        plan = self._plan
-        if plan is None:
+        if self._reduction is None:
             return self._arrays  # of one replica
         collectives = self._strategy.extended._collectives
-        return collectives.sum_for_once(plan, self._split, self._arrays, self._results)
+        return collectives.sum_for_once(self._reduction)
 
     def _run_by_user(self) -> list[Any]:
         """Sum by the user's `CrossDeviceOps`, and see that all ranks got the same."""
@@ -104,3 +97,16 @@ class Reduction:
             collectives.invalid(APPLY, error)
         collectives.guard.agree(Call(call))
         return results
+
+
+def _kept(optimizer: Optimizer, plan: Any, arrays: list[Any]) -> list[Any]:
+    """Return arrays for sums, kept from step to step."""
+    if optimizer._reduced_plan is not plan:
+        optimizer._reduced_plan = None
+        optimizer._reduced = []  # first, so that there are never two sets
+        optimizer._reduced = [
+            _arrays.empty_like(x, leaf.shape, leaf.reduction.result)
+            for x, leaf in zip(arrays, plan.leaves, strict=True)
+        ]
+        optimizer._reduced_plan = plan
+    return optimizer._reduced
