@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from mpidist import _context, _dispatch, _nest
+from mpidist import _context, _dispatch, _nest, _updates
 from mpidist import _verbs as _verbs  # registers them
 from mpidist._collectives import Collectives
 from mpidist._comm import AnyCommunicator
@@ -223,10 +223,7 @@ class StrategyExtended:
             if frame.coordinator is not None:
                 raise error
             self._collectives.invalid("update_non_slot", error)
-        name = getattr(fn, "__qualname__", type(fn).__qualname__)
-        text = f"update_non_slot({name})"
-        result = self._perform("update", None, fn, args, kwargs, group, text)
-        return result if group else self._ungrouped(frame, result)
+        return self._update(frame, None, fn, args, kwargs, group)
 
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: Any = None
@@ -422,11 +419,26 @@ class StrategyExtended:
                 self._collectives.invalid("update", error)
             return fn(var, *select_replica(tuple(args)), **select_replica(kwargs))
         self._check_owner("update", var)
-        text = f"update of Variable {var.name!r} [#{var._key[0]}]"
-        result = self._perform("update", var, fn, args, kwargs, group, text)
-        return result if group else self._ungrouped(frame, result)
+        return self._update(frame, var, fn, args, kwargs, group)
 
     # --- for the package ------------------------------------------------------
+
+    def _update(
+        self,
+        frame: _context.Frame,
+        var: Variable | None,
+        fn: Any,
+        args: Any,
+        kwargs: Any,
+        group: bool,
+    ) -> Any:
+        if frame.coordinator is not None:
+            result = frame.coordinator.update(var, fn, args, kwargs, group)
+        else:
+            text = _updates.describe(var, fn)
+            arguments = (var, fn, args, kwargs, group, text)
+            result = _dispatch.execute(self._strategy, "update", arguments)
+        return result if group else self._ungrouped(frame, result)
 
     def _ungrouped(self, frame: _context.Frame, result: Any) -> Any:
         """Return the results of an update as tuples."""
@@ -495,7 +507,7 @@ def _repairer(strategy: Strategy, comm: AnyCommunicator) -> Callable[[list[Any]]
     def repair(keys: list[Any]) -> None:
         alive = reference()
         if alive is not None:
-            _verbs.make_equal(alive, keys)
+            _updates.make_equal(alive, keys)
         else:  # what the other ranks do first: ask who has the variables
             comm.all_gather_integers([0] * len(keys))
 

@@ -143,6 +143,7 @@ class Variable(ArrayLike):
         self._view = self._array.view()
         if not _arrays.is_device_array(self._array):
             self._view.flags.writeable = False
+        self._print = _arrays.printer(self._array)
         registry = strategy.extended._registry
         registry.add((registry.next_key(), 0), self)
 

@@ -20,15 +20,15 @@ from mpidist._cross_device import (
     reduce_pairs,
     root_of,
 )
+from mpidist._dispatch import check_arguments
 from mpidist._guard import Part
 from mpidist._options import ReduceOp, as_reduce_op
 from mpidist._policies import component_of, differs, is_same
-from mpidist._replica import ValueContext, check_arguments
+from mpidist._replica import ValueContext
 from mpidist._reports import Call, call_of, fingerprint
 from mpidist._values import (
     Mirrored,
     PerReplica,
-    argument_of,
     own_component,
     select_replica,
     to_plain,
@@ -346,134 +346,6 @@ def _gather(strategy: Strategy, value: Any, axis: Any) -> Any:
     else:
         collectives.check_plain("Strategy.gather", [to_plain(plain)])
     return plain
-
-
-@_dispatch.verb("update")
-def _update(
-    strategy: Strategy,
-    var: Any,
-    fn: Any,
-    args: Any,
-    kwargs: Any,
-    group: bool,
-    text: str,
-) -> Any:
-    """Run ``fn`` in the frame of an update; ``var`` is None for `update_non_slot`."""
-    extended = strategy.extended
-    guard = extended._collectives.guard
-    checks = guard.checks
-    written: list[Any] = []
-
-    def body(part: Part) -> Any:
-        check_arguments("update", args, kwargs)
-        leaves, structure = _nest.flatten((tuple(args), kwargs))
-        _check_update(var, fn, leaves)
-        part.kind = "raised"
-        if checks:
-            guard.require_section()  # else nobody would undo what is written
-            guard.written = written
-        frame = _context.Frame(strategy, _context.Level.UPDATE, written=written)
-        first = () if var is None else (var,)
-        own_args, own_kwargs = structure.unflatten([argument_of(x) for x in leaves])
-        with _context.entered(frame):
-            result = fn(*first, *own_args, **own_kwargs)
-        flat, shape = _nest.flatten(result)
-        text = str(shape)
-        if not checks:
-            part.came_out(text, fingerprint(text))
-            return result
-        plain = [x for x in leaves if _is_value(x)]
-        returned = [x for x in flat if group and _is_value(x)]
-        if not (plain or returned):
-            variables = sorted(set(written), key=lambda v: v._key)
-            prints = [n for v in variables for n in _arrays.prints(v._array)]
-            number = hash((fingerprint(text), *(v._key[0] for v in variables), *prints))
-            part.came_out(lambda: text + _describe_effects(variables, []), number >> 2)
-            return result
-        text = _describe_plain(plain) + text + _describe_effects(written, returned)
-        part.came_out(text, fingerprint(text))
-        return result
-
-    try:
-        result = guard.run_section(call_of(text), body)
-    finally:
-        guard.written = []
-    return extended._registry.wrap_tree(Mirrored if group else PerReplica, result)
-
-
-@_dispatch.verb("fail to update")
-def _fail_to_update(strategy: Strategy, error: BaseException, text: str) -> None:
-    """Take part in an update whose function did not arrive at this rank."""
-    guard = strategy.extended._collectives.guard
-    with guard.section():
-        failure = guard.join(Call(text), error, "invalid")
-    raise failure or error
-
-
-def _check_update(var: Any, fn: Any, leaves: list[Any]) -> None:
-    if not callable(fn):
-        raise TypeError(f"update: expected `fn` to be a function, got {fn!r}")
-    for leaf in leaves:
-        if isinstance(leaf, PerReplica):
-            raise ValueError(
-                "update: got a PerReplica among the arguments, which would make "
-                "the copies of the variable differ; reduce it first: "
-                "`strategy.extended.reduce_to(op, value, var)`"
-            )
-        if differs(leaf) and var is not None and not differs(var):
-            raise ValueError(
-                f"update: got {leaf!r} among the arguments, whose copies would make "
-                "those of the mirrored variable differ; pass its value: "
-                "`strategy.extended.read_var(variable)`"
-            )
-
-
-def _is_value(x: Any) -> bool:
-    return _arrays.is_array(x) or _arrays.is_number(x)
-
-
-def _describe_plain(values: list[Any]) -> str:
-    """Return a text of the plain arguments, which must be the same on all ranks."""
-    texts = [_arrays.summarize(_arrays.as_array(x, "update")[0]) for x in values]
-    return f"arguments {', '.join(texts)}; result " if texts else ""
-
-
-def _describe_effects(written: list[Any], returned: list[Any]) -> str:
-    """Return a text of what an update left, which must be the same on all ranks.
-
-    ``fn`` may get at values of its own rank without any argument: through what it
-    closes over, or a variable that is ON_READ.
-    """
-    variables = sorted({v._key: v for v in written}.items())
-    texts = [
-        f"{v.name!r} [#{key[0]}] = {_arrays.sample(v._array)}" for key, v in variables
-    ]
-    results = [_arrays.sample(_arrays.as_array(x, "update")[0]) for x in returned]
-    text = f", wrote {', '.join(texts)}" if texts else ""
-    text += f", returned {', '.join(results)}" if results else ""
-    return text and f"{text}; must be the same on all replicas, see `reduce_to`"
-
-
-def make_equal(strategy: Strategy, keys: list[Any]) -> None:
-    """Give all ranks rank 0's copy of what an update wrote before it failed.
-
-    Collective, but without a header: the guard calls it on all ranks, together with
-    the exchange of reports.
-
-    Args:
-        strategy: whose variables they are.
-        keys: those of the variables that were written on any rank.
-    """
-    collectives = strategy.extended._collectives
-    registry = strategy.extended._registry
-    variables = [registry.get(key) for key in keys]
-    known = collectives.comm.all_gather_integers(
-        [int(v is not None) for v in variables]
-    )
-    for index, variable in enumerate(variables):
-        if all(row[index] for row in known):
-            transport = collectives.transports.of(variable._array)
-            transport.broadcast(_arrays.as_bytes(variable._array), 0)
 
 
 @_dispatch.verb("distribute_values")
