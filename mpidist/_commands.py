@@ -37,8 +37,10 @@ _MAIN: Final = "__main__"
 _LOCAL: Final = "<locals>"
 _KEYED: Final = frozenset((Variable, Mirrored, PerReplica))
 _CLOSED_OVER: Final = (DistributedValues, Variable, np.ndarray, np.generic)
-_ATOMS: Final = frozenset((bool, int, float, str, bytes, type(None)))
+ATOMS: Final = frozenset((bool, int, float, str, bytes, type(None)))
 _PICKLED: Final = "pickled"  # no plain form
+
+_NO_NAMES: Final = ("dict",)
 
 KeyOf = Callable[[Any], Key]
 """Gives the key under which every rank has a value."""
@@ -62,7 +64,7 @@ def encode(message: Any, key_of: KeyOf, strategy: Strategy) -> tuple[Any, list[A
 def plain_of(x: Any, key_of: KeyOf) -> Any:
     """Return an object in a form for marshal; ``_PICKLED`` where there is none."""
     kind = type(x)
-    if kind in _ATOMS:
+    if kind in ATOMS:
         return x
     if kind in _KEYED:
         return (_VALUE, key_of(x))
@@ -78,14 +80,31 @@ def plain_of(x: Any, key_of: KeyOf) -> Any:
     if isinstance(x, (DistributedValues, Variable)):
         return (_VALUE, key_of(x))
     if kind is types.FunctionType:
-        simple = None
-        if not is_at_top_of_main(x):
-            simple = _functions.reduce_simple(x, _CLOSED_OVER)
+        if is_at_top_of_main(x):
+            return ("main", x.__qualname__)
+        simple = _functions.reduce_simple(x, _CLOSED_OVER)
         if simple is not None:
             data, head, closed, defaults = simple[1]
             parts = [plain_of(closed, key_of), plain_of(defaults, key_of)]
             return _PICKLED if _PICKLED in parts else ("fn", data, head, *parts)
     return _PICKLED
+
+
+def arguments_of(args: Any, key_of: KeyOf) -> Any:
+    """Return the arguments of an update as `plain_of` does; None if some are others.
+
+    Of what is the same on all ranks there is nothing to check.
+    """
+    plain: list[Any] = ["tuple"]
+    for x in args:
+        kind = type(x)
+        if kind is Mirrored:
+            plain.append((_VALUE, key_of(x)))
+        elif kind in ATOMS:
+            plain.append(x)
+        else:
+            return None
+    return ("tuple", tuple(plain), _NO_NAMES)
 
 
 def _keys_of_pairs(x: list[Any], key_of: KeyOf) -> list[Key] | None:
@@ -143,6 +162,8 @@ def decode(head: Any, strategy: Strategy, arrays: list[Any]) -> Any:
         return [decode(item, strategy, arrays) for item in items]
     if kind == "dict":
         return {}
+    if kind == "main":
+        return _lookup_or_raise(_MAIN, items[0])
     if kind == "op":
         return ReduceOp[items[0]]
     data, names, closed, defaults = items

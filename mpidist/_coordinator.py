@@ -42,7 +42,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from mpidist import _arrays, _board, _commands, _context, _dispatch, _nest
+from mpidist import (
+    _arrays,
+    _board,
+    _commands,
+    _context,
+    _dispatch,
+    _functions,
+    _nest,
+)
 from mpidist._dispatch import OnRank0, check_arguments
 from mpidist._errors import CollectiveError, format_exception, on_rank
 from mpidist._policies import component_of
@@ -62,6 +70,8 @@ if TYPE_CHECKING:
     from mpidist._strategy import Strategy
 
 _NO_ARGUMENTS: Final = _nest.flatten(((), {}))[1]
+_WITHOUT_ARGUMENTS: Final = call_of(f"merge_call {_NO_ARGUMENTS.render([])}")
+_NUMBERS: Final = "biufc"  # kinds of dtypes
 _RESERVE: Final = 256  # bytes of the ring, for a message that ends a stretch
 _AS_BEFORE: Final = ("as before",)
 
@@ -76,7 +86,8 @@ class Coordinator:
         self._dropped: list[Key] = []
         self._fetched: list[weakref.ref[DistributedValues]] = []
         self._stretch = Stretch(strategy)
-        self._function: Any = None  # the one that was sent last, encoded
+        # Tells whether a function is like the one that was sent last.
+        self._like: _functions.Sent | None = None
         self._awaited = False  # the others come to the next join by themselves
 
     def command(self, name: str, args: tuple[Any, ...]) -> Any:
@@ -110,27 +121,30 @@ class Coordinator:
         Rank 0 does not wait for the others, see `_updates`.
         """
         check_arguments("update", args, kwargs)
-        leaves = args
-        if kwargs or not _FLAT.issuperset(map(type, args)):
-            leaves = _nest.flatten((tuple(args), kwargs))[0]
-        check_update(var, fn, leaves)
+        buffers: list[Any] = []
+        arguments = None if kwargs else _commands.arguments_of(args, self.key_of)
+        if arguments is None or not callable(fn):
+            check_update(var, fn, _nest.flatten((tuple(args), kwargs))[0])
         if self._collectives.comm.size == 1:
-            arguments = (var, fn, args, kwargs, group, describe(var, fn))
-            return self._execute("update", arguments)
+            described = (var, fn, args, kwargs, group, describe(var, fn))
+            return self._execute("update", described)
         guard = self._collectives.guard
         stretch = self._stretch
         key = None if var is None else self.key_of(var)
-        head, buffers = self._encode_update(fn, args, kwargs)
+        like = self._like
+        if arguments is not None and like is not None and like.is_like(fn):
+            function = _AS_BEFORE
+        else:
+            function, arguments, buffers = self._encode(fn, args, kwargs, arguments)
+            like = None
+            if type(function) is tuple and function[0] == "fn":
+                like = _functions.sent(fn)
         # Where messages are collective calls of MPI all ranks have to read them.
         last = not group or bool(buffers) or self._collectives.comm.board is None
         if stretch.open and buffers:
             self.settle()
-        function, arguments = head
-        same = arguments is not None and function == self._function
-        sent = _AS_BEFORE if same else function
-        self._send("update", key, sent, arguments, len(buffers), group, last)
-        if arguments is not None:
-            self._function = function
+        self._send("update", key, function, arguments, len(buffers), group, last)
+        self._like = like
         self._awaited = last
         number = self._registry.next_key()
         leading, guard.leading = guard.leading, False
@@ -155,21 +169,26 @@ class Coordinator:
             self.watch(result)
         return result
 
-    def _encode_update(self, fn: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
-        """Return the function and its arguments as they travel, and arrays apart."""
+    def _encode(
+        self, fn: Any, args: Any, kwargs: Any, arguments: Any
+    ) -> tuple[Any, Any, list[Any]]:
+        """Return a function and its arguments as they travel, and arrays apart."""
         args = tuple(args)
         function = _commands.plain_of(fn, self.key_of)
         if type(function) is tuple:
-            arguments = _commands.plain_of((args, kwargs), self.key_of)
+            if arguments is None:
+                arguments = _commands.plain_of((args, kwargs), self.key_of)
             if type(arguments) is tuple:
-                return (function, arguments), []
+                return function, arguments, []
         message = (fn, args, kwargs)
         whole, buffers = _commands.encode(message, self.key_of, self._strategy)
-        return (whole, None), buffers
+        return whole, None, buffers
 
     def _take_dropped(self) -> list[Key]:
         """Return the keys of what rank 0 has dropped and the others still keep."""
         dropped: list[Key] = []
+        if not self._dropped and not self._registry.dropped:
+            return dropped
         for waiting in (self._dropped, self._registry.dropped):
             if waiting:
                 count = len(waiting)
@@ -178,13 +197,15 @@ class Coordinator:
         return dropped
 
     def _send(self, kind: str, *body: Any) -> None:
-        """Send a message, where there is room for it before the others have to read."""
+        """Send a message; end a stretch before, where the others might not read it."""
         collectives = self._collectives
         guard, stretch = collectives.guard, self._stretch
         leading, guard.leading = guard.leading, False
-        guard.check_late()
-        guard.leading = leading
-        dropped = self._take_dropped()
+        try:
+            guard.check_late()
+        finally:
+            guard.leading = leading
+        dropped = self._take_dropped() if kind != "return" else []
         data = _commands.dump((stretch.joins, kind, dropped, *body))
         board = collectives.comm.board
         if stretch.open and board is not None:
@@ -251,7 +272,10 @@ class Coordinator:
 
     def finish(self, result: Any) -> list[Any]:
         """Send what merge_fn has returned; return the arrays that have to follow."""
-        head, buffers = _commands.encode(result, self.key_of, self._strategy)
+        head = result
+        buffers: list[Any] = []
+        if type(result) not in _commands.ATOMS:
+            head, buffers = _commands.encode(result, self.key_of, self._strategy)
         self._send("return", head, len(buffers))
         if self._stretch.open:
             self._join()
@@ -272,7 +296,8 @@ class Coordinator:
 
     def close(self) -> None:
         """Forget what was gathered: the arrays may change until the next merge_call."""
-        self._stretch.leave()
+        if self._stretch.open:
+            self._stretch.leave()
         for reference in self._fetched:
             if (value := reference()) is not None:
                 value._all = None
@@ -282,6 +307,11 @@ class Coordinator:
         for leaf in () if tree is None else _nest.flatten(tree)[0]:
             if isinstance(leaf, DistributedValues):
                 self._registry.watch(leaf, self._dropped)
+
+    def watch_all(self, values: dict[Key, Any]) -> None:
+        """As `watch`, for values by their keys."""
+        for value in values.values():
+            self._registry.watch(value, self._dropped)
 
     def key_of(self, value: Any) -> Key:
         """Return the key under which every rank has this value.
@@ -305,10 +335,6 @@ class Coordinator:
             "more): it belongs to a `merge_call` that has ended, or was made on rank "
             "0 alone. Pass it to `merge_call` as an argument"
         )
-
-
-_FLAT: Final = frozenset((Mirrored, Variable, int, float, bool, str, np.ndarray))
-"""Types of arguments that are leaves of a nest."""
 
 
 def _check_mirrored(value: Mirrored) -> None:
@@ -337,8 +363,11 @@ def merge_call(
     collectives = strategy.extended._collectives
     arguments, held = _enter(strategy, merge_fn, args, kwargs)
     if collectives.comm.rank == 0:
-        held.clear()  # merge_fn alone keeps its arguments
-        return _lead(strategy, merge_fn, arguments)
+        coordinator = Coordinator(strategy)
+        if held:
+            coordinator.watch_all(held)
+            held.clear()  # merge_fn alone keeps its arguments
+        return _lead(strategy, merge_fn, arguments, coordinator)
     del arguments
     return _follow(strategy, held)
 
@@ -352,27 +381,36 @@ def _enter(
     """Agree on the arguments; return them as merge_fn sees them, and the handles."""
     collectives = strategy.extended._collectives
     registry = strategy.extended._registry
+    if not (args or kwargs) and callable(merge_fn):
+        collectives.guard.agree_softly(_WITHOUT_ARGUMENTS, 0)
+        registry.next_key()
+        return [((), {})], {}
     try:
         if not callable(merge_fn):
             raise TypeError(
                 f"merge_call: expected `merge_fn` to be a function, got {merge_fn!r}"
             )
-        leaves: list[Any] = []
-        structure = _NO_ARGUMENTS
-        if args or kwargs:
-            leaves, structure = _nest.flatten((args, kwargs))
-        kinds = [_kind_of(leaf, strategy) for leaf in leaves]
-        hashes = [
-            _commands.object_hash(leaf) if kind == "object" else 0
-            for leaf, kind in zip(leaves, kinds, strict=True)
+        leaves, structure = _nest.flatten((args, kwargs))
+        kinds = [
+            "component"
+            if type(leaf) is np.ndarray and leaf.dtype.kind in _NUMBERS
+            else _kind_of(leaf, strategy)
+            for leaf in leaves
         ]
+        hashes: list[int] = []
+        if "object" in kinds:
+            hashes = [
+                _commands.object_hash(leaf) if kind == "object" else 0
+                for leaf, kind in zip(leaves, kinds, strict=True)
+            ]
     except Exception as error:
         collectives.invalid("merge_call", error)
-    combined = hash(tuple(hashes)) >> 2
-    text = structure.render(kinds)
-    equal = collectives.guard.agree_softly(call_of(f"merge_call {text}"), combined)
+    combined = hash(tuple(hashes)) >> 2 if hashes else 0
+    call = call_of(f"merge_call {structure.render(kinds)}")
+    equal = collectives.guard.agree_softly(call, combined)
     different: set[int] = set()
     if not equal:
+        hashes = hashes or [0] * len(leaves)
         rows = collectives.comm.all_gather_integers(hashes)
         different = {
             i for i, column in enumerate(zip(*rows, strict=True)) if len({*column}) > 1
@@ -408,9 +446,11 @@ def _kind_of(leaf: Any, strategy: Strategy) -> str:
 
 
 def _lead(
-    strategy: Strategy, merge_fn: Callable[..., Any], arguments: list[Any]
+    strategy: Strategy,
+    merge_fn: Callable[..., Any],
+    arguments: list[Any],
+    coordinator: Coordinator,
 ) -> Any:
-    coordinator = Coordinator(strategy)
     collectives = strategy.extended._collectives
     args, kwargs = arguments.pop()
     frame = _context.Frame(
@@ -419,14 +459,16 @@ def _lead(
     several = collectives.comm.size > 1
     try:
         with _context.entered(frame):
-            if args or kwargs:
-                coordinator.watch((args, kwargs))
             collectives.guard.leading = several
             try:
                 result = merge_fn(strategy, *args, **kwargs)
             finally:
                 collectives.guard.leading = False
             del args, kwargs
+            if type(result) in _commands.ATOMS:
+                if several:
+                    coordinator.finish(result)
+                return result
             leaves, structure = _nest.flatten(result)
             parts = [_part_of(leaf, coordinator) for leaf in leaves]
             if several:
@@ -473,7 +515,10 @@ class _Follower:
         self._collectives = strategy.extended._collectives
         self._registry = strategy.extended._registry
         self._held = held
-        self._function: Any = None  # the one that came last, encoded
+        # The function that came last, encoded and not. It is used again only where it
+        # closes over nothing.
+        self._function: Any = None
+        self._decoded: Any = None
         # What the last command has raised here. Rank 0 has raised it too.
         self._failure: BaseException | None = None
         self.stretch = Stretch(strategy)
@@ -532,10 +577,8 @@ class _Follower:
     ) -> None:
         """Run an update, or drop it: its result is counted in both cases."""
         number = self._registry.next_key()
-        if function == _AS_BEFORE:
-            function = self._function
-        elif arguments is not None:
-            self._function = function
+        if function != _AS_BEFORE:
+            self._function, self._decoded = function, None
         if stale:
             return
         strategy, stretch = self._strategy, self.stretch
@@ -547,7 +590,10 @@ class _Follower:
             arrays = self._collectives.receive_arrays() if num_arrays else []
             with _context.entered(strategy.extended._cross_frame):
                 var = None if key is None else _commands.value_of(key, strategy)
-                fn = _commands.decode(function, strategy, arrays)
+                fn = self._decoded
+                if fn is None:
+                    fn = _commands.decode(self._function, strategy, arrays)
+                    self._decoded = fn
                 if arguments is None:
                     fn, args, kwargs = fn
                 else:

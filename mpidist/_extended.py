@@ -341,7 +341,9 @@ class StrategyExtended:
         if isinstance(value_destination_pairs, Iterator):
             value_destination_pairs = list(value_destination_pairs)
         pairs = value_destination_pairs
-        results = self._perform("batch_reduce_to", reduce_op, pairs, options)
+        results: list[Any] = self._perform("batch_reduce_to", reduce_op, pairs, options)
+        if not any(isinstance(destinations, str) for _, destinations in pairs):
+            return results
         return [
             self._take_home(result, destinations)
             for result, (_, destinations) in zip(results, pairs, strict=True)
@@ -407,6 +409,9 @@ class StrategyExtended:
         """
         kwargs = {} if kwargs is None else kwargs
         frame = _context.require_cross_replica(self._strategy, "update")
+        coordinator = frame.coordinator if group and type(var) is Variable else None
+        if coordinator is not None and var._strategy is self._strategy:
+            return coordinator.update(var, fn, args, kwargs, True)
         plain = isinstance(var, Variable) and not var._strategy.extended._is_mpi
         if not isinstance(var, Variable) or (plain and self._is_mpi):
             if isinstance(var, DistributedValues):

@@ -59,19 +59,19 @@ class Stretch:
         ring_start: for rank 0: where its messages were when the stretch began.
     """
 
+    # What is set when the stretch begins: most merge_calls have none.
+    _frame: _context.Frame
+    _began: float
+    _outer: list[Any]
+
     def __init__(self, strategy: Strategy) -> None:
-        extended = strategy.extended
         self._strategy = strategy
-        self._registry = extended._registry
-        self._guard = extended._collectives.guard
-        self._frame = _context.Frame(strategy, _context.Level.UPDATE)
+        self._guard = strategy.extended._collectives.guard
         self.open = False
         self.joins = 0
         self.ring_start = 0
-        self._began = 0.0
         self._number = 0
         self._written: list[Any] = []
-        self._outer: list[Any] = []
         # Of each update: the variable, the function, the structure of the result, the
         # written variables with their prints, and the values that it returned.
         self._effects: list[tuple[Any, Any, str, list[Any], list[Any]]] = []
@@ -83,16 +83,19 @@ class Stretch:
 
     def begin(self) -> None:
         """Enter the section, where this is the first update since a join."""
+        if self.open:
+            return
         guard = self._guard
-        if guard.checks and not self.open:
+        written: list[Any] | None = None
+        if guard.checks:
             guard.section().__enter__()
             self.open = True
             self._outer = guard.written
             self._began = time.monotonic()
-            self._written = []
-            self._frame = _context.Frame(
-                self._strategy, _context.Level.UPDATE, written=self._written
-            )
+            self._written = written = []
+        self._frame = _context.Frame(
+            self._strategy, _context.Level.UPDATE, written=written
+        )
 
     def run(
         self, number: int, var: Any, fn: Any, args: Any, kwargs: Any, group: bool
@@ -126,35 +129,40 @@ class Stretch:
             if plain:
                 return result
         elif plain:
-            self._note(var, fn, _LEAF, _LEAF_PRINT, written[before:], [])
+            self._note(number, var, fn, _LEAF, _LEAF_PRINT, written[before:], [])
             return result
         else:
             leaves, shape = _nest.flatten(result)
             text = str(shape)
             values = [x for x in leaves if group and _is_value(x)]
-            self._note(var, fn, text, fingerprint(text), written[before:], values)
+            shape_print = fingerprint(text)
+            self._note(number, var, fn, text, shape_print, written[before:], values)
         wrapper = Mirrored if group else PerReplica
-        return self._registry.wrap_numbered(wrapper, result, number)
+        registry = self._strategy.extended._registry
+        return registry.wrap_numbered(wrapper, result, number)
 
     def _note(
         self,
+        number: int,
         var: Any,
         fn: Any,
         text: str,
-        number: int,
+        shape_print: int,
         written: list[Any],
         values: list[Any],
     ) -> None:
         """Add what an update has left to what is compared at the join."""
         if len(written) > 1:
             written = _by_key(written)
-        prints = [(v, v._print()) for v in written]
+        turn = _turn_of(number)
+        prints = [(v, v._print(turn)) for v in written]
         # Tuples of integers have the same hash in every process.
-        total = hash((self._number, number))
+        total = hash((self._number, shape_print))
         for v, one in prints:
             total = hash((total, v._key[0], one))
         for x in values:
-            total = hash((total, _arrays.print_of(_arrays.as_array(x, "update")[0])))
+            array = _arrays.as_array(x, "update")[0]
+            total = hash((total, _arrays.print_of(array, turn)))
         self._number = total
         self._effects.append((var, fn, text, prints, values))
 
@@ -206,7 +214,10 @@ class Stretch:
             part = _describe_effects(
                 [v for v, _ in prints],
                 values,
-                [f" (then {n:x})" if last[v._key] != k else "" for v, n in prints],
+                [
+                    f" (then {n:x})" if last[v._key] != k or _is_large(v) else ""
+                    for v, n in prints
+                ],
             )
             parts.append(f"{describe(var, fn)} -> {text}{part}")
         return "; ".join(parts) + _MUST_BE_SAME
@@ -267,11 +278,12 @@ def _update(
         returned = [x for x in flat if group and _is_value(x)]
         variables = _by_key(written)
         if not (plain or returned):
-            prints = [n for v in variables for n in (v._key[0], v._print())]
-            number = hash((fingerprint(text), *prints))
-            part.came_out(lambda: text + _effects_text(variables, []), number >> 2)
+            turn = _turn_of(extended._registry.count)
+            prints = [v._print(turn) for v in variables]
+            number = hash((fingerprint(text), *(v._key[0] for v in variables), *prints))
+            part.came_out(lambda: text + _effects_text(variables, prints), number >> 2)
             return result
-        text = _describe_plain(plain) + text + _effects_text(variables, returned)
+        text = _describe_plain(plain) + text + _effects_text(variables, [], returned)
         part.came_out(text, fingerprint(text))
         return result
 
@@ -328,9 +340,25 @@ def _describe_plain(values: list[Any]) -> str:
 _MUST_BE_SAME: Final = "; must be the same on all replicas, see `reduce_to`"
 
 
-def _effects_text(variables: list[Any], returned: list[Any]) -> str:
-    text = _describe_effects(variables, returned, [""] * len(variables))
+def _effects_text(
+    variables: list[Any], prints: list[int], returned: list[Any] | None = None
+) -> str:
+    more = [""] * len(variables)
+    for k, one in enumerate(prints):
+        if _is_large(variables[k]):
+            more[k] = f" ({one:x})"
+    text = _describe_effects(variables, returned or [], more)
     return text and text + _MUST_BE_SAME
+
+
+def _is_large(variable: Any) -> bool:
+    """Whether the text of its values may not show what its print does."""
+    return bool(variable._array.nbytes >= _arrays.SAMPLED_BYTES)
+
+
+def _turn_of(number: int) -> int:
+    """Return which words of large arrays are compared in the call with this number."""
+    return (number * 0x9E3779B1 & 0xFFFFFFFF) >> 12  # looks random: calls come in steps
 
 
 def _describe_effects(

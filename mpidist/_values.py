@@ -412,7 +412,7 @@ class Registry:
         self._replica_id = replica_id
         self._num_replicas = num_replicas
         self._values: dict[Key, _Reference] = {}
-        self._count = 0
+        self.count = 0
         # Variables that the coordinator made: the followers keep them until rank 0
         # has dropped its own, and said so.
         self.kept: dict[Key, Any] = {}
@@ -431,8 +431,8 @@ class Registry:
 
     def next_key(self) -> int:
         """Count one collective call; return its number."""
-        self._count += 1
-        return self._count
+        self.count += 1
+        return self.count
 
     def add(self, key: Key, value: Any) -> Any:
         """Give a value its key, and return it."""
@@ -445,9 +445,20 @@ class Registry:
 
     def wrap(self, kind: type[DistributedValues], own: Any, key: Key) -> Any:
         """Return a PerReplica or Mirrored with this component, known by ``key``."""
-        value = kind._local(own, self._replica_id, self._num_replicas)
+        # What `DistributedValues._local` and `add` do, without their calls: merge_call
+        # makes many of them.
+        value = kind.__new__(kind)
+        value._own = own
+        value._all = None
+        value._replica_id = self._replica_id
+        value._num_replicas = self._num_replicas
+        value._key = key
         value._home = self
-        return self.add(key, value)
+        reference = _Reference(value, self._forget)
+        reference.key = key
+        reference.dropped = None
+        self._values[key] = reference
+        return value
 
     def watch(self, value: DistributedValues, dropped: list[Key]) -> None:
         """Have the key of a value appended to a list when the value is dropped.
@@ -488,6 +499,15 @@ class Registry:
                 for i, leaf in enumerate(leaves)
             ]
         )
+
+    def wrap_list(
+        self, kind: type[DistributedValues], values: list[Any], number: int
+    ) -> list[Any]:
+        """As `wrap_numbered`, for a list that is mostly one of arrays."""
+        for x in values:
+            if type(x) is not np.ndarray:
+                return self.wrap_numbered(kind, values, number)  # type: ignore[no-any-return]
+        return [self.wrap(kind, x, (number, i)) for i, x in enumerate(values)]
 
     def find(self, test: Callable[[Any], bool]) -> Any:
         """Return a value for which ``test`` holds, or None."""

@@ -38,6 +38,8 @@ from mpidist._variables import Variable
 if TYPE_CHECKING:
     from mpidist._strategy import Strategy
 
+_LEAF: Final = str(_nest.flatten(None)[1])
+_LEAF_PRINT: Final = fingerprint(_LEAF)
 # Reducing one value that is the same everywhere: these leave it as it is.
 _IDEMPOTENT: Final = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 
@@ -54,10 +56,14 @@ def _call_for_each_replica(strategy: Strategy, fn: Any, args: Any, kwargs: Any) 
         check_arguments("run", args, kwargs)
         for leaf in _nest.flatten((args, kwargs))[0] if args or kwargs else ():
             extended._registry.check("Strategy.run", leaf)
-        own_args, own_kwargs = select_replica(tuple(args)), select_replica(kwargs)
+        own_args = select_replica(tuple(args)) if args else ()
+        own_kwargs = select_replica(kwargs) if kwargs else {}
         part.kind = "raised"
         with _context.entered(extended._replica_frame):
             result = fn(*own_args, **own_kwargs)
+        if result is None:
+            part.came_out(_LEAF, _LEAF_PRINT)
+            return None
         if isinstance(result, (types.GeneratorType, types.CoroutineType)):
             raise TypeError(
                 f"run: {call.text} is a generator or async function, which has not "
@@ -67,7 +73,7 @@ def _call_for_each_replica(strategy: Strategy, fn: Any, args: Any, kwargs: Any) 
         part.came_out(text, fingerprint(text))
         return result
 
-    result = strategy.extended._collectives.guard.run_section(call, body)
+    result = extended._collectives.guard.run_section(call, body)
     return extended._registry.wrap_tree(PerReplica, result)
 
 
@@ -252,6 +258,17 @@ def _reduce_pairs(
 ) -> list[Any]:
     extended = strategy.extended
     registry = extended._registry
+    if type(pairs) is list and not extended._custom_ops:
+        own = _components(strategy, pairs)
+        if own is not None:
+            try:
+                op = as_reduce_op(reduce_op, call)
+            except Exception as error:
+                extended._collectives.invalid(call, error)
+            reduced = extended._collectives.all_reduce(op, own, options, call)
+            number = registry.next_key()
+            registry.next_key()  # as below
+            return registry.wrap_list(Mirrored, reduced, number)
     try:
         op = as_reduce_op(reduce_op, call)
         structures = []
@@ -292,6 +309,22 @@ def _reduce_pairs(
         structure.unflatten(list(itertools.islice(remaining, structure.num_leaves)))
         for structure in structures
     ]
+
+
+def _components(strategy: Strategy, pairs: list[Any]) -> list[Any] | None:
+    """Return this rank's values, if all are for variables, as they are most often."""
+    registry = strategy.extended._registry
+    own = []
+    for pair in pairs:
+        if type(pair) is not tuple or len(pair) != 2:
+            return None
+        value, variable = pair
+        if type(value) is not PerReplica or value._home is not registry:
+            return None
+        if type(variable) is not Variable or variable._strategy is not strategy:
+            return None
+        own.append(value._own)
+    return own
 
 
 def _check_pairs(pairs: Any, call: str) -> list[tuple[Any, Any]]:
