@@ -8,10 +8,11 @@ The protocol
    stay as they are; if any differ, all ranks exchange the hashes, and those that differ
    become PerReplica of objects.
 2. *Commands.* Rank 0 runs merge_fn. Each cross-replica verb that it calls is one
-   message to the followers: name and arguments, pickled, with distributed values,
-   variables and the strategy replaced by their keys, and arrays sent apart from
-   their buffers. Then every rank runs the verb (`_dispatch.execute`), which does its
-   own agreement and moves its own data, and registers its results under the same keys.
+   message to the followers: name and arguments, with distributed values, variables and
+   the strategy replaced by their keys (`_commands`). Then every rank runs the verb
+   (`_dispatch.execute`), which does its own agreement and moves its own data, and
+   registers its results under the same keys. *Updates* are messages too, but rank 0
+   does not wait for the others; they end together (`_updates`).
 3. *End.* The last message says what merge_fn returned or raised. Values that the
    ranks have are named by key, arrays that rank 0 made are broadcast from their
    buffers, PerReplica that rank 0 made are scattered, the rest is in the message.
@@ -22,6 +23,11 @@ When something fails
 - A verb fails: verbs fail on all ranks or on none (see `_collectives`). Rank 0 raises
   inside merge_fn, which may catch it, so the followers keep quiet and wait for the
   next message. If merge_fn lets it through, they raise what they had, or rank 0's.
+- An update fails on a follower: it waits at the join that ends the updates. Rank 0
+  learns of it there, at the next message that is no update, or earlier: the join also
+  comes when the messages since the last one fill the ring of the board, since a rank
+  that waits there does not read them, and after a quarter of a second. Over MPI each
+  update ends with a join, since messages are collective calls there.
 - A follower can not even read a message (a function that is not importable there): it
   joins the verb's agreement with its error flag up.
 - Rank 0 takes too long: the followers' wait for a message has the guard's deadline.

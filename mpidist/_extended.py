@@ -404,8 +404,15 @@ class StrategyExtended:
             CollectiveMismatchError: if some rank did not make this call, for plain
                 arguments that are not the same on all replicas, and if ``fn`` left
                 other values in mirrored variables, or returned others, on some replica
-                (likewise). Of arrays of more than a MiB samples are compared. Not
-                checked with the guard off.
+                (likewise). Of arrays of more than 64 KiB some words are compared,
+                others in each update; `check_in_sync` compares all. Not checked with
+                the guard off.
+
+        In ``merge_fn`` the coordinator goes on to the next update without waiting for
+        the other replicas. Errors of its own ``fn`` are raised here; ReplicaError and
+        CollectiveMismatchError may be raised, on all ranks, by a later call that
+        communicates, or by `ReplicaContext.merge_call`. To catch them inside
+        ``merge_fn``, write ``group=False``: then this call waits for all replicas.
         """
         kwargs = {} if kwargs is None else kwargs
         frame = _context.require_cross_replica(self._strategy, "update")

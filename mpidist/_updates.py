@@ -220,7 +220,8 @@ class Stretch:
                 ],
             )
             parts.append(f"{describe(var, fn)} -> {text}{part}")
-        return "; ".join(parts) + _MUST_BE_SAME
+        # First what it is about: of long texts the end is cut off.
+        return f"what {_MUST_BE_SAME}: {'; '.join(parts)}"
 
 
 def _own(x: Any) -> Any:
@@ -337,7 +338,7 @@ def _describe_plain(values: list[Any]) -> str:
     return f"arguments {', '.join(texts)}; result " if texts else ""
 
 
-_MUST_BE_SAME: Final = "; must be the same on all replicas, see `reduce_to`"
+_MUST_BE_SAME: Final = "must be the same on all replicas, see `reduce_to`"
 
 
 def _effects_text(
@@ -348,7 +349,7 @@ def _effects_text(
         if _is_large(variables[k]):
             more[k] = f" ({one:x})"
     text = _describe_effects(variables, returned or [], more)
-    return text and text + _MUST_BE_SAME
+    return text and f"{text}; {_MUST_BE_SAME}"
 
 
 def _is_large(variable: Any) -> bool:
