@@ -40,8 +40,6 @@ _CLOSED_OVER: Final = (DistributedValues, Variable, np.ndarray, np.generic)
 ATOMS: Final = frozenset((bool, int, float, str, bytes, type(None)))
 _PICKLED: Final = "pickled"  # no plain form
 
-_NO_NAMES: Final = ("dict",)
-
 KeyOf = Callable[[Any], Key]
 """Gives the key under which every rank has a value."""
 
@@ -90,21 +88,26 @@ def plain_of(x: Any, key_of: KeyOf) -> Any:
     return _PICKLED
 
 
-def arguments_of(args: Any, key_of: KeyOf) -> Any:
-    """Return the arguments of an update as `plain_of` does; None if some are others.
+def arguments_of(args: Any, key_of: KeyOf) -> list[tuple[bool, Any]] | None:
+    """Return the arguments of an update for `given`; None if some have other types.
 
-    Of what is the same on all ranks there is nothing to check.
+    Of what these are there is nothing to check: it is the same on all ranks.
     """
-    plain: list[Any] = ["tuple"]
+    found: list[tuple[bool, Any]] = []
     for x in args:
         kind = type(x)
         if kind is Mirrored:
-            plain.append((_VALUE, key_of(x)))
+            found.append((True, key_of(x)))
         elif kind in ATOMS:
-            plain.append(x)
+            found.append((False, x))
         else:
             return None
-    return ("tuple", tuple(plain), _NO_NAMES)
+    return found
+
+
+def given(arguments: list[tuple[bool, Any]], strategy: Strategy) -> list[Any]:
+    """Return the arguments for which `arguments_of` has given this."""
+    return [value_of(x, strategy) if keyed else x for keyed, x in arguments]
 
 
 def _keys_of_pairs(x: list[Any], key_of: KeyOf) -> list[Key] | None:

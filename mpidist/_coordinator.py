@@ -79,6 +79,7 @@ _NO_ARGUMENTS: Final = _nest.flatten(((), {}))[1]
 _WITHOUT_ARGUMENTS: Final = call_of(f"merge_call {_NO_ARGUMENTS.render([])}")
 _NUMBERS: Final = "biufc"  # kinds of dtypes
 _RESERVE: Final = 256  # bytes of the ring, for a message that ends a stretch
+_NO_NAMES: Final[dict[str, Any]] = {}
 _AS_BEFORE: Final = ("as before",)
 
 
@@ -184,7 +185,7 @@ class Coordinator:
         if type(function) is tuple:
             if arguments is None:
                 arguments = _commands.plain_of((args, kwargs), self.key_of)
-            if type(arguments) is tuple:
+            if type(arguments) is not str:
                 return function, arguments, []
         message = (fn, args, kwargs)
         whole, buffers = _commands.encode(message, self.key_of, self._strategy)
@@ -594,16 +595,16 @@ class _Follower:
         self._failed(None)
         try:
             arrays = self._collectives.receive_arrays() if num_arrays else []
-            with _context.entered(strategy.extended._cross_frame):
-                var = None if key is None else _commands.value_of(key, strategy)
-                fn = self._decoded
-                if fn is None:
-                    fn = _commands.decode(self._function, strategy, arrays)
-                    self._decoded = fn
-                if arguments is None:
-                    fn, args, kwargs = fn
-                else:
-                    args, kwargs = _commands.decode(arguments, strategy, [])
+            var = None if key is None else _commands.value_of(key, strategy)
+            fn = self._decoded
+            if fn is None:
+                fn = self._decoded = self._decode(self._function, arrays)
+            if type(arguments) is list:
+                args, kwargs = _commands.given(arguments, strategy), _NO_NAMES
+            elif arguments is not None:
+                args, kwargs = self._decode(arguments, [])
+            else:
+                fn, args, kwargs = fn
             kind = "raised"
             result = stretch.run(number, var, fn, args, kwargs, group)
         except KeyboardInterrupt:
@@ -623,6 +624,11 @@ class _Follower:
             self._hold(result)
         if last and stretch.open:
             self._failed(stretch.end())
+
+    def _decode(self, head: Any, arrays: list[Any]) -> Any:
+        # What is unpickled may be the user's code.
+        with _context.entered(self._strategy.extended._cross_frame):
+            return _commands.decode(head, self._strategy, arrays)
 
     def _failed(self, error: BaseException | None) -> None:
         """Note what the last command has raised here."""

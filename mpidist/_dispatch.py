@@ -74,6 +74,8 @@ def check_arguments(call: str, args: object, kwargs: object) -> None:
             f"{call}: positional args must be a list or tuple, got {type(args)}; write "
             "`args=(value,)` for one argument"
         )
+    if type(kwargs) is dict and not kwargs:
+        return
     if not isinstance(kwargs, dict) or not all(isinstance(k, str) for k in kwargs):
         raise TypeError(
             f"{call}: expected `kwargs` to be a dict with names as keys, got {kwargs!r}"
