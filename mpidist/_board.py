@@ -7,16 +7,16 @@ Each rank has a part of the memory, which it alone writes, and all read. A part 
   note, which only some calls write;
 - a *tick*: how many steps of a payload this rank has made, and whether it has *left* in
   the middle of one;
-- two short *messages* of the first rank to the others, used in turn, and an
-  *acknowledgement*: how many of them this rank has read.
+- short *messages* of the first rank to the others: their number, a ring of bytes, and
+  an *acknowledgement*: how many bytes of it this rank has read.
 
 What is published is written first, and its number after it; a reader looks at the
 number first. Processors of the x86 kind keep that order for all to see; on others a
 fence between the two does (`fence`).
 
 Why two of each are enough: a rank writes header k + 2 only when it has completed
-header k + 1, so all ranks had begun k + 1, so all had read k. A message waits until its
-place has been acknowledged.
+header k + 1, so all ranks had begun k + 1, so all had read k. A message waits until the
+ring has room for it: what all ranks have read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from typing import Any, Final
 
 # The words of a header that is exchanged by MPI, which takes the largest of each.
 FLAG, PRINT, NOT_PRINT, SOFT, NOT_SOFT, LATENESS, PATIENCE, MOST, WORDS = range(9)
-MESSAGE_BYTES: Final = 4080
+MESSAGE_BYTES: Final = 4080  # the most of one message
+RING_BYTES: Final = 8192  # of all messages that some rank has not read
 
 # Places in units of 8 bytes. What is read together shares a line of the cache.
 _HEADERS: Final = (0, 16)
@@ -37,7 +38,8 @@ _NOTE: Final = 7
 _TICK: Final = 32
 _LEFT: Final = 33
 _READ: Final = 40
-_MESSAGES: Final = (64, 64 + 2 + MESSAGE_BYTES // 8)
+_SENT: Final = 48
+_RING: Final = 64
 BYTES: Final = 12 * 1024  # of a part: all of this, in whole pages
 
 _SPINS: Final = 2000
@@ -93,7 +95,12 @@ class Board:
         self._fence = fence
         self._progress = progress
         self._tick = 0
+        # Messages that were begun, and written or read; and the bytes of the latter.
         self._message = 0
+        self._moved = 0
+        self.ring_end = 0
+        ring = self._bytes[0][8 * _RING : 8 * _RING + RING_BYTES]
+        self._ring, self._ring_words = ring, ring.cast("q")
         # For the header of even and of odd number: its place, where to write the words
         # that are compared, and for each other rank its words and where to read them.
         heads = [
@@ -239,6 +246,70 @@ class Board:
         self._message += 1
         return MessageRequest(self, self._message, data)
 
+    def post(self, data: bytes) -> bool:
+        """Send a message from the first rank at once; return False if it has to wait.
+
+        Args:
+            data: at most `MESSAGE_BYTES`.
+        """
+        number = self._message + 1
+        if self._moved != self._message or not self._put(data, number):
+            return False
+        self._message = number
+        self._mine[_SENT] = number
+        return True
+
+    def take(self) -> bytes | None:
+        """Return the next message; None if it does not come before long."""
+        words, number = self._words[0], self._message + 1
+        if words[_SENT] < number and not self._spin(words, _SENT, number):
+            return None
+        self._message = self._moved = number
+        return self._get()
+
+    def _put(self, data: bytes, number: int) -> bool:
+        """Write a message, without its number; False if there is no room for it."""
+        size = len(data)
+        end = self.ring_end + room_of(size)
+        for words in self._others:
+            if end - words[_READ] > RING_BYTES:
+                return False
+        start = self.ring_end % RING_BYTES
+        self._ring_words[start >> 3] = size
+        start = (start + 8) % RING_BYTES
+        stop = start + size
+        if stop <= RING_BYTES:
+            self._ring[start:stop] = data
+        else:
+            first = RING_BYTES - start
+            self._ring[start:] = data[:first]
+            self._ring[: size - first] = data[first:]
+        if self._fence is not None:
+            self._fence()
+        self.ring_end = end
+        self._moved = number
+        return True
+
+    def _get(self) -> bytes:
+        """Read a message that has come."""
+        if self._fence is not None:
+            self._fence()
+        start = self.ring_end % RING_BYTES
+        size = self._ring_words[start >> 3]
+        start = (start + 8) % RING_BYTES
+        stop = start + size
+        data = bytes(self._ring[start:stop])
+        if stop > RING_BYTES:
+            data += bytes(self._ring[: stop - RING_BYTES])
+        self.ring_end += room_of(size)
+        self._mine[_READ] = self.ring_end
+        return data
+
+
+def room_of(size: int) -> int:
+    """Return how many bytes of the ring a message takes."""
+    return 8 + (size + 7 & ~7)
+
 
 class HeaderRequest:
     """A header that has been published, until all ranks have published theirs."""
@@ -302,34 +373,20 @@ class MessageRequest:
 
     def _send(self, data: bytes) -> bool:
         board, number = self._board, self._number
-        if self.result is not None:
-            return True
-        for words in board._others:
-            if words[_READ] < number - 2:
-                return False  # its place is not free
-        place = _MESSAGES[number & 1]
-        start = 8 * (place + 2)
-        board._bytes[0][start : start + len(data)] = data
-        board._mine[place + 1] = len(data)
-        if board._fence is not None:
-            board._fence()
-        board._mine[place] = number
-        self.result = data
+        if self.result is None:
+            if board._moved != number - 1 or not board._put(data, number):
+                return False  # those before it come first
+            board._mine[_SENT] = number
+            self.result = data
         return True
 
     def _receive(self) -> bool:
         board, number = self._board, self._number
-        if self.result is not None:
-            return True
-        place = _MESSAGES[number & 1]
-        words = board._words[0]
-        if words[place] < number:
-            return False
-        if board._fence is not None:
-            board._fence()
-        start = 8 * (place + 2)
-        self.result = bytes(board._bytes[0][start : start + words[place + 1]])
-        board._mine[_READ] = number
+        if self.result is None:
+            if board._moved != number - 1 or board._words[0][_SENT] < number:
+                return False
+            self.result = board._get()
+            board._moved = number
         return True
 
     def leak(self) -> None:

@@ -8,10 +8,11 @@ The protocol
    stay as they are; if any differ, all ranks exchange the hashes, and those that differ
    become PerReplica of objects.
 2. *Commands.* Rank 0 runs merge_fn. Each cross-replica verb that it calls is one
-   message to the followers: name and arguments, pickled, with distributed values,
-   variables and the strategy replaced by their keys, and arrays sent apart from
-   their buffers. Then every rank runs the verb (`_dispatch.execute`), which does its
-   own agreement and moves its own data, and registers its results under the same keys.
+   message to the followers: name and arguments, with distributed values, variables and
+   the strategy replaced by their keys (`_commands`). Then every rank runs the verb
+   (`_dispatch.execute`), which does its own agreement and moves its own data, and
+   registers its results under the same keys. *Updates* are messages too, but rank 0
+   does not wait for the others; they end together (`_updates`).
 3. *End.* The last message says what merge_fn returned or raised. Values that the
    ranks have are named by key, arrays that rank 0 made are broadcast from their
    buffers, PerReplica that rank 0 made are scattered, the rest is in the message.
@@ -22,6 +23,11 @@ When something fails
 - A verb fails: verbs fail on all ranks or on none (see `_collectives`). Rank 0 raises
   inside merge_fn, which may catch it, so the followers keep quiet and wait for the
   next message. If merge_fn lets it through, they raise what they had, or rank 0's.
+- An update fails on a follower: it waits at the join that ends the updates. Rank 0
+  learns of it there, at the next message that is no update, or earlier: the join also
+  comes when the messages since the last one fill the ring of the board, since a rank
+  that waits there does not read them, and after a quarter of a second. Over MPI each
+  update ends with a join, since messages are collective calls there.
 - A follower can not even read a message (a function that is not importable there): it
   joins the verb's agreement with its error flag up.
 - Rank 0 takes too long: the followers' wait for a message has the guard's deadline.
@@ -36,26 +42,27 @@ happen N times, and code that looks at one replica's values diverges silently).
 
 from __future__ import annotations
 
-import hashlib
-import io
-import marshal
-import pickle
-import sys
-import types
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-import cloudpickle
 import numpy as np
 
-from mpidist import _arrays, _context, _dispatch, _functions, _nest
-from mpidist._dispatch import OnRank0
-from mpidist._errors import CollectiveError, format_exception
-from mpidist._options import ReduceOp
+from mpidist import (
+    _arrays,
+    _board,
+    _commands,
+    _context,
+    _dispatch,
+    _functions,
+    _nest,
+)
+from mpidist._dispatch import OnRank0, check_arguments
+from mpidist._errors import CollectiveError, format_exception, on_rank
 from mpidist._policies import component_of
-from mpidist._reports import call_of, dump_exception, load_exception
+from mpidist._reports import ErrorKind, call_of, dump_exception, load_exception
 from mpidist._sparse import IndexedSlices
+from mpidist._updates import Stretch, check_update, describe
 from mpidist._values import (
     DistributedValues,
     Key,
@@ -68,13 +75,12 @@ from mpidist._variables import Variable
 if TYPE_CHECKING:
     from mpidist._strategy import Strategy
 
-_STRATEGY: Final = "strategy"
-_EXTENDED: Final = "extended"
-_CONTEXT: Final = "context"
-_VALUE: Final = "value"
-_ARRAY: Final = "array"
-_MAIN: Final = "__main__"
 _NO_ARGUMENTS: Final = _nest.flatten(((), {}))[1]
+_WITHOUT_ARGUMENTS: Final = call_of(f"merge_call {_NO_ARGUMENTS.render([])}")
+_NUMBERS: Final = "biufc"  # kinds of dtypes
+_RESERVE: Final = 256  # bytes of the ring, for a message that ends a stretch
+_NO_NAMES: Final[dict[str, Any]] = {}
+_AS_BEFORE: Final = ("as before",)
 
 
 class Coordinator:
@@ -86,28 +92,171 @@ class Coordinator:
         self._registry = strategy.extended._registry
         self._dropped: list[Key] = []
         self._fetched: list[weakref.ref[DistributedValues]] = []
+        self._stretch = Stretch(strategy)
+        # Tells whether a function is like the one that was sent last.
+        self._like: _functions.Sent | None = None
+        self._awaited = False  # the others come to the next join by themselves
 
     def command(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Have all ranks run a verb; return rank 0's result."""
+        """Have all ranks run a verb; return rank 0's result.
+
+        What a stretch of updates before it has raised on some rank is raised here, on
+        all ranks, and the verb is not run.
+        """
         if self._collectives.comm.size == 1:
             return self._execute(name, args)
-        head, buffers = self.encode(args)
-        guard = self._collectives.guard
-        leading, guard.leading = guard.leading, False
-        guard.check_late()
-        guard.leading = leading
-        dropped = []
-        for waiting in (self._dropped, self._registry.dropped):
-            count = len(waiting)
-            dropped += waiting[:count]
-            del waiting[:count]  # in place: finalizers append to these lists
-        message = ("do", head, len(buffers), dropped, name, _label(name, args))
-        self._collectives.send_bytes(_dump(message))
+        head, buffers = _commands.encode(args, self.key_of, self._strategy)
+        self._send("do", name, head, len(buffers))
+        if self._stretch.open:
+            self._join()
         if buffers:
             self._collectives.send_arrays(buffers, name)
         result = self._execute(name, args)
         self.watch(result)
         return result
+
+    def update(
+        self,
+        var: Variable | None,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        group: bool,
+    ) -> Any:
+        """Have all ranks run an update; return rank 0's result.
+
+        Rank 0 does not wait for the others, see `_updates`.
+        """
+        check_arguments("update", args, kwargs)
+        buffers: list[Any] = []
+        arguments = None if kwargs else _commands.arguments_of(args, self.key_of)
+        if arguments is None or not callable(fn):
+            check_update(var, fn, _nest.flatten((tuple(args), kwargs))[0])
+        if self._collectives.comm.size == 1:
+            described = (var, fn, args, kwargs, group, describe(var, fn))
+            return self._execute("update", described)
+        guard = self._collectives.guard
+        stretch = self._stretch
+        key = None if var is None else self.key_of(var)
+        like = self._like
+        if arguments is not None and like is not None and like.is_like(fn):
+            function = _AS_BEFORE
+        else:
+            function, arguments, buffers = self._encode(fn, args, kwargs, arguments)
+            like = None
+            if type(function) is tuple and function[0] == "fn":
+                like = _functions.sent(fn)
+        # Where messages are collective calls of MPI all ranks have to read them.
+        last = not group or bool(buffers) or self._collectives.comm.board is None
+        if stretch.open and buffers:
+            self.settle()
+        self._send("update", key, function, arguments, len(buffers), group, last)
+        self._like = like
+        self._awaited = last
+        number = self._registry.next_key()
+        leading, guard.leading = guard.leading, False
+        try:
+            stretch.begin()
+            if buffers:
+                self._collectives.send_arrays(buffers, "update")
+            result = stretch.run(number, var, fn, args, kwargs, group)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            guard.leading = leading
+            self.settle(error)
+            raise
+        finally:
+            guard.leading = leading
+        if last:
+            self._join()
+        elif stretch.long:
+            self.settle()
+        if result is not None and type(result) is not Variable:
+            self.watch(result)
+        return result
+
+    def _encode(
+        self, fn: Any, args: Any, kwargs: Any, arguments: Any
+    ) -> tuple[Any, Any, list[Any]]:
+        """Return a function and its arguments as they travel, and arrays apart."""
+        args = tuple(args)
+        function = _commands.plain_of(fn, self.key_of)
+        if type(function) is tuple:
+            if arguments is None:
+                arguments = _commands.plain_of((args, kwargs), self.key_of)
+            if type(arguments) is not str:
+                return function, arguments, []
+        message = (fn, args, kwargs)
+        whole, buffers = _commands.encode(message, self.key_of, self._strategy)
+        return whole, None, buffers
+
+    def _take_dropped(self) -> list[Key]:
+        """Return the keys of what rank 0 has dropped and the others still keep."""
+        dropped: list[Key] = []
+        if not self._dropped and not self._registry.dropped:
+            return dropped
+        for waiting in (self._dropped, self._registry.dropped):
+            if waiting:
+                count = len(waiting)
+                dropped += waiting[:count]
+                del waiting[:count]  # in place: finalizers append to these lists
+        return dropped
+
+    def _send(self, kind: str, *body: Any) -> None:
+        """Send a message; end a stretch before, where the others might not read it."""
+        collectives = self._collectives
+        guard, stretch = collectives.guard, self._stretch
+        leading, guard.leading = guard.leading, False
+        try:
+            guard.check_late()
+        finally:
+            guard.leading = leading
+        dropped = self._take_dropped() if kind != "return" else []
+        data = _commands.dump((stretch.joins, kind, dropped, *body))
+        board = collectives.comm.board
+        if stretch.open and board is not None:
+            # Who waits at the join does not read: what is sent until then must fit.
+            used = board.ring_end - stretch.ring_start + _RESERVE
+            long = len(data) >= collectives.comm.message_bytes
+            if long or used + len(data) > _board.RING_BYTES:
+                try:
+                    self.settle()
+                except BaseException:
+                    self._dropped += dropped
+                    raise
+                data = _commands.dump((stretch.joins, kind, dropped, *body))
+        if stretch.open:
+            collectives.send_bytes(data)
+            guard.sequence -= 1  # not counted, since some rank may not read it
+        else:
+            if board is not None:
+                stretch.ring_start = board.ring_end
+            collectives.send_bytes(data)
+
+    def settle(self, error: BaseException | None = None) -> None:
+        """End a stretch of updates on all ranks; raise what it has raised on any.
+
+        Args:
+            error: what rank 0's own function has raised, which it goes on raising.
+        """
+        if self._stretch.open:
+            if not self._awaited:
+                data = _commands.dump((self._stretch.joins, "settle", ()))
+                self._collectives.send_bytes(data)
+                self._collectives.guard.sequence -= 1
+            self._join(error)
+
+    def _join(self, error: BaseException | None = None) -> None:
+        guard = self._collectives.guard
+        leading, guard.leading = guard.leading, False
+        try:
+            found = self._stretch.end(error)
+            self._awaited = False
+        finally:
+            guard.leading = leading
+        if found is not None and found is not error:
+            raise found
 
     def _execute(self, name: str, args: tuple[Any, ...]) -> Any:
         frame = self._strategy.extended._cross_frame
@@ -128,8 +277,34 @@ class Coordinator:
                 value._all = tuple(column)
                 self._fetched.append(weakref.ref(value))
 
-    def forget(self) -> None:
+    def finish(self, result: Any) -> list[Any]:
+        """Send what merge_fn has returned; return the arrays that have to follow."""
+        head = result
+        buffers: list[Any] = []
+        if type(result) not in _commands.ATOMS:
+            head, buffers = _commands.encode(result, self.key_of, self._strategy)
+        self._send("return", head, len(buffers))
+        if self._stretch.open:
+            self._join()
+        return buffers
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others what merge_fn has raised."""
+        try:
+            self.settle()
+        except BaseException:
+            # Of an update, which merge_fn has not heard of: what it raises counts.
+            if self._collectives.guard.broken:
+                raise
+        if not self._collectives.guard.broken:
+            data, trace = dump_exception(error), format_exception(error)
+            message = (self._stretch.joins, "raise", (), data, trace)
+            self._collectives.send_bytes(_commands.dump(message))
+
+    def close(self) -> None:
         """Forget what was gathered: the arrays may change until the next merge_call."""
+        if self._stretch.open:
+            self._stretch.leave()
         for reference in self._fetched:
             if (value := reference()) is not None:
                 value._all = None
@@ -138,45 +313,12 @@ class Coordinator:
         """Tell the followers when rank 0 drops one of these values."""
         for leaf in () if tree is None else _nest.flatten(tree)[0]:
             if isinstance(leaf, DistributedValues):
-                weakref.finalize(leaf, self._dropped.append, leaf._key)
+                self._registry.watch(leaf, self._dropped)
 
-    def encode(self, message: Any) -> tuple[Any, list[Any]]:
-        """Take a message apart; return its plain part, and arrays that travel apart.
-
-        What it is made of is mostly variables, values and simple functions. That is
-        put into tuples by hand, since a `_Pickler` takes longer than all the rest;
-        what has anything else in it is pickled as a whole.
-        """
-        plain = self._plain(message)
-        if plain is not _PICKLED:
-            return plain, []
-        stream = io.BytesIO()
-        pickler = _Pickler(stream, self)
-        pickler.dump(message)
-        return ("pickle", stream.getvalue()), pickler.arrays
-
-    def _plain(self, x: Any) -> Any:
-        kind = type(x)
-        if kind in _ATOMS:
-            return x
-        if kind is tuple or kind is list:
-            items = [self._plain(item) for item in x]
-            return _PICKLED if _PICKLED in items else (kind.__name__, *items)
-        if kind is ReduceOp:
-            return ("op", x.name)
-        if kind is dict and not x:
-            return ("dict",)
-        if isinstance(x, (DistributedValues, Variable)):
-            return (_VALUE, self.key_of(x))
-        if kind is types.FunctionType:
-            simple = None
-            if not (x.__module__ == _MAIN and _lookup(_MAIN, x.__qualname__) is x):
-                simple = _functions.reduce_simple(x, _CLOSED_OVER)
-            if simple is not None:
-                data, head, closed, defaults = simple[1]
-                parts = [self._plain(closed), self._plain(defaults)]
-                return _PICKLED if _PICKLED in parts else ("fn", data, head, *parts)
-        return _PICKLED
+    def watch_all(self, values: dict[Key, Any]) -> None:
+        """As `watch`, for values by their keys."""
+        for value in values.values():
+            self._registry.watch(value, self._dropped)
 
     def key_of(self, value: Any) -> Key:
         """Return the key under which every rank has this value.
@@ -212,136 +354,6 @@ def _check_mirrored(value: Mirrored) -> None:
         )
 
 
-_ATOMS: Final = frozenset((bool, int, float, str, bytes, type(None)))
-_PICKLED: Final = "pickled"  # no plain form: see `Coordinator.encode`
-
-
-def _dump(message: tuple[Any, ...]) -> bytes:
-    """Return a message as bytes: by marshal, several times as fast, where it can be."""
-    try:
-        return b"m" + marshal.dumps(message)
-    except ValueError:
-        return b"p" + pickle.dumps(message)
-
-
-def _load(data: bytes) -> Any:
-    body = memoryview(data)[1:]
-    return marshal.loads(body) if data[:1] == b"m" else pickle.loads(body)
-
-
-def _decode(head: Any, strategy: Strategy, arrays: list[Any]) -> Any:
-    """Put together what `Coordinator.encode` has taken apart."""
-    if type(head) is not tuple:
-        return head
-    kind, *items = head
-    if kind == "tuple":
-        return tuple([_decode(item, strategy, arrays) for item in items])
-    if kind == _VALUE:
-        return _value_of(items[0], strategy)
-    if kind == "pickle":
-        return _Unpickler(items[0], strategy, arrays).load()
-    if kind == "list":
-        return [_decode(item, strategy, arrays) for item in items]
-    if kind == "dict":
-        return {}
-    if kind == "op":
-        return ReduceOp[items[0]]
-    data, names, closed, defaults = items
-    return _functions.rebuild(
-        data,
-        names,
-        _decode(closed, strategy, arrays),
-        _decode(defaults, strategy, arrays),
-    )
-
-
-_CLOSED_OVER: Final = (DistributedValues, Variable, np.ndarray, np.generic)
-
-
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles functions by cloudpickle; values by key; arrays apart."""
-
-    def __init__(self, stream: io.BytesIO, coordinator: Coordinator) -> None:
-        super().__init__(stream, protocol=5, buffer_callback=None)
-        strategy = coordinator._strategy
-        self._coordinator = coordinator
-        self._known = {
-            id(strategy): (_STRATEGY,),
-            id(strategy.extended): (_EXTENDED,),
-            id(strategy.extended._replica_context): (_CONTEXT,),
-        }
-        self.arrays: list[Any] = []
-
-    def persistent_id(self, obj: Any) -> Any:
-        # Called for every object in the message: a function has some ninety.
-        if isinstance(obj, (DistributedValues, Variable)):
-            return (_VALUE, self._coordinator.key_of(obj))
-        plain = type(obj) is np.ndarray and obj.dtype.kind in "biufc" and obj.size > 8
-        if plain or _arrays.is_device_array(obj):
-            self.arrays.append(obj)
-            return (_ARRAY, len(self.arrays) - 1)
-        return self._known.get(id(obj))
-
-    def reducer_override(self, obj: Any) -> Any:
-        # Every rank runs the same program, so what is at the top level of the script
-        # is there too: by reference, as for any other module. cloudpickle would copy
-        # it with the globals that it uses.
-        if isinstance(obj, (types.FunctionType, type)):
-            name = getattr(obj, "__qualname__", "")
-            if obj.__module__ == _MAIN and _lookup(_MAIN, name) is obj:
-                return (_lookup_or_raise, (_MAIN, name))
-            if type(obj) is types.FunctionType and (
-                simple := _functions.reduce_simple(obj, _CLOSED_OVER)
-            ):
-                return simple
-        return super().reducer_override(obj)
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, strategy: Strategy, arrays: list[Any]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._strategy = strategy
-        self._arrays = arrays
-
-    def persistent_load(self, pid: Any) -> Any:
-        if pid[0] == _STRATEGY:
-            return self._strategy
-        if pid[0] == _EXTENDED:
-            return self._strategy.extended
-        if pid[0] == _CONTEXT:
-            return self._strategy.extended._replica_context
-        if pid[0] == _ARRAY:
-            return self._arrays[pid[1]]
-        return _value_of(pid[1], self._strategy)
-
-
-def _value_of(key: Key, strategy: Strategy) -> Any:
-    value = strategy.extended._registry.get(key)
-    if value is None:
-        raise ValueError(
-            f"merge_fn uses a value that rank {strategy.extended._replica_id} has not "
-            "kept; pass it to `merge_call` as an argument"
-        )
-    return value
-
-
-def _lookup(module: str, name: str) -> Any:
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
-
-
-def _lookup_or_raise(module: str, name: str) -> Any:
-    found = _lookup(module, name)
-    if found is None:
-        raise AttributeError(
-            f"`{name}` is not defined in the program of this rank; define it on all "
-            "ranks, outside `if rank == 0`"
-        )
-    return found
-
-
 # --- one merge_call, from all sides -------------------------------------------------
 
 
@@ -358,8 +370,11 @@ def merge_call(
     collectives = strategy.extended._collectives
     arguments, held = _enter(strategy, merge_fn, args, kwargs)
     if collectives.comm.rank == 0:
-        held.clear()  # merge_fn alone keeps its arguments
-        return _lead(strategy, merge_fn, arguments)
+        coordinator = Coordinator(strategy)
+        if held:
+            coordinator.watch_all(held)
+            held.clear()  # merge_fn alone keeps its arguments
+        return _lead(strategy, merge_fn, arguments, coordinator)
     del arguments
     return _follow(strategy, held)
 
@@ -373,27 +388,36 @@ def _enter(
     """Agree on the arguments; return them as merge_fn sees them, and the handles."""
     collectives = strategy.extended._collectives
     registry = strategy.extended._registry
+    if not (args or kwargs) and callable(merge_fn):
+        collectives.guard.agree_softly(_WITHOUT_ARGUMENTS, 0)
+        registry.next_key()
+        return [((), {})], {}
     try:
         if not callable(merge_fn):
             raise TypeError(
                 f"merge_call: expected `merge_fn` to be a function, got {merge_fn!r}"
             )
-        leaves: list[Any] = []
-        structure = _NO_ARGUMENTS
-        if args or kwargs:
-            leaves, structure = _nest.flatten((args, kwargs))
-        kinds = [_kind_of(leaf, strategy) for leaf in leaves]
-        hashes = [
-            _object_hash(leaf) if kind == "object" else 0
-            for leaf, kind in zip(leaves, kinds, strict=True)
+        leaves, structure = _nest.flatten((args, kwargs))
+        kinds = [
+            "component"
+            if type(leaf) is np.ndarray and leaf.dtype.kind in _NUMBERS
+            else _kind_of(leaf, strategy)
+            for leaf in leaves
         ]
+        hashes: list[int] = []
+        if "object" in kinds:
+            hashes = [
+                _commands.object_hash(leaf) if kind == "object" else 0
+                for leaf, kind in zip(leaves, kinds, strict=True)
+            ]
     except Exception as error:
         collectives.invalid("merge_call", error)
-    combined = hash(tuple(hashes)) >> 2
-    text = structure.render(kinds)
-    equal = collectives.guard.agree_softly(call_of(f"merge_call {text}"), combined)
+    combined = hash(tuple(hashes)) >> 2 if hashes else 0
+    call = call_of(f"merge_call {structure.render(kinds)}")
+    equal = collectives.guard.agree_softly(call, combined)
     different: set[int] = set()
     if not equal:
+        hashes = hashes or [0] * len(leaves)
         rows = collectives.comm.all_gather_integers(hashes)
         different = {
             i for i, column in enumerate(zip(*rows, strict=True)) if len({*column}) > 1
@@ -428,44 +452,12 @@ def _kind_of(leaf: Any, strategy: Strategy) -> str:
     return "object"
 
 
-def _object_hash(x: Any) -> int:
-    """Return a hash that is the same on all ranks for equal objects."""
-    try:
-        data = _canonical(x)
-    except Exception:
-        # Not picklable (a lock, an open file, an object that holds variables): the
-        # ranks' objects are taken for the same if they are of the same type.
-        data = type(x).__qualname__.encode()
-    digest = hashlib.blake2b(data, digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2
-
-
-def _canonical(x: Any) -> bytes:
-    """Pickle an object so that equal ones give equal bytes in every process."""
-    stream = io.BytesIO()
-    pickler = _CanonicalPickler(stream, protocol=5)
-    # Without the memo: which strings are one object differs between processes.
-    pickler.fast = True
-    pickler.dump(x)
-    return stream.getvalue()
-
-
-class _CanonicalPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def persistent_id(self, obj: Any) -> Any:
-        # The order of a set depends on the hashes of strings, which are randomised;
-        # that of a dict does not count when dicts are compared.
-        if type(obj) in (set, frozenset):
-            return (type(obj).__name__, sorted(_canonical(item) for item in obj))
-        if type(obj) is dict:
-            pairs = ((_canonical(k), _canonical(v)) for k, v in obj.items())
-            return ("dict", sorted(pairs))
-        return None
-
-
 def _lead(
-    strategy: Strategy, merge_fn: Callable[..., Any], arguments: list[Any]
+    strategy: Strategy,
+    merge_fn: Callable[..., Any],
+    arguments: list[Any],
+    coordinator: Coordinator,
 ) -> Any:
-    coordinator = Coordinator(strategy)
     collectives = strategy.extended._collectives
     args, kwargs = arguments.pop()
     frame = _context.Frame(
@@ -474,31 +466,28 @@ def _lead(
     several = collectives.comm.size > 1
     try:
         with _context.entered(frame):
-            if args or kwargs:
-                coordinator.watch((args, kwargs))
             collectives.guard.leading = several
             try:
                 result = merge_fn(strategy, *args, **kwargs)
             finally:
                 collectives.guard.leading = False
             del args, kwargs
+            if type(result) in _commands.ATOMS:
+                if several:
+                    coordinator.finish(result)
+                return result
             leaves, structure = _nest.flatten(result)
             parts = [_part_of(leaf, coordinator) for leaf in leaves]
             if several:
-                head, buffers = coordinator.encode(structure.unflatten(parts))
-                collectives.guard.check_late()
+                buffers = coordinator.finish(structure.unflatten(parts))
     except BaseException as error:
         if several and not collectives.guard.broken:
-            data = dump_exception(error)
-            trace = format_exception(error)
-            collectives.send_bytes(_dump(("raise", data, trace)))
+            coordinator.fail(error)
         raise
     finally:
-        coordinator.forget()
-    if several:
-        collectives.send_bytes(_dump(("return", head, len(buffers))))
-        if buffers:
-            collectives.send_arrays(buffers, "merge_call")
+        coordinator.close()
+    if several and buffers:
+        collectives.send_arrays(buffers, "merge_call")
     return structure.unflatten([_own_result(leaf) for leaf in leaves])
 
 
@@ -518,75 +507,168 @@ def _part_of(leaf: Any, coordinator: Coordinator) -> Any:
 
 def _follow(strategy: Strategy, held: dict[Key, Any]) -> Any:
     """Run what rank 0 commands until it says that merge_fn has ended."""
-    collectives = strategy.extended._collectives
-    failure: BaseException | None = None
-    while True:
-        message = _load(
-            collectives.receive_bytes(
+    follower = _Follower(strategy, held)
+    try:
+        return follower.follow()
+    finally:
+        follower.stretch.leave()
+
+
+class _Follower:
+    """Another rank's side of one merge_call."""
+
+    def __init__(self, strategy: Strategy, held: dict[Key, Any]) -> None:
+        self._strategy = strategy
+        self._collectives = strategy.extended._collectives
+        self._registry = strategy.extended._registry
+        self._held = held
+        # The function that came last, encoded and not. It is used again only where it
+        # closes over nothing.
+        self._function: Any = None
+        self._decoded: Any = None
+        # What the last command has raised here. Rank 0 has raised it too.
+        self._failure: BaseException | None = None
+        self.stretch = Stretch(strategy)
+
+    def follow(self) -> Any:
+        collectives, stretch = self._collectives, self.stretch
+        guard = collectives.guard
+        held, kept = self._held, self._registry.kept
+        while True:
+            data = collectives.receive_bytes(
                 "merge_call, waiting for merge_fn on rank 0", timeout=None
             )
-        )
-        if message[0] == "do":
-            _, head, num_arrays, dropped, name, label = message
-            failure = _obey(strategy, head, num_arrays, name, label, held)
+            joins, kind, dropped, *body = _commands.load(data)
+            # From before a join to which this rank came early: rank 0 has dropped it.
+            stale = joins < stretch.joins
+            if stale or stretch.open:
+                guard.sequence -= 1
+            if kind == "update":
+                self._update(stale, *body)
+            elif not stale:
+                failed = False
+                if stretch.open:
+                    self._failure = stretch.end()
+                    failed = self._failure is not None
+                if kind == "do" and not failed:
+                    self._failed(self._obey(*body))
+                elif kind == "return" and not failed:
+                    return self._finish(*body)
+                elif kind == "raise":
+                    pickled, trace = body
+                    rank = collectives.comm.rank
+                    raise remote_error(rank, pickled, trace, self._failure)
             for key in dropped:
                 held.pop(key, None)
-                strategy.extended._registry.kept.pop(key, None)
-        elif message[0] == "return":
-            _, head, num_arrays = message
-            arrays = collectives.receive_arrays() if num_arrays else []
-            if failure is not None and not collectives.guard.enabled:
-                raise failure  # nobody else knows
-            result = _decode(head, strategy, arrays)
-            return _nest.map_structure(own_component, result)
-        else:
-            _, data, trace = message
-            raise remote_error(collectives.comm.rank, data, trace, failure)
+                kept.pop(key, None)
 
+    def _finish(self, head: Any, num_arrays: int) -> Any:
+        """Return this replica's part of what merge_fn has returned."""
+        arrays = self._collectives.receive_arrays() if num_arrays else []
+        if self._failure is not None and not self._collectives.guard.enabled:
+            raise self._failure  # nobody else knows
+        if type(head) is not tuple:
+            return head
+        result = _commands.decode(head, self._strategy, arrays)
+        return _nest.map_structure(own_component, result)
 
-def _label(name: str, args: tuple[Any, ...]) -> str:
-    """Return what ranks agree on at the end of a command, for one that fails first."""
-    return str(args[-1]) if name == "update" else ""
-
-
-def _obey(
-    strategy: Strategy,
-    head: bytes,
-    num_arrays: int,
-    name: str,
-    label: str,
-    held: dict[Key, Any],
-) -> BaseException | None:
-    """Run one command. What it raises, rank 0 has raised too, and decides about."""
-    collectives = strategy.extended._collectives
-    frame = strategy.extended._cross_frame
-    try:
-        arrays = collectives.receive_arrays() if num_arrays else []
-        with _context.entered(frame):
-            try:
-                args = _decode(head, strategy, arrays)
-            except Exception as error:
-                if label:
-                    # The others run the function, and may have to be undone.
-                    _dispatch.execute(strategy, f"fail to {name}", (error, label))
-                collectives.invalid(f"the coordinator's {name}", error)
-            result = _dispatch.execute(strategy, name, args)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        if collectives.guard.broken:
+    def _update(
+        self,
+        stale: bool,
+        key: Key | None,
+        function: Any,
+        arguments: Any,
+        num_arrays: int,
+        group: bool,
+        last: bool,
+    ) -> None:
+        """Run an update, or drop it: its result is counted in both cases."""
+        number = self._registry.next_key()
+        if function != _AS_BEFORE:
+            self._function, self._decoded = function, None
+        if stale:
+            return
+        strategy, stretch = self._strategy, self.stretch
+        stretch.begin()
+        var = fn = None
+        kind: ErrorKind = "invalid"
+        self._failed(None)
+        try:
+            arrays = self._collectives.receive_arrays() if num_arrays else []
+            var = None if key is None else _commands.value_of(key, strategy)
+            fn = self._decoded
+            if fn is None:
+                fn = self._decoded = self._decode(self._function, arrays)
+            if type(arguments) is list:
+                args, kwargs = _commands.given(arguments, strategy), _NO_NAMES
+            elif arguments is not None:
+                args, kwargs = self._decode(arguments, [])
+            else:
+                fn, args, kwargs = fn
+            kind = "raised"
+            result = stretch.run(number, var, fn, args, kwargs, group)
+        except KeyboardInterrupt:
             raise
-        return error
-    for leaf in _nest.flatten(result)[0]:
-        if isinstance(leaf, DistributedValues):
-            held[leaf._key] = leaf
-        elif isinstance(leaf, Variable):
-            # Rank 0 may keep it for later merge_calls, as an optimizer its slots.
-            strategy.extended._registry.kept[leaf._key] = leaf
-    for value in args:
-        if isinstance(value, OnRank0) and isinstance(value.value, DistributedValues):
-            held[value.value._key] = value.value
-    return None
+        except BaseException as error:
+            if self._collectives.guard.broken:
+                raise
+            what = "an update" if kind == "invalid" else describe(var, fn)
+            if isinstance(error, CollectiveError):
+                kind = "agreed"
+            else:
+                rank = self._collectives.comm.rank
+                error.add_note(on_rank(rank, f"raised in {what}, called by merge_fn"))
+            self._failed(stretch.end(error, kind, what))
+            return
+        if result is not None and type(result) is not Variable:
+            self._hold(result)
+        if last and stretch.open:
+            self._failed(stretch.end())
+
+    def _decode(self, head: Any, arrays: list[Any]) -> Any:
+        # What is unpickled may be the user's code.
+        with _context.entered(self._strategy.extended._cross_frame):
+            return _commands.decode(head, self._strategy, arrays)
+
+    def _failed(self, error: BaseException | None) -> None:
+        """Note what the last command has raised here."""
+        # With the guard off the first one: rank 0 goes on, and does not know.
+        if self._failure is None or self._collectives.guard.enabled:
+            self._failure = error
+
+    def _obey(self, name: str, head: Any, num_arrays: int) -> BaseException | None:
+        """Run one command. What it raises, rank 0 has raised too, and decides about."""
+        strategy, collectives = self._strategy, self._collectives
+        try:
+            arrays = collectives.receive_arrays() if num_arrays else []
+            with _context.entered(strategy.extended._cross_frame):
+                try:
+                    args = _commands.decode(head, strategy, arrays)
+                except Exception as error:
+                    collectives.invalid(f"the coordinator's {name}", error)
+                result = _dispatch.execute(strategy, name, args)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            if collectives.guard.broken:
+                raise
+            return error
+        self._hold(result)
+        for value in args:
+            if isinstance(value, OnRank0) and isinstance(
+                value.value, DistributedValues
+            ):
+                self._held[value.value._key] = value.value
+        return None
+
+    def _hold(self, result: Any) -> None:
+        """Keep the values of a result, to which rank 0 may refer."""
+        for leaf in _nest.flatten(result)[0]:
+            if isinstance(leaf, DistributedValues):
+                self._held[leaf._key] = leaf
+            elif isinstance(leaf, Variable):
+                # Rank 0 may keep it for later merge_calls, as an optimizer its slots.
+                self._registry.kept[leaf._key] = leaf
 
 
 def remote_error(

@@ -60,3 +60,23 @@ def perform(strategy: Strategy, name: str, *args: Any, call: str = "") -> Any:
 def execute(strategy: Strategy, name: str, args: tuple[Any, ...]) -> Any:
     """Run the verb on this rank."""
     return _verbs[name](strategy, *args)
+
+
+def check_arguments(call: str, args: object, kwargs: object) -> None:
+    """Raise for ``args`` or ``kwargs`` that can not be passed on.
+
+    Raises:
+        ValueError: if ``args`` is no list or tuple (as TensorFlow has it).
+        TypeError: if ``kwargs`` is no dict with string keys.
+    """
+    if not isinstance(args, (list, tuple)):
+        raise ValueError(
+            f"{call}: positional args must be a list or tuple, got {type(args)}; write "
+            "`args=(value,)` for one argument"
+        )
+    if type(kwargs) is dict and not kwargs:
+        return
+    if not isinstance(kwargs, dict) or not all(isinstance(k, str) for k in kwargs):
+        raise TypeError(
+            f"{call}: expected `kwargs` to be a dict with names as keys, got {kwargs!r}"
+        )

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from mpidist import _context, _dispatch, _nest
+from mpidist import _context, _dispatch, _nest, _updates
 from mpidist import _verbs as _verbs  # registers them
 from mpidist._collectives import Collectives
 from mpidist._comm import AnyCommunicator
@@ -223,10 +223,7 @@ class StrategyExtended:
             if frame.coordinator is not None:
                 raise error
             self._collectives.invalid("update_non_slot", error)
-        name = getattr(fn, "__qualname__", type(fn).__qualname__)
-        text = f"update_non_slot({name})"
-        result = self._perform("update", None, fn, args, kwargs, group, text)
-        return result if group else self._ungrouped(frame, result)
+        return self._update(frame, None, fn, args, kwargs, group)
 
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: Any = None
@@ -344,7 +341,9 @@ class StrategyExtended:
         if isinstance(value_destination_pairs, Iterator):
             value_destination_pairs = list(value_destination_pairs)
         pairs = value_destination_pairs
-        results = self._perform("batch_reduce_to", reduce_op, pairs, options)
+        results: list[Any] = self._perform("batch_reduce_to", reduce_op, pairs, options)
+        if not any(isinstance(destinations, str) for _, destinations in pairs):
+            return results
         return [
             self._take_home(result, destinations)
             for result, (_, destinations) in zip(results, pairs, strict=True)
@@ -405,11 +404,21 @@ class StrategyExtended:
             CollectiveMismatchError: if some rank did not make this call, for plain
                 arguments that are not the same on all replicas, and if ``fn`` left
                 other values in mirrored variables, or returned others, on some replica
-                (likewise). Of arrays of more than a MiB samples are compared. Not
-                checked with the guard off.
+                (likewise). Of arrays of more than 64 KiB some words are compared,
+                others in each update; `check_in_sync` compares all. Not checked with
+                the guard off.
+
+        In ``merge_fn`` the coordinator goes on to the next update without waiting for
+        the other replicas. Errors of its own ``fn`` are raised here; ReplicaError and
+        CollectiveMismatchError may be raised, on all ranks, by a later call that
+        communicates, or by `ReplicaContext.merge_call`. To catch them inside
+        ``merge_fn``, write ``group=False``: then this call waits for all replicas.
         """
         kwargs = {} if kwargs is None else kwargs
         frame = _context.require_cross_replica(self._strategy, "update")
+        coordinator = frame.coordinator if group and type(var) is Variable else None
+        if coordinator is not None and var._strategy is self._strategy:
+            return coordinator.update(var, fn, args, kwargs, True)
         plain = isinstance(var, Variable) and not var._strategy.extended._is_mpi
         if not isinstance(var, Variable) or (plain and self._is_mpi):
             if isinstance(var, DistributedValues):
@@ -422,11 +431,26 @@ class StrategyExtended:
                 self._collectives.invalid("update", error)
             return fn(var, *select_replica(tuple(args)), **select_replica(kwargs))
         self._check_owner("update", var)
-        text = f"update of Variable {var.name!r} [#{var._key[0]}]"
-        result = self._perform("update", var, fn, args, kwargs, group, text)
-        return result if group else self._ungrouped(frame, result)
+        return self._update(frame, var, fn, args, kwargs, group)
 
     # --- for the package ------------------------------------------------------
+
+    def _update(
+        self,
+        frame: _context.Frame,
+        var: Variable | None,
+        fn: Any,
+        args: Any,
+        kwargs: Any,
+        group: bool,
+    ) -> Any:
+        if frame.coordinator is not None:
+            result = frame.coordinator.update(var, fn, args, kwargs, group)
+        else:
+            text = _updates.describe(var, fn)
+            arguments = (var, fn, args, kwargs, group, text)
+            result = _dispatch.execute(self._strategy, "update", arguments)
+        return result if group else self._ungrouped(frame, result)
 
     def _ungrouped(self, frame: _context.Frame, result: Any) -> Any:
         """Return the results of an update as tuples."""
@@ -495,7 +519,7 @@ def _repairer(strategy: Strategy, comm: AnyCommunicator) -> Callable[[list[Any]]
     def repair(keys: list[Any]) -> None:
         alive = reference()
         if alive is not None:
-            _verbs.make_equal(alive, keys)
+            _updates.make_equal(alive, keys)
         else:  # what the other ranks do first: ask who has the variables
             comm.all_gather_integers([0] * len(keys))
 

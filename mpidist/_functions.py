@@ -32,6 +32,53 @@ _known: dict[int, tuple[types.CodeType, tuple[str, ...] | None, bytes]] = {}
 _received: dict[bytes, tuple[types.CodeType, dict[Any, Any]]] = {}
 
 
+class Sent:
+    """A simple function that closes over nothing, as it was when it was sent."""
+
+    __slots__ = ("_code", "_globals", "_modules")
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self._code = function.__code__
+        self._globals = function.__globals__
+        names = _known[id(self._code)][1] or ()
+        self._modules = [(name, self._globals.get(name)) for name in names]
+
+    def is_like(self, function: Any) -> bool:
+        """Whether a function would be sent as this one was."""
+        if type(function) is not types.FunctionType:
+            return False
+        names = self._globals
+        if function.__code__ is not self._code or function.__globals__ is not names:
+            return False
+        if _has_more(function):
+            return False
+        return not self._modules or all(
+            names.get(name) is module for name, module in self._modules
+        )
+
+
+def _has_more(function: types.FunctionType) -> bool:
+    """Whether a function is more than its code and its globals."""
+    return bool(
+        function.__closure__
+        or function.__defaults__
+        or function.__kwdefaults__
+        or function.__dict__
+    )
+
+
+def sent(function: Any) -> Sent | None:
+    """Return what tells whether a later function is like this one, which was sent.
+
+    Args:
+        function: for which `reduce_simple` has given something.
+
+    Returns:
+        None where it closes over something, or has defaults: that may change.
+    """
+    return None if _has_more(function) else Sent(function)
+
+
 def reduce_simple(function: types.FunctionType, values: tuple[type, ...]) -> Any:
     """Return how to rebuild a simple function, as `pickle` wants it; None for others.
 

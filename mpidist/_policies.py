@@ -215,8 +215,8 @@ def is_same(strategy: Strategy, value: Any) -> bool:
 
 def differs(value: Any) -> bool:
     """Whether a value has a component of its own on each replica."""
-    if isinstance(value, PerReplica):
-        return True
+    if isinstance(value, DistributedValues):
+        return isinstance(value, PerReplica)
     return getattr(value, "_policy", None) is ON_READ
 
 

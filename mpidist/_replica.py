@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpidist import _context, _coordinator
+from mpidist._dispatch import check_arguments
 from mpidist._options import CommunicationOptions, ReduceOp, as_reduce_op
 
 if TYPE_CHECKING:
@@ -286,21 +287,3 @@ class ValueContext:
         )
 
     __repr__ = __str__
-
-
-def check_arguments(call: str, args: object, kwargs: object) -> None:
-    """Raise for ``args`` or ``kwargs`` that can not be passed on.
-
-    Raises:
-        ValueError: if ``args`` is no list or tuple (as TensorFlow has it).
-        TypeError: if ``kwargs`` is no dict with string keys.
-    """
-    if not isinstance(args, (list, tuple)):
-        raise ValueError(
-            f"{call}: positional args must be a list or tuple, got {type(args)}; write "
-            "`args=(value,)` for one argument"
-        )
-    if not isinstance(kwargs, dict) or not all(isinstance(k, str) for k in kwargs):
-        raise TypeError(
-            f"{call}: expected `kwargs` to be a dict with names as keys, got {kwargs!r}"
-        )

@@ -391,6 +391,14 @@ class Mirrored(DistributedValues, ArrayLike):
         return getattr(self._read(), name)
 
 
+class _Reference(weakref.ref[Any]):
+    """A value that does not live longer for being in a registry, and its key."""
+
+    __slots__ = ("dropped", "key")
+    key: Key
+    dropped: list[Key] | None
+
+
 class Registry:
     """The distributed values of a strategy by key: the same key on every rank.
 
@@ -403,31 +411,63 @@ class Registry:
         self.strategy = strategy
         self._replica_id = replica_id
         self._num_replicas = num_replicas
-        self._values: weakref.WeakValueDictionary[Key, Any] = (
-            weakref.WeakValueDictionary()
-        )
-        self._count = 0
+        self._values: dict[Key, _Reference] = {}
+        self.count = 0
         # Variables that the coordinator made: the followers keep them until rank 0
         # has dropped its own, and said so.
         self.kept: dict[Key, Any] = {}
         self.dropped: list[Key] = []
+        registry = weakref.ref(self)
+
+        def forget(reference: Any) -> None:  # a `_Reference`
+            if reference.dropped is not None:
+                reference.dropped.append(reference.key)
+            alive = registry()
+            key = reference.key
+            if alive is not None and alive._values.get(key) is reference:
+                del alive._values[key]
+
+        self._forget = forget
 
     def next_key(self) -> int:
         """Count one collective call; return its number."""
-        self._count += 1
-        return self._count
+        self.count += 1
+        return self.count
 
     def add(self, key: Key, value: Any) -> Any:
         """Give a value its key, and return it."""
         value._key = key
-        self._values[key] = value
+        reference = _Reference(value, self._forget)
+        reference.key = key
+        reference.dropped = None
+        self._values[key] = reference
         return value
 
     def wrap(self, kind: type[DistributedValues], own: Any, key: Key) -> Any:
         """Return a PerReplica or Mirrored with this component, known by ``key``."""
-        value = kind._local(own, self._replica_id, self._num_replicas)
+        # What `DistributedValues._local` and `add` do, without their calls: merge_call
+        # makes many of them.
+        value = kind.__new__(kind)
+        value._own = own
+        value._all = None
+        value._replica_id = self._replica_id
+        value._num_replicas = self._num_replicas
+        value._key = key
         value._home = self
-        return self.add(key, value)
+        reference = _Reference(value, self._forget)
+        reference.key = key
+        reference.dropped = None
+        self._values[key] = reference
+        return value
+
+    def watch(self, value: DistributedValues, dropped: list[Key]) -> None:
+        """Have the key of a value appended to a list when the value is dropped.
+
+        In place of weakref.finalize, which takes longer than to make the value.
+        """
+        reference = self._values.get(value._key)
+        if reference is not None and reference() is value:
+            reference.dropped = dropped
 
     def check(self, call: str, value: Any) -> None:
         """Raise if a distributed value belongs to another strategy."""
@@ -444,7 +484,12 @@ class Registry:
 
         Leaves of other kinds, and variables, stay as they are.
         """
-        number = self.next_key()
+        return self.wrap_numbered(kind, tree, self.next_key())
+
+    def wrap_numbered(
+        self, kind: type[DistributedValues], tree: Any, number: int
+    ) -> Any:
+        """As `wrap_tree`, where the call has been counted before."""
         if tree is None:
             return None
         leaves, structure = _nest.flatten(tree)
@@ -455,13 +500,25 @@ class Registry:
             ]
         )
 
+    def wrap_list(
+        self, kind: type[DistributedValues], values: list[Any], number: int
+    ) -> list[Any]:
+        """As `wrap_numbered`, for a list that is mostly one of arrays."""
+        for x in values:
+            if type(x) is not np.ndarray:
+                return self.wrap_numbered(kind, values, number)  # type: ignore[no-any-return]
+        return [self.wrap(kind, x, (number, i)) for i, x in enumerate(values)]
+
     def find(self, test: Callable[[Any], bool]) -> Any:
         """Return a value for which ``test`` holds, or None."""
-        return next((x for x in list(self._values.values()) if test(x)), None)
+        references = list(self._values.values())
+        values = (reference() for reference in references)
+        return next((x for x in values if x is not None and test(x)), None)
 
     def get(self, key: Key) -> Any:
         """Return the value with this key, or None if there is none any more."""
-        return self._values.get(key)
+        reference = self._values.get(key)
+        return None if reference is None else reference()
 
 
 def to_plain(x: Any) -> Any:

@@ -143,6 +143,7 @@ class Variable(ArrayLike):
         self._view = self._array.view()
         if not _arrays.is_device_array(self._array):
             self._view.flags.writeable = False
+        self._print = _arrays.printer(self._array)
         registry = strategy.extended._registry
         registry.add((registry.next_key(), 0), self)
 
@@ -540,6 +541,16 @@ class Variable(ArrayLike):
         self, how: str, value: Any, shape: tuple[int, ...] | None = None
     ) -> Any:
         """Return ``value`` as an array of this variable's dtype, shape and device."""
+        own = self._array
+        if (
+            type(value) is np.ndarray
+            and type(own) is np.ndarray
+            and value.dtype is own.dtype
+            and value.shape == own.shape
+            and shape is None
+            and own.dtype.kind != "b"
+        ):
+            return value
         call = f"Variable {self.name!r}.{how}"
         if self.dtype.kind == "b" and how in ("assign_sub", "scatter_sub"):
             raise ValueError(

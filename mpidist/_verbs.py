@@ -20,15 +20,15 @@ from mpidist._cross_device import (
     reduce_pairs,
     root_of,
 )
+from mpidist._dispatch import check_arguments
 from mpidist._guard import Part
 from mpidist._options import ReduceOp, as_reduce_op
 from mpidist._policies import component_of, differs, is_same
-from mpidist._replica import ValueContext, check_arguments
+from mpidist._replica import ValueContext
 from mpidist._reports import Call, call_of, fingerprint
 from mpidist._values import (
     Mirrored,
     PerReplica,
-    argument_of,
     own_component,
     select_replica,
     to_plain,
@@ -38,6 +38,8 @@ from mpidist._variables import Variable
 if TYPE_CHECKING:
     from mpidist._strategy import Strategy
 
+_LEAF: Final = str(_nest.flatten(None)[1])
+_LEAF_PRINT: Final = fingerprint(_LEAF)
 # Reducing one value that is the same everywhere: these leave it as it is.
 _IDEMPOTENT: Final = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 
@@ -54,10 +56,14 @@ def _call_for_each_replica(strategy: Strategy, fn: Any, args: Any, kwargs: Any) 
         check_arguments("run", args, kwargs)
         for leaf in _nest.flatten((args, kwargs))[0] if args or kwargs else ():
             extended._registry.check("Strategy.run", leaf)
-        own_args, own_kwargs = select_replica(tuple(args)), select_replica(kwargs)
+        own_args = select_replica(tuple(args)) if args else ()
+        own_kwargs = select_replica(kwargs) if kwargs else {}
         part.kind = "raised"
         with _context.entered(extended._replica_frame):
             result = fn(*own_args, **own_kwargs)
+        if result is None:
+            part.came_out(_LEAF, _LEAF_PRINT)
+            return None
         if isinstance(result, (types.GeneratorType, types.CoroutineType)):
             raise TypeError(
                 f"run: {call.text} is a generator or async function, which has not "
@@ -67,7 +73,7 @@ def _call_for_each_replica(strategy: Strategy, fn: Any, args: Any, kwargs: Any) 
         part.came_out(text, fingerprint(text))
         return result
 
-    result = strategy.extended._collectives.guard.run_section(call, body)
+    result = extended._collectives.guard.run_section(call, body)
     return extended._registry.wrap_tree(PerReplica, result)
 
 
@@ -252,6 +258,17 @@ def _reduce_pairs(
 ) -> list[Any]:
     extended = strategy.extended
     registry = extended._registry
+    if type(pairs) is list and not extended._custom_ops:
+        own = _components(strategy, pairs)
+        if own is not None:
+            try:
+                op = as_reduce_op(reduce_op, call)
+            except Exception as error:
+                extended._collectives.invalid(call, error)
+            reduced = extended._collectives.all_reduce(op, own, options, call)
+            number = registry.next_key()
+            registry.next_key()  # as below
+            return registry.wrap_list(Mirrored, reduced, number)
     try:
         op = as_reduce_op(reduce_op, call)
         structures = []
@@ -292,6 +309,22 @@ def _reduce_pairs(
         structure.unflatten(list(itertools.islice(remaining, structure.num_leaves)))
         for structure in structures
     ]
+
+
+def _components(strategy: Strategy, pairs: list[Any]) -> list[Any] | None:
+    """Return this rank's values, if all are for variables, as they are most often."""
+    registry = strategy.extended._registry
+    own = []
+    for pair in pairs:
+        if type(pair) is not tuple or len(pair) != 2:
+            return None
+        value, variable = pair
+        if type(value) is not PerReplica or value._home is not registry:
+            return None
+        if type(variable) is not Variable or variable._strategy is not strategy:
+            return None
+        own.append(value._own)
+    return own
 
 
 def _check_pairs(pairs: Any, call: str) -> list[tuple[Any, Any]]:
@@ -346,134 +379,6 @@ def _gather(strategy: Strategy, value: Any, axis: Any) -> Any:
     else:
         collectives.check_plain("Strategy.gather", [to_plain(plain)])
     return plain
-
-
-@_dispatch.verb("update")
-def _update(
-    strategy: Strategy,
-    var: Any,
-    fn: Any,
-    args: Any,
-    kwargs: Any,
-    group: bool,
-    text: str,
-) -> Any:
-    """Run ``fn`` in the frame of an update; ``var`` is None for `update_non_slot`."""
-    extended = strategy.extended
-    guard = extended._collectives.guard
-    checks = guard.checks
-    written: list[Any] = []
-
-    def body(part: Part) -> Any:
-        check_arguments("update", args, kwargs)
-        leaves, structure = _nest.flatten((tuple(args), kwargs))
-        _check_update(var, fn, leaves)
-        part.kind = "raised"
-        if checks:
-            guard.require_section()  # else nobody would undo what is written
-            guard.written = written
-        frame = _context.Frame(strategy, _context.Level.UPDATE, written=written)
-        first = () if var is None else (var,)
-        own_args, own_kwargs = structure.unflatten([argument_of(x) for x in leaves])
-        with _context.entered(frame):
-            result = fn(*first, *own_args, **own_kwargs)
-        flat, shape = _nest.flatten(result)
-        text = str(shape)
-        if not checks:
-            part.came_out(text, fingerprint(text))
-            return result
-        plain = [x for x in leaves if _is_value(x)]
-        returned = [x for x in flat if group and _is_value(x)]
-        if not (plain or returned):
-            variables = sorted(set(written), key=lambda v: v._key)
-            prints = [n for v in variables for n in _arrays.prints(v._array)]
-            number = hash((fingerprint(text), *(v._key[0] for v in variables), *prints))
-            part.came_out(lambda: text + _describe_effects(variables, []), number >> 2)
-            return result
-        text = _describe_plain(plain) + text + _describe_effects(written, returned)
-        part.came_out(text, fingerprint(text))
-        return result
-
-    try:
-        result = guard.run_section(call_of(text), body)
-    finally:
-        guard.written = []
-    return extended._registry.wrap_tree(Mirrored if group else PerReplica, result)
-
-
-@_dispatch.verb("fail to update")
-def _fail_to_update(strategy: Strategy, error: BaseException, text: str) -> None:
-    """Take part in an update whose function did not arrive at this rank."""
-    guard = strategy.extended._collectives.guard
-    with guard.section():
-        failure = guard.join(Call(text), error, "invalid")
-    raise failure or error
-
-
-def _check_update(var: Any, fn: Any, leaves: list[Any]) -> None:
-    if not callable(fn):
-        raise TypeError(f"update: expected `fn` to be a function, got {fn!r}")
-    for leaf in leaves:
-        if isinstance(leaf, PerReplica):
-            raise ValueError(
-                "update: got a PerReplica among the arguments, which would make "
-                "the copies of the variable differ; reduce it first: "
-                "`strategy.extended.reduce_to(op, value, var)`"
-            )
-        if differs(leaf) and var is not None and not differs(var):
-            raise ValueError(
-                f"update: got {leaf!r} among the arguments, whose copies would make "
-                "those of the mirrored variable differ; pass its value: "
-                "`strategy.extended.read_var(variable)`"
-            )
-
-
-def _is_value(x: Any) -> bool:
-    return _arrays.is_array(x) or _arrays.is_number(x)
-
-
-def _describe_plain(values: list[Any]) -> str:
-    """Return a text of the plain arguments, which must be the same on all ranks."""
-    texts = [_arrays.summarize(_arrays.as_array(x, "update")[0]) for x in values]
-    return f"arguments {', '.join(texts)}; result " if texts else ""
-
-
-def _describe_effects(written: list[Any], returned: list[Any]) -> str:
-    """Return a text of what an update left, which must be the same on all ranks.
-
-    ``fn`` may get at values of its own rank without any argument: through what it
-    closes over, or a variable that is ON_READ.
-    """
-    variables = sorted({v._key: v for v in written}.items())
-    texts = [
-        f"{v.name!r} [#{key[0]}] = {_arrays.sample(v._array)}" for key, v in variables
-    ]
-    results = [_arrays.sample(_arrays.as_array(x, "update")[0]) for x in returned]
-    text = f", wrote {', '.join(texts)}" if texts else ""
-    text += f", returned {', '.join(results)}" if results else ""
-    return text and f"{text}; must be the same on all replicas, see `reduce_to`"
-
-
-def make_equal(strategy: Strategy, keys: list[Any]) -> None:
-    """Give all ranks rank 0's copy of what an update wrote before it failed.
-
-    Collective, but without a header: the guard calls it on all ranks, together with
-    the exchange of reports.
-
-    Args:
-        strategy: whose variables they are.
-        keys: those of the variables that were written on any rank.
-    """
-    collectives = strategy.extended._collectives
-    registry = strategy.extended._registry
-    variables = [registry.get(key) for key in keys]
-    known = collectives.comm.all_gather_integers(
-        [int(v is not None) for v in variables]
-    )
-    for index, variable in enumerate(variables):
-        if all(row[index] for row in known):
-            transport = collectives.transports.of(variable._array)
-            transport.broadcast(_arrays.as_bytes(variable._array), 0)
 
 
 @_dispatch.verb("distribute_values")

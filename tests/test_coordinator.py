@@ -1301,7 +1301,7 @@ def test_merge_fn_catches_what_fails_and_goes_on(strategy, rank, size):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("caught", [False, True])
+@pytest.mark.parametrize("caught", ["not", "with group=False", "at the next call"])
 def test_the_function_of_update_raises_on_one_follower(strategy, rank, size, caught):
     v = make(strategy, np.zeros(20), name="v")
 
@@ -1314,15 +1314,17 @@ def test_the_function_of_update_raises_on_one_follower(strategy, rank, size, cau
             v.assign_add(np.ones(20))
 
         try:
-            distribution.extended.update(v, fn)
+            distribution.extended.update(v, fn, group=caught != "with group=False")
+            if caught == "at the next call":
+                distribution.extended.broadcast_to(1.0, v)
         except mpidist.ReplicaError:
-            if not caught:
+            if caught == "not":
                 raise
             distribution.extended.update(v, lambda v: v.assign_add(np.ones(20)))
         return "went on"
 
     rows = outcomes(lambda: merge(strategy, merge_fn))
-    if caught:
+    if caught != "not":
         assert {name for name, _, _ in rows} == {"NoneType"}
     else:
         names = [name for name, _, _ in rows]
@@ -1332,8 +1334,10 @@ def test_the_function_of_update_raises_on_one_follower(strategy, rank, size, cau
             assert "ModuleError" in message
             assert "on purpose" in message
             assert "in fn" in message
+            assert f"raised in update of Variable 'v' [#{v._key[0]}]" in message
+        assert f"[rank {size - 1}] raised in update of Variable 'v'" in rows[-1][2]
     # Rank 0's copy, on all.
-    assert_copies(strategy, v, np.full(20, 3.0 if caught else 2.0))
+    assert_copies(strategy, v, np.full(20, 2.0 if caught == "not" else 3.0))
     assert_usable(strategy)
 
 

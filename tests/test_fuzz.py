@@ -46,8 +46,9 @@ STATEMENTS = {
             assign write_sum read_sum read apply rows sync try try nothing scatter
             none_assign sparse loss variable sizes sizes resident scalar
             one_has_options""",
-        "merge": """reduce_to reduce_to assign assign update update read_sum assign_sum
-            results reduce gather sync apply run try try broadcast nothing variable""",
+        "merge": """reduce_to reduce_to assign assign update update updates updates
+            read_sum assign_sum results reduce gather sync apply run try try broadcast
+            nothing variable""",
         "update": "assign assign read nothing read_sum assign_other",
     }.items()
 }
@@ -58,6 +59,7 @@ BODIES = {
     ("replica", "try"): "replica",
     ("merge", "run"): "replica",
     ("merge", "update"): "update",
+    ("merge", "updates"): "update",
     ("merge", "try"): "merge",
 }
 FAULTS = re.findall(
@@ -457,6 +459,16 @@ class Runner:
         arguments = (node.number, value)
         self.strategy.extended.update(variable, _update, args=arguments)
 
+    def merge_updates(self, node: Node, value: Any, handle: Any) -> None:
+        # Rank 0 does not wait for the others, until there is no room for messages.
+        ballast = bytes(node.choice)
+        for k in range(2 + node.choice % 15):
+            variable = self.world.mirrored[(node.choice + k) % 3]
+            arguments = (node.number, value, ballast)
+            self.strategy.extended.update(
+                variable, _update, args=arguments, group=k % 16 < 15
+            )
+
     def merge_results(self, node: Node, value: Any, handle: Any) -> None:
         found = self.strategy.experimental_local_results(handle)
         assert len(found) == self.strategy.num_replicas_in_sync
@@ -522,7 +534,9 @@ def _merge(strategy: mpidist.Strategy, handle: Any, number: Any) -> None:
     runner.block(runner.program.nodes[node].body, handle)
 
 
-def _update(variable: mpidist.Variable, number: Any, value: Any) -> None:
+def _update(
+    variable: mpidist.Variable, number: Any, value: Any, ballast: bytes = b""
+) -> None:
     runner = _running()
     runner.block(runner.program.nodes[int(number)].body, variable)
     variable.assign_add(value)

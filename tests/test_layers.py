@@ -45,6 +45,7 @@ LAYERS = [
     ("when copies come together", ["_policies"]),
     ("variables", ["_variables"]),
     ("how values are reduced, proof of sync", ["_cross_device", "_consistency"]),
+    ("updates, what commands are made of", ["_updates", "_commands"]),
     ("merge_call", ["_coordinator"]),
     ("replica functions", ["_replica"]),
     ("cross-replica verbs", ["_verbs"]),
@@ -118,7 +119,7 @@ OWNERS = {
     "cupyx": "_arrays",
     "cupy_backends": "_arrays",
     "optree": "_nest",
-    "cloudpickle": "_coordinator",
+    "cloudpickle": "_commands",
     "torch": "_bench._torch",  # to compare with
     "matplotlib": "_bench._picture",
     "ml_dtypes": None,  # a dtype of it is known by its name

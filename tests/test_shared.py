@@ -88,24 +88,50 @@ def test_ranks_that_publish_the_same_see_it():
             assert found.result[_board.PRINT] != ~found.result[_board.NOT_PRINT]
 
 
-def test_messages_arrive_in_order_and_wait_for_a_place():
+def test_messages_arrive_in_order_and_wait_for_room():
     first, *others = boards(3)
-    sizes = [0, 1, 17, _board.MESSAGE_BYTES]
+    sizes = [0, 1, 17, _board.MESSAGE_BYTES, _board.MESSAGE_BYTES, 5]
     messages = [bytes([k]) * size for k, size in enumerate(sizes)]
     requests = [first.start_message(data) for data in messages]
-    assert requests[0].Test()
-    assert requests[1].Test()
-    assert not requests[2].Test()  # nobody has read the first one
-    assert others[0].start_message(None).Test()
-    assert not requests[2].Test()  # one of them has not
-    assert others[1].start_message(None).Test()
-    assert requests[2].Test()
-    for k, (number, other) in itertools.product(range(1, 4), enumerate(others)):
+    assert not requests[1].Test()  # one after the other
+    for k in range(4):
         assert requests[k].Test()
-        request = other.start_message(None)
-        assert request.Test()
-        assert request.result == messages[k], (k, number)
-    assert not others[0].start_message(None).Test()
+    assert not requests[4].Test()  # nobody has read the first ones
+    for other in others:
+        assert not requests[4].Test()  # one of them has not
+        for k in range(3):
+            assert other.take() == messages[k]
+    for k in (3, 4, 5):
+        assert requests[k].Test() or k == 5
+        for number, other in enumerate(others):
+            request = other.start_message(None)
+            assert requests[k].Test()
+            assert request.Test()
+            assert request.result == messages[k], (k, number)
+    for other in others:
+        assert not other.start_message(None).Test()
+
+
+def test_messages_go_round_the_ring():
+    first, *others = boards(3)
+    rng = np.random.default_rng(0)
+    sent, number = [], [0, 0]
+    for _ in range(2000):
+        data = rng.bytes(int(rng.choice([3, 100, 1000, _board.MESSAGE_BYTES])))
+        room = (
+            first.ring_end
+            + _board.room_of(len(data))
+            - min(other.ring_end for other in others)
+        )
+        assert first.post(data) == (room <= _board.RING_BYTES)
+        if room <= _board.RING_BYTES:
+            sent.append(data)
+        for k, other in enumerate(others):
+            for _ in range(int(rng.integers(3))):
+                if number[k] < len(sent):
+                    assert other.take() == sent[number[k]]
+                    number[k] += 1
+    assert len(sent) > 500
 
 
 # --- under MPI ------------------------------------------------------------------------

@@ -1,0 +1,554 @@
+"""Updates in merge_fn: rank 0 does not wait for the others, and nothing gets lost.
+
+Each test runs where the ranks share memory, and by MPI alone, where each update is
+ended before the next one.
+"""
+
+import collections
+import gc
+import time
+
+import numpy as np
+import pytest
+from replicas import ON_READ, SUM, assert_mirrored, everywhere, make, merge, own
+
+import mpidist
+
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
+
+LAST = "the last rank raises"
+calls = collections.Counter()  # of this rank's functions
+
+
+def this_replica():
+    return mpidist.get_strategy().extended._replica_id
+
+
+def last_replica():
+    return mpidist.get_strategy().num_replicas_in_sync - 1
+
+
+def add_one(variable, ballast=b""):
+    calls["add_one"] += 1
+    variable.assign_add(np.ones(variable.shape))
+
+
+def fail_on_last(variable, ballast=b""):
+    variable.assign_add(np.ones(variable.shape))
+    if this_replica() == last_replica():
+        variable.assign_add(np.full(variable.shape, 7.0))
+        raise ArithmeticError(LAST)
+
+
+@pytest.fixture(params=["SHARED", "DIRECT"])
+def strategy(request, new_strategy):
+    return new_strategy(implementation=request.param, timeout_seconds=10)
+
+
+@pytest.fixture
+def size(strategy):
+    return strategy.num_replicas_in_sync
+
+
+def outcomes(call):
+    """Return (type name, message and notes) of what ``call`` raises on each rank."""
+    error = None
+    try:
+        call()
+    except BaseException as raised:
+        error = raised
+    notes = "\n".join(getattr(error, "__notes__", []))
+    return everywhere((type(error).__name__, f"{error}\n{notes}"))
+
+
+def names_of(rows):
+    return [name for name, _ in rows]
+
+
+def assert_raised_by_last(rows):
+    assert names_of(rows) == ["ReplicaError"] * (len(rows) - 1) + ["ArithmeticError"]
+    for _, text in rows:
+        assert LAST in text
+        assert "raised in update of Variable 'v' [#" in text, text
+
+
+def assert_usable(strategy):
+    n = strategy.num_replicas_in_sync
+    total = strategy.run(
+        lambda: mpidist.get_replica_context().merge_call(
+            lambda s, x: s.reduce("SUM", x, axis=None), args=(np.ones(3),)
+        )
+    )
+    np.testing.assert_array_equal(own(strategy, total), [n] * 3)
+    guard = strategy.extended._collectives.guard
+    assert len({*everywhere(guard.sequence)}) == 1
+    assert len({*everywhere(strategy.extended._registry.count)}) == 1
+    assert guard._depth == 0
+
+
+def run_merge(strategy, merge_fn, *args):
+    return outcomes(lambda: merge(strategy, merge_fn, *args))
+
+
+# --- many updates -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [0, 300, 3000, 5000, 20_000])
+def test_many_updates_in_a_row(strategy, size, length):
+    """More, and longer ones, than there is room for at a time."""
+    v, w = make(strategy, np.zeros(3)), make(strategy, np.zeros((2, 2)))
+
+    def merge_fn(distribution, x):
+        update = distribution.extended.update
+        total = distribution.extended.reduce_to("SUM", x, v)
+        for k in range(50):
+            update(v, add_one, args=(bytes(length),))
+            update(v, lambda v, t, k: v.assign_sub(k * t), args=(total, float(k)))
+            update(w, lambda w: w.assign_add(np.full((2, 2), 2.0)))
+        return "done"
+
+    assert {*names_of(run_merge(strategy, merge_fn, np.ones(3)))} == {"NoneType"}
+    assert_mirrored(strategy, v, np.full(3, 50.0 - size * 49 * 50 / 2))
+    assert_mirrored(strategy, w, np.full((2, 2), 100.0))
+    assert_usable(strategy)
+
+
+def test_a_function_is_sent_again_where_it_is_another_one(strategy, size):
+    """The same code with other values, modules or defaults."""
+    v = make(strategy, np.zeros(2))
+    names = {"module": np}
+
+    def merge_fn(distribution):
+        update = distribution.extended.update
+
+        def adding(x):
+            return lambda v: v.assign_add([x, x])
+
+        for k in range(4):
+            update(v, adding(float(k)))  # 6
+        plain = [eval("lambda v: v.assign_add(module.ones(2))", names)] * 3
+        for fn in plain:
+            update(v, fn)  # 3
+        other = eval("lambda v, x=1.0: v.assign_add([x, x])", {})
+        update(v, other)  # 1
+        other.__defaults__ = (10.0,)
+        update(v, other)  # 10
+        update(v, add_one)  # 1
+        update(v, plain[0])  # 1
+        names["module"] = np.ma  # whose ones are masked arrays
+        with pytest.raises(TypeError, match="masked"):
+            update(v, plain[0])
+        names["module"] = np
+        update(v, plain[0])  # 1
+
+    assert {*names_of(run_merge(strategy, merge_fn))} == {"NoneType"}
+    assert_mirrored(strategy, v, [23.0, 23.0])
+    assert_usable(strategy)
+
+
+def test_rank_0_goes_on_while_others_are_busy(strategy, size):
+    if size == 1 or strategy.extended._collectives.comm.board is None:
+        pytest.skip("there rank 0 waits")
+    v = make(strategy, np.zeros(3), name="v")
+
+    def slow(v):
+        if this_replica():
+            time.sleep(0.05)
+        v.assign_add(np.ones(3))
+
+    def merge_fn(distribution):
+        start = time.perf_counter()
+        for _ in range(3):
+            distribution.extended.update(v, slow)
+        went_on = time.perf_counter() - start
+        distribution.extended.update(v, add_one, group=False)  # which waits
+        return went_on, time.perf_counter() - start
+
+    went_on, waited = strategy.run(
+        lambda: [[mpidist.get_replica_context().merge_call(merge_fn)]]
+    )[0][0]
+    went_on, waited = (own(strategy, x) for x in (went_on, waited))
+    assert waited >= 0.15
+    assert went_on < 0.15
+    assert_mirrored(strategy, v, [4.0] * 3)
+
+
+def test_results_are_values_of_all_ranks(strategy, size):
+    v = make(strategy, np.zeros(3))
+
+    def merge_fn(distribution):
+        update = distribution.extended.update
+        one = update(v, lambda v: {"a": v + 1.0, "b": [None, 2.0]})
+        update(v, lambda v, x: v.assign_add(x), args=(one["a"],))
+        update(v, lambda v, x: v.assign_add(x), kwargs={"x": one["a"]})
+
+        def add(closed_over):
+            update(v, lambda v: v.assign_add(closed_over))
+
+        add(one.pop("a"))
+        each = update(v, lambda v: np.full(2, v[0]), group=False)
+        gc.collect()
+        again = update(v, lambda v: 3.0 * v)
+        return each, again
+
+    each, again = strategy.run(
+        lambda: [mpidist.get_replica_context().merge_call(merge_fn)]
+    )[0]
+    assert len(each) == size
+    for x in each:
+        np.testing.assert_array_equal(own(strategy, x), [3.0] * 2)
+    np.testing.assert_array_equal(own(strategy, again), [9.0] * 3)
+    assert_mirrored(strategy, v, [3.0] * 3)
+    assert_usable(strategy)
+
+
+# --- a function raises on one rank --------------------------------------------------
+
+
+AFTERWARDS = {
+    "nothing": lambda s, v: None,
+    "updates": lambda s, v: [s.extended.update(v, add_one) for _ in range(100)],
+    "long updates": lambda s, v: [
+        s.extended.update(v, add_one, args=(bytes(1000),)) for _ in range(100)
+    ],
+    "a longer one": lambda s, v: s.extended.update(v, add_one, args=(bytes(9000),)),
+    "an array": lambda s, v: s.extended.update(
+        v, lambda v, x: v.assign_add(x[:3]), args=(np.ones(5000),)
+    ),
+    "group=False": lambda s, v: s.extended.update(v, lambda v: 1.0, group=False),
+    "a verb": lambda s, v: s.extended.broadcast_to(1.0, v),
+    "a verb with an array": lambda s, v: v.assign(np.ones(3)),
+    "a variable": lambda s, v: mpidist.Variable(np.ones(30)),
+    "run": lambda s, v: s.run(lambda: mpidist.get_replica_context().merge_call(str)),
+    "reading": lambda s, v: v.numpy().tobytes() * 1000,
+    "a pause": lambda s, v: (
+        time.sleep(0.3),
+        s.extended.update(v, add_one),
+        s.extended.update(v, add_one),
+    ),
+    "a function that communicates": lambda s, v: s.extended.update(v, reducing),
+}
+
+
+def reducing(v):
+    """Communicate inside an update, which is allowed where all ranks do."""
+    strategy = mpidist.get_strategy()
+    values = strategy.run(lambda: np.ones(3))
+    v.assign_add(strategy.reduce("SUM", values, axis=None))
+
+
+@pytest.mark.parametrize("caught", [False, True])
+@pytest.mark.parametrize("then", AFTERWARDS)
+def test_an_error_of_one_rank_is_told_by_what_follows(strategy, size, then, caught):
+    if size == 1:
+        pytest.skip("rank 0 alone raises at once")
+    v = make(strategy, np.zeros(3), name="v")
+
+    def body(distribution):
+        add_one_to_v = distribution.extended.update
+        add_one_to_v(v, add_one)
+        add_one_to_v(v, fail_on_last)
+        return AFTERWARDS[then](distribution, v)
+
+    def merge_fn(distribution):
+        if not caught:
+            return body(distribution)
+        try:
+            body(distribution)
+            mpidist.check_in_sync(v)
+        except mpidist.ReplicaError:
+            distribution.extended.update(v, add_one)
+            return "caught"
+        return "not"
+
+    rows = run_merge(strategy, merge_fn)
+    if caught:
+        assert {*names_of(rows)} == {"NoneType"}, rows
+    else:
+        assert_raised_by_last(rows)
+    copies = everywhere(v.numpy().tolist())
+    assert len({*map(str, copies)}) == 1
+    assert copies[0][0] >= 2.0 + caught  # rank 0's, on which all have run
+    assert_usable(strategy)
+
+
+@pytest.mark.parametrize("fails", ["raises", "exits", "interrupted"])
+@pytest.mark.parametrize("number", [0, 1, 40])
+def test_an_error_on_rank_0_is_raised_at_once(strategy, size, number, fails):
+    v = make(strategy, np.zeros(3), name="v")
+    kind = {
+        "raises": ZeroDivisionError,
+        "exits": SystemExit,
+        "interrupted": KeyboardInterrupt,
+    }[fails]
+    reached = []
+
+    def fail(v, ballast):
+        v.assign_add(np.ones(3))
+        if this_replica() == 0:
+            raise kind("on rank 0")
+
+    def merge_fn(distribution):
+        for k in range(100):
+            fn = fail if k == number else add_one
+            distribution.extended.update(v, fn, args=(bytes(500),))
+            reached.append(k)
+
+    rows = run_merge(strategy, merge_fn)
+    assert {*names_of(rows)} == {kind.__name__}
+    if this_replica_of(strategy) == 0:
+        assert reached == list(range(number))
+    assert_mirrored(strategy, v, [number + 1.0] * 3)
+    assert_usable(strategy)
+
+
+def this_replica_of(strategy):
+    return strategy.extended._replica_id
+
+
+def test_merge_fn_raises_while_others_are_behind(strategy, size):
+    v = make(strategy, np.zeros(3), name="v")
+
+    def merge_fn(distribution):
+        for _ in range(20):
+            distribution.extended.update(v, add_one)
+        raise KeyError("of merge_fn")
+
+    assert {*names_of(run_merge(strategy, merge_fn))} == {"KeyError"}
+    assert_mirrored(strategy, v, [20.0] * 3)
+    assert_usable(strategy)
+
+
+def test_merge_fn_raises_and_an_update_did(strategy, size):
+    v = make(strategy, np.zeros(3), name="v")
+    if size == 1:
+        pytest.skip("rank 0 alone raises at once")
+
+    def merge_fn(distribution):
+        try:
+            distribution.extended.update(v, fail_on_last)
+        except mpidist.ReplicaError:
+            pass
+        raise KeyError("of merge_fn")
+
+    assert {*names_of(run_merge(strategy, merge_fn))} == {"KeyError"}
+    assert_mirrored(strategy, v, [1.0] * 3)
+    assert_usable(strategy)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_follower_exits_in_an_update(strategy, size, code):
+    v = make(strategy, np.zeros(3), name="v")
+
+    def leave(v, code):
+        v.assign_add(np.ones(3))
+        if this_replica() == last_replica():
+            raise SystemExit(code)
+
+    def merge_fn(distribution):
+        distribution.extended.update(v, leave, args=(code,))
+        for _ in range(20):
+            distribution.extended.update(v, add_one)
+
+    assert {*names_of(run_merge(strategy, merge_fn))} == {"SystemExit"}
+    assert len({*everywhere(v.numpy().tobytes())}) == 1
+    assert_usable(strategy)
+
+
+def test_functions_that_communicate_learn_of_an_earlier_error(strategy, size):
+    """The rank that has failed waits at the end of the updates, and answers there."""
+    if size == 1:
+        pytest.skip("rank 0 alone raises at once")
+    v = make(strategy, np.zeros(3), name="v")
+    seen = []
+
+    def patient(v):
+        try:
+            reducing(v)
+        except mpidist.ReplicaError as error:
+            seen.append(str(error))
+            raise
+
+    def merge_fn(distribution):
+        update = distribution.extended.update
+        update(v, reducing)
+        try:
+            update(v, fail_on_last)
+            update(v, patient)
+        except mpidist.ReplicaError:
+            seen.append("merge_fn")
+        update(v, reducing)
+        return "went on"
+
+    assert {*names_of(run_merge(strategy, merge_fn))} == {"NoneType"}
+    if this_replica_of(strategy) == 0:
+        assert seen[-1] == "merge_fn"
+        in_shared_memory = strategy.extended._collectives.comm.board is not None
+        assert any(LAST in text for text in seen) == in_shared_memory
+    assert len({*everywhere(v.numpy().tobytes())}) == 1
+    assert_usable(strategy)
+
+
+def test_an_update_in_an_update(strategy, size):
+    v, w = make(strategy, np.zeros(3), name="v"), make(strategy, np.zeros(3), name="w")
+
+    def outer(v):
+        mpidist.get_strategy().extended.update(w, add_one)
+        v.assign_add(w)
+        if this_replica() == last_replica():
+            raise ArithmeticError(LAST)
+
+    def merge_fn(distribution):
+        distribution.extended.update(v, add_one)
+        distribution.extended.update(v, outer)
+        distribution.extended.update(w, add_one)
+
+    rows = run_merge(strategy, merge_fn)
+    if size > 1:
+        assert_raised_by_last(rows)
+    for x in (v, w):
+        assert len({*everywhere(x.numpy().tobytes())}) == 1
+    assert_usable(strategy)
+
+
+# --- copies that drift apart --------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["stays", "is overwritten", "is returned", "elsewhere"])
+def test_what_differs_is_found_and_named(strategy, size, how):
+    if size == 1:
+        pytest.skip("nothing to differ from")
+    v = make(strategy, np.zeros(3), name="v")
+    w = make(strategy, np.zeros(50_000), name="w")
+
+    def drift(w):
+        x = float(this_replica())
+        if how == "is returned":
+            return np.full(3, x)
+        if how == "elsewhere":
+            return v.assign_add([x] * 3)
+        return w.assign_add(np.full(50_000, x))
+
+    def merge_fn(distribution):
+        update = distribution.extended.update
+        update(v, add_one)
+        update(w, drift)
+        if how == "is overwritten":
+            update(w, lambda w: w.assign(np.ones(50_000)))
+        update(v, add_one)
+
+    rows = run_merge(strategy, merge_fn)
+    assert {*names_of(rows)} == {"CollectiveMismatchError"}
+    for _, text in rows:
+        assert "must be the same on all replicas" in text
+        assert f"update of Variable 'w' [#{w._key[0]}]" in text
+        differing = [line for line in text.splitlines() if "[#" in line]
+        assert len({line.split(":", 1)[1] for line in differing}) > 1
+    for x in (v, w):
+        assert len({*everywhere(x.numpy().tobytes())}) == 1
+    assert_usable(strategy)
+
+
+@pytest.mark.parametrize("count", [8_193, 50_000, 300_000])
+def test_one_number_that_differs_is_found_before_long(strategy, size, count):
+    """Of large arrays some words are compared: others in each update."""
+    if size == 1:
+        pytest.skip("nothing to differ from")
+    v = make(strategy, np.zeros(count), name="v")
+
+    def drift(v):
+        x = np.zeros(count)
+        x[count // 2] = this_replica()
+        v.assign_add(x)
+
+    def look(v):
+        v.assign_add(np.zeros(count))
+
+    found = []
+
+    def merge_fn(distribution):
+        distribution.extended.update(v, drift)
+        for k in range(600):
+            try:
+                distribution.extended.update(v, look, group=False)
+            except mpidist.CollectiveMismatchError:
+                found.append(k)
+                break
+
+    assert {*names_of(run_merge(strategy, merge_fn))} == {"NoneType"}
+    if this_replica_of(strategy) == 0:
+        assert found
+    assert len({*everywhere(v.numpy().tobytes())}) == 1
+
+
+# --- what rank 0 drops, and keeps ---------------------------------------------------
+
+
+def test_variables_that_rank_0_has_dropped_are_dropped_in_spite_of_an_error(
+    strategy, size
+):
+    if size == 1:
+        pytest.skip("rank 0 alone raises at once")
+    v = make(strategy, np.zeros(3), name="v")
+
+    def merge_fn(distribution):
+        made = [mpidist.Variable(np.ones(30))]
+        distribution.extended.update(v, add_one)
+        try:
+            distribution.extended.update(v, fail_on_last)
+            made.clear()
+            distribution.extended.update(v, add_one)
+            mpidist.check_in_sync(v)
+        except mpidist.ReplicaError:
+            made.clear()
+        gc.collect()
+        distribution.extended.broadcast_to(1.0, v)
+
+    assert {*names_of(run_merge(strategy, merge_fn))} == {"NoneType"}
+    assert not strategy.extended._registry.kept
+    assert_usable(strategy)
+
+
+def test_on_read_variables(strategy, size):
+    total = make(strategy, np.zeros(2), aggregation=SUM, synchronization=ON_READ)
+    v = make(strategy, np.zeros(2), name="v")
+
+    def count(total, x):
+        total.assign_add([x, float(this_replica())])
+
+    def merge_fn(distribution):
+        for _ in range(5):
+            distribution.extended.update(total, count, args=(1.0,))
+            distribution.extended.update(v, add_one)
+        return total.numpy()
+
+    found = merge(strategy, merge_fn)
+    ranks = size * (size - 1) // 2
+    np.testing.assert_array_equal(own(strategy, found), [5.0 * size, 5.0 * ranks])
+    assert_mirrored(strategy, v, [5.0] * 2)
+
+
+def test_without_the_guard(new_strategy):
+    strategy = new_strategy(guard=False)
+    size = strategy.num_replicas_in_sync
+    v = make(strategy, np.zeros(3), name="v")
+
+    def merge_fn(distribution, x):
+        total = distribution.extended.reduce_to("SUM", x, v)
+        for k in range(60):
+            distribution.extended.update(
+                v, lambda v, t, b: v.assign_add(t), args=(total, bytes(10 * k))
+            )
+        return "done"
+
+    merge(strategy, merge_fn, np.ones(3))
+    assert_mirrored(strategy, v, [60.0 * size] * 3)
+
+    def failing(distribution):
+        distribution.extended.update(v, fail_on_last)
+        for _ in range(60):
+            distribution.extended.update(v, add_one)
+
+    rows = run_merge(strategy, failing)
+    others = ["NoneType"] * (size - 1)
+    assert names_of(rows) == [*others, "ArithmeticError"]
