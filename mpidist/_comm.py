@@ -427,6 +427,28 @@ class Communicator:
         self.traffic.count("Allgather", send.nbytes)
         return [[int(n) for n in row] for row in receive]
 
+    def start_gather_sizes(self, size: int) -> Request:
+        """Start sending an integer to all ranks; the result has those of all."""
+        send, receive = np.array([size], np.int64), np.empty(self.size, np.int64)
+        request = self._comm.Iallgather(send, receive)
+        return _Pending(request, receive.tolist, (send, receive))
+
+    def start_gather_bytes(self, data: bytes, sizes: list[int]) -> Request:
+        """Start sending bytes to all ranks; the result has those of all ranks.
+
+        Args:
+            data: this rank's.
+            sizes: how many each rank sends; less than 2 GiB in all.
+        """
+        send, receive = np.frombuffer(data, np.uint8), np.empty(sum(sizes), np.uint8)
+        offsets = _offsets(sizes)
+        request = self._comm.Iallgatherv(send, [receive, (sizes, offsets[:-1])])
+
+        def read() -> list[bytes]:
+            return [receive[a:b].tobytes() for a, b in itertools.pairwise(offsets)]
+
+        return _Pending(request, read, (data, send, receive))
+
     def start_header(self, words: list[int]) -> Request:
         """Start the elementwise maximum of `WORDS` integers over all ranks."""
         if self.board is not None:
@@ -591,6 +613,14 @@ class SelfCommunicator:
     def all_gather_integers(self, numbers: list[int]) -> list[list[int]]:
         """Return the integers of the one rank."""
         return [list(numbers)]
+
+    def start_gather_sizes(self, size: int) -> Request:
+        """Return the integer."""
+        return _Done([size])
+
+    def start_gather_bytes(self, data: bytes, sizes: list[int]) -> Request:
+        """Return the bytes of the one rank."""
+        return _Done([data])
 
     def start_header(self, words: list[int]) -> Request:
         """Return the words."""

@@ -500,7 +500,7 @@ class Guard:
         report.depth, report.joining = self._depth, joining
         report.written = sorted({variable._key for variable in self.written})
         self.written = []
-        data = self._comm.all_gather_objects(pickle.dumps(report))
+        data = self._exchange_bytes(pickle.dumps(report), call.text)
         reports: list[Report] = [pickle.loads(item) for item in data]
         found = judge(self._comm.rank, reports) if error is None else error
         floor = min(report.depth for report in reports)
@@ -515,6 +515,18 @@ class Guard:
         written = sorted({key for report in reports for key in report.written})
         if written and self.repair is not None:
             self.repair(written)
+        return found
+
+    def _exchange_bytes(self, data: bytes, what: str) -> list[bytes]:
+        """Return the bytes of each rank. Collective.
+
+        Polled, since a rank may be interrupted between its header and this.
+        """
+        sizes = self._comm.start_gather_sizes(len(data))
+        self.wait(sizes, what)
+        everything = self._comm.start_gather_bytes(data, sizes.result)
+        self.wait(everything, what)
+        found: list[bytes] = everything.result
         return found
 
     # --- waiting --------------------------------------------------------------
@@ -646,12 +658,12 @@ class Guard:
     def _read_notices(self) -> None:
         while (data := self._comm.read_notice()) is not None:
             notice: _Notice = pickle.loads(data)
+            if notice.gave_up:  # for good, also where this rank has got further
+                self.broken = notice.gave_up
+                raise CollectiveTimeoutError(on_rank(self._comm.rank, notice.gave_up))
             if notice.sequence < self.sequence:
                 continue  # of a wait that is over
             self._notices[notice.rank] = notice
-            if notice.gave_up:
-                self.broken = notice.gave_up
-                raise CollectiveTimeoutError(on_rank(self._comm.rank, notice.gave_up))
 
     def _waiting_and_missing(self) -> tuple[list[int], list[int]]:
         waiting = [
