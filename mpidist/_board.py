@@ -7,6 +7,7 @@ Each rank has a part of the memory, which it alone writes, and all read. A part 
   note, which only some calls write;
 - a *tick*: how many steps of a payload this rank has made, and whether it has *left* in
   the middle of one;
+- *spare* words for headers of each kind, which the users of the board fill;
 - two short *messages* of the first rank to the others, used in turn, and an
   *acknowledgement*: how many of them this rank has read.
 
@@ -38,6 +39,8 @@ _TICK: Final = 32
 _LEFT: Final = 33
 _READ: Final = 40
 _MESSAGES: Final = (64, 64 + 2 + MESSAGE_BYTES // 8)
+SPARE_WORDS: Final = 128
+_SPARE: Final = 64 + 2 * (2 + MESSAGE_BYTES // 8)
 BYTES: Final = 12 * 1024  # of a part: all of this, in whole pages
 
 _SPINS: Final = 2000
@@ -112,6 +115,18 @@ class Board:
             )
             for place, own_and_others in zip(_HEADERS, heads, strict=True)
         ]
+
+    def beside(self, turn: int) -> list[memoryview]:
+        """Return the spare words of all ranks for headers of a turn, as bytes.
+
+        There are `SPARE_WORDS`. What a rank writes there before it publishes the
+        header, all can read when they have it, until they begin the next.
+
+        Args:
+            turn: 1 for the next header where `headers` is odd, 0 where it is even.
+        """
+        start = 8 * (_SPARE + turn * SPARE_WORDS)
+        return [raw[start : start + 8 * SPARE_WORDS] for raw in self._bytes]
 
     # --- headers --------------------------------------------------------------
 
