@@ -7,6 +7,7 @@ Each rank has a part of the memory, which it alone writes, and all read. A part 
   note, which only some calls write;
 - a *tick*: how many steps of a payload this rank has made, and whether it has *left* in
   the middle of one;
+- *spare* words for headers of each kind, which the users of the board fill;
 - short *messages* of the first rank to the others: their number, a ring of bytes, and
   an *acknowledgement*: how many bytes of it this rank has read.
 
@@ -40,6 +41,8 @@ _LEFT: Final = 33
 _READ: Final = 40
 _SENT: Final = 48
 _RING: Final = 64
+SPARE_WORDS: Final = 128
+_SPARE: Final = _RING + RING_BYTES // 8
 BYTES: Final = 12 * 1024  # of a part: all of this, in whole pages
 
 _SPINS: Final = 2000
@@ -119,6 +122,18 @@ class Board:
             )
             for place, own_and_others in zip(_HEADERS, heads, strict=True)
         ]
+
+    def beside(self, turn: int) -> list[memoryview]:
+        """Return the spare words of all ranks for headers of a turn, as bytes.
+
+        There are `SPARE_WORDS`. What a rank writes there before it publishes the
+        header, all can read when they have it, until they begin the next.
+
+        Args:
+            turn: 1 for the next header where `headers` is odd, 0 where it is even.
+        """
+        start = 8 * (_SPARE + turn * SPARE_WORDS)
+        return [raw[start : start + 8 * SPARE_WORDS] for raw in self._bytes]
 
     # --- headers --------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 
-from mpidist import _arrays, _dtypes, _fusion, _lean, _nest, _transports
+from mpidist import _arrays, _dtypes, _fusion, _gathering, _lean, _nest, _transports
 from mpidist._comm import AnyCommunicator
 from mpidist._guard import Guard
 from mpidist._options import (
@@ -44,7 +44,6 @@ _Compressed = tuple[str, bool]
 """The format in which sums go between nodes, and whether errors are fed back."""
 
 _UNCOMPRESSED: Final[_Compressed] = ("none", False)
-_HAVE_MEMORY: Final = Call("all_gather, with memory for the result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +52,7 @@ class _Plan:
     leaves: list[_fusion.Leaf]
     buckets: list[_fusion.Bucket]
     room: int
+    is_fused: bool  # other ranks may go the short way, with a header in any case
     hosting: _transports.Hosting | None
 
 
@@ -137,6 +137,9 @@ class Collectives:
         # Short ways: by call, operation, dtype and shape; and those of "all_reduce".
         self._short: dict[Any, Any] = {}
         self.short: dict[Any, Any] = {}
+        # The ways of an all-gather, and those of single arrays by dtype and shape.
+        self._gathers: dict[Any, Any] = {}
+        self._short_gathers: dict[Any, Any] = {}
         self._pool = Pool(_POOL_BYTES)
         self.compression = self._compression_of(options)
         # GPU buffers go as wholes until the ranks have met (`settle`).
@@ -203,6 +206,8 @@ class Collectives:
         self._shared = self._residents = None
         self._short.clear()
         self.short.clear()
+        self._gathers.clear()
+        self._short_gathers.clear()
         self._plans.clear()
         self._pool = Pool(0)  # its memory goes with the last result
         direct = _transports.DirectTransport(self.comm)
@@ -366,7 +371,7 @@ class Collectives:
     def _shorten(self, plan: _Plan, op: ReduceOp, x: Any, call: str) -> None:
         """Have the next array of this dtype and shape go the short way."""
         shared = self.transports.host
-        if not (isinstance(shared, SharedTransport) and self.guard.checks):
+        if not isinstance(shared, SharedTransport):
             return
         if len(self._short) >= _MOST_PLANS:
             self._short.clear()
@@ -380,15 +385,13 @@ class Collectives:
             residents = self._residents
             return residents is not None and residents.blocks.find(x) is not None
 
+        def meets() -> bool:
+            residents = self._residents
+            return self.guard.enabled or (residents is not None and residents.used)
+
         made = _lean.make(
-            self.guard,
-            plan.call,
-            plan.leaves[0],
-            shared,
-            self._pool,
-            move,
-            resides,
-            plan.hosting,
+            *(self.guard, plan.call, plan.leaves[0], shared, self._pool),
+            *(move, resides, meets, plan.hosting),
         )
         if made is not None:
             self._short[call, op._name_, x.dtype, x.shape] = made
@@ -458,7 +461,11 @@ class Collectives:
         """
         split, hosting = reduction.split, reduction.plan.hosting
         residents, board = self._residents, self.comm.board
-        if hosting is None and (residents is None or not residents.used):
+        if not (
+            reduction.plan.is_fused
+            or hosting is not None
+            or (residents is not None and residents.used)
+        ):
             self.guard.agree(call, timeout)
             return
         number = 0
@@ -638,7 +645,8 @@ class Collectives:
         call: str,
         options: CommunicationOptions,
     ) -> _Plan:
-        streams = isinstance(self._choose(options).host, SharedTransport)
+        host = self._choose(options).host
+        streams = isinstance(host, SharedTransport)
         bytes_per_pack = options.bytes_per_pack
         implementation = options.implementation
         compression = self.compression
@@ -670,12 +678,17 @@ class Collectives:
             compress = functools.partial(_transports.Compression, *compression)
         # Likewise: what is on the GPU has buckets of its own, and goes its own way.
         text += self._places(arrays, structure)
+        mixed = self.devices.decision.mixed
         plan = _Plan(
             Call(f"{call} {op.name} {text}"),
             leaves,
             _fusion.plan_buckets(leaves, room, compress, streams=streams),
             room,
-            self._host(leaves, options),
+            is_fused=isinstance(host, SharedTransport)
+            and structure.is_leaf
+            and (mixed or not leaves[0].on_device)
+            and _lean.is_fused(leaves[0], host),
+            hosting=self._host(leaves, options),
         )
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
@@ -688,7 +701,6 @@ class Collectives:
 
     # --- all_gather -----------------------------------------------------------
 
-    @timed
     def all_gather(
         self,
         tree: Any,
@@ -708,9 +720,20 @@ class Collectives:
         Returns:
             The nest of results, on all ranks, in rank order.
         """
+        if type(tree) is np.ndarray and options is None and type(axis) is int:
+            # What has been gathered before is so again, without another look.
+            short = self._short_gathers.get((call, axis, tree.dtype, tree.shape))
+            if short is not None:
+                return short((tree,))[0]
+        return self._all_gather(tree, axis, options, call)
+
+    @timed
+    def _all_gather(
+        self, tree: Any, axis: int, options: CommunicationOptions | None, call: str
+    ) -> Any:
+        """All-gather anything, after a look at it."""
         try:
             merged = self.merge_options(options)
-            transports = self._choose(merged)
             leaves, structure = _nest.flatten(tree)
             if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
                 raise NotImplementedError(
@@ -719,44 +742,58 @@ class Collectives:
                 )
             arrays = [_arrays.as_array(leaf, call)[0] for leaf in leaves]
             axes = [_check_axis(x, axis, call) for x in arrays]
-            described = [
-                f"{x.dtype.name} {_shape_without(x.shape, k)}"
-                for x, k in zip(arrays, axes, strict=True)
-            ]
-            # The gathered axis goes first, so that rows of ranks are contiguous.
-            rows = [
-                _arrays.contiguous(_arrays.module_of(x).moveaxis(x, k, 0))
-                for x, k in zip(arrays, axes, strict=True)
-            ]
+            gather = self._gather_of(call, axis, structure, arrays, axes, merged)
+            if type(tree) is np.ndarray and arrays[0] is tree and options is None:
+                if len(self._short_gathers) >= _MOST_PLANS:
+                    self._short_gathers.clear()
+                key = (call, axis, tree.dtype, tree.shape)
+                self._short_gathers[key] = gather
         except Exception as error:
             self.invalid(call, error)
-        text = structure.render(described) + self._places(rows, structure)
-        self.guard.agree(Call(f"{call} axis={axis} {text}"), merged.timeout_seconds)
-        if not arrays:
-            return structure.unflatten([])
-        lengths = self.comm.all_gather_integers([x.shape[0] for x in rows])
-        counts = [list(column) for column in zip(*lengths, strict=True)]
-        try:
-            results = [
-                _arrays.empty_like(x, (sum(column), *x.shape[1:]), x.dtype)
-                for x, column in zip(rows, counts, strict=True)
-            ]
-        except Exception as error:
-            self.invalid(call, error)
-        self.guard.agree(_HAVE_MEMORY, merged.timeout_seconds)
-        for x, result, column in zip(rows, results, counts, strict=True):
-            row_bytes = math.prod(x.shape[1:]) * x.dtype.itemsize
-            transports.of(x).all_gather(
-                _arrays.as_bytes(x),
-                _arrays.as_bytes(result),
-                [count * row_bytes for count in column],
-            )
-        return structure.unflatten(
-            [
-                _arrays.contiguous(_arrays.module_of(x).moveaxis(x, 0, k))
-                for x, k in zip(results, axes, strict=True)
-            ]
+        return structure.unflatten(gather(arrays, merged.timeout_seconds))
+
+    def _gather_of(
+        self,
+        call: str,
+        axis: int,
+        structure: _nest.Structure,
+        arrays: list[Any],
+        axes: list[int],
+        options: CommunicationOptions,
+    ) -> _gathering.SharedGather | _gathering.MpiGather:
+        """Return the way of an all-gather of such arrays."""
+        transports = self._choose(options)
+        implementation = options.implementation
+        on_device = [_arrays.is_device_array(x) for x in arrays]
+        shapes = [tuple(x.shape) for x in arrays]
+        leaves = [
+            _gathering.GatherLeaf(x.dtype, shape[:k], shape[k + 1 :])
+            for x, shape, k in zip(arrays, shapes, axes, strict=True)
+        ]
+        key = (call, axis, structure, implementation, *on_device, *leaves)
+        gather = self._gathers.get(key)
+        if gather is not None:
+            return gather  # type: ignore[no-any-return]
+        described = [
+            f"{x.dtype.name} {_shape_without(shape, k)}"
+            for x, shape, k in zip(arrays, shapes, axes, strict=True)
+        ]
+        text = structure.render(described) + self._places(arrays, structure)
+        if implementation is not self.options.implementation:
+            text += f" with implementation={implementation.name}"
+        gather = _gathering.make(
+            self.guard,
+            Call(f"{call} axis={axis} {text}"),
+            leaves,
+            transports,
+            self._pool,
+            anywhere=any(on_device) or self.devices.decision.mixed,
         )
+        if len(self._gathers) >= _MOST_PLANS:
+            self._gathers.clear()
+            self._short_gathers.clear()
+        self._gathers[key] = gather
+        return gather
 
     # --- copies from one rank -------------------------------------------------
 

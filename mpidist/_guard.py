@@ -179,13 +179,14 @@ class Guard:
     def agree_packed(self, call: Call, data: bytes, mark: int) -> bool:
         """As `agree_softly`, for a header that was packed before. Collective.
 
-        For guards that are on, and have a board.
+        For guards that have a board, on or off.
 
         Returns:
             As `agree_softly`; False also where the ranks have met more than once.
         """
         if self._floor < self._depth or self.broken or self.leading:
-            self.agree(call)  # which raises
+            self.require_section()
+            self._require_usable()
         timeout = self.timeout_seconds
         lateness = self._lateness(timeout)
         board = self._comm.board

@@ -54,6 +54,7 @@ def make(
     pool: Pool,
     move: Callable[[Any, Any], None],
     resides: Callable[[Any], bool],
+    meets: Callable[[], bool],
     hosting: Hosting | None,
 ) -> FusedReduce | HostedReduce | StreamReduce | None:
     """Return the short way for arrays such as ``leaf``; None where there is none.
@@ -67,16 +68,32 @@ def make(
         move: reduces an array into another, the long way, after the header.
         resides: whether an array is in memory that the ranks share, where it is
             better reduced in place. Small ones are as fast with their header.
+        meets: whether arrays of a stream have a header: not where the guard is off, but
+            for the sake of resident arrays. Alike on all ranks.
         hosting: reduces such arrays where the other ranks read the result, if it can.
     """
-    reduction = leaf.reduction
-    if reduction.encoding != "none" or reduction.mpi == "gather" or leaf.size == 0:
+    if not _can_be_lean(leaf):
         return None
-    if leaf.size * reduction.wire.itemsize <= transport.fused_bytes:
+    if is_fused(leaf, transport):
         return FusedReduce(guard, call, leaf, transport, pool, move)
     if hosting is not None:
         return HostedReduce(guard, call, leaf, transport, pool, move, resides, hosting)
-    return StreamReduce(guard, call, leaf, transport, pool, resides)
+    return StreamReduce(guard, call, leaf, transport, pool, resides, meets)
+
+
+def is_fused(leaf: Leaf, transport: SharedTransport) -> bool:
+    """Whether a single leaf goes with its header, also where the guard is off.
+
+    What this asks for is the same on all ranks. A rank that goes the long way has to
+    exchange that header too.
+    """
+    nbytes = leaf.size * leaf.reduction.wire.itemsize
+    return _can_be_lean(leaf) and nbytes <= transport.fused_bytes
+
+
+def _can_be_lean(leaf: Leaf) -> bool:
+    reduction = leaf.reduction
+    return reduction.encoding == "none" and reduction.mpi != "gather" and leaf.size > 0
 
 
 class FusedReduce:
@@ -239,12 +256,14 @@ class StreamReduce:
         transport: SharedTransport,
         pool: Pool,
         resides: Callable[[Any], bool],
+        meets: Callable[[], bool],
     ) -> None:
         reduction = leaf.reduction
         operation: Any = reduction.mpi
         self._guard = guard
         self._call = call
         self._resides = resides
+        self._meets = meets
         self._data = guard.pack(call, 0)
         self._transport = transport
         self._pool = pool
@@ -264,7 +283,10 @@ class StreamReduce:
             result = self._pool.empty(self._shape, self._dtype)
         except MemoryError:
             return None  # where all ranks are told
-        self._guard.agree_packed(self._call, self._data, 0)
+        if self._meets():
+            self._guard.agree_packed(self._call, self._data, 0)
+        else:
+            self._guard.agree(self._call)  # that the strategy can be used
         transport = self._transport
         try:
             transport.stream.reduce(

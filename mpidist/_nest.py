@@ -39,6 +39,11 @@ class Structure:
         """The number of leaves."""
         return int(self._spec.num_leaves)
 
+    @property
+    def is_leaf(self) -> bool:
+        """Whether there is no nest, only a leaf."""
+        return self._parts == ["", ""]
+
     def __str__(self) -> str:
         return self._text
 

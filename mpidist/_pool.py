@@ -45,7 +45,8 @@ class Pool:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.nbytes = 0
-        self._kept: dict[int, list[Any]] = {}
+        # By size: the blocks, and where in them results begin.
+        self._kept: dict[int, list[tuple[Any, int]]] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Return an array whose values are not set."""
@@ -53,39 +54,33 @@ class Pool:
         if nbytes < SMALLEST or nbytes > self.limit:
             return np.empty(shape, dtype)
         kept = self._kept.get(nbytes, ())
-        for block in kept:
+        for block, start in kept:
             if sys.getrefcount(block) <= UNUSED:
-                return _place(block, shape, dtype, nbytes)
+                return np.ndarray(shape, dtype, block, start)
         if self.nbytes + nbytes > self.limit:
             del kept
             self._release(self.nbytes + nbytes - self.limit)
         block = np.empty(nbytes + _PAGE, np.uint8)
+        # Half a page after a page begins. At the same place in their pages as other
+        # arrays are, loads wait for stores that have nothing to do with them ("4K
+        # aliasing"): a sum took 2.5 times as long.
+        start = (_PAGE // 2 - block.ctypes.data) % _PAGE
         if self.nbytes + nbytes <= self.limit:
-            self._kept.setdefault(nbytes, []).append(block)
+            self._kept.setdefault(nbytes, []).append((block, start))
             self.nbytes += nbytes
-        return _place(block, shape, dtype, nbytes)
+        return np.ndarray(shape, dtype, block, start)
 
     def _release(self, nbytes: int) -> None:
         """Give back memory that is not in use: at least so much, where there is."""
         for size in list(self._kept):
             remaining = []
-            for block in self._kept[size]:
+            for block, start in self._kept[size]:
                 if nbytes > 0 and sys.getrefcount(block) <= UNUSED:
                     nbytes -= size
                     self.nbytes -= size
                 else:
-                    remaining.append(block)
+                    remaining.append((block, start))
             if remaining:
                 self._kept[size] = remaining
             else:
                 del self._kept[size]
-
-
-def _place(block: Any, shape: tuple[int, ...], dtype: Any, nbytes: int) -> Any:
-    """Return an array that begins half a page after a page does.
-
-    At the same place in their pages as other arrays are, loads wait for stores that
-    have nothing to do with them ("4K aliasing"): a sum took 2.5 times as long.
-    """
-    start = (_PAGE // 2 - block.ctypes.data) % _PAGE
-    return block[start : start + nbytes].view(dtype).reshape(shape)

@@ -160,8 +160,9 @@ class ReplicaContext:
     ) -> Any:
         """Concatenate ``value`` of all replicas along an axis.
 
-        Collective: every replica must call this, in the same order. One MPI
-        Allgather for the sizes, and one Allgatherv for each leaf.
+        Collective: every replica must call this, in the same order. On one node
+        through shared memory; else one MPI Allgather (Allgatherv, if sizes differ)
+        for each leaf, or for all where they are small.
 
         Args:
             value: a nest of arrays of at least one dimension, of the same dtypes and

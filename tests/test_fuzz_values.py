@@ -1,10 +1,12 @@
-"""Random arrays through all ways of an all-reduce: right, and alike on all ranks.
+"""Random arrays through all ways of the collectives: right, and alike on all ranks.
 
 Every call is made from a seed, alike on all ranks. Then each rank takes a form of its
 own for what it passes: a view, another order, another class, a NumPy scalar for a 0-d
 array, buffers of the strategy or ordinary arrays, options that change nothing, NumPy's
 errors on or off. Some calls fail on purpose. Results are compared bit for bit with the
 sums in the order of the ranks, and again later, when other calls have reused memory.
+Arrays are gathered too, with lengths that differ between ranks. Some strategies have
+their guard off, which must change nothing but that nothing fails on purpose.
 
 ``MPIDIST_FUZZ=500`` and ``MPIDIST_FUZZ=500:510`` as in ``test_fuzz``.
 """
@@ -12,6 +14,7 @@ sums in the order of the ranks, and again later, when other calls have reused me
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import warnings
 import zlib
@@ -157,7 +160,9 @@ class Calls:
         self.buffer = buffer
         self.kept: list[tuple[Any, Any]] = []
         self.exact = os.environ.get("MPIDIST_IMPLEMENTATION") is None
+        self.guarded = strategy.extended._collectives.guard.enabled
         self.cache: list[tuple[str, list[tuple[tuple[int, ...], Any]]]] = []
+        self.gathered: list[list[tuple[list[tuple[int, ...]], Any]]] = []
 
     def _draw(self) -> tuple[str, list[tuple[tuple[int, ...], Any]]]:
         rng = self.rng
@@ -189,10 +194,12 @@ class Calls:
 
     def one(self) -> str:
         """Make a call; return what is wrong with it."""
+        if self.rng.integers(3) == 0:
+            return self._gather()
         op, leaves = self._draw()
         fault = int(self.rng.integers(12))
         where = int(self.rng.integers(self.size))
-        if fault == 0 and self.size > 1:
+        if fault == 0 and self.size > 1 and self.guarded:
             return self._fail(op, leaves, where)
         parts = [
             [_values(self.rng, shape, dtype) for shape, dtype in leaves]
@@ -234,7 +241,8 @@ class Calls:
                 wrong += f"{text}: {x.dtype} {x.shape} for {expected.dtype}; "
             elif op == "PROD" and dtype.kind == "c":
                 # NumPy's loops differ in whether they round between * and +.
-                if not np.allclose(x, expected, 1e-5, 1e-300, equal_nan=True):
+                close = np.allclose(x, expected, 1e-5, 1e-300, equal_nan=True)
+                if self.exact and not close:
                     wrong += f"{text}: {x} for {expected}; "
             elif self.exact and _raw(x) != _raw(expected):
                 wrong += f"{text}: {x} for {expected}; "
@@ -245,6 +253,88 @@ class Calls:
                     wrong += f"{text}: shares memory with what was passed; "
                 if self.mine.integers(2) and results[i].size:
                     results[i][...] = 1  # its owner may
+        if self.mine.integers(2):
+            self._keep(results)
+        return wrong
+
+    def _draw_gather(self) -> tuple[int, list[tuple[list[tuple[int, ...]], Any]]]:
+        """Return an axis, and for each leaf its shape on each rank, and its dtype."""
+        rng = self.rng
+        axis = int(rng.integers(3))
+        if self.gathered and rng.integers(2):  # again, by the short way
+            return axis, self.gathered[int(rng.integers(len(self.gathered)))]
+        leaves = []
+        for _ in range(1 if rng.integers(3) else int(rng.integers(2, 6))):
+            dtype = np.dtype(str(rng.choice(DTYPES.split())))
+            # So that 3 dimensions and 3 axes are possible: some of them are short.
+            shape = [1, 1, 1]
+            shape[int(rng.integers(3))] = int(rng.integers(0, 5))
+            long = int(rng.integers(3))
+            count = max(1, int(rng.choice(BORDERS)) // dtype.itemsize)
+            shape[long] = count // max(1, math.prod(shape))
+            shapes = []
+            how = int(rng.integers(3))
+            for _ in range(self.size):
+                own = list(shape)
+                if how == 1:
+                    own[axis] = int(rng.integers(0, max(2, own[axis])))
+                elif how == 2 and rng.integers(2):
+                    own[axis] = min(own[axis], int(rng.integers(0, 3)))
+                shapes.append(tuple(own))
+            leaves.append((shapes, dtype))
+        self.gathered.append(leaves)
+        return axis, leaves
+
+    def _gather(self) -> str:
+        """Gather; return what is wrong with it."""
+        axis, leaves = self._draw_gather()
+        alike = [
+            len({(*s[:axis], *s[axis + 1 :]) for s in shapes}) == 1
+            for shapes, _ in leaves
+        ]
+        if not all(alike):  # made for another axis
+            if not self.guarded:
+                return ""
+            tree = [np.zeros(shapes[self.rank], dtype) for shapes, dtype in leaves]
+            with pytest.raises(mpidist.CollectiveMismatchError):
+                self.strategy.run(lambda: context().all_gather(tree, axis))
+            return ""
+        parts = [
+            [_values(self.rng, shapes[rank], dtype) for shapes, dtype in leaves]
+            for rank in range(self.size)
+        ]
+        own = []
+        start = 0
+        for x in parts[self.rank]:
+            place = None
+            if self.buffer is not None and start < self.buffer.nbytes:
+                place = self.buffer[start:]
+            own.append(_form(self.mine, x, place))
+            start += -(-x.nbytes // 64) * 64
+        options = None
+        if self.mine.integers(4) == 0:
+            options = mpidist.experimental.CommunicationOptions(timeout_seconds=40)
+        given = own[0] if len(own) == 1 else own
+        axis -= 3 * int(self.rng.integers(2))
+        before = [_raw(x) for x in own]
+        value = self.strategy.run(lambda: context().all_gather(given, axis, options))
+        (found,) = self.strategy.experimental_local_results(value)
+        results = [found] if len(own) == 1 else found
+        wrong = ""
+        for i, (shapes, dtype) in enumerate(leaves):
+            text = f"gather of {dtype} {shapes} along {axis}"
+            expected = np.concatenate([row[i] for row in parts], axis)
+            x = results[i]
+            if (x.shape, x.dtype) != (expected.shape, expected.dtype):
+                wrong += f"{text}: {x.dtype} {x.shape} for {expected.dtype}; "
+            elif not x.flags.c_contiguous or _raw(x) != _raw(expected):
+                wrong += f"{text}: {x} for {expected}; "
+            if _raw(own[i]) != before[i]:
+                wrong += f"{text}: what was passed was changed; "
+            if np.shares_memory(x, own[i]):
+                wrong += f"{text}: shares memory with what was passed; "
+            if self.mine.integers(2) and x.size:
+                x[...] = 1  # its owner may
         if self.mine.integers(2):
             self._keep(results)
         return wrong
@@ -306,10 +396,11 @@ def _seeds() -> range:
 @pytest.mark.mpi
 @pytest.mark.core
 def test_all_ways_give_the_same(new_strategy):
-    strategy = new_strategy(timeout_seconds=20)
     for seed in _seeds():
-        if seed % 50 == 0 and seed:
-            strategy = new_strategy(timeout_seconds=20)
+        if seed % 50 == 0 or seed == _seeds().start:
+            guarded = new_strategy(timeout_seconds=20)
+            unguarded = new_strategy(timeout_seconds=20, guard=False)
+        strategy = unguarded if seed % 4 > 1 else guarded
         buffer = None
         if seed % 2:
             buffer = strategy.buffers_like(np.zeros(3 * 2**20, np.uint8))

@@ -37,8 +37,8 @@ LAYERS = [
     ),
     ("packing, how a job ends, trying MPI", ["_fusion", "_process", "_probe"]),
     (
-        "the short way of an all-reduce, reducing arrays where they are",
-        ["_lean", "_residents"],
+        "the short way of an all-reduce, reducing arrays where they are, gathering",
+        ["_lean", "_residents", "_gathering"],
     ),
     ("the verbs, and the stack of frames", ["_collectives", "_context"]),
     ("from a call to its verb, and values", ["_dispatch", "_values"]),

@@ -633,3 +633,126 @@ def test_all_gather_of_what_is_no_array(strategy, bad):
     assert all("all_gather" in message for message in messages), messages
     assert len({*messages}) == 1
     assert_usable(strategy)
+
+
+def gather_both(strategies, make, axis=0):
+    """Return what all_gather gives on each strategy, and what is right."""
+    size = strategies[0].num_replicas_in_sync
+    rank = strategies[0].extended._replica_id
+    parts = [make(i) for i in range(size)]
+    expected = [np.concatenate(column, axis) for column in zip(*parts, strict=True)]
+
+    def step():
+        return mpidist.get_replica_context().all_gather(make(rank), axis)
+
+    return [own(strategy, strategy.run(step)) for strategy in strategies], expected
+
+
+@pytest.mark.parametrize("leaves", [1, 2, 9, 128, 129, 5000])
+def test_all_gather_of_many_leaves(strategy, new_strategy, leaves):
+    """Their lengths have different places, and more than a small area has room for."""
+    direct = mpidist.experimental.CommunicationImplementation.DIRECT
+    strategies = [strategy, new_strategy(implementation=direct)]
+
+    def make(i):
+        return [np.full(((i + k) % 3, 2), 10 * i + k, np.int32) for k in range(leaves)]
+
+    for _ in range(1 + (leaves < 1000)):
+        results, expected = gather_both(strategies, make)
+        for result in results:
+            for x, y in zip(result, expected, strict=True):
+                assert x.dtype == np.int32
+                np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_all_gather_of_what_is_small_on_some_ranks(strategy, new_strategy, size, axis):
+    """The ranks take one way, whatever the sizes, and return to the other."""
+    strategies = [strategy, new_strategy(guard=False)]
+
+    def make(i, large):
+        shape = [3, 2, 5]
+        shape[axis] = 60_001 if i == large else i
+        x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + i
+        return [x, np.ones((2, i + 1, 3)).swapaxes(1, axis)]
+
+    for large in (size - 1, None, 0, None):
+        results, expected = gather_both(strategies, lambda i: make(i, large), axis)  # noqa: B023
+        for result in results:
+            for x, y in zip(result, expected, strict=True):
+                assert x.flags.c_contiguous
+                np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("count", [1, 100_000])
+def test_all_gather_of_a_rank_that_comes_late(new_strategy, rank, size, count):
+    """Its header is confirmed by another, after which places may have been reused."""
+    strategy = new_strategy(timeout_seconds=40)
+    guard = strategy.extended._collectives.guard
+
+    def step():
+        x = np.full(count, float(rank))
+        before = guard.sequence
+        for k in range(3):
+            if k == 1 and rank == size - 1:
+                guard._last_time -= 30  # as if it had been away
+            found = mpidist.get_replica_context().all_gather(x, 0)
+            np.testing.assert_array_equal(found, np.repeat(np.arange(size), count))
+        return guard.sequence - before
+
+    headers = own(strategy, strategy.run(step))
+    assert len({*everywhere(headers)}) == 1
+    assert_usable(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_all_gather_without_memory_on_one_rank(new_strategy, rank, size, monkeypatch):
+    """What one rank has no memory for, all ranks raise, and nothing hangs."""
+    for kwargs in (
+        {},
+        {"implementation": mpidist.experimental.CommunicationImplementation.DIRECT},
+    ):
+        strategy = new_strategy(**kwargs)
+        x = np.ones(200_000 + rank)
+
+        def step(x=x):
+            return mpidist.get_replica_context().all_gather(x, 0)
+
+        strategy.run(step)
+        pool = strategy.extended._collectives._pool
+        if rank == size - 1:
+            monkeypatch.setattr(pool, "empty", no_memory)
+            arena = getattr(strategy.extended._collectives._shared, "arena", None)
+            if arena is not None:
+                monkeypatch.setattr(arena, "empty", lambda nbytes: None)
+        for message in raises_everywhere(
+            MemoryError, lambda f=step, s=strategy: s.run(f)
+        ):
+            assert "no memory here" in message
+        monkeypatch.undo()
+        assert own(strategy, strategy.run(step)).size == sum(
+            200_000 + i for i in range(size)
+        )
+
+
+def no_memory(shape, dtype):
+    raise MemoryError("no memory here")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_all_gather_with_another_implementation(strategy, rank, size):
+    kinds = mpidist.experimental.CommunicationImplementation
+    options = mpidist.experimental.CommunicationOptions(implementation=kinds.DIRECT)
+
+    def step(options):
+        return mpidist.get_replica_context().all_gather(np.ones(rank), 0, options)
+
+    total = size * (size - 1) // 2
+    assert own(strategy, strategy.run(lambda: step(options))).shape == (total,)
+    for message in raises_everywhere(
+        mpidist.CollectiveMismatchError,
+        lambda: strategy.run(lambda: step(options if rank else None)),
+    ):
+        assert "with implementation=DIRECT" in message
+    assert_usable(strategy)

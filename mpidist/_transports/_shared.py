@@ -66,6 +66,10 @@ class SharedTransport(DirectTransport):
         nbytes = math.prod(shape) * dtype.itemsize
         return [pair[turn][:nbytes].view(dtype).reshape(shape) for pair in self._fused]
 
+    def input_areas(self, turn: int) -> list[Any]:
+        """Return the input areas of all ranks for pieces of a turn."""
+        return [pair[turn] for pair in self._inputs]
+
     def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
         """Reduce ``send`` of all ranks into ``receive``."""
         if send.size == 0:
