@@ -12,12 +12,13 @@ import dataclasses
 import functools
 import math
 import pickle
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 
-from mpidist import _arrays, _dtypes, _fusion, _lean, _nest, _transports
+from mpidist import _arrays, _dtypes, _fusion, _lean, _lean_direct, _nest, _transports
 from mpidist._comm import AnyCommunicator
 from mpidist._guard import Guard
 from mpidist._options import (
@@ -324,8 +325,8 @@ class Collectives:
 
     def _shorten(self, plan: _Plan, op: ReduceOp, x: Any, call: str) -> None:
         """Have the next array of this dtype and shape go the short way."""
-        shared = self.transports.host
-        if not (isinstance(shared, SharedTransport) and self.guard.checks):
+        host = self.transports.host
+        if not self.guard.checks:
             return
         if len(self._short) >= _MOST_PLANS:
             self._short.clear()
@@ -338,9 +339,15 @@ class Collectives:
             residents = self._residents
             return residents is not None and residents.blocks.find(x) is not None
 
-        made = _lean.make(
-            self.guard, plan.call, plan.leaves[0], shared, self._pool, move, resides
-        )
+        made: Any = None
+        if isinstance(host, SharedTransport):
+            made = _lean.make(
+                self.guard, plan.call, plan.leaves[0], host, self._pool, move, resides
+            )
+        elif plan.buckets[0].compression is None:
+            made = _lean_direct.make(
+                self.guard, plan.call, plan.leaves[0], host, self._pool
+            )
         if made is not None:
             self._short[call, op._name_, x.dtype, x.shape] = made
             if call == "all_reduce":
@@ -541,7 +548,7 @@ class Collectives:
         call: str,
         options: CommunicationOptions,
     ) -> _Plan:
-        streams = isinstance(self._choose(options).host, SharedTransport)
+        streams = self._choose(options).host.streams(sys.maxsize)
         bytes_per_pack = options.bytes_per_pack
         implementation = options.implementation
         compression = self.compression

@@ -30,6 +30,7 @@ LAYERS = [
             "_holdings",
         ],
     ),
+    ("headers by MPI", ["_headers"]),
     ("foreign libraries, and reports", ["_arrays", "_comm", "_nest", "_reports"]),
     (
         "agreement, dtypes, rows, moving a buffer",
@@ -38,7 +39,7 @@ LAYERS = [
     ("packing, how a job ends, trying MPI", ["_fusion", "_process", "_probe"]),
     (
         "the short way of an all-reduce, reducing arrays where they are",
-        ["_lean", "_residents"],
+        ["_lean", "_lean_direct", "_residents"],
     ),
     ("the verbs, and the stack of frames", ["_collectives", "_context"]),
     ("from a call to its verb, and values", ["_dispatch", "_values"]),

@@ -8,7 +8,7 @@ import pytest
 from replicas import context, everywhere, make, own, raises_everywhere
 
 import mpidist
-from mpidist._transports import _compression, _nodes
+from mpidist._transports import _across, _compression, _nodes
 from mpidist._transports._compression import CODECS, Compression
 
 SHARED = mpidist.experimental.CommunicationImplementation.SHARED
@@ -118,7 +118,7 @@ def test_errors_are_fed_back_and_those_of_infinities_are_not_kept(scheme, poison
 # --- under MPI ------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[2, 3])
+@pytest.fixture(params=[2, 3, 4])
 def nodes(request, monkeypatch, size):
     """The nodes that the ranks play: for each a list of its ranks."""
     count = request.param
@@ -130,7 +130,12 @@ def nodes(request, monkeypatch, size):
 
 
 @pytest.fixture
-def on_nodes(nodes, new_strategy):
+def on_nodes(nodes, new_strategy, monkeypatch):
+    """Make strategies that reduce by nodes whatever the size, in small pieces."""
+    for name in ("_LEAST_BYTES", "_LEAST_BYTES_OF_TWO"):
+        monkeypatch.setattr(_nodes, name, 1)
+    for name in ("_PIECE_BYTES", "_PIECE_BYTES_OF_ONE"):
+        monkeypatch.setattr(_nodes, name, 256 * 1024)
     return lambda **options: new_strategy(implementation=SHARED, **options)
 
 
@@ -156,14 +161,16 @@ def all_reduce(strategy, op, x, options=None):
 
 @mpi
 @core
-def test_sums_are_those_of_the_nodes(nodes, on_nodes, rank, size, monkeypatch):
+@pytest.mark.parametrize("whole", [True, False])
+def test_sums_are_those_of_the_nodes(nodes, on_nodes, rank, whole, monkeypatch):
+    if not whole:
+        monkeypatch.setattr(_across, "_WHOLE_BYTES", 0)
     strategy = on_nodes()
     comm = strategy._collectives.comm
     assert (comm.num_nodes, comm.smallest_node) == (
         len(nodes),
         min(len(ranks) for ranks in nodes),
     )
-    monkeypatch.setattr(_nodes, "_PIECE_BYTES", 256 * 1024)
     for count, dtype in [
         (0, "float32"),
         (1, "float64"),
@@ -177,9 +184,10 @@ def test_sums_are_those_of_the_nodes(nodes, on_nodes, rank, size, monkeypatch):
         before = x.copy()
         totals = [all_reduce(strategy, "SUM", x) for _ in range(3)]
         sums = sum_by_nodes(nodes, count, dtype)
-        if len(nodes) == 2:
-            assert totals[0].tobytes() == (sums[0] + sums[1]).tobytes()
-        np.testing.assert_allclose(totals[0], sum(sums), rtol=1e-4, atol=1e-2)
+        expected = sums[0]
+        for other in sums[1:]:
+            expected = expected + other
+        assert totals[0].tobytes() == expected.tobytes()
         assert len({*everywhere(totals[0].tobytes())}) == 1
         assert {total.tobytes() for total in totals} == {totals[0].tobytes()}
         assert x.tobytes() == before.tobytes()

@@ -67,6 +67,10 @@ class SharedTransport(DirectTransport):
         nbytes = math.prod(shape) * dtype.itemsize
         return [pair[turn][:nbytes].view(dtype).reshape(shape) for pair in self._fused]
 
+    def streams(self, nbytes: int, *, compressed: bool = False) -> bool:
+        """Whether arrays of so many bytes together go as a stream: all do."""
+        return True
+
     def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
         """Reduce ``send`` of all ranks into ``receive``."""
         if send.size == 0:
