@@ -154,6 +154,9 @@ class Communicator:
         node = self._split_node()
         self.local_rank: int = node.Get_rank()
         self.local_size: int = node.Get_size()
+        ranks = np.empty(self.local_size, np.int64)
+        node.Allgather(np.array([self.rank], np.int64), ranks)
+        self.node_ranks: list[int] = [int(rank) for rank in ranks]
         node.Free()
         # The fewest ranks of a node, and the number of nodes: alike on all ranks.
         self.smallest_node: int = self.all_min(self.local_size)

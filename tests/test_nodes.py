@@ -300,6 +300,85 @@ def test_a_rank_that_stays_away_is_named(on_nodes, rank, size, away):
     assert all(f"rank {missing} did not come" in message for message in messages)
 
 
+class SignalError(Exception):
+    """What the handler of a signal raises, at any place."""
+
+
+@mpi
+@core
+@pytest.mark.parametrize("whom", ["first", "last"])
+def test_an_interrupt_between_nodes_ends_the_call_everywhere(
+    on_nodes, rank, size, whom, monkeypatch
+):
+    """Neither peers nor the others of their nodes wait for what does not come."""
+    strategy = on_nodes(timeout_seconds=50)
+    x = np.ones(300_000)
+
+    def reduce():
+        return context().all_reduce("SUM", x)
+
+    for _ in range(3):
+        strategy.run(reduce)
+    is_hit = rank == (0 if whom == "first" else size - 1)
+    if is_hit:
+        across = strategy._collectives.transports.host.stream._across
+
+        def interrupted(*args):
+            raise SignalError
+
+        monkeypatch.setattr(across, "reduce", interrupted)
+    start = time.monotonic()
+    with pytest.raises(SignalError if is_hit else mpidist.CollectiveTimeoutError):
+        strategy.run(reduce)
+    assert time.monotonic() - start < 20
+    with pytest.raises(mpidist.CollectiveTimeoutError, match="interrupted"):
+        strategy.run(reduce)
+
+
+@mpi
+@core
+def test_what_goes_by_nodes_unless_asked_otherwise(nodes, new_strategy, rank, size):
+    """Small arrays go to MPI, large ones by nodes: the sums are right at both."""
+    strategy = new_strategy()
+    host = strategy._collectives.transports.host
+    assert isinstance(host, _nodes.NodesTransport)
+    assert host.name == ("direct" if len(nodes) == size else "shared")
+    for nbytes in (host.least_bytes - 8, host.least_bytes, 5 * 2**20 + 8):
+        x = np.arange(nbytes // 8) % 1000 + rank * 1.0
+        for op, expected in (
+            ("SUM", (x - rank) * size + size * (size - 1) / 2),
+            ("MEAN", x - rank + (size - 1) / 2),
+            ("MAX", x - rank + size - 1),
+        ):
+            for _ in range(2):  # the long way, and the short one
+                np.testing.assert_array_equal(all_reduce(strategy, op, x), expected)
+            assert not host.comm.board
+
+
+@mpi
+@core
+def test_the_short_way_meets_the_long_one(nodes, new_strategy, rank, size):
+    """Ranks may differ in what lies where, and still make the same call."""
+    strategy = new_strategy()
+    x = np.arange(2_000.0) + rank
+    expected = np.arange(2_000.0) * size + size * (size - 1) / 2
+    for turn in range(6):
+        wide = np.repeat(x, 2)[::2] if (turn + rank) % 3 == 0 else x
+        np.testing.assert_array_equal(all_reduce(strategy, "SUM", wide), expected)
+    with np.errstate(all="raise"):
+        huge = all_reduce(strategy, "SUM", np.full(3, 1.7e308))
+    assert np.isinf(huge).all()
+    many = all_reduce(strategy, "MEAN", np.full(20, rank, "int64"))
+    np.testing.assert_array_equal(many, np.full(20, (size - 1) / 2))
+
+    def differ():
+        context().all_reduce("SUM", x[: 100 + rank])
+
+    all_reduce(strategy, "SUM", x[:100])
+    raises_everywhere(mpidist.CollectiveMismatchError, lambda: strategy.run(differ))
+    np.testing.assert_array_equal(all_reduce(strategy, "SUM", x), expected)
+
+
 @mpi
 def test_simulated_nodes_that_differ_between_ranks(monkeypatch, rank, size):
     if size == 1:

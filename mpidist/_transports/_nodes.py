@@ -1,11 +1,11 @@
 """Reductions over several nodes, each with memory that its ranks share.
 
-Small arrays go to MPI as they are. Large ones are taken as one stream, which is cut into
-pieces as on one node (`Stream`), with one more step: when a rank has reduced its slice
-over its node, it all-reduces the slice with the ranks of the same number on the other
-nodes (its *peers*: one communicator per number; `Across`), in the result area of its
-node. So all ranks of a node send at the same time, each a part, and each byte leaves a
-node once.
+Small arrays go to MPI as they are. Large ones are taken as one stream, which is cut
+into pieces as on one node (`Stream`), with one more step: when a rank has reduced its
+slice over its node, it all-reduces the slice with the ranks of the same number on the
+other nodes (its *peers*: one communicator per number; `Across`), in the result area of
+its node. So all ranks of a node send at the same time, each a part, and each byte
+leaves a node once.
 
 Where nodes have different numbers of ranks, there are as many slices across nodes as
 the smallest node has ranks. The ranks of a larger node first reduce slices of their own
@@ -32,7 +32,7 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist import _board as board_module
-from mpidist._board import Board
+from mpidist._board import Board, LeftError
 from mpidist._comm import Communicator, MPIOp, Peers
 from mpidist._transports import _shared
 from mpidist._transports._across import FEW, Across
@@ -167,10 +167,16 @@ class NodesStream:
         encode: Convert | None = None,
         decode: Convert | None = None,
     ) -> None:
-        """Reduce arrays of all ranks. Collective.
+        """Reduce arrays of all ranks, as `Stream.reduce`. Collective.
 
         Args:
-            schedule, sends, receives, op, divisor, encode, decode: as in `Stream`.
+            schedule: for their sizes, and the dtype that travels.
+            sends: one-dimensional arrays; may be the ``receives``.
+            receives: one-dimensional arrays, for the results.
+            op: the operation.
+            divisor: what the results are divided by, before they are decoded.
+            encode: ``encode(number of the array, part of it, where to write it)``.
+            decode: ``decode(number of the array, what came out, where to write it)``.
         """
         nbytes = sum(schedule.sizes) * schedule.dtype.itemsize
         self._compresses = (
@@ -256,6 +262,7 @@ class SharingStream(NodesStream):
     ) -> None:
         super().__init__(peers, piece_bytes, comm.local_rank, comm.local_size)
         self._slices = comm.smallest_node
+        self._node_ranks = comm.node_ranks
         self._board = board
         self._inputs = inputs
         self._results = results
@@ -273,8 +280,10 @@ class SharingStream(NodesStream):
     ) -> None:
         try:
             self._reduce_pieces(schedule, sends, receives, op, by, encode, decode)
-        except BaseException:
+        except BaseException as error:
             self._board.leave()  # the others of the node wait for its ticks
+            if isinstance(error, LeftError):
+                raise LeftError(self._node_ranks[error.rank]) from None
             raise
 
     def _reduce_pieces(
