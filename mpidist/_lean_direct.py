@@ -90,8 +90,9 @@ class DirectReduce:
 
     def __call__(self, x: Any) -> Any:
         """Return the result; None where ``x`` has to go the long way. Collective."""
-        if not x.flags.c_contiguous:
-            return None
+        flags = x.flags
+        if not (flags.c_contiguous and flags.aligned):
+            return None  # mpi4py has no MPI datatype for what is not aligned
         start = time.perf_counter()
         try:
             result = self._empty(self._shape, self._dtype)
