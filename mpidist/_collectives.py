@@ -12,12 +12,22 @@ import dataclasses
 import functools
 import math
 import pickle
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 
-from mpidist import _arrays, _dtypes, _fusion, _gathering, _lean, _nest, _transports
+from mpidist import (
+    _arrays,
+    _dtypes,
+    _fusion,
+    _gathering,
+    _lean,
+    _lean_direct,
+    _nest,
+    _transports,
+)
 from mpidist._comm import AnyCommunicator
 from mpidist._guard import Guard
 from mpidist._options import (
@@ -370,8 +380,8 @@ class Collectives:
 
     def _shorten(self, plan: _Plan, op: ReduceOp, x: Any, call: str) -> None:
         """Have the next array of this dtype and shape go the short way."""
-        shared = self.transports.host
-        if not isinstance(shared, SharedTransport):
+        host = self.transports.host
+        if not (isinstance(host, SharedTransport) or self.guard.checks):
             return
         if len(self._short) >= _MOST_PLANS:
             self._short.clear()
@@ -389,10 +399,16 @@ class Collectives:
             residents = self._residents
             return self.guard.enabled or (residents is not None and residents.used)
 
-        made = _lean.make(
-            *(self.guard, plan.call, plan.leaves[0], shared, self._pool),
-            *(move, resides, meets, plan.hosting),
-        )
+        made: Any = None
+        if isinstance(host, SharedTransport):
+            made = _lean.make(
+                *(self.guard, plan.call, plan.leaves[0], host, self._pool),
+                *(move, resides, meets, plan.hosting),
+            )
+        elif plan.buckets[0].compression is None:
+            made = _lean_direct.make(
+                self.guard, plan.call, plan.leaves[0], host, self._pool
+            )
         if made is not None:
             self._short[call, op._name_, x.dtype, x.shape] = made
             if call == "all_reduce":
@@ -646,7 +662,7 @@ class Collectives:
         options: CommunicationOptions,
     ) -> _Plan:
         host = self._choose(options).host
-        streams = isinstance(host, SharedTransport)
+        streams = host.streams(sys.maxsize)
         bytes_per_pack = options.bytes_per_pack
         implementation = options.implementation
         compression = self.compression

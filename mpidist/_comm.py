@@ -25,7 +25,8 @@ from typing import Any, Final, Literal, Protocol
 import numpy as np
 
 from mpidist import _holdings
-from mpidist._board import MESSAGE_BYTES, WORDS, Board
+from mpidist._board import MESSAGE_BYTES, Board
+from mpidist._headers import Headers
 
 Buffer = Any  # a one-dimensional, C-contiguous NumPy or CuPy array
 MPIOp = Literal["SUM", "PROD", "MIN", "MAX"]
@@ -34,6 +35,11 @@ MPIOp = Literal["SUM", "PROD", "MIN", "MAX"]
 CHUNK_ELEMENTS: Final = 2**30
 NOTICE_TAG: Final = 7
 _PROBES: Final = 4
+_SWAP_TAG: Final = 8
+# Tests of a request before a waiting rank gives its core away, and between two looks
+# at what other ranks say.
+_TESTS: Final = 8
+_LOOK: Final = 4096
 _OSC: Final = "OMPI_MCA_osc"
 _KEY_BYTES: Final = 16
 _MPIX_GPU_SUPPORT_CUDA: Final = 0  # of MPICH's mpi.h
@@ -45,6 +51,10 @@ _LOCAL_RANK_VARIABLES: Final = (
     "MPI_LOCALRANKID",  # MPICH, Intel MPI
     "SLURM_LOCALID",  # srun
 )
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class Request(Protocol):
@@ -144,6 +154,9 @@ class Communicator:
         node = self._split_node()
         self.local_rank: int = node.Get_rank()
         self.local_size: int = node.Get_size()
+        ranks = np.empty(self.local_size, np.int64)
+        node.Allgather(np.array([self.rank], np.int64), ranks)
+        self.node_ranks: list[int] = [int(rank) for rank in ranks]
         node.Free()
         # The fewest ranks of a node, and the number of nodes: alike on all ranks.
         self.smallest_node: int = self.all_min(self.local_size)
@@ -153,6 +166,11 @@ class Communicator:
         self.traffic = Traffic()
         self.message_bytes = _MESSAGE_BYTES
         self.board: Board | None = None
+        crowded = self.machine_size > (os.cpu_count() or 1)
+        self._headers = Headers(self._prepare_maximum, crowded=crowded)
+        # Raises where a rank has given up; called now and then by those who wait for
+        # others in the middle of a payload.
+        self.look: Callable[[], None] = _nothing
         self._peers: list[Any] = []
         self._sync: Callable[[], None] = _nothing
         # Called when the communicator has been freed; whether it must not be.
@@ -193,6 +211,7 @@ class Communicator:
         for peers in self._peers:
             peers.Free()
         self._peers = []
+        self._headers.free()
         self._comm.Free()
 
     # --- nodes ------------------------------------------------------------------
@@ -219,7 +238,7 @@ class Communicator:
         if not has_peers:
             return None
         self._peers.append(peers)
-        return Peers(peers, self._ops)
+        return Peers(peers, self._ops, lambda: self.look())
 
     # --- memory that the ranks of a node share ----------------------------------
 
@@ -280,6 +299,11 @@ class Communicator:
         """Let MPI move along what it has under way."""
         self._comm.Iprobe(mpi_module().ANY_SOURCE, NOTICE_TAG)
 
+    @property
+    def meeting(self) -> Board | Headers:
+        """Where headers are exchanged: a board, or by MPI."""
+        return self._headers if self.board is None else self.board
+
     def use_board(self, board: Board | None) -> None:
         """Exchange headers and messages over a board from now on; None: by MPI."""
         self.board = board
@@ -304,6 +328,24 @@ class Communicator:
         for part in self._chunks(send.size):
             self._comm.Allreduce(send[part], receive[part], self._ops[op])
         self.traffic.count("Allreduce", send.nbytes)
+
+    def reducer(self, nbytes: int, op: MPIOp) -> Callable[[Buffer, Buffer], None]:
+        """Return a function that reduces as `allreduce`, without counting it.
+
+        Args:
+            nbytes: of the arrays, which may have any number of dimensions.
+            op: the operation.
+        """
+        operation, reduce = self._ops[op], self._comm.Allreduce
+        if nbytes <= self.chunk_elements:  # an element has a byte at least
+            return lambda send, receive: reduce(send, receive, operation)
+
+        def reduce_parts(send: Buffer, receive: Buffer) -> None:
+            send, receive = send.reshape(-1), receive.reshape(-1)
+            for part in self._chunks(send.size):
+                reduce(send[part], receive[part], operation)
+
+        return reduce_parts
 
     def allreduce_in_place(self, buffer: Buffer, op: MPIOp) -> None:
         """Reduce ``buffer`` of all ranks into itself, on all ranks."""
@@ -453,11 +495,32 @@ class Communicator:
 
     def start_header(self, words: list[int]) -> Request:
         """Start the elementwise maximum of `WORDS` integers over all ranks."""
-        if self.board is not None:
-            return self.board.start_header(words)
-        send, receive = np.array(words, np.int64), np.empty(WORDS, np.int64)
-        request = self._comm.Iallreduce(send, receive, self._ops["MAX"])
-        return _Pending(request, receive.tolist, (send, receive))
+        return self.meeting.start_header(words)
+
+    def _prepare_maximum(
+        self, send: Buffer, receive: Buffer
+    ) -> tuple[Callable[[], Any], Callable[[], bool], Callable[[], None]]:
+        """Prepare the maximum of ``send`` over all ranks. Collective.
+
+        Returns:
+            A function that starts it, one that says whether it has completed, and one
+            that gives it back.
+        """
+        comm, maximum = self._comm, self._ops["MAX"]
+        kept: Any = None
+        # An MPI before 4 has none, nor has an mpi4py before 4.
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            kept = comm.Allreduce_init(send, receive, maximum)
+        if self.all_min(int(kept is not None)):
+            return kept.Start, kept.Test, kept.Free
+        if kept is not None:
+            kept.Free()
+
+        def start() -> None:
+            nonlocal kept
+            kept = comm.Iallreduce(send, receive, maximum)
+
+        return start, lambda: kept.Test(), _nothing
 
     def start_message(self, data: bytes | None) -> Request:
         """Start sending at most `message_bytes` from rank 0 to all.
@@ -511,16 +574,58 @@ class Peers:
         size: the number of nodes.
     """
 
-    def __init__(self, comm: Any, ops: dict[str, Any]) -> None:
+    def __init__(
+        self, comm: Any, ops: dict[str, Any], look: Callable[[], None] = _nothing
+    ) -> None:
         self._comm = comm
         self._ops = ops
+        self._look = look
         self._in_place = mpi_module().IN_PLACE
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
 
-    def allreduce_in_place(self, buffer: Buffer, op: MPIOp) -> None:
-        """Reduce ``buffer`` of all peers into itself; at most `CHUNK_ELEMENTS`."""
-        self._comm.Allreduce(self._in_place, buffer, self._ops[op])
+    def allreduce(self, send: Buffer | None, receive: Buffer, op: MPIOp) -> None:
+        """Reduce ``send`` of all peers into ``receive``; at most `CHUNK_ELEMENTS`.
+
+        Args:
+            send: this rank's; None: it is in ``receive``.
+            receive: for the result.
+            op: the operation.
+        """
+        source = self._in_place if send is None else send
+        self._comm.Allreduce(source, receive, self._ops[op])
+
+    def swap(
+        self, sends: list[tuple[int, Buffer]], receives: list[tuple[int, Buffer]]
+    ) -> None:
+        """Send buffers to peers, and get others from them.
+
+        Args:
+            sends: for each the number of the peer, and the buffer.
+            receives: the same.
+
+        Raises:
+            CollectiveTimeoutError: if another rank gives up meanwhile.
+        """
+        requests: list[Any] = []
+        try:
+            for peer, buffer in receives:
+                requests.append(self._comm.Irecv(buffer, peer, _SWAP_TAG))
+            for peer, buffer in sends:
+                requests.append(self._comm.Isend(buffer, peer, _SWAP_TAG))
+            for request in requests:
+                test, tests = request.Test, 0
+                while not test():
+                    tests += 1
+                    if not tests % _TESTS:
+                        os.sched_yield()
+                        if not tests % _LOOK:
+                            self._look()
+        except BaseException:
+            # MPI may still write to them.
+            for kept in (requests, sends, receives):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+            raise
 
     def exchange(self, send: Buffer, receive: Buffer) -> None:
         """Send the k-th part of the bytes to peer k, and get one from each."""
@@ -566,10 +671,12 @@ class SelfCommunicator:
     host_name = "localhost"
     message_bytes = _MESSAGE_BYTES
     board: Board | None = None
+    meeting: Board | Headers | None = None
 
     def __init__(self) -> None:
         self.chunk_elements = CHUNK_ELEMENTS
         self.traffic = Traffic()
+        self.look: Callable[[], None] = _nothing
 
     def free(self) -> None:
         """Do nothing."""
@@ -580,6 +687,10 @@ class SelfCommunicator:
     def allreduce(self, send: Buffer, receive: Buffer, op: MPIOp) -> None:
         """Copy ``send`` into ``receive``."""
         receive[...] = send
+
+    def reducer(self, nbytes: int, op: MPIOp) -> Callable[[Buffer, Buffer], None]:
+        """Return a function that does as `allreduce`."""
+        return lambda send, receive: self.allreduce(send, receive, op)
 
     def allreduce_in_place(self, buffer: Buffer, op: MPIOp) -> None:
         """Do nothing."""
@@ -773,10 +884,6 @@ def _draw_key(comm: Any) -> bytes:
     key = np.frombuffer(os.urandom(_KEY_BYTES), np.uint8).copy()
     comm.Bcast(key, 0)
     return key.tobytes()
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 def _never() -> bool:

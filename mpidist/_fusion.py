@@ -17,7 +17,13 @@ import numpy as np
 from mpidist import _arrays, _dtypes
 from mpidist._comm import MPIOp
 from mpidist._options import ReduceOp
-from mpidist._transports import LINE, Compression, Schedule, SharedTransport, Transports
+from mpidist._transports import (
+    LINE,
+    Compression,
+    DirectTransport,
+    Schedule,
+    Transports,
+)
 
 _NUMPY_COMBINE: Final = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
 
@@ -140,7 +146,7 @@ def reserve(
 ) -> None:
     """Allocate what a bucket will need; may replace arrays by contiguous ones."""
     index = bucket.leaves[0]
-    if isinstance(transports.of(arrays[index]), SharedTransport):
+    if _streams(bucket, leaves, transports.of(arrays[index])):
         for index in bucket.leaves:
             arrays[index] = _arrays.contiguous(arrays[index])
     elif len(bucket.leaves) > 1:
@@ -192,7 +198,7 @@ def _reduce_bucket(
         return
     transport = transports.of(first)
     operation: MPIOp = reduction.mpi
-    if root is None and isinstance(transport, SharedTransport):
+    if root is None and _streams(bucket, leaves, transport):
         _reduce_stream(bucket, leaves, arrays, transport, results, operation)
         return
 
@@ -242,11 +248,24 @@ def _reduce_bucket(
             leaf.reduction.decode(part, comm.size, results[index])
 
 
+def _streams(bucket: Bucket, leaves: list[Leaf], transport: Any) -> bool:
+    """Whether a bucket goes as a stream, which needs no buffer."""
+    if not isinstance(transport, DirectTransport):
+        return False
+    reduction = leaves[bucket.leaves[0]].reduction
+    if reduction.mpi == "gather":
+        return False
+    return transport.streams(
+        bucket.size * int(reduction.wire.itemsize),
+        compressed=bucket.compression is not None,
+    )
+
+
 def _reduce_stream(
     bucket: Bucket,
     leaves: list[Leaf],
     arrays: list[Any],
-    transport: SharedTransport,
+    transport: Any,
     results: list[Any],
     operation: MPIOp,
 ) -> None:

@@ -149,6 +149,7 @@ class Guard:
         self._spins = 0 if crowded else _SPINS
         self._sent: list[Request] = []
         self._notices: dict[int, _Notice] = {}
+        comm.look = self._read_notices
 
     # --- the header -----------------------------------------------------------
 
@@ -179,7 +180,7 @@ class Guard:
     def agree_packed(self, call: Call, data: bytes, mark: int) -> bool:
         """As `agree_softly`, for a header that was packed before. Collective.
 
-        For guards that have a board, on or off.
+        For guards that are on, of more than one rank; with a board also those off.
 
         Returns:
             As `agree_softly`; False also where the ranks have met more than once.
@@ -189,7 +190,7 @@ class Guard:
             self._require_usable()
         timeout = self.timeout_seconds
         lateness = self._lateness(timeout)
-        board = self._comm.board
+        board = self._comm.meeting
         assert board is not None
         if not timeout or 4 * lateness < int(timeout * 1000):
             try:
@@ -410,7 +411,7 @@ class Guard:
     ) -> bool:
         send = self._send
         patience = -int(timeout * 1000) if timeout else -_FOR_EVER
-        board = self._comm.board
+        board = self._comm.meeting
         if board is not None and not flag:
             late = OVERDUE if 4 * lateness >= -patience else 0
             data = pack(late, call.fingerprint, soft, patience, send[MOST])

@@ -538,27 +538,13 @@ class MPIStrategy(Strategy):
         ops: CrossDeviceOps | None,
     ) -> None:
         kind = environment.implementation
-        compression: str | None = None
         if isinstance(given, CommunicationOptions):
-            compression = given.compression
             asked = given.implementation
             if asked is not CommunicationImplementation.AUTO:
                 kind = asked
-        compressed = (
-            communicator.num_nodes > 1
-            and kind is not CommunicationImplementation.DIRECT
-            and (compression or environment.compression) != "none"
-        )
         shared = _transports.set_up_shared(
             communicator,
-            # Between nodes only where it is asked for: on a real network it has not
-            # been measured.
-            wanted=compressed
-            or kind is CommunicationImplementation.SHARED
-            or (
-                communicator.num_nodes == 1
-                and kind is not CommunicationImplementation.DIRECT
-            ),
+            wanted=kind is not CommunicationImplementation.DIRECT,
             crowded=communicator.machine_size > (os.cpu_count() or 1),
         )
         enabled = environment.guard

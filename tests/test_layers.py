@@ -30,6 +30,7 @@ LAYERS = [
             "_holdings",
         ],
     ),
+    ("headers by MPI", ["_headers"]),
     ("foreign libraries, and reports", ["_arrays", "_comm", "_nest", "_reports"]),
     (
         "agreement, dtypes, rows, moving a buffer",
@@ -38,7 +39,7 @@ LAYERS = [
     ("packing, how a job ends, trying MPI", ["_fusion", "_process", "_probe"]),
     (
         "the short way of an all-reduce, reducing arrays where they are, gathering",
-        ["_lean", "_residents", "_gathering"],
+        ["_lean", "_lean_direct", "_residents", "_gathering"],
     ),
     ("the verbs, and the stack of frames", ["_collectives", "_context"]),
     ("from a call to its verb, and values", ["_dispatch", "_values"]),
@@ -89,7 +90,7 @@ FOLDERS = {
     "_transports": [
         ["_arena", "_compression"],
         ["_direct", "_stream"],
-        ["_shared", "_staged"],
+        ["_across", "_shared", "_staged"],
         ["_hosting", "_nodes", "_resident"],
         ["_nccl"],
         ["_devices"],

@@ -8,7 +8,7 @@ import pytest
 from replicas import context, everywhere, make, own, raises_everywhere
 
 import mpidist
-from mpidist._transports import _compression, _nodes
+from mpidist._transports import _across, _compression, _nodes
 from mpidist._transports._compression import CODECS, Compression
 
 SHARED = mpidist.experimental.CommunicationImplementation.SHARED
@@ -118,7 +118,7 @@ def test_errors_are_fed_back_and_those_of_infinities_are_not_kept(scheme, poison
 # --- under MPI ------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[2, 3])
+@pytest.fixture(params=[2, 3, 4])
 def nodes(request, monkeypatch, size):
     """The nodes that the ranks play: for each a list of its ranks."""
     count = request.param
@@ -130,7 +130,12 @@ def nodes(request, monkeypatch, size):
 
 
 @pytest.fixture
-def on_nodes(nodes, new_strategy):
+def on_nodes(nodes, new_strategy, monkeypatch):
+    """Make strategies that reduce by nodes whatever the size, in small pieces."""
+    for name in ("_LEAST_BYTES", "_LEAST_BYTES_OF_TWO"):
+        monkeypatch.setattr(_nodes, name, 1)
+    for name in ("_PIECE_BYTES", "_PIECE_BYTES_OF_ONE"):
+        monkeypatch.setattr(_nodes, name, 256 * 1024)
     return lambda **options: new_strategy(implementation=SHARED, **options)
 
 
@@ -156,14 +161,16 @@ def all_reduce(strategy, op, x, options=None):
 
 @mpi
 @core
-def test_sums_are_those_of_the_nodes(nodes, on_nodes, rank, size, monkeypatch):
+@pytest.mark.parametrize("whole", [True, False])
+def test_sums_are_those_of_the_nodes(nodes, on_nodes, rank, whole, monkeypatch):
+    if not whole:
+        monkeypatch.setattr(_across, "_WHOLE_BYTES", 0)
     strategy = on_nodes()
     comm = strategy._collectives.comm
     assert (comm.num_nodes, comm.smallest_node) == (
         len(nodes),
         min(len(ranks) for ranks in nodes),
     )
-    monkeypatch.setattr(_nodes, "_PIECE_BYTES", 256 * 1024)
     for count, dtype in [
         (0, "float32"),
         (1, "float64"),
@@ -177,9 +184,10 @@ def test_sums_are_those_of_the_nodes(nodes, on_nodes, rank, size, monkeypatch):
         before = x.copy()
         totals = [all_reduce(strategy, "SUM", x) for _ in range(3)]
         sums = sum_by_nodes(nodes, count, dtype)
-        if len(nodes) == 2:
-            assert totals[0].tobytes() == (sums[0] + sums[1]).tobytes()
-        np.testing.assert_allclose(totals[0], sum(sums), rtol=1e-4, atol=1e-2)
+        expected = sums[0]
+        for other in sums[1:]:
+            expected = expected + other
+        assert totals[0].tobytes() == expected.tobytes()
         assert len({*everywhere(totals[0].tobytes())}) == 1
         assert {total.tobytes() for total in totals} == {totals[0].tobytes()}
         assert x.tobytes() == before.tobytes()
@@ -290,6 +298,87 @@ def test_a_rank_that_stays_away_is_named(on_nodes, rank, size, away):
         mpidist.CollectiveTimeoutError, lambda: strategy.run(late)
     )
     assert all(f"rank {missing} did not come" in message for message in messages)
+
+
+class SignalError(Exception):
+    """What the handler of a signal raises, at any place."""
+
+
+@mpi
+@core
+@pytest.mark.parametrize("whom", ["first", "last"])
+def test_an_interrupt_between_nodes_ends_the_call_everywhere(
+    on_nodes, rank, size, whom, monkeypatch
+):
+    """Neither peers nor the others of their nodes wait for what does not come."""
+    strategy = on_nodes(timeout_seconds=50)
+    x = np.ones(300_000)
+
+    def reduce():
+        return context().all_reduce("SUM", x)
+
+    for _ in range(3):
+        strategy.run(reduce)
+    is_hit = rank == (0 if whom == "first" else size - 1)
+    if is_hit:
+        across = strategy._collectives.transports.host.stream._across
+
+        def interrupted(*args):
+            raise SignalError
+
+        monkeypatch.setattr(across, "reduce", interrupted)
+    start = time.monotonic()
+    with pytest.raises(SignalError if is_hit else mpidist.CollectiveTimeoutError):
+        strategy.run(reduce)
+    assert time.monotonic() - start < 20
+    with pytest.raises(mpidist.CollectiveTimeoutError, match="interrupted"):
+        strategy.run(reduce)
+
+
+@mpi
+@core
+def test_what_goes_by_nodes_unless_asked_otherwise(nodes, new_strategy, rank, size):
+    """Small arrays go to MPI, large ones by nodes: the sums are right at both."""
+    strategy = new_strategy()
+    host = strategy._collectives.transports.host
+    assert isinstance(host, _nodes.NodesTransport)
+    assert host.name == ("direct" if len(nodes) == size else "shared")
+    for nbytes in (host.least_bytes - 8, host.least_bytes, 5 * 2**20 + 8):
+        x = np.arange(nbytes // 8) % 1000 + rank * 1.0
+        for op, expected in (
+            ("SUM", (x - rank) * size + size * (size - 1) / 2),
+            ("MEAN", x - rank + (size - 1) / 2),
+            ("MAX", x - rank + size - 1),
+        ):
+            for _ in range(2):  # the long way, and the short one
+                np.testing.assert_array_equal(all_reduce(strategy, op, x), expected)
+            assert not host.comm.board
+
+
+@mpi
+@core
+def test_the_short_way_meets_the_long_one(nodes, new_strategy, rank, size):
+    """Ranks may differ in what lies where, and still make the same call."""
+    strategy = new_strategy()
+    x = np.arange(2_000.0) + rank
+    expected = np.arange(2_000.0) * size + size * (size - 1) / 2
+    for turn in range(6):
+        shifted = np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype)
+        shifted[...] = x
+        form = (x, np.repeat(x, 2)[::2], shifted)[(turn + rank) % 3]
+        np.testing.assert_array_equal(all_reduce(strategy, "SUM", form), expected)
+    with np.errstate(all="raise"):
+        huge = all_reduce(strategy, "SUM", np.full(3, 1.7e308))
+    assert np.isinf(huge).all()
+    many = all_reduce(strategy, "MEAN", np.full(20, rank, "int64"))
+    np.testing.assert_array_equal(many, np.full(20, (size - 1) / 2))
+
+    def differ():
+        context().all_reduce("SUM", x[: 100 + rank])
+
+    all_reduce(strategy, "SUM", x[:100])
+    raises_everywhere(mpidist.CollectiveMismatchError, lambda: strategy.run(differ))
+    np.testing.assert_array_equal(all_reduce(strategy, "SUM", x), expected)
 
 
 @mpi

@@ -127,8 +127,13 @@ def _host_reason(
         return "asked for"
     if wanted is CommunicationImplementation.SHARED:
         return "asked for"
-    if shared is not None:
-        return "all ranks are on one node" if comm.num_nodes == 1 else "compression"
-    if comm.num_nodes > 1:
-        return f"{comm.num_nodes} nodes; `shared` has to be asked for between nodes"
-    return "the ranks share no memory: see /dev/shm"
+    if comm.num_nodes == 1:
+        if shared is None:
+            return "the ranks share no memory: see /dev/shm"
+        return "all ranks are on one node"
+    nodes = f"{comm.num_nodes} nodes"
+    if comm.num_nodes == comm.size:
+        return f"{nodes} of one rank"
+    if shared is None:
+        return f"{nodes}, whose ranks share no memory: see /dev/shm"
+    return f"{nodes}, whose ranks share memory for large arrays"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from mpidist import _arrays
@@ -18,6 +19,26 @@ class DirectTransport:
 
     def __init__(self, comm: AnyCommunicator) -> None:
         self.comm = comm
+
+    def streams(self, nbytes: int, *, compressed: bool = False) -> bool:
+        """Whether arrays of so many bytes together go as a stream.
+
+        Args:
+            nbytes: of all arrays of a bucket.
+            compressed: whether they travel compressed, if between nodes.
+        """
+        return False
+
+    def reducer(self, nbytes: int, op: MPIOp) -> Callable[[Any, Any], None]:
+        """Return the fastest way from a host array to one for its result.
+
+        It does not count what it moves.
+
+        Args:
+            nbytes: of the array, which is C-contiguous and goes uncompressed.
+            op: the operation.
+        """
+        return self.comm.reducer(nbytes, op)
 
     def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
         """Reduce ``send`` of all ranks into ``receive``."""

@@ -1,37 +1,43 @@
 """Reductions over several nodes, each with memory that its ranks share.
 
-A piece goes through the window as on one node (`SharedTransport`), with one more step:
-when a rank has reduced its slice over its node, it all-reduces the slice with the ranks
-of the same number on the other nodes (its *peers*: one communicator per number), into
-the result area of its node. So all ranks of a node send at the same time, each a part.
+Small arrays go to MPI as they are. Large ones are taken as one stream, which is cut
+into pieces as on one node (`Stream`), with one more step: when a rank has reduced its
+slice over its node, it all-reduces the slice with the ranks of the same number on the
+other nodes (its *peers*: one communicator per number; `Across`), in the result area of
+its node. So all ranks of a node send at the same time, each a part, and each byte
+leaves a node once.
 
 Where nodes have different numbers of ranks, there are as many slices across nodes as
 the smallest node has ranks. The ranks of a larger node first reduce slices of their own
 over the node, all of them, and tick once more before the slices across nodes go out.
 
-Of small arrays every rank copies all in; the first rank of each node, the *leader*,
-reduces them, all-reduces with the other leaders, and writes the result. Those that are
-smaller still go to MPI as they are: three waits would take longer than its own.
+Where every node has one rank there is nothing to share: a piece that is part of one
+array goes from where it is to where its result will be, others are packed.
 
 Order of summation: within a node that of its ranks. The sums of the nodes are added in
-the order that MPI takes for them: with two nodes there is one; with more it depends on
-the number of nodes and the size of the piece, and is the same in every run. All ranks
-have the same bits. With compression it is the order of the nodes.
+the order of the nodes, where these are few (`FEW`), or with compression; else in that
+which MPI takes for their number and the size of the slice, the same in every run. All
+ranks have the same bits.
 
-Where every node has one rank there is nothing to share: `OnePerNode` is
-`DirectTransport`, but for compression.
+Why two areas for each are enough: as in `Stream`. The sums across nodes are in the
+result area before the tick that tells of them.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
 from mpidist import _board as board_module
-from mpidist._comm import Communicator, MPIOp
+from mpidist._board import Board, LeftError
+from mpidist._comm import Communicator, MPIOp, Peers
 from mpidist._transports import _shared
-from mpidist._transports._compression import Compression, compresses
+from mpidist._transports._across import FEW, Across
+from mpidist._transports._compression import LEAST_BYTES as COMPRESSED_BYTES
+from mpidist._transports._compression import Compression
 from mpidist._transports._direct import DirectTransport
 from mpidist._transports._shared import (
     SMALLEST_AREA,
@@ -39,154 +45,302 @@ from mpidist._transports._shared import (
     areas_of,
     make_board,
 )
-from mpidist._transports._stream import COMBINE
+from mpidist._transports._stream import (
+    COMBINE,
+    Convert,
+    Piece,
+    Schedule,
+    slice_of,
+)
 
-_BY_MPI_BYTES: Final = 4 * 1024
-# Leaders read the arrays of their whole node, so less where it has more ranks.
-_BY_LEADERS_BYTES: Final = 256 * 1024
-_HALVE_BYTES: Final = 2**20
-_PIECE_BYTES: Final = 8 * 2**20
-_LINE: Final = 64
+_LEAST_BYTES: Final = 2 * 2**20
+_LEAST_BYTES_OF_TWO: Final = 128 * 1024
+_PIECE_BYTES: Final = 2 * 2**20
+_PIECE_BYTES_OF_ONE: Final = 4 * 2**20
+_LEAST_SLICE: Final = 128 * 1024
+_MOST_SCHEDULES: Final = 64
 
 
 class NodesTransport(DirectTransport):
-    """All-reduces host arrays through the windows of the nodes."""
+    """All-reduces large host arrays by the nodes; all else as `DirectTransport`."""
 
-    name = "shared"
-
-    def __init__(self, comm: Communicator, area_bytes: int, *, crowded: bool) -> None:
-        """Make the window and the communicators. Collective."""
+    def __init__(self, comm: Communicator, stream: NodesStream, least: int) -> None:
+        """Take what `set_up` has made."""
         super().__init__(comm)
-        self.comm: Communicator = comm
-        self._me = comm.local_rank
-        self._ranks = comm.local_size
-        self._slices = comm.smallest_node
-        self._area_bytes = area_bytes
-        head = board_module.BYTES
-        own = head + 2 * area_bytes + (0 if self._me else 2 * area_bytes)
-        parts = comm.share_memory(own, head)
-        self._board = make_board(comm, parts, crowded=crowded)
-        self._inputs = [areas_of(part, head, area_bytes) for part in parts]
-        self._results = areas_of(parts[0], head + 2 * area_bytes, area_bytes)
-        self._turn = 0
-        # The same on all ranks, as every choice of a way.
-        self._by_leaders = _BY_LEADERS_BYTES * comm.num_nodes // comm.size
-        self._peers = comm.split_peers()
+        self.name = "direct" if comm.num_nodes == comm.size else "shared"
+        self.stream = stream
+        self.least_bytes = least
 
-    @np.errstate(all="ignore")
+    @property
+    def compression(self) -> Compression | None:
+        """Of the bucket that is being reduced."""
+        return self.stream.compression
+
+    @compression.setter
+    def compression(self, compression: Compression | None) -> None:
+        self.stream.compression = compression
+
+    def streams(self, nbytes: int, *, compressed: bool = False) -> bool:
+        """Whether arrays of so many bytes together go as a stream."""
+        return nbytes >= self.least_bytes or (compressed and nbytes > COMPRESSED_BYTES)
+
     def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
         """Reduce ``send`` of all ranks into ``receive``."""
-        if send.size == 0:
-            return
-        if send.nbytes <= _BY_MPI_BYTES:
+        compressed = self.compression is not None
+        if not self.streams(send.nbytes, compressed=compressed):
             super().allreduce(send, receive, op)
             return
         self.comm.traffic.count("Allreduce", send.nbytes)
-        compression = self.compression
-        if compression is not None and compresses(op, send):
-            self._reduce_by_slices(send, receive, op, compression)
-        elif send.nbytes <= self._by_leaders:
-            self._reduce_by_leaders(send, receive, op)
-        else:
-            self._reduce_by_slices(send, receive, op, None)
+        schedule = self.stream.schedule((send.size,), send.dtype)
+        self.stream.reduce(schedule, [send], [receive], op)
 
     def allreduce_in_place(self, buffer: Any, op: MPIOp) -> None:
         """Reduce ``buffer`` of all ranks into itself."""
-        if buffer.nbytes <= _BY_MPI_BYTES:
-            super().allreduce_in_place(buffer, op)  # which MPI calls another call
-        else:
+        compressed = self.compression is not None
+        if self.streams(buffer.nbytes, compressed=compressed):
             self.allreduce(buffer, buffer, op)
+        else:
+            super().allreduce_in_place(buffer, op)
 
-    def _reduce_by_leaders(self, send: Any, receive: Any, op: MPIOp) -> None:
-        self._turn ^= 1
-        board, turn, result = self._board, self._turn, self._result(send)
-        if self._me:
-            self._inputs[self._me][turn][: send.nbytes].view(send.dtype)[...] = send
-            # One tick for the copy, and one for the result: the leader's comes last.
-            board.tick()
-            board.tick()
-            board.wait()
-            receive[...] = result
-            return
-        board.step()
-        combine = COMBINE[op]
-        total = send
-        for pair in self._inputs[1:]:
-            part = pair[turn][: send.nbytes].view(send.dtype)
-            combine(total, part, out=receive)
-            total = receive
-        if self._ranks == 1:
-            receive[...] = send
-        if self._peers is not None:
-            self._peers.allreduce_in_place(receive, op)
-        result[...] = receive
-        board.tick()
+    def reducer(self, nbytes: int, op: MPIOp) -> Callable[[Any, Any], None]:
+        """Return the fastest way from a host array to one for its result."""
+        if not self.streams(nbytes):
+            return super().reducer(nbytes, op)
 
-    def _reduce_by_slices(
-        self, send: Any, receive: Any, op: MPIOp, compression: Compression | None
+        def reduce(send: Any, receive: Any) -> None:
+            stream = self.stream
+            schedule = stream.schedule((send.size,), send.dtype)
+            stream.reduce(schedule, [send.reshape(-1)], [receive.reshape(-1)], op)
+
+        return reduce
+
+
+class NodesStream:
+    """Reduces arrays of all ranks, piece by piece; for nodes of one rank each.
+
+    Args:
+        peers: one rank of each node; None on a rank that has none.
+        piece_bytes: the most bytes of a piece.
+        rank: this rank's number on its node.
+        ranks: of this node.
+    """
+
+    compression: Compression | None = None
+    _halves = False  # few pieces: the same on nodes with one rank and with several
+
+    def __init__(
+        self, peers: Peers | None, piece_bytes: int, rank: int = 0, ranks: int = 1
     ) -> None:
-        room = min(self._area_bytes, _PIECE_BYTES) // send.dtype.itemsize
-        if send.nbytes > _HALVE_BYTES and send.size < 2 * room:
-            half = -(-send.size // 2)  # two pieces of one size overlap better
-            room = min(room, -(-half // _LINE) * _LINE)
-        before: tuple[Any, Any] | None = None
-        for start in range(0, send.size, room):
-            source = send[start : start + room]
-            self._turn ^= 1
-            self._copy_in(source)
-            if before is not None:
-                self._copy_out(*before)
-            self._board.step()
-            result = self._result(source)
-            self._reduce_piece(source, result, op, compression)
-            self._board.tick()
-            before = receive[start : start + room], result
-        if before is not None:
-            self._copy_out(*before)
+        self._peers = peers
+        self._across = None if peers is None else Across(peers, piece_bytes)
+        self._rank = rank
+        self._ranks = ranks
+        self._schedules: dict[Any, Schedule] = {}
+        self.piece_bytes = piece_bytes
+        # For pieces of several arrays; no memory before it is used.
+        self._packed = np.empty(piece_bytes, np.uint8)
 
-    def _copy_out(self, target: Any, result: Any) -> None:
-        self._board.wait()
-        target[...] = result
+    def schedule(self, sizes: tuple[int, ...], dtype: Any) -> Schedule:
+        """Return the schedule for arrays of these sizes."""
+        key = (sizes, dtype)
+        found = self._schedules.get(key)
+        if found is None:
+            if len(self._schedules) >= _MOST_SCHEDULES:
+                self._schedules.clear()
+            found = self._schedules[key] = Schedule(
+                sizes,
+                dtype,
+                self.piece_bytes // dtype.itemsize,
+                self._rank,
+                self._ranks,
+                halve=self._halves,
+            )
+        return found
 
-    def _result(self, like: Any) -> Any:
-        return self._results[self._turn][: like.nbytes].view(like.dtype)
-
-    def _reduce_piece(
-        self, source: Any, result: Any, op: MPIOp, compression: Compression | None
+    def reduce(
+        self,
+        schedule: Schedule,
+        sends: list[Any],
+        receives: list[Any],
+        op: MPIOp,
+        divisor: int | None = None,
+        encode: Convert | None = None,
+        decode: Convert | None = None,
     ) -> None:
-        """Reduce this rank's slices of a piece that all ranks of the node have.
+        """Reduce arrays of all ranks, as `Stream.reduce`. Collective.
 
         Args:
-            source: this rank's piece.
-            result: where it goes, for all of the node.
+            schedule: for their sizes, and the dtype that travels.
+            sends: one-dimensional arrays; may be the ``receives``.
+            receives: one-dimensional arrays, for the results.
             op: the operation.
-            compression: of what goes to other nodes.
+            divisor: what the results are divided by, before they are decoded.
+            encode: ``encode(number of the array, part of it, where to write it)``.
+            decode: ``decode(number of the array, what came out, where to write it)``.
         """
-        self._reduce_on_node(source, result, op)
-        if self._ranks > self._slices:
-            self._board.step()  # the slices of other ranks are in the one across nodes
-        if self._peers is None:
-            return
-        first, last = self._bounds(result, self._slices)
-        if first == last:
-            return
-        part = result[first:last]
-        if compression is not None:
-            compression.allreduce(self._peers, part)
-        else:
-            self._peers.allreduce_in_place(part, op)
+        nbytes = sum(schedule.sizes) * schedule.dtype.itemsize
+        self._compresses = (
+            self.compression is not None
+            and op == "SUM"
+            and schedule.dtype.kind == "f"
+            and nbytes > COMPRESSED_BYTES
+        )
+        by = None if divisor is None else schedule.dtype.type(divisor)
+        with np.errstate(all="ignore"):
+            self._reduce(schedule, sends, receives, op, by, encode, decode)
 
-    def _reduce_on_node(self, source: Any, result: Any, op: MPIOp) -> None:
-        first, last = self._bounds(result, self._ranks)
-        if first == last:
+    def _reduce(
+        self,
+        schedule: Schedule,
+        sends: list[Any],
+        receives: list[Any],
+        op: MPIOp,
+        by: Any,
+        encode: Convert | None,
+        decode: Convert | None,
+    ) -> None:
+        dtype = schedule.dtype
+        for piece in schedule.pieces:
+            if len(piece.all) == 1 and encode is None:
+                leaf, where, _, _ = piece.all[0]
+                source = _part(sends[leaf], where)
+                target = _part(receives[leaf], where)
+                same = sends[leaf] is receives[leaf]
+                self._reduce_across(None if same else source, target, op, by)
+                continue
+            last = piece.all[-1][3]
+            packed = self._packed[: last * dtype.itemsize].view(dtype)
+            for leaf, where, start, stop in piece.all:
+                x = _part(sends[leaf], where)
+                if encode is None:
+                    packed[start:stop] = x
+                else:
+                    encode(leaf, x, packed[start:stop])
+            self._reduce_across(None, packed, op, by)
+            for leaf, where, start, stop in piece.all:
+                out = _part(receives[leaf], where)
+                if decode is None:
+                    out[...] = packed[start:stop]
+                else:
+                    decode(leaf, packed[start:stop], out)
+
+    def _reduce_across(self, source: Any, target: Any, op: MPIOp, by: Any) -> None:
+        """All-reduce with the peers, and divide; the source None is in the target."""
+        if self._compresses and self._peers is not None:
+            if source is not None:
+                target[...] = source
+            assert self.compression is not None
+            self.compression.allreduce(self._peers, target)
+        elif self._across is not None:
+            self._across.reduce(source, target, op)
+        if by is not None:
+            np.true_divide(target, by, out=target)
+
+
+class SharingStream(NodesStream):
+    """The same for nodes of which some have several ranks, which share memory.
+
+    Args:
+        comm: all ranks.
+        peers: as in `NodesStream`.
+        board: of this node.
+        inputs: for each rank of the node its two areas.
+        results: two areas of the node for results.
+        piece_bytes: the size of an area, or less.
+    """
+
+    _halves = True  # one is copied while the other is reduced
+
+    def __init__(
+        self,
+        comm: Communicator,
+        peers: Peers | None,
+        board: Board,
+        inputs: list[Any],
+        results: Any,
+        piece_bytes: int,
+    ) -> None:
+        super().__init__(peers, piece_bytes, comm.local_rank, comm.local_size)
+        self._slices = comm.smallest_node
+        self._node_ranks = comm.node_ranks
+        self._board = board
+        self._inputs = inputs
+        self._results = results
+        self._turn = 0
+
+    def _reduce(
+        self,
+        schedule: Schedule,
+        sends: list[Any],
+        receives: list[Any],
+        op: MPIOp,
+        by: Any,
+        encode: Convert | None,
+        decode: Convert | None,
+    ) -> None:
+        try:
+            self._reduce_pieces(schedule, sends, receives, op, by, encode, decode)
+        except BaseException as error:
+            self._board.leave()  # the others of the node wait for its ticks
+            if isinstance(error, LeftError):
+                raise LeftError(self._node_ranks[error.rank]) from None
+            raise
+
+    def _reduce_pieces(
+        self,
+        schedule: Schedule,
+        sends: list[Any],
+        receives: list[Any],
+        op: MPIOp,
+        by: Any,
+        encode: Convert | None,
+        decode: Convert | None,
+    ) -> None:
+        board, dtype, me = self._board, schedule.dtype, self._rank
+        before: tuple[Any, Piece] | None = None
+        for piece in schedule.pieces:
+            self._turn ^= 1
+            turn = self._turn
+            area = self._inputs[me][turn].view(dtype)
+            for leaf, where, start, stop in (
+                piece.others if encode is None else piece.all
+            ):
+                x = _part(sends[leaf], where)
+                if encode is None:
+                    area[start:stop] = x
+                else:
+                    encode(leaf, x, area[start:stop])
+            if before is not None:
+                self._copy_out(before, receives, decode)
+            board.step()
+            result = self._results[turn].view(dtype)
+            if encode is not None:
+                self._combine(turn, piece.first, piece.last, result, op, None)
+            else:
+                for leaf, where, start, stop in piece.own:
+                    x = _part(sends[leaf], where)
+                    self._combine(turn, start, stop, result, op, x)
+            if self._ranks > self._slices:
+                board.step()  # slices of other ranks are in the one across nodes
+            if me < self._slices:
+                first, last = slice_of(piece.all[-1][3], dtype, me, self._slices)
+                if first < last:
+                    self._reduce_across(None, result[first:last], op, by)
+            board.tick()
+            before = result, piece
+        if before is not None:
+            self._copy_out(before, receives, decode)
+
+    def _combine(
+        self, turn: int, start: int, stop: int, result: Any, op: MPIOp, own: Any
+    ) -> None:
+        """Reduce a part of a piece over the node, in the order of its ranks."""
+        if start == stop:
             return
-        turn, size = self._turn, result.dtype.itemsize
-        parts = [
-            pair[turn][first * size : last * size].view(result.dtype)
-            for pair in self._inputs
-        ]
-        parts[self._me] = source[first:last]
-        out = result[first:last]
+        parts = [pair[turn].view(result.dtype)[start:stop] for pair in self._inputs]
+        if own is not None:
+            parts[self._rank] = own
+        out = result[start:stop]
         if len(parts) == 1:
             out[...] = parts[0]
             return
@@ -195,50 +349,21 @@ class NodesTransport(DirectTransport):
         for part in parts[2:]:
             combine(out, part, out=out)
 
-    def _copy_in(self, source: Any) -> None:
-        """Copy a piece to where the others read it, but for this rank's own slice."""
-        first, last = self._bounds(source, self._ranks)
-        area = self._inputs[self._me][self._turn][: source.nbytes].view(source.dtype)
-        area[:first] = source[:first]
-        area[last:] = source[last:]
-
-    def _bounds(self, piece: Any, slices: int) -> tuple[int, int]:
-        """Return where this rank's slice of a piece begins and ends, on cache lines."""
-        line = max(1, _LINE // piece.dtype.itemsize)
-        lines = -(-piece.size // line)
-        first = lines * self._me // slices * line
-        last = lines * (self._me + 1) // slices * line
-        return min(first, piece.size), min(last, piece.size)
+    def _copy_out(
+        self, piece: tuple[Any, Piece], receives: list[Any], decode: Convert | None
+    ) -> None:
+        result, cut = piece
+        self._board.wait()
+        for leaf, where, start, stop in cut.all:
+            out = _part(receives[leaf], where)
+            if decode is None:
+                out[...] = result[start:stop]
+            else:
+                decode(leaf, result[start:stop], out)
 
 
-class OnePerNode(DirectTransport):
-    """MPI on the buffer as it stands, or compressed: every node has one rank."""
-
-    def __init__(self, comm: Communicator) -> None:
-        """Make the communicator. Collective."""
-        super().__init__(comm)
-        self._peers = comm.split_peers()
-
-    def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
-        """Reduce ``send`` of all ranks into ``receive``."""
-        compression = self.compression
-        if compression is None or not compresses(op, send) or self._peers is None:
-            super().allreduce(send, receive, op)
-            return
-        self.comm.traffic.count("Allreduce", send.nbytes)
-        if receive is not send:
-            receive[...] = send
-        room = _PIECE_BYTES // send.dtype.itemsize
-        for start in range(0, send.size, room):
-            compression.allreduce(self._peers, receive[start : start + room])
-
-    def allreduce_in_place(self, buffer: Any, op: MPIOp) -> None:
-        """Reduce ``buffer`` of all ranks into itself."""
-        compression = self.compression
-        if compression is None or not compresses(op, buffer):
-            super().allreduce_in_place(buffer, op)
-        else:
-            self.allreduce(buffer, buffer, op)
+def _part(x: Any, where: slice | None) -> Any:
+    return x if where is None else x[where]
 
 
 def set_up(
@@ -248,7 +373,7 @@ def set_up(
 
     Args:
         comm: the ranks.
-        wanted: whether this rank wants memory that ranks share, or compression.
+        wanted: whether this rank wants more than MPI on the whole array.
         crowded: whether this machine has more ranks than cores.
 
     Returns:
@@ -257,10 +382,39 @@ def set_up(
     if comm.num_nodes == 1:
         return _shared.set_up(comm, wanted=wanted, crowded=crowded)
     if comm.num_nodes == comm.size:
-        return OnePerNode(comm) if comm.all_min(int(wanted)) else None
-    area = comm.all_min(
-        area_bytes_for(comm.machine_size + comm.num_nodes) if wanted else 0
-    )
+        if not comm.all_min(int(wanted)):
+            return None
+        least = _LEAST_BYTES_OF_TWO if comm.size == 2 else _LEAST_BYTES
+        # Many leave it to MPI, as a whole.
+        least = least if comm.size <= FEW else sys.maxsize
+        stream = NodesStream(comm.split_peers(), _PIECE_BYTES_OF_ONE)
+        return NodesTransport(comm, stream, least)
+    area = area_bytes_for(comm.machine_size + comm.num_nodes) if wanted else 0
+    area = comm.all_min(min(area, piece_bytes_for(comm.smallest_node)))
     if area < SMALLEST_AREA:
         return None
-    return NodesTransport(comm, area, crowded=crowded)
+    peers = comm.split_peers()
+    made: NodesTransport | None = None
+    try:
+        made = _share(comm, peers, area, crowded=crowded)
+    except Exception as error:  # an MPI that has no such windows here
+        print(f"mpidist: no memory that the ranks share: {error}", file=sys.stderr)
+    return made if comm.all_min(int(made is not None)) else None
+
+
+def piece_bytes_for(slices: int) -> int:
+    """Return how large pieces are, of which each slice is all-reduced over nodes."""
+    return max(_PIECE_BYTES, _LEAST_SLICE * slices)
+
+
+def _share(
+    comm: Communicator, peers: Peers | None, area: int, *, crowded: bool
+) -> NodesTransport:
+    """Make the window of each node. Collective."""
+    head = board_module.BYTES
+    parts = comm.share_memory(head + (2 if comm.local_rank else 4) * area, head)
+    board = make_board(comm, parts, crowded=crowded)
+    inputs = [areas_of(part, head, area) for part in parts]
+    results = areas_of(parts[0], head + 2 * area, area)
+    stream = SharingStream(comm, peers, board, inputs, results, area)
+    return NodesTransport(comm, stream, _LEAST_BYTES)

@@ -70,6 +70,10 @@ class SharedTransport(DirectTransport):
         """Return the input areas of all ranks for pieces of a turn."""
         return [pair[turn] for pair in self._inputs]
 
+    def streams(self, nbytes: int, *, compressed: bool = False) -> bool:
+        """Whether arrays of so many bytes together go as a stream: all do."""
+        return True
+
     def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
         """Reduce ``send`` of all ranks into ``receive``."""
         if send.size == 0:

@@ -72,13 +72,21 @@ class Schedule:
     __slots__ = ("dtype", "pieces", "sizes")
 
     def __init__(
-        self, sizes: tuple[int, ...], dtype: Any, room: int, rank: int, ranks: int
+        self,
+        sizes: tuple[int, ...],
+        dtype: Any,
+        room: int,
+        rank: int,
+        ranks: int,
+        *,
+        halve: bool = True,
     ) -> None:
         """Cut arrays of these sizes into pieces of at most ``room`` elements."""
         self.dtype = dtype
         self.sizes = sizes
         self.pieces: list[Piece] = []
-        room = _room(sum(sizes), room)
+        if halve or sum(sizes) > room:
+            room = _room(sum(sizes), room)
         segments: list[Segment] = []
         used = 0
         for leaf, size in enumerate(sizes):
@@ -100,16 +108,22 @@ def _piece(
     segments: list[Segment], count: int, dtype: Any, rank: int, ranks: int
 ) -> Piece:
     """Give each rank a slice of a piece: of whole lines of the cache."""
-    line = max(1, _LINE // dtype.itemsize)
-    lines = math.ceil(count / line)
-    first = min(lines * rank // ranks * line, count)
-    last = min(lines * (rank + 1) // ranks * line, count)
+    first, last = slice_of(count, dtype, rank, ranks)
     own, others = [], []
     for segment in segments:
         own += _clip(segment, first, last)
         others += _clip(segment, 0, first)
         others += _clip(segment, last, count)
     return Piece(first, last, own, others, segments)
+
+
+def slice_of(count: int, dtype: Any, rank: int, ranks: int) -> tuple[int, int]:
+    """Return where the slice of a rank begins and ends: on lines of the cache."""
+    line = max(1, _LINE // dtype.itemsize)
+    lines = math.ceil(count / line)
+    first = min(lines * rank // ranks * line, count)
+    last = min(lines * (rank + 1) // ranks * line, count)
+    return first, last
 
 
 def _clip(segment: Segment, first: int, last: int) -> list[Segment]:
