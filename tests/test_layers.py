@@ -90,6 +90,7 @@ FOLDERS = {
         ["_compression"],
         ["_direct", "_stream"],
         ["_shared", "_staged"],
+        ["_across"],
         ["_nodes", "_resident"],
         ["_nccl"],
         ["_devices"],
