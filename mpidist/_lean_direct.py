@@ -8,7 +8,6 @@ what the long way shows, so some may go this way and others that.
 from __future__ import annotations
 
 import time
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,11 +21,6 @@ if TYPE_CHECKING:
     from mpidist._pool import Pool
     from mpidist._reports import Call
     from mpidist._transports import DirectTransport
-
-# As in `_lean`: what overflows becomes infinite.
-warnings.filterwarnings(
-    "ignore", category=RuntimeWarning, module=r"mpidist\._lean_direct"
-)
 
 
 def make(
@@ -54,7 +48,6 @@ class DirectReduce:
 
     __slots__ = (
         "_call",
-        "_count",
         "_data",
         "_dtype",
         "_empty",
@@ -82,11 +75,9 @@ class DirectReduce:
         self._shape = leaf.shape
         self._dtype = reduction.wire
         self._nbytes = leaf.size * self._dtype.itemsize
-        self._reduce = transport.reducer(self._nbytes, operation)
+        divisor = transport.comm.size if reduction.op is ReduceOp.MEAN else None
+        self._reduce = transport.reducer(self._nbytes, operation, divisor)
         self._empty = pool.empty if self._nbytes >= SMALLEST else np.empty
-        self._count: Any = None
-        if reduction.op is ReduceOp.MEAN:
-            self._count = self._dtype.type(transport.comm.size)
 
     def __call__(self, x: Any) -> Any:
         """Return the result; None where ``x`` has to go the long way. Collective."""
@@ -101,15 +92,7 @@ class DirectReduce:
         self._guard.agree_packed(self._call, self._data, 0)
         try:
             self._reduce(x, result)
-            if self._count is not None:
-                self._divide(result)
         except BaseException as error:
             raise self._guard.leave_payload(self._call, error) from None
         self._traffic.add("Allreduce", self._nbytes, start)
         return result
-
-    def _divide(self, result: Any) -> None:
-        try:
-            np.true_divide(result, self._count, out=result)
-        except (RuntimeWarning, FloatingPointError):  # the result is whole
-            pass

@@ -240,9 +240,12 @@ class Calls:
             if (x.shape, x.dtype) != (expected.shape, expected.dtype):
                 wrong += f"{text}: {x.dtype} {x.shape} for {expected.dtype}; "
             elif op == "PROD" and dtype.kind == "c":
-                # NumPy's loops differ in whether they round between * and +.
-                close = np.allclose(x, expected, 1e-5, 1e-300, equal_nan=True)
-                if self.exact and not close:
+                # NumPy's loops differ in whether they round between * and +; MPI's
+                # also in what infinity times a complex number is.
+                if not self.exact:
+                    finite = np.isfinite(x) & np.isfinite(expected)
+                    x, expected = x[finite], expected[finite]
+                if not np.allclose(x, expected, 1e-5, 1e-300, equal_nan=True):
                     wrong += f"{text}: {x} for {expected}; "
             elif self.exact and _raw(x) != _raw(expected):
                 wrong += f"{text}: {x} for {expected}; "

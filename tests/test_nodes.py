@@ -370,6 +370,12 @@ def test_the_short_way_meets_the_long_one(nodes, new_strategy, rank, size):
     with np.errstate(all="raise"):
         huge = all_reduce(strategy, "SUM", np.full(3, 1.7e308))
     assert np.isinf(huge).all()
+    for count in (300, 700_000):  # one that goes to MPI, and one by nodes
+        means = np.arange(float(count)) + rank
+        for turn in range(4):
+            options = Options(timeout_seconds=40) if (turn + rank) % 2 else None
+            found = all_reduce(strategy, "MEAN", means, options)
+            np.testing.assert_array_equal(found, means - rank + (size - 1) / 2)
     many = all_reduce(strategy, "MEAN", np.full(20, rank, "int64"))
     np.testing.assert_array_equal(many, np.full(20, (size - 1) / 2))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from mpidist import _arrays
 from mpidist._comm import AnyCommunicator, MPIOp
 from mpidist._transports._compression import Compression
@@ -29,7 +31,9 @@ class DirectTransport:
         """
         return False
 
-    def reducer(self, nbytes: int, op: MPIOp) -> Callable[[Any, Any], None]:
+    def reducer(
+        self, nbytes: int, op: MPIOp, divisor: int | None = None
+    ) -> Callable[[Any, Any], None]:
         """Return the fastest way from a host array to one for its result.
 
         It does not count what it moves.
@@ -37,8 +41,18 @@ class DirectTransport:
         Args:
             nbytes: of the array, which is C-contiguous and goes uncompressed.
             op: the operation.
+            divisor: what the result is divided by.
         """
-        return self.comm.reducer(nbytes, op)
+        reduce = self.comm.reducer(nbytes, op)
+        if divisor is None:
+            return reduce
+
+        def reduce_and_divide(send: Any, receive: Any) -> None:
+            reduce(send, receive)
+            with np.errstate(all="ignore"):
+                np.true_divide(receive, receive.dtype.type(divisor), out=receive)
+
+        return reduce_and_divide
 
     def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
         """Reduce ``send`` of all ranks into ``receive``."""

@@ -102,15 +102,22 @@ class NodesTransport(DirectTransport):
         else:
             super().allreduce_in_place(buffer, op)
 
-    def reducer(self, nbytes: int, op: MPIOp) -> Callable[[Any, Any], None]:
-        """Return the fastest way from a host array to one for its result."""
+    def reducer(
+        self, nbytes: int, op: MPIOp, divisor: int | None = None
+    ) -> Callable[[Any, Any], None]:
+        """Return the fastest way from a host array to one for its result.
+
+        Another rank may go the long way in the same call. So the stream divides here
+        as there: each rank its slice, for all of its node.
+        """
         if not self.streams(nbytes):
-            return super().reducer(nbytes, op)
+            return super().reducer(nbytes, op, divisor)
 
         def reduce(send: Any, receive: Any) -> None:
             stream = self.stream
             schedule = stream.schedule((send.size,), send.dtype)
-            stream.reduce(schedule, [send.reshape(-1)], [receive.reshape(-1)], op)
+            send, receive = send.reshape(-1), receive.reshape(-1)
+            stream.reduce(schedule, [send], [receive], op, divisor)
 
         return reduce
 
