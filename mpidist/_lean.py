@@ -201,18 +201,18 @@ class HostedReduce:
         start = time.perf_counter()
         hosting = self._hosting
         arrays = [x.reshape(-1)]
-        place = hosting.place()
-        if place is None:
-            try:
+        try:
+            place = hosting.place()
+            if place is None:
                 result = self._pool.empty(self._shape, self._dtype)
-            except MemoryError:
-                return None  # where all ranks are told
-            self._board.note(NOWHERE)
-        else:
-            block, offset = place
-            result = np.ndarray(self._shape, self._dtype, block)
-            self._board.note(offset)
-            hosting.copy_in(offset, arrays)
+                self._board.note(NOWHERE)
+            else:
+                block, offset = place
+                result = np.ndarray(self._shape, self._dtype, block)
+                self._board.note(offset)
+                hosting.copy_in(offset, arrays)
+        except MemoryError:
+            return None  # where all ranks are told
         if not self._guard.agree_packed(self._call, self._data, HOSTED):
             self._move(x, result)
             return result
