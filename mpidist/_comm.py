@@ -24,7 +24,7 @@ from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 
-from mpidist import _holdings
+from mpidist import _holdings, _mapping
 from mpidist._board import MESSAGE_BYTES, WORDS, Board
 
 Buffer = Any  # a one-dimensional, C-contiguous NumPy or CuPy array
@@ -242,16 +242,17 @@ class Communicator:
     def share_segment(self, nbytes: int, zeros: int) -> _holdings.Segment:
         """Make memory that the ranks of this node share. Collective.
 
-        It is given back when nothing on the node views it any more.
+        It is given back when nothing on the node views it any more; what a rank views
+        stays after `MPI_Finalize`, where the system can do that.
 
         Args:
             nbytes: how much this rank adds: a multiple of the size of a page.
             zeros: as in `share_memory`.
         """
-        return self._share(nbytes, zeros)[0]
+        return self._share(nbytes, zeros, lasting=True)[0]
 
     def _share(
-        self, nbytes: int, zeros: int
+        self, nbytes: int, zeros: int, *, lasting: bool = False
     ) -> tuple[_holdings.Segment, Callable[[], None]]:
         mpi = mpi_module()
         node = self._split_node()
@@ -259,13 +260,16 @@ class Communicator:
         window.Lock_all(mpi.MODE_NOCHECK)
         buffers = [window.Shared_query(rank)[0] for rank in range(self.local_size)]
         places = [(int(buffer.address), int(buffer.nbytes)) for buffer in buffers]
+        again = _mapping.map_again(places) if lasting else None
 
         def give_back() -> None:
+            if again is not None:
+                _mapping.unmap(again)
             window.Unlock_all()
             window.Free()
 
         key = _draw_key(node)
-        segment = _holdings.Segment(key, self.local_size, give_back, places)
+        segment = _holdings.Segment(key, self.local_size, give_back, again or places)
         segment.view(self.local_rank)[:zeros] = 0
         window.Sync()
         node.Barrier()

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from launching import run_ranks
 from replicas import context, own
 
 import mpidist
@@ -465,3 +466,31 @@ def test_an_mpi_without_a_second_window(new_strategy, rank, size, monkeypatch, c
     for _ in range(2):
         found = run(strategy, lambda: context().all_reduce("SUM", [x, x]))
         assert all((y == size * (size + 1) / 2).all() for y in found)
+
+
+FINALIZE = """
+import numpy as np
+from mpi4py import MPI
+import mpidist
+
+def reduce():
+    return mpidist.get_replica_context().all_reduce("SUM", np.ones(30_000))
+
+strategy = mpidist.MPIStrategy()
+buffer = strategy.buffers_like(np.ones(30_000))
+for _ in range(2):
+    (found,) = strategy.experimental_local_results(strategy.run(reduce))
+if %r == "close":
+    strategy.close()
+MPI.Finalize()
+found += 1
+buffer += 1
+print(int(found.sum() + buffer.sum()), flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["", "close"])
+def test_results_outlive_mpi(how):
+    done = run_ranks(2, ["-c", FINALIZE % how], timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["120000"] * 2

@@ -28,6 +28,7 @@ LAYERS = [
             "_pool",
             "_functions",
             "_holdings",
+            "_mapping",
         ],
     ),
     ("foreign libraries, and reports", ["_arrays", "_comm", "_nest", "_reports"]),
