@@ -216,15 +216,17 @@ class HostedReduce:
         if not self._guard.agree_packed(self._call, self._data, HOSTED):
             self._move(x, result)
             return result
-        offsets = self._board.notes()
-        if min(offsets) == NOWHERE:
-            self._move(x, result)
-            return result
         try:
-            hosting.reduce(offsets, arrays)
+            offsets = self._board.notes()
+            hosted = min(offsets) != NOWHERE
+            if hosted:
+                hosting.reduce(offsets, arrays)
         except BaseException as error:
             raise self._guard.leave_payload(self._call, error) from None
-        self._traffic.add("Allreduce", self._nbytes, start)
+        if hosted:
+            self._traffic.add("Allreduce", self._nbytes, start)
+        else:
+            self._move(x, result)
         return result
 
 

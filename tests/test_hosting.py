@@ -453,6 +453,25 @@ def test_a_rank_without_memory_takes_the_long_way(shared, rank, size, monkeypatc
 
 
 @mpi
+@core
+def test_a_loss_that_is_kept_does_not_keep_its_gradients(shared, rank, size):
+    if shared._collectives.comm.board is None:
+        pytest.skip("one rank reduces nothing")
+    empty = shared._collectives.transports.host.arena.empty
+    losses, starts = [], set()
+    for k in range(10):
+        nest = {"gradient": np.full(30_000, 1.0), "loss": np.array(float(k + rank))}
+        found = run(shared, lambda nest=nest: context().all_reduce("SUM", nest))
+        losses.append(found["loss"])
+        del found
+        starts.add(empty(240_064)[1])  # 30,000 float64, and a line for the loss
+    assert len(starts) == 1
+    for k, loss in enumerate(losses):
+        assert loss == size * k + size * (size - 1) / 2
+        assert (type(loss), loss.shape) == (np.ndarray, ())
+
+
+@mpi
 def test_an_mpi_without_a_second_window(new_strategy, rank, size, monkeypatch, capfd):
     def fail(self, nbytes, zeros):
         raise MemoryError("no room")
