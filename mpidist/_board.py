@@ -45,6 +45,9 @@ SPARE_WORDS: Final = 128
 _SPARE: Final = _RING + RING_BYTES // 8
 BYTES: Final = 12 * 1024  # of a part: all of this, in whole pages
 
+STRONGLY_ORDERED: Final = os.uname().machine in ("x86_64", "i686", "AMD64")
+"""Whether all processors see what one writes in the order in which it was written."""
+
 _SPINS: Final = 2000
 _YIELDS: Final = 30
 _TESTS: Final = 64

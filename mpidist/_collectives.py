@@ -516,6 +516,9 @@ class Collectives:
         """
         try:
             self._move(reduction, transports, root)
+            if reduction.offset != NOWHERE and reduction.plan.hosting is not None:
+                for i in reduction.plan.hosting.tiny:
+                    reduction.results[i] = reduction.results[i].copy()
         except BaseException as error:
             raise self.guard.leave_payload(reduction.plan.call, error) from None
 

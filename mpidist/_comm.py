@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import importlib
 import itertools
 import os
@@ -24,8 +25,8 @@ from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 
-from mpidist import _holdings
-from mpidist._board import MESSAGE_BYTES, Board
+from mpidist import _holdings, _mapping
+from mpidist._board import MESSAGE_BYTES, STRONGLY_ORDERED, Board
 from mpidist._headers import Headers
 
 Buffer = Any  # a one-dimensional, C-contiguous NumPy or CuPy array
@@ -261,7 +262,8 @@ class Communicator:
     def share_segment(self, nbytes: int, zeros: int) -> _holdings.Segment:
         """Make memory that the ranks of this node share. Collective.
 
-        It is given back when nothing on the node views it any more.
+        It is given back when nothing on the node views it any more; what a rank views
+        stays after `MPI_Finalize`, where the system can do that.
 
         Args:
             nbytes: how much this rank adds: a multiple of the size of a page.
@@ -278,18 +280,34 @@ class Communicator:
         window.Lock_all(mpi.MODE_NOCHECK)
         buffers = [window.Shared_query(rank)[0] for rank in range(self.local_size)]
         places = [(int(buffer.address), int(buffer.nbytes)) for buffer in buffers]
+        sync: Callable[[], None] = window.Sync
 
-        def give_back() -> None:
+        def free() -> None:
             window.Unlock_all()
             window.Free()
 
+        # What windows are left at the end MPI frees in the order of each rank's numbers
+        # for them, and in each it waits for the other ranks: that may be for ever. So
+        # none is kept where the memory can be had without, and no fence is needed.
+        again = _mapping.map_again(places) if STRONGLY_ORDERED else None
+        mapped = np.array([again is not None], np.int64)
+        node.Allreduce(mpi.IN_PLACE, mapped, mpi.MIN)
         key = _draw_key(node)
+        if mapped[0] and again is not None:
+            free()
+            places, sync = again, _nothing
+            give_back: Callable[[], None] = functools.partial(_mapping.unmap, again)
+        else:
+            if again is not None:
+                _mapping.unmap(again)
+            give_back = free
         segment = _holdings.Segment(key, self.local_size, give_back, places)
         segment.view(self.local_rank)[:zeros] = 0
-        window.Sync()
+        if sync is not _nothing:
+            sync()
         node.Barrier()
         node.Free()  # the window has its own
-        return segment, window.Sync
+        return segment, sync
 
     def fence(self) -> None:
         """Order what this rank reads and writes in shared memory."""

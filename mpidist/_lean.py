@@ -218,30 +218,32 @@ class HostedReduce:
         start = time.perf_counter()
         hosting = self._hosting
         arrays = [x.reshape(-1)]
-        place = hosting.place()
-        if place is None:
-            try:
+        try:
+            place = hosting.place()
+            if place is None:
                 result = self._pool.empty(self._shape, self._dtype)
-            except MemoryError:
-                return None  # where all ranks are told
-            self._board.note(NOWHERE)
-        else:
-            block, offset = place
-            result = np.ndarray(self._shape, self._dtype, block)
-            self._board.note(offset)
-            hosting.copy_in(offset, arrays)
+                self._board.note(NOWHERE)
+            else:
+                block, offset = place
+                result = np.ndarray(self._shape, self._dtype, block)
+                self._board.note(offset)
+                hosting.copy_in(offset, arrays)
+        except MemoryError:
+            return None  # where all ranks are told
         if not self._guard.agree_packed(self._call, self._data, HOSTED):
             self._move(x, result)
             return result
-        offsets = self._board.notes()
-        if min(offsets) == NOWHERE:
-            self._move(x, result)
-            return result
         try:
-            hosting.reduce(offsets, arrays)
+            offsets = self._board.notes()
+            hosted = min(offsets) != NOWHERE
+            if hosted:
+                hosting.reduce(offsets, arrays)
         except BaseException as error:
             raise self._guard.leave_payload(self._call, error) from None
-        self._traffic.add("Allreduce", self._nbytes, start)
+        if hosted:
+            self._traffic.add("Allreduce", self._nbytes, start)
+        else:
+            self._move(x, result)
         return result
 
 

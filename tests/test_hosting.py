@@ -3,13 +3,15 @@
 import gc
 import itertools
 import random
+import sys
 
 import numpy as np
 import pytest
+from launching import run_ranks
 from replicas import context, own
 
 import mpidist
-from mpidist import _holdings
+from mpidist import _comm, _holdings
 from mpidist._holdings import Segment
 from mpidist._transports import _arena, _hosting
 from mpidist._transports._arena import Arena
@@ -121,6 +123,66 @@ def test_thousands_of_kept_results_are_not_searched_in_each_call(make_arena):
     for _ in range(650):
         assert arena.empty(100) is None
     assert len(looked) <= 10
+
+
+class StopError(Exception):
+    """What a signal's handler raises."""
+
+
+def interrupt(function, step):
+    """Call a function, with an exception before one of its steps; say if it came."""
+    left = step
+
+    def trace(frame, event, arg):
+        nonlocal left
+        if not frame.f_code.co_filename.endswith(("_arena.py", "_holdings.py")):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left < 0:
+                raise StopError
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    except StopError:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_exceptions_between_any_two_steps_leave_places_where_they_are(make_arena):
+    """What a rank tells the others is where its memory is, whatever signals raise."""
+    came, step = True, 0
+    while came:
+        arena = make_arena(60 * KIB)
+        base = arena.parts[0].ctypes.data
+        kept = arena.empty(7000)
+        assert arena.empty(3000) is not None  # and dropped
+        came = interrupt(lambda arena=arena: arena.empty(7000), step)
+        live = [kept]
+        for nbytes in (7000, 3000, 7000):
+            arena.empty(nbytes)  # and dropped
+            block, start = arena.empty(nbytes)
+            assert block.ctypes.data == base + start, step
+            assert all(not np.shares_memory(block, x) for x, _ in live), step
+            live.append((block, start))
+        step += 1
+    assert step > 50
+
+
+def test_all_ranks_may_take_fresh_memory_at_once(monkeypatch):
+    monkeypatch.setattr(_holdings, "_held", {})
+    memory = np.zeros(200 * KIB, np.uint8)
+    places = [(memory.ctypes.data, 100 * KIB)] * 2
+    arena = Arena(Segment(b"key", 1, lambda: None, places), 0, 2, 100 * KIB)
+    monkeypatch.setattr(_arena, "free_bytes", lambda: 70 * KIB)
+    assert arena.empty(40 * KIB) is None
+    assert arena.empty(30 * KIB) is not None
 
 
 # --- layout, in one process -----------------------------------------------------------
@@ -360,3 +422,94 @@ def test_update_reads_what_was_reduced(shared, rank, size):
     for _ in range(20):
         shared.run(step)
     assert (variable.numpy() == 20 * size * (size + 1) / 2).all()
+
+
+@mpi
+@core
+def test_a_rank_without_memory_takes_the_long_way(shared, rank, size, monkeypatch):
+    """Where it fails for want of memory alone, the call goes on all the same."""
+    if shared._collectives.comm.board is None:
+        pytest.skip("one rank reduces nothing")
+    x = np.full(50_000, rank + 1.0)
+
+    def reduce():
+        return context().all_reduce("SUM", x)
+
+    run(shared, reduce)
+    copy_in = _hosting.Hosting.copy_in
+    for victim in range(size):
+        failed = []
+
+        def fail(*args, victim=victim, failed=failed):
+            if rank == victim and not failed:
+                failed.append(True)
+                raise MemoryError
+            copy_in(*args)
+
+        monkeypatch.setattr(_hosting.Hosting, "copy_in", fail)
+        found = run(shared, reduce)
+        assert (found == size * (size + 1) / 2).all()
+        assert bool(failed) == (rank == victim)
+
+
+@mpi
+@core
+def test_a_loss_that_is_kept_does_not_keep_its_gradients(shared, rank, size):
+    if shared._collectives.comm.board is None:
+        pytest.skip("one rank reduces nothing")
+    empty = shared._collectives.transports.host.arena.empty
+    losses, starts = [], set()
+    for k in range(10):
+        nest = {"gradient": np.full(30_000, 1.0), "loss": np.array(float(k + rank))}
+        found = run(shared, lambda nest=nest: context().all_reduce("SUM", nest))
+        losses.append(found["loss"])
+        del found
+        starts.add(empty(240_064)[1])  # 30,000 float64, and a line for the loss
+    assert len(starts) == 1
+    for k, loss in enumerate(losses):
+        assert loss == size * k + size * (size - 1) / 2
+        assert (type(loss), loss.shape) == (np.ndarray, ())
+
+
+@mpi
+def test_an_mpi_without_a_second_window(new_strategy, rank, size, monkeypatch, capfd):
+    def fail(self, nbytes, zeros):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(_comm.Communicator, "share_segment", fail)
+    strategy = new_strategy(implementation=SHARED)
+    if size > 1:
+        assert strategy._collectives.transports.host.arena is None
+        assert "no memory for results: no room" in capfd.readouterr().err
+    x = np.full(50_000, rank + 1.0)
+    for _ in range(2):
+        found = run(strategy, lambda: context().all_reduce("SUM", [x, x]))
+        assert all((y == size * (size + 1) / 2).all() for y in found)
+
+
+FINALIZE = """
+import numpy as np
+from mpi4py import MPI
+import mpidist
+
+def reduce():
+    return mpidist.get_replica_context().all_reduce("SUM", np.ones(30_000))
+
+strategy = mpidist.MPIStrategy()
+buffer = strategy.buffers_like(np.ones(30_000))
+for _ in range(2):
+    (found,) = strategy.experimental_local_results(strategy.run(reduce))
+if %r == "close":
+    strategy.close()
+MPI.Finalize()
+found += 1
+buffer += 1
+print(int(found.sum() + buffer.sum()), flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["", "close"])
+def test_results_outlive_mpi(how):
+    done = run_ranks(2, ["-c", FINALIZE % how], timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["120000"] * 2

@@ -28,6 +28,7 @@ LAYERS = [
             "_pool",
             "_functions",
             "_holdings",
+            "_mapping",
         ],
     ),
     ("headers by MPI", ["_headers"]),

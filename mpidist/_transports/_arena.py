@@ -2,7 +2,7 @@
 
 An *arena* is a window in which each rank has a part of the same size. A rank places its
 results in its own part, where it likes, and tells the others where (`Board.note`).
-They read there while a call lasts, and never write.
+They read and write there while a call lasts (`_hosting`), and never after it.
 
 A result keeps its place for as long as the user keeps it, or a view of it, also when
 the strategy is closed; then the place is used again. Memory of a window comes from a
@@ -34,15 +34,6 @@ _PAUSE: Final = 64
 _PAGE: Final = 4096
 # Where results begin in their first page: see `_pool`.
 _OFFSET: Final = _PAGE // 2
-
-
-def _count_unused() -> int:
-    """Return the references to an array that only a list has, as this Python counts."""
-    kept = [np.empty(0, np.uint8)]
-    return sys.getrefcount(kept[0])
-
-
-_UNUSED: Final = _count_unused()
 
 
 class Arena:
@@ -80,7 +71,8 @@ class Arena:
         if places is not None:
             number = places.find()
             if number is not None:
-                return places.blocks[number], places.starts[number]
+                place = places.kept[number]
+                return place.block, place.start
         room = _pages(nbytes)
         start: int | None = self._end
         if self._end + room > self.nbytes:
@@ -95,24 +87,24 @@ class Arena:
         assert start is not None
         stop = start + room
         if stop > self._high:
-            if stop - self._high > free_bytes():
+            # All ranks may look at this moment, before any has written.
+            if (stop - self._high) * len(self.parts) > free_bytes():
                 return None
             self._high = stop
         self._end = max(self._end, stop)
         start += _OFFSET
         block = self._segment.view(self._me, start, nbytes)
-        places = self._kept.setdefault(nbytes, _Places())
-        places.starts.append(start)
-        places.blocks.append(block)
+        # In one step: what a signal raises may come between any two.
+        self._kept.setdefault(nbytes, _Places([])).kept.append(_Place(start, block))
         return block, start
 
     def _gap(self, room: int) -> int | None:
         """Return where the first gap of so many bytes begins."""
         end = 0
         for start, stop in sorted(
-            (start - _OFFSET, start - _OFFSET + _pages(size))
+            (place.start - _OFFSET, place.start - _OFFSET + _pages(size))
             for size, places in self._kept.items()
-            for start in places.starts
+            for place in places.kept
         ):
             if start - end >= room:
                 return end
@@ -124,30 +116,39 @@ class Arena:
         """Forget the places that are not in use."""
         for size in list(self._kept):
             used = self._kept[size].used()
-            if used.blocks:
+            if used.kept:
                 self._kept[size] = used
             else:
                 del self._kept[size]
 
 
+class _Place:
+    """Where a place begins, and its memory."""
+
+    __slots__ = ("block", "start")
+
+    def __init__(self, start: int, block: Any) -> None:
+        self.start = start
+        self.block = block
+
+
 class _Places:
-    """Places of one size: where they begin, and their memory."""
+    """Places of one size."""
 
-    __slots__ = ("_next", "blocks", "starts")
+    __slots__ = ("_next", "kept")
 
-    def __init__(self) -> None:
-        self.starts: list[int] = []
-        self.blocks: list[Any] = []
+    def __init__(self, kept: list[_Place]) -> None:
+        self.kept = kept
         self._next = 0
 
     def find(self) -> int | None:
         """Return the number of one that is not in use; looks at a few."""
-        blocks, count = self.blocks, len(self.blocks)
+        kept, count = self.kept, len(self.kept)
         number = self._next
         for _ in range(min(count, _LOOKS)):
             if number >= count:
                 number = 0
-            if sys.getrefcount(blocks[number]) <= _UNUSED:
+            if sys.getrefcount(kept[number].block) <= _UNUSED:
                 self._next = number
                 return number
             number += 1
@@ -156,12 +157,18 @@ class _Places:
 
     def used(self) -> _Places:
         """Return those that are in use."""
-        places = _Places()
-        for number, start in enumerate(self.starts):
-            if sys.getrefcount(self.blocks[number]) > _UNUSED:
-                places.starts.append(start)
-                places.blocks.append(self.blocks[number])
-        return places
+        return _Places(
+            [place for place in self.kept if sys.getrefcount(place.block) > _UNUSED]
+        )
+
+
+def _count_unused() -> int:
+    """Return the references to an array that only a place has, as Python counts."""
+    place = _Place(0, np.empty(0, np.uint8))
+    return sys.getrefcount(place.block)
+
+
+_UNUSED: Final = _count_unused()
 
 
 def _pages(nbytes: int) -> int:
@@ -175,7 +182,13 @@ def set_up(comm: Communicator) -> Arena | None:
     nbytes = comm.all_min(min(room, _LARGEST) // _PAGE * _PAGE)
     if nbytes < SMALLEST:
         return None
-    segment = comm.share_segment(nbytes, 0)
+    segment = None
+    try:
+        segment = comm.share_segment(nbytes, 0)
+    except Exception as error:  # all else can do without
+        print(f"mpidist: no memory for results: {error}", file=sys.stderr)
+    if not comm.all_min(int(segment is not None)) or segment is None:
+        return None
     return Arena(segment, comm.local_rank, comm.local_size, nbytes)
 
 

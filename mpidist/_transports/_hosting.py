@@ -123,6 +123,10 @@ class Hosting:
         leaves: what is reduced; the same on all ranks, and at least one.
         rank: this rank.
         ranks: how many there are.
+
+    Attributes:
+        nbytes: the size of a place.
+        tiny: the leaves whose results are better copied than kept in a place.
     """
 
     def __init__(
@@ -139,6 +143,12 @@ class Hosting:
         self._me = rank
         self._ranks = ranks
         self._starts, self.nbytes, self._pieces = _lay_out(leaves, rank, ranks)
+        # A loss that is kept must not keep the gradients beside it.
+        self.tiny = [
+            number
+            for number, leaf in enumerate(leaves)
+            if math.prod(leaf.shape) * leaf.dtype.itemsize <= LINE < self.nbytes
+        ]
         # By where the places are: making a view takes as long as a small sum.
         self._entries: dict[int, list[list[_Entry]]] = {}
         self._steps: dict[tuple[int, ...], list[_Step]] = {}

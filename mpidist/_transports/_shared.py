@@ -89,12 +89,11 @@ class SharedTransport(DirectTransport):
 
 def make_board(comm: Communicator, parts: list[Any], *, crowded: bool) -> Board:
     """Return the board at the beginning of the parts of a window."""
-    strong = os.uname().machine in ("x86_64", "i686", "AMD64")
     return Board(
         [part[: board_module.BYTES] for part in parts],
         comm.local_rank,
         crowded=crowded,
-        fence=None if strong else comm.fence,
+        fence=None if board_module.STRONGLY_ORDERED else comm.fence,
         progress=comm.progress,
     )
 
