@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import os
 import struct
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -51,6 +52,7 @@ STRONGLY_ORDERED: Final = os.uname().machine in ("x86_64", "i686", "AMD64")
 _SPINS: Final = 2000
 _YIELDS: Final = 30
 _TESTS: Final = 64
+_LOOKS: Final = 64 * _TESTS
 
 pack: Final = struct.Struct("5q").pack
 """Make the words of a header that are compared: flags, print, soft, patience, most."""
@@ -60,15 +62,17 @@ OVERDUE: Final = 2
 
 
 class LeftError(Exception):
-    """Another rank has left in the middle of a payload.
+    """Another rank has left in the middle of a payload, or does not go on.
 
     Attributes:
         rank: which.
+        why: what it has done, as a part of a sentence.
     """
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"rank {rank} has left")
+    def __init__(self, rank: int, why: str = "has left") -> None:
+        super().__init__(f"rank {rank} {why}")
         self.rank = rank
+        self.why = why
 
 
 class Board:
@@ -81,6 +85,7 @@ class Board:
             its core away at once.
         fence: makes what was written before it visible before what is written after.
         progress: moves along what MPI has under way.
+        patience: gives the seconds that a rank waits for a tick; 0: for ever.
     """
 
     def __init__(
@@ -91,6 +96,7 @@ class Board:
         crowded: bool,
         fence: Callable[[], None] | None,
         progress: Callable[[], None],
+        patience: Callable[[], float] = float,
     ) -> None:
         self._words = [memoryview(part[:BYTES]).cast("B").cast("q") for part in parts]
         self._bytes = [memoryview(part[:BYTES]).cast("B") for part in parts]
@@ -100,6 +106,8 @@ class Board:
         self._spins = 0 if crowded else _SPINS
         self._fence = fence
         self._progress = progress
+        self._patience = patience
+        self._since = 0.0
         self._tick = 0
         # Messages that were begun, and written or read; and the bytes of the latter.
         self._message = 0
@@ -227,10 +235,12 @@ class Board:
     def wait(self) -> None:
         """Wait until all ranks have made as many steps as this one.
 
-        Without a deadline: a header has shown that all are on their way.
+        A header has shown that all are on their way. But one that a signal interrupts
+        between the header and its first step may not come.
 
         Raises:
-            LeftError: if a rank that has not made as many has left.
+            LeftError: if a rank that has not made as many has left, or has not made
+                them for as long as `patience` says.
         """
         tick = self._tick
         for words in self._others:
@@ -243,8 +253,19 @@ class Board:
                         self._progress()
                         if words[_LEFT]:
                             raise LeftError(self._rank_of(words))
+                        if not count % _LOOKS:
+                            self._look_at_clock(words, first=count == -_LOOKS)
         if self._fence is not None:
             self._fence()
+
+    def _look_at_clock(self, words: Any, *, first: bool) -> None:
+        now = time.monotonic()
+        patience = self._patience()
+        if first:
+            self._since = now
+        elif patience and now - self._since > patience:
+            why = f"has not gone on for {patience:.3g} s, and so left"
+            raise LeftError(self._rank_of(words), why)
 
     def _rank_of(self, words: Any) -> int:
         return next(k for k, w in enumerate(self._words) if w is words)

@@ -172,6 +172,7 @@ class Communicator:
         # Raises where a rank has given up; called now and then by those who wait for
         # others in the middle of a payload.
         self.look: Callable[[], None] = _nothing
+        self.patience = 0.0  # seconds to wait for a tick of another rank; 0: for ever
         self._peers: list[Any] = []
         self._sync: Callable[[], None] = _nothing
         # Called when the communicator has been freed; whether it must not be.
@@ -695,6 +696,7 @@ class SelfCommunicator:
         self.chunk_elements = CHUNK_ELEMENTS
         self.traffic = Traffic()
         self.look: Callable[[], None] = _nothing
+        self.patience = 0.0  # seconds to wait for a tick of another rank; 0: for ever
 
     def free(self) -> None:
         """Do nothing."""

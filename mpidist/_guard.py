@@ -78,6 +78,10 @@ _NOTICE_INTERVAL: Final = 0.05
 # How long a rank waits for the notices of others before it names who is missing.
 _SETTLE_SECONDS: Final = 0.25
 
+# How long a rank waits, at least, for another that is in the same payload: it may have
+# been stopped, or wait for memory.
+_LEAST_PATIENCE: Final = 30.0
+
 _NO_FLOOR: Final = sys.maxsize
 
 _R = TypeVar("_R")
@@ -150,6 +154,8 @@ class Guard:
         self._sent: list[Request] = []
         self._notices: dict[int, _Notice] = {}
         comm.look = self._read_notices
+        if timeout_seconds:
+            comm.patience = max(timeout_seconds, _LEAST_PATIENCE)
 
     # --- the header -----------------------------------------------------------
 
@@ -584,9 +590,10 @@ class Guard:
                 time.sleep(_SHORT_SLEEP)
             else:
                 self.broken = (
-                    f"rank {error.rank} has left {call.text} before its end; this "
+                    f"rank {error.rank} {error.why} {call.text} before its end; this "
                     "strategy can not be used any more"
                 )
+                self._post_notice(call.text, self.broken)
                 error = self._broken_error()
         self._interrupt(call.text, error)
         if self._comm.board is not None:

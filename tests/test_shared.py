@@ -494,3 +494,39 @@ def test_an_interrupt_in_the_middle_ends_the_call_everywhere(
     assert time.monotonic() - start < 20
     with pytest.raises(mpidist.CollectiveTimeoutError, match=r"interrupted|has left"):
         strategy.run(reduce)
+
+
+@mpi
+@core
+@pytest.mark.parametrize("count", [20_000, 3_000_000])
+def test_a_rank_that_does_not_go_on_is_not_waited_for_without_end(
+    new_strategy, rank, size, count
+):
+    """A signal's handler raises after the agreement, where nothing tells the others."""
+    if size == 1:
+        pytest.skip("one rank waits for nobody")
+    strategy = new_strategy(implementation=SHARED, timeout_seconds=50)
+    x = np.ones(count)
+
+    def reduce():
+        return context().all_reduce("SUM", x)
+
+    strategy.run(reduce)
+    strategy._collectives.comm.patience = 0.5
+    if rank == size - 1:
+        interrupt_once(strategy._collectives.guard, "agree_packed", before=False)
+        with pytest.raises(SignalError):
+            reduce_alone(strategy, x)
+        time.sleep(2)
+    else:
+        start = time.monotonic()
+        with pytest.raises(mpidist.CollectiveTimeoutError, match="has not gone on"):
+            strategy.run(reduce)
+        assert time.monotonic() - start < 20
+    with pytest.raises(mpidist.CollectiveTimeoutError):
+        strategy.run(reduce)
+
+
+def reduce_alone(strategy, x):
+    """All-reduce as in a replica function, of which the others are not told."""
+    strategy._collectives.all_reduce(mpidist.ReduceOp.SUM, x)

@@ -290,7 +290,7 @@ class SharingStream(NodesStream):
         except BaseException as error:
             self._board.leave()  # the others of the node wait for its ticks
             if isinstance(error, LeftError):
-                raise LeftError(self._node_ranks[error.rank]) from None
+                raise LeftError(self._node_ranks[error.rank], error.why) from None
             raise
 
     def _reduce_pieces(

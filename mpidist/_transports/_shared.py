@@ -95,6 +95,7 @@ def make_board(comm: Communicator, parts: list[Any], *, crowded: bool) -> Board:
         crowded=crowded,
         fence=None if board_module.STRONGLY_ORDERED else comm.fence,
         progress=comm.progress,
+        patience=lambda: comm.patience,
     )
 
 
