@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 for _module in (r"mpidist\._lean", r"mpidist\._transports\._hosting"):
     warnings.filterwarnings("ignore", category=RuntimeWarning, module=_module)
 _FUSED: Final = 1  # the mark of a fused array in its header
+# Smaller arrays in memory that the ranks share are copied in faster than the long way
+# finds where they are.
+_RESIDENT: Final = 4 * 2**20
 HOSTED: Final = 2
 """The mark of arrays whose results are where all ranks can write."""
 
@@ -213,7 +216,9 @@ class HostedReduce:
 
     def __call__(self, x: Any) -> Any:
         """Return the result; None where ``x`` has to go the long way. Collective."""
-        if not x.flags.c_contiguous or (x.base is not None and self._resides(x)):
+        if not x.flags.c_contiguous or (
+            x.base is not None and self._nbytes >= _RESIDENT and self._resides(x)
+        ):
             return None
         start = time.perf_counter()
         hosting = self._hosting
