@@ -131,6 +131,49 @@ def test_a_closed_strategy_gives_all_back(strategy, size):
 
 @mpi
 @core
+def test_no_window_is_kept(strategy, size):
+    """What is left MPI_Finalize would free, where ranks could wait for each other."""
+    from mpi4py import MPI
+
+    from mpidist._board import STRONGLY_ORDERED
+
+    made, freed = [], []
+
+    class Win:
+        @staticmethod
+        def Allocate_shared(*args, **kwargs):  # noqa: N802
+            made.append(args)
+            window = allocate(*args, **kwargs)
+            return Window(window)
+
+    class Window:
+        def __init__(self, window):
+            self._window = window
+
+        def __getattr__(self, name):
+            return getattr(self._window, name)
+
+        def Free(self):  # noqa: N802
+            freed.append(self)
+            self._window.Free()
+
+    allocate = MPI.Win.Allocate_shared
+    original, MPI.Win = MPI.Win, Win
+    try:
+        one = mpidist.MPIStrategy(communication_options=options())
+        buffer = one.buffers_like(np.ones(1000))
+    finally:
+        MPI.Win = original
+    one.run(lambda: context().all_reduce("SUM", buffer))
+    if size > 1:
+        assert len(made) >= 2
+    if STRONGLY_ORDERED:
+        assert len(freed) == len(made)
+    one.close()
+
+
+@mpi
+@core
 def test_strategies_that_are_dropped_leak_nothing(strategy, rank, size):
     settle(strategy)
     count, mapped = _holdings.count(), segments()
