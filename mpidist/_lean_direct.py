@@ -48,6 +48,7 @@ class DirectReduce:
 
     __slots__ = (
         "_call",
+        "_char",
         "_data",
         "_dtype",
         "_empty",
@@ -74,6 +75,7 @@ class DirectReduce:
         self._traffic = transport.comm.traffic
         self._shape = leaf.shape
         self._dtype = reduction.wire
+        self._char = self._dtype.char
         self._nbytes = leaf.size * self._dtype.itemsize
         divisor = transport.comm.size if reduction.op is ReduceOp.MEAN else None
         self._reduce = transport.reducer(self._nbytes, operation, divisor)
@@ -89,6 +91,8 @@ class DirectReduce:
             result = self._empty(self._shape, self._dtype)
         except MemoryError:
             return None  # where all ranks are told
+        if x.dtype.char != self._char:  # equal to NumPy, but not to mpi4py: q and l
+            x = x.view(self._dtype)
         self._guard.agree_packed(self._call, self._data, 0)
         try:
             self._reduce(x, result)

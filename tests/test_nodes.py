@@ -125,6 +125,7 @@ def nodes(request, monkeypatch, size):
     if count > size:
         pytest.skip("more nodes than ranks")
     monkeypatch.setenv("MPIDIST_SIMULATED_NODES", str(count))
+    monkeypatch.delenv("MPIDIST_IMPLEMENTATION", raising=False)
     of_rank = [r * count // size for r in range(size)]
     return [[r for r in range(size) if of_rank[r] == k] for k in range(count)]
 

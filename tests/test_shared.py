@@ -475,7 +475,7 @@ def test_an_interrupt_in_the_middle_ends_the_call_everywhere(
     strategy = new_strategy(implementation=SHARED, timeout_seconds=50)
     x = np.ones(300_000)
     if how == "resident":
-        x = strategy.buffers_like(x)
+        x = strategy.buffers_like(np.ones(700_000))
     tree = [x, x] if how == "nest" else x
 
     def reduce():
