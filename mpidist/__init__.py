@@ -9,6 +9,7 @@ from __future__ import annotations
 from mpidist import data as data
 from mpidist import experimental as experimental
 from mpidist import optimizers as optimizers
+from mpidist import testing as testing
 from mpidist._checkpoints import Checkpoint as Checkpoint
 from mpidist._checkpoints import CheckpointManager as CheckpointManager
 from mpidist._checkpoints import CheckpointReader as CheckpointReader
@@ -109,6 +110,7 @@ __all__ = [
     "in_cross_replica_context",
     "load_checkpoint",
     "optimizers",
+    "testing",
     "variable_sync_on_read_context",
 ]
 
@@ -137,7 +139,7 @@ def __getattr__(name: str) -> object:
 for _name in __all__:
     if hasattr(globals()[_name], "__module__"):
         globals()[_name].__module__ = __name__
-for _module in (data, experimental, optimizers):
+for _module in (data, experimental, optimizers, testing):
     for _name in set(_module.__all__) - set(__all__):
         if callable(getattr(_module, _name)):
             getattr(_module, _name).__module__ = _module.__name__

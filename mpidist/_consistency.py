@@ -9,6 +9,7 @@ import numpy as np
 
 from mpidist import _arrays, _context, _dispatch, _nest, _policies
 from mpidist._errors import OutOfSyncError, format_ranks, on_rank
+from mpidist._fingerprint import fingerprint_of
 from mpidist._reports import Call
 from mpidist._variables import Variable
 
@@ -73,10 +74,9 @@ def _check_variables(strategy: Strategy, leaves: list[Any]) -> None:
 def _check(strategy: Strategy, variables: list[Variable]) -> None:
     collectives = strategy.extended._collectives
     digests = [_digest(variable._array) for variable in variables]
-    combined = hashlib.blake2b(b"".join(digests), digest_size=8).digest()
     text = ", ".join(f"{v.name!r} #{v._key[0]}" for v in variables)
     call = Call(f"check_in_sync({text})")
-    if collectives.guard.agree_softly(call, int.from_bytes(combined, "little") >> 2):
+    if collectives.guard.agree_softly(call, fingerprint_of(*digests)):
         return
     rows = collectives.comm.all_gather_objects(b"".join(digests))
     columns = [[row[i : i + 16] for row in rows] for i in range(0, len(rows[0]), 16)]

@@ -47,6 +47,7 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.scope_is_global = False
+        self.used = False
 
 
 _stack = _Stack()
@@ -187,7 +188,17 @@ def require_cross_replica(strategy: Strategy, call: str) -> Frame:
             f"get_replica_context().merge_call(). This code runs {frame.level.value}: "
             f"{_instead(call)}"
         )
+    if strategy is not _defaults[0].strategy:
+        _stack.used = True
     return frame
+
+
+def was_used() -> bool:
+    """Return whether this thread has made a call of a strategy, or been in its scope.
+
+    The default strategy does not count.
+    """
+    return _stack.used
 
 
 def _instead(call: str) -> str:

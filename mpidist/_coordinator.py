@@ -4,12 +4,14 @@ The protocol
 ------------
 1. *Entry.* All ranks agree on the structure of the arguments (one header). Arrays and
    numbers become `PerReplica` handles; each rank keeps its component under the same
-   key. Other objects are compared by a hash that rides in the same header: equal ones
-   stay as they are; if any differ, all ranks exchange the hashes, and those that differ
-   become PerReplica of objects.
+   key. Other objects are compared by a fingerprint that rides in the same header
+   (`_likeness`): equal ones stay as they are; if any differ, all ranks exchange the
+   fingerprints, and those that differ become PerReplica of objects. The code of
+   merge_fn is compared in the same way. Where it is the same, every rank looks which
+   objects its merge_fn can reach: these have names (`_names`).
 2. *Commands.* Rank 0 runs merge_fn. Each cross-replica verb that it calls is one
-   message to the followers: name and arguments, with distributed values, variables and
-   the strategy replaced by their keys (`_commands`). Then every rank runs the verb
+   message to the followers: name and arguments, where what every rank has is named and
+   not copied (`_commands`). Then every rank runs the verb
    (`_dispatch.execute`), which does its own agreement and moves its own data, and
    registers its results under the same keys. *Updates* are messages too, but rank 0
    does not wait for the others; they end together (`_updates`).
@@ -25,7 +27,7 @@ When something fails
   next message. If merge_fn lets it through, they raise what they had, or rank 0's.
 - An update fails on a follower: it waits at the join that ends the updates. Rank 0
   learns of it there, at the next message that is no update, or earlier: the join also
-  comes when the messages since the last one fill the ring of the board, since a rank
+  comes when the messages since the last one fill the ring of the core, since a rank
   that waits there does not read them, and after a quarter of a second. Over MPI each
   update ends with a join, since messages are collective calls there.
 - A follower can not even read a message (a function that is not importable there): it
@@ -50,19 +52,21 @@ import numpy as np
 
 from mpidist import (
     _arrays,
-    _board,
     _commands,
     _context,
     _dispatch,
-    _functions,
+    _names,
+    _native,
     _nest,
 )
 from mpidist._dispatch import OnRank0, check_arguments
 from mpidist._errors import CollectiveError, format_exception, on_rank
+from mpidist._fingerprint import fingerprint_of_numbers
+from mpidist._likeness import likeness_of, print_of
 from mpidist._policies import component_of
 from mpidist._reports import ErrorKind, call_of, dump_exception, load_exception
 from mpidist._sparse import IndexedSlices
-from mpidist._updates import Stretch, check_update, describe
+from mpidist._updates import Stretch, check_update, describe, wrap
 from mpidist._values import (
     DistributedValues,
     Key,
@@ -80,22 +84,28 @@ _WITHOUT_ARGUMENTS: Final = call_of(f"merge_call {_NO_ARGUMENTS.render([])}")
 _NUMBERS: Final = "biufc"  # kinds of dtypes
 _RESERVE: Final = 256  # bytes of the ring, for a message that ends a stretch
 _NO_NAMES: Final[dict[str, Any]] = {}
-_AS_BEFORE: Final = ("as before",)
+_WITH_FUNCTIONS: Final = {"update": "update", "call_for_each_replica": "run"}
 
 
 class Coordinator:
-    """Rank 0's side of one merge_call, while merge_fn runs."""
+    """Rank 0's side of one merge_call, while merge_fn runs.
 
-    def __init__(self, strategy: Strategy) -> None:
+    Args:
+        strategy: of the merge_call.
+        names: of what merge_fn can reach; None where nothing has a name.
+    """
+
+    def __init__(self, strategy: Strategy, names: _names.Names | None = None) -> None:
         self._strategy = strategy
         self._collectives = strategy.extended._collectives
         self._registry = strategy.extended._registry
         self._dropped: list[Key] = []
         self._fetched: list[weakref.ref[DistributedValues]] = []
         self._stretch = Stretch(strategy)
-        # Tells whether a function is like the one that was sent last.
-        self._like: _functions.Sent | None = None
-        self._awaited = False  # the others come to the next join by themselves
+        self._writer = _commands.Writer(strategy, self.key_of, names)
+        # The others come to the next join by themselves. Also after an interrupt, when
+        # `fail` ends the stretch.
+        self._awaited = False
 
     def command(self, name: str, args: tuple[Any, ...]) -> Any:
         """Have all ranks run a verb; return rank 0's result.
@@ -105,7 +115,7 @@ class Coordinator:
         """
         if self._collectives.comm.size == 1:
             return self._execute(name, args)
-        head, buffers = _commands.encode(args, self.key_of, self._strategy)
+        head, buffers = self._write(name, args)
         self._send("do", name, head, len(buffers))
         if self._stretch.open:
             self._join()
@@ -128,30 +138,26 @@ class Coordinator:
         Rank 0 does not wait for the others, see `_updates`.
         """
         check_arguments("update", args, kwargs)
-        buffers: list[Any] = []
-        arguments = None if kwargs else _commands.arguments_of(args, self.key_of)
+        strategy = self._strategy
+        writer = self._writer
+        arguments = None if kwargs else writer.arguments(args)
         if arguments is None or not callable(fn):
             check_update(var, fn, _nest.flatten((tuple(args), kwargs))[0])
         if self._collectives.comm.size == 1:
-            described = (var, fn, args, kwargs, group, describe(var, fn))
-            return self._execute("update", described)
+            return self._execute("update", (var, fn, args, kwargs, group))
         guard = self._collectives.guard
         stretch = self._stretch
         key = None if var is None else self.key_of(var)
-        like = self._like
-        if arguments is not None and like is not None and like.is_like(fn):
-            function = _AS_BEFORE
-        else:
-            function, arguments, buffers = self._encode(fn, args, kwargs, arguments)
-            like = None
-            if type(function) is tuple and function[0] == "fn":
-                like = _functions.sent(fn)
+        buffers: list[Any] = []
+        function = None if arguments is None else writer.function(fn)
+        if type(function) is not tuple:
+            arguments = None
+            function, buffers = self._write("update", (fn, tuple(args), kwargs))
         # Where messages are collective calls of MPI all ranks have to read them.
-        last = not group or bool(buffers) or self._collectives.comm.board is None
+        last = not group or bool(buffers) or self._collectives.ring is None
         if stretch.open and buffers:
             self.settle()
         self._send("update", key, function, arguments, len(buffers), group, last)
-        self._like = like
         self._awaited = last
         number = self._registry.next_key()
         leading, guard.leading = guard.leading, False
@@ -172,24 +178,32 @@ class Coordinator:
             self._join()
         elif stretch.long:
             self.settle()
-        if result is not None and type(result) is not Variable:
-            self.watch(result)
+        if result is None or type(result) is Variable:
+            return result
+        result = wrap(strategy, result, number, group)
+        self.watch(result)
         return result
 
-    def _encode(
-        self, fn: Any, args: Any, kwargs: Any, arguments: Any
-    ) -> tuple[Any, Any, list[Any]]:
-        """Return a function and its arguments as they travel, and arrays apart."""
-        args = tuple(args)
-        function = _commands.plain_of(fn, self.key_of)
-        if type(function) is tuple:
-            if arguments is None:
-                arguments = _commands.plain_of((args, kwargs), self.key_of)
-            if type(arguments) is not str:
-                return function, arguments, []
-        message = (fn, args, kwargs)
-        whole, buffers = _commands.encode(message, self.key_of, self._strategy)
-        return whole, None, buffers
+    def _write(self, name: str, args: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+        """Take the arguments of a verb apart; say which one can not be sent."""
+        try:
+            return self._writer.write(args)
+        except _NotThereError:
+            raise
+        except Exception as error:
+            if name not in _WITH_FUNCTIONS or self._collectives.guard.broken:
+                raise
+            call = _WITH_FUNCTIONS[name]
+            culprit = self._writer.culprit(*args[-3:])
+            if not culprit:
+                raise
+            why = str(error).rstrip(".")
+            raise TypeError(
+                f"{call}: {culprit} which can not be sent to the other ranks: {why}. "
+                "Make it on every rank, before `merge_call`, and let merge_fn close "
+                "over it: then each rank uses its own; or make it in the function that "
+                f"`{call}` runs"
+            ) from error
 
     def _take_dropped(self) -> list[Key]:
         """Return the keys of what rank 0 has dropped and the others still keep."""
@@ -213,25 +227,28 @@ class Coordinator:
         finally:
             guard.leading = leading
         dropped = self._take_dropped() if kind != "return" else []
-        data = _commands.dump((stretch.joins, kind, dropped, *body))
-        board = collectives.comm.board
-        if stretch.open and board is not None:
+        news = self._writer.take_news()
+        data = _commands.dump((stretch.joins, kind, dropped, news, *body))
+        ring = collectives.ring
+        if stretch.open and ring is not None:
             # Who waits at the join does not read: what is sent until then must fit.
-            used = board.ring_end - stretch.ring_start + _RESERVE
-            long = len(data) >= collectives.comm.message_bytes
-            if long or used + len(data) > _board.RING_BYTES:
+            used = ring.moved - stretch.ring_start + _RESERVE
+            core = _native.core
+            long = len(data) >= core.MESSAGE_BYTES
+            if long or used + len(data) > core.RING_BYTES:
                 try:
                     self.settle()
                 except BaseException:
                     self._dropped += dropped
+                    self._writer.return_news(news)
                     raise
-                data = _commands.dump((stretch.joins, kind, dropped, *body))
+                data = _commands.dump((stretch.joins, kind, dropped, news, *body))
         if stretch.open:
             collectives.send_bytes(data)
             guard.sequence -= 1  # not counted, since some rank may not read it
         else:
-            if board is not None:
-                stretch.ring_start = board.ring_end
+            if ring is not None:
+                stretch.ring_start = ring.moved
             collectives.send_bytes(data)
 
     def settle(self, error: BaseException | None = None) -> None:
@@ -242,7 +259,7 @@ class Coordinator:
         """
         if self._stretch.open:
             if not self._awaited:
-                data = _commands.dump((self._stretch.joins, "settle", ()))
+                data = _commands.dump((self._stretch.joins, "settle", (), ()))
                 self._collectives.send_bytes(data)
                 self._collectives.guard.sequence -= 1
             self._join(error)
@@ -282,7 +299,7 @@ class Coordinator:
         head = result
         buffers: list[Any] = []
         if type(result) not in _commands.ATOMS:
-            head, buffers = _commands.encode(result, self.key_of, self._strategy)
+            head, buffers = self._writer.write(result, named=False)
         self._send("return", head, len(buffers))
         if self._stretch.open:
             self._join()
@@ -298,13 +315,14 @@ class Coordinator:
                 raise
         if not self._collectives.guard.broken:
             data, trace = dump_exception(error), format_exception(error)
-            message = (self._stretch.joins, "raise", (), data, trace)
+            message = (self._stretch.joins, "raise", (), (), data, trace)
             self._collectives.send_bytes(_commands.dump(message))
 
     def close(self) -> None:
         """Forget what was gathered: the arrays may change until the next merge_call."""
         if self._stretch.open:
             self._stretch.leave()
+        self._writer.close()
         for reference in self._fetched:
             if (value := reference()) is not None:
                 value._all = None
@@ -337,11 +355,15 @@ class Coordinator:
             self.command("scatter", (OnRank0(value), isinstance(value, Mirrored)))
             self.watch(value)
             return value._key
-        raise ValueError(
+        raise _NotThereError(
             f"merge_fn uses {value!r:.200}, which the other ranks do not have (any "
             "more): it belongs to a `merge_call` that has ended, or was made on rank "
             "0 alone. Pass it to `merge_call` as an argument"
         )
+
+
+class _NotThereError(ValueError):
+    """Rank 0 refers to a value that the others do not have."""
 
 
 def _check_mirrored(value: Mirrored) -> None:
@@ -368,15 +390,18 @@ def merge_call(
     Collective.
     """
     collectives = strategy.extended._collectives
-    arguments, held = _enter(strategy, merge_fn, args, kwargs)
+    arguments, held, names = _enter(strategy, merge_fn, args, kwargs)
     if collectives.comm.rank == 0:
-        coordinator = Coordinator(strategy)
+        coordinator = Coordinator(strategy, names)
         if held:
             coordinator.watch_all(held)
             held.clear()  # merge_fn alone keeps its arguments
         return _lead(strategy, merge_fn, arguments, coordinator)
     del arguments
-    return _follow(strategy, held)
+    return _follow(strategy, held, names)
+
+
+_Entered = tuple[list[Any], dict[Key, Any], _names.Names | None]
 
 
 def _enter(
@@ -384,14 +409,20 @@ def _enter(
     merge_fn: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> tuple[list[Any], dict[Key, Any]]:
-    """Agree on the arguments; return them as merge_fn sees them, and the handles."""
+) -> _Entered:
+    """Agree on the arguments.
+
+    Returns:
+        The arguments as merge_fn sees them, the handles among them, and the names of
+        what merge_fn can reach.
+    """
     collectives = strategy.extended._collectives
     registry = strategy.extended._registry
     if not (args or kwargs) and callable(merge_fn):
-        collectives.guard.agree_softly(_WITHOUT_ARGUMENTS, 0)
+        alike = collectives.guard.agree_softly(_WITHOUT_ARGUMENTS, print_of(merge_fn))
         registry.next_key()
-        return [((), {})], {}
+        names = _names_of(strategy, merge_fn, []) if alike else None
+        return [((), {})], {}, names
     try:
         if not callable(merge_fn):
             raise TypeError(
@@ -404,35 +435,66 @@ def _enter(
             else _kind_of(leaf, strategy)
             for leaf in leaves
         ]
-        hashes: list[int] = []
-        if "object" in kinds:
-            hashes = [
-                _commands.object_hash(leaf) if kind == "object" else 0
-                for leaf, kind in zip(leaves, kinds, strict=True)
+        prints = [print_of(merge_fn)]
+        objects = [i for i, kind in enumerate(kinds) if kind == "object"]
+        if objects:
+            known = _commands.known_of(strategy)
+            prints += [
+                likeness_of(leaves[i], _argument(args, kwargs, i), known)
+                for i in objects
             ]
     except Exception as error:
         collectives.invalid("merge_call", error)
-    combined = hash(tuple(hashes)) >> 2 if hashes else 0
+    combined = fingerprint_of_numbers(prints) if objects else prints[0]
     call = call_of(f"merge_call {structure.render(kinds)}")
-    equal = collectives.guard.agree_softly(call, combined)
+    alike = collectives.guard.agree_softly(call, combined)
     different: set[int] = set()
-    if not equal:
-        hashes = hashes or [0] * len(leaves)
-        rows = collectives.comm.all_gather_integers(hashes)
-        different = {
-            i for i, column in enumerate(zip(*rows, strict=True)) if len({*column}) > 1
-        }
+    if not alike and objects:
+        rows = collectives.comm.all_gather_integers(prints)
+        same = [len({*column}) == 1 for column in zip(*rows, strict=True)]
+        alike = same[0]
+        different = {i for i, one in zip(objects, same[1:], strict=True) if not one}
     number = registry.next_key()
     held: dict[Key, Any] = {}
     seen = []
+    given = []
     for index, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
         if kind == "component" or index in different:
             key = (number, index)
             leaf = registry.wrap(PerReplica, own_component(leaf), key)
             held[key] = leaf
+        elif kind == "object" and type(leaf) not in _commands.ATOMS:
+            given.append((index, leaf))
         seen.append(leaf)
+    names = _names_of(strategy, merge_fn, given) if alike else None
     # In a list, so that who takes them out is the only one to keep them.
-    return [structure.unflatten(seen)], held
+    return [structure.unflatten(seen)], held, names
+
+
+def _names_of(
+    strategy: Strategy, merge_fn: Any, given: list[tuple[int, Any]]
+) -> _names.Names | None:
+    """Return the names of what merge_fn can reach, and of arguments that are alike."""
+    if strategy.extended._collectives.comm.size == 1:
+        return None
+    if not (given or _names.may_reach(merge_fn)):
+        return None
+    roots = [("merge_fn", merge_fn)]
+    roots += [(f"argument {index} of merge_call", leaf) for index, leaf in given]
+    known = _commands.known_of(strategy)
+    return _names.Names(roots, _names.home_of(merge_fn), known)
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> str:
+    """Return which argument the leaf with this number is of, for messages."""
+    named = [(f"args[{i}]", x) for i, x in enumerate(args)]
+    named += [(f"kwargs[{key!r}]", kwargs[key]) for key in sorted(kwargs)]
+    for name, part in named:
+        leaves = _nest.flatten(part)[0]
+        if number < len(leaves):
+            return name if len(leaves) == 1 else f"{name}, leaf {number}"
+        number -= len(leaves)
+    return "of merge_call"
 
 
 def _kind_of(leaf: Any, strategy: Strategy) -> str:
@@ -505,9 +567,11 @@ def _part_of(leaf: Any, coordinator: Coordinator) -> Any:
     return leaf
 
 
-def _follow(strategy: Strategy, held: dict[Key, Any]) -> Any:
+def _follow(
+    strategy: Strategy, held: dict[Key, Any], names: _names.Names | None
+) -> Any:
     """Run what rank 0 commands until it says that merge_fn has ended."""
-    follower = _Follower(strategy, held)
+    follower = _Follower(strategy, held, names)
     try:
         return follower.follow()
     finally:
@@ -517,15 +581,17 @@ def _follow(strategy: Strategy, held: dict[Key, Any]) -> Any:
 class _Follower:
     """Another rank's side of one merge_call."""
 
-    def __init__(self, strategy: Strategy, held: dict[Key, Any]) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        held: dict[Key, Any],
+        names: _names.Names | None,
+    ) -> None:
         self._strategy = strategy
         self._collectives = strategy.extended._collectives
         self._registry = strategy.extended._registry
+        self._reader = _commands.Reader(strategy, names)
         self._held = held
-        # The function that came last, encoded and not. It is used again only where it
-        # closes over nothing.
-        self._function: Any = None
-        self._decoded: Any = None
         # What the last command has raised here. Rank 0 has raised it too.
         self._failure: BaseException | None = None
         self.stretch = Stretch(strategy)
@@ -535,10 +601,16 @@ class _Follower:
         guard = collectives.guard
         held, kept = self._held, self._registry.kept
         while True:
-            data = collectives.receive_bytes(
-                "merge_call, waiting for merge_fn on rank 0", timeout=None
-            )
-            joins, kind, dropped, *body = _commands.load(data)
+            try:
+                data = collectives.receive_bytes(
+                    "merge_call, waiting for merge_fn on rank 0", timeout=None
+                )
+            except MemoryError as error:  # rank 0 has raised it too, and decides
+                self._failed(error)
+                continue
+            joins, kind, dropped, news, *body = _commands.load(data)
+            if news:
+                self._reader.receive_news(news)
             # From before a join to which this rank came early: rank 0 has dropped it.
             stale = joins < stretch.joins
             if stale or stretch.open:
@@ -569,7 +641,7 @@ class _Follower:
             raise self._failure  # nobody else knows
         if type(head) is not tuple:
             return head
-        result = _commands.decode(head, self._strategy, arrays)
+        result = self._reader.read(head, arrays)
         return _nest.map_structure(own_component, result)
 
     def _update(
@@ -584,8 +656,6 @@ class _Follower:
     ) -> None:
         """Run an update, or drop it: its result is counted in both cases."""
         number = self._registry.next_key()
-        if function != _AS_BEFORE:
-            self._function, self._decoded = function, None
         if stale:
             return
         strategy, stretch = self._strategy, self.stretch
@@ -596,15 +666,11 @@ class _Follower:
         try:
             arrays = self._collectives.receive_arrays() if num_arrays else []
             var = None if key is None else _commands.value_of(key, strategy)
-            fn = self._decoded
-            if fn is None:
-                fn = self._decoded = self._decode(self._function, arrays)
-            if type(arguments) is list:
-                args, kwargs = _commands.given(arguments, strategy), _NO_NAMES
-            elif arguments is not None:
-                args, kwargs = self._decode(arguments, [])
+            if arguments is None:
+                fn, args, kwargs = self._read(function, arrays)
             else:
-                fn, args, kwargs = fn
+                fn, kwargs = self._read(function, arrays), _NO_NAMES
+                args = self._reader.arguments(arguments)
             kind = "raised"
             result = stretch.run(number, var, fn, args, kwargs, group)
         except KeyboardInterrupt:
@@ -621,14 +687,16 @@ class _Follower:
             self._failed(stretch.end(error, kind, what))
             return
         if result is not None and type(result) is not Variable:
-            self._hold(result)
+            self._hold(wrap(strategy, result, number, group))
         if last and stretch.open:
             self._failed(stretch.end())
 
-    def _decode(self, head: Any, arrays: list[Any]) -> Any:
+    def _read(self, head: Any, arrays: list[Any]) -> Any:
+        if head[0] == "fn":
+            return self._reader.read(head, arrays)
         # What is unpickled may be the user's code.
         with _context.entered(self._strategy.extended._cross_frame):
-            return _commands.decode(head, self._strategy, arrays)
+            return self._reader.read(head, arrays)
 
     def _failed(self, error: BaseException | None) -> None:
         """Note what the last command has raised here."""
@@ -643,7 +711,7 @@ class _Follower:
             arrays = collectives.receive_arrays() if num_arrays else []
             with _context.entered(strategy.extended._cross_frame):
                 try:
-                    args = _commands.decode(head, strategy, arrays)
+                    args = self._reader.read(head, arrays)
                 except Exception as error:
                     collectives.invalid(f"the coordinator's {name}", error)
                 result = _dispatch.execute(strategy, name, args)

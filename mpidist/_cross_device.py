@@ -401,9 +401,28 @@ def reduce_pairs(
     options: CommunicationOptions | None,
     call: str,
 ) -> list[Any]:
-    """All-reduce nests of per-replica values, and reduce those for one rank to it."""
-    extended = strategy.extended
-    collectives = extended._collectives
+    """All-reduce nests of per-replica values, and reduce those for one rank to it.
+
+    Those for all ranks are Mirrored.
+    """
+    registry = strategy.extended._registry
+    results = reduce_components(strategy, op, pairs, options, call)
+    mirrored = [i for i, (_, to) in enumerate(pairs) if root_of(strategy, to) is None]
+    wrapped = registry.wrap_tree(Mirrored, [results[i] for i in mirrored])
+    for i, x in zip(mirrored, wrapped, strict=True):
+        results[i] = x
+    return results
+
+
+def reduce_components(
+    strategy: Strategy,
+    op: ReduceOp,
+    pairs: list[tuple[Any, Any]],
+    options: CommunicationOptions | None,
+    call: str,
+) -> list[Any]:
+    """As `reduce_pairs`, with plain results, which the caller wraps."""
+    collectives = strategy.extended._collectives
     groups: dict[int | None, list[int]] = {}
     for i, (_, destinations) in enumerate(pairs):
         groups.setdefault(root_of(strategy, destinations), []).append(i)
@@ -412,8 +431,6 @@ def reduce_pairs(
         members = groups[root]
         own = [_nest.map_structure(component_of, pairs[i][0]) for i in members]
         reduced = collectives.all_reduce(op, own, options, call, root)
-        if root is None:
-            reduced = extended._registry.wrap_tree(Mirrored, reduced)
         for i, x in zip(members, reduced, strict=True):
             results[i] = x
     return results

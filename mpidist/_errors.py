@@ -20,6 +20,8 @@ import os
 import traceback
 from typing import Final
 
+from mpidist._options import debugging
+
 _PACKAGE: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
@@ -102,7 +104,7 @@ def format_exception(error: BaseException) -> str:
     and so does an error with nothing else to show.
     """
     report = traceback.TracebackException.from_exception(error)
-    if os.environ.get("MPIDIST_DEBUG", "") in ("", "0"):
+    if not debugging():
         _hide_own_frames(report, set())
     return "".join(report.format())
 

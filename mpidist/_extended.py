@@ -7,6 +7,7 @@ the verb of the same name here, or commands it where rank 0 is in ``merge_fn``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -60,11 +61,21 @@ class StrategyExtended:
         self._hosts = tuple(host for _, host in rows)
         self._custom_ops = cross_device_ops is not None
         self._cross_device_ops = cross_device_ops or CollectiveAllReduce()
-        # The frames of code that runs at the two levels that all ranks share.
+        # The frames of code that runs at the two levels that all ranks share: this, and
+        # `_replica_frame`.
         self._cross_frame = _context.Frame(strategy, _context.Level.CROSS_REPLICA)
-        self._replica_context = ReplicaContext(strategy, None)
-        self._replica_frame = _context.Frame(
-            strategy, _context.Level.REPLICA, replica_context=self._replica_context
+
+    @functools.cached_property
+    def _replica_context(self) -> ReplicaContext:
+        # Not in the constructor: it asks the strategy for what is being constructed.
+        return ReplicaContext(self._strategy, None)
+
+    @functools.cached_property
+    def _replica_frame(self) -> _context.Frame:
+        return _context.Frame(
+            self._strategy,
+            _context.Level.REPLICA,
+            replica_context=self._replica_context,
         )
 
     def __repr__(self) -> str:
@@ -380,9 +391,10 @@ class StrategyExtended:
         """Run ``fn(var, *args, **kwargs)`` on every replica, to change its copy.
 
         Collective. In ``fn``, `Variable.assign` and its kin change the replica's own
-        copy, with no communication. Mirrored arguments arrive as their value. On the
-        coordinator ``fn`` travels to the other ranks, with the local values that it
-        closes over; a function that can be imported goes by name.
+        copy, with no communication. Mirrored arguments arrive as their value. In
+        ``merge_fn`` each rank runs ``fn`` with its own objects, where ``merge_fn`` can
+        reach them (through ``self``, closure, defaults, globals, arguments); numbers,
+        strings and what ``merge_fn`` makes itself are sent as rank 0 has them.
 
         Args:
             var: the variable.
@@ -398,7 +410,10 @@ class StrategyExtended:
 
         Raises:
             ValueError: for a PerReplica among the arguments, which would make the
-                copies differ.
+                copies differ; in ``merge_fn`` also where a rank does not have an object
+                that ``fn`` refers to, or has one of another type.
+            TypeError: in ``merge_fn``, for what it has made itself and can not be
+                sent, such as a lock.
             ReplicaError: if ``fn`` raised on another replica. Then all copies of what
                 it wrote are made equal to rank 0's again.
             CollectiveMismatchError: if some rank did not make this call, for plain
@@ -447,8 +462,7 @@ class StrategyExtended:
         if frame.coordinator is not None:
             result = frame.coordinator.update(var, fn, args, kwargs, group)
         else:
-            text = _updates.describe(var, fn)
-            arguments = (var, fn, args, kwargs, group, text)
+            arguments = (var, fn, args, kwargs, group)
             result = _dispatch.execute(self._strategy, "update", arguments)
         return result if group else self._ungrouped(frame, result)
 

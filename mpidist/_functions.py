@@ -1,193 +1,186 @@
-"""Functions of a program, sent to other ranks: fast where they are simple.
+"""Functions that commands carry.
 
-cloudpickle sends a function that no module has by its name (a lambda, a function in a
-function) as its code, with all that it refers to, which takes some 300 us. Most
-functions that are passed to ``update`` are *simple*: they refer to modules and
-builtins, and close over numbers, strings, arrays and distributed values. Their code is
-marshalled once, and only what they close over is taken each time.
+Every rank runs the same program, so most of a function is there already:
+
+- One that a module has by its name is sent as these two names.
+- Of any other (a lambda, a function in a function) the code object is sent once, and
+  named by a number from then on. Its globals are the module that it is from: each rank
+  takes its own. So what the code does with names (``eval``, ``globals()``, imports,
+  ``global``) is the same on all ranks, and nobody looks into the bytecode. With each
+  call travel what it closes over, its defaults and its attributes, as they are then.
+- Of one whose globals are no module (made by ``exec``) and not those of ``merge_fn``
+  either, cloudpickle copies the globals that its code mentions.
+
+The code itself goes by marshal, which needs the same Python on all ranks. cloudpickle
+takes ten times as long for it, once for each code object, and is no simpler to call.
+
+Rejected: sending code and globals with each call, which needs an analysis of the
+bytecode to know which globals it reads; that fails silently where it is incomplete.
 """
 
 from __future__ import annotations
 
-import builtins
-import dis
 import marshal
 import pkgutil
 import sys
 import types
 from typing import Any, Final
 
-_MOST: Final = 256
-_GLOBAL: Final = frozenset(
-    ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME")
-)
-_MISSING: Final = object()
-_LOADS: Final = "LOAD_GLOBAL"
-_IMPORT: Final = "IMPORT_NAME"
-
-# By the number of a code object: the object itself, the globals that it reads (None:
-# it is not simple), and what is sent of it.
-_known: dict[int, tuple[types.CodeType, tuple[str, ...] | None, bytes]] = {}
-# What was received: the code, and by their heads the functions that close over nothing.
-_received: dict[bytes, tuple[types.CodeType, dict[Any, Any]]] = {}
+MAIN: Final = "__main__"
+# Rank 0 knows fewer codes than the others keep: what it names they have, also where
+# many new codes come in one message.
+_MOST_SENT: Final = 512
+_MOST_KEPT: Final = 4096
 
 
-class Sent:
-    """A simple function that closes over nothing, as it was when it was sent."""
+class Codes:
+    """The code objects that one strategy has sent, by number; on rank 0 and others.
 
-    __slots__ = ("_code", "_globals", "_modules")
-
-    def __init__(self, function: types.FunctionType) -> None:
-        self._code = function.__code__
-        self._globals = function.__globals__
-        names = _known[id(self._code)][1] or ()
-        self._modules = [(name, self._globals.get(name)) for name in names]
-
-    def is_like(self, function: Any) -> bool:
-        """Whether a function would be sent as this one was."""
-        if type(function) is not types.FunctionType:
-            return False
-        names = self._globals
-        if function.__code__ is not self._code or function.__globals__ is not names:
-            return False
-        if _has_more(function):
-            return False
-        return not self._modules or all(
-            names.get(name) is module for name, module in self._modules
-        )
-
-
-def _has_more(function: types.FunctionType) -> bool:
-    """Whether a function is more than its code and its globals."""
-    return bool(
-        function.__closure__
-        or function.__defaults__
-        or function.__kwdefaults__
-        or function.__dict__
-    )
-
-
-def sent(function: Any) -> Sent | None:
-    """Return what tells whether a later function is like this one, which was sent.
-
-    Args:
-        function: for which `reduce_simple` has given something.
-
-    Returns:
-        None where it closes over something, or has defaults: that may change.
+    Attributes:
+        unsent: of rank 0: what the next message has to carry, number and code.
     """
-    return None if _has_more(function) else Sent(function)
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._numbers: dict[int, tuple[types.CodeType, int]] = {}
+        self._kept: dict[int, types.CodeType] = {}
+        self.unsent: list[tuple[int, bytes]] = []
+
+    def number_of(self, code: types.CodeType) -> int:
+        """Return the number by which the other ranks know a code object."""
+        known = self._numbers.get(id(code))
+        if known is not None:
+            return known[1]
+        self.unsent.append((self._count, marshal.dumps(code)))
+        while len(self._numbers) >= _MOST_SENT:
+            del self._numbers[next(iter(self._numbers))]
+        self._numbers[id(code)] = (code, self._count)
+        self._count += 1
+        return self._count - 1
+
+    def receive(self, number: int, data: bytes) -> None:
+        """Keep a code object that rank 0 has sent."""
+        while len(self._kept) >= _MOST_KEPT:
+            del self._kept[next(iter(self._kept))]
+        self._kept[number] = marshal.loads(data)
+
+    def code(self, number: int) -> types.CodeType:
+        """Return the code object with this number."""
+        found = self._kept.get(number)
+        if found is None:
+            raise LookupError(
+                f"one message of the coordinator carries more than {_MOST_KEPT} "
+                "functions; define them in a module that all ranks import"
+            )
+        return found
 
 
-def reduce_simple(function: types.FunctionType, values: tuple[type, ...]) -> Any:
-    """Return how to rebuild a simple function, as `pickle` wants it; None for others.
-
-    Args:
-        function: the function.
-        values: the types of what it may close over, beside numbers and strings.
-    """
-    code = function.__code__
-    known = _known.get(id(code))
-    if known is None:
-        if len(_known) >= _MOST:
-            _known.clear()
-        names = _globals_of(code)
-        data = b"" if names is None else marshal.dumps(code)
-        known = _known[id(code)] = (code, names, data)
-    _, names, data = known
-    if names is None or function.__dict__ or function.__kwdefaults__:
-        return None
-    modules = []
-    for name in names:
-        found = function.__globals__.get(name, _MISSING)
-        if found is _MISSING:
-            continue  # a builtin
-        if type(found) is not types.ModuleType or (
-            sys.modules.get(found.__name__) is not found
-        ):
-            return None
-        modules.append((name, found.__name__))
-    closed = []
-    for cell in function.__closure__ or ():
-        try:
-            closed.append(cell.cell_contents)
-        except ValueError:  # empty
-            return None
-    allowed: tuple[type, ...] = (*_PLAIN, *values)
-    defaults = function.__defaults__ or ()
-    if not all(isinstance(x, allowed) for x in (*closed, *defaults)):
-        return None
-    place = tuple(function.__globals__.get(name) for name in _PLACE)
-    if not all(isinstance(x, (str, type(None))) for x in place):
-        return None
-    head = (place, function.__qualname__, tuple(modules))
-    return rebuild, (data, head, tuple(closed), defaults)
+def module_of(names: dict[str, Any]) -> str | None:
+    """Return the name of the module whose globals these are; None if of none."""
+    name = names.get("__name__")
+    module = sys.modules.get(name) if type(name) is str else None
+    return name if module is not None and module.__dict__ is names else None
 
 
-_PLACE: Final = ("__name__", "__package__", "__file__")
-_PLAIN: Final[tuple[type, ...]] = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-)
-
-
-def rebuild(
-    data: bytes,
-    head: tuple[tuple[str | None, ...], str, tuple[tuple[str, str], ...]],
-    closed: tuple[Any, ...],
-    defaults: tuple[Any, ...],
-) -> Any:
-    """Make the function that was sent."""
-    known = _received.get(data)
-    if known is None:
-        if len(_received) >= _MOST:
-            _received.clear()
-        known = _received[data] = (marshal.loads(data), {})
-    code, functions = known
-    # The same code has other modules where a global has been bound anew.
-    alone = not (closed or defaults)
-    if alone and (function := functions.get(head)) is not None:
-        return function
-    place, qualname, modules = head
-    names: dict[str, Any] = dict(zip(_PLACE, place, strict=True))
-    names |= {name: _module(path) for name, path in modules}
-    function = types.FunctionType(
-        code,
-        {"__builtins__": builtins, **names},
-        code.co_name,
-        defaults or None,
-        tuple(types.CellType(x) for x in closed),
-    )
-    function.__qualname__ = qualname
-    if alone:
-        if len(functions) >= _MOST:
-            functions.clear()
-        functions[head] = function
-    return function
-
-
-def _module(name: str) -> Any:
-    """Return a module; one that is loaded may have any name."""
+def module(name: str) -> Any:
+    """Return this rank's module of that name; one that is loaded may have any."""
     return sys.modules.get(name) or pkgutil.resolve_name(name)
 
 
-def _globals_of(code: types.CodeType) -> tuple[str, ...] | None:
-    """Return the globals that a code reads; None where it writes some, or imports."""
-    names: dict[str, None] = {}
-    codes = [code]
-    while codes:
-        one = codes.pop()
-        for instruction in dis.get_instructions(one):
-            if instruction.opname == _IMPORT:
-                return None  # relative to a package, perhaps
-            if instruction.opname in _GLOBAL:
-                if instruction.opname != _LOADS:
-                    return None
-                names[instruction.argval] = None
-        codes += [x for x in one.co_consts if isinstance(x, types.CodeType)]
-    return tuple(names)
+def globals_of(name: str) -> dict[str, Any]:
+    """Return the globals of this rank's module of that name."""
+    return module(name).__dict__  # type: ignore[no-any-return]
+
+
+def lookup(module: str, name: str) -> Any:
+    """Return what a module has by a qualified name; None if nothing."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def lookup_or_raise(module: str, name: str) -> Any:
+    """Return what this rank's module has by a qualified name.
+
+    Raises:
+        AttributeError: if it has nothing.
+    """
+    globals_of(module)
+    found = lookup(module, name)
+    if found is None:
+        where = "the program" if module == MAIN else f"module {module!r}"
+        raise AttributeError(
+            f"`{name}` is not defined in {where} of this rank; define it on all "
+            "ranks, outside `if rank == 0`"
+        )
+    return found
+
+
+def is_global(x: Any) -> bool:
+    """Whether a function or class is what its module has by its qualified name."""
+    name, module = x.__qualname__, x.__module__
+    if type(name) is not str or type(module) is not str or "<" in name:
+        return False
+    return lookup(module, name) is x
+
+
+def is_bare(function: types.FunctionType) -> bool:
+    """Whether a function is its code, its globals, its closure and its defaults."""
+    code = function.__code__
+    return not (
+        function.__dict__
+        or function.__kwdefaults__
+        or function.__name__ != code.co_name
+        or function.__qualname__ != code.co_qualname
+    )
+
+
+def make(
+    code: types.CodeType,
+    names: dict[str, Any],
+    closed: list[Any],
+    defaults: tuple[Any, ...],
+) -> types.FunctionType:
+    """Make a function that is bare."""
+    cells = tuple([types.CellType(x) for x in closed])
+    return types.FunctionType(code, names, code.co_name, defaults or None, cells)
+
+
+def make_empty(code: types.CodeType, names: dict[str, Any]) -> types.FunctionType:
+    """Make a function whose cells are empty, for `fill`.
+
+    In two steps, since a function may close over itself.
+    """
+    cells = tuple([types.CellType() for _ in code.co_freevars])
+    return types.FunctionType(code, names, code.co_name, None, cells)
+
+
+def state_of(function: types.FunctionType) -> tuple[Any, ...]:
+    """Return what `fill` needs to make a function like this one."""
+    closed: list[tuple[Any, ...]] = []
+    for cell in function.__closure__ or ():
+        try:
+            closed.append((cell.cell_contents,))
+        except ValueError:
+            closed.append(())  # an empty cell
+    return (
+        tuple(closed),
+        function.__defaults__,
+        function.__kwdefaults__,
+        function.__dict__,
+        function.__name__,
+        function.__qualname__,
+    )
+
+
+def fill(function: types.FunctionType, state: tuple[Any, ...]) -> None:
+    """Give a function what `state_of` has returned."""
+    closed, defaults, keyword_defaults, attributes, name, qualname = state
+    for cell, contents in zip(function.__closure__ or (), closed, strict=True):
+        if contents:
+            cell.cell_contents = contents[0]
+    function.__defaults__ = defaults
+    function.__kwdefaults__ = keyword_defaults
+    function.__dict__.update(attributes)
+    function.__name__, function.__qualname__ = name, qualname

@@ -1,30 +1,24 @@
 """The guard: a small agreement of all ranks before any data moves.
 
-Before its payload every collective exchanges one *header* over all ranks: an
-error flag, a fingerprint of the call, a hash of what may differ, and how late the
-rank is. The header is one non-blocking all-reduce (MAX) of a few
-integers, so its size does not grow with the number of ranks: the maximum of a
-number and of its complement are complements exactly when all ranks sent the same.
+Before its payload every collective exchanges one *header* over all ranks: an error
+flag, a fingerprint of the call, a number that may differ, and how late the rank is
+(`_channel`). On one node the header travels through shared memory, and small payloads
+with it.
 
 What a header can find:
 
-- *All agree*: the payload follows, and may block at full speed.
+- *All agree*: the payload follows. It is polled as well (`wait_data`): a rank may be
+  stopped, killed or cut off in the middle of it.
 - *A flag is up*: a rank raised. All ranks exchange reports (a byte string each),
   and every rank raises: the failed one its own exception, the others one that
   holds its traceback.
 - *Fingerprints differ*: the ranks exchange reports as well, and all raise the same
   `CollectiveMismatchError` with both sides.
-- *It does not complete*: a rank is missing. Non-blocking, it is polled with a
-  deadline. A rank that has waited for long posts a notice to all others
+- *It does not complete*: a rank is missing. Every wait comes back to `_look`
+  several times a second. A rank that has waited for long posts a notice to all others
   (who it is, what it waits for), so that each waiting rank knows which are missing.
-  At the deadline it posts a last notice and raises `CollectiveTimeoutError`.
-
-Why a rank that comes too late can not slip through: MPI may complete the header of
-the late rank although the others have given up (their share of it was already sent).
-So each header carries how late its rank is (since it began its last header) and how
-long it would wait. If the largest lateness of all is near the smallest deadline, every
-rank that completes the header confirms by a second one before it goes on; one that has
-given up does not, and its notice ends that second wait.
+  At the deadline it posts a last notice and raises `CollectiveTimeoutError`. So do
+  waits inside a payload.
 
 Every rank's last completed header is the same, which is why the message can say
 what a missing rank called last without having heard from it.
@@ -36,28 +30,17 @@ fabrics it moves only while its target calls MPI).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pickle
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
-from mpidist._board import (
-    FLAG,
-    LATENESS,
-    MOST,
-    NOT_PRINT,
-    NOT_SOFT,
-    OVERDUE,
-    PATIENCE,
-    PRINT,
-    SOFT,
-    WORDS,
-    LeftError,
-    pack,
-)
+from mpidist._channel import AGAIN, DIFFERENT, LEFT, NOWHERE, OK, Channel, LeftError
 from mpidist._comm import AnyCommunicator, Request
 from mpidist._errors import (
     CollectiveError,
@@ -65,24 +48,35 @@ from mpidist._errors import (
     format_ranks,
     on_rank,
 )
+from mpidist._messages import Transfers
 from mpidist._reports import Call, ErrorKind, Report, judge
 
-_FOR_EVER: Final = 2**61  # milliseconds
-
-# Waiting: poll without pause, then give the core away between polls, then sleep.
+# Waiting for requests: poll without pause, then give the core away between polls, then
+# sleep.
 _SPINS: Final = 200
 _YIELD_SECONDS: Final = 0.02
 _SHORT_SLEEP: Final = 0.0002
 _LONG_SLEEP: Final = 0.002
 _NOTICE_INTERVAL: Final = 0.05
+# Waiting for data, a rank tests for this long without sleeping: MPI moves it only then.
+_BUSY_SECONDS: Final = 2.0
 # How long a rank waits for the notices of others before it names who is missing.
 _SETTLE_SECONDS: Final = 0.25
 
-# How long a rank waits, at least, for another that is in the same payload: it may have
-# been stopped, or wait for memory.
-_LEAST_PATIENCE: Final = 30.0
+# How long ranks wait, at least, for a header that is exchanged once more because some
+# rank was late: all are known to be on the way.
+_CONFIRM_SECONDS: Final = 30.0
+
+# How long a rank that has given up waits at its end for those that may be saving, for
+# those that did not come to a call, and for those that stopped in the middle of one.
+_END_SECONDS: Final = 60.0
+_LATE_END_SECONDS: Final = 15.0
+_LOST_END_SECONDS: Final = 2.0
+_QUIET_SECONDS: Final = 0.5
 
 _NO_FLOOR: Final = sys.maxsize
+
+_ALONE: Final = (0, 1, 1, 0, 0)
 
 _R = TypeVar("_R")
 
@@ -93,6 +87,24 @@ class _Notice:
     sequence: int
     call: str
     gave_up: str = ""
+    awaited: tuple[int, ...] = ()  # the ranks whose data has not come
+    missing: tuple[int, ...] = ()  # those that were given up
+    lost: tuple[int, ...] = ()  # those of them that will not come any more
+    ends: bool = False  # the process is at its end
+
+
+class _Step:
+    """A step of the ranks of a node, that this rank waits for; as `Transfers`."""
+
+    completed = 0
+
+    def __init__(self, missing: Callable[[], list[int]]) -> None:
+        self._missing = missing
+
+    @property
+    def awaited(self) -> list[int]:
+        """The ranks that have not made it."""
+        return self._missing()
 
 
 class Part:
@@ -118,19 +130,36 @@ class Guard:
     def __init__(
         self,
         comm: AnyCommunicator,
+        channel: Channel | None,
         *,
         timeout_seconds: float,
         stall_seconds: float,
         enabled: bool = True,
     ) -> None:
+        """Watch over the calls of the ranks of ``comm``.
+
+        Args:
+            comm: the ranks.
+            channel: where they exchange headers; None for one rank.
+            timeout_seconds: how long a rank waits for the others; 0: for ever.
+            stall_seconds: after which the missing ranks are named on stderr.
+            enabled: whether calls are compared.
+        """
         self._comm = comm
+        self.channel = channel
+        if channel is not None:
+            self._watch(channel, lambda guard: guard._call.text)
         self.timeout_seconds = timeout_seconds
         self._stall = stall_seconds
         self.enabled = enabled
         self.sequence = 0
-        self.broken = ""
+        # Whether a call needs a look at the next three before it may begin.
+        self.blocked = False
+        self._broken = ""
+        self._leading = False
         # Sections that this rank is in: stretches that end with a `join`. Those above
         # the floor are given up, because some rank is not in them.
+        self.patience_ms = int(timeout_seconds * 1000)
         self._depth = 0
         self._floor = _NO_FLOOR
         self._given_up: BaseException | None = None
@@ -139,23 +168,54 @@ class Guard:
         # ranks make copies equal again (given keys) where an update has failed.
         self.written: list[Any] = []
         self.repair: Callable[[list[Any]], None] | None = None
-        # merge_fn runs here, and the other ranks wait for its commands.
-        self.leading = False
         self.closed = False
-        self._last_call = "making the strategy"
-        self._last_time = time.monotonic()
-        self._send = [0] * WORDS
-        self._receive = [0] * WORDS
-        self._equal = False  # the last header was the same on all ranks, word by word
+        # The call that this rank is in, or made last; the one before; and how long it
+        # waits for the others in it.
+        self._call = self._before = Call("making the strategy")
+        self._timeout = timeout_seconds
+        self._waited = 0.0
+        self._published = self._warned = False
+        self._verdict = _ALONE
         # With more ranks than cores a spinning rank takes the core from the one that
         # it waits for. Launchers bind ranks to cores, so affinity does not tell.
         crowded = comm.machine_size > (os.cpu_count() or 1)
         self._spins = 0 if crowded else _SPINS
         self._sent: list[Request] = []
         self._notices: dict[int, _Notice] = {}
-        comm.look = self._read_notices
-        if timeout_seconds:
-            comm.patience = max(timeout_seconds, _LEAST_PATIENCE)
+        self._data: Transfers | _Step | None = None  # that this rank waits for
+        # Of a guard that has given up: the ranks that did not come, those of them that
+        # stopped in the middle of their data, to which no message is sent any more, and
+        # the ranks that are at the end of their programs.
+        self._missing: tuple[int, ...] = ()
+        self._lost: tuple[int, ...] = ()
+        self._ended: set[int] = set()
+        comm.wait = self.wait_data
+        comm.interrupted = lambda error: self.leave_payload(self._call, error)
+        if timeout_seconds and hasattr(comm, "patience"):  # of replicas in threads
+            comm.patience = max(timeout_seconds, _CONFIRM_SECONDS)
+
+    @property
+    def broken(self) -> str:
+        """Why the strategy cannot be used any more; "" while it can."""
+        return self._broken
+
+    @broken.setter
+    def broken(self, why: str) -> None:
+        self._broken = why
+        self._look_at_blocks()
+
+    @property
+    def leading(self) -> bool:
+        """Whether merge_fn runs here, and the other ranks wait for its commands."""
+        return self._leading
+
+    @leading.setter
+    def leading(self, value: bool) -> None:
+        self._leading = value
+        self._look_at_blocks()
+
+    def _look_at_blocks(self) -> None:
+        self.blocked = bool(self._broken or self._leading or self._floor < self._depth)
 
     # --- the header -----------------------------------------------------------
 
@@ -172,50 +232,101 @@ class Guard:
             self._require_usable()
             return
         self.require_section()
-        if self._exchange(call, 0, 0, timeout):
-            return
-        raise self._difference(call, None, "none")
+        if not self._exchange(call, 0, 0, timeout):
+            raise self._difference(call, None, "none")
 
-    def pack(self, call: Call, mark: int) -> bytes:
-        """Return the header of a call with a mark, for `agree_packed`."""
-        patience = -_FOR_EVER
-        if self.timeout_seconds:
-            patience = -int(self.timeout_seconds * 1000)
-        return pack(0, call.fingerprint, mark, patience, 0)
+    def begin(self, call: Call) -> None:
+        """Say which call begins, where nothing is `blocked`; see `enter`."""
+        self._before, self._call = self._call, call
+        self._timeout = self.timeout_seconds
 
-    def agree_packed(self, call: Call, data: bytes, mark: int) -> bool:
-        """As `agree_softly`, for a header that was packed before. Collective.
+    def enter(self, call: Call, timeout: float | None = None) -> int:
+        """Begin a call whose header the caller exchanges itself, with a payload.
 
-        For guards that are on, of more than one rank; with a board also those off.
+        Args:
+            call: what this rank is about to do.
+            timeout: seconds to wait for the others; None: the strategy's.
 
         Returns:
-            As `agree_softly`; False also where the ranks have met more than once.
+            For how many milliseconds this rank waits for the others; 0: for ever.
         """
-        if self._floor < self._depth or self.broken or self.leading:
+        if self.blocked:
             self.require_section()
             self._require_usable()
-        timeout = self.timeout_seconds
-        lateness = self._lateness(timeout)
-        board = self._comm.meeting
-        assert board is not None
-        if not timeout or 4 * lateness < int(timeout * 1000):
+        self._before, self._call = self._call, call
+        if timeout is None:
+            self._timeout = self.timeout_seconds
+            return self.patience_ms
+        self._timeout = timeout
+        return int(timeout * 1000)
+
+    def enter_wait(self, call: Call, timeout: float | None) -> None:
+        """Say what this rank waits for, for the messages of the deadline.
+
+        Args:
+            call: what it is.
+            timeout: seconds to wait; None: the strategy's; 0: for ever.
+        """
+        self._before, self._call = self._call, call
+        self._timeout = self.timeout_seconds if timeout is None else timeout
+
+    def agree_place(self, call: Call, place: int, timeout: float | None = None) -> bool:
+        """As `agree`, on a channel of the core; return whether all have a place.
+
+        Args:
+            call: what this rank is about to do.
+            place: where in this rank's arena its results are, or `NOWHERE`.
+            timeout: seconds to wait for the others; None: the strategy's.
+        """
+        channel, patience = self.channel, self.enter(call, timeout)
+        assert channel is not None
+
+        def exchange(ms: int) -> int:
+            return channel.meet(0, call.fingerprint, 0, 0, ms, place)
+
+        try:
+            status = exchange(patience)
+        except BaseException as error:
+            raise self.leave_payload(call, error) from None
+        self.settle(status, exchange)
+        return bool(channel.verdict[3])
+
+    def settle(self, status: int | None, exchange: Callable[[int], int]) -> None:
+        """Deal with the status of a header exchanged after `enter`. Collective.
+
+        Args:
+            status: of the header.
+            exchange: exchanges it once more, where some rank was late; gets the
+                milliseconds that this rank waits for the others.
+
+        Raises:
+            BaseException: whatever the ranks agree on, where their calls differ.
+        """
+        call = self._call
+        if status == AGAIN:
+            status = self._confirm(exchange)
+        if status == LEFT:
+            raise self.leave_payload(call, self._left())
+        self.sequence += 1
+        if status == DIFFERENT:
+            raise self._difference(call, None, "none")
+
+    def _confirm(self, exchange: Callable[[int], int]) -> int:
+        """Exchange a header once more: everybody is known to be on the way."""
+        if self._timeout:
+            self._timeout = max(self._timeout, _CONFIRM_SECONDS)
+        status = AGAIN
+        while status == AGAIN:
+            self._read_notices()
             try:
-                same = board.meet(data, lateness)
+                status = exchange(int(self._timeout * 1000))
             except BaseException as error:
-                self._interrupt(call.text, error)
-                raise
-            if same:
-                self.sequence += 1
-                self._last_call = call.text
-                return True
-            number = board.headers
-            if self._settle(board.pending_header(), call, 0, mark, timeout):
-                return self._same(SOFT) and board.headers == number
-        else:
-            number = board.headers + 1
-            if self._publish(call, 0, mark, timeout, lateness):
-                return self._same(SOFT) and board.headers == number
-        raise self._difference(call, None, "none")
+                raise self.leave_payload(self._call, error) from None
+        return status
+
+    def _left(self) -> LeftError:
+        assert self.channel is not None
+        return LeftError(self.channel.who)
 
     def agree_softly(self, call: Call, soft: int, timeout: float | None = None) -> bool:
         """As `agree`, and return whether ``soft`` is the same on all ranks.
@@ -224,7 +335,7 @@ class Guard:
         """
         self.require_section()
         if self._exchange(call, 0, soft, timeout):
-            return self._same(SOFT)
+            return self.same_soft
         raise self._difference(call, None, "none")
 
     def agree_most(self, call: Call, number: int) -> tuple[int, bool]:
@@ -238,18 +349,14 @@ class Guard:
             number: an integer, 0 or more.
         """
         self.require_section()
-        self._send[MOST] = number
-        try:
-            if self._comm.size == 1:
-                self._exchange(call, 0, 0, None)
-                return number, True
-            if self._exchange(call, 0, number, None):
-                if self._equal:
-                    return number, True
-                return int(self._receive[MOST]), self._same(SOFT)
-        finally:
-            self._send[MOST] = 0
+        if self._exchange(call, 0, number, None, number):
+            return self._verdict[4], self.same_soft
         raise self._difference(call, None, "none")
+
+    @property
+    def same_soft(self) -> bool:
+        """Whether the soft numbers of the last header were the same on all ranks."""
+        return bool(self._verdict[2])
 
     def require_section(self) -> None:
         """Raise where some rank is not in the innermost section that this one is in."""
@@ -267,6 +374,12 @@ class Guard:
             return error  # all ranks have it already
         self._exchange(call, 1, 0, None)
         return self._difference(call, error, kind)
+
+    def close(self) -> None:
+        """Have every later call raise: the strategy is closed. Not collective."""
+        self.closed = True
+        self.broken = "this strategy was closed; make a new one"
+        self.channel = None  # and with it the memory that the ranks share
 
     @property
     def checks(self) -> bool:
@@ -301,7 +414,7 @@ class Guard:
                 error, kind = found, "agreed"
             if self._together or self.deserted:
                 return error
-        if not self._same(SOFT):
+        if not self.same_soft:
             text = result if isinstance(result, str) else result()
             return self._difference(Call(f"{call.text} -> {text}"), None, "none")
         return error
@@ -326,12 +439,16 @@ class Guard:
     def __enter__(self) -> None:
         """Enter a `section`."""
         self._depth += 1
+        if self._floor is not _NO_FLOOR:
+            self._look_at_blocks()
 
     def __exit__(self, *error: object) -> None:
         """Leave a `section`."""
         self._depth -= 1
-        if self._depth <= self._floor:
-            self._floor, self._given_up = _NO_FLOOR, None
+        if self._floor is not _NO_FLOOR:
+            if self._depth <= self._floor:
+                self._floor, self._given_up = _NO_FLOOR, None
+            self._look_at_blocks()
 
     def run_section(self, call: Call, body: Callable[[Part], _R]) -> _R:
         """Run ``body`` on every rank, and wait until it has ended on all. Collective.
@@ -367,131 +484,83 @@ class Guard:
         that is still in a collective learns that this one has gone.
         """
         gone = SystemExit(code)
-        while not self.broken:
-            try:
-                self._read_notices()
-            except CollectiveTimeoutError:
-                return
-            self._send = [0] * WORDS
-            self._send[PATIENCE] = -_FOR_EVER
-            self._send[PRINT], self._send[NOT_PRINT] = (
-                call.fingerprint,
-                ~call.fingerprint,
-            )
-            self._send[NOT_SOFT] = ~0
-            while True:
-                request = self._comm.start_header(self._send)
-                while not request.Test():
+        channel = self.channel
+        while not self.broken and channel is not None:
+            status = AGAIN
+            while status == AGAIN:
+                channel.start(0, call.fingerprint, 0, 0, 0, NOWHERE)
+                while (answer := channel.test()) is None:
                     yield
                     try:
                         self._read_notices()
                     except CollectiveTimeoutError:
-                        request.leak()
                         return
-                self._receive, self._equal = request.result, False
-                if not self._was_late():
-                    break
+                status = answer
             self.sequence += 1
-            if not self._receive[FLAG] and self._same(PRINT):
+            if status == OK:
                 return
+            self._verdict = channel.verdict
             self._difference(call, gone, "exit")
 
+    def end(self) -> Iterator[None]:
+        """Wait, after giving up, at the end of the program, for those of the others.
+
+        Yields while it waits. Those that still run may be saving something, and
+        launchers end them when this process ends without `MPI_Finalize`; those that
+        were missing are waited for only for a moment.
+        """
+        comm = self._comm
+        others = set(range(comm.size)) - {comm.rank}
+        self._post_notice("the end of its program", ends=True)
+        end = time.monotonic() + _END_SECONDS
+        present: set[int] | None = others - set(self._missing)
+        while others - self._ended and time.monotonic() < end:
+            if present is not None and present <= self._ended:
+                present = None
+                seconds = _LOST_END_SECONDS if self._lost else _LATE_END_SECONDS
+                end = time.monotonic() + seconds
+            yield
+            with contextlib.suppress(CollectiveTimeoutError):
+                self._read_notices()
+        # Open MPI ends a process that finds the connection to another one closed: so
+        # nobody calls it any more when the first process ends.
+        end = time.monotonic() + _QUIET_SECONDS * bool(others - self._ended)
+        while time.monotonic() < end:
+            yield
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether it gave up, and some rank has not come to its end since."""
+        ended = len(self._ended) == self._comm.size - 1
+        return bool(self.broken) and not self.closed and not ended
+
     def _exchange(
-        self, call: Call, flag: int, soft: int, timeout: float | None
+        self, call: Call, flag: int, soft: int, timeout: float | None, most: int = 0
     ) -> bool:
         """Return whether no flag is up and all fingerprints are the same."""
         self._require_usable()
-        if self._comm.size == 1:
+        channel = self.channel
+        if channel is None:
             self.sequence += 1
-            self._receive[NOT_PRINT] = self._receive[NOT_SOFT] = ~0
+            self._verdict = (flag, 1, 1, 0, most)
             return not flag
-        with self._comm.traffic.timed():
-            return self._compare(call, flag, soft, timeout)
-
-    def _compare(self, call: Call, flag: int, soft: int, timeout: float | None) -> bool:
-        timeout = self.timeout_seconds if timeout is None else timeout
-        return self._publish(call, flag, soft, timeout, self._lateness(timeout))
-
-    def _publish(
-        self, call: Call, flag: int, soft: int, timeout: float, lateness: int
-    ) -> bool:
-        send = self._send
-        patience = -int(timeout * 1000) if timeout else -_FOR_EVER
-        board = self._comm.meeting
-        if board is not None and not flag:
-            late = OVERDUE if 4 * lateness >= -patience else 0
-            data = pack(late, call.fingerprint, soft, patience, send[MOST])
-            try:
-                same = board.meet(data, lateness)
-            except BaseException as error:
-                self._interrupt(call.text, error)
-                raise
-            if same and not late:
-                self._equal = True
-                self.sequence += 1
-                self._last_call = call.text
-                return True
-            return self._settle(board.pending_header(), call, flag, soft, timeout)
-        self._fill(call, flag, soft, timeout, lateness)
-        return self._settle(self._comm.start_header(send), call, flag, soft, timeout)
-
-    def _settle(
-        self, request: Request, call: Call, flag: int, soft: int, timeout: float
-    ) -> bool:
-        """Wait for a header; return whether no flag is up and all make this call."""
-        self._wait_header(request, call, timeout)
-        while self._was_late():
-            # The confirming round: everybody is known to be on the way.
-            self._fill(call, flag, soft, timeout, 0)
-            request = self._comm.start_header(self._send)
-            self._wait_header(request, call, max(timeout, 30.0) if timeout else 0.0)
+        meet, number = channel.meet, call.fingerprint
+        self._before, self._call = self._call, call
+        self._timeout = self.timeout_seconds if timeout is None else timeout
+        try:
+            status = meet(flag, number, soft, most, int(self._timeout * 1000), NOWHERE)
+        except BaseException as error:
+            self._interrupt(call.text, error)
+            raise
+        if status == AGAIN:
+            status = self._confirm(
+                lambda ms: meet(flag, number, soft, most, ms, NOWHERE)
+            )
+        if status == LEFT:
+            raise self.leave_payload(call, self._left())
         self.sequence += 1
-        self._last_call = call.text
-        return not self._receive[FLAG] and self._same(PRINT)
-
-    def _lateness(self, timeout: float) -> int:
-        """Return for how many milliseconds another rank can have waited for this one.
-
-        Nobody can have waited for this header for longer than since this rank began
-        the one before.
-        """
-        now = time.monotonic()
-        lateness = now - self._last_time
-        self._last_time = now
-        if timeout and lateness * 2 > timeout:
-            self._read_notices()
-        return int(lateness * 1000)
-
-    def _fill(
-        self, call: Call, flag: int, soft: int, timeout: float, lateness: int
-    ) -> None:
-        send = self._send
-        send[LATENESS] = lateness
-        send[PATIENCE] = -int(timeout * 1000) if timeout else -_FOR_EVER
-        send[FLAG] = flag
-        send[PRINT] = call.fingerprint
-        send[NOT_PRINT] = ~call.fingerprint
-        send[SOFT] = soft
-        send[NOT_SOFT] = ~soft
-
-    def _wait_header(self, request: Request, call: Call, timeout: float) -> None:
-        self.wait(request, call.text, timeout)
-        self._receive = request.result
-        self._equal = False
-
-    def _was_late(self) -> bool:
-        """Whether some rank came so late that another may have given up on it.
-
-        The largest lateness and the smallest deadline of all ranks, so that all of
-        them decide alike.
-        """
-        received = self._receive
-        return bool(2 * received[LATENESS] >= -received[PATIENCE])
-
-    def _same(self, word: int) -> bool:
-        """Whether a word of the last header is the same on all ranks."""
-        received = self._receive
-        return self._equal or int(received[word]) == ~int(received[word + 1])
+        self._verdict = channel.verdict
+        return status == OK
 
     # --- what went wrong ------------------------------------------------------
 
@@ -518,6 +587,7 @@ class Guard:
         )
         if floor < self._depth:
             self._floor, self._given_up = min(floor, self._floor), found
+            self._look_at_blocks()
         # All ranks are here now, whatever each was about to do: the only moment at
         # which an update that some of them did not make can be undone.
         written = sorted({key for report in reports for key in report.written})
@@ -547,14 +617,74 @@ class Guard:
                 0: never), on every waiting rank.
         """
         try:
-            for _ in range(self._spins):
-                if request.Test():
-                    return
+            if not hasattr(request, "wait"):
+                for _ in range(self._spins):
+                    if request.Test():
+                        return
             self._poll(request, what, timeout)
         except BaseException as error:
             request.leak()
             self._interrupt(what, error)
             raise
+
+    def wait_data(self, transfers: Transfers) -> None:
+        """Poll the messages of the last call until they have completed.
+
+        Raises:
+            CollectiveTimeoutError: where none of them has completed for the strategy's
+                `timeout_seconds`, on every waiting rank.
+        """
+        try:
+            if not transfers.spin(10 * self._spins):
+                self._data = transfers
+                self._poll(transfers, f"the data of {self._call.text}", None)
+        except BaseException as error:
+            transfers.leak()
+            self._interrupt(self._call.text, error)
+            raise
+        finally:
+            self._data = None
+
+    def wait_step(
+        self, wait: Callable[[], int], missing: Callable[[], list[int]]
+    ) -> int:
+        """Wait for a step of the data of the last call, in the memory of one node.
+
+        Args:
+            wait: of a channel that is given to `watch_steps`; returns its status.
+            missing: returns the ranks that have not made the step.
+
+        Raises:
+            CollectiveTimeoutError: at the deadline, or if another rank has given up.
+        """
+        self._timeout = self.timeout_seconds
+        self._data = _Step(missing)
+        try:
+            return wait()
+        except BaseException as error:
+            self._interrupt(self._call.text, error)
+            raise
+        finally:
+            self._data = None
+
+    def watch_steps(self, channel: Channel) -> None:
+        """Have this guard look at clocks and notices while a rank waits in a channel.
+
+        Args:
+            channel: of the ranks of one node, of several.
+        """
+        self._watch(channel, lambda guard: f"the data of {guard._call.text}")
+
+    def _watch(self, channel: Channel, what: Callable[[Guard], str]) -> None:
+        # Weakly: the garbage collector does not see through a channel of the core.
+        this = weakref.ref(self)
+
+        def pause(waited: float) -> None:
+            guard = this()
+            if guard is not None:
+                guard._look(what(guard), waited)
+
+        channel.pause = pause
 
     def _interrupt(self, what: str, error: BaseException) -> None:
         """Give up after an exception that came from outside, such as a signal's."""
@@ -564,8 +694,8 @@ class Guard:
                 f"{what}; this strategy can not be used any more"
             )
             self._post_notice(what, self.broken)
-            if self._comm.board is not None:
-                self._comm.board.leave()
+            if self.channel is not None:
+                self.channel.leave()
 
     def leave_payload(self, call: Call, error: BaseException) -> BaseException:
         """Give up what all ranks are in the middle of; return what to raise.
@@ -590,51 +720,67 @@ class Guard:
                 time.sleep(_SHORT_SLEEP)
             else:
                 self.broken = (
-                    f"rank {error.rank} {error.why} {call.text} before its end; this "
+                    f"rank {error.rank} has left {call.text} before its end; this "
                     "strategy can not be used any more"
                 )
                 self._post_notice(call.text, self.broken)
                 error = self._broken_error()
         self._interrupt(call.text, error)
-        if self._comm.board is not None:
-            self._comm.board.leave()
+        if self.channel is not None:
+            self.channel.leave()
         return error
 
     def _poll(self, request: Request, what: str, timeout: float | None) -> None:
-        timeout = self.timeout_seconds if timeout is None else timeout
+        self._timeout = self.timeout_seconds if timeout is None else timeout
         start = time.monotonic()
-        publish = self._stall
-        if timeout:
-            publish = min(publish, timeout / 2)
-        published = warned = False
         next_look = start + _NOTICE_INTERVAL
+        wait = getattr(request, "wait", None)
+        # The deadline of data counts from the last message of it that has completed.
+        data, completed = self._data, 0
+        busy = _YIELD_SECONDS if data is None else _BUSY_SECONDS
         while not request.Test():
             now = time.monotonic()
             waited = now - start
-            if waited < _YIELD_SECONDS:
+            if now >= next_look:
+                next_look = now + _NOTICE_INTERVAL
+                if data is not None and data.completed > completed:
+                    completed, start, waited = data.completed, now, 0.0
+                self._look(what, waited)
+            if wait is not None:
+                wait(_NOTICE_INTERVAL)
+            elif waited < busy:
                 os.sched_yield()
-                continue
-            time.sleep(_SHORT_SLEEP if waited < 1.0 else _LONG_SLEEP)
-            if now < next_look:
-                continue
-            next_look = now + _NOTICE_INTERVAL
-            self._read_notices()
-            if waited < publish:
-                continue
-            if not published:
-                self._post_notice(what)
-                published = True
-            if not warned and waited >= self._stall + _SETTLE_SECONDS:
-                warned = True
-                self._report_stall(what, waited)
-            if timeout and waited >= timeout:
-                raise self._give_up(what, timeout)
+            else:
+                time.sleep(_SHORT_SLEEP if waited < 1.0 else _LONG_SLEEP)
+
+    def _look(self, what: str, waited: float) -> None:
+        """In the middle of a wait: read what others say; tell them and the user.
+
+        Raises:
+            CollectiveTimeoutError: at the deadline, or if another rank has given up.
+        """
+        if waited < self._waited:  # another wait than last time
+            self._published = self._warned = False
+        self._waited = waited
+        timeout = self._timeout
+        publish = min(self._stall, timeout / 2) if timeout else self._stall
+        self._read_notices()
+        if waited < publish:
+            return
+        if not self._published:
+            self._post_notice(what)
+            self._published = True
+        if not self._warned and waited >= self._stall + _SETTLE_SECONDS:
+            self._warned = True
+            self._report_stall(what, waited)
+        if timeout and waited >= timeout:
+            raise self._give_up(what, timeout)
 
     def check_late(self) -> None:
         """Raise if the others have given up on this rank while it was away."""
         self._require_usable()
-        lateness = time.monotonic() - self._last_time
-        if self.timeout_seconds and lateness * 2 > self.timeout_seconds:
+        channel, timeout = self.channel, self.timeout_seconds
+        if timeout and channel is not None and channel.lateness * 2 > timeout:
             self._read_notices()
 
     def _require_usable(self) -> None:
@@ -655,33 +801,47 @@ class Guard:
         text = on_rank(self._comm.rank, self.broken)
         return RuntimeError(text) if self.closed else CollectiveTimeoutError(text)
 
-    def _post_notice(self, what: str, gave_up: str = "") -> None:
-        notice = _Notice(self._comm.rank, self.sequence, what, gave_up)
+    def _post_notice(self, what: str, gave_up: str = "", *, ends: bool = False) -> None:
+        notice = _Notice(self._comm.rank, self.sequence, what, gave_up, ends=ends)
+        notice.missing, notice.lost = self._missing, self._lost
+        if self._data is not None:
+            notice.awaited = tuple(self._data.awaited)
         self._notices[self._comm.rank] = notice
         data = pickle.dumps(notice)
         self._sent = [request for request in self._sent if not request.Test()]
         for rank in range(self._comm.size):
-            if rank != self._comm.rank:
+            if rank != self._comm.rank and rank not in self._lost:
                 self._sent.append(self._comm.post_notice(data, rank))
 
     def _read_notices(self) -> None:
         while (data := self._comm.read_notice()) is not None:
             notice: _Notice = pickle.loads(data)
+            if notice.ends:
+                self._ended.add(notice.rank)
+                continue
             if notice.gave_up:  # for good, also where this rank has got further
-                self.broken = notice.gave_up
+                self.broken, self._missing = notice.gave_up, notice.missing
+                self._lost = notice.lost
                 raise CollectiveTimeoutError(on_rank(self._comm.rank, notice.gave_up))
             if notice.sequence < self.sequence:
                 continue  # of a wait that is over
             self._notices[notice.rank] = notice
 
     def _waiting_and_missing(self) -> tuple[list[int], list[int]]:
+        """Return the ranks that wait as this one does, and those that do not."""
         waiting = [
             rank
             for rank, notice in sorted(self._notices.items())
             if notice.sequence == self.sequence
         ]
-        missing = [r for r in range(self._comm.size) if r not in waiting]
-        return waiting, missing
+        # The channel knows who has not made the last step, if that is what is missing.
+        missing = self.channel.missing() if self.channel is not None else []
+        if not missing:
+            missing = [r for r in range(self._comm.size) if r not in waiting]
+        awaited = [set(self._notices[rank].awaited) for rank in waiting]
+        if awaited and all(awaited):  # all wait for data, and know whose
+            missing = sorted(set().union(*awaited) - set(waiting)) or missing
+        return [r for r in waiting if r not in missing], missing
 
     def _report_stall(self, what: str, waited: float) -> None:
         waiting, missing = self._waiting_and_missing()
@@ -700,24 +860,50 @@ class Guard:
         )
         if not missing:
             return f"all ranks wait, for different things, for {waited:.3g} s: {where}"
+        if self._data is not None:
+            return (
+                f"{format_ranks(missing)} did not go on in call {self.sequence} within "
+                f"{waited:.3g} s: {where or what}"
+            )
         return (
             f"{format_ranks(missing)} did not come to call {self.sequence + 1} within "
             f"{waited:.3g} s: {where or what}. The last call that "
             f"{format_ranks(missing)} made with the others was call {self.sequence}: "
-            f"{self._last_call}"
+            f"{self._before.text}"
         )
 
     def _give_up(self, what: str, timeout: float) -> CollectiveTimeoutError:
         facts = (
             f"{self._describe_wait(what, timeout)}. This strategy can not be used any "
             "more, since the missing rank may still be on its way; variables and "
-            "arrays are as they were before the call. Make the ranks call the same "
-            "things, or raise `timeout_seconds` in CommunicationOptions if the rank "
-            "was only slow"
+            "arrays are as they were before the call. "
         )
-        self._post_notice(what, facts)
+        if self._data is None:
+            facts += (
+                "Make the ranks call the same things, or raise `timeout_seconds` in "
+                "CommunicationOptions if the rank was only slow"
+            )
+        else:
+            facts += (
+                "The rank was stopped or has died, or the network between the hosts "
+                "does not carry its data; raise `timeout_seconds` in "
+                "CommunicationOptions if it was only slow"
+            )
+        self._tell_all_but_lost(what, facts)
         self.broken = facts
         return CollectiveTimeoutError(on_rank(self._comm.rank, facts))
+
+    def _tell_all_but_lost(self, what: str, facts: str) -> None:
+        """Post the last notice: this rank gives up.
+
+        A rank that did not come to a call may still do so, and has to know; one that
+        has stopped in the middle of its data is lost, and MPI may fail on messages to
+        it.
+        """
+        self._missing = tuple(self._waiting_and_missing()[1])
+        if self._data is not None:
+            self._lost = self._missing
+        self._post_notice(what, facts)
 
 
 def poll(request: Any, what: str, timeout: float) -> None:

@@ -1,10 +1,10 @@
-"""What ranks made together and must give back together: communicators and windows.
+"""What ranks made together and must give back together: communicators.
 
-MPI frees a communicator or a window in a collective call, but Python collects objects
+MPI frees a communicator in a collective call, but Python collects objects
 at another moment on each rank, and in the middle of any call. So nothing that is run by
 the garbage collector calls MPI. What is not used any more is only marked, and given
 back at the next *settlement*: a moment that all ranks of a communicator reach together
-(making a strategy, closing one, making resident buffers).
+(making a strategy, closing one).
 
 The protocol. Each holding has a key that its first rank has drawn when it was made, and
 that all of its ranks have. In a settlement
@@ -29,9 +29,8 @@ Why it is sound:
   take the one with the smallest key: each of its ranks has finished all smaller ones,
   so all of them are at it.
 - *Nothing in use goes.* A holding is sent by a rank only when its objects there are
-  dead (`Segment`: every array that views the memory; a communicator: its verbs). What
-  is dead on all ranks takes part in no call, so calls of it have ended everywhere. What
-  is dead can not come to life again.
+  dead (of a communicator: its verbs). What is dead on all ranks takes part in no call,
+  so calls of it have ended everywhere. What is dead can not come to life again.
 - *Different moments of collection* only delay it: the rank that collects last decides.
   Strategies are parts of cycles, so before a settlement a rank that has many holdings
   collects its garbage.
@@ -44,12 +43,9 @@ from __future__ import annotations
 
 import gc
 import pickle
-import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final
-
-import numpy as np
+from typing import Final
 
 _FEW: Final = 16
 
@@ -58,7 +54,7 @@ _many = _FEW
 
 
 class Holding:
-    """A communicator or a window, until its ranks have given it back.
+    """A communicator, until its ranks have given it back.
 
     Args:
         key: the same on all ranks that made it, and different from all others'.
@@ -84,64 +80,6 @@ class Holding:
         """Free it. Collective over the ranks that made it."""
         if _held.pop(self.key, None) is not None:
             self._give_back()
-
-
-class Segment:
-    """A window of shared memory, for as long as an array views it.
-
-    Args:
-        key, ranks, give_back: as of a `Holding`.
-        places: for each rank the address of its part, and the number of its bytes.
-    """
-
-    def __init__(
-        self,
-        key: bytes,
-        ranks: int,
-        give_back: Callable[[], None],
-        places: list[tuple[int, int]],
-    ) -> None:
-        self._places = places
-        # Finalizers run at any moment, and on any thread: what they do is one step.
-        self._viewed = viewed = {0}
-        self._next = 1
-        self.holding = Holding(key, ranks, lambda: bool(viewed), give_back)
-
-    def view(self, rank: int, start: int = 0, nbytes: int | None = None) -> Any:
-        """Return the part of a rank, or some of it, as an array of uint8.
-
-        The memory stays for as long as the array does, or a view of it. No other array
-        that this returns is its base.
-
-        Args:
-            rank: whose part.
-            start: where the array begins, in bytes.
-            nbytes: its size; None: all that is left.
-        """
-        address, size = self._places[rank]
-        memory = _Memory(address + start, size - start if nbytes is None else nbytes)
-        number, self._next = self._next, self._next + 1
-        self._viewed.add(number)
-        weakref.finalize(memory, self._viewed.discard, number).atexit = False
-        return np.asarray(memory)
-
-    def seal(self) -> None:
-        """Say that there will be no further views."""
-        self._viewed.discard(0)
-
-
-class _Memory:
-    """The base of all arrays that view a part of a window."""
-
-    __slots__ = ("__array_interface__", "__weakref__")
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__array_interface__ = {
-            "data": (address, False),
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
 
 
 def count() -> int:

@@ -78,16 +78,16 @@ class CommunicationImplementation(enum.Enum):
     """How flat buffers are moved.
 
     ``AUTO`` picks by where the array lives and what MPI can do: host arrays go through
-    memory that the ranks share where all are on one node, and to MPI as they are where
-    there are several. ``DIRECT`` gives
-    MPI the buffer as it stands (for a GPU array the MPI must be CUDA-aware).
-    ``SHARED`` is what AUTO does for host arrays, and an error where it can not be;
-    between nodes each rank of a node sends a part of the sum. ``STAGED`` copies GPU
-    arrays through host memory, in pieces. ``NCCL`` moves GPU arrays by NCCL, and needs
-    a GPU for each rank; where that can not be it is an error on all ranks, and not a
-    warning as in TensorFlow. For GPU arrays ``AUTO`` is NCCL where it can be, else
-    direct where MPI is CUDA-aware, else staged. ``RING`` is TensorFlow's name, and
-    means ``AUTO``, since MPI and NCCL choose their own algorithms.
+    memory that the ranks share where all are on one node; where there are several,
+    small ones go by MPI, and large ones in slices through the memory of each node.
+    ``DIRECT`` gives MPI the buffer as it stands (for a GPU array the MPI must be
+    CUDA-aware). ``SHARED`` is what AUTO does for host arrays, and an error where it can
+    not be. ``STAGED`` copies GPU arrays through host memory, in pieces. ``NCCL`` moves
+    GPU arrays by NCCL, and needs a GPU for each rank; where that can not be it is an
+    error on all ranks, and not a warning as in TensorFlow. For GPU arrays ``AUTO`` is
+    NCCL where it can be, else direct where MPI is CUDA-aware, else staged. ``RING`` is
+    TensorFlow's name, and means ``AUTO``, since MPI and NCCL choose their own
+    algorithms.
     """
 
     AUTO = "AUTO"
@@ -104,16 +104,17 @@ class CommunicationOptions:
 
     Attributes:
         bytes_per_pack: the most bytes that leaves are packed into before one MPI
-            call. 0, the default, means ``MPIDIST_FUSION_MB`` or 32 MiB. Through memory
-            that the ranks share, leaves are not packed, and it has no effect.
+            call. 0, the default, means ``MPIDIST_FUSION_MB`` or 32 MiB. It has no
+            effect where leaves are not packed: through memory that the ranks share,
+            and in small nests, which travel with their header.
         timeout_seconds: how long a rank waits for the others before every waiting
             rank raises `CollectiveTimeoutError`, in seconds. None, the default,
             means ``MPIDIST_TIMEOUT`` or 1,800; 0 means no limit.
         implementation: a `CommunicationImplementation` or its name.
         compression: "fp16" or "bf16": sums and means of floats travel between nodes as
             16-bit floats, which is half of the bytes of float32, and are rounded twice
-            on the way. Never between the ranks of a node, not for arrays of at most 32
-            KiB, not with ``DIRECT``, and not for integers. "fp16" has 11 bits of
+            on the way. Never through memory that ranks share, not for arrays of at most
+            32 KiB, not with ``DIRECT``, and not for integers. "fp16" has 11 bits of
             precision, "bf16" 8; neither overflows. What travels is scaled by a power of
             two that depends on its largest number: with "fp16", numbers below 2**-29 of
             it lose precision. All replicas get the same bits. "none" sends all as it
@@ -257,12 +258,12 @@ class Environment:
             on one machine (``MPIDIST_SIMULATED_NODES``).
     """
 
-    abort: bool
-    cuda_aware: bool | None
-    guard: bool
-    timeout_seconds: float
-    stall_seconds: float
-    bytes_per_pack: int
+    abort: bool = True
+    cuda_aware: bool | None = None
+    guard: bool = True
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    stall_seconds: float = DEFAULT_STALL_SECONDS
+    bytes_per_pack: int = DEFAULT_BYTES_PER_PACK
     implementation: CommunicationImplementation = CommunicationImplementation.AUTO
     staging_bytes: int = DEFAULT_STAGING_BYTES
     compression: Compression = "none"
@@ -291,6 +292,15 @@ def read_environment() -> Environment:
         error_feedback=_flag("MPIDIST_ERROR_FEEDBACK", False) is True,
         simulated_nodes=max(1, int(_number("MPIDIST_SIMULATED_NODES", 1))),
     )
+
+
+def debugging() -> bool:
+    """Return whether ``MPIDIST_DEBUG`` asks for more checks, and longer tracebacks.
+
+    It is read at each call, and never an error: an exception may be about to be shown.
+    """
+    text = os.environ.get("MPIDIST_DEBUG", "").strip().lower()
+    return text not in ("", "0", "auto", "false", "no", "off")
 
 
 def get_loss_reduction() -> ReduceOp:

@@ -296,7 +296,8 @@ def _send_around(mpi: Any, x: Any, y: Any, rank: int, size: int) -> None:
 
 
 def _wait(request: Any, what: str) -> None:
-    request.Wait()
+    while not request.Test():
+        pass
 
 
 if __name__ == "__main__":

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from mpidist._strategy import Strategy
 
 
-_OP_KINDS = (str, ReduceOp)
-
-
 class ReplicaContext:
     """The replica that the code runs on, inside `Strategy.run`.
 
@@ -54,7 +51,12 @@ class ReplicaContext:
         self._replica_id = own
         self._entered: list[Any] = []
         extended = strategy.extended
-        self._short = {} if extended._custom_ops else extended._collectives.short
+        # The user's ops, where there are some; else straight to the engine.
+        self._all_reduce: Callable[..., Any] = (
+            extended._all_reduce
+            if extended._custom_ops
+            else extended._collectives.all_reduce
+        )
 
     def __enter__(self) -> ReplicaContext:
         """Make this the current replica context."""
@@ -109,8 +111,10 @@ class ReplicaContext:
     ) -> Any:
         """Reduce ``value`` over all replicas, and give all of them the result.
 
-        Collective: every replica must call this, in the same order. One MPI
-        Allreduce for each dtype and ``bytes_per_pack``.
+        Collective: every replica must call this, in the same order. On one node
+        through shared memory; else one all-reduce by MPI for each dtype and
+        ``bytes_per_pack``. On one node large results share one block of memory, which
+        stays for as long as one of them is kept.
 
         Args:
             reduce_op: a `ReduceOp` or its name.
@@ -136,21 +140,13 @@ class ReplicaContext:
         """
         if _context.current().replica_context is not self:
             self._require_current("all_reduce")
-        kind = type(reduce_op)
-        if type(value) is np.ndarray and options is None and kind in _OP_KINDS:
-            # What has gone the short way before does so again, without another look.
-            name = reduce_op if kind is str else reduce_op._name_  # type: ignore[union-attr]
-            short = self._short.get((name, value.dtype, value.shape))
-            if short is not None:
-                result = short(value)
-                if result is not None:
-                    return result
-        extended = self._strategy.extended
-        try:
-            op = as_reduce_op(reduce_op, "all_reduce")
-        except Exception as error:
-            extended._collectives.invalid("all_reduce", error)
-        return extended._all_reduce(op, value, options)
+        op = reduce_op
+        if type(op) is not ReduceOp:
+            try:
+                op = as_reduce_op(op, "all_reduce")
+            except Exception as error:
+                self._strategy.extended._collectives.invalid("all_reduce", error)
+        return self._all_reduce(op, value, options)
 
     def all_gather(
         self,
@@ -201,6 +197,7 @@ class ReplicaContext:
                 rank 0 has its own component and the others stay on their ranks until
                 they are looked at. Variables arrive as themselves; other objects
                 too, where they are equal on all replicas, and else as PerReplica.
+                Objects that hold variables are compared by class and first variable.
             kwargs: its keyword arguments, likewise.
 
         Returns:
@@ -209,6 +206,8 @@ class ReplicaContext:
 
         Raises:
             RuntimeError: outside this replica context.
+            TypeError: for an argument that can not be compared, such as a lock or an
+                open file; ``merge_fn`` may close over it.
             Exception: what ``merge_fn`` raises, on every replica.
             CollectiveMismatchError: if the replicas' calls differ.
         """

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import os
 import pickle
 import sys
+import threading
 from typing import Any, Final, Literal
 
 from mpidist._errors import (
@@ -18,17 +18,12 @@ from mpidist._errors import (
     format_ranks,
     on_rank,
 )
+from mpidist._fingerprint import fingerprint as fingerprint
 
 _PACKAGE: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_THREADING: Final = os.path.abspath(threading.__file__)  # begins every thread
 _LONGEST_CALL: Final = 360
 ErrorKind = Literal["none", "raised", "invalid", "agreed", "exit"]
-
-
-@functools.lru_cache(maxsize=1024)
-def fingerprint(text: str) -> int:
-    """Return a 62-bit hash that is the same in every process."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2
 
 
 class Call:
@@ -215,7 +210,8 @@ def _call_site() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if not os.path.abspath(code.co_filename).startswith(_PACKAGE):
+        path = os.path.abspath(code.co_filename)
+        if not path.startswith(_PACKAGE) and path != _THREADING:
             name = os.path.basename(code.co_filename)
             return f"  (at {name}:{frame.f_lineno} in {code.co_name})"
         frame = frame.f_back

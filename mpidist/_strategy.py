@@ -19,11 +19,14 @@ from mpidist import (
     _nest,
     _process,
     _reports,
+    _threads,
     _transports,
 )
+from mpidist._channel import Channel, MessageChannel
 from mpidist._cluster import MPIClusterResolver
 from mpidist._collectives import Collectives, describe_compression
 from mpidist._cross_device import CrossDeviceOps
+from mpidist._engine import Node, Nodes, open_node, open_nodes
 from mpidist._extended import StrategyExtended, local_results
 from mpidist._options import (
     CommunicationImplementation,
@@ -43,7 +46,7 @@ from mpidist.data import (
     InputReplicationMode,
 )
 
-_numbers = itertools.count(1)
+_numbers = _threads.ReplicaLocal(lambda: itertools.count(1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,17 +80,11 @@ class Strategy:
         is_mpi: bool,
         cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
-        self._number = next(_numbers) if is_mpi else 0
-        self._extended: StrategyExtended = StrategyExtended.__new__(StrategyExtended)
+        self._number = next(_numbers.get()) if is_mpi else 0
         self._collectives = collectives
         self._num_replicas = collectives.comm.size
-        self._extended._replica_id = collectives.comm.rank
-        StrategyExtended.__init__(
-            self._extended,
-            self,
-            collectives,
-            is_mpi=is_mpi,
-            cross_device_ops=cross_device_ops,
+        self._extended = StrategyExtended(
+            self, collectives, is_mpi=is_mpi, cross_device_ops=cross_device_ops
         )
 
     def __repr__(self) -> str:
@@ -141,9 +138,7 @@ class Strategy:
     def communication_statistics(self) -> CommunicationStatistics:
         """Return what was communicated so far, on this rank. Not collective."""
         traffic = self._collectives.comm.traffic
-        return CommunicationStatistics(
-            traffic.seconds, dict(traffic.calls), dict(traffic.bytes)
-        )
+        return CommunicationStatistics(*traffic.total())
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
@@ -248,7 +243,8 @@ class Strategy:
         pass them, or the whole nest, to `ReplicaContext.all_reduce`, `reduce`,
         ``batch_reduce_to`` or an optimizer. On one node they are in memory that the
         ranks share: each rank reads the others' directly. That takes place if all
-        ranks pass their buffers in the same places of the call; otherwise they are
+        arrays of a call are buffers, which lie at the same distances from each other
+        on all ranks, and are too large to travel with the header; otherwise they are
         copied as any array is. The result is a new array in both cases, with the same
         bits, and the buffers keep their values. A buffer is yours again as soon as the
         call has returned.
@@ -262,8 +258,8 @@ class Strategy:
 
         Returns:
             The same structure, with zeros of the same shapes and dtypes. Where the
-            ranks share no memory (one rank, several nodes, not enough of it left),
-            and for GPU arrays, these are ordinary arrays.
+            ranks share no memory (one rank, several nodes, no native core, not enough
+            of it left), and for GPU arrays, these are ordinary arrays.
 
         Raises:
             TypeError: for what is no array or number.
@@ -476,11 +472,14 @@ class MPIStrategy(Strategy):
     Collective: every rank of ``comm`` makes it. It communicates on a duplicate of
     ``comm``, so strategies, and other users of the communicator, do not disturb each
     other. The first one starts MPI if that has not been done, and installs the hooks
-    that end the whole job on an uncaught exception (``MPIDIST_ABORT=0``: does not).
+    that end the whole job on an uncaught exception (``MPIDIST_ABORT=0``: does not);
+    closing the last one takes them away.
 
     Args:
         comm: an `mpi4py.MPI.Comm`; None is COMM_WORLD. Groups of ranks can have
             strategies of their own: ``MPIStrategy(MPI.COMM_WORLD.Split(color))``.
+            In the function of `mpidist.testing.run` a `mpidist.testing.ThreadGroup`;
+            None is all of its replicas.
         device: "auto" is this rank's GPU (by its number on the node) where CuPy finds
             one, and else the host; "cpu"; "gpu"; "gpu:K".
         communication_options: `mpidist.experimental.CommunicationOptions`; the same
@@ -489,7 +488,11 @@ class MPIStrategy(Strategy):
             class on all ranks. None is `CollectiveAllReduce`.
 
     Raises:
-        TypeError, ValueError: for arguments that are none of these; on every rank.
+        TypeError, ValueError: for arguments that are none of these, or a setting that
+            can not be read; on every rank.
+        CollectiveMismatchError: if the ranks' versions of Python, mpidist, NumPy or
+            cloudpickle do not fit each other, or their numbers do not have the same
+            bytes, or the ranks were given other arguments; on every rank.
         RuntimeError: for "gpu" where there is none; on every rank.
         ImportError: where there is no MPI library.
     """
@@ -504,10 +507,16 @@ class MPIStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
         """Join the other ranks of ``comm`` in a strategy. Collective."""
-        environment = read_environment()
-        if environment.abort:
+        problem = ""
+        try:
+            environment = read_environment()
+        except ValueError as error:  # perhaps on this rank alone: all hear of it
+            environment, problem = Environment(), str(error)
+        replica = _threads.current()
+        if replica is not None:
+            environment = replica.adapt(environment)
+        elif environment.abort:
             _process.install()
-        base = _comm.check_communicator(comm)
         given = communication_options
         timeout = environment.timeout_seconds
         if (
@@ -515,11 +524,19 @@ class MPIStrategy(Strategy):
             and given.timeout_seconds is not None
         ):
             timeout = float(given.timeout_seconds)
-        communicator = _comm.Communicator(
-            base,
-            lambda request, what: _guard.poll(request, what, timeout),
-            environment.simulated_nodes,
-        )
+
+        def wait(request: Any, what: str) -> None:
+            _guard.poll(request, what, timeout)
+
+        if replica is not None:
+            communicator = replica.connect(comm, wait)
+        else:
+            communicator = _comm.Communicator(
+                _comm.check_communicator(comm),
+                wait,
+                environment.simulated_nodes,
+                problem,
+            )
         try:
             self._set_up(
                 communicator, environment, timeout, device, given, cross_device_ops
@@ -542,21 +559,45 @@ class MPIStrategy(Strategy):
             asked = given.implementation
             if asked is not CommunicationImplementation.AUTO:
                 kind = asked
-        shared = _transports.set_up_shared(
-            communicator,
-            wanted=kind is not CommunicationImplementation.DIRECT,
-            crowded=communicator.machine_size > (os.cpu_count() or 1),
-        )
+        wanted = kind is not CommunicationImplementation.DIRECT
+        crowded = communicator.machine_size > (os.cpu_count() or 1)
+        # It decides how the ranks meet, so all must have the same answer.
+        crowded = not communicator.all_min(int(not crowded))
+        node: Node | None = None
+        nodes: Nodes | None = None
+        shared: _transports.DirectTransport | None = None
+        if _threads.current() is not None:
+            shared = _transports.DirectTransport(communicator)
+        elif communicator.num_nodes == 1:
+            opened = open_node(communicator, wanted=wanted, crowded=crowded)
+            node, communicator.why_not_shared = opened.node, opened.problem
+            if node is not None:
+                communicator.traffic.core = node.channel
+                shared = _transports.SharedTransport(
+                    communicator, node.channel, node.piece_bytes
+                )
+        else:
+            nodes, communicator.why_not_shared = open_nodes(
+                communicator, wanted=wanted, crowded=crowded
+            )
+            if nodes is not None:
+                shared = _transports.NodesTransport(communicator)
         enabled = environment.guard
         if isinstance(given, CommunicationOptions) and given.guard is not None:
             enabled = given.guard
         # The constructor itself is always guarded: ranks may have been given
         # different options, `guard` among them.
+        channel: Channel | None = None
+        if communicator.size > 1:
+            channel = MessageChannel(communicator) if node is None else node.channel
         guard = _guard.Guard(
             communicator,
+            channel,
             timeout_seconds=timeout,
             stall_seconds=environment.stall_seconds,
         )
+        if nodes is not None:
+            guard.watch_steps(nodes.node.channel)
         # The communicator and the guard outlive the verbs: they go on all ranks
         # together, when the last of them has collected its strategy.
         communicator.must_stay = lambda: bool(guard.broken)
@@ -569,20 +610,22 @@ class MPIStrategy(Strategy):
             enabled,
             ops,
             shared,
+            node,
+            nodes,
         )
         communicator.when_freed = lambda: _process.forget(guard)
         weakref.finalize(collectives, communicator.drop).atexit = False
         collectives.settle(timeout)
         guard.enabled = enabled
         super().__init__(collectives, is_mpi=True, cross_device_ops=ops)
-        if environment.abort and enabled:
-            _process.watch(guard)
+        if environment.abort:
+            _process.watch(guard, waits=enabled)
 
     def close(self) -> None:
         """Give the communicator, and what the ranks share, back to MPI. Collective.
 
         The strategy can not be used afterwards; its variables can still be read, and
-        so can `buffers_like` buffers, whose memory stays for as long as they do. One
+        so can results and `buffers_like` buffers, whose memory stays as they do. One
         that is not closed, but collected as garbage on every rank, is given back when
         these ranks make or close another one.
         """
@@ -591,8 +634,7 @@ class MPIStrategy(Strategy):
             return
         _context.require_cross_replica(self, "MPIStrategy.close")
         guard.agree(_reports.Call("MPIStrategy.close"))
-        guard.closed = True
-        guard.broken = "this strategy was closed; make a new one"
+        guard.close()
         self._collectives.close()
         self._collectives.release()
         self._collectives.comm.free()
@@ -607,6 +649,8 @@ def _make_collectives(
     enabled: bool,
     cross_device_ops: object,
     shared: _transports.DirectTransport | None,
+    node: Node | None,
+    nodes: Nodes | None,
 ) -> Collectives:
     """Check the arguments of MPIStrategy on all ranks, and build its verbs."""
     try:
@@ -626,7 +670,7 @@ def _make_collectives(
         chosen = _arrays.select_device(device, _comm.local_rank(communicator))
         chosen.activate()
         collectives = Collectives(
-            communicator, guard, settings, environment, chosen, shared
+            communicator, guard, settings, environment, chosen, shared, node, nodes
         )
     except Exception as error:
         raise guard.fail(_reports.Call("MPIStrategy(...)"), error, "invalid") from None
@@ -665,7 +709,7 @@ class _DefaultStrategy(Strategy):
         )
         comm = _comm.SelfCommunicator()
         guard = _guard.Guard(
-            comm, timeout_seconds=0.0, stall_seconds=0.0, enabled=False
+            comm, None, timeout_seconds=0.0, stall_seconds=0.0, enabled=False
         )
         device = _arrays.Device("cpu")
         super().__init__(

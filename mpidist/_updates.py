@@ -1,15 +1,19 @@
 """Updates: a function runs on every rank, and changes its copies of variables.
 
-At program level an update is a section (`_guard`): it ends when it has ended on all
-ranks, and what it has written and returned is compared. What fails on some rank is
-raised on all, and all copies that were written are made equal to rank 0's again.
+There is one way to run them, a `Stretch`: updates one after the other, and a join at
+the end. It is a section (`_guard`), which ends when it has ended on all ranks. What
+each update has written and returned becomes a few numbers; the header of the join
+carries the fingerprint of them all, and so says whether it was the same on all ranks.
+What fails on some rank is raised on all, and all copies that were written are made
+equal to rank 0's again.
 
-In ``merge_fn`` there may be many updates, one after the other, and nothing but rank 0's
-commands makes the ranks meet. There a *stretch* of updates is one section: rank 0 sends
-an update and runs it, without waiting for the other ranks, which run it when they
-come to it. What each has written and returned is added up in one number. A stretch ends
-with a join: before the next command that is no update, at the end of merge_fn, or when
-it has become long (`_coordinator`).
+At program level an update is a stretch of one: every rank makes it with arguments of
+its own, so these are compared too.
+
+In ``merge_fn`` there may be many, and nothing but rank 0's commands makes the ranks
+meet. Rank 0 sends an update and runs it, without waiting for the other ranks, which run
+it when they come to it. The stretch ends before the next command that is no update, at
+the end of merge_fn, or when it has become long (`_coordinator`).
 
 - Rank 0's own exception is raised at once: the stretch ends there.
 - A rank on which a function raises goes to the join at once, and waits there for
@@ -23,6 +27,7 @@ it has become long (`_coordinator`).
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,9 +36,13 @@ import numpy as np
 from mpidist import _arrays, _context, _dispatch, _nest
 from mpidist._dispatch import check_arguments
 from mpidist._errors import CollectiveError
-from mpidist._guard import Part
+from mpidist._fingerprint import (
+    fingerprint,
+    fingerprint_of_bytes,
+    fingerprint_of_numbers,
+)
 from mpidist._policies import differs
-from mpidist._reports import Call, ErrorKind, call_of, fingerprint
+from mpidist._reports import Call, ErrorKind, call_of
 from mpidist._values import Mirrored, PerReplica, argument_of
 from mpidist._variables import Variable
 
@@ -48,6 +57,18 @@ _LEAF_PRINT: Final = fingerprint(_LEAF)
 _AS_THEY_ARE: Final = frozenset(
     (np.ndarray, float, int, bool, str, type(None), np.float32, np.float64)
 )
+
+
+@dataclasses.dataclass(slots=True)
+class _Effect:
+    """What one update has left, for the message where ranks differ."""
+
+    var: Any
+    fn: Any
+    structure: str  # of the result
+    written: list[tuple[Any, int]]  # variables and their prints
+    returned: list[Any]
+    arguments: str  # where each rank has its own
 
 
 class Stretch:
@@ -70,11 +91,9 @@ class Stretch:
         self.open = False
         self.joins = 0
         self.ring_start = 0
-        self._number = 0
+        self._numbers: list[int] = []
         self._written: list[Any] = []
-        # Of each update: the variable, the function, the structure of the result, the
-        # written variables with their prints, and the values that it returned.
-        self._effects: list[tuple[Any, Any, str, list[Any], list[Any]]] = []
+        self._effects: list[_Effect] = []
 
     @property
     def long(self) -> bool:
@@ -98,17 +117,25 @@ class Stretch:
         )
 
     def run(
-        self, number: int, var: Any, fn: Any, args: Any, kwargs: Any, group: bool
+        self,
+        number: int,
+        var: Any,
+        fn: Any,
+        args: Any,
+        kwargs: Any,
+        group: bool,
+        arguments: str = "",
     ) -> Any:
-        """Run an update on this rank; return what it gives, wrapped.
+        """Run an update on this rank; return what its function returns.
 
         Args:
-            number: the key of the result, counted on all ranks.
+            number: counted on all ranks alike.
             var: the variable; None for `update_non_slot`.
             fn: the function.
             args: its further positional arguments.
             kwargs: its keyword arguments.
             group: whether the results are the same on all ranks.
+            arguments: a text of those that have to be the same on all ranks.
         """
         guard, written = self._guard, self._written
         if self.open:
@@ -123,48 +150,32 @@ class Stretch:
                 result = fn(*own, **_nest.map_structure(argument_of, kwargs))
             else:
                 result = fn(*own)
-        kind = type(result)
-        plain = result is None or kind is Variable
-        if not self.open:
-            if plain:
-                return result
-        elif plain:
-            self._note(number, var, fn, _LEAF, _LEAF_PRINT, written[before:], [])
-            return result
-        else:
-            leaves, shape = _nest.flatten(result)
-            text = str(shape)
-            values = [x for x in leaves if group and _is_value(x)]
-            shape_print = fingerprint(text)
-            self._note(number, var, fn, text, shape_print, written[before:], values)
-        wrapper = Mirrored if group else PerReplica
-        registry = self._strategy.extended._registry
-        return registry.wrap_numbered(wrapper, result, number)
+        if self.open:
+            effect = _Effect(var, fn, _LEAF, [], [], arguments)
+            if result is not None and type(result) is not Variable:
+                leaves, shape = _nest.flatten(result)
+                effect.structure = str(shape)
+                if group:
+                    effect.returned = [x for x in leaves if _is_value(x)]
+            self._note(number, effect, written[before:])
+        return result
 
-    def _note(
-        self,
-        number: int,
-        var: Any,
-        fn: Any,
-        text: str,
-        shape_print: int,
-        written: list[Any],
-        values: list[Any],
-    ) -> None:
+    def _note(self, number: int, effect: _Effect, written: list[Any]) -> None:
         """Add what an update has left to what is compared at the join."""
         if len(written) > 1:
             written = _by_key(written)
         turn = _turn_of(number)
-        prints = [(v, v._print(turn)) for v in written]
-        # Tuples of integers have the same hash in every process.
-        total = hash((self._number, shape_print))
-        for v, one in prints:
-            total = hash((total, v._key[0], one))
-        for x in values:
-            array = _arrays.as_array(x, "update")[0]
-            total = hash((total, _arrays.print_of(array, turn)))
-        self._number = total
-        self._effects.append((var, fn, text, prints, values))
+        numbers, text = self._numbers, effect.structure
+        numbers.append(_LEAF_PRINT if text is _LEAF else fingerprint(text))
+        if effect.arguments:
+            numbers.append(fingerprint_of_bytes(effect.arguments.encode()))
+        for v in written:
+            one = v._print(turn)
+            numbers += (v._key[0], one)
+            effect.written.append((v, one))
+        for x in effect.returned:
+            numbers.append(_arrays.print_of(_array(x), turn))
+        self._effects.append(effect)
 
     def end(
         self,
@@ -189,7 +200,8 @@ class Stretch:
         guard.written = self._written
         what = call_of(call) if call else _STRETCH
         try:
-            return guard.join(what, error, kind, self._describe, self._number >> 2)
+            number = fingerprint_of_numbers(self._numbers)
+            return guard.join(what, error, kind, self._describe, number)
         finally:
             self.leave()
             self.joins += 1
@@ -201,25 +213,32 @@ class Stretch:
             guard = self._guard
             guard.written = self._outer
             guard.__exit__()
-            self._number = 0
+            self._numbers = []
             self._effects = []
             self._written = []
 
     def _describe(self) -> str:
         """Return a text of what the updates have left."""
-        effects = enumerate(self._effects)
-        last = {v._key: k for k, effect in effects for v, _ in effect[3]}
+        last = {
+            v._key: k
+            for k, effect in enumerate(self._effects)
+            for v, _ in effect.written
+        }
         parts = []
-        for k, (var, fn, text, prints, values) in enumerate(self._effects):
-            part = _describe_effects(
-                [v for v, _ in prints],
-                values,
-                [
-                    f" (then {n:x})" if last[v._key] != k or _is_large(v) else ""
-                    for v, n in prints
-                ],
-            )
-            parts.append(f"{describe(var, fn)} -> {text}{part}")
+        for k, effect in enumerate(self._effects):
+            texts = [
+                f"{v.name!r} [#{v._key[0]}] = {_arrays.sample(v._array)}"
+                + (f" (then {n:x})" if last[v._key] != k or _is_large(v) else "")
+                for v, n in effect.written
+            ]
+            part = f"{describe(effect.var, effect.fn)} -> {effect.structure}"
+            if effect.arguments:
+                part += f", with arguments {effect.arguments}"
+            if texts:
+                part += f", wrote {', '.join(texts)}"
+            if effect.returned:
+                part += f", returned {_texts_of(effect.returned)}"
+            parts.append(part)
         # First what it is about: of long texts the end is cut off.
         return f"what {_MUST_BE_SAME}: {'; '.join(parts)}"
 
@@ -242,57 +261,41 @@ def describe(var: Any, fn: Any) -> str:
 
 @_dispatch.verb("update")
 def _update(
-    strategy: Strategy,
-    var: Any,
-    fn: Any,
-    args: Any,
-    kwargs: Any,
-    group: bool,
-    text: str,
+    strategy: Strategy, var: Any, fn: Any, args: Any, kwargs: Any, group: bool
 ) -> Any:
-    """Run ``fn`` in the frame of an update; ``var`` is None for `update_non_slot`."""
-    extended = strategy.extended
-    guard = extended._collectives.guard
-    checks = guard.checks
-    written: list[Any] = []
-    outer = guard.written
-
-    def body(part: Part) -> Any:
-        check_arguments("update", args, kwargs)
-        leaves, structure = _nest.flatten((tuple(args), kwargs))
-        check_update(var, fn, leaves)
-        part.kind = "raised"
-        if checks:
-            guard.require_section()  # else nobody would undo what is written
-            guard.written = written
-        frame = _context.Frame(strategy, _context.Level.UPDATE, written=written)
-        first = () if var is None else (var,)
-        own_args, own_kwargs = structure.unflatten([argument_of(x) for x in leaves])
-        with _context.entered(frame):
-            result = fn(*first, *own_args, **own_kwargs)
-        flat, shape = _nest.flatten(result)
-        text = str(shape)
-        if not checks:
-            part.came_out(text, fingerprint(text))
-            return result
-        plain = [x for x in leaves if _is_value(x)]
-        returned = [x for x in flat if group and _is_value(x)]
-        variables = _by_key(written)
-        if not (plain or returned):
-            turn = _turn_of(extended._registry.count)
-            prints = [v._print(turn) for v in variables]
-            number = hash((fingerprint(text), *(v._key[0] for v in variables), *prints))
-            part.came_out(lambda: text + _effects_text(variables, prints), number >> 2)
-            return result
-        text = _describe_plain(plain) + text + _effects_text(variables, [], returned)
-        part.came_out(text, fingerprint(text))
-        return result
-
+    """Run an update that all ranks make: a stretch of one."""
+    registry = strategy.extended._registry
+    stretch = Stretch(strategy)
+    error: BaseException | None = None
+    result: Any = None
+    kind: ErrorKind = "invalid"
+    stretch.begin()
     try:
-        result = guard.run_section(call_of(text), body)
-    finally:
-        guard.written = outer
-    return extended._registry.wrap_tree(Mirrored if group else PerReplica, result)
+        check_arguments("update", args, kwargs)
+        leaves = _nest.flatten((tuple(args), kwargs))[0]
+        check_update(var, fn, leaves)
+        plain = [x for x in leaves if _is_value(x)] if stretch.open else []
+        texts = ", ".join([_arrays.summarize(_array(x)) for x in plain])
+        kind = "raised"
+        result = stretch.run(registry.count, var, fn, args, kwargs, group, texts)
+    except KeyboardInterrupt:
+        stretch.leave()
+        raise
+    except BaseException as raised:
+        error = raised
+    error = stretch.end(error, kind, describe(var, fn))
+    if error is not None:
+        raise error
+    # Counted now: where it has failed, some rank may not have made this call.
+    return wrap(strategy, result, registry.next_key(), group)
+
+
+def wrap(strategy: Strategy, result: Any, number: int, group: bool) -> Any:
+    """Return what the function of an update has returned, as a value of all ranks."""
+    if result is None or type(result) is Variable:
+        return result
+    kind = Mirrored if group else PerReplica
+    return strategy.extended._registry.wrap_numbered(kind, result, number)
 
 
 def check_update(var: Any, fn: Any, leaves: list[Any]) -> None:
@@ -332,24 +335,15 @@ def _by_key(variables: list[Any]) -> list[Any]:
     return [v for _, v in sorted({v._key: v for v in variables}.items())]
 
 
-def _describe_plain(values: list[Any]) -> str:
-    """Return a text of the plain arguments, which must be the same on all ranks."""
-    texts = [_arrays.summarize(_arrays.as_array(x, "update")[0]) for x in values]
-    return f"arguments {', '.join(texts)}; result " if texts else ""
-
-
 _MUST_BE_SAME: Final = "must be the same on all replicas, see `reduce_to`"
 
 
-def _effects_text(
-    variables: list[Any], prints: list[int], returned: list[Any] | None = None
-) -> str:
-    more = [""] * len(variables)
-    for k, one in enumerate(prints):
-        if _is_large(variables[k]):
-            more[k] = f" ({one:x})"
-    text = _describe_effects(variables, returned or [], more)
-    return text and f"{text}; {_MUST_BE_SAME}"
+def _array(x: Any) -> Any:
+    return _arrays.as_array(x, "update")[0]
+
+
+def _texts_of(values: list[Any]) -> str:
+    return ", ".join([_arrays.sample(_array(x)) for x in values])
 
 
 def _is_large(variable: Any) -> bool:
@@ -360,23 +354,6 @@ def _is_large(variable: Any) -> bool:
 def _turn_of(number: int) -> int:
     """Return which words of large arrays are compared in the call with this number."""
     return (number * 0x9E3779B1 & 0xFFFFFFFF) >> 12  # looks random: calls come in steps
-
-
-def _describe_effects(
-    variables: list[Any], returned: list[Any], more: list[str]
-) -> str:
-    """Return a text of what an update left, which must be the same on all ranks.
-
-    ``fn`` may get at values of its own rank without any argument: through what it
-    closes over, or a variable that is ON_READ.
-    """
-    texts = [
-        f"{v.name!r} [#{v._key[0]}] = {_arrays.sample(v._array)}{note}"
-        for v, note in zip(variables, more, strict=True)
-    ]
-    results = [_arrays.sample(_arrays.as_array(x, "update")[0]) for x in returned]
-    text = f", wrote {', '.join(texts)}" if texts else ""
-    return text + (f", returned {', '.join(results)}" if results else "")
 
 
 def make_equal(strategy: Strategy, keys: list[Any]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import numpy as np
 
 from mpidist import _arrays, _context, _nest
+from mpidist._functions import Codes
 from mpidist._sparse import IndexedSlices
 
 if TYPE_CHECKING:
@@ -417,6 +418,8 @@ class Registry:
         # has dropped its own, and said so.
         self.kept: dict[Key, Any] = {}
         self.dropped: list[Key] = []
+        # Of functions, which the coordinator has sent.
+        self.codes = Codes()
         registry = weakref.ref(self)
 
         def forget(reference: Any) -> None:  # a `_Reference`

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import numpy as np
 
 from mpidist import _arrays, _context, _dispatch, _policies, _sparse
+from mpidist._dispatch import OnRank0
 from mpidist._options import VariableAggregation, VariableSynchronization
 from mpidist._reports import Call
 from mpidist._sparse import IndexedSlices, Scatter
@@ -33,6 +34,15 @@ class _Attributes:
             f"Variable {self.name!r} ({self.synchronization.name}, "
             f"aggregation={self.aggregation.name})"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """What all ranks have for a variable: `Variable` takes it for an initial value."""
+
+    strategy: Strategy
+    value: Any
+    attributes: _Attributes
 
 
 class Variable(ArrayLike):
@@ -101,6 +111,9 @@ class Variable(ArrayLike):
         shape: tuple[int, ...] | None = None,
     ) -> None:
         """Compute the initial value on rank 0 and copy it to all. Collective."""
+        if type(initial_value) is _Given:  # by the verbs below
+            self._set_up(initial_value)
+            return
         frame = _context.current()
         strategy = frame.strategy
         collectives = strategy.extended._collectives
@@ -120,17 +133,18 @@ class Variable(ArrayLike):
             return _initial_array(initial_value, dtype, shape, attributes)
 
         if frame.coordinator is not None:
-            made = frame.coordinator.command("create_variable", (make(), attributes))
-            self.__dict__.update(made.__dict__)
+            arguments = (make(), attributes, OnRank0(self))
+            frame.coordinator.command("create_variable", arguments)
             registry = strategy.extended._registry
-            registry.add(made._key, self)
-            weakref.finalize(self, registry.dropped.append, made._key)
+            weakref.finalize(self, registry.dropped.append, self._key)
             return
         text = f"{attributes}, dtype={dtype}, shape={shape}"
         (value,) = collectives.share(lambda: [make()], text)
-        self._set_up(strategy, value, attributes)
+        self._set_up(_Given(strategy, value, attributes))
 
-    def _set_up(self, strategy: Strategy, value: Any, attributes: _Attributes) -> None:
+    def _set_up(self, given: _Given) -> None:
+        """Make this rank's copy, and draw the key."""
+        strategy, attributes = given.strategy, given.attributes
         device = strategy.extended._collectives.device
         self._strategy = strategy
         self._attributes = attributes
@@ -138,7 +152,7 @@ class Variable(ArrayLike):
         self._policy = _policies.ON_READ if on_read else _policies.ON_WRITE
         # A copy of its own: the user's initial array stays the user's. In C order on
         # all ranks: a sum, for one, depends on the order in its last bits.
-        host = np.array(_arrays.to_host(value), order="C")
+        host = np.array(_arrays.to_host(given.value), order="C")
         self._array = _arrays.place(host, device)
         self._view = self._array.view()
         if not _arrays.is_device_array(self._array):
@@ -600,19 +614,28 @@ class Variable(ArrayLike):
 
 @_dispatch.verb("create_variable")
 def _create_variable(
-    strategy: Strategy, value: Any, attributes: _Attributes
+    strategy: Strategy, value: Any, attributes: _Attributes, marked: OnRank0
 ) -> Variable:
-    variable = Variable.__new__(Variable)
-    variable._set_up(strategy, value, attributes)
+    """Make the variable that merge_fn makes.
+
+    Args:
+        strategy: whose it is.
+        value: the initial array.
+        attributes: its attributes.
+        marked: on rank 0 the variable whose constructor runs; nothing on the others.
+    """
+    given = _Given(strategy, value, attributes)
+    variable: Variable | None = marked.value
+    if variable is None:
+        return Variable(given)
+    variable._set_up(given)
     return variable
 
 
 @_dispatch.verb("copy_variable")
 def _copy_variable(strategy: Strategy, variable: Variable, text: str) -> Variable:
     strategy.extended._collectives.guard.agree(Call(text))
-    copied = Variable.__new__(Variable)
-    copied._set_up(strategy, variable._array, variable._attributes)
-    return copied
+    return Variable(_Given(strategy, variable._array, variable._attributes))
 
 
 def _fits(x: Any, dtype: Any, python_numbers: bool) -> bool:

@@ -17,7 +17,7 @@ from mpidist._collectives import Collectives
 from mpidist._cross_device import (
     broadcast_value,
     check_destinations,
-    reduce_pairs,
+    reduce_components,
     root_of,
 )
 from mpidist._dispatch import check_arguments
@@ -47,6 +47,7 @@ _IDEMPOTENT: Final = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 @_dispatch.verb("call_for_each_replica")
 def _call_for_each_replica(strategy: Strategy, fn: Any, args: Any, kwargs: Any) -> Any:
     extended = strategy.extended
+    registry = extended._registry
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     call = call_of(f"the end of run({name})")
 
@@ -55,14 +56,17 @@ def _call_for_each_replica(strategy: Strategy, fn: Any, args: Any, kwargs: Any) 
             raise TypeError(f"run: expected `fn` to be a function, got {fn!r}")
         check_arguments("run", args, kwargs)
         for leaf in _nest.flatten((args, kwargs))[0] if args or kwargs else ():
-            extended._registry.check("Strategy.run", leaf)
+            registry.check("Strategy.run", leaf)
         own_args = select_replica(tuple(args)) if args else ()
         own_kwargs = select_replica(kwargs) if kwargs else {}
         part.kind = "raised"
         with _context.entered(extended._replica_frame):
             result = fn(*own_args, **own_kwargs)
+        # With the number of keys that were drawn: they must name the same values on all
+        # ranks.
+        keys = registry.count
         if result is None:
-            part.came_out(_LEAF, _LEAF_PRINT)
+            part.came_out(lambda: f"{_LEAF} [#{keys}]", _LEAF_PRINT ^ keys)
             return None
         if isinstance(result, (types.GeneratorType, types.CoroutineType)):
             raise TypeError(
@@ -70,11 +74,11 @@ def _call_for_each_replica(strategy: Strategy, fn: Any, args: Any, kwargs: Any) 
                 "begun when it returns; write a plain function"
             )
         text = str(_nest.flatten(result)[1])
-        part.came_out(text, fingerprint(text))
+        part.came_out(lambda: f"{text} [#{keys}]", fingerprint(text) ^ keys)
         return result
 
     result = extended._collectives.guard.run_section(call, body)
-    return extended._registry.wrap_tree(PerReplica, result)
+    return registry.wrap_tree(PerReplica, result)
 
 
 @_dispatch.verb("reduce")
@@ -256,6 +260,10 @@ def _batch_reduce_to(
 def _reduce_pairs(
     strategy: Strategy, reduce_op: Any, pairs: Any, options: Any, call: str
 ) -> list[Any]:
+    """Reduce pairs of values and destinations. Draws one key, by either way.
+
+    Which way a rank goes depends on what it passes, such as a list in place of a tuple.
+    """
     extended = strategy.extended
     registry = extended._registry
     if type(pairs) is list and not extended._custom_ops:
@@ -266,9 +274,7 @@ def _reduce_pairs(
             except Exception as error:
                 extended._collectives.invalid(call, error)
             reduced = extended._collectives.all_reduce(op, own, options, call)
-            number = registry.next_key()
-            registry.next_key()  # as below
-            return registry.wrap_list(Mirrored, reduced, number)
+            return registry.wrap_list(Mirrored, reduced, registry.next_key())
     try:
         op = as_reduce_op(reduce_op, call)
         structures = []
@@ -297,12 +303,14 @@ def _reduce_pairs(
     if extended._custom_ops and asked:
         reduced = extended._cross_device_ops.batch_reduce(op, asked, options)
     else:
-        reduced = reduce_pairs(strategy, op, asked, options, call)
+        reduced = reduce_components(strategy, op, asked, options, call)
     number = registry.next_key()
     for i, x in zip(moving, reduced, strict=True):
         if root_of(strategy, wanted[i]) is not None:
             # For one rank: nothing on the others. See `StrategyExtended.reduce_to`.
             x = registry.wrap(PerReplica, x, (number, i))
+        elif not isinstance(x, Mirrored):
+            x = registry.wrap(Mirrored, x, (number, i))
         results[i] = x
     remaining = iter(results)
     return [

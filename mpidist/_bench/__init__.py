@@ -1,40 +1,114 @@
-"""The benchmark behind `mpidist bench`: raw mpi4py and mpidist in the same run."""
+"""The benchmark behind `mpidist bench`: raw mpi4py and mpidist in the same run.
+
+A benchmark is one function, which makes rows of the table: the code by hand and that
+with mpidist stand one below the other; both are checked, and then measured in turn
+(`timing`). Aims are in `aims`. Pictures and the tables of the documentation are made
+outside of the package, in launch/lib.
+"""
 
 from __future__ import annotations
 
-from mpidist._bench._contest import Contestant as Contestant
-from mpidist._bench._contest import Effort as Effort
-from mpidist._bench._contest import Timing as Timing
-from mpidist._bench._contest import measure as measure
-from mpidist._bench._job import Job as Job
-from mpidist._bench._job import UsageError as UsageError
-from mpidist._bench._job import WrongResultError as WrongResultError
-from mpidist._bench._machine import is_crowded as is_crowded
-from mpidist._bench._machine import machine_facts as machine_facts
-from mpidist._bench._machine import software_facts as software_facts
-from mpidist._bench._machine import transport_facts as transport_facts
-from mpidist._bench._model import Parameters as Parameters
-from mpidist._bench._model import Prediction as Prediction
-from mpidist._bench._model import fit as fit
-from mpidist._bench._model import model_json as model_json
-from mpidist._bench._model import model_text as model_text
-from mpidist._bench._model import predict as predict
-from mpidist._bench._picture import draw as draw
-from mpidist._bench._picture import draw_model as draw_model
-from mpidist._bench._picture import missing_matplotlib as missing_matplotlib
-from mpidist._bench._results import Record as Record
-from mpidist._bench._results import Result as Result
-from mpidist._bench._results import read_record as read_record
-from mpidist._bench._run import BENCHES as BENCHES
-from mpidist._bench._run import run as run
-from mpidist._bench._session import Options as Options
-from mpidist._bench._shapes import MODELS as MODELS
-from mpidist._bench._tables import align as align
-from mpidist._bench._tables import header_of as header_of
-from mpidist._bench._tables import markdown_of as markdown_of
-from mpidist._bench._tables import text_of as text_of
-from mpidist._bench._units import parse_seconds as parse_seconds
-from mpidist._bench._units import parse_seconds_per_byte as parse_seconds_per_byte
-from mpidist._bench._units import parse_size as parse_size
-from mpidist._bench._units import show_seconds as show_seconds
-from mpidist._bench._units import show_size as show_size
+import datetime
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from mpidist._bench import calls, collectives, nests
+from mpidist._bench.aims import Aim as Aim
+from mpidist._bench.aims import aim_of as aim_of
+from mpidist._bench.job import Job as Job
+from mpidist._bench.job import UsageError as UsageError
+from mpidist._bench.job import WrongResultError as WrongResultError
+from mpidist._bench.machine import is_crowded as is_crowded
+from mpidist._bench.machine import machine_facts as machine_facts
+from mpidist._bench.machine import software_facts as software_facts
+from mpidist._bench.machine import transport_facts as transport_facts
+from mpidist._bench.model import ASSUMED as ASSUMED
+from mpidist._bench.model import FIGURES as FIGURES
+from mpidist._bench.model import Prediction as Prediction
+from mpidist._bench.model import fit as fit
+from mpidist._bench.model import model_text as model_text
+from mpidist._bench.model import predict as predict
+from mpidist._bench.session import Session as Session
+from mpidist._bench.shapes import MODELS as MODELS
+from mpidist._bench.table import COLUMNS as COLUMNS
+from mpidist._bench.table import Record as Record
+from mpidist._bench.table import Row as Row
+from mpidist._bench.table import align as align
+from mpidist._bench.table import cells_of as cells_of
+from mpidist._bench.table import header_of as header_of
+from mpidist._bench.table import read_record as read_record
+from mpidist._bench.table import text_of as text_of
+from mpidist._bench.timing import QUICK as QUICK
+from mpidist._bench.timing import Effort as Effort
+from mpidist._bench.timing import Timing as Timing
+from mpidist._bench.timing import measure as measure
+from mpidist._bench.units import parse_seconds as parse_seconds
+from mpidist._bench.units import parse_seconds_per_byte as parse_seconds_per_byte
+from mpidist._bench.units import parse_size as parse_size
+from mpidist._bench.units import show_seconds as show_seconds
+from mpidist._bench.units import show_size as show_size
+
+BENCHES: Final[dict[str, Callable[[Session], None]]] = {
+    "all_reduce": collectives.all_reduce,
+    "nest": nests.nest,
+    "small_nest": nests.small_nest,
+    "all_gather": collectives.all_gather,
+    "run": calls.run,
+    "merge_call": calls.merge_call,
+    "reduce": calls.reduce,
+    "update": calls.update,
+}
+
+
+def run(
+    job: Job,
+    names: Sequence[str],
+    sizes: Sequence[int] | None,
+    effort: Effort,
+    progress: Callable[[str], None] = lambda name: None,
+) -> Record:
+    """Run benchmarks one after the other. Collective.
+
+    Args:
+        job: the ranks.
+        names: of `BENCHES`.
+        sizes: in bytes, for all_reduce and all_gather; None: their own.
+        effort: how long to measure.
+        progress: called on all ranks with the name of what begins.
+
+    Raises:
+        WrongResultError: if a call gave a wrong result.
+    """
+    session = Session(job, sizes, effort)
+    facts = _facts(session)
+    for name in names:
+        progress(name)
+        BENCHES[name](session)
+    # Not after an exception, which may be that of one rank: closing waits for all.
+    session.close()
+    return Record(facts, session.rows, session.notes)
+
+
+def _facts(session: Session) -> dict[str, Any]:
+    job = session.job
+    crowded = is_crowded(job)
+    if crowded:
+        session.note(
+            "There are more ranks than cores: ranks wait for a core, and times depend "
+            "on when they get one."
+        )
+    if job.size == 1:
+        session.note("One rank: nothing is communicated; start it with mpirun -n 2.")
+    return {
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "ranks": job.size,
+        "nodes": job.nodes,
+        "crowded": crowded,
+        "machine": machine_facts(),
+        "software": software_facts(job.mpi),
+        "transports": transport_facts(session.strategy),
+        "environment": {
+            k: v for k, v in sorted(os.environ.items()) if k.startswith("MPIDIST_")
+        },
+    }

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from mpidist import _threads
 from mpidist._checkpoints._checkpoint import Checkpoint
 from mpidist._checkpoints._manager import CheckpointManager
 from mpidist._reports import Call
@@ -59,7 +60,9 @@ class PreemptionCheckpointHandler:
         while handler.total_run_calls < 1000:
             handler.run(train_step)
 
-    Collective: all ranks make it, at program level, in the main thread.
+    Collective: all ranks make it, at program level, in the main thread. Replicas that
+    are threads (`mpidist.testing`) get no signals: ``termination_watcher_fn`` tells
+    them.
 
     Args:
         cluster_resolver: taken and not used; MPI knows the ranks.
@@ -99,7 +102,8 @@ class PreemptionCheckpointHandler:
                 "PreemptionCheckpointHandler: expected `termination_config` to be a "
                 f"`mpidist.experimental.TerminationConfig`, got {config!r:.80}"
             )
-        if threading.current_thread() is not threading.main_thread():
+        watches = _threads.current() is None
+        if watches and threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
                 "PreemptionCheckpointHandler: expected to be made in the main thread, "
                 "which is the one that Python gives signals to"
@@ -116,7 +120,8 @@ class PreemptionCheckpointHandler:
         self._manager.restore_or_initialize()
         self._told_at: float | None = None
         self._previous: dict[int, Any] = {}
-        self._watch()
+        if watches:
+            self._watch()
 
     @property
     def total_run_calls(self) -> int:

@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 
 import mpidist
-from mpidist import _bench
-from mpidist._cli._info_command import gpu_facts, strangers
+from mpidist import _bench, _native, _versions
+from mpidist._cli._info_command import core_facts, gpu_facts, strangers
 from mpidist._cli._speaking import Parser, launched_size, say
 from mpidist._probe import probe_direct
 
@@ -106,13 +106,13 @@ class _Checks:
 
     def versions(self) -> str:
         """Have the same software on all ranks."""
-        facts = _bench.software_facts(self._job.mpi)
+        facts = {**_bench.software_facts(self._job.mpi), **_versions.describe()}
         first = self._job.from_root(facts)
-        for key, value in facts.items():
-            if value != first[key]:
+        for key in dict.fromkeys([*facts, *first]):
+            mine, other = facts.get(key, "unknown"), first.get(key, "unknown")
+            if mine != other:
                 raise _FailedError(
-                    f"{key} is {value} here, and {first[key]} on rank 0",
-                    "start all ranks from the same environment",
+                    f"{key} is {mine} here, and {other} on rank 0", _versions.ADVICE
                 )
         return f"{facts['mpi']}, mpi4py {facts['mpi4py']}, NumPy {facts['numpy']}"
 
@@ -333,7 +333,7 @@ def check(arguments: Sequence[str]) -> int:
         outcomes.append(outcome)
         if not given.json:
             say(f"{outcome.name:<15} {outcome.state:<6}  {outcome.text}")
-            if outcome.state == _FAILED and outcome.advice:
+            if outcome.state != _OK and outcome.advice:
                 say(f"{'':<15} {'':<6}  -> {outcome.advice}")
 
     for name, one in (
@@ -349,6 +349,9 @@ def check(arguments: Sequence[str]) -> int:
         ("exception", checks.exception),
     ):
         show(_attempt(job, name, one))
+    core = core_facts(job.comm.allgather(_native.missing))
+    lacks = bool(core["missing_on"])
+    show(_Outcome("native core", _NOTE if lacks else _OK, core["text"], core["advice"]))
     for name, remark in (
         ("cores", checks.cores),
         ("shared memory", checks.shared_memory),

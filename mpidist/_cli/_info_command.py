@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import mpidist
-from mpidist import _arrays, _bench, _comm
+from mpidist import _arrays, _bench, _comm, _native, _versions
 from mpidist._cli._speaking import Parser, launched_size, say
+from mpidist._errors import format_ranks
 from mpidist._options import read_environment
 
 ABOUT: Final = "what this job is: ranks, nodes, libraries, transports, settings"
@@ -74,10 +75,12 @@ def facts_of_job(device: str) -> dict[str, Any]:
         "machine": _bench.machine_facts(),
         "software": {
             **_bench.software_facts(job.mpi),
+            "native_core": "present" if _versions.has_core() else "absent",
             "executable": sys.executable,
         },
         "environment": _environment(),
         "gpu": gpu_facts(),
+        "core": _native.missing,
     }
     ranks = job.comm.allgather(mine)
     facts: dict[str, Any] = {
@@ -85,6 +88,7 @@ def facts_of_job(device: str) -> dict[str, Any]:
         "ranks": job.size,
         "nodes": _nodes(ranks),
         "crowded": _bench.is_crowded(job),
+        "native_core": core_facts([one["core"] for one in ranks]),
         "gpu": ranks[0]["gpu"],
         "cuda_aware": _comm.query_cuda_support(),
         "environment": ranks[0]["environment"],
@@ -102,6 +106,24 @@ def _environment() -> dict[str, str]:
         name: os.environ[name]
         for name in sorted(os.environ)
         if name.startswith("MPIDIST_") or name in _OTHERS
+    }
+
+
+def core_facts(missing: Sequence[str]) -> dict[str, Any]:
+    """Return which ranks lack the native core, why, and what it means.
+
+    Args:
+        missing: for each rank why it has none; "" where it has.
+    """
+    lacking = [rank for rank, why in enumerate(missing) if why]
+    if not lacking:
+        return {"missing_on": [], "text": "present", "advice": ""}
+    where = "" if len(lacking) == len(missing) else f" on {format_ranks(lacking)}"
+    means = "everything goes by MPI, right and slower"
+    return {
+        "missing_on": lacking,
+        "text": f"{missing[lacking[0]]}{where}; {means}",
+        "advice": _native.ADVICE,
     }
 
 
@@ -182,11 +204,13 @@ def _strategy_facts(device: str) -> tuple[dict[str, Any] | None, str | None]:
 def text_of_facts(facts: dict[str, Any]) -> str:
     """Return the facts for a person."""
     software, strategy = facts["software"], facts["strategy"]
+    core: dict[str, str] = facts["native_core"]
     lines: list[tuple[str, str]] = [
         ("mpidist", f"{software['mpidist']}, Python {software['python']}"),
         ("MPI", f"{software['mpi']} (MPI {software['mpi_standard']})"),
         ("mpi4py", software["mpi4py"]),
         ("NumPy", software["numpy"]),
+        *_under("native core", list(filter(None, map(core.get, ("text", "advice"))))),
         ("GPU", _gpu_text(facts)),
         ("ranks", _ranks_text(facts)),
         *_node_lines(facts["nodes"]),

@@ -12,43 +12,29 @@ from typing import Any
 from mpidist import _arrays
 from mpidist._comm import AnyCommunicator
 from mpidist._options import CommunicationImplementation
-from mpidist._transports._arena import NOWHERE, Arena
+from mpidist._transports._compression import LEAST_BYTES as COMPRESSED_BYTES
 from mpidist._transports._compression import Compression
 from mpidist._transports._devices import Devices, DeviceTransport, place_text
-from mpidist._transports._direct import DirectTransport
-from mpidist._transports._hosting import IGNORED, LINE, HostedLeaf, Hosting
+from mpidist._transports._direct import DirectTransport, NodesTransport
 from mpidist._transports._nccl import NcclTransport
-from mpidist._transports._nodes import set_up as set_up_shared
-from mpidist._transports._resident import Block, Blocks, Target
 from mpidist._transports._shared import SharedTransport
 from mpidist._transports._staged import StagedTransport
-from mpidist._transports._stream import COMBINE, Schedule
 
 Transport = DeviceTransport
 
 __all__ = [
-    "Arena",
-    "Block",
-    "Blocks",
-    "COMBINE",
+    "COMPRESSED_BYTES",
     "Compression",
     "Devices",
     "DirectTransport",
-    "HostedLeaf",
-    "Hosting",
-    "IGNORED",
-    "LINE",
-    "NOWHERE",
     "NcclTransport",
-    "Schedule",
+    "NodesTransport",
     "SharedTransport",
     "StagedTransport",
-    "Target",
     "Transport",
     "Transports",
     "choose",
     "place_text",
-    "set_up_shared",
 ]
 
 
@@ -61,12 +47,14 @@ class Transports:
         device: moves GPU arrays.
         reason: why that one.
         host_reason: why the one for host arrays.
+        mixed: whether one rank may have on a GPU what another has on the host.
     """
 
     host: DirectTransport
     device: Transport
     reason: str
     host_reason: str = ""
+    mixed: bool = False
 
     def of(self, x: Any) -> Transport:
         """Return the transport for the array ``x``."""
@@ -103,17 +91,19 @@ def choose(
     if (
         wanted is CommunicationImplementation.SHARED
         and shared is None
-        and comm.size > 1
+        and comm.num_nodes < comm.size  # else there is nothing to share
     ):
         raise ValueError(
             "MPIStrategy: `CommunicationImplementation.SHARED` needs room in /dev/shm, "
-            "and to be asked for on all ranks when the strategy is made; write AUTO"
+            "the native core, and to be asked for on all ranks when the strategy is "
+            f"made ({_no_memory(comm)}); write AUTO"
         )
     host: DirectTransport = DirectTransport(comm) if shared is None else shared
     if wanted is CommunicationImplementation.DIRECT:
         host = DirectTransport(comm)
     device, reason = devices.pick(wanted, host)
-    return Transports(host, device, reason, _host_reason(comm, wanted, shared))
+    mixed = devices.decision.mixed
+    return Transports(host, device, reason, _host_reason(comm, wanted, shared), mixed)
 
 
 def _host_reason(
@@ -129,11 +119,15 @@ def _host_reason(
         return "asked for"
     if comm.num_nodes == 1:
         if shared is None:
-            return "the ranks share no memory: see /dev/shm"
+            return f"the ranks share no memory: {_no_memory(comm)}"
         return "all ranks are on one node"
     nodes = f"{comm.num_nodes} nodes"
     if comm.num_nodes == comm.size:
         return f"{nodes} of one rank"
     if shared is None:
-        return f"{nodes}, whose ranks share no memory: see /dev/shm"
+        return f"{nodes}, whose ranks share no memory: {_no_memory(comm)}"
     return f"{nodes}, whose ranks share memory for large arrays"
+
+
+def _no_memory(comm: AnyCommunicator) -> str:
+    return comm.why_not_shared or "see /dev/shm"

@@ -1,7 +1,8 @@
 """Half the bytes between nodes: float32 and float64 sums that travel as 16-bit floats.
 
-A buffer (what one rank reduces for its node) is all-reduced over the nodes in two
-steps, each of which sends 16-bit floats:
+A buffer is what one rank reduces for its node; where the ranks of nodes share no
+memory, what one rank has, and "node" means a rank. It is all-reduced over the nodes in
+two steps, each of which sends 16-bit floats:
 
 1. every node gets a part of the buffer from all others (MPI_Alltoall), and adds them up
    in the full dtype, in the order of the nodes, its own part as it is;
@@ -35,7 +36,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from mpidist._comm import Peers
+from mpidist._messages import Messages
 
 LEAST_BYTES: Final = 32 * 1024
 """Buffers up to here go uncompressed: their time is that of a message, not of bytes."""
@@ -169,17 +170,17 @@ class Compression:
         self._next = 0
         return self
 
-    def allreduce(self, peers: Peers, buffer: Any) -> None:
+    def allreduce(self, peers: Messages, buffer: Any) -> None:
         """Sum ``buffer`` of all peers into itself.
 
         Args:
-            peers: one rank of each node.
+            peers: one rank of each node, or all ranks.
             buffer: float32 or float64, of the same size on all peers.
         """
         with np.errstate(over="ignore", invalid="ignore"):  # infinities are let through
             self._allreduce(peers, buffer)
 
-    def _allreduce(self, peers: Peers, buffer: Any) -> None:
+    def _allreduce(self, peers: Messages, buffer: Any) -> None:
         codec, me, nodes = self._codec, peers.rank, peers.size
         count = -(-buffer.size // nodes)
         parts = [buffer[k * count : (k + 1) * count] for k in range(nodes)]
@@ -210,7 +211,7 @@ class Compression:
         encode(codec, total, sent[me])
         if kept is not None:
             _keep(codec, total, sent[me], kept[1])
-        peers.all_gather(sent[me], received)
+        peers.all_gather(sent[me], received.reshape(-1), [size] * nodes)
         for k, part in enumerate(parts):
             decode(codec, received[k], part)
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+import types
+import warnings
 from typing import Any, Literal
 
 from mpidist import _arrays
@@ -23,6 +26,10 @@ _INSTEAD = (
     "write AUTO, which is direct where MPI is CUDA-aware and staged through the host "
     "elsewhere"
 )
+
+# Warnings that were given. Python's own record of them is void whenever somebody uses
+# `warnings.catch_warnings`, as we do when NCCL is looked for.
+_told: set[str] = set()
 
 DeviceTransport = DirectTransport | StagedTransport | NcclTransport
 
@@ -60,6 +67,8 @@ class Decision:
         mixed: whether some ranks have their arrays on a GPU and some on the host.
         try_nccl: whether to connect the ranks by NCCL, and take it if that works.
         no_nccl: why not, to be told to who asks for it.
+        missing: why NCCL does not load, where it would be taken: each of several
+            ranks has a GPU of its own, and nothing but AUTO is asked for.
     """
 
     way: Literal["direct", "staged"]
@@ -67,6 +76,7 @@ class Decision:
     mixed: bool = False
     try_nccl: bool = False
     no_nccl: str = ""
+    missing: str = ""
 
 
 def look(
@@ -84,15 +94,14 @@ def look(
     )
     if device.kind != "gpu":
         return finding
+    gpu = no_nccl = ""
     try:
         gpu = f"{host_name} {_arrays.gpu_bus_id(device)}"
         _arrays.nccl_module()
-        no_nccl = ""
     except Exception as error:  # of CUDA, or of a library that does not fit
-        gpu, no_nccl = "", f"{error}"
-    return dataclasses.replace(
-        finding, gpu=gpu, queried=query_cuda_support(), no_nccl=no_nccl
-    )
+        no_nccl = f"{error}"
+    queried = query_cuda_support() if environment.cuda_aware is None else ""
+    return dataclasses.replace(finding, gpu=gpu, queried=queried, no_nccl=no_nccl)
 
 
 def decide(findings: list[Finding]) -> Decision:
@@ -116,7 +125,7 @@ def decide(findings: list[Finding]) -> Decision:
                 f"`-genv {name} VALUE` (MPICH)"
             )
     mixed = len({f.kind for f in findings}) > 1
-    no_nccl = _why_no_nccl(findings)
+    no_nccl, loads = _why_no_nccl(findings)
     if first.wanted == "NCCL" and no_nccl:
         raise ValueError(
             f"MPIStrategy: `CommunicationImplementation.NCCL` can not be: {no_nccl}. "
@@ -126,7 +135,8 @@ def decide(findings: list[Finding]) -> Decision:
     try_nccl = first.wanted == "NCCL" or (
         automatic and not no_nccl and len(findings) > 1
     )
-    decision = Decision("staged", "", mixed, try_nccl, no_nccl)
+    missing = "" if loads or not automatic or len(findings) == 1 else no_nccl
+    decision = Decision("staged", "", mixed, try_nccl, no_nccl, missing)
     if mixed:
         reason = "staged: some ranks have no GPU"
         return dataclasses.replace(decision, reason=reason)
@@ -145,21 +155,25 @@ def decide(findings: list[Finding]) -> Decision:
     return dataclasses.replace(decision, reason=reason)
 
 
-def _why_no_nccl(findings: list[Finding]) -> str:
-    """Return why the ranks can not use NCCL; "" if they can, as far as is known."""
+def _why_no_nccl(findings: list[Finding]) -> tuple[str, bool]:
+    """Return why the ranks can not use NCCL, and whether it is not for its library.
+
+    The reason is "" if they can, as far as is known.
+    """
     seen: dict[str, int] = {}
     for rank, finding in enumerate(findings):
         if finding.kind != "gpu":
-            return f"rank {rank} has its arrays on the host"
-        if finding.no_nccl:
-            return f"NCCL does not load on rank {rank} ({finding.no_nccl})"
-        if finding.gpu in seen:
+            return f"rank {rank} has its arrays on the host", True
+        if finding.gpu and finding.gpu in seen:
             return (
                 f"ranks {seen[finding.gpu]} and {rank} share a GPU, and NCCL wants one "
                 "for each rank"
-            )
+            ), True
         seen[finding.gpu] = rank
-    return ""
+    for rank, finding in enumerate(findings):
+        if finding.no_nccl:
+            return f"NCCL does not load on rank {rank} ({finding.no_nccl})", False
+    return "", True
 
 
 class Devices:
@@ -200,6 +214,10 @@ class Devices:
         self.decision = decision
         self._staged.clear()
         if not decision.try_nccl:
+            if decision.missing and decision.way == "staged":
+                reason = f"{decision.reason}; {decision.missing}"
+                self.decision = dataclasses.replace(decision, reason=reason)
+                self._warn(decision.missing)
             return
         communicator, problem = connect(self._comm, self._device, deadline)
         if problem and wanted is CommunicationImplementation.NCCL:
@@ -213,10 +231,39 @@ class Devices:
             self.decision = dataclasses.replace(
                 decision, reason=reason, no_nccl=problem
             )
+            self._warn(f"NCCL did not connect the ranks ({problem})")
             return
         self._nccl = NcclTransport(
             communicator, self._comm.rank, self.staged(host), self._comm.traffic.count
         )
+
+    def _warn(self, problem: str) -> None:
+        """Warn on rank 0, once, that AUTO takes another way than NCCL. Collective.
+
+        Each rank has a GPU of its own, so that NCCL would be the fast way, and nothing
+        else would tell: results are right. A warning, which a program can turn off or
+        into an error, and not only a line of `mpidist info`, which has to be asked for.
+        What a filter makes an error is raised on all ranks.
+
+        Raises:
+            RuntimeWarning: on all ranks, if warnings are errors on rank 0.
+        """
+        way = self.decision.way
+        text = (
+            f"MPIStrategy: each rank has a GPU of its own, but {problem}; GPU arrays "
+            f"go {way}, which is slower as a rule. To be content with that, and for "
+            f"no warning, write MPIDIST_IMPLEMENTATION={way}"
+        )
+        raised = b""
+        if self._comm.rank == 0 and text not in _told:
+            try:
+                warnings.warn(text, RuntimeWarning, stacklevel=_level_of_caller())
+                _told.add(text)
+            except RuntimeWarning as error:
+                raised = str(error).encode()
+        raised = self._comm.all_gather_objects(raised)[0]
+        if raised:
+            raise RuntimeWarning(raised.decode())
 
     def pick(
         self, wanted: CommunicationImplementation, host: DirectTransport
@@ -261,6 +308,19 @@ class Devices:
         if self._nccl is not None:
             self._nccl.close()
             self._nccl = None
+
+
+def _level_of_caller() -> int:
+    """Return what `stacklevel` is for the first frame outside of this package."""
+    frame, level = sys._getframe(1), 1
+    package = __name__.partition(".")[0]
+    while frame.f_back and _package_of(frame) == package:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _package_of(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def place_text(arrays: list[Any], structure: Any, mixed: bool) -> str:

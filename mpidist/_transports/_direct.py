@@ -1,4 +1,4 @@
-"""MPI on the buffer as it stands."""
+"""Buffers by MPI messages, from where they are and to where they go."""
 
 from __future__ import annotations
 
@@ -9,27 +9,15 @@ import numpy as np
 
 from mpidist import _arrays
 from mpidist._comm import AnyCommunicator, MPIOp
-from mpidist._transports._compression import Compression
 
 
 class DirectTransport:
     """Hands buffers to MPI: host memory, or GPU memory where MPI is CUDA-aware."""
 
     name = "direct"
-    compression: Compression | None = None
-    """Of the bucket that is being reduced; transports between nodes look at it."""
 
     def __init__(self, comm: AnyCommunicator) -> None:
         self.comm = comm
-
-    def streams(self, nbytes: int, *, compressed: bool = False) -> bool:
-        """Whether arrays of so many bytes together go as a stream.
-
-        Args:
-            nbytes: of all arrays of a bucket.
-            compressed: whether they travel compressed, if between nodes.
-        """
-        return False
 
     def reducer(
         self, nbytes: int, op: MPIOp, divisor: int | None = None
@@ -43,7 +31,7 @@ class DirectTransport:
             op: the operation.
             divisor: what the result is divided by.
         """
-        reduce = self.comm.reducer(nbytes, op)
+        reduce = self.comm.reducer(op)
         if divisor is None:
             return reduce
 
@@ -78,3 +66,12 @@ class DirectTransport:
         """Concatenate bytes of all ranks, on all ranks."""
         _arrays.synchronize(send)
         self.comm.all_gather(send, receive, counts)
+
+
+class NodesTransport(DirectTransport):
+    """The same where the ranks of each of several nodes share memory.
+
+    Large nests go through that memory (the route *hierarchical*); this moves the rest.
+    """
+
+    name = "shared"

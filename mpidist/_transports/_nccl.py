@@ -39,7 +39,10 @@ _TYPES: Final[dict[str, tuple[str, int]]] = {
     "complex64": ("NCCL_FLOAT32", 2),
     "complex128": ("NCCL_FLOAT64", 2),
 }
-_ID: Final = b"id:"
+# NCCL's id as a message begins with what CuPy made of it on rank 0.
+_BYTES: Final = b"b"  # CuPy 14
+_INTEGERS: Final = b"i"  # CuPy 13 and older: a tuple of C's chars
+_FAILED: Final = b"-"
 _FEW: Final = 3
 _LONGEST_CONNECT: Final = 300.0  # seconds
 _LATE: Final = "it did not find all ranks within"
@@ -203,14 +206,12 @@ def connect(
     data = b""
     if comm.rank == 0:
         try:
-            # C's char, which has a sign on some machines and none on others.
-            key = np.array(_arrays.nccl_module().get_unique_id(), np.int16)
-            data = _ID + key.tobytes()
+            data = _pack_id(_arrays.nccl_module().get_unique_id())
         except Exception as error:
-            data = str(error).encode()
+            data = _FAILED + f"{type(error).__name__}: {error}".encode()
     data = comm.all_gather_objects(data)[0]
-    if not data.startswith(_ID):
-        return None, f"rank 0 could not begin: {data.decode()}"
+    if data.startswith(_FAILED):
+        return None, f"rank 0 could not begin: {data[1:].decode()}"
     made: list[Any] = []
     problem: list[str] = []
 
@@ -218,8 +219,7 @@ def connect(
         try:
             device.activate()
             nccl = _arrays.nccl_module()
-            key = tuple(np.frombuffer(data[len(_ID) :], np.int16).tolist())
-            made.append(nccl.NcclCommunicator(comm.size, key, comm.rank))
+            made.append(nccl.NcclCommunicator(comm.size, _unpack_id(data), comm.rank))
             _try_sum(made[0], nccl, comm.size, device)
         except Exception as error:
             problem.append(f"{type(error).__name__}: {error}")
@@ -241,6 +241,21 @@ def connect(
         (f"rank {r}: {t}" for r, t in enumerate(texts) if t), key=_only_waited
     )
     return None, "; ".join(failed[:_FEW]) + ("; ..." if len(failed) > _FEW else "")
+
+
+def _pack_id(key: bytes | tuple[int, ...]) -> bytes:
+    """Return NCCL's id as a message that says what it was."""
+    if isinstance(key, bytes):
+        return _BYTES + key
+    # int16: C's char has a sign on some machines and none on others.
+    return _INTEGERS + np.array(key, np.int16).tobytes()
+
+
+def _unpack_id(data: bytes) -> bytes | tuple[int, ...]:
+    """Return the id as CuPy gave it on rank 0: the reverse of `_pack_id`."""
+    if data.startswith(_BYTES):
+        return data[1:]
+    return tuple(np.frombuffer(data[1:], np.int16).tolist())
 
 
 def _only_waited(text: str) -> bool:

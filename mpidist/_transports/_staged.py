@@ -1,5 +1,8 @@
 """GPU buffers through page-locked host memory, in pieces that overlap.
 
+For what `mpidist._engine.device_routes` does not take to the memory of a node: buffers
+between nodes, without a native core, of dtypes that NCCL lacks; broadcasts and gathers.
+
 A buffer goes in pieces. Of three neighbours, at the same time, piece k + 1 is copied
 from the GPU, MPI moves piece k, and piece k - 1 is copied to the GPU. The two copies
 have a stream each, so that they also run beside each other::

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpidist._guard import Part
+from mpidist._options import debugging
 from mpidist._reports import Call
 from mpidist.data._dataset import Dataset
 from mpidist.data._describe import describe_feed
 from mpidist.data._feed import (
     Feed,
-    debugging,
     describe,
     require_program_level,
     spec_from_nest,
@@ -183,6 +183,9 @@ def _distribute_dataset(
         text = (
             f"{call} of {source.text} ({_many(source)}{kind}), split by {policy.name}"
         )
+        checked = source.reads_whole and debugging()
+        if checked:
+            text += ", compared (MPIDIST_DEBUG)"
     except Exception as error:
         collectives.invalid(call, error)
     collectives.guard.agree(Call(text))
@@ -194,7 +197,7 @@ def _distribute_dataset(
             policy,
             chosen.experimental_fetch_to_device,
             spec=spec,
-            checked=source.reads_whole and debugging(),
+            checked=checked,
         )
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -222,8 +221,3 @@ def require_program_level(strategy: Strategy, call: str) -> None:
             "but every rank reads its own input; call it on every rank, before "
             "`strategy.run`, and pass what it gives as an argument"
         )
-
-
-def debugging() -> bool:
-    """Return whether ``MPIDIST_DEBUG`` is set."""
-    return os.environ.get("MPIDIST_DEBUG", "") not in ("", "0")

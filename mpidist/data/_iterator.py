@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from mpidist import _arrays
@@ -126,9 +126,14 @@ class DistributedIterator:
         return []
 
     @property
-    def initializer(self) -> list[Any]:
-        """What `initialize` returns, and does: every rank has to ask for it."""
-        return self.initialize()
+    def initializer(self) -> Callable[[], list[Any]]:
+        """The method `initialize`: call it, on every rank, to start again.
+
+        Looking at it does nothing, and a new iterator is at its first element: where
+        code of TensorFlow 1 runs the initializer once before its loop, there is nothing
+        to do.
+        """
+        return self.initialize
 
     # --- where it is ----------------------------------------------------------
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
 
 import numpy as np
 
-from mpidist import _arrays, _context, _dispatch
+from mpidist import _arrays, _context, _dispatch, _threads
 from mpidist._collectives import Collectives
 from mpidist._policies import is_same
 from mpidist._reports import Call
@@ -63,10 +63,11 @@ _BUILD: Final = "Optimizer.build"
 
 # An optimizer is the same object of the program on all ranks: it is known by the
 # variable that counts its steps, and before it has one by the number of its
-# construction.
-_numbers = itertools.count(1)
-_made: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
-_built: weakref.WeakValueDictionary[Any, Optimizer] = weakref.WeakValueDictionary()
+# construction. Replicas that are threads count for themselves.
+_Known = weakref.WeakValueDictionary[Any, "Optimizer"]
+_numbers = _threads.ReplicaLocal(lambda: itertools.count(1))
+_made: Final = _threads.ReplicaLocal[_Known](weakref.WeakValueDictionary)
+_built: Final = _threads.ReplicaLocal[_Known](weakref.WeakValueDictionary)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +85,9 @@ class _Reference:
             RuntimeError: where this rank has none, or another one.
         """
         if self.iterations is not None:
-            found = _built.get(_identity(self.iterations))
+            found = _built.get().get(_identity(self.iterations))
         else:
-            found = _made.get(self.number)
+            found = _made.get().get(self.number)
         if found is None or found._text != self.text:
             raise RuntimeError(
                 f"{APPLY}: the coordinator uses {self.text}, which this rank "
@@ -166,11 +167,9 @@ class Optimizer:
         self._index: dict[int, int] = {}
         self._decayed: list[bool] = []
         # Buffers that are kept from step to step.
-        self._reduced: list[Any] = []
-        self._reduced_plan: Any = None
         self._targets: list[_Target] = []
-        self._number = next(_numbers)
-        _made[self._number] = self
+        self._number = next(_numbers.get())
+        _made.get()[self._number] = self
 
     def __repr__(self) -> str:
         rate = self._learning_rate
@@ -512,7 +511,7 @@ class Optimizer:
         self._variables, self._slots, self._decayed = variables, slots, decayed
         self._index = {id(variable): i for i, variable in enumerate(variables)}
         self._iterations = iterations
-        _built[_identity(iterations)] = self
+        _built.get()[_identity(iterations)] = self
 
     def _is_decayed(self, variable: Variable) -> bool:
         if any(variable is other for other in self._not_decayed_variables):
@@ -583,7 +582,6 @@ class Optimizer:
             kept = {i: x for i, x in arrays.items() if alone or i not in moving}
             arrays |= apart(kept, variables)
             reduction = Reduction(
-                self,
                 strategy,
                 [arrays[i] for i in moving],
                 [variables[i] for i in moving],
@@ -608,9 +606,9 @@ class Optimizer:
                 )
         except Exception as error:
             collectives.invalid(APPLY, error)
-        reduction.agree(Call(text or APPLY))
+        sums = reduction.run(Call(text or APPLY))
         # From here on nothing fails on one rank alone.
-        for i, reduced in zip(moving, reduction.run(), strict=True):
+        for i, reduced in zip(moving, sums, strict=True):
             given[place[i]] = reduced
         with np.errstate(all="ignore"):
             scale = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mpidist import _arrays, _context, _nest
+from mpidist import _arrays, _context
 from mpidist._options import ReduceOp
 from mpidist._reports import Call
 from mpidist._values import PerReplica
@@ -12,9 +12,8 @@ from mpidist._variables import Variable
 from mpidist.optimizers._arguments import APPLY, as_gradient
 
 if TYPE_CHECKING:
-    from mpidist import _collectives
+    from mpidist._engine import Plan
     from mpidist._strategy import Strategy
-    from mpidist.optimizers._optimizer import Optimizer
 
 
 class Reduction:
@@ -22,7 +21,6 @@ class Reduction:
 
     def __init__(
         self,
-        optimizer: Optimizer,
         strategy: Strategy,
         arrays: list[Any],
         variables: list[Variable],
@@ -31,42 +29,28 @@ class Reduction:
         self._strategy = strategy
         self._arrays = arrays
         self._variables = variables
-        self._reduction: _collectives.Reduction | None = None
+        self._plan: Plan | None = None
         self._by_user = bool(strategy.extended._custom_ops and arrays)
         self.text = f"{len(arrays)} gradients"
         if collectives.comm.size == 1 or not arrays:
             return
-        structure = _nest.flatten(arrays)[1]
-        plan = collectives._plan(
-            ReduceOp.SUM, structure, arrays, APPLY, collectives.options
-        )
+        plan = collectives.plans.find(ReduceOp.SUM, arrays, APPLY, collectives.options)
         self.text = plan.call.text
-        if self._by_user:
-            return
-        self._reduction = collectives.reserve(
-            plan, arrays, results=lambda: _kept(optimizer, plan, arrays)
-        )
+        if not self._by_user:
+            self._plan = plan
 
-    def agree(self, call: Call) -> None:
-        """Agree with the other ranks, before anything is changed. Collective."""
-        collectives = self._strategy.extended._collectives
-        if self._reduction is None:
-            collectives.guard.agree(call)
-        else:
-            collectives.agree(call, self._reduction)
-
-    def run(self) -> list[Any]:
+    def run(self, call: Call) -> list[Any]:
         """Return the sums, which are the same on all ranks. Collective.
 
-        They are to be read at once: they may be in memory that the next reduction
-        writes to.
+        Nothing is changed before all ranks have agreed.
+
+        Args:
+            call: what the header says.
         """
-        if self._by_user:
-            return self._run_by_user()
-        if self._reduction is None:
-            return self._arrays  # of one replica
-        collectives = self._strategy.extended._collectives
-        return collectives.sum_for_once(self._reduction)
+        if self._plan is not None:
+            return self._plan(self._arrays, call)
+        self._strategy.extended._collectives.guard.agree(call)
+        return self._run_by_user() if self._by_user else self._arrays
 
     def _run_by_user(self) -> list[Any]:
         """Sum by the user's `CrossDeviceOps`, and see that all ranks got the same."""
@@ -97,16 +81,3 @@ class Reduction:
             collectives.invalid(APPLY, error)
         collectives.guard.agree(Call(call))
         return results
-
-
-def _kept(optimizer: Optimizer, plan: Any, arrays: list[Any]) -> list[Any]:
-    """Return arrays for sums, kept from step to step."""
-    if optimizer._reduced_plan is not plan:
-        optimizer._reduced_plan = None
-        optimizer._reduced = []  # first, so that there are never two sets
-        optimizer._reduced = [
-            _arrays.empty_like(x, leaf.shape, leaf.reduction.result)
-            for x, leaf in zip(arrays, plan.leaves, strict=True)
-        ]
-        optimizer._reduced_plan = plan
-    return optimizer._reduced

@@ -1,0 +1,84 @@
+"""The ranks of a benchmark, on a communicator of mpi4py of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpidist import _comm
+
+
+class UsageError(Exception):
+    """What a person has to change about the command; all ranks raise the same."""
+
+
+class WrongResultError(Exception):
+    """A call that was to be timed gave a wrong result; all ranks raise the same."""
+
+
+class Job:
+    """All ranks of COMM_WORLD, and raw mpi4py on a duplicate of it.
+
+    Attributes:
+        mpi: the module ``mpi4py.MPI``.
+        comm: the communicator that hand-written code uses.
+        rank: of this process.
+        size: the number of ranks.
+        nodes: the number of machines that they are on.
+        local_rank: the number of this process on its machine.
+        local_size: the number of ranks on this machine.
+    """
+
+    def __init__(self) -> None:
+        """Duplicate COMM_WORLD. Collective; starts MPI."""
+        self.mpi: Any = _comm.mpi_module()
+        self.comm: Any = self.mpi.COMM_WORLD.Dup()
+        self.rank: int = self.comm.Get_rank()
+        self.size: int = self.comm.Get_size()
+        node = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED)
+        self.local_rank: int = node.Get_rank()
+        self.local_size: int = node.Get_size()
+        node.Free()
+        self.nodes: int = self.comm.allreduce(int(self.local_rank == 0))
+
+    def free(self) -> None:
+        """Give the communicator back. Collective."""
+        self.comm.Free()
+
+    def require(self, problem: str | None) -> None:
+        """Raise on all ranks what any of them found. Collective.
+
+        Args:
+            problem: what a person has to change, or None.
+
+        Raises:
+            UsageError: with the problem of the lowest rank that has one.
+        """
+        problems = self.comm.allgather(problem)
+        for rank, found in enumerate(problems):
+            if found is not None:
+                everywhere = all(other == found for other in problems)
+                where = "" if everywhere or self.size == 1 else f"rank {rank}: "
+                raise UsageError(where + found)
+
+    def from_root(self, value: Any) -> Any:
+        """Return rank 0's value on all ranks. Collective."""
+        return self.comm.bcast(value, 0)
+
+    def slowest(self, seconds: Sequence[float]) -> list[float]:
+        """Return the element-wise maximum over the ranks, on all. Collective."""
+        send = np.array(seconds, np.float64)
+        receive = np.empty_like(send)
+        self.comm.Allreduce(send, receive, self.mpi.MAX)
+        return [float(value) for value in receive]
+
+    def cores(self) -> int:
+        """Return the cores of the node that has fewest. Collective."""
+        return int(self.comm.allreduce(os.cpu_count() or 1, self.mpi.MIN))
+
+    def everywhere(self, truth: bool) -> bool:
+        """Return whether it is true on all ranks. Collective."""
+        return bool(self.comm.allreduce(bool(truth), self.mpi.LAND))

@@ -1,0 +1,239 @@
+"""Many leaves in few flat buffers: the plan of an all-reduce, and its execution.
+
+A plan is made once for each (operation, structure, shapes, dtypes) and kept: it
+knows which leaf goes to which place of which buffer, and what MPI is asked to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from mpidist import _arrays, _dtypes
+from mpidist._comm import MPIOp
+from mpidist._options import ReduceOp
+from mpidist._transports import (
+    COMPRESSED_BYTES,
+    Compression,
+    DirectTransport,
+    StagedTransport,
+    Transports,
+)
+
+_NUMPY_COMBINE: Final = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What a plan knows of a leaf: everything but its values."""
+
+    shape: tuple[int, ...]
+    reduction: _dtypes.Reduction
+    on_device: bool
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass
+class Bucket:
+    """Leaves that travel in one buffer: their indices, and their places in it.
+
+    With ``compression`` it travels as 16-bit floats.
+    """
+
+    leaves: tuple[int, ...]
+    offsets: tuple[int, ...]
+    size: int
+    compression: Compression | None = None
+
+
+class FlatBuffers:
+    """Flat buffers that are kept from call to call, one for each kind of array."""
+
+    def __init__(self) -> None:
+        self._kept: dict[bool, Any] = {}
+        self._stream: Any = None
+
+    def get(self, count: int, dtype: Any, near: Any) -> Any:
+        """Return a flat buffer of ``count`` elements, where the array ``near`` is."""
+        key = _arrays.is_device_array(near)
+        if key:  # the last call may have used the buffer on another stream
+            self._stream = _arrays.continue_from(self._stream)
+        nbytes = count * dtype.itemsize
+        kept = self._kept.get(key)
+        if kept is None or kept.nbytes < nbytes:
+            kept = self._kept[key] = _arrays.empty_like(near, (nbytes,), np.uint8)
+        return kept[:nbytes].view(dtype)
+
+
+def plan_buckets(
+    leaves: list[Leaf],
+    bytes_per_pack: int,
+    compress: Callable[[], Compression] | None = None,
+) -> list[Bucket]:
+    """Deal leaves to buckets of at most ``bytes_per_pack``, in order, by dtype.
+
+    A leaf that is larger than a bucket has one of its own.
+
+    Args:
+        leaves: what is to be reduced.
+        bytes_per_pack: the most bytes of a bucket of several leaves.
+        compress: makes the compression of a bucket of leaves that allow for one.
+    """
+    groups: dict[tuple[Any, str, bool, bool], list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        reduction = leaf.reduction
+        lossy = compress is not None and reduction.compressible
+        key = (reduction.wire, reduction.mpi, leaf.on_device, lossy)
+        groups.setdefault(key, []).append(index)
+    buckets: list[Bucket] = []
+
+    def add(taken: list[int], offsets: list[int], used: int, lossy: bool) -> None:
+        compression = compress() if lossy and compress is not None else None
+        buckets.append(Bucket(tuple(taken), tuple(offsets), used, compression))
+
+    for (wire, mpi, _, lossy), members in groups.items():
+        room = max(1, bytes_per_pack // wire.itemsize)
+        taken: list[int] = []
+        offsets: list[int] = []
+        used = 0
+        for index in members:
+            size = leaves[index].size
+            if taken and (used + size > room or mpi == "gather"):
+                add(taken, offsets, used, lossy)
+                taken, offsets, used = [], [], 0
+            taken.append(index)
+            offsets.append(used)
+            used += size
+        add(taken, offsets, used, lossy)
+    return buckets
+
+
+def reserve(
+    bucket: Bucket,
+    leaves: list[Leaf],
+    arrays: list[Any],
+    buffers: FlatBuffers,
+) -> None:
+    """Allocate what a bucket will need."""
+    index = bucket.leaves[0]
+    if len(bucket.leaves) > 1:
+        buffers.get(bucket.size, leaves[index].reduction.wire, arrays[index])
+
+
+def reduce_bucket(
+    bucket: Bucket,
+    leaves: list[Leaf],
+    arrays: list[Any],
+    transports: Transports,
+    buffers: FlatBuffers,
+    results: list[Any],
+    root: int | None = None,
+) -> None:
+    """All-reduce the arrays of one bucket into the arrays in ``results``.
+
+    Collective. The input arrays are not changed. With a ``root``, only that rank has
+    results, and only it gets them.
+    """
+    comm = transports.host.comm
+    first = arrays[bucket.leaves[0]]
+    reduction = leaves[bucket.leaves[0]].reduction
+    to_here = root is None or comm.rank == root
+    if reduction.mpi == "gather":
+        (index,) = bucket.leaves
+        gathered = _reduce_gathered(arrays[index], reduction, transports)
+        results[index] = gathered if to_here else None
+        return
+    transport = transports.of(first)
+    operation: MPIOp = reduction.mpi
+
+    def combine(buffer: Any) -> None:
+        if _compresses(bucket, transport, buffer, operation):
+            _reduce_compressed(buffer, bucket.compression, comm)
+        elif root is None:
+            transport.allreduce_in_place(buffer, operation)
+        else:
+            transport.reduce(buffer, operation, root)
+
+    if len(bucket.leaves) == 1:
+        (index,) = bucket.leaves
+        send = _arrays.flat(_arrays.contiguous(arrays[index]))
+        encoded = reduction.encode(send)
+        if reduction.encoding == "none":
+            received = (
+                encoded if results[index] is None else _arrays.flat(results[index])
+            )
+            if root is None and bucket.compression is None:
+                transport.allreduce(encoded, received, operation)
+            else:
+                if results[index] is not None:
+                    received[...] = encoded
+                elif bucket.compression is not None:
+                    received = encoded.copy()  # which all ranks write to
+                combine(received)
+            if reduction.op is ReduceOp.MEAN and to_here:
+                reduction.decode(received, comm.size, received)
+            return
+        if reduction.encoding == "bool":
+            encoded = encoded.copy()  # a view of the user's array
+        combine(encoded)
+        if to_here:
+            part = encoded.reshape(leaves[index].shape)
+            reduction.decode(part, comm.size, results[index])
+        return
+    packed = buffers.get(bucket.size, reduction.wire, first)
+    places = [
+        (index, packed[offset : offset + leaves[index].size])
+        for index, offset in zip(bucket.leaves, bucket.offsets, strict=True)
+    ]
+    for index, part in places:
+        leaf = leaves[index]
+        leaf.reduction.encode(arrays[index], part.reshape(leaf.shape))
+    combine(packed)
+    if to_here:
+        for index, offset in zip(bucket.leaves, bucket.offsets, strict=True):
+            leaf = leaves[index]
+            part = packed[offset : offset + leaf.size].reshape(leaf.shape)
+            leaf.reduction.decode(part, comm.size, results[index])
+
+
+def _compresses(bucket: Bucket, transport: Any, buffer: Any, operation: MPIOp) -> bool:
+    """Whether the ranks send each other a buffer as 16-bit floats.
+
+    Of what goes through the memory of nodes see `hierarchical_route`.
+    """
+    return (
+        bucket.compression is not None
+        and operation == "SUM"
+        and buffer.nbytes > COMPRESSED_BYTES
+        and isinstance(transport, DirectTransport | StagedTransport)
+        and not (_arrays.is_device_array(buffer) and transport.name == "direct")
+    )
+
+
+def _reduce_compressed(buffer: Any, compression: Any, comm: Any) -> None:
+    """All-reduce a buffer in place, by way of the host, as 16-bit floats."""
+    comm.traffic.count("Allreduce", buffer.nbytes)
+    host = _arrays.to_host(buffer)
+    compression.begin().allreduce(comm.messages, host)
+    if host is not buffer:
+        _arrays.fill(buffer, host)
+
+
+def _reduce_gathered(
+    x: Any, reduction: _dtypes.Reduction, transports: Transports
+) -> Any:
+    """Reduce what MPI can not: gather all values, combine them in rank order."""
+    size = transports.host.comm.size
+    send = _arrays.as_bytes(_arrays.contiguous(x))
+    receive = _arrays.empty_like(send, (send.size * size,), np.uint8)
+    transports.of(x).all_gather(send, receive, [send.size] * size)
+    values = _arrays.from_bytes(receive, x.dtype, (size, *x.shape))
+    return _NUMPY_COMBINE[reduction.op].reduce(values, axis=0).reshape(x.shape)

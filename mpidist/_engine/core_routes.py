@@ -1,0 +1,365 @@
+"""The routes through the memory that the ranks of one node share.
+
+- *eager*, for small nests: the payload travels with the header. One exchange does for
+  both, and every rank has the sum when it has seen all headers.
+- *shared*, for all others: one algorithm that goes piece by piece (``algorithms.h``).
+  Its sources are the caller's arrays, or where those are in the arenas already
+  (`Strategy.buffers_like`, results of earlier calls), what is there. Its destination is
+  a place in each rank's arena, where all ranks write; or where some rank has none left,
+  memory of its own.
+
+Both add up from rank 0 upwards, in the core, so a value has the same bits by either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from mpidist import _arrays, _native
+from mpidist._engine.buckets import Leaf
+from mpidist._engine.node import Node
+from mpidist._engine.nodes import Across
+from mpidist._engine.plans import Means, Signature
+from mpidist._options import ReduceOp
+from mpidist._reports import Call
+
+_OPERATIONS: Final = {
+    ReduceOp.SUM: 0,
+    ReduceOp.MEAN: 0,
+    ReduceOp.PROD: 1,
+    ReduceOp.MIN: 2,
+    ReduceOp.MAX: 3,
+}
+# Where every rank adds up all payloads, more than this in all is better dealt to them.
+_EAGER_BYTES_OF_ALL: Final = 128 * 1024
+# Where ranks share cores, one adds up for all.
+_EAGER_BYTES_CROWDED: Final = 32 * 1024
+_KEPT_BYTES: Final = 64  # a leaf of a nest that is copied out of its place
+
+
+def eager(means: Means, signature: Signature) -> EagerReduce | None:
+    """Return the plan of a small nest."""
+    if any(leaf.on_device for leaf in signature.leaves):
+        return None
+    fits = (
+        means.node is not None
+        and takes(means, signature)
+        and fits_header(means, signature)
+    )
+    return EagerReduce(means, signature) if fits else None
+
+
+def shared(means: Means, signature: Signature) -> SharedReduce | None:
+    """Return the plan of any nest of host arrays."""
+    if any(leaf.on_device for leaf in signature.leaves):
+        return None
+    fits = means.node is not None and takes(means, signature)
+    return SharedReduce(means, signature) if fits else None
+
+
+def takes(means: Means, signature: Signature) -> bool:
+    """Return whether the core can reduce such leaves, wherever they are.
+
+    It says the same on ranks that have them on the host and on a GPU.
+    """
+    return (
+        (means.node is not None or means.nodes is not None)
+        and signature.transports.host.name == "shared"
+        and all(is_for_core(means, leaf) for leaf in signature.leaves)
+    )
+
+
+def fits_header(means: Means, signature: Signature) -> bool:
+    """Return whether a nest that the core takes travels with its header."""
+    assert means.node is not None
+    room = min(_native.core.EAGER_BYTES, _EAGER_BYTES_OF_ALL // means.node.size)
+    if means.node.channel.tree:
+        room = _EAGER_BYTES_CROWDED
+    line = _native.core.LINE
+    total = sum(-(-nbytes_of(means, x) // line) * line for x in signature.leaves)
+    return bool(total <= room)
+
+
+def is_for_core(means: Means, leaf: Leaf) -> bool:
+    """Return whether the core has a kernel for a leaf."""
+    operation = _OPERATIONS[leaf.reduction.op]
+    return bool(_native.core.has_kernel(_name_of(travels_as(means, leaf)), operation))
+
+
+def travels_as(means: Means, leaf: Leaf) -> Any:
+    """Return the dtype in which a leaf goes through the core.
+
+    Its own: also 16-bit floats, which the kernels add up in float32, and round once.
+    Only means of integers are made floats before. Between nodes sums of 16-bit floats
+    are float32 too, since those of the nodes would be rounded.
+    """
+    reduction = leaf.reduction
+    wide = reduction.compute.itemsize > reduction.dtype.itemsize
+    if means.nodes is not None and wide:
+        return reduction.compute
+    if reduction.op is ReduceOp.MEAN and reduction.dtype.kind in "iu":
+        return reduction.result
+    return reduction.dtype
+
+
+def _name_of(dtype: Any) -> str:
+    if _arrays.is_bfloat16(dtype):
+        return "bf2"
+    return f"{dtype.kind}{dtype.itemsize}"
+
+
+def nbytes_of(means: Means, leaf: Leaf) -> int:
+    """Return the bytes of a leaf on its way through the core."""
+    return math.prod(leaf.shape) * int(travels_as(means, leaf).itemsize)
+
+
+def _node_of(means: Means) -> Node:
+    node = means.node if means.nodes is None else means.nodes.node
+    assert node is not None
+    return node
+
+
+class CoreReduce:
+    """What these plans have in common: the nest in the core, and what goes in."""
+
+    def __init__(self, means: Means, signature: Signature) -> None:
+        self.call: Call = signature.call
+        nodes = means.nodes
+        self._node = node = _node_of(means)
+        self._guard = means.guard
+        self._wanted = signature.root in (None, means.comm.rank)
+        rows = []
+        for leaf in signature.leaves:
+            mean = leaf.reduction.op is ReduceOp.MEAN
+            operation = _OPERATIONS[leaf.reduction.op]
+            name = _name_of(travels_as(means, leaf))
+            divisor = means.comm.size if mean else 0
+            rows.append((name, operation, leaf.shape, divisor))
+        self._core = _native.core.Reduce(
+            node.channel,
+            # Of several nodes, who adds up their sums divides.
+            rows if nodes is None else [(*row[:3], 0) for row in rows],
+            node.piece_bytes,
+            signature.call.fingerprint,
+            means.guard.patience_ms,
+            signature.root is None,
+        )
+        self._traffic = means.comm.traffic
+        self._to_root = signature.root is not None
+        self._sizes = [nbytes_of(means, leaf) for leaf in signature.leaves]
+        self._nbytes = sum(self._sizes)
+        self._shapes = [
+            (leaf.shape, travels_as(means, leaf)) for leaf in signature.leaves
+        ]
+        self._casts = casts = any(
+            leaf.reduction.dtype is not dtype
+            for leaf, (_, dtype) in zip(signature.leaves, self._shapes, strict=True)
+        )
+        self._across: Across | None = None
+        if nodes is not None:
+            self._across = self._make_across(means, signature, rows)
+        self._views = any(_arrays.is_bfloat16(dtype) for _, dtype in self._shapes)
+        self._plain = not (casts or self._views)
+
+    def _make_across(
+        self, means: Means, signature: Signature, rows: list[Any]
+    ) -> Across:
+        """Return what reduces pieces over the nodes."""
+        assert means.nodes is not None
+        compression = signature.compress() if signature.compress else None
+        dtype = self._shapes[0][1] if self._shapes else None
+        return Across(
+            means.nodes, means.guard, self._core, rows, self._sizes, compression, dtype
+        )
+
+    def __call__(
+        self, arrays: list[Any], call: Call | None = None, timeout: float | None = None
+    ) -> list[Any]:
+        """Agree with the other ranks, and reduce; see `Plan`."""
+        call = call or self.call
+        try:
+            sources = self._sources(arrays)
+        except Exception as error:
+            raise self._guard.fail(call, error, "invalid") from None
+        results = self._run(sources, call, timeout)
+        if results is None:
+            try:  # nothing was sent yet; a copy is contiguous, and aligned for C
+                sources = [x.copy() for x in sources]
+            except Exception as error:
+                raise self._guard.fail(call, error, "invalid") from None
+            results = self._run(sources, call, timeout)
+            assert results is not None
+        return results
+
+    def attempt(self, arrays: list[Any], timeout: float | None) -> list[Any] | None:
+        """As a call; None, and nothing has happened, for arrays of other kinds.
+
+        Args:
+            arrays: NumPy arrays.
+            timeout: seconds to wait for the others; None: the strategy's.
+        """
+        return self._run(arrays, self.call, timeout) if self._plain else None
+
+    def one(self, x: Any) -> Any:
+        """As a call with a nest of one array, of which all want the result."""
+        return self([x])[0]
+
+    def _run(
+        self, sources: list[Any], call: Call, timeout: float | None
+    ) -> list[Any] | None:
+        """Reduce arrays; None where they are not what the core expects."""
+        raise NotImplementedError
+
+    def _agreed(
+        self, status: int, call: Call, again: Callable[[int], int], results: list[Any]
+    ) -> list[Any]:
+        """Return the results of a call that has this status; see `Guard.settle`."""
+        if status:
+            self._guard.settle(status, again)
+        else:
+            self._guard.sequence += 1
+        if self._to_root:  # the core counts those that all want
+            self._traffic.count("Reduce", self._nbytes)
+        return results if self._wanted else [None] * len(results)
+
+    def _sources(self, arrays: list[Any]) -> list[Any]:
+        """Return arrays that the core reads: of the dtypes in which they travel."""
+        if self._casts:
+            arrays = [
+                x if x.dtype == dtype else x.astype(dtype)
+                for x, (_, dtype) in zip(arrays, self._shapes, strict=True)
+            ]
+        return self._raw(arrays) if self._views else arrays
+
+    @staticmethod
+    def _raw(arrays: list[Any]) -> list[Any]:
+        """Return arrays that have the buffer protocol, which bfloat16 has not."""
+        return [
+            _arrays.contiguous(x).view(np.uint16) if _arrays.is_bfloat16(x.dtype) else x
+            for x in arrays
+        ]
+
+
+class EagerReduce(CoreReduce):
+    """All-reduces small nests, each with its header."""
+
+    def __init__(self, means: Means, signature: Signature) -> None:
+        super().__init__(means, signature)
+        self._eager = self._core.eager
+        shapes: list[Any] = [*self._shapes, ((), None)]
+        self._shape, self._dtype = shapes[0]
+
+    def one(self, x: Any) -> Any:
+        """As a call with a nest of one array: what costs least is called most."""
+        guard, call = self._guard, self.call
+        if guard.blocked or not self._plain:
+            return self([x])[0]
+        try:
+            result = np.empty(self._shape, self._dtype)
+        except MemoryError as error:
+            raise guard.fail(call, error, "invalid") from None
+        guard.begin(call)
+        try:
+            status = self._eager(x, result)
+        except BaseException as error:
+            raise guard.leave_payload(call, error) from None
+        if status == 0:
+            guard.sequence += 1
+            return result
+        if status is None:
+            return self([x])[0]
+        return self._agreed(
+            status,
+            call,
+            lambda ms: self._eager(x, result, call.fingerprint, ms),
+            [result],
+        )[0]
+
+    def _run(
+        self, sources: list[Any], call: Call, timeout: float | None
+    ) -> list[Any] | None:
+        guard, empty = self._guard, np.empty
+        try:
+            results = [empty(shape, dtype) for shape, dtype in self._shapes]
+            targets = self._raw(results) if self._views else results
+        except Exception as error:
+            raise guard.fail(call, error, "invalid") from None
+        patience = guard.enter(call, timeout)
+        try:
+            if call is self.call and timeout is None:
+                status = self._eager(sources, targets)
+            else:
+                status = self._eager(sources, targets, call.fingerprint, patience)
+        except BaseException as error:
+            raise guard.leave_payload(call, error) from None
+        if status == 0 and not self._to_root:
+            guard.sequence += 1
+            return results
+        if status is None:
+            return None
+        number = call.fingerprint
+        return self._agreed(
+            status, call, lambda ms: self._eager(sources, targets, number, ms), results
+        )
+
+
+class SharedReduce(CoreReduce):
+    """All-reduces nests piece by piece."""
+
+    def __init__(self, means: Means, signature: Signature) -> None:
+        super().__init__(means, signature)
+        self._starts = self._core.starts
+        self._room = self._core.nbytes
+        # A loss that is kept must not keep the gradients beside it.
+        self._tiny = [
+            i
+            for i, (shape, dtype) in enumerate(self._shapes)
+            if math.prod(shape) * dtype.itemsize <= _KEPT_BYTES < self._room
+        ]
+        self._places = [
+            (shape, dtype, start)
+            for (shape, dtype), start in zip(self._shapes, self._starts, strict=True)
+        ]
+
+    def _run(
+        self, sources: list[Any], call: Call, timeout: float | None
+    ) -> list[Any] | None:
+        guard, reduce = self._guard, self._core.shared
+        try:
+            place, results = self._new_results()
+            targets = self._raw(results) if self._views else results
+        except Exception as error:
+            raise guard.fail(call, error, "invalid") from None
+        patience = guard.enter(call, timeout)
+        number = call.fingerprint
+        try:
+            status = reduce(sources, targets, place, number, patience)
+        except BaseException as error:
+            raise guard.leave_payload(call, error) from None
+        if status is None:
+            return None
+        found = self._agreed(
+            status,
+            call,
+            lambda ms: reduce(sources, targets, place, number, ms),
+            results,
+        )
+        if self._wanted:
+            for i in self._tiny:
+                found[i] = found[i].copy()
+        return found
+
+    def _new_results(self) -> tuple[int, list[Any]]:
+        """Return where in the arena the results are, and the results."""
+        block = self._node.pool.take(self._room)
+        if block is None:
+            results = [np.empty(shape, dtype) for shape, dtype in self._shapes]
+            return _native.core.NOWHERE, results
+        array = np.ndarray
+        return block.offset, [
+            array(shape, dtype, block, start) for shape, dtype, start in self._places
+        ]

@@ -1,0 +1,282 @@
+"""The routes of nests with leaves on a GPU; the first that takes a nest has it.
+
+- *nccl*, *direct*: leaves are packed into flat buffers on the GPU, which NCCL moves, or
+  an MPI that is CUDA-aware.
+- *staged*: through the memory of the node, without a buffer on either side: `staging`.
+  Small nests travel with their header, as host arrays. Of several nodes large nests do
+  so, and slices of the sums go between them (`nodes`).
+
+The others (small ones between nodes, no native core, longdouble, ...) take the mpi
+route, where flat buffers go by way of the host.
+
+To the other ranks *staged* looks like *eager*, *shared* and *hierarchical* do: the same
+headers, pieces, steps and layout, and sums by the same kernels. So a nest may have
+leaves on the host and on a GPU, and a strategy ranks with a GPU and ranks without: each
+copies in and out as its own arrays want it.
+
+What is queued, and then fails (CUDA tells later), must not take this rank out of step:
+it makes all steps, sends what is in the area, and tells the other ranks with the next
+header, on which all raise. Until then the others have results that are not the sums,
+but nothing that they can share or save.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from mpidist import _arrays, _native
+from mpidist._channel import LEFT, LeftError
+from mpidist._engine.core_routes import (
+    CoreReduce,
+    EagerReduce,
+    fits_header,
+    nbytes_of,
+    takes,
+)
+from mpidist._engine.hierarchical_route import LEAST_BYTES
+from mpidist._engine.mpi_route import MpiReduce
+from mpidist._engine.plans import Means, Plan, Signature
+from mpidist._engine.staging import Lane, Part, Piece, Staging
+from mpidist._reports import Call
+
+
+def nccl(means: Means, signature: Signature) -> Plan | None:
+    """Return the plan of a nest on GPUs that NCCL connects."""
+    return MpiReduce(means, signature) if _goes(signature, "nccl") else None
+
+
+def direct(means: Means, signature: Signature) -> Plan | None:
+    """Return the plan of a nest on GPUs whose memory MPI knows."""
+    return MpiReduce(means, signature) if _goes(signature, "direct") else None
+
+
+def staged(means: Means, signature: Signature) -> Plan | None:
+    """Return the plan of a nest that goes by way of the node's memory."""
+    if not _goes(signature, "staged") or not takes(means, signature):
+        return None
+    if means.nodes is not None:
+        nbytes = sum(nbytes_of(means, leaf) for leaf in signature.leaves)
+        small = nbytes < LEAST_BYTES or signature.compress is not None
+        return None if small else StagedReduce(means, signature)
+    if fits_header(means, signature):
+        return StagedEager(means, signature)
+    return StagedReduce(means, signature)
+
+
+def _goes(signature: Signature, way: str) -> bool:
+    on_device = any(leaf.on_device for leaf in signature.leaves)
+    return on_device and signature.transports.device.name == way
+
+
+def _nearest(arrays: list[Any]) -> Any:
+    """Return the first array that is on a GPU."""
+    return next(x for x in arrays if _arrays.is_device_array(x))
+
+
+class StagedEager:
+    """All-reduces small nests on GPUs, each with its header."""
+
+    def __init__(self, means: Means, signature: Signature) -> None:
+        assert means.staging is not None
+        self.call: Call = signature.call
+        self._guard = means.guard
+        self._staging: Staging = means.staging
+        self._on_device = [leaf.on_device for leaf in signature.leaves]
+        self._results = [leaf.reduction.result for leaf in signature.leaves]
+        self._wanted = signature.root in (None, means.comm.rank)
+        on_host = [
+            dataclasses.replace(leaf, on_device=False) for leaf in signature.leaves
+        ]
+        self._plan = EagerReduce(means, dataclasses.replace(signature, leaves=on_host))
+
+    def __call__(
+        self, arrays: list[Any], call: Call | None = None, timeout: float | None = None
+    ) -> list[Any]:
+        """Agree with the other ranks, and reduce; see `Plan`."""
+        guard, call = self._guard, call or self.call
+        try:
+            near = _nearest(arrays)
+            with near.device:
+                hosts = self._load(near, arrays)
+                results = self._new_results(arrays) if self._wanted else None
+        except Exception as error:
+            raise guard.fail(call, error, "invalid") from None
+        sums = self._plan(hosts, call, timeout)
+        if results is None:
+            return sums
+        try:
+            with near.device:
+                self._store(sums, results)
+        except Exception as error:
+            raise guard.fail(call, error, "raised") from None
+        return results
+
+    def one(self, x: Any) -> Any:
+        """As a call with a nest of one array, of which all want the result."""
+        return self([x])[0]
+
+    def _load(self, near: Any, arrays: list[Any]) -> list[Any]:
+        """Return the values as arrays on the host."""
+        scratch, at, hosts = self._staging.scratch(), 0, []
+        kept = []  # copies, until they are read
+        for x, on_device in zip(arrays, self._on_device, strict=True):
+            if not on_device:
+                hosts.append(x)
+                continue
+            raw = _arrays.as_bytes(_arrays.contiguous(x))
+            host = scratch[at : at + raw.size]
+            _arrays.start_copy_to_host(raw, host, _arrays.current_stream())
+            kept.append(raw)
+            hosts.append(_arrays.from_bytes(host, x.dtype, tuple(x.shape)))
+            at += -(-raw.size // _native.core.LINE) * _native.core.LINE
+        _arrays.synchronize(near)
+        return hosts
+
+    def _new_results(self, arrays: list[Any]) -> list[Any]:
+        return [
+            _arrays.empty_like(x, tuple(x.shape), dtype) if on_device else None
+            for x, dtype, on_device in zip(
+                arrays, self._results, self._on_device, strict=True
+            )
+        ]
+
+    def _store(self, sums: list[Any], results: list[Any]) -> None:
+        """Queue the copies to the GPU.
+
+        Of memory that is not page-locked the driver has made a copy when such a call
+        returns (CUDA runtime API, "API synchronization behavior").
+        """
+        stream = _arrays.current_stream()
+        for i, (host, result) in enumerate(zip(sums, results, strict=True)):
+            if result is None:
+                results[i] = host
+            elif result.size:
+                raw = _arrays.as_bytes(host)
+                _arrays.start_copy_to_device(raw, _arrays.as_bytes(result), stream)
+
+
+class StagedReduce(CoreReduce):
+    """All-reduces nests on GPUs piece by piece.
+
+    As `md_shared_run` does with host arrays: for each piece one step, after which the
+    sums of the piece before are copied out, and the next piece is copied in, while the
+    host reduces its slice.
+    """
+
+    def __init__(self, means: Means, signature: Signature) -> None:
+        super().__init__(means, signature)
+        assert means.staging is not None
+        self._staging: Staging = means.staging
+        self._nodes = means.nodes
+        self._results = [leaf.reduction.result for leaf in signature.leaves]
+        self._pieces = self._cut()
+
+    def __call__(
+        self, arrays: list[Any], call: Call | None = None, timeout: float | None = None
+    ) -> list[Any]:
+        """Agree with the other ranks, and reduce; see `Plan`."""
+        guard, call = self._guard, call or self.call
+        try:
+            near = _nearest(arrays)
+            with near.device:
+                lane = self._staging.lane_of(near)
+                sources = [
+                    _arrays.as_bytes(
+                        _arrays.contiguous(x if x.dtype == t else x.astype(t))
+                    )
+                    for x, (_, t) in zip(arrays, self._shapes, strict=True)
+                ]
+                results: list[Any] = [None] * len(arrays)
+                if self._wanted:
+                    results = [
+                        _arrays.empty_like(x, shape, dtype)
+                        for x, (shape, dtype) in zip(arrays, self._shapes, strict=True)
+                    ]
+        except Exception as error:
+            raise guard.fail(call, error, "invalid") from None
+        if self._nodes is not None:
+            guard.agree(call, timeout)
+        else:
+            guard.agree_place(call, _native.core.NOWHERE, timeout)
+        try:
+            with near.device, self._traffic.timed():
+                self._move(lane, sources, results)
+        except BaseException as error:
+            if self._nodes is not None:  # the others of the node wait for its steps
+                self._node.channel.leave()
+            raise guard.leave_payload(call, error) from None
+        try:
+            if lane.error is not None:
+                raise lane.error
+            with near.device, np.errstate(all="ignore"):
+                results = [
+                    x if x is None or x.dtype == dtype else x.astype(dtype)
+                    for x, dtype in zip(results, self._results, strict=True)
+                ]
+        except Exception as error:
+            raise guard.fail(call, error, "raised") from None
+        kind = "Reduce" if self._to_root else "Allreduce"
+        self._traffic.count(kind, self._nbytes)
+        return results
+
+    def _move(self, lane: Lane, sources: list[Any], results: list[Any]) -> None:
+        core, turn, pieces = self._core, self._node.channel.turn, self._pieces
+        across = self._across
+        targets = [_arrays.as_bytes(x) for x in results] if self._wanted else None
+        core.start()
+        lane.begin()
+        try:
+            lane.load(pieces[0], turn, sources)
+            lane.land()
+            for p in range(len(pieces)):
+                self._step()
+                if p and targets is not None:
+                    lane.store(pieces[p - 1], turn + p - 1, targets)
+                if p + 1 < len(pieces):
+                    lane.load(pieces[p + 1], turn + p + 1, sources)
+                core.combine(p)
+                if across is not None:
+                    across.begin(p, turn + p)
+                lane.land()
+                if across is not None:
+                    across.finish()
+            self._step()
+            if targets is not None:
+                lane.store(pieces[-1], turn + len(pieces) - 1, targets)
+        except BaseException:
+            if across is not None:
+                across.leave()
+            raise
+        finally:
+            lane.land()
+            core.finish()
+
+    def _step(self) -> None:
+        """Say that this rank is so far, and wait until all of its node are."""
+        channel = self._node.channel
+        if self._nodes is not None:
+            self._nodes.step(self._guard)
+            return
+        channel.publish()
+        if channel.wait() == LEFT:
+            raise LeftError(channel.who)
+
+    def _cut(self) -> list[Piece]:
+        """Return the pieces of the nest."""
+        starts, pieces = self._core.starts, []
+        stops = [start + size for start, size in zip(starts, self._sizes, strict=True)]
+        for p in range(self._core.pieces):
+            first, last = self._core.piece(p)
+            parts = []
+            for i in range(bisect.bisect_right(stops, first), len(starts)):
+                if starts[i] >= last:
+                    break
+                a, b = max(first, starts[i]), min(last, stops[i])
+                if a < b:
+                    parts.append(Part(i, a - starts[i], b - starts[i], a - first))
+            pieces.append(Piece(last - first, parts))
+        return pieces

@@ -1,0 +1,155 @@
+"""The route of small nests of host arrays between few ranks that share no memory.
+
+The payload travels behind the header (`_headers.Rows`): one exchange instead of two.
+Every rank writes its leaves where its messages are sent from, finds those of the others
+where theirs have come, and adds up all in the order of the ranks.
+
+A rank that has failed sends no payload: its header says so, and all raise. Ranks whose
+headers agree have the same plan, and so the same layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final
+
+import numpy as np
+
+from mpidist._channel import MessageChannel
+from mpidist._engine.plans import Means, Signature
+from mpidist._messages import COMBINE
+from mpidist._options import ReduceOp
+from mpidist._reports import Call
+
+_LINE: Final = 16  # what the dtypes need
+
+
+def header(means: Means, signature: Signature) -> HeaderReduce | None:
+    """Return the plan of a small nest, where ranks exchange headers by messages."""
+    channel = means.guard.channel
+    if not isinstance(channel, MessageChannel) or not means.guard.enabled:
+        return None
+    if signature.root is not None or signature.compress is not None:
+        return None
+    if signature.transports.mixed:  # a rank with its arrays on a GPU goes another way
+        return None
+    if any(x.on_device or x.reduction.mpi == "gather" for x in signature.leaves):
+        return None
+    nbytes = [leaf.size * leaf.reduction.wire.itemsize for leaf in signature.leaves]
+    if not 0 < sum(-(-n // _LINE) * _LINE for n in nbytes) <= channel.room:
+        return None
+    return HeaderReduce(means, signature, channel)
+
+
+class HeaderReduce:
+    """All-reduces small nests, each with its header."""
+
+    def __init__(
+        self, means: Means, signature: Signature, channel: MessageChannel
+    ) -> None:
+        self.call = signature.call
+        self._guard = means.guard
+        self._traffic = means.comm.traffic
+        self._size = means.comm.size
+        self._channel = channel
+        self._leaves: list[_Leaf] = []
+        at, rank = 0, means.comm.rank
+        self._payload = 0
+        for leaf in signature.leaves:
+            wire, reduction = leaf.reduction.wire, leaf.reduction
+            nbytes = leaf.size * wire.itemsize
+            parts = [
+                row[at : at + nbytes].view(wire).reshape(leaf.shape)
+                for row in channel.payload_rows
+            ]
+            plain = reduction.encoding == "none" and reduction.op is not ReduceOp.MEAN
+            self._leaves.append(
+                _Leaf(
+                    leaf.shape,
+                    reduction,
+                    parts[rank],
+                    parts[0],
+                    parts[1:],
+                    COMBINE[reduction.mpi],  # type: ignore[index]
+                    plain,
+                    reduction.result,
+                )
+            )
+            self._payload += nbytes
+            at += -(-nbytes // _LINE) * _LINE
+        self._nbytes = at
+
+    def one(self, x: Any) -> Any:
+        """As a call with a nest of one array, of which all want the result."""
+        return self([x])[0]
+
+    def __call__(
+        self, arrays: list[Any], call: Call | None = None, timeout: float | None = None
+    ) -> list[Any]:
+        """Agree with the other ranks, and reduce; see `Plan`."""
+        # Who has NumPy raise errors would leave the others waiting.
+        with np.errstate(all="ignore"):
+            return self._reduce(arrays, call or self.call, timeout)
+
+    def _reduce(
+        self, arrays: list[Any], call: Call, timeout: float | None
+    ) -> list[Any]:
+        guard, channel, nbytes = self._guard, self._channel, self._nbytes
+        results: list[Any] = []
+        if guard.blocked:  # MPI may still read what would be written here
+            guard.enter(call, timeout)
+        try:
+            # All memory before the agreement: who has none must say so.
+            for x, leaf in zip(arrays, self._leaves, strict=True):
+                results.append(np.empty(leaf.shape, leaf.result))
+                leaf.load(x)
+        except Exception as error:
+            raise guard.fail(call, error, "invalid") from None
+        patience = guard.enter(call, timeout)
+        number, traffic = call.fingerprint, self._traffic
+        with traffic:
+            try:
+                status = channel.meet_with(number, patience, nbytes)
+            except BaseException as error:
+                raise guard.leave_payload(call, error) from None
+            if status:
+                guard.settle(status, lambda ms: channel.meet_with(number, ms, nbytes))
+            else:
+                guard.sequence += 1
+        try:
+            for result, leaf in zip(results, self._leaves, strict=True):
+                leaf.reduce(result, self._size)
+        except Exception as error:  # no memory to convert what came
+            raise guard.fail(call, error, "raised") from None
+        traffic.count("Allreduce", self._payload)
+        return results
+
+
+@dataclasses.dataclass(slots=True)
+class _Leaf:
+    """A leaf of a nest, and where those of all ranks are when they have come."""
+
+    shape: tuple[int, ...]
+    reduction: Any
+    mine: Any
+    first: Any
+    others: list[Any]
+    combine: Any
+    plain: bool
+    result: Any
+
+    def load(self, x: Any) -> None:
+        """Write this rank's to where it is sent from."""
+        if self.plain:
+            self.mine[...] = x
+        else:
+            self.reduction.encode(x, self.mine)
+
+    def reduce(self, out: Any, size: int) -> None:
+        """Add up those of all ranks, in their order."""
+        combine, total = self.combine, self.first
+        target = out if self.plain else None
+        for part in self.others:
+            total = combine(total, part, out=target)
+        if not self.plain:
+            self.reduction.decode(total, size, out)

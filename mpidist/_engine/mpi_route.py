@@ -1,0 +1,131 @@
+"""The route that takes everything: a header, and then buckets through the transports.
+
+For nests that other routes do not take: ranks that share no memory, small nests between
+nodes, GPU buffers, operations that the core does not have. Leaves are packed into flat
+buffers (`buckets`), which a transport reduces.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpidist import _arrays
+from mpidist._engine import buckets as _buckets
+from mpidist._engine.plans import Means, Signature
+from mpidist._options import ReduceOp
+from mpidist._pool import SMALLEST
+from mpidist._reports import Call
+
+
+def mpi(means: Means, signature: Signature) -> MpiReduce:
+    """Return the plan of any nest."""
+    return MpiReduce(means, signature)
+
+
+class MpiReduce:
+    """All-reduces nests by buckets."""
+
+    def __init__(self, means: Means, signature: Signature) -> None:
+        self.call = signature.call
+        self._guard = means.guard
+        self._comm = means.comm
+        self._pool = means.pool
+        self._leaves = signature.leaves
+        self._root = signature.root
+        self._transports = signature.transports
+        self._wanted = signature.root in (None, means.comm.rank)
+        self._buckets = _buckets.plan_buckets(
+            signature.leaves,
+            signature.bytes_per_pack,
+            signature.compress,
+        )
+        self._buffers = means.buffers
+        self._reduce_one = self._single(signature)
+
+    def one(self, x: Any) -> Any:
+        """As a call with a nest of one array, of which all want the result."""
+        return self([x])[0]
+
+    def __call__(
+        self, arrays: list[Any], call: Call | None = None, timeout: float | None = None
+    ) -> list[Any]:
+        """Agree with the other ranks, and reduce; see `Plan`."""
+        guard = self._guard
+        call = call or self.call
+        try:
+            # All memory before the agreement: who has none must say so.
+            arrays = list(arrays)
+            results = self._prepare(arrays)
+        except Exception as error:
+            raise guard.fail(call, error, "invalid") from None
+        with self._comm.traffic.timed():
+            guard.agree(call, timeout)
+            self._move_or_leave(arrays, results, call)
+        return results
+
+    def _prepare(self, arrays: list[Any]) -> list[Any]:
+        """Take all memory that a call needs; return what the results go into."""
+        self._transports.check()
+        for bucket in self._buckets:
+            _buckets.reserve(bucket, self._leaves, arrays, self._buffers)
+        if not self._wanted:
+            return [None] * len(arrays)
+        return [
+            self._new_result(x, leaf)
+            for x, leaf in zip(arrays, self._leaves, strict=True)
+        ]
+
+    def _move_or_leave(self, arrays: list[Any], results: list[Any], call: Call) -> None:
+        try:
+            # Who has NumPy raise errors would leave the others waiting.
+            with np.errstate(all="ignore"):
+                self._move(arrays, results)
+        except BaseException as error:
+            raise self._guard.leave_payload(call, error) from None
+
+    def _move(self, arrays: list[Any], results: list[Any]) -> None:
+        if self._reduce_one is not None:
+            (x,), (leaf,) = arrays, self._leaves
+            x = _arrays.contiguous(x)
+            wire = leaf.reduction.wire
+            if x.dtype.char != wire.char:  # equal to NumPy, but not to mpi4py: q and l
+                x = x.view(wire)
+            self._reduce_one(x, results[0])
+            self._comm.traffic.count("Allreduce", x.nbytes)
+            return
+        for bucket in self._buckets:
+            _buckets.reduce_bucket(
+                bucket,
+                self._leaves,
+                arrays,
+                self._transports,
+                self._buffers,
+                results,
+                self._root,
+            )
+
+    def _single(self, signature: Signature) -> Any:
+        """Return what reduces the one leaf of a nest, if that goes as it is."""
+        if len(signature.leaves) != 1 or signature.root is not None:
+            return None
+        leaf, bucket = signature.leaves[0], self._buckets[0]
+        reduction = leaf.reduction
+        if reduction.encoding != "none" or reduction.mpi == "gather":
+            return None
+        if leaf.on_device or leaf.size == 0 or bucket.compression is not None:
+            return None
+        mean = reduction.op is ReduceOp.MEAN
+        return signature.transports.host.reducer(
+            leaf.size * reduction.wire.itemsize,
+            reduction.mpi,
+            self._comm.size if mean else None,
+        )
+
+    def _new_result(self, x: Any, leaf: _buckets.Leaf) -> Any:
+        if leaf.on_device:
+            return _arrays.empty_like(x, leaf.shape, leaf.reduction.result)
+        if leaf.size * leaf.reduction.result.itemsize < SMALLEST:
+            return np.empty(leaf.shape, leaf.reduction.result)
+        return self._pool.empty(leaf.shape, leaf.reduction.result)

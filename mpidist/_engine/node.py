@@ -1,0 +1,241 @@
+"""The memory that the ranks of a node share: one file for each node and strategy.
+
+Where there are several nodes, each has its own, and ranks of the same number on their
+nodes exchange what theirs have added up (`nodes`).
+
+The first rank of a node makes a file in memory (/dev/shm), sets its first part aside,
+and tells the others its name; they map it, and it is unlinked at once: so nothing is
+left of it when the processes are gone, however they end. The rest of the file, a piece
+for each rank (its *arena*), takes no memory until results are placed there (`Pool`),
+and is set aside before it is touched: where there is no room a call goes another way,
+and no process is ended by SIGBUS.
+
+The memory stays for as long as an array views it, also after the strategy was closed
+and after ``MPI_Finalize``: MPI does not know of it.
+
+Every step that may fail on one rank is followed by an agreement of all: either all
+ranks have the memory, or none has, and all know why (`Opened`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from mpidist import _native
+from mpidist._comm import AnyCommunicator, Communicator, SelfCommunicator
+
+_FOLDER: Final = "/dev/shm"
+_PAGE: Final = 4096
+# Of a piece area: two of each rank, and the piece itself, are in a core's cache. On
+# nodes of many ranks they take no more than so much memory in all.
+_LARGEST_AREA: Final = 512 * 1024
+_AREAS_BYTES: Final = 64 * 2**20
+# Between nodes each rank sends a slice of a piece, which should be worth a message.
+_AREA_BETWEEN_NODES: Final = 2 * 2**20
+_SLICE_BETWEEN_NODES: Final = 128 * 1024
+_AREAS_BYTES_BETWEEN_NODES: Final = 512 * 2**20
+_LARGEST_ARENA: Final = 4 * 2**30
+# Loops of a waiting rank before it sleeps: some 20 us. With more ranks than cores it
+# would take the core from the rank that it waits for.
+_SPINS: Final = 4000
+_SPINS_CROWDED: Final = 20
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """What the ranks of a node share.
+
+    Attributes:
+        memory: all of it.
+        channel: where they meet.
+        pool: places in this rank's arena.
+        rank: this rank's number on the node.
+        size: how many ranks the node has.
+        piece_bytes: the size of a piece area.
+    """
+
+    memory: Any
+    channel: Any
+    pool: Any
+    rank: int
+    size: int
+    piece_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A node's memory, or why there is none.
+
+    Attributes:
+        node: None on all ranks where it could not be had on some.
+        problem: why; "" where it was not asked for.
+    """
+
+    node: Node | None
+    problem: str = ""
+
+
+def open_node(comm: AnyCommunicator, *, wanted: bool, crowded: bool) -> Opened:
+    """Have the ranks of each node share memory, where all want to, and can. Collective.
+
+    Args:
+        comm: all ranks.
+        wanted: whether this rank wants to.
+        crowded: whether this machine has more ranks than cores.
+    """
+    if comm.size == 1 or isinstance(comm, SelfCommunicator):
+        return Opened(None)
+    core = _native.core
+    problem = "" if core is not None else _native.missing
+    problem = problem if wanted else "not asked for"
+    problem = problem or _too_many(comm)
+    found = agree(comm, problem)
+    if found:
+        return Opened(None, found)
+    rank, size = comm.local_rank, comm.local_size
+    area = comm.all_min(area_bytes_for(size, alone=comm.num_nodes == 1))
+    # Results that all ranks write into are for one node.
+    arena = arena_bytes_for(comm) if comm.num_nodes == 1 else 0
+    total, head = core.total_bytes(size, area, arena)
+    spins = _SPINS_CROWDED if crowded else _SPINS
+    memory, problem = _share_file(comm, total, head)
+    if problem:
+        return Opened(None, problem)
+    node, problem = _attempt(
+        lambda: _connect(memory, size, rank, area, arena, crowded=crowded, spins=spins)
+    )
+    found = agree(comm, problem)
+    return Opened(None, found) if found else Opened(node)
+
+
+def agree(comm: AnyCommunicator, problem: str) -> str:
+    """Return the first rank's problem, on all ranks; "" if none has one. Collective."""
+    texts = comm.all_gather_objects(problem.encode())
+    for rank, text in enumerate(texts):
+        if text:
+            return f"rank {rank}: {text.decode()}"
+    return ""
+
+
+def area_bytes_for(size: int, *, alone: bool = True) -> int:
+    """Return the size of a piece area on a node of so many ranks.
+
+    Args:
+        size: the ranks of the node.
+        alone: whether it is the only node.
+    """
+    largest, most = _LARGEST_AREA, _AREAS_BYTES
+    if not alone:
+        largest = max(_AREA_BETWEEN_NODES, _SLICE_BETWEEN_NODES * size)
+        most = _AREAS_BYTES_BETWEEN_NODES
+    return min(largest, most // (2 * size + 2) // _PAGE * _PAGE)
+
+
+def arena_bytes_for(comm: AnyCommunicator) -> int:
+    """Return the size of an arena, the same on all ranks. Collective.
+
+    Half of what the node has free, dealt to its ranks. None of it is taken yet.
+    """
+    room = free_bytes() // 2 // comm.local_size
+    return comm.all_min(min(room, _LARGEST_ARENA)) // _PAGE * _PAGE
+
+
+def free_bytes() -> int:
+    """Return how much memory for files the node has left."""
+    try:
+        status = os.statvfs(_FOLDER)
+        return status.f_bavail * status.f_frsize
+    except OSError:
+        return 0
+
+
+def _too_many(comm: AnyCommunicator) -> str:
+    most = _native.core.MAX_RANKS
+    if comm.local_size <= most:
+        return ""
+    return f"{comm.local_size} ranks on one node; at most {most} can share memory"
+
+
+def _share_file(comm: Communicator, total: int, head: int) -> tuple[Any, str]:
+    """Make the file and map it on all ranks. Collective.
+
+    Returns:
+        The memory and "", or None and the problem, the same on all ranks.
+    """
+    made: tuple[int, str] | None = None
+    problem = ""
+    if comm.local_rank == 0:
+        made, problem = _attempt(lambda: _make_file(total, head))
+    try:
+        # A path of each node's first rank; the problem of any.
+        rows = comm.all_gather_objects(
+            b"!" + problem.encode() if problem else b"" if made is None else _path(made)
+        )
+        found = next((row[1:].decode() for row in rows if row.startswith(b"!")), "")
+        if found:
+            return None, f"no memory in {_FOLDER}: {found}"
+        path = rows[comm.node_ranks[0]].decode()
+        memory, problem = _attempt(lambda: _map_file(path, total))
+        found = agree(comm, problem)
+        return (None, found) if found else (memory, "")
+    finally:
+        if made is not None:
+            os.close(made[0])
+            with contextlib.suppress(OSError):
+                os.unlink(made[1])
+
+
+def _path(made: tuple[int, str]) -> bytes:
+    return made[1].encode()
+
+
+def _make_file(total: int, head: int) -> tuple[int, str]:
+    """Make a file of this size, the first part of which is set aside."""
+    fd, path = tempfile.mkstemp(prefix="mpidist-", dir=_FOLDER)
+    try:
+        os.ftruncate(fd, total)
+        os.posix_fallocate(fd, 0, head)
+    except BaseException:
+        os.close(fd)
+        os.unlink(path)
+        raise
+    return fd, path
+
+
+def _map_file(path: str, total: int) -> Any:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return _native.core.Memory(fd, total)
+    finally:
+        os.close(fd)
+
+
+def _connect(
+    memory: Any,
+    size: int,
+    rank: int,
+    area: int,
+    arena: int,
+    *,
+    crowded: bool,
+    spins: int,
+) -> Node:
+    core = _native.core
+    channel = core.Channel(memory, size, rank, area, arena, crowded, spins)
+    pool = core.Pool(memory, channel.arena(rank), arena)
+    return Node(memory, channel, pool, rank, size, area)
+
+
+def _attempt(step: Callable[[], _T]) -> tuple[_T | None, str]:
+    """Return what a step gives and "", or None and what it has raised."""
+    try:
+        return step(), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"

@@ -1,0 +1,255 @@
+"""How several nodes reduce together: the memory of each, and messages between peers.
+
+The ranks of a node share memory, as where there is only one (`node`). The ranks of the
+same number on their nodes are *peers*: one communicator for each number, of as many
+numbers as the smallest node has ranks. A piece of a nest is reduced
+
+1. over each node, in its memory: each rank reduces one slice;
+2. over the nodes: each rank that has peers all-reduces one slice with them, where the
+   node's sums are (`Across`).
+
+So all ranks of a node send at the same time, each a part, and each byte leaves a node
+once. On a node that has more ranks than the smallest one the slices of step 2 are not
+those of step 1, and its ranks make a step between the two.
+
+Two nodes send each other their whole slices, and both add them up: as many bytes as in
+two halves, and one message fewer to wait for. More nodes deal a slice out: each gets a
+part of it from all others, adds it up, and sends the sum to all others.
+
+Order of summation: that of the ranks of a node, then that of the nodes. A part of a
+slice is added up by one rank, or by two from the same bytes, so all ranks have the same
+bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any, Final
+
+import numpy as np
+
+from mpidist import _native
+from mpidist._channel import LEFT, LeftError
+from mpidist._comm import Communicator, Peers
+from mpidist._engine.node import Node, open_node
+from mpidist._guard import Guard
+from mpidist._messages import Transfers
+from mpidist._transports import Compression
+
+_LINE: Final = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Nodes:
+    """What a rank of one of several nodes has.
+
+    Attributes:
+        node: the memory that it shares with the other ranks of its node.
+        ranks: of this node, in its order.
+        peers: one rank of each node; None on a rank that has none.
+        slices: how many slices of a piece go between nodes.
+        scratch: memory (uint8) for slices that come from peers.
+    """
+
+    node: Node
+    ranks: list[int]
+    peers: Peers | None
+    slices: int
+    scratch: Any
+
+    def memory(self) -> Any:
+        """Return all that the node shares, as an array of bytes."""
+        return np.frombuffer(self.node.memory, np.uint8)
+
+    def step(self, guard: Guard) -> None:
+        """Wait until all ranks of this node have made this step.
+
+        Raises:
+            CollectiveTimeoutError: at the deadline, or if another rank has given up.
+            LeftError: if a rank of this node has left.
+        """
+        channel = self.node.channel
+        channel.publish()
+        if guard.wait_step(channel.wait, self._missing) == LEFT:
+            raise LeftError(self.ranks[channel.who])
+
+    def _missing(self) -> list[int]:
+        return [self.ranks[k] for k in self.node.channel.missing()]
+
+
+def open_nodes(
+    comm: Communicator, *, wanted: bool, crowded: bool
+) -> tuple[Nodes | None, str]:
+    """Have the ranks of each of several nodes share memory, and find peers. Collective.
+
+    Args:
+        comm: all ranks.
+        wanted: whether this rank wants to.
+        crowded: whether this machine has more ranks than cores.
+
+    Returns:
+        None where not all nodes can, or where each has one rank and nothing to share;
+        and why.
+    """
+    if comm.num_nodes == comm.size:
+        return None, "each node has one rank"
+    opened = open_node(comm, wanted=wanted, crowded=crowded)
+    node = opened.node
+    if node is None:
+        return None, opened.problem
+    peers, slices = comm.split_peers(), comm.smallest_node
+    lines = node.piece_bytes // _LINE // slices + comm.num_nodes + 2
+    scratch = comm.together(
+        lambda: np.empty(lines * _LINE, np.uint8), "MPIStrategy(...)"
+    )
+    return Nodes(node, comm.node_ranks, peers, slices, scratch), ""
+
+
+class Across:
+    """All-reduces pieces of a nest over the nodes, after each node has added them up.
+
+    Args:
+        nodes: of this rank.
+        guard: waits for the other ranks.
+        core: the nest, for the reduction over the node.
+        rows: of the nest, as the core takes them, with the divisors of means.
+        sizes: bytes of each leaf.
+        compression: of the nest, whose leaves are then floats of one dtype.
+        dtype: of these floats.
+    """
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        guard: Guard,
+        core: Any,
+        rows: list[Any],
+        sizes: list[int],
+        compression: Compression | None = None,
+        dtype: Any = None,
+    ) -> None:
+        self._nodes = nodes
+        self._guard = guard
+        self._core = core
+        node = nodes.node
+        # The same layout; it makes no step, and knows the divisors.
+        self._layout = _native.core.Reduce(node.channel, rows, node.piece_bytes)
+        self._compression = compression
+        self._dtype = dtype
+        self._divisor = rows[0][3] if rows else 0
+        starts = self._layout.starts
+        self._places = list(zip(starts, sizes, strict=True))
+        self._first = 0
+        self._slice: Any = None
+        self._parts: list[tuple[int, Any]] = []
+        self._rows: list[Any] = []
+        self._transfers: Transfers | None = None
+
+    def start(self) -> None:
+        """Begin a call: its pieces are those of the last one again."""
+        if self._compression is not None:
+            self._compression.begin()
+
+    def begin(self, piece: int, turn: int) -> None:
+        """Begin to send this rank's slice of a piece, which the node has reduced.
+
+        Args:
+            piece: its number.
+            turn: of the piece; its lowest bit says which area has the sums.
+        """
+        nodes = self._nodes
+        if nodes.node.size > nodes.slices:
+            nodes.step(self._guard)  # slices of other ranks are in the ones that go out
+        peers, me = nodes.peers, nodes.node.rank
+        self._slice = None
+        if peers is None:
+            return
+        first, last = self._core.piece(piece)
+        cuts = _cut(last - first, nodes.slices)
+        a, b = cuts[me], cuts[me + 1]
+        if a == b:
+            return
+        start = nodes.node.channel.area(-1, turn)
+        self._first = first + a
+        self._slice = nodes.memory()[start + a : start + b]
+        if self._compression is None:
+            self._send(peers)
+
+    def _send(self, peers: Peers) -> None:
+        """Send the slice to the other one, or to each of the others its part."""
+        piece, scratch, me = self._slice, self._nodes.scratch, peers.rank
+        others = [(me + k) % peers.size for k in range(1, peers.size)]
+        cuts = _cut(piece.size, peers.size)
+        self._parts = [(a, piece[a:b]) for a, b in itertools.pairwise(cuts)]
+        if peers.size == 2:
+            self._parts = [(0, piece), (0, piece)]
+        mine = self._parts[me][1]
+        step = -(-mine.size // _LINE) * _LINE
+        self._rows = [
+            scratch[k * step : k * step + mine.size] for k in range(peers.size)
+        ]
+        if peers.size == 2:
+            self._rows = [scratch[: mine.size]] * 2
+        self._transfers = peers.begin(
+            [(k, self._parts[k][1]) for k in others if self._parts[k][1].size],
+            [(k, self._rows[k]) for k in others] if mine.size else [],
+        )
+
+    def finish(self) -> None:
+        """Have the sums of all nodes in the slice."""
+        peers = self._nodes.peers
+        if self._slice is None or peers is None:
+            return
+        if self._compression is not None:
+            self._reduce_compressed(peers, self._compression)
+            return
+        assert self._transfers is not None
+        peers.finish(self._transfers)
+        self._transfers = None
+        me = peers.rank
+        start, mine = self._parts[me]
+        if mine.size:
+            copies = [*self._rows[:me], mine, *self._rows[me + 1 :]]
+            self._layout.reduce_range(self._first + start, copies, mine)
+        if peers.size == 2:
+            return
+        others = [(me + k) % peers.size for k in range(1, peers.size)]
+        parts = [part for _, part in self._parts]
+        peers.swap(
+            [(k, mine) for k in others] if mine.size else [],
+            [(k, parts[k]) for k in others if parts[k].size],
+        )
+
+    def leave(self) -> None:
+        """Keep what MPI may still read and write: the call ends in the middle."""
+        if self._transfers is not None:
+            self._transfers.leak()
+            self._transfers = None
+
+    def _reduce_compressed(self, peers: Peers, compression: Compression) -> None:
+        """All-reduce the floats of the slice, as one array, as 16-bit floats."""
+        first, last = self._first, self._first + self._slice.size
+        parts = [
+            self._slice[max(a, first) - first : min(a + n, last) - first]
+            for a, n in self._places
+            if max(a, first) < min(a + n, last)
+        ]
+        if not parts:
+            return
+        floats = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        floats = floats.view(self._dtype)
+        compression.allreduce(peers, floats)
+        if self._divisor:
+            np.true_divide(floats, self._dtype.type(self._divisor), out=floats)
+        if len(parts) > 1:
+            raw, at = floats.view(np.uint8), 0
+            for part in parts:
+                part[...] = raw[at : at + part.size]
+                at += part.size
+
+
+def _cut(nbytes: int, count: int) -> list[int]:
+    """Return where ``count`` equal parts of so many bytes begin and end, at lines."""
+    lines = nbytes // _LINE
+    return [lines * k // count * _LINE for k in range(count + 1)]

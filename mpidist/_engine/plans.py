@@ -1,0 +1,357 @@
+"""Plans: what an all-reduce does, made once for its signature and kept.
+
+Everything that reduces comes through `Plans.all_reduce`: a Python number, an array, a
+nest, the gradients of an optimizer. The *signature* of a call is its name, operation,
+structure, options, and for each leaf dtype, shape and where it is. The first route that
+accepts a signature makes the plan (`ROUTES`), and every call of the signature runs it,
+the first one like all later ones.
+
+A plan agrees with the other ranks, by a header that says its `Call`, and reduces. All
+ranks that agree have the same plan: what a route looks at is in the text of the call,
+or the same on all ranks of a strategy. What may differ from rank to rank, such as
+whether an array is contiguous, or where the memory of a result is, only the plan itself
+sees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from mpidist import _arrays, _dtypes, _nest
+from mpidist._cache import Cache
+from mpidist._comm import AnyCommunicator
+from mpidist._engine.buckets import FlatBuffers, Leaf
+from mpidist._engine.node import Node
+from mpidist._engine.nodes import Nodes
+from mpidist._engine.staging import Staging
+from mpidist._guard import Guard
+from mpidist._options import CommunicationOptions, ReduceOp
+from mpidist._pool import Pool
+from mpidist._reports import Call
+from mpidist._sparse import IndexedSlices
+from mpidist._transports import Transports
+
+_MOST_PLANS: Final = 1024
+_NUMBERS: Final = frozenset((float, int, np.float32, np.float64))
+
+
+@dataclasses.dataclass(frozen=True)
+class Means:
+    """What routes build plans with.
+
+    Attributes:
+        comm: the ranks.
+        guard: of the strategy.
+        node: what the ranks share, where all are on one node and share memory.
+        nodes: what those of each node share, where there are several that do.
+        pool: private memory for large results.
+        buffers: flat buffers that are kept from call to call.
+        staging: copies between GPUs and a node's memory; None without one.
+    """
+
+    comm: AnyCommunicator
+    guard: Guard
+    node: Node | None
+    nodes: Nodes | None
+    pool: Pool
+    buffers: FlatBuffers
+    staging: Staging | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """What is known of a call before its values.
+
+    Attributes:
+        call: what the header says.
+        leaves: of the nest.
+        root: the one rank that wants the results; None: all do.
+        transports: by which the options have arrays go.
+        bytes_per_pack: the most bytes of a bucket of several leaves.
+        compress: makes the compression of a bucket, if sums travel compressed.
+    """
+
+    call: Call
+    leaves: list[Leaf]
+    root: int | None
+    transports: Transports
+    bytes_per_pack: int
+    compress: Callable[[], Any] | None = None
+
+
+class Plan(Protocol):
+    """An all-reduce of nests of one signature."""
+
+    call: Call
+
+    def __call__(
+        self, arrays: list[Any], call: Call | None = None, timeout: float | None = None
+    ) -> list[Any]:
+        """Agree with the other ranks, and reduce. Collective.
+
+        Args:
+            arrays: the leaves, which stay as they are; in any order of memory.
+            call: what the header says, if more than `call`.
+            timeout: seconds to wait for the others; None: the strategy's.
+
+        Returns:
+            The results: new arrays, with the same bits on all ranks. Where only the
+            root wants them, None for each on the other ranks.
+        """
+
+    def one(self, x: Any) -> Any:
+        """As a call with a nest of one array, of which all want the result."""
+
+
+class QuickPlan(Plan, Protocol):
+    """A plan that finds out by itself whether arrays are of its signature."""
+
+    def attempt(self, arrays: list[Any], timeout: float | None) -> list[Any] | None:
+        """As a call; None, and nothing has happened, for arrays of other kinds.
+
+        Args:
+            arrays: NumPy arrays.
+            timeout: seconds to wait for the others; None: the strategy's.
+        """
+
+
+Route = Callable[[Means, Signature], Plan | None]
+"""Makes a plan for a signature; None where it is not for such calls."""
+
+Describe = Callable[
+    [ReduceOp, _nest.Structure, list[Any], str, CommunicationOptions, int | None],
+    Signature,
+]
+
+
+class Plans:
+    """The plans of a strategy.
+
+    Args:
+        means: what routes build them with.
+        routes: in order; the last takes everything.
+        describe: gives the signature of a call.
+        merge: puts the options of a call on top of the strategy's.
+        report: raises an error, which this rank found in its arguments, on all ranks.
+        reduce_rows: all-reduces a nest that has `IndexedSlices`: gets the arguments of
+            `all_reduce`.
+    """
+
+    def __init__(
+        self,
+        means: Means,
+        routes: tuple[Route, ...],
+        describe: Describe,
+        merge: Callable[[CommunicationOptions | None], CommunicationOptions],
+        report: Callable[[str, BaseException], Any],
+        reduce_rows: Callable[..., Any],
+    ) -> None:
+        self._means = means
+        self._routes = routes
+        self._describe = describe
+        self._merge = merge
+        self._report = report
+        self._reduce_rows = reduce_rows
+        self._plans: Cache[Any, Plan] = Cache(_MOST_PLANS)
+        # For arrays that all want, without options: a shorter key.
+        self._arrays: Cache[Any, Plan] = Cache(_MOST_PLANS)
+        # For nests: the `QuickPlan` that such a call had last.
+        self._last: Cache[Any, Any] = Cache(_MOST_PLANS)
+
+    def clear(self) -> None:
+        """Forget all plans."""
+        self._plans.clear()
+        self._arrays.clear()
+        self._last.clear()
+
+    def all_reduce(
+        self,
+        op: ReduceOp,
+        tree: Any,
+        options: CommunicationOptions | None = None,
+        call: str = "all_reduce",
+        root: int | None = None,
+    ) -> Any:
+        """Reduce each leaf of ``tree`` over the ranks. Collective.
+
+        Args:
+            op: the operation.
+            tree: a nest of arrays and numbers.
+            options: of this call.
+            call: its name in messages.
+            root: the one rank that wants the results; None: all do.
+
+        Returns:
+            The nest of results; None for each where this rank wants none.
+        """
+        kind = type(tree)
+        if kind is np.ndarray:
+            if options is None and root is None:
+                plan = self._arrays.get((call, op._name_, tree.dtype, tree.shape))
+                if plan is not None:
+                    return plan.one(tree)
+            key = (call, op._name_, options, root, tree.dtype, tree.shape)
+            plan = self._plans.get(key)
+            if plan is not None:
+                return plan([tree], None, self._timeout_of(options))[0]
+        elif kind in _NUMBERS:
+            x = np.asarray(tree)
+            plan = self._plans.get((call, op._name_, options, root, kind, x.dtype))
+            if plan is not None:
+                result = plan([x], None, self._timeout_of(options))[0]
+                return result if result is None else _as_number(result, kind)
+        else:
+            try:
+                leaves, structure = _nest.flatten(tree)
+                timeout = self._timeout_of(options)
+            except Exception:  # once more there, where all ranks are told
+                return self._first_time(op, tree, options, call, root)
+            if {*map(type, leaves)} == _ARRAYS:
+                how = (call, op._name_, options, root, structure)
+                last = self._last.get(how)
+                if last is not None:
+                    results = last.attempt(leaves, timeout)
+                    if results is not None:
+                        return structure.unflatten(results)
+                plan = self._plans.get((*how, _describe_all(leaves)))
+                if plan is not None:
+                    self._remember(how, plan)
+                    return structure.unflatten(plan(leaves, None, timeout))
+        return self._first_time(op, tree, options, call, root)
+
+    def _remember(self, how: tuple[Any, ...], plan: Plan) -> None:
+        if hasattr(plan, "attempt"):
+            self._last[how] = plan
+
+    def _timeout_of(self, options: CommunicationOptions | None) -> float | None:
+        return None if options is None else self._merge(options).timeout_seconds
+
+    def _first_time(
+        self,
+        op: ReduceOp,
+        tree: Any,
+        options: CommunicationOptions | None,
+        call: str,
+        root: int | None,
+    ) -> Any:
+        """Look at every leaf, keep the plan, and run it."""
+        try:
+            merged = self._merge(options)
+            leaves, structure = _nest.flatten(tree)
+            if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
+                return self._reduce_rows(op, tree, options, call, root)
+            pairs = [_arrays.as_array(leaf, call) for leaf in leaves]
+            arrays = [array for array, _ in pairs]
+            plan = self._find(op, structure, arrays, call, merged, root)
+            key = _short_key(
+                tree, leaves, structure, arrays, (call, op._name_, options, root)
+            )
+            if key is not None:
+                self._plans[key] = plan
+            if (
+                type(tree) is np.ndarray
+                and key is not None
+                and key[2:4] == (None, None)
+            ):
+                self._arrays[call, op._name_, tree.dtype, tree.shape] = plan
+        except Exception as error:
+            self._report(call, error)
+            raise
+        results = plan(arrays, None, merged.timeout_seconds)
+        return structure.unflatten(
+            [
+                None if x is None else _arrays.restore(x, kind)
+                for x, (_, kind) in zip(results, pairs, strict=True)
+            ]
+        )
+
+    def find(
+        self, op: ReduceOp, arrays: list[Any], call: str, options: CommunicationOptions
+    ) -> Plan:
+        """Return the plan for a list of arrays. Not collective."""
+        return self._find(op, _nest.flatten(arrays)[1], arrays, call, options, None)
+
+    def _find(
+        self,
+        op: ReduceOp,
+        structure: _nest.Structure,
+        arrays: list[Any],
+        call: str,
+        options: CommunicationOptions,
+        root: int | None,
+    ) -> Plan:
+        described = tuple(
+            (x.dtype, tuple(x.shape), _arrays.is_device_array(x)) for x in arrays
+        )
+        key = (op._name_, structure, call, options, root, described)
+        plan = self._plans.get(key)
+        if plan is None:
+            signature = self._describe(op, structure, arrays, call, options, root)
+            plan = self._plans[key] = self._make(signature)
+        return plan
+
+    def _make(self, signature: Signature) -> Plan:
+        for route in self._routes:
+            plan = route(self._means, signature)
+            if plan is not None:
+                return plan
+        raise AssertionError("the last route takes everything")
+
+
+def _short_key(
+    tree: Any,
+    leaves: list[Any],
+    structure: _nest.Structure,
+    arrays: list[Any],
+    how: tuple[Any, ...],
+) -> Any:
+    """Return the key by which `Plans.all_reduce` finds such calls at once, if it can.
+
+    Args:
+        tree: of the call.
+        leaves: of the tree.
+        structure: of the tree.
+        arrays: the leaves as arrays.
+        how: what else is in the key.
+    """
+    kind = type(tree)
+    if kind in _NUMBERS:
+        return (*how, kind, arrays[0].dtype)
+    if any(x is not leaf for x, leaf in zip(arrays, leaves, strict=True)):
+        return None
+    if kind is np.ndarray:
+        return (*how, tree.dtype, tree.shape)
+    if {*map(type, leaves)} == _ARRAYS:
+        return (*how, structure, _describe_all(leaves))
+    return None
+
+
+_ARRAYS: Final = {np.ndarray}
+
+
+def _describe_all(arrays: list[Any]) -> tuple[Any, ...]:
+    return tuple([(x.dtype, x.shape) for x in arrays])
+
+
+def _as_number(x: Any, kind: type) -> Any:
+    return x.item() if kind in (int, float) else x[()]
+
+
+def leaves_of(op: ReduceOp, arrays: list[Any], call: str) -> list[Leaf]:
+    """Return what a plan knows of these arrays.
+
+    Raises:
+        TypeError: for a dtype that the operation is not defined for.
+    """
+    return [
+        Leaf(
+            tuple(x.shape),
+            _dtypes.reduction(x.dtype, op, call),
+            _arrays.is_device_array(x),
+        )
+        for x in arrays
+    ]

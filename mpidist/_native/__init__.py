@@ -1,0 +1,53 @@
+"""The native core: how the ranks of one node meet and reduce, in C11.
+
+- ``channel``: steps, headers and messages in memory that ranks share, and waiting;
+- ``kernels``: n arrays of one dtype, in rank order, into m places;
+- ``algorithms``: all-reduce of small nests, and of large ones piece by piece;
+  broadcast;
+- ``binding.h``, ``py_*`` and ``core``: the binding, which is all that knows Python.
+
+It is optional: `core` is None where it was not built, or does not load, and everything
+goes by MPI: right, and slower.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import pathlib
+from typing import Any, Final
+
+ADVICE: Final = (
+    "install a C compiler and Python's headers (Debian, Ubuntu: `apt install gcc "
+    "python3-dev`; conda: `conda install c-compiler`), then mpidist again: `pip "
+    "install --force-reinstall --no-deps`"
+)
+"""What to do where it is missing."""
+
+core: Any = None
+"""The extension module; None where it was not built, or does not load."""
+
+missing = ""
+"""Why it is not there; "" where it is."""
+
+
+def available() -> bool:
+    """Return whether the core was built, and loads."""
+    return core is not None
+
+
+def why_missing(folder: pathlib.Path, error: Exception) -> str:
+    """Return why a folder's extension module does not load, in a few words."""
+    suffixes = importlib.machinery.EXTENSION_SUFFIXES
+    found = sorted(path.name for path in folder.glob("_core.*") if path.suffix != ".c")
+    if any(name.removeprefix("_core") in suffixes for name in found):
+        return f"{type(error).__name__}: {error}"
+    if found:
+        return f"it was built for another Python: {', '.join(found)}"
+    return "it was not built"
+
+
+try:
+    core = importlib.import_module("mpidist._native._core")
+except Exception as error:  # also of a file for another machine or Python
+    missing = f"no native core: {why_missing(pathlib.Path(__file__).parent, error)}"

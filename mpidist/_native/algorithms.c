@@ -1,0 +1,246 @@
+#include "algorithms.h"
+
+#include <string.h>
+
+static size_t least(size_t a, size_t b) { return a < b ? a : b; }
+static size_t most(size_t a, size_t b) { return a > b ? a : b; }
+
+/* --- eager -------------------------------------------------------------------------- */
+
+void md_small_put(md_channel *ch, const md_small *small, uint32_t number) {
+  unsigned char *slot = ch->parts[ch->rank]->eager[number & 1];
+  for (int i = 0; i < small->nest->count; i++) {
+    const md_leaf *leaf = &small->nest->leaves[i];
+    memcpy(slot + leaf->start, small->sources[i], leaf->nbytes);
+  }
+}
+
+static void sum_leaf(md_channel *ch, const md_small *small, int i, uint32_t number, void *out) {
+  const md_leaf *leaf = &small->nest->leaves[i];
+  const void *sources[MD_MAX_RANKS];
+  for (int r = 0; r < ch->size; r++) sources[r] = ch->parts[r]->eager[number & 1] + leaf->start;
+  sources[ch->rank] = small->sources[i];
+  md_reduce(leaf->kernel, &out, 1, sources, ch->size, leaf->nbytes / md_itemsize(leaf->kernel),
+            leaf->divisor);
+}
+
+void md_small_sum(md_channel *ch, const md_small *small, uint32_t number) {
+  for (int i = 0; i < small->nest->count; i++)
+    sum_leaf(ch, small, i, number, ch->common->sums[number & 1] + small->nest->leaves[i].start);
+}
+
+void md_small_get(md_channel *ch, const md_small *small, uint32_t number) {
+  for (int i = 0; i < small->nest->count; i++) {
+    const md_leaf *leaf = &small->nest->leaves[i];
+    if (ch->tree)
+      memcpy(small->results[i], ch->common->sums[number & 1] + leaf->start, leaf->nbytes);
+    else sum_leaf(ch, small, i, number, small->results[i]);
+  }
+}
+
+/* --- shared ------------------------------------------------------------------------- */
+
+int md_pieces(size_t nbytes, size_t area_bytes) {
+  return nbytes == 0 ? 0 : (int)((nbytes + area_bytes - 1) / area_bytes);
+}
+
+void md_piece(const md_nest *nest, int piece, size_t *first, size_t *last) {
+  size_t lines = nest->nbytes / MD_LINE;
+  *first = lines * (size_t)piece / (size_t)nest->pieces * MD_LINE;
+  *last = lines * (size_t)(piece + 1) / (size_t)nest->pieces * MD_LINE;
+}
+
+void md_slice(size_t first, size_t last, int rank, int size, size_t *start, size_t *stop) {
+  size_t lines = (last - first) / MD_LINE;
+  *start = first + lines * (size_t)rank / (size_t)size * MD_LINE;
+  *stop = first + lines * (size_t)(rank + 1) / (size_t)size * MD_LINE;
+}
+
+/* The first leaf that does not end before `at`. */
+static int leaf_at(const md_nest *nest, size_t at) {
+  int low = 0, high = nest->count;
+  while (low < high) {
+    int middle = (low + high) / 2;
+    if (nest->leaves[middle].start + nest->leaves[middle].nbytes <= at) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+/* For each leaf, the part of it in [start, stop). */
+#define FOR_PARTS(NEST, FIRST, LAST, i, leaf, a, b)                                          \
+  for (int i = leaf_at(NEST, FIRST); i < (NEST)->count && (NEST)->leaves[i].start < (LAST);  \
+       i++)                                                                                  \
+    for (const md_leaf *leaf = &(NEST)->leaves[i]; leaf; leaf = NULL)                        \
+      for (size_t a = most(FIRST, leaf->start), b = least(LAST, leaf->start + leaf->nbytes); \
+           a < b; a = b)
+
+static unsigned char *place_of(const md_channel *ch, const md_shared *call, int rank) {
+  return ch->arenas[rank] + md_header_of(ch, rank, call->number)->place;
+}
+
+/* Where byte 0 of the layout would be, of a piece that begins at `first`. */
+static unsigned char *area_of(const md_channel *ch, const md_shared *call, int rank, int piece,
+                              size_t first) {
+  uint32_t turn = (call->first_turn + (uint32_t)piece) & 1;
+  return ch->areas[rank] + turn * ch->area_bytes - first;
+}
+
+static unsigned char *sums_of(const md_channel *ch, const md_shared *call, int piece,
+                              size_t first) {
+  uint32_t turn = (call->first_turn + (uint32_t)piece) & 1;
+  return ch->sums + turn * ch->area_bytes - first;
+}
+
+static void copy_parts(const md_nest *nest, const unsigned char *const *arrays,
+                       unsigned char *out, size_t start, size_t stop) {
+  FOR_PARTS(nest, start, stop, i, leaf, a, b)
+  memcpy(out + a, arrays[i] + (a - leaf->start), b - a);
+}
+
+void md_shared_copy_in(md_channel *ch, md_shared *call, int piece) {
+  if (call->based || !call->sources) return;
+  size_t first, last, start, stop;
+  md_piece(call->nest, piece, &first, &last);
+  md_slice(first, last, ch->rank, ch->size, &start, &stop);
+  unsigned char *out =
+      call->placed ? place_of(ch, call, ch->rank) : area_of(ch, call, ch->rank, piece, first);
+  copy_parts(call->nest, call->sources, out, first, start);
+  copy_parts(call->nest, call->sources, out, stop, last);
+}
+
+void md_shared_combine(md_channel *ch, md_shared *call, int piece) {
+  size_t first, last, start, stop;
+  md_piece(call->nest, piece, &first, &last);
+  md_slice(first, last, ch->rank, ch->size, &start, &stop);
+  if (start == stop) return;
+  const md_nest *nest = call->nest;
+  const unsigned char *in[MD_MAX_RANKS];
+  unsigned char *out[MD_MAX_RANKS];
+  int outs = call->placed ? ch->size : 1;
+  if (!call->placed) out[0] = sums_of(ch, call, piece, first);
+  for (int k = 0; k < ch->size; k++) {
+    /* The next rank first, so that not all write to one. */
+    int r = (ch->rank + k) % ch->size;
+    if (call->placed) out[k] = place_of(ch, call, r);
+    if (call->based) in[r] = ch->arenas[r] + md_header_of(ch, r, call->number)->base;
+    else in[r] = call->placed ? place_of(ch, call, r) : area_of(ch, call, r, piece, first);
+  }
+  FOR_PARTS(nest, start, stop, i, leaf, a, b) {
+    const void *sources[MD_MAX_RANKS];
+    void *results[MD_MAX_RANKS];
+    /* In an arena the leaves lie as they do in this rank's: `md_header.shape`. */
+    ptrdiff_t shift = 0;
+    if (call->based) shift = call->sources[i] - call->sources[0];
+    for (int r = 0; r < ch->size; r++)
+      sources[r] = call->based ? in[r] + shift + (a - leaf->start) : in[r] + a;
+    if (call->sources) sources[ch->rank] = call->sources[i] + (a - leaf->start);
+    for (int j = 0; j < outs; j++) results[j] = out[j] + a;
+    md_reduce(leaf->kernel, results, outs, sources, ch->size,
+              (b - a) / md_itemsize(leaf->kernel), leaf->divisor);
+  }
+}
+
+void md_shared_copy_out(md_channel *ch, md_shared *call, int piece) {
+  if (call->placed || !call->results) return;
+  size_t first, last;
+  md_piece(call->nest, piece, &first, &last);
+  const unsigned char *from = sums_of(ch, call, piece, first);
+  FOR_PARTS(call->nest, first, last, i, leaf, a, b)
+  memcpy(call->results[i] + (a - leaf->start), from + a, b - a);
+}
+
+/* Say in the header where this rank's arrays are in its arena, if all of them are. */
+static void find_base(const md_channel *ch, const md_shared *call, md_header *header) {
+  const unsigned char *arena = ch->arenas[ch->rank], *end = arena + ch->arena_bytes;
+  const unsigned char *const *sources = call->sources;
+  uint64_t hash = 14695981039346656037u; /* FNV-1a, of the distances */
+  header->base = MD_NOWHERE;
+  if (!call->nest->count) return;
+  for (int i = 0; i < call->nest->count; i++) {
+    if (sources[i] < arena || sources[i] + call->nest->leaves[i].nbytes > end) return;
+    hash = (hash ^ (uint64_t)(sources[i] - sources[0])) * 1099511628211u;
+  }
+  header->base = sources[0] - arena;
+  header->shape = (int64_t)hash;
+}
+
+int md_shared_meet(md_channel *ch, md_shared *call, md_header *header) {
+  find_base(ch, call, header);
+  call->number = ch->headers + 1;
+  call->placed = header->place != MD_NOWHERE;
+  call->based = 0;
+  /* Arrays in an arena are mostly read where they are: nothing is copied in then. */
+  call->copied = header->base == MD_NOWHERE;
+  if (call->copied && call->placed && call->nest->pieces) {
+    md_header_of(ch, ch->rank, call->number)->place = header->place;
+    md_shared_copy_in(ch, call, 0);
+  }
+  int status = md_meet(ch, header, NULL);
+  call->placed = ch->verdict.placed;
+  call->based = ch->verdict.based;
+  return status;
+}
+
+int md_shared_finish(md_channel *ch, md_shared *call) {
+  if (call->placed && !call->based && !ch->verdict.copied && call->nest->pieces) {
+    /* Some rank has not copied in before the header: then all make one step more. */
+    if (!call->copied) md_shared_copy_in(ch, call, 0);
+    md_publish(ch);
+    int status = md_wait(ch);
+    if (status) return status;
+  }
+  return md_shared_run(ch, call);
+}
+
+/* The header was the first step of piece 0 where the results are placed, or nothing is
+   copied in; where they are not, that piece begins after it. */
+int md_shared_run(md_channel *ch, md_shared *call) {
+  int pieces = call->nest->pieces, status;
+  int begun = call->placed || call->based;
+  call->first_turn = ch->turn;
+  if (!call->placed) ch->turn += (uint32_t)pieces;
+  if (!begun && pieces) {
+    md_shared_copy_in(ch, call, 0);
+    md_publish(ch);
+  }
+  for (int p = 0; p < pieces; p++) {
+    /* A place is not used twice, so the next piece may go there before the wait.  An
+       input area is free again when all have reduced the piece before this one. */
+    if (call->placed && p + 1 < pieces) md_shared_copy_in(ch, call, p + 1);
+    if ((p || !begun) && (status = md_wait(ch))) return status;
+    if (p) md_shared_copy_out(ch, call, p - 1);
+    if (!call->placed && p + 1 < pieces) md_shared_copy_in(ch, call, p + 1);
+    md_shared_combine(ch, call, p);
+    md_publish(ch);
+  }
+  if (pieces && (status = md_wait(ch))) return status;
+  if (pieces) md_shared_copy_out(ch, call, pieces - 1);
+  return MD_OK;
+}
+
+void md_reduce_range(const md_nest *nest, size_t first, size_t last, unsigned char *out,
+                     const unsigned char *const *copies, int n) {
+  FOR_PARTS(nest, first, last, i, leaf, a, b) {
+    const void *sources[MD_MAX_RANKS];
+    void *result = out + (a - first);
+    for (int k = 0; k < n; k++) sources[k] = copies[k] + (a - first);
+    md_reduce(leaf->kernel, &result, 1, sources, n, (b - a) / md_itemsize(leaf->kernel),
+              leaf->divisor);
+  }
+}
+
+/* --- broadcast ---------------------------------------------------------------------- */
+
+int md_broadcast(md_channel *ch, unsigned char *data, size_t nbytes, int root) {
+  for (size_t at = 0; at < nbytes; at += ch->area_bytes) {
+    size_t count = least(nbytes - at, ch->area_bytes);
+    unsigned char *area = ch->areas[root] + (ch->turn++ & 1) * ch->area_bytes;
+    if (ch->rank == root) memcpy(area, data + at, count);
+    md_publish(ch);
+    int status = md_wait(ch);
+    if (status) return status;
+    if (ch->rank != root) memcpy(data + at, area, count);
+  }
+  return MD_OK;
+}

@@ -1,0 +1,103 @@
+/* All-reduce, all-gather and broadcast among the ranks of one channel. */
+#ifndef MPIDIST_ALGORITHMS_H
+#define MPIDIST_ALGORITHMS_H
+
+#include "channel.h"
+
+/* A leaf of a nest: where it is in the layout that all ranks share, which is a multiple of
+   MD_LINE, and how it is reduced. */
+typedef struct {
+  size_t start, nbytes;
+  const md_kernel *kernel;
+  unsigned divisor;
+} md_leaf;
+
+typedef struct {
+  int count;
+  size_t nbytes; /* of the layout, whole lines */
+  md_leaf *leaves;
+  int pieces;
+} md_nest;
+
+/* A small payload that travels with a header.  In: this rank's leaves.  Out: the results,
+   once the headers agree. */
+typedef struct md_small {
+  const md_nest *nest;
+  const void *const *sources;
+  void *const *results;
+} md_small;
+
+/* --- eager: small nests ------------------------------------------------------------- */
+
+void md_small_put(md_channel *ch, const md_small *small, uint32_t number);
+void md_small_sum(md_channel *ch, const md_small *small, uint32_t number); /* tree */
+void md_small_get(md_channel *ch, const md_small *small, uint32_t number);
+
+/* --- shared: pieces ------------------------------------------------------------------
+
+   A nest is taken as one sequence of bytes, cut into pieces, and each piece into one slice
+   for each rank, at lines of the cache.  For each piece
+
+     1. copy_in: every rank makes its part readable, all but the slice that it will reduce
+        itself; then all make a step;
+     2. combine: every rank reduces its slice, from rank 0 upwards, to where it is wanted;
+        then all make a step;
+     3. copy_out: every rank copies the result, if it is not there already.
+
+   Sources: the caller's arrays, copied in; or arrays in the arenas, which are readable
+   where they are (`based`): then there is no first step.  Destinations: places in the
+   arenas of all ranks (`placed`), written by the rank that made the sum, without a copy
+   out; or the node's two areas for sums.
+
+   Why no rank reads what is not written, or writes what is still read:
+   - A slice of a place is read by one rank only, the one that writes the sum there.
+   - The input areas are used in turn.  A rank writes piece p + 2 after the step that all
+     make when they have reduced piece p.
+   - So are the areas for sums.  Piece p + 2 is written after a step that every rank makes
+     after it has copied piece p out.
+   - In a place, pieces do not share memory.  A call returns after a step that every rank
+     makes after its last sum: nobody touches a place, or reads an array that is `based`,
+     after that. */
+typedef struct {
+  const md_nest *nest;
+  const unsigned char *const *sources; /* leaves of this rank; NULL: in its area already */
+  unsigned char *const *results;       /* where they go if not placed; NULL: nowhere */
+  int placed, based;
+  int copied;      /* piece 0 of this rank, before the header */
+  uint32_t number; /* of the header with the places */
+  uint32_t first_turn;
+} md_shared;
+
+/* Exchange the header of a call (its `place`; `base` and `shape` are found here), which
+   says whether it is placed and based.  Then do it: where it is not placed, `results`
+   must be there by now. */
+int md_shared_meet(md_channel *ch, md_shared *call, md_header *header);
+int md_shared_finish(md_channel *ch, md_shared *call);
+/* What is left to do after a header; without places, after any. */
+int md_shared_run(md_channel *ch, md_shared *call);
+/* The parts of it, for who goes step by step. */
+void md_shared_copy_in(md_channel *ch, md_shared *call, int piece);
+void md_shared_combine(md_channel *ch, md_shared *call, int piece);
+void md_shared_copy_out(md_channel *ch, md_shared *call, int piece);
+int md_pieces(size_t nbytes, size_t area_bytes);
+/* The bytes of a piece, and of one rank's slice of it. */
+void md_piece(const md_nest *nest, int piece, size_t *first, size_t *last);
+void md_slice(size_t first, size_t last, int rank, int size, size_t *start, size_t *stop);
+
+/* The sum of bytes [first, last) of the layout, of which `n` copies lie in memory of their
+   own, from the first to the last copy; for who has them from other nodes.  `first` is a
+   multiple of MD_LINE; `out` may be one of the copies. */
+void md_reduce_range(const md_nest *nest, size_t first, size_t last, unsigned char *out,
+                     const unsigned char *const *copies, int n);
+
+/* --- gather and broadcast ------------------------------------------------------------ */
+
+/* Rows of memory: `rows` of `bytes` each, `stride` apart. */
+typedef struct {
+  size_t rows, bytes, stride;
+} md_rows;
+
+/* Copy the bytes of rank `root` to all ranks' memory. */
+int md_broadcast(md_channel *ch, unsigned char *data, size_t nbytes, int root);
+
+#endif

@@ -1,0 +1,64 @@
+/* What the files of the binding share.  These are all that know Python:
+
+   - py_memory.c: `Memory`, a file that is mapped; `Pool` and `Block`, parts of it;
+   - py_channel.c: `Channel`, and how a call begins, waits and ends;
+   - py_reduce.c: `Reduce`, the all-reduce of a nest;
+   - py_gather.c: `Gather`, the all-gather of a nest;
+   - core.c: the module.
+
+   While a rank waits, other threads of its process run (the GIL is released), and after
+   each slice of a wait Python's signal handlers do, and `Channel.pause`, which may raise.
+   What another rank does, or fails to do, is a value that a call returns.
+
+   Of CPython only what 3.11 to 3.14 have, in the same form. */
+#ifndef MPIDIST_BINDING_H
+#define MPIDIST_BINDING_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "algorithms.h"
+
+#define PAGE 4096
+#define FEW 32 /* leaves for which no memory is taken */
+
+typedef struct {
+  PyObject_HEAD
+  unsigned char *start;
+  Py_ssize_t nbytes;
+  int fd;
+} Memory;
+
+typedef struct {
+  PyObject_HEAD
+  Memory *memory;
+  PyObject *pause;
+  double last, seconds;
+  unsigned long placed, based; /* calls of `Reduce.shared` so far */
+  unsigned long reductions;    /* all that `Reduce` has done */
+  unsigned long long reduced;  /* bytes of this rank's arrays in them */
+  int busy;                    /* a call is under way, which began at `start` */
+  double start;
+  PyThreadState *released; /* of its thread, while it has given the GIL away */
+  md_header started;       /* by `start`, for `test` */
+  md_channel channel;
+} Channel;
+
+extern PyTypeObject MemoryType, PoolType, BlockType, ChannelType, ReduceType, GatherType;
+
+/* Begin a call: -1 with an exception if the channel is not open, or is in a call.  What
+   `end_call` returns is the status, or NULL where `pause` has raised. */
+int begin_call(Channel *self);
+PyObject *end_call(Channel *self, int status);
+/* None for arrays that are not what a call expects: nothing was sent, and the caller copies
+   them.  Other exceptions than those of the buffer protocol stay. */
+PyObject *other_arrays(void);
+/* Let other threads of this process run, in a call that takes long; and no more. */
+void let_go(Channel *self);
+void take_back(Channel *self);
+/* Take `item` as number i of a list or tuple; where there is none, let go of the list. */
+void put_item(PyObject **list, Py_ssize_t i, PyObject *item);
+/* The header of a call that has begun. */
+md_header header_of(Channel *self, long long fingerprint, long long patience);
+
+#endif

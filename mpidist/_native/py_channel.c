@@ -1,0 +1,361 @@
+/* `Channel`, and how a call of the core begins, waits and ends; see binding.h. */
+#define _GNU_SOURCE
+#include "binding.h"
+
+#include <time.h>
+
+/* --- calls -------------------------------------------------------------------------- */
+
+static double now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+void let_go(Channel *self) {
+  if (!self->released) self->released = PyEval_SaveThread();
+}
+
+void take_back(Channel *self) {
+  if (self->released) PyEval_RestoreThread(self->released);
+  self->released = NULL;
+}
+
+static void blocking(void *self) { let_go(self); }
+
+static int pause_call(void *arg, double seconds) {
+  Channel *self = arg;
+  take_back(self);
+  if (PyErr_CheckSignals()) return 1;
+  if (self->pause && self->pause != Py_None) {
+    PyObject *result = PyObject_CallFunction(self->pause, "d", seconds);
+    if (!result) return 1;
+    Py_DECREF(result);
+  }
+  let_go(self);
+  return 0;
+}
+
+int begin_call(Channel *self) {
+  if (!self->memory) {
+    PyErr_SetString(PyExc_RuntimeError, "Channel: it is not open");
+    return -1;
+  }
+  if (self->busy) {
+    PyErr_SetString(PyExc_RuntimeError,
+                    "another thread of this rank, or what a signal has interrupted, is in "
+                    "a collective call of this strategy; make the calls of a strategy from "
+                    "one thread, one after the other");
+    return -1;
+  }
+  self->busy = 1;
+  self->start = now();
+  return 0;
+}
+
+PyObject *end_call(Channel *self, int status) {
+  take_back(self);
+  self->busy = 0;
+  self->seconds += now() - self->start;
+  if (status == MD_STOPPED) return NULL; /* pause has raised */
+  return PyLong_FromLong(status);
+}
+
+void put_item(PyObject **list, Py_ssize_t i, PyObject *item) {
+  if (!item) Py_CLEAR(*list);
+  else if (PyList_Check(*list)) PyList_SET_ITEM(*list, i, item);
+  else PyTuple_SET_ITEM(*list, i, item);
+}
+
+md_header header_of(Channel *self, long long fingerprint, long long patience) {
+  double lateness = 1e3 * (self->start - self->last);
+  self->last = self->start;
+  md_header header = {0};
+  header.lateness = lateness < INT32_MAX ? (int32_t)lateness : INT32_MAX;
+  header.fingerprint = fingerprint;
+  header.patience = patience > 0 ? patience : INT64_MAX;
+  header.place = header.base = MD_NOWHERE;
+  return header;
+}
+
+static int Channel_init(Channel *self, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"memory",      "size",    "rank",  "area_bytes",
+                          "arena_bytes", "crowded", "spins", NULL};
+  Memory *memory;
+  int size, rank, crowded, spins;
+  Py_ssize_t area, arena;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!iinnpi", names, &MemoryType, &memory, &size,
+                                   &rank, &area, &arena, &crowded, &spins))
+    return -1;
+  if (self->memory || size < 1 || size > MD_MAX_RANKS || rank < 0 || rank >= size ||
+      area <= 0 || area % PAGE || arena < 0 || arena % PAGE ||
+      (size_t)memory->nbytes < md_lay_out(size, (size_t)area, (size_t)arena).total_bytes) {
+    PyErr_SetString(PyExc_ValueError, "Channel: sizes that do not fit the memory");
+    return -1;
+  }
+  self->memory = (Memory *)Py_NewRef(memory);
+  self->last = now();
+  md_open(&self->channel, memory->start, size, rank, (size_t)area, (size_t)arena, crowded,
+          spins);
+  self->channel.hooks = (md_hooks){blocking, pause_call, self};
+  return 0;
+}
+
+static void Channel_dealloc(Channel *self) {
+  Py_XDECREF(self->memory);
+  Py_XDECREF(self->pause);
+  Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* flag, fingerprint, soft, most, patience_ms, place */
+static int parse_header(Channel *self, PyObject *const *args, Py_ssize_t count,
+                        md_header *header) {
+  long long v[6];
+  if (count != 6) {
+    PyErr_SetString(PyExc_TypeError, "header: expected 6 arguments");
+    return -1;
+  }
+  for (int i = 0; i < 6; i++) {
+    v[i] = PyLong_AsLongLong(args[i]);
+    if (v[i] == -1 && PyErr_Occurred()) return -1;
+  }
+  if (begin_call(self)) return -1;
+  *header = header_of(self, v[1], v[4]);
+  header->flag = (int32_t)v[0];
+  header->soft = v[2];
+  header->most = v[3];
+  header->place = v[5];
+  return 0;
+}
+
+static PyObject *Channel_meet(Channel *self, PyObject *const *args, Py_ssize_t count) {
+  md_header header;
+  if (parse_header(self, args, count, &header)) return NULL;
+  return end_call(self, md_meet(&self->channel, &header, NULL));
+}
+
+static PyObject *Channel_start(Channel *self, PyObject *const *args, Py_ssize_t count) {
+  if (parse_header(self, args, count, &self->started)) return NULL;
+  md_start(&self->channel, &self->started, NULL);
+  return end_call(self, MD_OK);
+}
+
+static PyObject *Channel_test(Channel *self, PyObject *ignored) {
+  md_channel *ch = &self->channel;
+  (void)ignored;
+  if (!md_all_reached(ch)) Py_RETURN_NONE;
+  return PyLong_FromLong(md_judge(ch, &self->started, NULL));
+}
+
+static PyObject *Channel_verdict(Channel *self, void *closure) {
+  const md_verdict *v = &self->channel.verdict;
+  (void)closure;
+  return Py_BuildValue("iiiiL", v->flag, v->same_call, v->same_soft, v->placed,
+                       (long long)v->most);
+}
+
+static PyObject *Channel_places(Channel *self, PyObject *ignored) {
+  md_channel *ch = &self->channel;
+  (void)ignored;
+  PyObject *list = PyList_New(ch->size);
+  for (int r = 0; list && r < ch->size; r++)
+    put_item(&list, r, PyLong_FromLongLong(md_header_of(ch, r, ch->headers)->place));
+  return list;
+}
+
+static PyObject *Channel_publish(Channel *self, PyObject *ignored) {
+  (void)ignored;
+  md_publish(&self->channel);
+  Py_RETURN_NONE;
+}
+
+static PyObject *Channel_wait(Channel *self, PyObject *ignored) {
+  (void)ignored;
+  if (begin_call(self)) return NULL;
+  return end_call(self, md_wait(&self->channel));
+}
+
+static PyObject *Channel_missing(Channel *self, PyObject *ignored) {
+  md_channel *ch = &self->channel;
+  (void)ignored;
+  PyObject *list = PyList_New(0);
+  for (int r = 0; list && r < ch->size; r++) {
+    if (md_reached(ch, r)) continue;
+    PyObject *number = PyLong_FromLong(r);
+    if (!number || PyList_Append(list, number)) Py_CLEAR(list);
+    Py_XDECREF(number);
+  }
+  return list;
+}
+
+static PyObject *Channel_leave(Channel *self, PyObject *ignored) {
+  (void)ignored;
+  md_leave(&self->channel);
+  Py_RETURN_NONE;
+}
+
+static PyObject *Channel_post(Channel *self, PyObject *args) {
+  Py_buffer data;
+  int wait = 1;
+  if (!PyArg_ParseTuple(args, "y*|p", &data, &wait)) return NULL;
+  if (data.len > MD_MESSAGE_BYTES) {
+    PyBuffer_Release(&data);
+    return PyErr_Format(PyExc_ValueError, "post: at most %d bytes", MD_MESSAGE_BYTES);
+  }
+  if (begin_call(self)) {
+    PyBuffer_Release(&data);
+    return NULL;
+  }
+  md_channel *ch = &self->channel;
+  int status = MD_OK, sent;
+  while (!(sent = md_try_post(ch, data.buf, (uint32_t)data.len)) && wait)
+    if ((status = md_wait_room(ch, (uint32_t)data.len))) break;
+  PyObject *result = end_call(self, status); /* which holds the GIL again */
+  PyBuffer_Release(&data);
+  if (!result || status) return result;
+  Py_DECREF(result);
+  return PyLong_FromLong(sent ? MD_OK : MD_AGAIN);
+}
+
+static PyObject *Channel_take(Channel *self, PyObject *ignored) {
+  uint32_t nbytes = 0;
+  (void)ignored;
+  if (begin_call(self)) return NULL;
+  PyObject *result = end_call(self, md_wait_message(&self->channel, &nbytes));
+  if (!result || PyLong_AsLong(result) != MD_OK) return result;
+  Py_DECREF(result);
+  result = PyBytes_FromStringAndSize(NULL, nbytes);
+  if (!result) return NULL;
+  md_take(&self->channel, PyBytes_AS_STRING(result), nbytes);
+  return result;
+}
+
+static PyObject *Channel_broadcast(Channel *self, PyObject *args) {
+  PyObject *object, *result = NULL;
+  Py_buffer data;
+  int root;
+  if (!PyArg_ParseTuple(args, "Oi", &object, &root)) return NULL;
+  if (root < 0 || root >= self->channel.size)
+    return PyErr_Format(PyExc_ValueError, "broadcast: there is no rank %d", root);
+  int flags = root == self->channel.rank ? PyBUF_SIMPLE : PyBUF_WRITABLE;
+  if (PyObject_GetBuffer(object, &data, flags)) return NULL;
+  if (!begin_call(self)) {
+    let_go(self);
+    result = end_call(self, md_broadcast(&self->channel, data.buf, (size_t)data.len, root));
+  }
+  PyBuffer_Release(&data);
+  return result;
+}
+
+/* Where things are in the memory, for arrays that view them. */
+static PyObject *Channel_arena(Channel *self, PyObject *rank) {
+  long r = PyLong_AsLong(rank);
+  if (r == -1 && PyErr_Occurred()) return NULL;
+  if (r < 0 || r >= self->channel.size)
+    return PyErr_Format(PyExc_ValueError, "arena: there is no rank %ld", r);
+  return PyLong_FromSsize_t(self->channel.arenas[r] - self->channel.memory);
+}
+
+static PyObject *Channel_areas(Channel *self, PyObject *args) {
+  int rank, turn;
+  if (!PyArg_ParseTuple(args, "ii", &rank, &turn)) return NULL;
+  md_channel *ch = &self->channel;
+  if (rank < -1 || rank >= ch->size)
+    return PyErr_Format(PyExc_ValueError, "area: there is no rank %d", rank);
+  unsigned char *start = rank < 0 ? ch->sums : ch->areas[rank];
+  return PyLong_FromSsize_t(start + (turn & 1) * (Py_ssize_t)ch->area_bytes - ch->memory);
+}
+
+static PyObject *Channel_get(Channel *self, void *closure) {
+  md_channel *ch = &self->channel;
+  switch (*(const char *)closure) {
+    case 'h': return PyLong_FromUnsignedLong(ch->headers);
+    case 't': return PyLong_FromUnsignedLong(ch->turn);
+    case 'w': return PyLong_FromLong(ch->who);
+    case 's': return PyFloat_FromDouble(self->seconds);
+    case 'l': return PyFloat_FromDouble(now() - self->last);
+    case 'm': return PyBool_FromLong(md_has_message(ch));
+    case 'n': return PyLong_FromLong(ch->size);
+    case 'r': return PyLong_FromLong(ch->rank);
+    case 'x': return PyBool_FromLong(ch->tree);
+    case 'k': return PyLong_FromUnsignedLong(self->reductions);
+    case 'y': return PyLong_FromUnsignedLongLong(self->reduced);
+    case 'p': return PyLong_FromUnsignedLong(self->placed);
+    case 'b': return PyLong_FromUnsignedLong(self->based);
+    case 'v': return PyLong_FromUnsignedLongLong(ch->moved);
+    default: return Py_NewRef(self->pause ? self->pause : Py_None);
+  }
+}
+
+static int Channel_set_pause(Channel *self, PyObject *value, void *closure) {
+  (void)closure;
+  Py_XSETREF(self->pause, Py_XNewRef(value));
+  return 0;
+}
+
+static PyMethodDef Channel_methods[] = {
+    {"meet", (PyCFunction)(void *)Channel_meet, METH_FASTCALL,
+     "meet(flag, fingerprint, soft, most, patience_ms, place)\n--\n\n"
+     "Exchange a header; return OK, AGAIN, DIFFERENT or LEFT."},
+    {"start", (PyCFunction)(void *)Channel_start, METH_FASTCALL,
+     "start(flag, fingerprint, soft, most, patience_ms, place)\n--\n\n"
+     "Publish a header, without waiting."},
+    {"test", (PyCFunction)Channel_test, METH_NOARGS,
+     "test()\n--\n\nReturn the status of the header of `start`; None if some are missing."},
+    {"places", (PyCFunction)Channel_places, METH_NOARGS,
+     "places()\n--\n\nReturn the places that came with the last header, by rank."},
+    {"publish", (PyCFunction)Channel_publish, METH_NOARGS,
+     "publish()\n--\n\nSay that this rank has made a step."},
+    {"wait", (PyCFunction)Channel_wait, METH_NOARGS,
+     "wait()\n--\n\nWait until all ranks have made this step; return OK or LEFT."},
+    {"missing", (PyCFunction)Channel_missing, METH_NOARGS,
+     "missing()\n--\n\nReturn the ranks that have not made this rank's last step."},
+    {"leave", (PyCFunction)Channel_leave, METH_NOARGS,
+     "leave()\n--\n\nTell all ranks that this one makes no more steps."},
+    {"post", (PyCFunction)Channel_post, METH_VARARGS,
+     "post(data, wait=True)\n--\n\n"
+     "Send a message from rank 0; return OK, LEFT, or AGAIN where there is no room."},
+    {"take", (PyCFunction)Channel_take, METH_NOARGS,
+     "take()\n--\n\nReturn the next message of rank 0; or LEFT."},
+    {"broadcast", (PyCFunction)Channel_broadcast, METH_VARARGS,
+     "broadcast(buffer, root)\n--\n\nCopy the root's bytes to all ranks; return OK or LEFT."},
+    {"arena", (PyCFunction)Channel_arena, METH_O,
+     "arena(rank)\n--\n\nReturn where the arena of a rank is in the memory."},
+    {"area", (PyCFunction)Channel_areas, METH_VARARGS,
+     "area(rank, turn)\n--\n\n"
+     "Return where a piece area is in the memory; of rank -1: that for sums."},
+    {NULL}};
+static PyGetSetDef Channel_fields[] = {
+    {"verdict", (getter)Channel_verdict, NULL,
+     "What all ranks make of the last header: flag, same_call, same_soft, placed, most.", NULL},
+    {"headers", (getter)Channel_get, NULL, "Headers exchanged so far.", "h"},
+    {"turn", (getter)Channel_get, NULL, "Piece areas used so far.", "t"},
+    {"who", (getter)Channel_get, NULL, "The rank that has left.", "w"},
+    {"seconds", (getter)Channel_get, NULL, "Time spent in calls.", "s"},
+    {"lateness", (getter)Channel_get, NULL, "Seconds since the last header began.", "l"},
+    {"has_message", (getter)Channel_get, NULL, "Whether a message can be taken.", "m"},
+    {"moved", (getter)Channel_get, NULL, "Bytes of the ring that messages took so far.", "v"},
+    {"size", (getter)Channel_get, NULL, "The number of ranks.", "n"},
+    {"rank", (getter)Channel_get, NULL, "This rank.", "r"},
+    {"tree", (getter)Channel_get, NULL, "Whether ranks wait by a tree of counters.", "x"},
+    {"pause", (getter)Channel_get, (setter)Channel_set_pause,
+     "Called with the seconds waited, after each slice of a wait; may raise.", "-"},
+    {"reductions", (getter)Channel_get, NULL, "Reductions of `Reduce` so far.", "k"},
+    {"reduced", (getter)Channel_get, NULL, "Bytes of this rank's arrays in them.", "y"},
+    {"placed", (getter)Channel_get, NULL,
+     "Reductions whose results all ranks wrote to their places.", "p"},
+    {"based", (getter)Channel_get, NULL,
+     "Reductions whose arrays were read where they are, in the arenas.", "b"},
+    {NULL}};
+PyTypeObject ChannelType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.Channel",
+    .tp_doc =
+        "Channel(memory, size, rank, area_bytes, arena_bytes, crowded, spins)\n--\n\n"
+        "One rank's view of the memory that the ranks of a node share.",
+    .tp_basicsize = sizeof(Channel),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)Channel_init,
+    .tp_dealloc = (destructor)Channel_dealloc,
+    .tp_methods = Channel_methods,
+    .tp_getset = Channel_fields};

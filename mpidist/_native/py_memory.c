@@ -1,0 +1,273 @@
+/* `Memory`, and `Pool` and `Block`: parts of it that are given out and back. */
+#define _GNU_SOURCE
+#include "binding.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+/* Where a result begins in its first page.  At the same place in their pages as other
+   arrays, loads wait for stores that have nothing to do with them ("4K aliasing"). */
+#define OFFSET (PAGE / 2)
+
+static int Memory_init(Memory *self, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"fd", "nbytes", NULL};
+  int fd;
+  Py_ssize_t nbytes;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "in", names, &fd, &nbytes)) return -1;
+  if (self->start) {
+    PyErr_SetString(PyExc_RuntimeError, "Memory: it is mapped already");
+    return -1;
+  }
+  int flags = MAP_SHARED | MAP_NORESERVE;
+  self->fd = -1;
+  if (fd >= 0) {
+    self->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    if (self->fd < 0) {
+      PyErr_SetFromErrno(PyExc_OSError);
+      return -1;
+    }
+  } else {
+    flags |= MAP_ANONYMOUS;
+  }
+  void *start = mmap(NULL, (size_t)nbytes, PROT_READ | PROT_WRITE, flags, self->fd, 0);
+  if (start == MAP_FAILED) {
+    PyErr_SetFromErrno(PyExc_OSError);
+    return -1;
+  }
+  self->start = start;
+  self->nbytes = nbytes;
+  return 0;
+}
+
+static void Memory_dealloc(Memory *self) {
+  if (self->start) munmap(self->start, (size_t)self->nbytes);
+  if (self->start && self->fd >= 0) close(self->fd);
+  Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* 0 if the bytes are there from now on, else errno. */
+static int reserve(Memory *self, Py_ssize_t start, Py_ssize_t nbytes) {
+  if (self->fd < 0) return 0;
+  int error;
+  do error = posix_fallocate(self->fd, start, nbytes);
+  while (error == EINTR);
+  return error;
+}
+
+static PyObject *Memory_reserve(Memory *self, PyObject *args) {
+  Py_ssize_t start, nbytes;
+  if (!PyArg_ParseTuple(args, "nn", &start, &nbytes)) return NULL;
+  int error;
+  Py_BEGIN_ALLOW_THREADS error = reserve(self, start, nbytes);
+  Py_END_ALLOW_THREADS if (error) {
+    errno = error;
+    return PyErr_SetFromErrno(PyExc_OSError);
+  }
+  Py_RETURN_NONE;
+}
+
+static int Memory_getbuffer(Memory *self, Py_buffer *view, int flags) {
+  return PyBuffer_FillInfo(view, (PyObject *)self, self->start, self->nbytes, 0, flags);
+}
+
+static PyMethodDef Memory_methods[] = {
+    {"reserve", (PyCFunction)Memory_reserve, METH_VARARGS,
+     "reserve(start, nbytes)\n--\n\n"
+     "Have the system set these bytes aside.\n\nRaises:\n    OSError: where there is no room."},
+    {NULL}};
+static PyBufferProcs Memory_buffer = {(getbufferproc)Memory_getbuffer, NULL};
+PyTypeObject MemoryType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.Memory",
+    .tp_doc =
+        "Memory(fd, nbytes)\n--\n\n"
+        "A file that is mapped for all who open it; -1: memory of this process.",
+    .tp_basicsize = sizeof(Memory),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)Memory_init,
+    .tp_dealloc = (destructor)Memory_dealloc,
+    .tp_methods = Memory_methods,
+    .tp_as_buffer = &Memory_buffer};
+
+/* --- Pool and Block ----------------------------------------------------------------- */
+
+typedef struct {
+  size_t start, stop;
+} Range;
+
+typedef struct {
+  PyObject_HEAD
+  Memory *memory;
+  size_t start, nbytes; /* in the memory */
+  size_t reserved;      /* bytes that are set aside, from the start */
+  Range *ranges;        /* free, in order, none touching the next */
+  Py_ssize_t count, room;
+  Py_ssize_t blocks; /* given out */
+} Pool;
+
+typedef struct {
+  PyObject_HEAD
+  Pool *pool;
+  size_t first, last; /* whole pages, in the pool */
+  size_t nbytes;
+} Block;
+
+static int Pool_init(Pool *self, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"memory", "start", "nbytes", NULL};
+  Memory *memory;
+  Py_ssize_t start, nbytes;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!nn", names, &MemoryType, &memory, &start,
+                                   &nbytes))
+    return -1;
+  if (self->memory || start < 0 || nbytes < 0 || start + nbytes > memory->nbytes) {
+    PyErr_SetString(PyExc_ValueError, "Pool: no such bytes in the memory");
+    return -1;
+  }
+  self->ranges = PyMem_Malloc(16 * sizeof(Range));
+  if (!self->ranges) {
+    PyErr_NoMemory();
+    return -1;
+  }
+  self->room = 16;
+  self->memory = (Memory *)Py_NewRef(memory);
+  self->start = (size_t)start;
+  self->nbytes = (size_t)nbytes;
+  self->ranges[0] = (Range){0, (size_t)nbytes};
+  self->count = nbytes ? 1 : 0;
+  return 0;
+}
+
+static void Pool_dealloc(Pool *self) {
+  PyMem_Free(self->ranges);
+  Py_XDECREF(self->memory);
+  Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *Pool_take(Pool *self, PyObject *argument) {
+  size_t nbytes = PyLong_AsSize_t(argument);
+  if (nbytes == (size_t)-1 && PyErr_Occurred()) return NULL;
+  size_t room = (nbytes + OFFSET + PAGE - 1) / PAGE * PAGE;
+  for (Py_ssize_t i = 0; i < self->count; i++) {
+    Range *range = &self->ranges[i];
+    if (range->stop - range->start < room) continue;
+    size_t first = range->start, last = first + room;
+    if (last > self->reserved) {
+      if (reserve(self->memory, (Py_ssize_t)(self->start + self->reserved),
+                  (Py_ssize_t)(last - self->reserved)))
+        Py_RETURN_NONE;
+      self->reserved = last;
+    }
+    /* So that giving it back needs no memory. */
+    if (self->blocks + 2 > self->room) { /* one range more than blocks, at most */
+      Range *more = PyMem_Realloc(self->ranges, 2 * (size_t)self->room * sizeof(Range));
+      if (!more) return PyErr_NoMemory();
+      self->ranges = more;
+      self->room *= 2;
+      range = &self->ranges[i];
+    }
+    Block *block = PyObject_New(Block, &BlockType);
+    if (!block) return NULL;
+    range->start = last;
+    self->blocks++;
+    if (range->start == range->stop) {
+      memmove(range, range + 1, (size_t)(self->count - i - 1) * sizeof(Range));
+      self->count--;
+    }
+    block->pool = (Pool *)Py_NewRef(self);
+    block->first = first;
+    block->last = last;
+    block->nbytes = nbytes;
+    return (PyObject *)block;
+  }
+  Py_RETURN_NONE;
+}
+
+static void give_back(Pool *self, size_t first, size_t last) {
+  Py_ssize_t i = 0;
+  while (i < self->count && self->ranges[i].start < first) i++;
+  int joins_before = i > 0 && self->ranges[i - 1].stop == first;
+  int joins_after = i < self->count && self->ranges[i].start == last;
+  if (joins_before && joins_after) {
+    self->ranges[i - 1].stop = self->ranges[i].stop;
+    memmove(&self->ranges[i], &self->ranges[i + 1],
+            (size_t)(self->count - i - 1) * sizeof(Range));
+    self->count--;
+  } else if (joins_before) {
+    self->ranges[i - 1].stop = last;
+  } else if (joins_after) {
+    self->ranges[i].start = first;
+  } else if (self->count < self->room) {
+    memmove(&self->ranges[i + 1], &self->ranges[i], (size_t)(self->count - i) * sizeof(Range));
+    self->ranges[i] = (Range){first, last};
+    self->count++;
+  }
+}
+
+static void Block_dealloc(Block *self) {
+  give_back(self->pool, self->first, self->last);
+  self->pool->blocks--;
+  Py_DECREF(self->pool);
+  PyObject_Free(self);
+}
+
+static unsigned char *start_of(const Block *block) {
+  return block->pool->memory->start + block->pool->start + block->first + OFFSET;
+}
+
+static int Block_getbuffer(Block *self, Py_buffer *view, int flags) {
+  return PyBuffer_FillInfo(view, (PyObject *)self, start_of(self), (Py_ssize_t)self->nbytes, 0,
+                           flags);
+}
+
+static PyObject *Block_offset(Block *self, void *closure) {
+  (void)closure;
+  return PyLong_FromSize_t(self->first + OFFSET);
+}
+
+static PyObject *Pool_used(Pool *self, void *closure) {
+  (void)closure;
+  size_t unused = 0;
+  for (Py_ssize_t i = 0; i < self->count; i++)
+    unused += self->ranges[i].stop - self->ranges[i].start;
+  return PyLong_FromSize_t(self->nbytes - unused);
+}
+
+static PyObject *Pool_reserved(Pool *self, void *closure) {
+  (void)closure;
+  return PyLong_FromSize_t(self->reserved);
+}
+
+static PyMethodDef Pool_methods[] = {
+    {"take", (PyCFunction)Pool_take, METH_O,
+     "take(nbytes)\n--\n\n"
+     "Return a `Block`, whose bytes are not set; None where there is no room."},
+    {NULL}};
+static PyGetSetDef Pool_fields[] = {
+    {"used", (getter)Pool_used, NULL, "Bytes that blocks have, in whole pages.", NULL},
+    {"reserved", (getter)Pool_reserved, NULL, "Bytes that were set aside so far.", NULL},
+    {NULL}};
+PyTypeObject PoolType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.Pool",
+    .tp_doc =
+        "Pool(memory, start, nbytes)\n--\n\n"
+        "Blocks of a part of a memory; the bytes are set aside when first used.",
+    .tp_basicsize = sizeof(Pool),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)Pool_init,
+    .tp_dealloc = (destructor)Pool_dealloc,
+    .tp_methods = Pool_methods,
+    .tp_getset = Pool_fields};
+static PyGetSetDef Block_fields[] = {
+    {"offset", (getter)Block_offset, NULL, "Where it begins, in the pool.", NULL}, {NULL}};
+static PyBufferProcs Block_buffer = {(getbufferproc)Block_getbuffer, NULL};
+PyTypeObject BlockType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.Block",
+    .tp_doc = "Bytes of a pool, for as long as something refers to them.",
+    .tp_basicsize = sizeof(Block),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_dealloc = (destructor)Block_dealloc,
+    .tp_getset = Block_fields,
+    .tp_as_buffer = &Block_buffer};

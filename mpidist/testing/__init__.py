@@ -1,0 +1,16 @@
+"""Replicas as threads of one process, for tests and notebooks: no mpirun, no MPI.
+
+`run` runs a program on some replicas. With pytest there are the fixture ``replicas``,
+which is `run`, and the mark ``replicas``, which runs a test on each of some numbers of
+replicas (see the guide, "Testing").
+"""
+
+from __future__ import annotations
+
+from mpidist.testing._fixtures import each_replica as each_replica
+from mpidist.testing._group import ThreadGroup as ThreadGroup
+from mpidist.testing._group import current_group as current_group
+from mpidist.testing._run import ReplicaStopped as ReplicaStopped
+from mpidist.testing._run import run as run
+
+__all__ = ["ReplicaStopped", "ThreadGroup", "current_group", "each_replica", "run"]

@@ -1,0 +1,333 @@
+"""A communicator between threads: what `mpidist._comm.Communicator` does, without MPI.
+
+Sums are added up in the order of the ranks, by NumPy, once for all. Arrays on a GPU go
+through the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from mpidist import _arrays
+from mpidist._comm import MPIOp, Request, Traffic, take_together
+from mpidist._errors import CollectiveTimeoutError, format_ranks, on_rank
+from mpidist._headers import HeaderByMPI, Headers, Maximum
+from mpidist._messages import Buffer
+from mpidist.testing._world import Channel, Combine, Pending
+
+_UFUNCS: Final[dict[MPIOp, np.ufunc]] = {
+    "SUM": np.add,
+    "PROD": np.multiply,
+    "MIN": np.minimum,
+    "MAX": np.maximum,
+}
+# Bytes that go without a second message, as with MPI.
+_MESSAGE_BYTES: Final = 1016
+# How long a member waits for a header itself, before the guard does, with a deadline;
+# and how often a wait in a payload looks at what others say.
+_HEADER_SECONDS: Final = 0.02
+_LOOK_SECONDS: Final = 0.05
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _copy(x: Any) -> Any:
+    """Return a NumPy array of its own with the values of ``x``."""
+    return np.array(_arrays.to_host(x))
+
+
+def _reduce(op: MPIOp, parts: list[Any]) -> Any:
+    """Reduce arrays into the first of them, in their order."""
+    result, *others = parts
+    for part in others:
+        with np.errstate(all="ignore"):
+            _UFUNCS[op](result, part, out=result, casting="no")
+    return result
+
+
+_T = TypeVar("_T")
+
+
+class ThreadCommunicator:
+    """One replica's end of a channel.
+
+    All methods that communicate are collective over the channel.
+
+    Args:
+        channel: of this communicator alone.
+        rank: of this replica in it.
+        place: the number of this replica among all threads of the run.
+    """
+
+    num_nodes = 1
+    host_name = "localhost"
+    message_bytes = _MESSAGE_BYTES
+
+    def __init__(self, channel: Channel, rank: int, place: int) -> None:
+        self._channel = channel
+        self._number = 0
+        self.rank = self.local_rank = rank
+        self.machine_rank = place
+        self.size = self.local_size = self.machine_size = channel.size
+        self.smallest_node = channel.size
+        self.node_ranks = list(range(channel.size))
+        self.traffic = Traffic()
+        self.meeting = _ThreadHeaders(self)
+        self.look: Callable[[], None] = _nothing
+        self.why_not_shared = "replicas are threads"
+        self.patience = 0.0  # seconds to wait for the others in a payload; 0: for ever
+        self.when_freed: Callable[[], None] = _nothing
+        self.must_stay: Callable[[], bool] = lambda: False
+
+    # --- how long it lives ------------------------------------------------------
+
+    def drop(self) -> None:
+        """Do nothing: what is shared goes when nobody refers to it."""
+
+    def settle(self) -> None:
+        """Do nothing."""
+
+    def free(self) -> None:
+        """Say that the strategy was closed."""
+        self.when_freed()
+
+    # --- calls ------------------------------------------------------------------
+
+    def start(
+        self,
+        kind: str,
+        part: Any,
+        combine: Combine | None = None,
+        root: int | None = None,
+        read: Callable[[Any], Any] | None = None,
+    ) -> Pending:
+        """Post this member's part of the next call, see `Channel.post`."""
+        self._number += 1
+        one = self._channel.post(self.rank, self._number, kind, part, combine, root)
+        return Pending(self._channel, self.rank, one, read)
+
+    def _call(
+        self,
+        kind: str,
+        part: Any,
+        combine: Combine | None = None,
+        root: int | None = None,
+    ) -> Any:
+        """Make a call and return its result."""
+        pending = self.start(kind, part, combine, root)
+        start = time.monotonic()
+        while not pending.wait(_LOOK_SECONDS):
+            self.look()
+            if self.patience and time.monotonic() - start > self.patience:
+                raise CollectiveTimeoutError(
+                    on_rank(
+                        self.rank,
+                        f"{format_ranks(pending.missing)} did not come to {kind} "
+                        f"within {self.patience:.3g} s",
+                    )
+                )
+        return pending.result
+
+    def start_header(self, words: list[int]) -> HeaderByMPI:
+        """Start the elementwise maximum of the words of a header."""
+        return self.meeting.start_header(words)
+
+    def start_message(self, data: bytes | None) -> Pending:
+        """Start sending bytes from rank 0 to all; None on those that wait for them."""
+        self.traffic.count("Ibcast", self.message_bytes)
+        return self.start("a message of rank 0", data, root=0)
+
+    def post_notice(self, data: bytes, receiver: int) -> Request:
+        """Send a small message to one rank without waiting for it to look."""
+        self._channel.notices[receiver].append(data)
+        return _Sent()
+
+    def read_notice(self) -> bytes | None:
+        """Return one message that was posted to this rank, or None."""
+        notices = self._channel.notices[self.rank]
+        return notices.popleft() if notices else None
+
+    # --- reductions -------------------------------------------------------------
+
+    def allreduce(self, send: Buffer, receive: Buffer, op: MPIOp) -> None:
+        """Reduce ``send`` of all ranks into ``receive`` of all ranks."""
+        self.traffic.count("Allreduce", send.nbytes)
+        self._all_reduce(send, receive, op)
+
+    def allreduce_in_place(self, buffer: Buffer, op: MPIOp) -> None:
+        """Reduce ``buffer`` of all ranks into itself, on all ranks."""
+        self.allreduce(buffer, buffer, op)
+
+    def reducer(self, op: MPIOp) -> Callable[[Buffer, Buffer], None]:
+        """Return a function that reduces as `allreduce`, without counting it."""
+        return lambda send, receive: self._all_reduce(send, receive, op)
+
+    def _all_reduce(self, send: Buffer, receive: Buffer, op: MPIOp) -> None:
+        # Of a number some ranks may have one dimension, and some none.
+        combine = functools.partial(_reduce, op)
+        kind = f"an all-reduce ({op} of {send.size} {send.dtype})"
+        result = self._call(kind, _copy(send).reshape(-1), combine)
+        _arrays.fill(receive, result.reshape(receive.shape))
+
+    def reduce(self, buffer: Buffer, op: MPIOp, root: int) -> None:
+        """Reduce ``buffer`` of all ranks into that of the root; others keep theirs."""
+        self.traffic.count("Reduce", buffer.nbytes)
+        combine = functools.partial(_reduce, op)
+        kind = f"a reduction to rank {root} ({op} of {buffer.size} {buffer.dtype})"
+        result = self._call(kind, _copy(buffer), combine)
+        if self.rank == root:
+            _arrays.fill(buffer, result)
+
+    def all_min(self, number: int) -> int:
+        """Return the smallest number of all ranks."""
+        return int(self._call("a minimum", number, min))
+
+    def all_sum(self, number: int) -> int:
+        """Return the sum of a number of each rank."""
+        return int(self._call("a sum", number, sum))
+
+    # --- copies -----------------------------------------------------------------
+
+    def broadcast(self, buffer: Buffer, root: int) -> None:
+        """Copy ``buffer`` of the root to all ranks."""
+        self.traffic.count("Bcast", buffer.nbytes)
+        kind = f"a broadcast of {buffer.nbytes} bytes from rank {root}"
+        if self.rank == root:
+            self.start(kind, _copy(buffer), root=root)
+        else:
+            _arrays.fill(buffer, self._call(kind, None, root=root))
+
+    def all_gather(self, send: Buffer, receive: Buffer, counts: list[int]) -> None:
+        """Concatenate bytes of all ranks, in rank order, on all ranks."""
+        self.traffic.count("Allgatherv", send.nbytes)
+        kind = f"an all-gather of {counts} bytes"
+        _arrays.fill(receive, self._call(kind, _copy(send), np.concatenate))
+
+    def gather(
+        self, send: Buffer, receive: Buffer | None, counts: list[int], root: int
+    ) -> None:
+        """Concatenate bytes of all ranks, in rank order, on the root alone."""
+        self.traffic.count("Gatherv", send.nbytes)
+        kind = f"a gather of {counts} bytes to rank {root}"
+        if self.rank != root:
+            self.start(kind, _copy(send), np.concatenate)
+            return
+        result = self._call(kind, _copy(send), np.concatenate)
+        if receive is not None:
+            _arrays.fill(receive, result)
+
+    def scatter(
+        self, send: Buffer | None, receive: Buffer, counts: list[int], root: int
+    ) -> None:
+        """Give each rank its part of the root's bytes."""
+        self.traffic.count("Scatterv", receive.nbytes)
+        kind = f"a scatter of {counts} bytes from rank {root}"
+        part = None if send is None else _copy(send)
+        whole = self._call(kind, part, root=root)
+        end = sum(counts[: self.rank + 1])
+        _arrays.fill(receive, whole[end - counts[self.rank] : end])
+
+    # --- small messages ---------------------------------------------------------
+
+    def together(self, step: Callable[[], _T], what: str) -> _T:
+        """Take a step that can fail on one rank, and go on if none has. Collective."""
+
+        def gather(data: bytes) -> list[bytes]:
+            return list(self._call("an agreement on a step", data))
+
+        return take_together(gather, self.rank, step, what)
+
+    def all_gather_objects(self, data: bytes) -> list[bytes]:
+        """Return the bytes of each rank, on all ranks."""
+        self.traffic.count("Allgatherv", len(data))
+        return list(self._call("an exchange of bytes", data))
+
+    def all_gather_integers(self, numbers: list[int]) -> list[list[int]]:
+        """Return the (equally many) integers of each rank, on all ranks."""
+        self.traffic.count("Allgather", 8 * len(numbers))
+        rows = self._call("an exchange of integers", [int(n) for n in numbers])
+        return [list(row) for row in rows]
+
+    def start_gather_sizes(self, size: int) -> Pending:
+        """Start sending an integer to all ranks; the result has those of all."""
+        return self.start("an exchange of sizes", size, read=list)
+
+    def start_gather_bytes(self, data: bytes, sizes: list[int]) -> Pending:
+        """Start sending bytes to all ranks; the result has those of all ranks."""
+        return self.start("an exchange of reports", data, read=list)
+
+
+class _Sent:
+    """What is sent as soon as it is started."""
+
+    result = None
+
+    def leak(self) -> None:
+        """Do nothing: it is done."""
+
+    def Test(self) -> bool:  # noqa: N802 - mpi4py's name
+        return True
+
+
+class _ThreadHeaders(Headers):
+    """The headers of a communicator between threads."""
+
+    def __init__(self, comm: ThreadCommunicator) -> None:
+        self._comm = comm
+        self._pending: Pending | None = None
+        super().__init__(Maximum(self._begin), crowded=True)
+
+    def _begin(
+        self, send: Any, receive: Any
+    ) -> tuple[Callable[[], Any], Callable[[], bool], Callable[[], None]]:
+        def start() -> None:
+            part = send.copy()
+            self._pending = self._comm.start("a header", part, _largest)
+            self.wait(_HEADER_SECONDS)
+
+        def test() -> bool:
+            pending = self._pending
+            if pending is None or not pending.Test():
+                return False
+            receive[:] = pending.result
+            return True
+
+        return start, test, _nothing
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the header that was published last, for at most so long."""
+        pending = self._pending
+        return pending is not None and pending.wait(seconds)
+
+    def pending_header(self) -> HeaderByMPI:
+        """Return the header that this rank published last."""
+        return _ThreadHeader(self)
+
+    def start_header(self, words: list[int]) -> HeaderByMPI:
+        """Publish this rank's words; the request has the largest of all ranks."""
+        super().start_header(words)
+        return _ThreadHeader(self)
+
+    def leak(self) -> None:
+        """Do nothing: who posts last writes to no member's arrays."""
+
+
+def _largest(parts: list[Any]) -> Any:
+    return functools.reduce(np.maximum, parts)
+
+
+class _ThreadHeader(HeaderByMPI):
+    """A header between threads, which can be waited for."""
+
+    __slots__ = ("wait",)
+
+    def __init__(self, headers: _ThreadHeaders) -> None:
+        super().__init__(headers)
+        self.wait = headers.wait

@@ -1,0 +1,182 @@
+"""Groups of replicas that are threads: what `MPIStrategy` takes in place of a comm."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mpidist import _threads
+from mpidist._errors import on_rank
+from mpidist._options import CommunicationImplementation
+from mpidist.testing._communicator import ThreadCommunicator
+from mpidist.testing._world import Channel, World
+
+if TYPE_CHECKING:
+    from mpidist._options import Environment
+
+_WAIT_SECONDS = 0.1
+
+
+class ThreadGroup:
+    """Some replicas of a `run`, as one of them sees them.
+
+    `current_group` returns that of all replicas. ``MPIStrategy(comm=group)`` makes a
+    strategy over it, and ``MPIStrategy()`` one over all replicas.
+
+    Its methods are for tests: they do not use what is tested. Objects are passed as
+    they are, not copied.
+
+    Attributes:
+        rank: the number of this replica in the group.
+        size: how many replicas the group has.
+    """
+
+    def __init__(self, channel: Channel, rank: int, place: int) -> None:
+        self._channel = channel
+        self._comm = ThreadCommunicator(channel, rank, place)
+        self._place = place
+        self.rank = rank
+        self.size = channel.size
+
+    def __repr__(self) -> str:
+        return f"<mpidist.testing.ThreadGroup: replica {self.rank} of {self.size}>"
+
+    def all_gather(self, x: Any) -> list[Any]:
+        """Return the object of each replica, in their order. Collective."""
+        return list(self._comm._call("ThreadGroup.all_gather", x))
+
+    def broadcast(self, x: Any, root: int = 0) -> Any:
+        """Return the object of one replica on each of them. Collective."""
+        return self._comm._call(f"ThreadGroup.broadcast from {root}", x, root=root)
+
+    def barrier(self) -> None:
+        """Wait until each replica has come here. Collective."""
+        self._comm._call("ThreadGroup.barrier", None)
+
+    def split(self, color: int | None, key: int = 0) -> ThreadGroup | None:
+        """Return the group of the replicas that give the same color. Collective.
+
+        Args:
+            color: an integer; None: this replica is in no group.
+            key: replicas of a group are ordered by it, and where it is the same by
+                their rank in this one.
+
+        Returns:
+            The group; None without a color.
+        """
+        members, world = self._channel.members, self._channel.world
+
+        def deal(parts: list[Any]) -> dict[int, tuple[list[int], Channel]]:
+            groups: dict[int, list[int]] = {}
+            for rank, (its_color, _) in enumerate(parts):
+                if its_color is not None:
+                    groups.setdefault(its_color, []).append(rank)
+            dealt = {}
+            for its_color, ranks in groups.items():
+                ranks.sort(key=lambda rank: (parts[rank][1], rank))
+                places = tuple(members[rank] for rank in ranks)
+                channel = Channel(world, places, of_program=True)
+                dealt[its_color] = (ranks, channel)
+            return dealt
+
+        dealt = self._comm.start("ThreadGroup.split", (color, key), deal)
+        while not dealt.wait(_WAIT_SECONDS):
+            pass
+        if color is None:
+            return None
+        ranks, channel = dealt.result[color]
+        return ThreadGroup(channel, ranks.index(self.rank), self._place)
+
+    def _connect(self, wait: Callable[[Any, str], None]) -> ThreadCommunicator:
+        """Return a communicator of its own over the group. Collective."""
+        members, world = self._channel.members, self._channel.world
+        made = self._comm.start(
+            "MPIStrategy(...)", None, lambda _: Channel(world, members)
+        )
+        made.wait(_WAIT_SECONDS)
+        wait(made, "MPIStrategy(...)")
+        return ThreadCommunicator(made.result, self.rank, self._place)
+
+
+class Replica(_threads.ThreadReplica):
+    """One replica of a run.
+
+    Args:
+        world: the run.
+        channel: of the group of all replicas.
+        number: of this replica.
+        timeout_seconds: the deadline of strategies that do not say one; None: what the
+            environment says.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        channel: Channel,
+        number: int,
+        timeout_seconds: float | None,
+    ) -> None:
+        self.size = world.size
+        self.locals = {}
+        self.group = ThreadGroup(channel, number, number)
+        self._timeout = timeout_seconds
+
+    def adapt(self, environment: Environment) -> Environment:
+        """Return what the environment says to replicas that are threads.
+
+        Arrays on a GPU go directly: `ThreadCommunicator` takes them.
+        """
+        kind = environment.implementation
+        timeout = self._timeout
+        return dataclasses.replace(
+            environment,
+            abort=True,  # the end of this replica is told to the others
+            cuda_aware=True,
+            implementation=(
+                CommunicationImplementation.DIRECT
+                if kind is CommunicationImplementation.AUTO
+                else kind
+            ),
+            simulated_nodes=1,
+            timeout_seconds=(
+                environment.timeout_seconds if timeout is None else timeout
+            ),
+        )
+
+    def connect(self, comm: Any, wait: Callable[[Any, str], None]) -> Any:
+        """Return a communicator over the replicas of a group. Collective.
+
+        Raises:
+            TypeError: for anything but a `ThreadGroup` or None.
+        """
+        group = self.group if comm is None else comm
+        if not isinstance(group, ThreadGroup):
+            raise TypeError(
+                on_rank(
+                    self.group.rank,
+                    "MPIStrategy: expected `comm` to be a `mpidist.testing.ThreadGroup`"
+                    f" or None, got {comm!r:.80} of type {type(comm).__name__}; "
+                    "replicas of `mpidist.testing.run` are threads, between which MPI "
+                    "does not work: write `MPIStrategy()` for all of them, or "
+                    "`mpidist.testing.current_group().split(color)` for some",
+                )
+            )
+        return group._connect(wait)
+
+
+def current_group() -> ThreadGroup:
+    """Return the group of all replicas of the `run` that this thread is a replica of.
+
+    Not collective.
+
+    Raises:
+        RuntimeError: outside the function that `run` runs.
+    """
+    replica = _threads.current()
+    if not isinstance(replica, Replica):
+        raise RuntimeError(
+            "mpidist.testing.current_group: expected to be called by the function that "
+            "`mpidist.testing.run` runs, in the thread of a replica"
+        )
+    return replica.group

@@ -1,0 +1,250 @@
+"""`run`: a program on replicas that are threads, and how it ends.
+
+Each thread runs the program as a process would under ``mpirun``, and ends as one:
+
+- *It returns.* It waits until the others have, as at the end of a process; who still
+  waits in a collective learns that it has left (`mpidist._process.leave`).
+- *It raises.* The run is stopped: every wait of the others raises, as `MPI_Abort` ends
+  processes. Who does not wait gets a `ReplicaStopped` a second later, which Python
+  raises between two lines of its code.
+- *It does not end then either*, since it is in a call that does not return: it is left
+  behind, and a note of the exception says where it is.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, Final
+
+from mpidist import _process, _threads
+from mpidist._errors import CollectiveError, RemoteTraceback
+from mpidist.testing._group import Replica
+from mpidist.testing._world import Channel, RunStoppedError, World
+
+DEFAULT_TIMEOUT_SECONDS: Final = 60.0
+_STOP_SECONDS: Final = 1.0  # between the end of a run and a `ReplicaStopped`
+_LEAVE_SECONDS: Final = 5.0  # after it, until a thread is left behind
+_LINES: Final = 100
+
+
+class ReplicaStopped(BaseException):
+    """This replica is stopped, since another one has failed, or by Ctrl-C."""
+
+
+class _Replica:
+    """The thread of a replica, and what came of it."""
+
+    def __init__(
+        self, replica: Replica, world: World, program: Callable[[], Any]
+    ) -> None:
+        self.replica = replica
+        self.number = replica.group.rank
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._world = world
+        self._program = program
+        context = contextvars.copy_context()
+        # A daemon: one that is left behind does not keep the interpreter.
+        self.thread = threading.Thread(
+            target=lambda: context.run(self._work),
+            name=f"mpidist replica {self.number} of {world.size}",
+            daemon=True,
+        )
+
+    @property
+    def has_ended(self) -> bool:
+        return self.number in self._world.ended
+
+    def _work(self) -> None:
+        try:
+            self._try()
+        except ReplicaStopped:
+            pass  # a second one, while it was ending
+        while True:
+            try:
+                self._world.release()
+                self._world.note(self._world.returned, self.number)
+                self._world.note(self._world.ended, self.number)
+                for _ in range(_LINES):
+                    pass  # one that was sent before comes here
+                return
+            except ReplicaStopped:
+                pass
+
+    def _try(self) -> None:
+        try:
+            with _threads.entered(self.replica):
+                self._run()
+        except BaseException as error:
+            self.error = error
+            self._world.stop(f"replica {self.number} has failed: {_describe(error)}")
+
+    def _run(self) -> None:
+        code: Any = None
+        try:
+            self.result = self._program()
+        except SystemExit as error:
+            code = error.code
+            if code:
+                self.error = error
+        self._world.note(self._world.returned, self.number)
+        _process.leave(code)
+
+    def interrupt(self) -> None:
+        """Raise `ReplicaStopped` in the thread, between two lines of its code."""
+        number = self.thread.ident
+        with self._world.condition:
+            if number is not None and not self.has_ended:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(number), ctypes.py_object(ReplicaStopped)
+                )
+
+    def where(self) -> str:
+        """Return where the thread is, as ``file.py:12 in f``."""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        if frame is None:
+            return "its end"
+        last = traceback.extract_stack(frame)[-1]
+        return f"{os.path.basename(last.filename)}:{last.lineno} in {last.name}"
+
+
+def run(
+    num_replicas: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_seconds: float | None = DEFAULT_TIMEOUT_SECONDS,
+    **kwargs: Any,
+) -> list[Any]:
+    """Run a program on replicas that are threads of this process, without MPI.
+
+    ``fn`` is the program: each replica calls it, as each process does under
+    ``mpirun``. ``MPIStrategy()`` in it is a strategy over all replicas, and everything
+    that is made from it works as under MPI. No MPI is started or needed::
+
+        def program():
+            strategy = mpidist.MPIStrategy()
+            return strategy.reduce("SUM", strategy.run(lambda: 1.0), axis=None)
+
+
+        mpidist.testing.run(3, program)  # [3.0, 3.0, 3.0]
+
+    What processes have each for themselves, threads share: modules and their globals,
+    the environment, the working directory, `numpy.random` without a generator, and
+    what ``fn`` closes over.
+
+    Args:
+        num_replicas: how many.
+        fn: the program.
+        args: its positional arguments, the same objects on each replica.
+        timeout_seconds: the deadline of strategies that do not say one in their
+            options, in seconds; None: ``MPIDIST_TIMEOUT``.
+        kwargs: its keyword arguments.
+
+    Returns:
+        What each replica returned, in their order. ``sys.exit(0)`` is None.
+
+    Raises:
+        BaseException: what a replica has raised, itself: of several the lowest one that
+            did not raise because of another. Notes say which, and what others raised.
+        KeyboardInterrupt: after Ctrl-C, when all replicas have ended.
+        TypeError, ValueError: for arguments that are none of these.
+    """
+    if isinstance(num_replicas, bool) or not isinstance(num_replicas, int):
+        raise TypeError(
+            "mpidist.testing.run: expected `num_replicas` to be an int, got "
+            f"{num_replicas!r} of type {type(num_replicas).__name__}; write "
+            "`run(3, fn)`"
+        )
+    if num_replicas < 1:
+        raise ValueError(
+            f"mpidist.testing.run: expected num_replicas >= 1, got {num_replicas}"
+        )
+    if not callable(fn):
+        raise TypeError(
+            f"mpidist.testing.run: expected `fn` to be callable, got {fn!r:.80}; write "
+            "`run(3, fn)`"
+        )
+    world = World(num_replicas)
+    channel = Channel(world, tuple(range(num_replicas)), of_program=True)
+    replicas = [
+        _Replica(
+            Replica(world, channel, number, timeout_seconds),
+            world,
+            lambda: fn(*args, **kwargs),
+        )
+        for number in range(num_replicas)
+    ]
+    try:
+        for one in replicas:
+            one.thread.start()
+        world.wait_until(lambda: bool(world.stopped) or len(world.ended) == world.size)
+    except BaseException as error:  # Ctrl-C, or a thread that can not be started
+        world.stop(f"the run was ended by {_describe(error)}")
+        _end(world, [one for one in replicas if one.thread.ident is not None])
+        raise
+    _end(world, replicas)
+    failed = [one for one in replicas if one.error is not None]
+    if failed:
+        raise _error_of(replicas, failed)
+    return [one.result for one in replicas]
+
+
+def _end(world: World, replicas: list[_Replica]) -> None:
+    """Wait until all have ended; stop who does not, for as long as that may take."""
+
+    def have_ended() -> bool:
+        return all(one.has_ended for one in replicas)
+
+    end = time.monotonic() + _STOP_SECONDS + _LEAVE_SECONDS
+    while not world.wait_until(have_ended, _STOP_SECONDS) and time.monotonic() < end:
+        for one in replicas:
+            one.interrupt()
+
+
+def _error_of(replicas: list[_Replica], failed: list[_Replica]) -> BaseException:
+    """Return what `run` raises, with notes of who raised what."""
+    own = [one for one in failed if not _is_because_of_others(one.error)]
+    told = (RunStoppedError, ReplicaStopped)
+    together = [one for one in failed if not isinstance(one.error, told)]
+    first = (own or together or failed)[0]
+    error = first.error
+    assert error is not None
+    same = [one for one in failed if _is_same(one.error, error)]
+    which = ", ".join(str(one.number) for one in same)
+    error.add_note(
+        f"raised on replica{'' if len(same) == 1 else 's'} {which} of {len(replicas)} "
+        "(mpidist.testing.run)"
+    )
+    for one in own:
+        if one not in same:
+            error.add_note(f"replica {one.number} raised {_describe(one.error)}")
+    for one in replicas:
+        if not one.has_ended:
+            error.add_note(
+                f"replica {one.number} did not end, and is left behind at {one.where()}"
+            )
+    return error
+
+
+def _is_because_of_others(error: BaseException | None) -> bool:
+    return isinstance(error, (CollectiveError, ReplicaStopped)) or isinstance(
+        getattr(error, "__cause__", None), RemoteTraceback
+    )
+
+
+def _is_same(one: BaseException | None, other: BaseException) -> bool:
+    """Whether replicas have raised these together, or for the same reason."""
+    if isinstance(other, CollectiveError):
+        return type(one) is type(other)
+    return _describe(one) == _describe(other)
+
+
+def _describe(error: BaseException | None) -> str:
+    return "".join(traceback.format_exception_only(error)).split("\n")[0]
