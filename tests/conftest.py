@@ -14,12 +14,16 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from replicas import everywhere
 
 import mpidist
+from mpidist.testing import each_replica
 
+pytest_plugins = ["pytest_mpidist"]
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 LAUNCHED = any(name in os.environ for name in RANK_VARIABLES)
 RANK = next((int(os.environ[n]) for n in RANK_VARIABLES if n in os.environ), 0)
@@ -91,6 +95,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
     return report
 
 
+@each_replica
 @pytest.fixture(scope="session")
 def strategy() -> mpidist.MPIStrategy:
     """A strategy over all ranks, which tests share and leave usable."""
@@ -98,6 +103,7 @@ def strategy() -> mpidist.MPIStrategy:
     return mpidist.MPIStrategy(communication_options=options)
 
 
+@each_replica
 @pytest.fixture
 def new_strategy() -> Iterator[Callable[..., mpidist.MPIStrategy]]:
     """Make strategies that are closed after the test."""
@@ -129,3 +135,9 @@ def rank(strategy: mpidist.MPIStrategy) -> int:
 @pytest.fixture
 def size(strategy: mpidist.MPIStrategy) -> int:
     return strategy.num_replicas_in_sync
+
+
+@pytest.fixture
+def same_folder(rank: int, tmp_path: Path) -> Path:
+    """A folder of rank 0's, on all ranks."""
+    return everywhere(tmp_path)[0]

@@ -1,13 +1,18 @@
-"""What tests of several ranks share: looking at all ranks, by mpi4py alone."""
+"""What tests of several replicas share: looking at all of them, without mpidist.
+
+They are the ranks of ``mpirun``, or threads (``@pytest.mark.replicas``).
+"""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 import mpidist
+from mpidist import testing
 
 NONE = mpidist.VariableAggregation.NONE
 SUM = mpidist.VariableAggregation.SUM
@@ -19,9 +24,30 @@ ON_READ = mpidist.VariableSynchronization.ON_READ
 
 def everywhere(x: Any) -> list[Any]:
     """Return the object of each rank, on every rank; not by what is tested."""
-    from mpi4py import MPI
+    group = threads()
+    if group is None:
+        from mpi4py import MPI
 
-    return MPI.COMM_WORLD.allgather(x)
+        return MPI.COMM_WORLD.allgather(x)
+    return [pickle.loads(data) for data in group.all_gather(pickle.dumps(x))]
+
+
+def threads() -> testing.ThreadGroup | None:
+    """Return the group of all replicas where they are threads; None under mpirun."""
+    try:
+        return testing.current_group()
+    except RuntimeError:
+        return None
+
+
+def split(color: int, key: int = 0) -> Any:
+    """Return the replicas of this color, for ``MPIStrategy(comm=...)``."""
+    group = threads()
+    if group is None:
+        from mpi4py import MPI
+
+        return MPI.COMM_WORLD.Split(color, key)
+    return group.split(color, key)
 
 
 def raises_everywhere(kind: type[BaseException], call: Callable[[], Any]) -> list[str]:

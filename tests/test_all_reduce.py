@@ -3,7 +3,7 @@ import pytest
 
 import mpidist
 
-pytestmark = [pytest.mark.mpi, pytest.mark.core]
+pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
 
 def test_nest_of_the_replica_context_page(strategy, size):
@@ -59,3 +59,24 @@ def test_arrays_that_are_not_aligned(
         np.testing.assert_array_equal(found, np.full(x.shape, size * (size + 1) / 2))
     total = strategy.reduce("MEAN", strategy.run(lambda: x), axis=None)
     np.testing.assert_array_equal(total, np.full(x.shape, (size + 1) / 2))
+
+
+@pytest.mark.parametrize("implementation", ["direct", "shared"])
+def test_complex_numbers_that_are_aligned_as_their_parts(
+    new_strategy, rank, size, implementation
+):
+    """At an odd multiple of half their size on one rank, which NumPy calls aligned."""
+    strategy = new_strategy(implementation=implementation)
+    room = np.zeros(10)
+    x = room[room.ctypes.data % 16 == 0 :][:8].view(np.complex128)
+    assert x.ctypes.data % 16 == 8
+    assert x.flags.aligned
+    x[:] = rank + 1j
+    value = strategy.run(
+        lambda: mpidist.get_replica_context().all_reduce(
+            "SUM", x if rank == size - 1 else x.copy()
+        )
+    )
+    expected = np.full(4, size * (size - 1) / 2 + size * 1j)
+    found = strategy.experimental_local_results(value)[0]
+    np.testing.assert_array_equal(found, expected)

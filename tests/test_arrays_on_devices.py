@@ -11,6 +11,7 @@ import pytest
 from replicas import context
 
 import mpidist
+from mpidist import _arrays
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
@@ -344,18 +345,26 @@ def test_results_are_the_same_bits_on_all_ranks(new_strategy):
     assert (everywhere == everywhere[0]).all()
 
 
-def test_streams_are_synchronized_before_mpi(monkeypatch, new_strategy):
+@pytest.mark.parametrize("blocking", [False, True])
+def test_kernels_are_done_before_mpi(monkeypatch, new_strategy, blocking):
+    """Of the current stream; where that is the null stream, of blocking ones too."""
     posing.install(monkeypatch)
     strategy = new_strategy(device="gpu", implementation="DIRECT")
     xp = strategy.array_module
-    before = posing.ndarray.synchronized
-    strategy.run(lambda: context().all_reduce("SUM", xp.ones(3)))
-    assert posing.ndarray.synchronized > before
+    x, done = xp.ones(3), []
+    with posing.Stream() if blocking else posing.Stream.null:
+        posing.launch(lambda: done.append("the kernel"))
+    assert done == []
+    _arrays.synchronize(x)
+    assert done == ["the kernel"]
+    posing.launch(lambda: done.append("another"))
+    strategy.run(lambda: context().all_reduce("SUM", x))
+    assert done == ["the kernel", "another"]
 
 
 def test_ranks_are_dealt_to_the_gpus_of_the_node(monkeypatch, new_strategy):
     posing.install(monkeypatch, num_devices=2)
-    strategy = new_strategy(device="auto")
+    strategy = new_strategy(device="auto", implementation="STAGED")
     rank = strategy.extended._replica_id
     size = strategy.num_replicas_in_sync
     assert strategy.run(lambda: context().devices)[0] == (

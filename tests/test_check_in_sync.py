@@ -17,7 +17,7 @@ from replicas import (
 
 import mpidist
 
-pytestmark = [pytest.mark.mpi, pytest.mark.core]
+pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
 
 def drift(variable, index, change):
@@ -204,6 +204,7 @@ def test_shapes(strategy):
     strategy.run(lambda: (mpidist.check_in_sync(variables), context())[:0])
 
 
+@pytest.mark.processes  # CuPy's stand-in is one for the process
 def test_on_a_device(monkeypatch, new_strategy):
     posing.install(monkeypatch)
     strategy = new_strategy(device="gpu")

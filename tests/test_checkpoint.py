@@ -29,6 +29,7 @@ from launching import (
     rank_environment,
     run_ranks,
 )
+from replicas import split
 
 import mpidist
 from mpidist import VariableAggregation, VariableSynchronization
@@ -54,7 +55,7 @@ def values_of(dtype, shape, seed=0):
     if dtype == "bfloat16":
         dtype = pytest.importorskip("ml_dtypes").bfloat16
     x = np.random.default_rng(seed).normal(size=shape) * 50
-    with warnings.catch_warnings(action="ignore"):
+    with np.errstate(all="ignore"):
         x = np.asarray(x).astype(dtype)
     if x.ndim == 2 and x.size and x.dtype.kind == "f":
         x[0, :2] = [np.nan, np.inf]
@@ -122,6 +123,7 @@ def variable(strategy, value, **kwargs):
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 @pytest.mark.core
 @pytest.mark.parametrize("format", ["npz", "safetensors"])
 def test_arrays_of_all_kinds_come_back_bit_for_bit(strategy, folder, rank, format):
@@ -152,6 +154,7 @@ def test_arrays_of_all_kinds_come_back_bit_for_bit(strategy, folder, rank, forma
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 def test_other_programs_can_read_the_arrays(strategy, folder, rank):
     w = variable(strategy, np.asfortranarray(values_of("float32", (3, 4))))
     step = variable(strategy, 7)
@@ -175,6 +178,7 @@ def test_other_programs_can_read_the_arrays(strategy, folder, rank):
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 @pytest.mark.core
 def test_everything_of_a_run_comes_back(strategy, folder):
     weights = variable(strategy, values_of("float64", (3, 2)), name="w")
@@ -218,6 +222,7 @@ def test_everything_of_a_run_comes_back(strategy, folder):
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("aggregation", "dtype"),
@@ -258,6 +263,7 @@ def test_sync_on_read_variables_by_aggregation(
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 def test_a_sync_on_read_variable_without_aggregation_is_refused(strategy, folder, rank):
     v = on_read(strategy, np.zeros(3), "NONE")
     with pytest.raises(ValueError, match=r"Could not save 'v'.*aggregation=NONE"):
@@ -280,6 +286,7 @@ def on_read(strategy, value, aggregation):
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 @pytest.mark.parametrize("kind", ["PCG64", "MT19937", "Philox", "SFC64"])
 def test_generators_of_all_kinds(strategy, folder, kind):
     rng = np.random.Generator(getattr(np.random, kind)(1))
@@ -324,14 +331,13 @@ def test_states_come_back_as_they_were(tmp_path):
 
 
 @pytest.fixture
-def alone(new_strategy):
+def alone(new_strategy, rank):
     """Return a strategy of this rank only."""
-    from mpi4py import MPI
-
-    return new_strategy(comm=MPI.COMM_SELF)
+    return new_strategy(comm=split(rank))
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 @pytest.mark.core
 def test_many_ranks_save_and_each_restores_alone(
     strategy, alone, tmp_path_factory, rank, size
@@ -351,6 +357,7 @@ def test_many_ranks_save_and_each_restores_alone(
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 @pytest.mark.core
 @pytest.mark.parametrize("own", [False, True])
 def test_one_rank_saves_and_many_restore(
@@ -376,6 +383,7 @@ def test_one_rank_saves_and_many_restore(
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 def test_states_that_differ_between_ranks(
     strategy, alone, tmp_path_factory, rank, size
 ):
@@ -410,6 +418,7 @@ def test_states_that_differ_between_ranks(
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 @pytest.mark.core
 def test_what_does_not_fit_changes_nothing(strategy, folder, rank):
     w, step = variable(strategy, np.ones((2, 3))), variable(strategy, 1)
@@ -448,6 +457,7 @@ def test_what_does_not_fit_changes_nothing(strategy, folder, rank):
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 @pytest.mark.core
 def test_a_state_that_one_rank_refuses_changes_nothing(strategy, folder, rank, size):
     w = variable(strategy, 1.0)
@@ -474,6 +484,7 @@ def test_a_state_that_one_rank_refuses_changes_nothing(strategy, folder, rank, s
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 @pytest.mark.core
 def test_copies_that_have_drifted_are_found(strategy, folder, rank, size):
     w = variable(strategy, np.zeros(1000))
@@ -496,6 +507,7 @@ def test_copies_that_have_drifted_are_found(strategy, folder, rank, size):
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 def test_the_padding_of_longdouble_is_no_drift(strategy, folder, rank):
     w = variable(strategy, np.arange(4).astype("longdouble"))
     if w.dtype.itemsize == 16 and np.finfo("longdouble").nmant == 63:
@@ -569,6 +581,7 @@ def test_the_others_wait_for_a_slow_disk(new_strategy, folder, rank, monkeypatch
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 def test_what_a_save_and_a_restore_send(strategy, folder, rank, size):
     if size == 1:
         return
@@ -592,6 +605,7 @@ def test_what_a_save_and_a_restore_send(strategy, folder, rank, size):
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 def test_paths_that_can_not_be(strategy, folder, rank):
     step = variable(strategy, 0)
     checkpoint = mpidist.Checkpoint(step=step)
@@ -620,6 +634,7 @@ def test_paths_that_can_not_be(strategy, folder, rank):
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 @pytest.mark.core
 def test_ranks_that_save_different_things(strategy, folder, rank, size):
     v = variable(strategy, 0.0)
@@ -636,6 +651,7 @@ def test_ranks_that_save_different_things(strategy, folder, rank, size):
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 def test_only_at_program_level(strategy, folder, rank):
     v = variable(strategy, 0.0)
     checkpoint = mpidist.Checkpoint(v=v)
@@ -657,6 +673,7 @@ def test_only_at_program_level(strategy, folder, rank):
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 def test_which_ranks_save_together(strategy, new_strategy, folder, size):
     rng = np.random.default_rng(0)
     checkpoint = mpidist.Checkpoint(rng=rng)
@@ -672,6 +689,7 @@ def test_which_ranks_save_together(strategy, new_strategy, folder, size):
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 def test_a_plain_variable_is_saved_where_it_is_the_same(strategy, folder, rank, size):
     plain = mpidist.Variable(float(rank))  # outside every scope: one of each process
     checkpoint = mpidist.Checkpoint(plain=plain, step=variable(strategy, 0))
@@ -862,6 +880,7 @@ def test_a_reader_outlives_its_checkpoint(tmp_path):
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 def test_damage_is_told_to_all_ranks(strategy, folder, rank):
     w = variable(strategy, np.arange(100.0))
     checkpoint = mpidist.Checkpoint(w=w)
@@ -888,6 +907,7 @@ def flip_in_array(path, name):
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 @pytest.mark.core
 def test_the_manager_keeps_the_newest(strategy, folder, rank):
     step = variable(strategy, 0)
@@ -970,6 +990,7 @@ def expected_warnings(rank, patterns, every=True):
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 def test_arguments_of_the_manager(strategy, folder):
     checkpoint = mpidist.Checkpoint(step=variable(strategy, 0))
     for arguments, error, message in (
@@ -1212,6 +1233,7 @@ def test_all_ranks_save_at_the_same_step(strategy, folder, rank, size, how):
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 @pytest.mark.core
 def test_a_last_save_that_fails_on_one_rank_is_raised_on_all(
     strategy, folder, rank, size
@@ -1305,6 +1327,7 @@ def test_train_digits_goes_on_after_a_kill(tmp_path):
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 @pytest.mark.core
 @pytest.mark.parametrize("kind", ["missing", "damaged"])
 def test_what_a_restore_of_the_users_raises_is_no_damage(

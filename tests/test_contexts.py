@@ -8,7 +8,7 @@ from replicas import own
 
 import mpidist
 
-pytestmark = [pytest.mark.mpi, pytest.mark.core]
+pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
 IN_CROSS_REPLICA = "Method requires being in cross-replica context"
 MISMATCHING = "Mismatching .*Strategy objects"

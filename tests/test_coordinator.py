@@ -13,7 +13,7 @@ from replicas import context, everywhere, make, own
 
 import mpidist
 
-pytestmark = [pytest.mark.mpi, pytest.mark.core]
+pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
 Point = collections.namedtuple("Point", "x y")
 NUMBERS = {"offset": 100}
@@ -309,16 +309,15 @@ def test_equal_objects_whose_parts_are_shared_on_some_ranks(strategy, rank):
 
 @pytest.mark.mpi(min_size=2)
 def test_different_objects_arrive_as_per_replica(strategy, rank, size):
-    def merge_fn(distribution, text, flag, setting, same, lock):
+    def merge_fn(distribution, text, flag, setting, same):
         for x in (text, flag, setting):
             assert isinstance(x, mpidist.PerReplica)
         assert same == "same"
         assert setting.values == tuple(Setting("adam", i) for i in range(size))
         assert flag.values == tuple(i == 0 for i in range(size))
-        assert isinstance(lock, type(threading.Lock()))
         return [*distribution.experimental_local_results(text)], [text, setting]
 
-    args = (f"text{rank}", rank == 0, Setting("adam", rank), "same", threading.Lock())
+    args = (f"text{rank}", rank == 0, Setting("adam", rank), "same")
     texts, (text, setting) = merge(strategy, merge_fn, *args)
     assert texts == [f"text{i}" for i in range(size)]
     assert text == f"text{rank}"  # this replica's part
@@ -930,8 +929,8 @@ def test_a_function_that_can_not_travel(strategy):
     assert_usable(strategy)
 
 
-def test_update_changes_the_closed_over_objects_of_rank_0_only(strategy, rank):
-    """On the others the function runs on a copy: their own objects do not change."""
+def test_update_changes_each_ranks_own_closed_over_objects(strategy, rank):
+    """What merge_fn closes over is on every rank, and is sent by name."""
     v = make(strategy, 1.0)
     log = []
 
@@ -940,7 +939,7 @@ def test_update_changes_the_closed_over_objects_of_rank_0_only(strategy, rank):
         return [*log]
 
     assert merge(strategy, merge_fn) == [0]
-    assert log == ([0] if rank == 0 else [])
+    assert log == [rank]
 
 
 # --- variables in merge_fn ------------------------------------------------------------
@@ -1045,6 +1044,7 @@ def make_by_function(distribution, x):
     return made
 
 
+@pytest.mark.processes  # counts objects of the process, as the two after it
 @pytest.mark.parametrize(
     "make_one",
     [
@@ -1074,6 +1074,7 @@ def test_results_that_rank_0_drops_are_dropped_on_all(strategy, size, make_one):
         assert max(column) - min(column) <= 2, counts
 
 
+@pytest.mark.processes
 def test_arguments_that_rank_0_drops_are_dropped_on_all(strategy, size):
     """merge_fn takes its handles out of the list that it got, one after the other."""
     v = make(strategy, 0.0)
@@ -1094,6 +1095,7 @@ def test_arguments_that_rank_0_drops_are_dropped_on_all(strategy, size):
     assert [a - b for a, b in zip(before, after, strict=True)] == [4] * size
 
 
+@pytest.mark.processes
 def test_everything_is_dropped_after_the_merge_call(strategy, rank):
     refs = []
 

@@ -17,7 +17,7 @@ from replicas import (
 
 import mpidist
 
-pytestmark = [pytest.mark.mpi, pytest.mark.core]
+pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
 
 @pytest.fixture
@@ -233,14 +233,16 @@ def test_in_merge_fn_it_is_not_called_directly(strategy):
 )
 def test_num_packs(strategy_with, rank, size, kind):
     for number, messages in ((0, 6), (1, 1), (2, 2), (3, 3)):
-        # Packs are for MPI: through shared memory all values go as one stream.
+        # Packs are for MPI: through shared memory all values go as one stream, and
+        # small ones behind their header.
         strategy = strategy_with(kind(num_packs=number), implementation="DIRECT")
-        values = strategy.run(lambda: [np.full(100, rank + 1.0)] * 6)
+        values = strategy.run(lambda: [np.full(20_000, rank + 1.0)] * 6)
         before = strategy.communication_statistics().calls.get("Allreduce", 0)
         results = strategy.reduce("SUM", values, axis=None)
         after = strategy.communication_statistics().calls.get("Allreduce", 0)
         for result in results:
-            np.testing.assert_array_equal(result, np.full(100, size * (size + 1) / 2))
+            total = size * (size + 1) / 2
+            np.testing.assert_array_equal(result, np.full(20_000, total))
         if size > 1:
             assert after - before == messages
     for bad, error in ((-1, ValueError), (1.5, TypeError), (True, TypeError)):
@@ -412,6 +414,7 @@ def test_wrong_classes(rank, size):
             assert "CollectiveAllReduce as cross_device_ops" in message
 
 
+@pytest.mark.processes  # CuPy's stand-in is one for the process
 @pytest.mark.parametrize("ops", [mpidist.ReductionToOneDevice, mpidist.NcclAllReduce])
 def test_on_a_device(monkeypatch, strategy_with, ops):
     module = posing.install(monkeypatch)

@@ -16,8 +16,9 @@ import mpidist
 from mpidist import data
 from mpidist.data import ArraySpec, AutoShardPolicy, Dataset
 from mpidist.data._sharding import split_as_it_comes, split_by_plan
+from mpidist.testing import each_replica
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2, 3)]
 core = pytest.mark.core
 
 Pair = collections.namedtuple("Pair", ["x", "y"])
@@ -252,6 +253,7 @@ def test_a_map_after_batch_makes_each_rank_read_whole_batches(strategy, size):
     assert sorted(source.touched) == list(range(16))
 
 
+@each_replica
 @pytest.fixture
 def own_folder():
     """A folder of this rank: pytest's own are pruned by all ranks at once."""
@@ -768,6 +770,7 @@ def test_reduce_folds_in_cross_replica_context(strategy):
     assert dataset.reduce(100, add) == 100 + sum(range(14))
 
 
+@pytest.mark.processes  # what the process has printed
 def test_describe(strategy, rank, size, capsys):
     rows = Dataset.from_tensor_slices({"x": np.ones((14, 3)), "y": np.arange(14)})
     dataset = rows.shuffle(1).batch(8).prefetch(2)
@@ -805,6 +808,7 @@ def test_string_arrays_stay_on_the_host(strategy, rank, size):
     assert own(strategy, element)[0].tolist() == [f"row {rank}"]
 
 
+@pytest.mark.processes  # CuPy's stand-in is one for the process
 def test_arrays_come_on_the_device(new_strategy, monkeypatch, rank, size):
     cupy = posing.install(monkeypatch)
     strategy = new_strategy(device="gpu")
@@ -841,10 +845,29 @@ def test_make_dataset_iterator(strategy):
     assert [own(strategy, iterator.get_next()).tolist() for _ in range(2)] == expected
     with pytest.raises(data.OutOfRangeError, match="ended, after 2 steps"):
         iterator.get_next()
-    assert iterator.initializer == []
+    assert iterator.initializer() == []
     sums = strategy.experimental_run(lambda x: x.sum(), iterator)
     assert strategy.reduce("SUM", sums, axis=None) == 0 + 1 + 2 + 3
     assert own(strategy, strategy.experimental_run(lambda: 7)) == 7
+
+
+@core
+def test_one_rank_may_look_at_all_attributes_of_an_iterator(strategy, rank, size):
+    """As a debugger or a completion does: no attribute communicates."""
+    dataset = strategy.experimental_distribute_dataset(as_dataset(4 * size, 2 * size))
+    iterator = iter(dataset)
+    first = own(strategy, next(iterator)).tolist()
+    before = strategy._collectives.guard.sequence
+    if rank == size - 1:
+        for one in (iterator, dataset):
+            for name in dir(one):
+                getattr(one, name)
+            assert repr(one)
+        assert "initialize" in repr(iterator.initializer)
+    assert strategy._collectives.guard.sequence == before
+    assert own(strategy, next(iterator)).tolist() != first  # it has not started again
+    iterator.initializer()
+    assert own(strategy, next(iterator)).tolist() == first
 
 
 def test_make_input_fn_iterator(strategy, rank, size):

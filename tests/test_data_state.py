@@ -8,12 +8,13 @@ import pickle
 
 import numpy as np
 import pytest
+from replicas import split
 from test_data_distribute import as_list, own, pieces
 
 import mpidist
 from mpidist.data import Dataset
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2, 3)]
 core = pytest.mark.core
 
 ROWS, BATCH = 22, 4
@@ -109,10 +110,8 @@ def test_a_new_iterator_goes_on_from_the_state(strategy, kind, steps):
 @pytest.mark.parametrize("kind", ["Dataset", "list", "generator", "resumable"])
 def test_on_another_number_of_ranks(strategy, new_strategy, rank, size, kind):
     # Rank 0 alone, and then all; and the other way round.
-    from mpi4py import MPI
-
     make = SOURCES[kind]
-    alone = new_strategy(comm=MPI.COMM_WORLD.Split(rank))
+    alone = new_strategy(comm=split(rank))
     dataset = make()
     for before, after in ((alone, strategy), (strategy, alone)):
         dataset = make()
@@ -128,12 +127,10 @@ def test_on_another_number_of_ranks(strategy, new_strategy, rank, size, kind):
 @core
 def test_on_some_of_the_ranks(strategy, new_strategy, rank, size):
     # From all ranks to all but one, as after the loss of a node.
-    from mpi4py import MPI
-
     first = iter(strategy.experimental_distribute_dataset(shuffled()))
     seen = gathered(strategy, first, 2)
     state = first.state()
-    others = new_strategy(comm=MPI.COMM_WORLD.Split(min(rank, 1)))
+    others = new_strategy(comm=split(min(rank, 1)))
     second = iter(others.experimental_distribute_dataset(shuffled()))
     second.restore(state)
     rest = gathered(others, second)
@@ -377,19 +374,17 @@ def test_a_restore_that_fails_on_one_rank_moves_no_rank(
 @core
 @pytest.mark.parametrize("kind", ["Dataset", "list", "resumable"])
 def test_a_checkpoint_of_global_batches_has_one_state(
-    strategy, new_strategy, rank, mpi_tmp_path, kind
+    strategy, new_strategy, rank, same_folder, kind
 ):
     # So it is restored on any number of ranks: here on one of them alone.
-    from mpi4py import MPI
-
-    folder = mpi_tmp_path
+    folder = same_folder
     iterator = iter(strategy.experimental_distribute_dataset(KINDS[kind]()))
     gathered(strategy, iterator, 2)
     with strategy.scope():
         mpidist.Checkpoint(iterator=iterator).save(f"{folder}/a")
     assert len(mpidist.load_checkpoint(f"{folder}/a").states["iterator"]) == 1
     rest = gathered(strategy, iterator)
-    alone = new_strategy(comm=MPI.COMM_SELF)
+    alone = new_strategy(comm=split(rank))
     other = iter(alone.experimental_distribute_dataset(KINDS[kind]()))
     with alone.scope():
         mpidist.Checkpoint(iterator=other).restore(f"{folder}/a")

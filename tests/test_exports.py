@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 import mpidist
-from mpidist import data, experimental, optimizers
+from mpidist import data, experimental, optimizers, testing
 
 PREFIXES = {
     mpidist: "",
     data: "data.",
     experimental: "experimental.",
     optimizers: "optimizers.",
+    testing: "testing.",
 }
 NOT_EXPORTED = {"annotations"}  # from __future__
 
@@ -57,6 +58,10 @@ COLLECTIVE = {
     "ReplicaContext.all_gather",
     "ReplicaContext.all_reduce",
     "ReplicaContext.merge_call",
+    "testing.ThreadGroup.all_gather",
+    "testing.ThreadGroup.barrier",
+    "testing.ThreadGroup.broadcast",
+    "testing.ThreadGroup.split",
     "Strategy.buffers_like",
     "Strategy.distribute_datasets_from_function",
     "Strategy.experimental_distribute_dataset",
@@ -189,6 +194,11 @@ LOCAL = {
     "optimizers.cosine_decay",
     "optimizers.linear_warmup",
     "optimizers.piecewise_constant",
+    "testing.ReplicaStopped",
+    "testing.ThreadGroup",
+    "testing.current_group",
+    "testing.each_replica",
+    "testing.run",
     "variable_sync_on_read_context",
     "load_checkpoint",
 }
@@ -241,7 +251,8 @@ def test_all_is_sorted_and_complete(module):
     # As ruff sorts them: SGD, in capitals, before Adam.
     assert module.__all__ == sorted(module.__all__, key=lambda n: (not n.isupper(), n))
     assert len(module.__all__) == len(set(module.__all__))
-    public = {name for name in vars(module) if not name.startswith("_")}
+    # "@": names that pytest adds to the modules whose assertions it rewrites.
+    public = {name for name in vars(module) if not name.startswith(("_", "@"))}
     if module is mpidist:
         public.add("__version__")
     assert set(module.__all__) == public - NOT_EXPORTED

@@ -20,7 +20,7 @@ from replicas import (
 
 import mpidist
 
-pytestmark = [pytest.mark.mpi, pytest.mark.core]
+pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
 
 @pytest.fixture(params=["program", "scope", "merge_fn"])

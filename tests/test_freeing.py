@@ -9,8 +9,8 @@ import pytest
 from replicas import context, everywhere, own
 
 import mpidist
-from mpidist import _holdings
-from mpidist._holdings import Holding, Segment
+from mpidist import _holdings, _native
+from mpidist._holdings import Holding
 
 SHARED = mpidist.experimental.CommunicationImplementation.SHARED
 mpi = pytest.mark.mpi
@@ -68,37 +68,13 @@ def test_a_rank_without_a_holding_sees_others_free_it(held):
     assert settle_with([(b"theirs", 1)]) == [[], []]
 
 
-def test_memory_is_in_use_until_the_last_view_has_gone(held):
-    memory = np.zeros(8192, np.uint8)
-    address = memory.__array_interface__["data"][0]
-    freed = []
-    segment = Segment(
-        b"key", 1, lambda: freed.append(True), [(address, 4096), (address + 4096, 4096)]
-    )
-    parts = [segment.view(0), segment.view(1)]
-    parts[1][0] = 7
-    assert memory[4096] == 7
-    view = parts[1].view("f4").reshape(32, 32)[3:].T
-    parts.clear()
-    segment.seal()
-    settle_with()
-    assert not freed
-    address = memoryview(view)  # holds it as well
-    del view
-    settle_with()
-    assert not freed
-    del address
-    settle_with()
-    assert freed
-
-
 # --- under MPI ------------------------------------------------------------------------
 
 
 def segments():
-    """Return how many windows are mapped into this process."""
+    """Return how many files of nodes are mapped into this process."""
     maps = pathlib.Path("/proc/self/maps").read_text(encoding="utf-8")
-    return sum("osc_sm" in line or "mpich_shar" in line for line in maps.splitlines())
+    return sum("/dev/shm/mpidist-" in line for line in maps.splitlines())
 
 
 def settle(strategy):
@@ -123,53 +99,10 @@ def test_a_closed_strategy_gives_all_back(strategy, size):
     settle(strategy)
     count, mapped = _holdings.count(), segments()
     one = mpidist.MPIStrategy(communication_options=options())
-    assert _holdings.count() == count + (3 if size > 1 else 1)  # with two windows
-    assert (segments() > mapped) == (size > 1)
+    assert _holdings.count() == count + 1
+    assert segments() == mapped + (one._collectives.node is not None)
     one.close()
     assert (_holdings.count(), segments()) == (count, mapped)
-
-
-@mpi
-@core
-def test_no_window_is_kept(strategy, size):
-    """What is left MPI_Finalize would free, where ranks could wait for each other."""
-    from mpi4py import MPI
-
-    from mpidist._board import STRONGLY_ORDERED
-
-    made, freed = [], []
-
-    class Win:
-        @staticmethod
-        def Allocate_shared(*args, **kwargs):  # noqa: N802
-            made.append(args)
-            window = allocate(*args, **kwargs)
-            return Window(window)
-
-    class Window:
-        def __init__(self, window):
-            self._window = window
-
-        def __getattr__(self, name):
-            return getattr(self._window, name)
-
-        def Free(self):  # noqa: N802
-            freed.append(self)
-            self._window.Free()
-
-    allocate = MPI.Win.Allocate_shared
-    original, MPI.Win = MPI.Win, Win
-    try:
-        one = mpidist.MPIStrategy(communication_options=options())
-        buffer = one.buffers_like(np.ones(1000))
-    finally:
-        MPI.Win = original
-    one.run(lambda: context().all_reduce("SUM", buffer))
-    if size > 1:
-        assert len(made) >= 2
-    if STRONGLY_ORDERED:
-        assert len(freed) == len(made)
-    one.close()
 
 
 @mpi
@@ -178,7 +111,7 @@ def test_strategies_that_are_dropped_leak_nothing(strategy, rank, size):
     settle(strategy)
     count, mapped = _holdings.count(), segments()
     most = 0
-    for number in range(100):
+    for number in range(30):
         one = mpidist.MPIStrategy(communication_options=options())
         with one.scope():
             variable = mpidist.Variable(np.zeros(3), name="v")
@@ -187,7 +120,7 @@ def test_strategies_that_are_dropped_leak_nothing(strategy, rank, size):
         if (number + 5 * rank) % 20 == 0:
             gc.collect()  # at other moments on other ranks
         most = max(most, _holdings.count())
-    assert most <= count + 60
+    assert most <= count + 30
     reference = weakref.ref(one)
     del one, variable
     settle(strategy)
@@ -268,7 +201,7 @@ def test_buffers_keep_their_memory_after_the_strategy(strategy, rank, size):
         one.run(lambda x=view: context().all_reduce("SUM", x))
     del one, buffers
     settle(strategy)
-    assert segments() > mapped or size == 1
+    assert segments() > mapped or size == 1 or not _native.available()
     assert (view == rank).all()
     everywhere(None)  # nobody writes over what another still looks at
     del view

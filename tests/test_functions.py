@@ -1,40 +1,71 @@
-"""Functions that commands carry: which travel as their code, and which do not."""
+"""Functions that commands carry: what travels of them, and what each rank has."""
 
 import functools
 import math
-import pickle
 import types
 
 import numpy as np
 import pytest
 
-from mpidist import _functions
+import mpidist
+from mpidist import _commands, _functions
+from mpidist._names import Names
 
 
-def travel(function, values=(np.ndarray, np.generic)):
-    """Return what another rank makes of a function; None if it is not simple."""
-    reduced = _functions.reduce_simple(function, values)
-    if reduced is None:
-        return None
-    rebuild, arguments = reduced
-    return rebuild(*pickle.loads(pickle.dumps(arguments)))
+class Wire:
+    """Rank 0 and another rank, in one process."""
+
+    def __init__(self, names=None, others=None):
+        strategy = mpidist.get_strategy()
+        self.writer = _commands.Writer(strategy, self._no_values, names)
+        self.reader = _commands.Reader(strategy, others)
+        self.writer.codes, self.reader._codes = _functions.Codes(), _functions.Codes()
+        self.news = None
+
+    @staticmethod
+    def _no_values(value):
+        raise AssertionError(f"{value!r} is no value of these tests")
+
+    def send(self, function):
+        """Return what the other rank gets; keep what was told with it."""
+        head, arrays = self.writer.write((function,))
+        self.news = self.writer.take_news()
+        message = _commands.load(_commands.dump((self.news, head)))
+        self.reader.receive_news(message[0])
+        (found,) = self.reader.read(message[1], arrays)
+        return found
+
+
+def travel(function):
+    return Wire().send(function)
 
 
 def made_by(text, **names):
-    """Return ``f`` of a program, whose globals these are."""
+    """Return ``f`` of a program, whose globals these are, and that is no module."""
     names["__name__"] = "a_program"
     exec(text, names)
     return names["f"]
 
 
 HALF = 0.5
+counter = 0
 
 
 def test_what_closes_over_nothing():
-    here = travel(lambda v, o: v - np.float32(0.5) * o)
+    def difference(v, o):
+        return v - np.float32(0.5) * o
+
+    here = travel(difference)
+    assert here is not difference
     assert here(3.0, 2.0) == 2.0
     assert here.__module__ == __name__
-    assert here.__qualname__.endswith("<lambda>")
+    assert here.__qualname__.endswith("<locals>.difference")
+
+
+def test_a_function_of_a_module_is_named():
+    for function in (made_by, np.linalg.norm, math.sqrt, Wire.send):
+        assert travel(function) is function
+    assert Wire().writer.function(made_by) == ("global", __name__, "made_by")
 
 
 def test_builtins_nested_functions_and_generators():
@@ -47,32 +78,84 @@ def test_builtins_nested_functions_and_generators():
     assert list(travel(outer)([4.0, 1.0])) == [3.0, 4.0]
 
 
+def test_globals_are_those_of_the_module():
+    """Whatever the code does with them."""
+
+    def evaluates(x):
+        return eval("np.sum(x)") + globals()["HALF"]
+
+    def imports(x):
+        from math import sqrt
+
+        return sqrt(x) * HALF
+
+    def writes():
+        global counter
+        counter += 1
+        return counter
+
+    class Local:
+        factor = HALF
+
+        def __init__(self):
+            super().__init__()
+
+    assert travel(evaluates)([1, 2]) == 3.5
+    assert travel(imports)(16.0) == 2.0
+    before = counter
+    assert travel(writes)() == before + 1 == counter
+    assert travel(lambda: Local().factor + held.value)() == 1.5
+    for function in (evaluates, imports, writes):
+        assert Wire().writer.function(function)[0] == "fn"
+
+
 def test_numbers_strings_and_arrays_that_it_closes_over():
-    rate, name, weights = 0.25, "w", np.arange(3.0)
+    rate, name, weights, small = 0.25, "w", np.arange(30.0), np.float32(0.1)
 
-    def scale(x, times=2, *, plus=None):
-        return {name: x * rate * times + weights}
+    def scale(x, times=2, *, plus=1):
+        return {name: x * rate * times + plus + weights[:3] + small - small}
 
-    assert travel(scale) is None  # keyword defaults
-
-    def plain(x, times=2):
-        return {name: x * rate * times + weights}
-
-    (key, value), *_ = travel(plain)(np.ones(3)).items()
+    (key, value), *_ = travel(scale)(np.ones(3)).items()
     assert key == "w"
-    np.testing.assert_array_equal(value, [0.5, 1.5, 2.5])
+    np.testing.assert_array_equal(value, [1.5, 2.5, 3.5])
+    got = travel(lambda: small)()
+    assert type(got) is np.float32
+    assert got == small
 
 
 def test_each_time_with_what_it_closes_over_now():
-    results = []
+    wire, results, told = Wire(), [], []
     for rate in (1.0, 2.0, 3.0):
-        results.append(travel(lambda x, rate=rate: x * rate)(10.0))
+        results.append(wire.send(lambda x, rate=rate: x * rate)(10.0))
+        told.append(len(wire.news[0]) if wire.news else 0)
 
         def closure(x):
             return x * rate  # noqa: B023 - that is the point
 
-        results.append(travel(closure)(10.0))
+        results.append(wire.send(closure)(10.0))
     assert results == [10.0, 10.0, 20.0, 20.0, 30.0, 30.0]
+    assert told == [1, 0, 0]  # the code is sent once
+
+
+def test_code_that_was_sent_is_not_sent_again():
+    def function(x, plus=1):
+        return x + plus
+
+    wire = Wire()
+    assert wire.send(function)(1) == 2
+    assert wire.news[0]
+    assert wire.send(function)(1) == 2
+    assert not wire.news
+    function.__defaults__ = (10,)
+    assert wire.send(function)(1) == 11
+    assert not wire.news
+    function.__code__ = (lambda x, plus: x - plus).__code__
+    assert wire.send(function)(1) == -9
+    assert wire.news[0]
+    function.__kwdefaults__ = {}
+    function.mark = 5
+    assert wire.send(function).mark == 5
+    assert not wire.news
 
 
 def test_a_closure_that_counts_starts_anew():
@@ -95,53 +178,168 @@ class Held:
         return self.value
 
 
-RECURSIVE = "def f(n):\n    return 1 if n < 2 else n * f(n - 1)\n"
-WRITES = "def f():\n    global counter\n    counter = 1\n"
-SHADOWED = "def f(x):\n    return len(x)\n"
 held = Held()
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x * HALF,  # a global that is no module
-        lambda: held.value,
-        lambda: travel,
-        made_by(RECURSIVE),
-        made_by(WRITES),
-        made_by(SHADOWED, len=lambda x: 42),
-        made_by("def f():\n    return m.x\n", m=types.ModuleType("not_there")),
-    ],
-)
-def test_others_are_pickled(function):
-    assert travel(function) is None
+def test_functions_that_refer_to_themselves_and_to_each_other():
+    def factorial(n):
+        return 1 if n < 2 else n * factorial(n - 1)
+
+    def even(n):
+        return n == 0 or odd(n - 1)
+
+    def odd(n):
+        return n != 0 and even(n - 1)
+
+    assert travel(factorial)(5) == 120
+    assert travel(even)(4)
+    assert not travel(even)(5)
 
 
-def test_a_function_with_attributes_is_pickled():
-    def function():
-        return function.calls
+def test_a_list_that_two_functions_share_stays_one():
+    log = []
+
+    def add(x):
+        log.append(x)
+
+    def both(x):
+        add(x)
+        return log
+
+    assert travel(both)(3) == [3]
+    assert log == []
+
+
+def test_an_empty_cell():
+    def make():
+        def function():
+            return later
+
+        if False:
+            later = 1
+        return function
+
+    with pytest.raises(NameError, match="later"):
+        travel(make())()
+
+
+def test_attributes_names_and_wrappers():
+    def function(x):
+        """Count."""
+        return x
 
     function.calls = 3
-    assert travel(function) is None
-    assert travel(functools.wraps(function)(lambda: 1)) is None
+    there = travel(function)
+    assert (there.calls, there(1), there.__doc__) == (3, 1, "Count.")
+
+    @functools.wraps(function)
+    def wrapper(x):
+        return function(x) + 1
+
+    there = travel(wrapper)
+    assert (there.__name__, there.__wrapped__(1), there(1)) == ("function", 1, 2)
 
 
-def test_a_closure_over_an_object_is_pickled():
+def test_objects_methods_and_partials():
     mine = Held()
-    assert travel(lambda: mine.value) is None
-    assert travel(lambda f=mine.method: f()) is None
+    assert travel(lambda: mine.value)() == 1
+    assert travel(lambda f=mine.method: f())() == 1
+    assert travel(mine.method)() == 1
+    assert travel(functools.partial(lambda a, b: a - b, 5))(b=3) == 2
 
 
-def test_modules_by_any_name():
-    import os.path as paths
+def test_what_has_a_plain_form():
+    """It needs no pickler, which takes longer than all the rest."""
+    import collections as module
 
-    assert made_by("def f(): return p.sep", p=paths)() == "/"
-    assert travel(made_by("def f(): return p.sep", p=paths))() == "/"
+    def function(x, kind=Held):
+        return module.Counter(x), kind
+
+    made = functools.partial(function, "aab", kind=int)
+    for one in (function, made, functools.partial(made)):
+        assert Wire().writer.function(one) != "pickled"
+        assert travel(one)(*(["aab"] if one is function else []))[0]["a"] == 2
+    assert travel(made)()[1] is int
+    stranger = types.ModuleType("math")
+    stranger.x = made.mark = 5
+    assert travel(made).mark == 5
+    assert Wire().writer.function(lambda: stranger) == "pickled"
+
+
+def test_a_class_of_a_function():
+    class Base:
+        def value(self):
+            return HALF
+
+    class Derived(Base):
+        def value(self):
+            return super().value() + 1
+
+    assert travel(lambda: Derived().value())() == 1.5
+
+
+def test_globals_that_are_no_module():
+    """Copied with each call, as far as the code mentions them."""
+    names = {"m": math, "k": 2.0}
+    function = made_by("def f(x): return m.sqrt(x) * k", **names)
+    wire = Wire()
+    assert wire.send(function)(4.0) == 4.0
+    function.__globals__["k"] = 3.0
+    assert wire.send(function)(4.0) == 6.0
+    assert travel(made_by("def f(n): return 1 if n < 2 else n * f(n - 1)"))(4) == 24
+
+
+def test_globals_of_merge_fn_that_are_no_module():
+    """A program that `exec` runs: each rank has globals of its own."""
+    text = "def f():\n    return lambda: eval('number')\n"
+    here, there = made_by(text, number=1), made_by(text, number=2)
+    names = [Names([("merge_fn", f)], f.__globals__) for f in (here, there)]
+    assert Wire(*names).send(here())() == 2
+
+
+def test_modules_by_any_name(monkeypatch):
+    import sys
+
+    module = types.ModuleType("a-script.py")
+    exec("number = 5\ndef make(): return lambda: number\n", module.__dict__)
+    monkeypatch.setitem(sys.modules, "a-script.py", module)
+    assert Wire().writer.function(module.make())[0] == "fn"
+    assert travel(module.make())() == 5
+
+
+def test_a_module_that_is_not_there():
+    with pytest.raises(AttributeError, match="not defined in the program"):
+        _functions.lookup_or_raise("__main__", "nothing_there")
+    with pytest.raises(ModuleNotFoundError):
+        _functions.globals_of("no_such_module_at_all")
 
 
 def test_many_functions_do_not_fill_the_memory():
-    for number in range(600):
-        function = made_by(f"def f(x): return x + {number}")
-        assert travel(function)(1) == number + 1
-    assert len(_functions._known) <= 256
-    assert len(_functions._received) <= 256
+    wire = Wire()
+    made = [
+        eval(f"lambda x: x + {number}", globals())
+        for number in range(_functions._MOST_KEPT + 100)
+    ]
+    for number, function in enumerate(made):
+        assert wire.send(function)(1) == number + 1
+    assert wire.send(made[0])(1) == 1  # sent again
+    assert wire.news[0]
+    assert len(wire.writer.codes._numbers) <= _functions._MOST_SENT
+    assert len(wire.reader._codes._kept) <= _functions._MOST_KEPT
+
+
+def test_too_many_functions_in_one_message_are_an_error():
+    made = [
+        eval(f"lambda x: x + {number}", globals())
+        for number in range(_functions._MOST_KEPT + 1)
+    ]
+    with pytest.raises(LookupError, match="one message"):
+        Wire().send(made)
+
+
+def test_news_of_a_message_that_was_not_sent():
+    wire = Wire()
+    head, arrays = wire.writer.write((lambda: 1,))
+    wire.writer.return_news(wire.writer.take_news())
+    assert wire.send(lambda: 2)() == 2
+    assert wire.reader.read(head, arrays)[0]() == 1

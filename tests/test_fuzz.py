@@ -28,6 +28,7 @@ import pytest
 from replicas import FIRST, MEAN, NONE, ON_READ, SUM, everywhere
 
 import mpidist
+from mpidist import _threads
 from mpidist.data import Dataset
 
 DEFAULT_SEEDS = 25
@@ -503,11 +504,11 @@ class Runner:
 
 def _running() -> Runner:
     """Return the program of this rank; functions get here by name on other ranks."""
-    assert _now
-    return _now[0]
+    assert _now.get()
+    return _now.get()[0]
 
 
-_now: list[Runner] = []
+_now = _threads.ReplicaLocal[list[Runner]](list)
 
 
 def _ones() -> Any:
@@ -546,7 +547,7 @@ def _run_program(world: World, program: Program) -> tuple[str, str]:
     """Run it; return what this rank raised, and a text for people."""
     strategy = world.strategy
     runner = Runner(world, program)
-    _now[:] = [runner]
+    _now.get()[:] = [runner]
     error: BaseException | None = None
     try:
         with strategy.scope():
@@ -566,7 +567,7 @@ def _run_program(world: World, program: Program) -> tuple[str, str]:
         name = "local" if error is not None else ""
     elif name:
         name = "deadline" if "Timeout" in name else "raised"
-    _now.clear()
+    _now.get().clear()
     positions = [iterator.state()["position"] for iterator in runner.iterators]
     return name, f"{positions}\n" + "\n".join(runner.log) + f"\n{text}"
 
@@ -609,6 +610,7 @@ def _seeds() -> range:
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 @pytest.mark.core
 @pytest.mark.parametrize("start", _seeds()[::SEEDS_PER_TEST])
 def test_no_program_hangs_or_diverges(new_strategy, start, tmp_path_factory):

@@ -8,12 +8,16 @@ sums in the order of the ranks, and again later, when other calls have reused me
 Arrays are gathered too, with lengths that differ between ranks. Some strategies have
 their guard off, which must change nothing but that nothing fails on purpose.
 
+The same again with a GPU (the stand-in for CuPy, tests/posing.py): leaves on it and on
+the host in one nest, and ranks with a GPU together with ranks without.
+
 ``MPIDIST_FUZZ=500`` and ``MPIDIST_FUZZ=500:510`` as in ``test_fuzz``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import warnings
@@ -22,6 +26,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import posing
 import pytest
 from replicas import context, everywhere
 
@@ -68,8 +73,14 @@ def _values(rng: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     return x
 
 
-def _expected(op: str, parts: list[Any]) -> Any:
-    """Return what `_dtypes` promises, added up in the order of the ranks."""
+def _expected(op: str, parts: list[Any], nodes: list[list[int]]) -> Any:
+    """Return what `_dtypes` promises, added up by nodes, in the order of the ranks.
+
+    Args:
+        op: the operation.
+        parts: of each rank.
+        nodes: the ranks of each.
+    """
     dtype = parts[0].dtype
     compute = dtype
     if op == "MEAN" and dtype.kind in "iu":
@@ -77,9 +88,11 @@ def _expected(op: str, parts: list[Any]) -> Any:
     elif dtype == np.float16:
         compute = np.dtype(np.float32)
     with np.errstate(all="ignore"):
-        total = parts[0].astype(compute)
-        for x in parts[1:]:
-            total = COMBINE[op](total, x.astype(compute))
+        sums = [
+            functools.reduce(COMBINE[op], [parts[r].astype(compute) for r in ranks])
+            for ranks in nodes
+        ]
+        total = functools.reduce(COMBINE[op], sums)
         if op == "MEAN":
             total = np.true_divide(total, compute.type(len(parts)))
         if op in ("MIN", "MAX") and dtype.kind == "f":
@@ -140,6 +153,19 @@ def _form(rng: Any, x: Any, buffer: Any) -> Any:
     return x
 
 
+def _host(x: Any) -> Any:
+    return x.get() if isinstance(x, posing.ndarray) else x
+
+
+def _close(x: Any, y: Any) -> bool:
+    """Return whether complex numbers are close, or have both overflown.
+
+    Then rounding on the way decides between infinity, NaN and a number in each part.
+    """
+    overflown = ~np.isfinite(x) & ~np.isfinite(y)
+    return bool(np.all(overflown | np.isclose(x, y, 1e-5, 1e-300, equal_nan=True)))
+
+
 @contextlib.contextmanager
 def _floating_errors(how: int) -> Iterator[None]:
     errors = ("warn", "raise", "ignore")[how % 3]
@@ -149,9 +175,28 @@ def _floating_errors(how: int) -> Iterator[None]:
 
 
 class Calls:
-    """The calls of one seed."""
+    """The calls of one seed.
 
-    def __init__(self, strategy: mpidist.MPIStrategy, seed: int, buffer: Any) -> None:
+    Args:
+        strategy: what makes them.
+        seed: alike on all ranks.
+        buffer: of the strategy; None: the calls use none.
+        where: "host"; "gpu": leaves here and there; "mixed": all of a rank's leaves on
+            its device.
+    """
+
+    def __init__(
+        self,
+        strategy: mpidist.MPIStrategy,
+        seed: int,
+        buffer: Any,
+        where: str = "host",
+    ) -> None:
+        self.where = where
+        self.on_gpu = strategy._collectives.device.kind == "gpu"
+        self.dtypes = [
+            d for d in DTYPES.split() if where == "host" or d != "longdouble"
+        ]
         self.strategy = strategy
         self.rank = strategy.extended._replica_id
         self.size = strategy.num_replicas_in_sync
@@ -160,9 +205,47 @@ class Calls:
         self.buffer = buffer
         self.kept: list[tuple[Any, Any]] = []
         self.exact = os.environ.get("MPIDIST_IMPLEMENTATION") is None
+        ranks = range(self.size)
+        comm = strategy._collectives.comm
+        number = getattr(comm, "num_nodes", 1)
+        # Small nests are added up in the order of the ranks, large ones by nodes.
+        self.orders = [[[r] for r in ranks]]
+        if number > 1:
+            by_nodes = [
+                [r for r in ranks if r * number // self.size == k]
+                for k in range(number)
+            ]
+            self.orders.append(by_nodes)
         self.guarded = strategy.extended._collectives.guard.enabled
         self.cache: list[tuple[str, list[tuple[tuple[int, ...], Any]]]] = []
         self.gathered: list[list[tuple[list[tuple[int, ...]], Any]]] = []
+
+    def _place(self, own: list[Any]) -> list[Any]:
+        """Return the leaves where they are to be: on the GPU, or as they are."""
+        if self.where == "host":
+            return own
+        each = self.rng.integers(3 if self.where == "gpu" else 1, size=len(own)) < 2
+        if not self.on_gpu:
+            return own
+        xp = self.strategy.array_module
+        return [
+            self._on_gpu(xp, np.asarray(x)) if here else x
+            for x, here in zip(own, each, strict=True)
+        ]
+
+    def _on_gpu(self, xp: Any, x: Any) -> Any:
+        """Return an array that a kernel has yet to write, in a form of this rank's."""
+        x = np.array(x, x.dtype.newbyteorder("="))
+        there = xp.zeros((2, *x.shape), x.dtype)[int(self.mine.integers(2))]
+        if x.ndim and self.mine.integers(3) == 0:
+            there = xp.zeros((*x.shape[:-1], 2 * x.shape[-1]), x.dtype)[..., ::2]
+        posing.launch(lambda: np.copyto(there._memory, x))
+        return there
+
+    def _misplaced(self, own: list[Any], results: list[Any]) -> str:
+        kinds = [isinstance(x, posing.ndarray) for x in own]
+        found = [isinstance(x, posing.ndarray) for x in results]
+        return "" if kinds == found else f"on a GPU {found}, not {kinds}; "
 
     def _draw(self) -> tuple[str, list[tuple[tuple[int, ...], Any]]]:
         rng = self.rng
@@ -170,7 +253,7 @@ class Calls:
             return self.cache[int(rng.integers(len(self.cache)))]
         leaves = []
         for _ in range(1 if rng.integers(3) else int(rng.integers(2, 6))):
-            dtype = np.dtype(str(rng.choice(DTYPES.split())))
+            dtype = np.dtype(str(rng.choice(self.dtypes)))
             nbytes = (
                 int(rng.choice(BORDERS)) + int(rng.integers(-3, 4)) * dtype.itemsize
             )
@@ -215,6 +298,7 @@ class Calls:
                 place = self.buffer[start:]
             own.append(_form(forms, x, place))
             start += -(-x.nbytes // 64) * 64
+        own = self._place(own)
         options = None
         if self.mine.integers(4) == 0:
             options = mpidist.experimental.CommunicationOptions(timeout_seconds=40)
@@ -225,17 +309,18 @@ class Calls:
             with _floating_errors(how):
                 return context().all_reduce(op, tree, options)
 
-        before = [_raw(x) for x in own]
+        before = [_raw(_host(x)) for x in own]
         value = self.strategy.run(replica)
         (found,) = self.strategy.experimental_local_results(value)
-        results = [found] if len(own) == 1 else found
-        wrong = ""
+        results = [_host(x) for x in ([found] if len(own) == 1 else found)]
+        wrong = self._misplaced(own, [found] if len(own) == 1 else found)
         crcs = [zlib.crc32(_arrays.value_bytes(np.asarray(x))) for x in results]
         if len({*map(tuple, everywhere(crcs))}) > 1:
-            wrong = f"{op} of {leaves}: not the same bits on all ranks; "
+            wrong += f"{op} of {leaves}: not the same bits on all ranks; "
         for i, (shape, dtype) in enumerate(leaves):
             text = f"{op} of {dtype} {shape}"
-            expected = _expected(op, [row[i] for row in parts])
+            column = [row[i] for row in parts]
+            expected, *more = (_expected(op, column, order) for order in self.orders)
             x = np.asarray(results[i])
             if (x.shape, x.dtype) != (expected.shape, expected.dtype):
                 wrong += f"{text}: {x.dtype} {x.shape} for {expected.dtype}; "
@@ -245,14 +330,14 @@ class Calls:
                 if not self.exact:
                     finite = np.isfinite(x) & np.isfinite(expected)
                     x, expected = x[finite], expected[finite]
-                if not np.allclose(x, expected, 1e-5, 1e-300, equal_nan=True):
+                if not _close(x, expected):
                     wrong += f"{text}: {x} for {expected}; "
-            elif self.exact and _raw(x) != _raw(expected):
+            elif self.exact and _raw(x) not in [_raw(y) for y in (expected, *more)]:
                 wrong += f"{text}: {x} for {expected}; "
-            if _raw(own[i]) != before[i]:
+            if _raw(_host(own[i])) != before[i]:
                 wrong += f"{text}: what was passed was changed; "
             if isinstance(results[i], np.ndarray):
-                if np.shares_memory(results[i], own[i]):
+                if np.shares_memory(results[i], _host(own[i])):
                     wrong += f"{text}: shares memory with what was passed; "
                 if self.mine.integers(2) and results[i].size:
                     results[i][...] = 1  # its owner may
@@ -268,7 +353,7 @@ class Calls:
             return axis, self.gathered[int(rng.integers(len(self.gathered)))]
         leaves = []
         for _ in range(1 if rng.integers(3) else int(rng.integers(2, 6))):
-            dtype = np.dtype(str(rng.choice(DTYPES.split())))
+            dtype = np.dtype(str(rng.choice(self.dtypes)))
             # So that 3 dimensions and 3 axes are possible: some of them are short.
             shape = [1, 1, 1]
             shape[int(rng.integers(3))] = int(rng.integers(0, 5))
@@ -314,16 +399,17 @@ class Calls:
                 place = self.buffer[start:]
             own.append(_form(self.mine, x, place))
             start += -(-x.nbytes // 64) * 64
+        own = self._place(own)
         options = None
         if self.mine.integers(4) == 0:
             options = mpidist.experimental.CommunicationOptions(timeout_seconds=40)
         given = own[0] if len(own) == 1 else own
         axis -= 3 * int(self.rng.integers(2))
-        before = [_raw(x) for x in own]
+        before = [_raw(_host(x)) for x in own]
         value = self.strategy.run(lambda: context().all_gather(given, axis, options))
         (found,) = self.strategy.experimental_local_results(value)
-        results = [found] if len(own) == 1 else found
-        wrong = ""
+        results = [_host(x) for x in ([found] if len(own) == 1 else found)]
+        wrong = self._misplaced(own, [found] if len(own) == 1 else found)
         for i, (shapes, dtype) in enumerate(leaves):
             text = f"gather of {dtype} {shapes} along {axis}"
             expected = np.concatenate([row[i] for row in parts], axis)
@@ -332,9 +418,9 @@ class Calls:
                 wrong += f"{text}: {x.dtype} {x.shape} for {expected.dtype}; "
             elif not x.flags.c_contiguous or _raw(x) != _raw(expected):
                 wrong += f"{text}: {x} for {expected}; "
-            if _raw(own[i]) != before[i]:
+            if _raw(_host(own[i])) != before[i]:
                 wrong += f"{text}: what was passed was changed; "
-            if np.shares_memory(x, own[i]):
+            if np.shares_memory(x, _host(own[i])):
                 wrong += f"{text}: shares memory with what was passed; "
             if self.mine.integers(2) and x.size:
                 x[...] = 1  # its owner may
@@ -397,17 +483,52 @@ def _seeds() -> range:
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 @pytest.mark.core
 def test_all_ways_give_the_same(new_strategy):
+    _run(new_strategy)
+
+
+@pytest.mark.mpi
+@pytest.mark.core
+@pytest.mark.parametrize("where", ["gpu", "mixed"])
+@pytest.mark.parametrize("order", ["late", "random"])
+def test_all_ways_give_the_same_with_a_gpu(new_strategy, monkeypatch, where, order):
+    from mpi4py import MPI
+
+    rank = MPI.COMM_WORLD.rank
+    with_gpu = where == "gpu" or rank % 2 == 1
+    if with_gpu:
+        posing.install(monkeypatch, order=order, seed=rank)
+    _run(new_strategy, where, device="gpu" if with_gpu else "cpu")
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("where", "nodes"), [("host", 2), ("host", 3), ("gpu", 2), ("mixed", 2)]
+)
+def test_all_ways_give_the_same_between_nodes(new_strategy, monkeypatch, where, nodes):
+    """On 3 ranks as 3 nodes by messages, with other numbers in slices as well."""
+    monkeypatch.setenv("MPIDIST_SIMULATED_NODES", str(nodes))
+    if where == "host":
+        _run(new_strategy)
+    else:
+        test_all_ways_give_the_same_with_a_gpu(
+            new_strategy, monkeypatch, where, "random"
+        )
+
+
+def _run(new_strategy, where="host", **how):
     for seed in _seeds():
         if seed % 50 == 0 or seed == _seeds().start:
-            guarded = new_strategy(timeout_seconds=20)
-            unguarded = new_strategy(timeout_seconds=20, guard=False)
+            guarded = new_strategy(timeout_seconds=20, **how)
+            unguarded = new_strategy(timeout_seconds=20, guard=False, **how)
         strategy = unguarded if seed % 4 > 1 else guarded
         buffer = None
         if seed % 2:
             buffer = strategy.buffers_like(np.zeros(3 * 2**20, np.uint8))
-        calls = Calls(strategy, seed, buffer)
+        calls = Calls(strategy, seed, buffer, where)
         for number in range(CALLS):
             wrong = calls.one() + calls.check_kept()
             found = everywhere(wrong)

@@ -1,12 +1,14 @@
 """How GPU buffers go: order of the copies, NCCL, and the choice between the ways.
 
 All of it on host memory that poses as a GPU, whose streams do their work as late as
-they may, or as early (tests/posing.py): a copy that nothing waits for gives wrong data.
+they may, as early, or at random (tests/posing.py): a copy that nothing waits for gives
+wrong data. tests/test_gpu_waits.py has more of that.
 """
 
 import functools
 import itertools
 import threading
+import warnings
 
 import numpy as np
 import posing
@@ -14,7 +16,8 @@ import pytest
 from replicas import context, local, raises_everywhere
 
 import mpidist
-from mpidist import _transports
+from mpidist._arrays import Device
+from mpidist._engine import node as node_module
 from mpidist._transports import StagedTransport, _devices, _nccl
 from mpidist._transports import _staged as staged_module
 from mpidist._transports._devices import Finding, decide
@@ -28,21 +31,25 @@ PIECE = 64 * 1024
 def auto(monkeypatch):
     """Whatever launch/test has the suite go by, these tests choose for themselves."""
     monkeypatch.delenv("MPIDIST_IMPLEMENTATION", raising=False)
+    monkeypatch.setattr(_devices, "_told", set())  # warnings of other tests
 
 
-@pytest.fixture(params=["late", "early"])
-def cupy(request, monkeypatch):
-    monkeypatch.setattr(posing.Stream, "early", request.param == "early")
+@pytest.fixture(params=["late", "early", "random"])
+def cupy(request, monkeypatch, rank):
     monkeypatch.setattr(staged_module, "SMALLEST_PIECE_BYTES", 4096)
     monkeypatch.setenv("MPIDIST_STAGING_MB", str(PIECE / 2**20))
-    return posing.install(monkeypatch)
+    return posing.install(monkeypatch, order=request.param, seed=rank)
+
+
+def no_room(*sizes):
+    raise OSError("no room here")
 
 
 @pytest.fixture(params=["direct", "shared"])
 def staged(request, cupy, new_strategy, monkeypatch, size):
     """Give the staged transport of a strategy, over each of those on the host."""
     if request.param == "direct":
-        monkeypatch.setattr(_transports, "set_up_shared", lambda comm, **how: None)
+        monkeypatch.setattr(node_module, "_make_file", no_room)
     strategy = new_strategy(device="gpu")
     transport = strategy._collectives.transports.device
     assert isinstance(transport, StagedTransport)
@@ -259,6 +266,18 @@ def test_arrays_in_different_places(cupy, new_strategy, rank):
         )
 
 
+def said_by(make):
+    """Return what is made, and the warnings that a user is shown of it."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        made = make()
+    for one in seen:
+        assert one.category is RuntimeWarning
+        # Where the program makes the strategy: here, by the fixture.
+        assert one.filename.endswith(("conftest.py", "test_gpu_transports.py"))
+    return made, [str(one.message) for one in seen]
+
+
 # --- NCCL -----------------------------------------------------------------------------
 
 
@@ -400,14 +419,104 @@ def test_nccl_does_not_connect(
     if asked == "NCCL":
         texts = raises_everywhere(ValueError, make)
     else:
-        transports = make()._collectives.transports
+        strategy, texts = said_by(make)
+        transports = strategy._collectives.transports
         assert transports.device.name == "staged"
-        texts = [transports.reason]
+        assert len(texts) == (rank == 0)
+        texts = [*texts, transports.reason]
     if nccl.waits is not None:
         nccl.waits.set()
     for text, reason in itertools.product(texts, reasons):
         assert reason in text
     assert nccl.open == 0
+
+
+@mpi(min_size=2)
+@core
+def test_auto_without_nccl_is_a_warning_on_rank_0(
+    monkeypatch, new_strategy, rank, size
+):
+    posing.install(monkeypatch, num_devices=size, nccl=posing.Nccl(available=False))
+    strategy, texts = said_by(new_strategy)
+    assert len(texts) == (rank == 0)
+    why = "NCCL does not load on rank 0 (CuPy does not find libnccl; `pip install"
+    for text in (*texts, strategy._collectives.transports.reason):
+        assert why in text
+    assert said_by(new_strategy)[1] == []  # once
+    for text in texts:
+        assert "GPU arrays go staged" in text
+        assert "MPIDIST_IMPLEMENTATION=staged" in text
+    # Who has asked for that way is told nothing, and neither is who has another one.
+    _devices._told.clear()
+    assert said_by(lambda: new_strategy(implementation="STAGED"))[1] == []
+    monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
+    assert said_by(new_strategy)[1] == []
+
+
+@mpi(min_size=2)
+@core
+def test_that_warning_as_an_error_is_raised_on_all_ranks(monkeypatch, rank, size):
+    """As -W error makes it, on rank 0 as on the others; they are not left waiting."""
+    posing.install(monkeypatch, num_devices=size, nccl=posing.Nccl(available=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if rank == 0 else "ignore")
+        for text in raises_everywhere(RuntimeWarning, mpidist.MPIStrategy):
+            assert "NCCL does not load on rank 0" in text
+
+
+@mpi
+@core
+@pytest.mark.parametrize("id_type", [bytes, tuple])
+def test_the_id_of_nccl_is_passed_on_as_it_is(
+    monkeypatch, new_strategy, id_type, rank, size
+):
+    """CuPy 14 makes bytes and takes only those; before that it was integers."""
+    nccl = posing.Nccl(id_type=id_type)
+    xp = posing.install(monkeypatch, num_devices=size, nccl=nccl)
+    strategy = new_strategy(implementation="NCCL" if size == 1 else "AUTO")
+    assert strategy._collectives.transports.device.name == "nccl"
+    x = xp.full(5, rank + 1.0)
+    total = local(strategy, lambda: context().all_reduce("SUM", x))
+    check([(total.get(), np.full(5, size * (size + 1) / 2))])
+
+
+@mpi(min_size=2)
+@core
+def test_rank_0_has_no_id(own_gpus, nccl, monkeypatch, rank):
+    def refuse():
+        raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR: no interface")
+
+    if rank == 0:
+        monkeypatch.setattr(nccl, "get_unique_id", refuse)
+    make = functools.partial(new_nccl_strategy, "NCCL")
+    for text in raises_everywhere(ValueError, make):
+        assert "(rank 0 could not begin: RuntimeError: NCCL_ERROR_SYSTEM" in text
+
+
+def new_nccl_strategy(implementation):
+    options = mpidist.experimental.CommunicationOptions(implementation=implementation)
+    return mpidist.MPIStrategy(communication_options=options)
+
+
+@mpi
+def test_the_id_passes_through_the_real_nccl(strategy, rank, size):
+    """CuPy and NCCL as they are: without a GPU they come as far as the driver."""
+    cupy = pytest.importorskip("cupy")
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError:
+        count = 0
+    if count:
+        pytest.skip("launch/gpu-check has NCCL connect where there are GPUs")
+    try:
+        _nccl._arrays.nccl_module()
+    except ImportError as error:
+        pytest.skip(str(error))
+    comm = strategy._collectives.comm
+    made, problem = _nccl.connect(comm, Device("cpu"), 30)
+    assert made is None
+    assert "NcclError: NCCL_ERROR_UNHANDLED_CUDA_ERROR" in problem
+    assert "TypeError" not in problem
 
 
 @mpi(min_size=2)
@@ -440,6 +549,7 @@ def findings(*changes, **common):
 
 
 SAYS = {"queried": "MPIX_Query_cuda_support"}
+NOT_THERE = "NCCL does not load on rank 0 (CuPy does not find libnccl)"
 NO_NCCL = {"no_nccl": "CuPy does not find libnccl"}
 ONE_GPU = {"gpu": "host 00"}
 HOST = {"kind": "cpu", "gpu": ""}
@@ -471,6 +581,22 @@ def test_the_choice(found, way, nccl, reason):
     assert (decision.way, decision.try_nccl) == (way, nccl)
     assert reason in decision.reason
     assert decision.mixed == (len({f.kind for f in found}) > 1)
+
+
+@pytest.mark.parametrize(
+    ("found", "missing"),
+    [
+        (findings({}, {}), ""),
+        (findings({}, {}, **NO_NCCL), NOT_THERE),
+        (findings({}, NO_NCCL), NOT_THERE.replace("rank 0", "rank 1")),
+        (findings(ONE_GPU, ONE_GPU, **NO_NCCL), ""),  # NCCL would not be taken
+        (findings({}, HOST, **NO_NCCL), ""),
+        (findings({}, **NO_NCCL), ""),
+        (findings({}, {}, wanted="STAGED", **NO_NCCL), ""),
+    ],
+)
+def test_what_is_missing_for_nccl(found, missing):
+    assert decide(found).missing == missing
 
 
 @pytest.mark.parametrize(

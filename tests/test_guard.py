@@ -9,7 +9,7 @@ from replicas import context
 
 import mpidist
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.core]
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.core, pytest.mark.replicas(2, 3)]
 
 
 def outcome(strategy, fn):
@@ -435,6 +435,7 @@ def test_bad_value_at_program_level_on_one_rank(strategy, rank, last):
 # --- the deadline -------------------------------------------------------------------
 
 
+@pytest.mark.processes  # what the process has printed
 def test_a_rank_that_sleeps(new_strategy, rank, size, capfd, monkeypatch):
     monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.4")
     strategy = new_strategy(timeout_seconds=1.5)

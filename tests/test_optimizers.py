@@ -20,7 +20,7 @@ from mpidist.optimizers import (
 )
 
 mpi = pytest.mark.mpi
-core = [pytest.mark.mpi, pytest.mark.core]
+core = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
 
 def apply_core(function):
@@ -533,6 +533,7 @@ def test_one_fused_reduction_and_nothing_else(strategy, size):
 
 
 @mpi
+@pytest.mark.replicas(2, 3)
 def test_in_merge_fn_it_is_one_command(strategy, size):
     with strategy.scope():
         variables = [mpidist.Variable(np.ones(k)) for k in (3, 400)]
@@ -598,6 +599,7 @@ def test_the_first_apply_may_be_anywhere(strategy, size):
 
 
 @pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 @pytest.mark.parametrize("culprit", ["first", "last"])
 @pytest.mark.parametrize("call", ["build", "apply_gradients"])
 def test_bad_arguments_outside_every_scope_are_told(
@@ -622,6 +624,7 @@ def test_bad_arguments_outside_every_scope_are_told(
 
 
 @mpi
+@pytest.mark.replicas(2, 3)
 def test_build_may_be_anywhere(strategy):
     def in_replica(optimizer, w):
         strategy.run(lambda: optimizer.build([w]))
@@ -674,6 +677,7 @@ def fail(_):
     "wrong", [None, lambda x: x.numpy()[:1], lambda x: x + 1, fail]
 )
 @mpi
+@pytest.mark.replicas(2, 3)
 def test_cross_device_ops_of_the_user(size, wrong):
     options = mpidist.experimental.CommunicationOptions(timeout_seconds=60)
     ops = Halving()
@@ -699,6 +703,7 @@ def test_cross_device_ops_of_the_user(size, wrong):
 
 
 @mpi
+@pytest.mark.replicas(2, 3)
 def test_indexed_slices_are_refused(strategy):
     a, _ = two_variables(strategy)
     rows = mpidist.IndexedSlices(np.ones(1), np.array([1]))
@@ -755,6 +760,7 @@ def test_reduced_gradients_that_are_views_of_variables(strategy):
 
 
 @mpi
+@pytest.mark.replicas(2, 3)
 def test_plain_gradients_have_to_be_the_same(strategy, rank, size):
     if size == 1:
         pytest.skip("one rank can not differ")
@@ -815,6 +821,7 @@ WRONG = {
 @pytest.mark.parametrize("built", [False, True], ids=["first", "later"])
 @pytest.mark.parametrize("what", WRONG)
 @mpi
+@pytest.mark.replicas(2, 3)
 def test_a_mistake_on_one_rank_is_raised_on_all(
     strategy, new_strategy, rank, size, what, built
 ):
@@ -881,6 +888,7 @@ def test_mistakes_in_merge_fn_and_at_program_level(strategy, rank, size):
 
 
 @mpi
+@pytest.mark.replicas(2, 3)
 def test_an_optimizer_of_merge_fn_is_refused(strategy):
     def merge_fn(strategy):
         SGD(0.1)
@@ -890,6 +898,7 @@ def test_an_optimizer_of_merge_fn_is_refused(strategy):
 
 
 @mpi
+@pytest.mark.replicas(2, 3)
 def test_other_numbers_of_optimizers_are_found(strategy, rank, size):
     if size == 1:
         pytest.skip("one rank can not differ")
@@ -915,6 +924,7 @@ def test_other_numbers_of_optimizers_are_found(strategy, rank, size):
 
 
 @mpi
+@pytest.mark.replicas(2, 3)
 def test_plain_variables_under_a_strategy_are_refused(strategy):
     w = mpidist.Variable(np.ones(2), name="w")
     with pytest.raises(RuntimeError, match="made outside every scope"):
@@ -929,6 +939,7 @@ def test_plain_variables_under_a_strategy_are_refused(strategy):
 
 
 @mpi
+@pytest.mark.replicas(2, 3)
 def test_slots_can_not_be_assigned_in_a_replica_function(strategy):
     a, _ = two_variables(strategy)
     optimizer = SGD(0.5, momentum=0.5)
@@ -938,6 +949,7 @@ def test_slots_can_not_be_assigned_in_a_replica_function(strategy):
 
 
 @mpi
+@pytest.mark.replicas(2, 3)
 def test_without_a_guard(new_strategy, size):
     strategy = new_strategy(guard=False)
     a, b = two_variables(strategy)
@@ -949,6 +961,7 @@ def test_without_a_guard(new_strategy, size):
 
 @pytest.mark.parametrize("bytes_per_pack", [0, 64])
 @mpi
+@pytest.mark.replicas(2, 3)
 def test_dtypes_and_packs(new_strategy, rank, size, bytes_per_pack):
     strategy = new_strategy(bytes_per_pack=bytes_per_pack)
     dtypes = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.longdouble]
@@ -1073,6 +1086,7 @@ def test_shares_of_the_loss_add_up(strategy, rank, size):
 
 
 @mpi
+@pytest.mark.replicas(2, 3)
 def test_a_wrong_batch_on_one_rank_is_raised_on_all(strategy, rank, size):
     def step():
         wrong = rank == size - 1

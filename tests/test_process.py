@@ -1,5 +1,6 @@
 """How a job ends: exceptions outside `run`, sys.exit, Ctrl-C, and leaving early."""
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -11,6 +12,12 @@ import pytest
 from launching import find_mpirun, rank_environment, run_ranks
 
 pytestmark = pytest.mark.core
+
+# The short way of an all-reduce has filters of its own, made when it is imported.
+OWN_FILTERS = any(
+    importlib.util.find_spec(name) is not None
+    for name in ("mpidist._lean", "mpidist._transports._hosting")
+)
 
 PROLOGUE = """
 import os, sys, time
@@ -247,3 +254,185 @@ def test_import_starts_no_mpi_and_loads_no_cupy():
         check=True,
     )
     assert result.stdout.strip() == "[]"
+
+
+# --- threads --------------------------------------------------------------------------
+
+
+def test_a_thread_that_uses_the_strategy_ends_the_job_when_it_raises():
+    body = """
+    import threading
+    def train():
+        strategy.run(step)
+        if rank == 1:
+            raise LookupError("between two calls")
+        strategy.run(step)
+    thread = threading.Thread(target=train, name="training")
+    thread.start()
+    thread.join()
+    if rank == 1:
+        time.sleep(60)  # a main thread that goes on
+    """
+    code, _, err = end_of(body)
+    assert code != 0
+    assert "rank 1 raised an exception in thread 'training', ending the job" in err
+    assert err.count("LookupError: between two calls") == 1
+    assert count_tracebacks(err) == 1
+
+
+@pytest.mark.parametrize("how", ["an exception", "sys.exit"])
+def test_a_thread_that_does_not_ends_alone(how):
+    body = f"""
+    import threading
+    def draw():
+        mpidist.Variable(1.0).assign(2.0)  # of this process only
+        if {how == "sys.exit"}:
+            sys.exit(5)
+        raise LookupError("no progress bar")
+    for _ in range(2):
+        thread = threading.Thread(target=draw)
+        thread.start()
+        thread.join()
+    strategy.run(step)
+    print("done", flush=True)
+    """
+    code, out, err = end_of(body, 2)
+    assert (code, out.split()) == (0, ["done"] * 2)
+    assert "ending the job" not in err
+    expected = 0 if how == "sys.exit" else 4
+    assert err.count("LookupError: no progress bar") == expected
+
+
+def test_the_exit_code_of_a_thread_is_not_that_of_the_program():
+    body = """
+    import threading
+    thread = threading.Thread(target=lambda: sys.exit(5))
+    thread.start()
+    thread.join()
+    if rank != 1:
+        strategy.run(step)
+    """
+    code, _, err = end_of(body)
+    assert code not in (0, 5)
+    assert "this rank has left the program" in err
+
+
+# --- the hooks ------------------------------------------------------------------------
+
+
+def test_a_hook_of_the_users_own_shows_the_exception():
+    body = """
+    import os, sys, time
+    def mine(kind, error, trace):
+        print(f"mine: {error}", file=sys.stderr, flush=True)
+    sys.excepthook = mine
+    import mpidist
+    strategy = mpidist.MPIStrategy()
+    if strategy.replica_id == 1:
+        raise LookupError("no such key")
+    time.sleep(60)
+    """
+    code, _, err = end_of(body, 2, prologue=False)
+    assert code != 0
+    assert err.count("mine: no such key") == 1
+    assert "mpidist: rank 1 raised an exception, ending the job" in err
+    assert count_tracebacks(err) == 0
+
+
+# What Python keeps for the whole process, and a library should leave alone.
+STATE = """
+import os, signal, sys, threading, warnings
+def state():
+    handlers = {n: signal.getsignal(n) for n in signal.valid_signals()}
+    return {
+        "hooks": (sys.excepthook, sys.exit, threading.excepthook, sys.unraisablehook),
+        "filters": list(warnings.filters),
+        "signals": handlers,
+        "environment": dict(os.environ),
+        "switch interval": sys.getswitchinterval(),
+        "path": list(sys.path),
+    }
+import numpy, mpi4py.MPI  # what these change is not ours
+before = state()
+def changed(*but):
+    now = state()
+    return sorted(k for k in before if now[k] != before[k] and k not in but)
+"""
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_import_and_a_strategy_leave_the_process_as_it_was(n):
+    body = """
+    import mpidist
+    print("imported", changed(), flush=True)
+    a = mpidist.MPIStrategy()
+    print("made", changed(), flush=True)
+    b = mpidist.MPIStrategy()
+    a.run(lambda: mpidist.get_replica_context().all_reduce("SUM", numpy.ones(9)))
+    a.close()
+    print("one left", changed(), flush=True)
+    b.close()
+    print("closed", changed(), flush=True)
+    mpidist.MPIStrategy().close()
+    print("again", changed(), flush=True)
+    """
+    code, out, err = end_of(STATE + textwrap.dedent(body), n, prologue=False)
+    assert (code, err) == (0, "")
+    filters = ["filters"] if OWN_FILTERS else []
+    expected = {
+        "imported": filters,
+        "made": [*filters, "hooks"],
+        "one left": [*filters, "hooks"],
+        "closed": filters,
+        "again": filters,
+    }
+    lines = [f"{when} {what}" for when, what in expected.items()]
+    assert sorted(out.splitlines()) == sorted(lines * n)
+
+
+def test_without_abort_no_hook_is_installed():
+    body = """
+    import mpidist
+    strategy = mpidist.MPIStrategy()
+    print(changed("filters"), flush=True)
+    """
+    text = STATE + textwrap.dedent(body)
+    code, out, _ = end_of(text, 2, prologue=False, MPIDIST_ABORT="0")
+    assert (code, out.split()) == (0, ["[]"] * 2)
+
+
+def test_a_hook_that_was_put_over_ours_stays_and_ours_does_nothing():
+    body = """
+    import sys, mpidist
+    original = sys.excepthook, sys.exit
+    strategy = mpidist.MPIStrategy()
+    ours = sys.excepthook
+    def over(*args):
+        print("over", flush=True)
+        ours(*args)
+    sys.excepthook = over
+    strategy.close()
+    print(sys.excepthook is over, sys.exit is original[1], flush=True)
+    if mpi4py.MPI.COMM_WORLD.rank == 0:
+        sys.excepthook(LookupError, LookupError("shown"), None)
+    again = mpidist.MPIStrategy()
+    again.close()
+    print(sys.excepthook is over, flush=True)
+    """
+    text = STATE + textwrap.dedent(body)
+    code, out, err = end_of(text, 2, prologue=False)
+    assert code == 0, err
+    assert sorted(out.split()) == sorted(["True", "True", "True"] * 2 + ["over"])
+    assert err.count("LookupError: shown") == 1
+    assert "ending the job" not in err
+
+
+def test_a_strategy_that_can_not_be_made_keeps_its_error_for_one_rank():
+    body = """
+    import mpidist
+    mpidist.MPIStrategy(device="tpu")
+    """
+    code, _, err = end_of(body, 3, prologue=False)
+    assert code != 0
+    assert "mpidist: rank 0 raised an exception, ending the job" in err
+    assert count_tracebacks(err) == 1

@@ -99,7 +99,7 @@ def treat(block: Block, blocks: list[Block], folder: Path) -> None:
             following = blocks[blocks.index(block) + 1 :]
             assert following, f"no block shows how to start {block.program}"
             assert following[0].language == "console"
-            assert f" python {block.program}\n" in following[0].text
+            assert f" {block.program}\n" in following[0].text
     elif language == "console":
         programs = {b.program: b.text for b in blocks if b.program}
         for command, output in commands_with_output(block.text):
@@ -200,6 +200,32 @@ def mpirun(command: Command, variables: str, ranks: str, program: str) -> None:
     compare(command.output, result)
 
 
+def python_alone(command: Command, program: str) -> None:
+    compare(command.output or [], alone(command, program, program))
+
+
+def pytest_alone(command: Command, program: str) -> None:
+    """Run a file of tests of the page; compare how many have passed."""
+    options = ["-m", "pytest", "-q", "-p", "pytest_mpidist", "-p", "no:cacheprovider"]
+    result = alone(command, program, *options, "-c", os.devnull, program)
+    assert command.output == [result.stdout.splitlines()[-1].partition(" in ")[0]]
+
+
+def alone(command: Command, program: str, *arguments: str) -> Any:
+    """Run Python on a program of the page, without mpirun."""
+    path = command.folder / program
+    path.write_text(command.programs[program], encoding="utf-8")
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=command.folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+
+
 def launch_mpirun(command: Command, ranks: str, program: str) -> None:
     """Run a quick example; of other programs, see that they are there."""
     compile_file(program)
@@ -251,7 +277,7 @@ def pytest_in_venv(command: Command, arguments: str) -> None:
         if argument.startswith("tests/"):
             assert (ROOT / argument).exists()
     for markers in re.findall(r'-m "([^"]*)"', arguments):
-        known = "mpi " + SETUP["tool:pytest"]["markers"]
+        known = "mpi replicas " + SETUP["tool:pytest"]["markers"]
         for marker in set(re.findall(r"\w+", markers)) - {"and", "or", "not"}:
             assert re.search(rf"\b{marker}\b", known)
 
@@ -261,7 +287,7 @@ def command_line(command: Command, arguments: str) -> None:
     assert command.output is None, f"who checks what {command.text!r} prints?"
     words = shlex.split(arguments)
     path = [words[0]]
-    if words[:2] in (["bench", "model"], ["bench", "show"]):
+    if words[:2] == ["bench", "model"]:
         path.append(words[1])
     usage = ask(sys.executable, "-m", "mpidist", *path, "--help")
     assert usage.startswith(f"usage: mpidist {' '.join(path)} ")
@@ -286,6 +312,8 @@ COMMANDS: list[tuple[str, Callable[..., None]]] = [
     (r"launch/mpirun -n (\d+) python (\S+\.py)", launch_mpirun),
     (r"launch/mpirun -n \d+ .venv/bin/python -m pytest (.*)", pytest_in_venv),
     (r"((?:MPIDIST_\w+=\S+ )*)mpirun -n (\d+) python (\S+\.py)", mpirun),
+    (r"python (\S+\.py)", python_alone),
+    (r"python -m pytest -q (\S+\.py)", pytest_alone),
     (r"srun -n \d+ --mpi=(\w+) python (\S+\.py)", srun),
     (r"sbatch (launch/\S+) (\S+\.py)", sbatch),
     (r'pip install -e (?:\.|"\.\[([\w,]+)\]")', pip_install),
@@ -429,7 +457,8 @@ def test_the_api_page_has_all_public_names():
     assert sorted(shown["mpidist.optimizers"]) == sorted(mpidist.optimizers.__all__)
     own = set(mpidist.data.__all__) - set(mpidist.__all__)
     assert sorted(shown["mpidist.data"]) == sorted(own)
-    modules = {"data", "experimental", "optimizers"}
+    assert sorted(shown["mpidist.testing"]) == sorted(mpidist.testing.__all__)
+    modules = {"data", "experimental", "optimizers", "testing"}
     objects = set(mpidist.__all__) - {"__version__", *modules}
     assert sorted(shown["mpidist"]) == sorted(objects)
 

@@ -1,6 +1,10 @@
 """Strategy.reduce and gather, and all_gather: what is combined, and how."""
 
 import collections
+import dataclasses
+import functools
+import time
+import types
 
 import numpy as np
 import pytest
@@ -9,7 +13,7 @@ from replicas import everywhere, own, raises_everywhere
 import mpidist
 from mpidist import _arrays
 
-pytestmark = [pytest.mark.mpi, pytest.mark.core]
+pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
 Pair = collections.namedtuple("Pair", "first second")
 
@@ -686,9 +690,9 @@ def test_all_gather_of_what_is_small_on_some_ranks(strategy, new_strategy, size,
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("count", [1, 100_000])
-def test_all_gather_of_a_rank_that_comes_late(new_strategy, rank, size, count):
-    """Its header is confirmed by another, after which places may have been reused."""
-    strategy = new_strategy(timeout_seconds=40)
+def test_calls_of_a_rank_that_comes_late(new_strategy, rank, size, count):
+    """All exchange their headers once more, and nothing is lost."""
+    strategy = new_strategy(timeout_seconds=4)
     guard = strategy.extended._collectives.guard
 
     def step():
@@ -696,9 +700,11 @@ def test_all_gather_of_a_rank_that_comes_late(new_strategy, rank, size, count):
         before = guard.sequence
         for k in range(3):
             if k == 1 and rank == size - 1:
-                guard._last_time -= 30  # as if it had been away
+                time.sleep(2.2)  # more than half of the deadline
             found = mpidist.get_replica_context().all_gather(x, 0)
             np.testing.assert_array_equal(found, np.repeat(np.arange(size), count))
+            total = mpidist.get_replica_context().all_reduce("SUM", x)
+            assert (total == size * (size - 1) / 2).all()
         return guard.sequence - before
 
     headers = own(strategy, strategy.run(step))
@@ -706,37 +712,38 @@ def test_all_gather_of_a_rank_that_comes_late(new_strategy, rank, size, count):
     assert_usable(strategy)
 
 
+@pytest.mark.processes  # patches one rank alone
 @pytest.mark.mpi(min_size=2)
-def test_all_gather_without_memory_on_one_rank(new_strategy, rank, size, monkeypatch):
+@pytest.mark.parametrize("implementation", ["AUTO", "DIRECT"])
+def test_all_gather_without_memory_on_one_rank(
+    new_strategy, rank, size, monkeypatch, implementation
+):
     """What one rank has no memory for, all ranks raise, and nothing hangs."""
-    for kwargs in (
-        {},
-        {"implementation": mpidist.experimental.CommunicationImplementation.DIRECT},
-    ):
-        strategy = new_strategy(**kwargs)
-        x = np.ones(200_000 + rank)
+    strategy = new_strategy(implementation=implementation)
+    x = np.ones(200_000 + rank)
 
-        def step(x=x):
-            return mpidist.get_replica_context().all_gather(x, 0)
+    def step(x=x):
+        return mpidist.get_replica_context().all_gather(x, 0)
 
-        strategy.run(step)
-        pool = strategy.extended._collectives._pool
-        if rank == size - 1:
-            monkeypatch.setattr(pool, "empty", no_memory)
-            arena = getattr(strategy.extended._collectives._shared, "arena", None)
-            if arena is not None:
-                monkeypatch.setattr(arena, "empty", lambda nbytes: None)
-        for message in raises_everywhere(
-            MemoryError, lambda f=step, s=strategy: s.run(f)
-        ):
-            assert "no memory here" in message
-        monkeypatch.undo()
-        assert own(strategy, strategy.run(step)).size == sum(
-            200_000 + i for i in range(size)
-        )
+    strategy.run(step)
+    if rank == size - 1:
+        collectives = strategy.extended._collectives
+        if collectives.node is None:
+            monkeypatch.setattr(collectives._pool, "empty", no_memory)
+        else:
+            full = types.SimpleNamespace(take=no_memory)
+            for plan in collectives._gathers.values():
+                node = dataclasses.replace(plan._node, pool=full)
+                monkeypatch.setattr(plan, "_node", node)
+    for message in raises_everywhere(MemoryError, lambda f=step, s=strategy: s.run(f)):
+        assert "no memory here" in message
+    monkeypatch.undo()
+    assert own(strategy, strategy.run(step)).size == sum(
+        200_000 + i for i in range(size)
+    )
 
 
-def no_memory(shape, dtype):
+def no_memory(*args):
     raise MemoryError("no memory here")
 
 
@@ -756,3 +763,67 @@ def test_all_gather_with_another_implementation(strategy, rank, size):
     ):
         assert "with implementation=DIRECT" in message
     assert_usable(strategy)
+
+
+# --- names of values ------------------------------------------------------------------
+
+
+def _assign_in_merge_fn(v, value):
+    def merge_fn(strategy):
+        strategy.extended.update(v, lambda v, x: v.assign(x), args=(value,))
+
+    mpidist.get_replica_context().merge_call(merge_fn)
+
+
+def test_all_ways_of_a_reduction_draw_one_key(new_strategy, rank, size):
+    """Which way a rank goes depends on what it passes: here, a pair that is a list.
+
+    Values are named by how many were made before, so the ways must count alike.
+    """
+    strategy = new_strategy()
+    registry = strategy.extended._registry
+    with strategy.scope():
+        v = mpidist.Variable(np.zeros(2))
+    values = [from_replicas(strategy, lambda r, k=k: np.full(2, r + k)) for k in (0, 1)]
+    device = strategy.extended.worker_devices[0]
+    for turn in range(size + 1):
+        kind = list if rank < turn else tuple
+        pairs = [kind((value, v)) for value in values]
+        before = registry.count
+        first, second = strategy.extended.batch_reduce_to("SUM", pairs)
+        assert registry.count == before + 1
+        assert (
+            everywhere((first._key, second._key)) == [(first._key, second._key)] * size
+        )
+        assert len({first._key, second._key}) == 2
+        # An update in merge_fn names it to the other ranks.
+        strategy.run(functools.partial(_assign_in_merge_fn, v, second))
+        assert v.numpy().tolist() == [size * (size + 1) / 2] * 2
+        # To one rank, and to all, in one call.
+        before = registry.count
+        mixed = strategy.extended.batch_reduce_to(
+            "SUM", [(values[0], device), (values[1], v), (values[0], v)]
+        )
+        assert registry.count == before + 1
+        assert mixed[1]._key != mixed[2]._key
+        assert (mixed[0] is not None) == (rank == 0)
+
+
+@pytest.mark.parametrize("result", ["nothing", "a number"])
+def test_values_with_different_names_are_found_by_run(new_strategy, rank, size, result):
+    strategy = new_strategy()
+    if size == 1:
+        pytest.skip("there is nothing to differ from")
+
+    def fn():
+        return None if result == "nothing" else 1.0
+
+    strategy.run(fn)
+    if rank == 1:
+        strategy.extended._registry.next_key()  # a mistake in mpidist
+    messages = raises_everywhere(
+        mpidist.CollectiveMismatchError, lambda: strategy.run(fn)
+    )
+    for message in messages:
+        assert "[#" in message
+        assert "rank 1" in message

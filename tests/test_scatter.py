@@ -18,7 +18,7 @@ from replicas import (
 
 import mpidist
 
-pytestmark = [pytest.mark.mpi, pytest.mark.core]
+pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
 OPERATIONS = ["add", "sub", "mul", "div", "min", "max", "update"]
 INITIAL = np.arange(1.0, 13.0).reshape(6, 2)
@@ -330,6 +330,7 @@ def test_in_all_reduce_and_reduce(strategy, rank, size):
         assert "MAX" in message
 
 
+@pytest.mark.processes  # CuPy's stand-in is one for the process
 @pytest.mark.parametrize("implementation", ["STAGED", "DIRECT"])
 def test_on_a_device(monkeypatch, new_strategy, implementation):
     module = posing.install(monkeypatch)

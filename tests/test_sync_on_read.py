@@ -29,7 +29,7 @@ from replicas import (
 
 import mpidist
 
-pytestmark = [pytest.mark.mpi, pytest.mark.core]
+pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
 OPERATIONS = {
     "assign": lambda old, x: x,
@@ -839,6 +839,7 @@ def test_deepcopy_of_different_variables(strategy, rank):
 # --- on a device ----------------------------------------------------------------------
 
 
+@pytest.mark.processes  # CuPy's stand-in is one for the process
 @pytest.mark.parametrize("implementation", ["STAGED", "DIRECT"])
 def test_on_a_device(monkeypatch, new_strategy, implementation):
     module = posing.install(monkeypatch)

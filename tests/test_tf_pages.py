@@ -9,7 +9,7 @@ from replicas import own
 
 import mpidist
 
-pytestmark = [pytest.mark.mpi, pytest.mark.core]
+pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
 SUM = mpidist.ReduceOp.SUM
 MEAN = mpidist.ReduceOp.MEAN

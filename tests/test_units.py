@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpidist
-from mpidist import _dtypes, _errors, _fusion, _options, _reports
+from mpidist import _dtypes, _errors, _options, _reports
+from mpidist._engine import buckets
 from mpidist.experimental import (
     CollectiveHints,
     CommunicationImplementation,
@@ -139,14 +140,14 @@ def test_environment(monkeypatch):
 )
 def test_every_leaf_is_in_one_place_of_one_bucket(rows, limit):
     leaves = [
-        _fusion.Leaf(
+        buckets.Leaf(
             (n,), _dtypes.reduction(np.dtype(c), mpidist.ReduceOp[op], "f"), False
         )
         for n, c, op in rows
     ]
-    buckets = _fusion.plan_buckets(leaves, limit)
-    assert sorted(i for b in buckets for i in b.leaves) == list(range(len(leaves)))
-    for bucket in buckets:
+    made = buckets.plan_buckets(leaves, limit)
+    assert sorted(i for b in made for i in b.leaves) == list(range(len(leaves)))
+    for bucket in made:
         wire = leaves[bucket.leaves[0]].reduction.wire
         taken = np.zeros(bucket.size, bool)
         for index, offset in zip(bucket.leaves, bucket.offsets, strict=True):

@@ -10,7 +10,7 @@ from replicas import own
 
 import mpidist
 
-pytestmark = [pytest.mark.mpi, pytest.mark.core]
+pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
 Pair = collections.namedtuple("Pair", "first second")
 

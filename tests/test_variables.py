@@ -1,12 +1,14 @@
 """Mirrored variables: who may write what, and that the copies never differ."""
 
+import gc
+
 import numpy as np
 import pytest
-from replicas import context, make, own, raises_everywhere
+from replicas import context, everywhere, make, own, raises_everywhere
 
 import mpidist
 
-pytestmark = [pytest.mark.mpi, pytest.mark.core]
+pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
 NONE = mpidist.VariableAggregation.NONE
 SUM = mpidist.VariableAggregation.SUM
@@ -479,6 +481,54 @@ def test_in_merge_fn(strategy, rank, size):
     assert strategy.run(step) is v
     total = size * (size + 1) / 2
     assert_copies(strategy, v, np.array([1.0, 2.0]) + total - [5.0, 6.0] + [1.0, 2.0])
+
+
+def test_a_variable_made_in_merge_fn_is_one_object_with_one_array(strategy, rank):
+    """Of its own class on rank 0; and there is no other that shares its array."""
+
+    class Named(mpidist.Variable):
+        def __init__(self, value):
+            super().__init__(value, name="made")
+            self.more = "set after the constructor of Variable"
+
+    made = []
+
+    def merge_fn(distribution):
+        v = Named(np.arange(3.0))
+        v.assign_add(np.ones(3))
+        made.append(v)
+
+    strategy.run(lambda: context().merge_call(merge_fn, ()))
+    registry = strategy.extended._registry
+    # Of one whose constructor has raised there is less, until it is collected.
+    variables = [
+        x
+        for x in gc.get_objects()
+        if isinstance(x, mpidist.Variable) and hasattr(x, "_view")
+    ]
+    if rank == 0:
+        (v,) = made
+        assert (type(v), v.more) == (Named, "set after the constructor of Variable")
+        assert registry.get(v._key) is v
+        assert [x for x in variables if np.shares_memory(x._view, v._view)] == [v]
+    key = everywhere(made[0]._key if made else None)[0]
+    assert registry.get(key).numpy().tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_variable_that_can_not_be_made_in_merge_fn_is_not_there(strategy, rank):
+    before = strategy.extended._registry.count
+
+    def merge_fn(distribution):
+        mpidist.Variable(np.ones(2), shape=(3,))
+
+    def step():
+        context().merge_call(merge_fn, ())
+
+    for message in raises_everywhere(ValueError, lambda: strategy.run(step)):
+        assert "expected an initial value of shape (3,)" in message
+    counts = everywhere(strategy.extended._registry.count - before)
+    assert counts == [counts[0]] * len(counts)
+    assert_copies(strategy, make(strategy, 1.0), 1.0)
 
 
 def test_a_per_replica_in_merge_fn_is_refused(strategy, rank):

@@ -1,0 +1,388 @@
+"""Virtual hosts on one machine, and MPI jobs on them: for tests of several nodes.
+
+A host is a set of Linux namespaces: its own network with one address, host name,
+process ids, and /tmp and /dev/shm, so that MPI has to go by TCP from one to another. A
+bridge in a namespace of its own joins them; nothing of it is seen on the machine's
+network. Each host is held by its first process, whose end takes all its processes
+along, and which ends with the process that made it (PR_SET_PDEATHSIG), however that
+ends.
+
+It needs root, `unshare`, `nsenter` and `ip` (util-linux, iproute2); `why_not` says what
+is missing. mpirun runs in a namespace that shares the machine's process ids but has the
+network of the hosts, and starts its helpers on the hosts by an *agent* in place of ssh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import launching
+
+_NET = "10.77.0"
+_HEAD = "head"  # where mpirun runs
+_SWITCH = ".switch"  # has the bridge
+_PR_SET_PDEATHSIG = 1
+_READY_SECONDS = 20.0
+
+
+def why_not() -> str:
+    """Return why there can be no virtual hosts here; "" if there can."""
+    if os.geteuid() != 0:
+        return "virtual hosts need root"
+    missing = [p for p in ("unshare", "nsenter", "ip") if shutil.which(p) is None]
+    if missing:
+        return f"virtual hosts need {', '.join(missing)} (util-linux, iproute2)"
+    trial = (
+        "ip link set lo up && ip link add br0 type bridge && "
+        "ip link add p0 type veth peer name p1 && mount -t tmpfs tmpfs /mnt"
+    )
+    done = subprocess.run(
+        ["unshare", *_flags("net", "uts", "ipc", "mount", "pid"), "sh", "-c", trial],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        return f"no namespaces for virtual hosts here: {done.stderr.strip()[:200]}"
+    return ""
+
+
+def _flags(*kinds: str) -> list[str]:
+    flags = [f"--{kind}" for kind in kinds]
+    return [*flags, "--fork", "--mount-proc"] if "pid" in kinds else flags
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _do(*command: object) -> None:
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))}: {done.stderr.strip()}")
+
+
+class Hosts:
+    """Virtual hosts ``node1``, ``node2`` ...
+
+    Attributes:
+        names: of the hosts.
+        folder: the one folder under /tmp that all of them and this process share.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.names = [f"node{k}" for k in range(1, count + 1)]
+        self.folder = Path(tempfile.mkdtemp(prefix="mpidist-hosts-"))
+        self._own = self.folder / ".hosts"
+        self._own.mkdir()
+        self._holders: dict[str, subprocess.Popen[bytes]] = {}
+        self._pids: dict[str, int] = {}
+        self._relays: list[subprocess.Popen[bytes]] = []
+        try:
+            self._write_files()
+            self._hold(_SWITCH, _flags("net"), "exec sleep infinity")
+            self._switch("ip", "link", "add", "br0", "type", "bridge")
+            self._switch("ip", "link", "set", "br0", "up")
+            for name in (_HEAD, *self.names):
+                self._start(name)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the hosts and all that runs on them."""
+        for process in (*self._relays, *self._holders.values()):
+            process.kill()
+            process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # --- making them ------------------------------------------------------------
+
+    def _number(self, name: str) -> int:
+        return 0 if name == _HEAD else 1 + self.names.index(name)
+
+    def _address(self, name: str) -> str:
+        return f"{_NET}.{10 + self._number(name)}"
+
+    def _write_files(self) -> None:
+        lines = ["127.0.0.1 localhost"]
+        lines += [f"{self._address(name)} {name}" for name in (_HEAD, *self.names)]
+        (self._own / "hosts.txt").write_text("\n".join(lines) + "\n")
+        agent = self._own / "agent"  # agent [ssh options] HOST COMMAND...
+        agent.write_text(
+            "#!/bin/sh\n"
+            "while :; do case $1 in -[opliF]) shift 2;; -*) shift;; *) break;; esac;"
+            " done\n"
+            "host=$1; shift\n"
+            f"pid=$(cat {self._own}/pid.$host) || exit 255\n"
+            'exec nsenter -t $pid -n -u -i -m -p --wd=/ -- sh -c "$*"\n'
+        )
+        agent.chmod(0o755)
+
+    def _hold(self, name: str, flags: Sequence[str], script: str) -> None:
+        """Start the process that holds the namespaces of a host."""
+        with (self._own / f"log.{name}").open("wb") as log:
+            holder = subprocess.Popen(
+                ["unshare", *flags, "--kill-child", "sh", "-c", script],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+        self._holders[name] = holder
+        children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")
+        end = time.monotonic() + _READY_SECONDS
+        while not (found := children.read_text().split()):
+            if holder.poll() is not None or time.monotonic() > end:
+                log = (self._own / f"log.{name}").read_text()
+                raise RuntimeError(f"host {name} did not start: {log}")
+            time.sleep(0.01)
+        self._pids[name] = int(found[0])
+        (self._own / f"pid.{name}").write_text(found[0])
+
+    def _start(self, name: str) -> None:
+        ready = self._own / f"ready.{name}"
+        shared = [self.folder, *_environments()]
+        lines = [
+            "set -e",
+            f"hostname {name}",
+            "ip link set lo up",
+            f"mount --bind {self._own}/hosts.txt /etc/hosts",
+            "mount -t tmpfs -o mode=1777 tmpfs /dev/shm",
+            "mount -t tmpfs tmpfs /mnt",
+        ]
+        for k, folder in enumerate(shared):
+            lines += [f"mkdir /mnt/{k}", f"mount --rbind {folder} /mnt/{k}"]
+        lines.append("mount -t tmpfs -o mode=1777 tmpfs /tmp")
+        for k, folder in enumerate(shared):
+            lines += [f"mkdir -p {folder}", f"mount --move /mnt/{k} {folder}"]
+        lines += ["umount /mnt", f"touch {ready}"]
+        # The first process of a host reaps those that lose their parents.
+        lines.append("trap : TERM INT; while :; do sleep 3600 & wait; done")
+        # Who enters the ids of a process must be above them: so head shares ours.
+        kinds = ["net", "uts", "ipc", "mount", *([] if name == _HEAD else ["pid"])]
+        flags = _flags(*kinds)
+        if "--fork" not in flags:
+            flags.append("--fork")
+        self._hold(name, flags, "\n".join(lines))
+        end = time.monotonic() + _READY_SECONDS
+        while not ready.exists():
+            if time.monotonic() > end or self._holders[name].poll() is not None:
+                log = (self._own / f"log.{name}").read_text()
+                raise RuntimeError(f"host {name} did not start: {log}")
+            time.sleep(0.01)
+        port, inside = self._port(name), f"{self._address(name)}/24"
+        self._switch(
+            *("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0"),
+            *("netns", self._pids[name]),
+        )
+        self._switch("ip", "link", "set", port, "master", "br0", "up")
+        _do(*self._enter(name), "ip", "addr", "add", inside, "dev", "eth0")
+        _do(*self._enter(name), "ip", "link", "set", "eth0", "up")
+
+    def _port(self, name: str) -> str:
+        return f"p{self._number(name)}"
+
+    def _enter(self, name: str) -> list[str]:
+        kinds = ["-n"]
+        if name != _SWITCH:
+            kinds += ["-u", "-i", "-m"]
+        if name not in (_SWITCH, _HEAD):
+            kinds.append("-p")
+        return ["nsenter", "-t", str(self._pids[name]), *kinds, "--"]
+
+    def _switch(self, *command: object) -> None:
+        _do(*self._enter(_SWITCH), *command)
+
+    # --- what happens to them -----------------------------------------------------
+
+    def cut(self, name: str) -> None:
+        """Make the link of a host a black hole: it stays up, and nothing passes."""
+        self._switch("ip", "link", "set", self._port(name), "nomaster")
+
+    def heal(self, name: str) -> None:
+        """Undo `cut`."""
+        self._switch("ip", "link", "set", self._port(name), "master", "br0")
+
+    def shape(self, mbits: int, delay_ms: float = 0.0) -> str:
+        """Give each host's link a rate, and a delay in each direction.
+
+        By `tc`, or for the delay, where the kernel has no netem, by a relay.
+
+        Returns:
+            What was done, in words.
+        """
+        rate = f"{mbits}mbit"
+        done = f"tbf {rate}"
+        for name in self.names:
+            queue = ("tc", "qdisc", "replace", "dev", "eth0", "root")
+            netem = [*self._enter(name), *queue, "netem", "delay", f"{delay_ms}ms"]
+            if delay_ms:
+                try:
+                    _do(*netem, "rate", rate, "limit", 10000)
+                    done = f"netem {rate} {delay_ms} ms"
+                    continue
+                except RuntimeError:
+                    self._relay(name, delay_ms)
+                    done = f"tbf {rate}, relay {delay_ms} ms"
+            tbf = ("tbf", "rate", rate, "burst", "128kb", "latency", "50ms")
+            _do(*self._enter(name), *queue, *tbf)
+        return done
+
+    def _relay(self, name: str, delay_ms: float) -> None:
+        """Put a relay between a host's port and the bridge, which delays frames."""
+        number = self._number(name)
+        self._switch("ip", "link", "set", self._port(name), "nomaster")
+        peer = f"r{number}", "type", "veth", "peer", "name", f"s{number}"
+        self._switch("ip", "link", "add", *peer)
+        self._switch("ip", "link", "set", f"s{number}", "master", "br0", "up")
+        self._switch("ip", "link", "set", f"r{number}", "up")
+        relay = [sys.executable, str(Path(__file__).with_name("relay.py"))]
+        self._relays.append(
+            subprocess.Popen(
+                [
+                    *self._enter(_SWITCH),
+                    *relay,
+                    self._port(name),
+                    f"r{number}",
+                    str(delay_ms),
+                ],
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+        )
+
+    def kill(self, name: str, pid: int, number: int) -> None:
+        """Send a signal to a process of a host, by its id there."""
+        _do(*self._enter(name), "kill", f"-{number}", str(pid))
+
+    # --- jobs ---------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def job(
+        self,
+        per_host: int,
+        argv: Sequence[str | os.PathLike[str]],
+        *,
+        env: Mapping[str, str] | None = None,
+        hosts: Sequence[str] | None = None,
+    ) -> Iterator[Job]:
+        """Run this Python on hosts, ``per_host`` ranks on each; end it at the end.
+
+        Args:
+            per_host: ranks of each host.
+            argv: what follows ``python``.
+            env: environment variables to set on top.
+            hosts: names of the hosts; None: all.
+        """
+        names = self.names if hosts is None else list(hosts)
+        mark = f"job-{uuid.uuid4().hex}"
+        environment = launching.rank_environment(env)
+        environment[launching._MARK] = f"{environment.get(launching._MARK, '')} {mark}"
+        command = self._launcher(names, per_host, environment)
+        command += [sys.executable, *map(os.fspath, argv)]
+        with (
+            launching._output_file() as out,
+            launching._output_file() as err,
+        ):
+            process = subprocess.Popen(
+                [*self._enter(_HEAD)[:-1], f"--wd={self.folder}", "--", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                start_new_session=True,
+            )
+            try:
+                yield Job(process, out, err)
+            finally:
+                launching._kill_marked(mark)
+                process.wait()
+
+    def _launcher(
+        self, names: list[str], per_host: int, env: Mapping[str, str]
+    ) -> list[str]:
+        mpirun = launching.find_mpirun()
+        ranks = str(per_host * len(names))
+        hosts = ",".join(f"{name}:{per_host}" for name in names)
+        agent = str(self._own / "agent")
+        carried = [
+            name
+            for name in env
+            if name.startswith(("MPIDIST_", "OMP_", "OPENBLAS_", "PYTHON", "OMPI_MCA"))
+            or name == "PATH"
+        ]
+        if is_open_mpi():
+            forward = [word for name in carried for word in ("-x", name)]
+            return [
+                *(mpirun, "--prtemca", "plm_ssh_agent", agent, "--host", hosts),
+                *("--prtemca", "oob_tcp_if_include", "eth0"),
+                *("--bind-to", "none", "--mca", "pml", "ob1"),
+                *("--mca", "btl", "self,sm,tcp", "--mca", "btl_tcp_if_include", "eth0"),
+                *("-n", ranks, *forward),
+            ]
+        return [
+            *(mpirun, "-launcher", "ssh", "-launcher-exec", agent),
+            *("-hosts", hosts, "-n", ranks),
+            *("-genvlist", ",".join(carried)),
+        ]
+
+
+class Job:
+    """An MPI job that runs on virtual hosts."""
+
+    def __init__(self, process: subprocess.Popen[bytes], out: object, err: object):
+        self.process = process
+        self._files = (out, err)
+
+    def output(self) -> str:
+        """Return what was written so far, by all ranks."""
+        texts = []
+        for file in self._files:
+            file.seek(0)  # type: ignore[attr-defined]
+            texts.append(file.read())  # type: ignore[attr-defined]
+        return "\n--- stderr\n".join(texts)
+
+    def wait(self, seconds: float) -> int:
+        """Wait for its end; return the exit status of mpirun.
+
+        Raises:
+            TimeoutError: if it has not ended.
+        """
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(
+                f"the job did not end within {seconds} s:\n{self.output()}"
+            ) from None
+
+
+def is_open_mpi() -> bool:
+    """Whether this Python's mpirun is Open MPI's."""
+    version = subprocess.run(
+        [launching.find_mpirun(), "--version"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return "Open MPI" in version.stdout or "OpenRTE" in version.stdout
+
+
+def _environments() -> list[Path]:
+    """The folders under /tmp that the hosts have to see: Python's, and this one's."""
+    wanted = {Path(sys.prefix), Path(sys.base_prefix), launching.ROOT}
+    return sorted(p.resolve() for p in wanted if Path("/tmp") in p.resolve().parents)

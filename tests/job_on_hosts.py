@@ -1,0 +1,118 @@
+"""A job for test_hosts: all-reduces on several hosts, with a fault in the middle.
+
+    job_on_hosts.py FOLDER right
+    job_on_hosts.py FOLDER loop ELEMENTS TIMEOUT IMPLEMENTATION [stop RANK | cut]
+
+Each rank writes what it saw to a file of FOLDER: ``error.RANK`` what was raised, and
+after how many seconds; ``code.RANK`` the exit code of its process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+CALLS = 8
+CODE = 3
+
+
+def main() -> None:
+    folder, what = Path(sys.argv[1]), sys.argv[2]
+    if what == "right":
+        right()
+    elif "inner" in sys.argv:
+        loop(folder, *sys.argv[3:])
+    else:
+        # A process of its own, whose exit code somebody sees who does not depend on it.
+        # MPICH's launcher speaks to its ranks by an open file.
+        command = [sys.executable, *sys.argv, "inner"]
+        code = subprocess.call(command, close_fds=False)
+        rank = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))
+        (folder / f"code.{rank}").write_text(str(code))
+
+
+def right() -> None:
+    import mpidist
+
+    strategy = mpidist.MPIStrategy()
+    comm: Any = strategy.extended._collectives.comm
+    size, rank = comm.size, comm.rank
+
+    def reduce(x: Any) -> Any:
+        context = mpidist.get_replica_context()
+        assert context is not None
+        return context.all_reduce("SUM", x)
+
+    for dtype in ("float32", "float64", "int8", "uint16", "complex64"):
+        for count in (1, 3, 500, 20_000, 300_000, 3_000_001):
+            parts = [
+                (np.arange(count) % 11 + k + 50).astype(dtype) for k in range(size)
+            ]
+            for _ in range(2):
+                given = strategy.run(reduce, args=(parts[rank],))
+                (found,) = strategy.experimental_local_results(given)
+                want = parts[0].copy()
+                for part in parts[1:]:
+                    want = want + part
+                np.testing.assert_array_equal(found, want)
+                assert found.dtype == want.dtype
+    host = os.uname().nodename
+    moved = Path("/proc/net/dev").read_text().split("eth0:")[1].split()[8]
+    print(json.dumps([rank, size, comm.node_ranks, host, int(moved)]), flush=True)
+
+
+def loop(
+    folder: Path, elements: str, timeout: str, kind: str, fault: str, *more: str
+) -> None:
+    import mpidist
+    from mpidist._messages import Messages
+
+    options = mpidist.experimental.CommunicationOptions(
+        timeout_seconds=float(timeout),
+        implementation=mpidist.experimental.CommunicationImplementation[kind],
+    )
+    strategy = mpidist.MPIStrategy(communication_options=options)
+    rank = strategy.extended._replica_id
+    x = np.ones(int(elements), np.float32)
+
+    def reduce() -> Any:
+        context = mpidist.get_replica_context()
+        assert context is not None
+        return context.all_reduce("SUM", x)
+
+    for _ in range(CALLS):
+        strategy.run(reduce)
+    start_messages = Messages._start
+
+    def interfere(*args: Any) -> None:
+        """In the middle of the data of a call: all ranks are in it."""
+        Messages._start = start_messages  # type: ignore[method-assign]
+        (folder / f"in.{rank}").write_text(str(os.getpid()))
+        if fault == "cut":
+            while not (folder / "cut").exists():
+                time.sleep(0.01)
+        elif rank == int(more[0]):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        start_messages(*args)
+
+    Messages._start = interfere  # type: ignore[method-assign]
+    start = time.monotonic()
+    try:
+        while True:
+            strategy.run(reduce)
+    except mpidist.CollectiveTimeoutError as error:
+        seconds = time.monotonic() - start
+        (folder / f"error.{rank}").write_text(json.dumps([seconds, str(error)]))
+        sys.exit(CODE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,374 @@
+"""The staged route: arrays of a GPU through the memory that the ranks share.
+
+On the stand-in for CuPy. That no wait is missing in it: tests/test_gpu_waits.py.
+"""
+
+import gc
+import itertools
+import weakref
+
+import numpy as np
+import posing
+import pytest
+from replicas import context, everywhere, local, raises_everywhere
+
+import mpidist
+from mpidist import _arrays, _collectives
+from mpidist._engine import core_routes, staging
+from mpidist._engine import node as node_module
+from mpidist.experimental import CommunicationOptions
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.core]
+
+PIECE = 16 * 1024
+OPERATIONS = ("SUM", "MEAN", "PROD", "MIN", "MAX")
+DTYPES = [
+    *("bool", "int8", "uint16", "int32", "int64"),
+    *("float16", "float32", "float64", "complex64"),
+]
+# Nothing, with the header, one piece, several, and no multiple of anything.
+COUNTS = [0, 5, 3_000, 9_001, 50_003]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.delenv("MPIDIST_IMPLEMENTATION", raising=False)
+    monkeypatch.setattr(node_module, "_LARGEST_AREA", PIECE)
+    monkeypatch.setattr(core_routes, "_EAGER_BYTES_OF_ALL", 8192)
+    monkeypatch.setattr(core_routes, "_EAGER_BYTES_CROWDED", 4096)
+
+
+def refuse(*args):
+    raise posing.CUDARuntimeError("cudaErrorNotSupported")
+
+
+def values(rank, count, dtype, seed=0):
+    """Return numbers with both signs, zeros and, of floats, NaN and infinities."""
+    x = np.random.default_rng([seed, rank, count]).integers(-3, 4, count)
+    if dtype == "bool":
+        return x > 0
+    x = np.abs(x).astype(dtype) if dtype.startswith("u") else x.astype(dtype)
+    if x.dtype.kind == "f" and count > 100:
+        x[7 + rank], x[11], x[50 + rank] = np.nan, np.inf, -0.0
+    return x
+
+
+def defined(op, dtype):
+    if dtype == "bool":
+        return op in ("MIN", "MAX")
+    return not (dtype.startswith("c") and op in ("MIN", "MAX"))
+
+
+def to_host(x):
+    return x.get() if isinstance(x, posing.ndarray) else x
+
+
+def same_bits(found, want):
+    found, want = np.asarray(to_host(found)), np.asarray(want)
+    alike = (found.dtype, found.shape) == (want.dtype, want.shape)
+    return alike and found.tobytes() == want.tobytes()
+
+
+def nests():
+    """Return (operation, a function that gives the nest of a rank) for many nests."""
+    for op, dtype in itertools.product(OPERATIONS, DTYPES):
+        if defined(op, dtype):
+            for count in COUNTS:
+                yield op, lambda r, n=count, d=dtype: [values(r, n, d)]
+    for op in ("SUM", "MAX"):
+        for counts in ((2, 3), (5, 9_001, 0, 1, 3_000, 50_003, 7)):
+            yield (
+                op,
+                lambda r, c=counts: [
+                    values(r, n, ("float32", "int8", "float16")[k % 3])
+                    for k, n in enumerate(c)
+                ],
+            )
+
+
+@pytest.mark.parametrize("order", ["late", "random"])
+@pytest.mark.parametrize("locked", [True, False])
+def test_the_bits_are_those_of_host_arrays(
+    monkeypatch, new_strategy, order, locked, rank
+):
+    xp = posing.install(monkeypatch, order=order, seed=rank)
+    if not locked:
+        monkeypatch.setattr(xp.cuda.runtime, "hostRegister", refuse)
+    on_gpu = new_strategy(device="gpu", implementation="STAGED")
+    on_host = new_strategy(device="cpu")
+    wrong = []
+    with np.errstate(all="ignore"):
+        for op, make in nests():
+            mine = make(rank)
+            arrays = [xp.asarray(x) for x in mine]
+            want = local(on_host, lambda: context().all_reduce(op, mine))  # noqa: B023
+            got = local(on_gpu, lambda: context().all_reduce(op, arrays))  # noqa: B023
+            wrong += [
+                (op, x.dtype, x.shape)
+                for x, y, w in zip(mine, got, want, strict=True)
+                if not isinstance(y, posing.ndarray) or not same_bits(y, w)
+            ]
+    assert everywhere(wrong) == [[]] * len(everywhere(0))
+
+
+@pytest.mark.parametrize("guard", [True, False])
+@pytest.mark.parametrize("crowd", ["first", "last"])
+def test_ranks_with_a_gpu_meet_ranks_without(
+    monkeypatch, new_strategy, guard, crowd, rank, size
+):
+    """Small nests and large ones: by the same headers, pieces and steps."""
+    with_gpu = rank > 0 if crowd == "first" else rank < size - 1
+    xp = posing.install(monkeypatch, order="random", seed=rank) if with_gpu else np
+    strategy = new_strategy(device="gpu" if with_gpu else "cpu", guard=guard)
+    wrong = []
+    with np.errstate(all="ignore"):
+        for k, (op, make) in enumerate(nests()):
+            both = [make(r) for r in range(size)]
+            arrays = [xp.asarray(x) for x in both[rank]]
+            if k % 3 == 0:  # of the host everywhere
+                arrays = both[rank]
+            found = local(strategy, lambda: context().all_reduce(op, arrays))  # noqa: B023
+            if op in ("SUM", "MIN", "MAX"):
+                function = {"SUM": np.add, "MIN": np.minimum, "MAX": np.maximum}[op]
+                for y, *parts in zip(found, *both, strict=True):
+                    want = parts[0]
+                    for part in parts[1:]:
+                        want = function(want, part)
+                    if parts[0].dtype == np.float16:
+                        continue  # which is not rounded in between
+                    if not np.array_equal(
+                        to_host(y), want, equal_nan=want.dtype.kind == "f"
+                    ):
+                        wrong.append((k, op, want.dtype, want.shape))
+            crcs = [np.asarray(to_host(y)).tobytes() for y in found]
+            if len(set(everywhere(tuple(crcs)))) > 1:
+                wrong.append((k, op, "not alike"))
+    assert everywhere(wrong) == [[]] * size
+
+
+def test_leaves_on_both_sides(monkeypatch, new_strategy, rank, size):
+    xp = posing.install(monkeypatch, order="random", seed=rank)
+    strategy = new_strategy(device="gpu", implementation="STAGED")
+    for counts in ((3, 2, 1), (9_001, 2, 9_001, 50_003), (1, 20_000)):
+        hosts = [
+            [values(r, n, "float64", k) for k, n in enumerate(counts)]
+            for r in range(size)
+        ]
+        tree = [xp.asarray(x) if k % 2 else x for k, x in enumerate(hosts[rank])]
+        found = local(strategy, lambda: context().all_reduce("SUM", tree))  # noqa: B023
+        kinds = [isinstance(y, posing.ndarray) for y in found]
+        assert kinds == [bool(k % 2) for k in range(len(counts))]
+        for k, y in enumerate(found):
+            want = sum(row[k] for row in hosts)
+            np.testing.assert_array_equal(to_host(y), want)
+
+
+@pytest.mark.parametrize("count", [10, 50_003])
+def test_only_the_root_has_results(monkeypatch, new_strategy, count, rank, size):
+    xp = posing.install(monkeypatch)
+    strategy = new_strategy(device="gpu", implementation="STAGED")
+    x = xp.asarray(values(rank, count, "int64"))
+    reduce = strategy._collectives.all_reduce
+    found = reduce(mpidist.ReduceOp.SUM, {"x": x}, root=1)["x"]
+    if rank == 1:
+        want = sum(values(r, count, "int64") for r in range(size))
+        np.testing.assert_array_equal(found.get(), want)
+    assert everywhere(found is None) == [r != 1 for r in range(size)]
+
+
+def test_no_copy_on_the_host(monkeypatch, new_strategy, rank, size):
+    """The GPU reads and writes the memory that the ranks share."""
+    xp = posing.install(monkeypatch)
+    strategy = new_strategy(device="gpu", implementation="STAGED")
+    node = strategy._collectives.node
+    seen = {"to": [], "from": []}
+
+    def watch(name, kind, position):
+        function = getattr(_arrays, name)
+
+        def call(*args):
+            seen[kind].append(args[position])
+            function(*args)
+
+        monkeypatch.setattr(_arrays, name, call)
+
+    watch("start_copy_to_host", "to", 1)
+    watch("start_copy_to_device", "from", 0)
+    x = xp.asarray(values(rank, 50_003, "float32"))
+    local(strategy, lambda: context().all_reduce("SUM", x))
+    whole = np.frombuffer(node.memory, np.uint8)
+    for kind in ("to", "from"):
+        assert all(np.shares_memory(part, whole) for part in seen[kind])
+        assert sum(part.nbytes for part in seen[kind]) == x.nbytes
+
+
+# --- page-locked memory ---------------------------------------------------------------
+
+
+def large(strategy, xp):
+    x = xp.asarray(np.ones(50_003, np.float32))
+    return local(strategy, lambda: context().all_reduce("SUM", x))
+
+
+def test_memory_is_unlocked_with_the_strategy(monkeypatch, new_strategy):
+    xp = posing.install(monkeypatch)
+    assert posing.registered == {}
+    strategy = new_strategy(device="gpu", implementation="STAGED")
+    assert posing.registered == {}
+    for _ in range(3):
+        large(strategy, xp)
+    area = strategy._collectives.node.piece_bytes
+    assert list(posing.registered.values()) == [2 * area, 2 * area]
+    strategy.close()
+    assert posing.registered == {}
+
+
+def test_memory_is_unlocked_before_it_goes(monkeypatch, new_strategy):
+    """Also where nobody says that it is not needed any more."""
+    xp = posing.install(monkeypatch)
+    strategy = new_strategy(device="gpu", implementation="STAGED")
+    own = staging.Staging(strategy._collectives.node)
+    seen = weakref.ref(own)
+    own.lane_of(xp.zeros(1))
+    assert len(posing.registered) == 2
+    del own
+    gc.collect()
+    assert seen() is None
+    assert posing.registered == {}
+
+
+def test_no_page_locked_memory_at_all_is_told_to_all(
+    monkeypatch, new_strategy, rank, size
+):
+    xp = posing.install(monkeypatch)
+    strategy = new_strategy(device="gpu", implementation="STAGED")
+
+    def none(*args):
+        raise MemoryError("no page-locked memory left")
+
+    with monkeypatch.context() as patch:
+        if rank == size - 1:
+            patch.setattr(xp.cuda.runtime, "hostRegister", refuse)
+            patch.setattr(_arrays, "pinned_empty", none)
+        raises_everywhere(MemoryError, lambda: large(strategy, xp))
+        small = xp.zeros(3)
+        reduce = strategy._collectives.all_reduce
+        raises_everywhere(MemoryError, lambda: reduce(mpidist.ReduceOp.SUM, small))
+    assert np.all(large(strategy, xp).get() == size)
+
+
+# --- errors of CUDA -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["get", "set", "synchronize", "record"])
+@pytest.mark.parametrize("when", [0, 1, 5])
+def test_an_error_in_the_middle_is_told_to_all(
+    monkeypatch, new_strategy, what, when, rank, size
+):
+    """Its rank makes all steps, so that the others do not wait; then all raise."""
+    xp = posing.install(monkeypatch)
+    strategy = new_strategy(device="gpu", implementation="STAGED")
+    large(strategy, xp)
+    reduce = strategy._collectives.all_reduce
+    x = xp.asarray(np.ones(50_003, np.float32))
+    owner = posing.ndarray if what in ("get", "set") else posing.Event
+    working, left = getattr(owner, what), [when]
+
+    def fail(self, *args, **kwargs):
+        left[0] -= 1
+        if left[0] < 0:
+            raise posing.CUDARuntimeError("cudaErrorLaunchFailure")
+        return working(self, *args, **kwargs)
+
+    error = None
+    try:
+        if rank == size - 1:
+            monkeypatch.setattr(owner, what, fail)
+        reduce(mpidist.ReduceOp.SUM, x)
+        reduce(mpidist.ReduceOp.SUM, np.ones(3))  # a call of any kind
+    except Exception as raised:
+        error = raised
+    finally:
+        if rank == size - 1:
+            monkeypatch.setattr(owner, what, working)
+    mine = rank == size - 1
+    kind = posing.CUDARuntimeError if mine else mpidist.ReplicaError
+    assert everywhere(type(error) is kind) == [True] * size
+    assert all("cudaErrorLaunchFailure" in text for text in everywhere(str(error)))
+    assert np.all(large(strategy, xp).get() == size)
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_an_error_of_small_arrays_is_told_to_all(
+    monkeypatch, new_strategy, where, rank, size
+):
+    """Before the header, where the values are read; after it, where results go."""
+    xp = posing.install(monkeypatch)
+    strategy = new_strategy(device="gpu", implementation="STAGED")
+    reduce = strategy._collectives.all_reduce
+    x, name = xp.asarray(np.ones(3)), ("get", "set")[where]
+    error = None
+    with monkeypatch.context() as patch:
+        if rank == size - 1:
+            patch.setattr(posing.ndarray, name, lambda self, *args, **how: refuse())
+        try:
+            reduce(mpidist.ReduceOp.SUM, x)
+            reduce(mpidist.ReduceOp.SUM, np.ones(3))
+        except Exception as raised:
+            error = raised
+    assert all("cudaErrorNotSupported" in text for text in everywhere(str(error)))
+    assert reduce(mpidist.ReduceOp.SUM, x).get().tolist() == [size] * 3
+
+
+def test_a_rank_that_leaves_in_the_middle_ends_the_wait(
+    monkeypatch, new_strategy, rank, size
+):
+    xp = posing.install(monkeypatch)
+    strategy = new_strategy(device="gpu", implementation="STAGED", timeout_seconds=20)
+    large(strategy, xp)
+    if rank == 0:
+
+        def interrupt(self, *args):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(staging.Lane, "store", interrupt)
+    x = xp.asarray(np.ones(50_003, np.float32))
+    reduce = strategy._collectives.all_reduce
+    name = ""
+    try:
+        reduce(mpidist.ReduceOp.SUM, x)
+    except BaseException as error:
+        name = type(error).__name__
+    others = ["CollectiveTimeoutError"] * (size - 1)
+    assert everywhere(name) == ["KeyboardInterrupt", *others]
+
+
+# --- which route ----------------------------------------------------------------------
+
+
+def route_of(strategy, arrays, implementation=None):
+    options = CommunicationOptions()
+    if implementation is not None:
+        options = CommunicationOptions(implementation=implementation)
+    options = strategy._collectives.merge_options(options)
+    plan = strategy._collectives.plans.find(
+        mpidist.ReduceOp.SUM, arrays, "all_reduce", options
+    )
+    return type(plan).__name__
+
+
+def test_the_routes(monkeypatch, new_strategy, size):
+    xp = posing.install(monkeypatch, num_devices=size, nccl=posing.Nccl())
+    strategy = new_strategy(device="gpu")
+    small, large = xp.zeros(3), xp.zeros(50_003)
+    staged = mpidist.experimental.CommunicationImplementation.STAGED
+    direct = mpidist.experimental.CommunicationImplementation.DIRECT
+    assert route_of(strategy, [small]) == "MpiReduce"  # nccl
+    assert route_of(strategy, [small], staged) == "StagedEager"
+    assert route_of(strategy, [large], staged) == "StagedReduce"
+    assert route_of(strategy, [small, np.zeros(3)], staged) == "StagedEager"
+    assert route_of(strategy, [np.zeros(3)], staged) == "EagerReduce"
+    assert route_of(strategy, [large], direct) == "MpiReduce"
+    names = [route.__name__ for route in _collectives.ROUTES]
+    on_host = ["eager", "shared", "hierarchical"]
+    assert names == [*on_host, "nccl", "direct", "staged", "header", "mpi"]

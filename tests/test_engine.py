@@ -1,0 +1,641 @@
+"""The engine's routes on one node: eager, and shared with its sources and places."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import random
+import signal
+import time
+import types
+
+import numpy as np
+import pytest
+from launching import run_ranks
+from replicas import context, everywhere, make, own, raises_everywhere
+
+import mpidist
+from mpidist import _native
+from mpidist._engine import node as node_module
+
+SHARED = mpidist.experimental.CommunicationImplementation.SHARED
+DIRECT = mpidist.experimental.CommunicationImplementation.DIRECT
+mpi = pytest.mark.mpi
+core = pytest.mark.core
+needs_core = pytest.mark.skipif(
+    not _native.available(), reason="the native core is not built"
+)
+
+
+@pytest.fixture
+def shared(new_strategy):
+    """A strategy whose ranks share memory."""
+    if not _native.available():
+        pytest.skip("the native core is not built")
+    return new_strategy(implementation=SHARED)
+
+
+def channel_of(strategy):
+    """Return the channel of the node; None for one rank."""
+    node = strategy._collectives.node
+    return None if node is None else node.channel
+
+
+def run(strategy, function):
+    return own(strategy, strategy.run(function))
+
+
+SIZES = [9_000, 16_384, 100_001, 300_000, 1_234_567]
+
+
+@mpi
+@core
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "PROD"])
+@pytest.mark.parametrize("size_", SIZES)
+def test_results_are_those_in_the_order_of_the_ranks(shared, rank, size, size_, op):
+    channel = channel_of(shared)
+    before = channel.placed if channel else 0
+    rows = [
+        np.random.default_rng([k, size_]).standard_normal(size_).astype("f4")
+        for k in range(size)
+    ]
+    expected = rows[0].copy()
+    for row in rows[1:]:
+        expected = expected * row if op == "PROD" else expected + row
+    if op == "MEAN":
+        expected = expected / np.float32(size)
+    x = rows[rank].copy()
+    for _ in range(3):
+        found = run(shared, lambda: context().all_reduce(op, x))
+        assert found.tobytes() == expected.tobytes()
+        assert found.flags.c_contiguous
+        assert found.flags.writeable
+    assert x.tobytes() == rows[rank].tobytes()
+    if channel is not None and x.nbytes > 64 * 1024:
+        assert channel.placed == before + 3
+
+
+@mpi
+@core
+def test_a_nest_of_many_dtypes_and_sizes(shared, rank, size):
+    channel = channel_of(shared)
+    before = channel.placed if channel else 0
+    dtypes = ["f4", "f8", "i4", "u2", "c8", "i8"]
+    shapes = [(3,), (), (50, 60), (200_000,), (1,), (7, 11, 13), (40_000,)]
+    kinds = list(enumerate(itertools.product(dtypes, shapes)))
+
+    def leaf(rank, number, dtype, shape):
+        rng = np.random.default_rng([rank, number])
+        return rng.integers(-9, 9, shape).astype(dtype)
+
+    nest = {f"{k:02}": leaf(rank, k, *kind) for k, kind in kinds}
+    for _ in range(2):
+        found = run(shared, lambda: context().all_reduce("SUM", nest))
+        for k, (dtype, shape) in kinds:
+            x = found[f"{k:02}"]
+            expected = sum(leaf(r, k, dtype, shape) for r in range(size))
+            expected = np.asarray(expected).astype(dtype)
+            assert (x.dtype, x.shape) == (np.dtype(dtype), shape)
+            np.testing.assert_array_equal(x, expected)
+            x += 1  # what is beside it stays
+    if channel is not None:
+        assert channel.placed == before + 2
+
+
+@mpi
+@core
+def test_results_stay_as_they_are_for_as_long_as_they_are_kept(shared, rank, size):
+    """Places, views of places and their order differ from rank to rank."""
+    rng = random.Random(rank)
+    kept = {}
+    for k in range(60):
+        count = (9_000, 20_000, 70_000)[k % 3]
+        x = np.full(count, k * size + rank, "f4")
+        tree = [x, x[:1000].copy()] if k % 5 == 0 else x
+        found = run(shared, lambda tree=tree: context().all_reduce("SUM", tree))
+        total = sum(k * size + r for r in range(size))
+        result, small = found if isinstance(found, list) else (found, None)
+        assert (result == total).all()
+        if small is not None:
+            assert (small == total).all()
+            result = small  # a view of a nest keeps all of it
+        result[::2] = rank  # each rank has its own
+        kept[k] = (result[1:900], total)
+        for number in [n for n in kept if rng.random() < 0.1]:
+            del kept[number]
+        for view, expected in kept.values():
+            assert (view[::2] == expected).all()
+            assert (view[1::2] == rank).all()
+
+
+@mpi
+@core
+def test_results_outlive_their_strategy(new_strategy, rank, size):
+    strategy = new_strategy(implementation=SHARED)
+    x = np.full(30_000, rank + 1.0)
+    kept = [run(strategy, lambda: context().all_reduce("SUM", x)) for _ in range(3)]
+    strategy.close()
+    del strategy
+    gc.collect()
+    for result in kept:
+        assert (result == size * (size + 1) / 2).all()
+        result[:] = rank
+    assert all((result == rank).all() for result in kept)
+
+
+@mpi
+@pytest.mark.parametrize("guard", [True, False])
+def test_ways_may_differ_from_rank_to_rank(new_strategy, rank, size, guard):
+    """Arrays with gaps, numbers of calls before, options that change nothing."""
+    strategy = new_strategy(implementation=SHARED, guard=guard)
+    options = mpidist.experimental.CommunicationOptions(timeout_seconds=50)
+    x = np.full((300, 200), rank + 1.0)
+    gaps = np.zeros((300, 400))[:, ::2]
+    gaps[:] = x
+    total = size * (size + 1) / 2
+    for k in range(6):
+        mine = gaps if (k + rank) % 2 else x
+        some = options if (k // 2 + rank) % 2 else None
+
+        def reduce(mine=mine, some=some):
+            single = context().all_reduce("SUM", mine, some)
+            return single, context().all_reduce("SUM", {"a": mine, "b": [mine]}, some)
+
+        single, nest = run(strategy, reduce)
+        for found in (single, nest["a"], nest["b"][0]):
+            assert (found == total).all()
+
+
+@mpi
+def test_update_reads_what_was_reduced(shared, rank, size):
+    """Sums in the arena as values of update, more than there are places kept."""
+    with shared.scope():
+        variable = mpidist.Variable(np.zeros(20_000))
+
+    def merge(strategy, x):
+        total = strategy.extended.reduce_to("SUM", x, destinations=variable)
+        strategy.extended.update(variable, lambda v, t: v.assign_add(t), args=(total,))
+
+    def step():
+        context().merge_call(merge, args=(np.full(20_000, rank + 1.0),))
+
+    for _ in range(20):
+        shared.run(step)
+    assert (variable.numpy() == 20 * size * (size + 1) / 2).all()
+
+
+def sample(rank, count, dtype):
+    rng = np.random.default_rng([rank, count])
+    x = rng.normal(size=count) * 10.0 ** rng.integers(-3, 4, count)
+    return x.astype(dtype)
+
+
+@mpi
+@core
+@pytest.mark.parametrize("count", [0, 1, 3, 1000, 9_000, 70_000, 2_500_000])
+def test_sums_are_those_in_the_order_of_the_ranks(shared, rank, size, count):
+    for dtype in ("float32", "float64"):
+        x = sample(rank, count, dtype)
+        before = x.copy()
+        expected = sample(0, count, dtype)
+        for other in range(1, size):
+            expected = expected + sample(other, count, dtype)
+        for _ in range(3):
+            total = own(shared, shared.run(lambda x=x: context().all_reduce("SUM", x)))
+            assert total.tobytes() == expected.tobytes()
+        assert x.tobytes() == before.tobytes()
+
+
+@mpi
+@core
+def test_nests_of_all_kinds(shared, strategy, rank, size):
+    nest = {
+        "many": [sample(rank, n, "float32") for n in (5, 40_000, 7, 0, 600_000)],
+        "halves": np.linspace(-1, 1 + rank, 1000).astype("float16"),
+        "ints": np.arange(100) * (rank + 1),
+        "complex": sample(rank, 10, "float64") * (1 + 2j),
+        "number": rank + 0.5,
+        "strided": sample(rank, 1000, "float64")[::3],
+        "fortran": np.asfortranarray(sample(rank, 600, "float64").reshape(20, 30)),
+    }
+    for op in ("SUM", "MEAN", "PROD"):
+        found, known = (
+            own(one, one.run(lambda op=op: context().all_reduce(op, nest)))
+            for one in (shared, strategy)
+        )
+        for key in nest:
+            a, b = found[key], known[key]
+            for x, y in zip(
+                a if key == "many" else [a], b if key == "many" else [b], strict=True
+            ):
+                rtol = 1e-3 if key == "halves" else 1e-5
+                largest = float(np.abs(y).max(initial=0.0))
+                np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * largest)
+    pair = {"x": sample(rank, 5000, "float32"), "flag": np.array([rank == 0, True])}
+    for op in ("MIN", "MAX"):
+        found, known = (
+            own(one, one.run(lambda op=op: context().all_reduce(op, pair)))
+            for one in (shared, strategy)
+        )
+        for key in pair:
+            np.testing.assert_array_equal(found[key], known[key])
+
+
+@mpi
+@core
+def test_the_guard_works_through_it(shared, rank, size):
+    if size == 1:
+        return
+
+    def differ():
+        context().all_reduce("SUM", np.ones(3 + rank))
+
+    raises_everywhere(mpidist.CollectiveMismatchError, lambda: shared.run(differ))
+
+    def fail():
+        if rank == size - 1:
+            raise ZeroDivisionError
+        context().all_reduce("SUM", 1.0)
+
+    with pytest.raises(ZeroDivisionError if rank == size - 1 else mpidist.ReplicaError):
+        shared.run(fail)
+    assert shared.reduce("SUM", shared.run(lambda: 1), axis=None) == size
+
+
+@mpi
+@core
+def test_merge_calls_with_short_and_long_messages(shared, rank, size):
+    v = make(shared, np.zeros(4))
+    text = "x" * 10_000
+
+    def merge_fn(strategy, value):
+        for k in range(20):
+            strategy.extended.update(
+                v,
+                lambda v, a, t: v.assign_add(v * 0 + a * len(t) / 10_000),
+                (1.0, text),
+            )
+            if k % 5 == 0:
+                strategy.reduce("SUM", value, axis=None)
+        return strategy.reduce("SUM", value, axis=None), text
+
+    result = shared.run(lambda: context().merge_call(merge_fn, args=(rank + 1.0,)))
+    assert own(shared, result[0]) == size * (size + 1) / 2
+    assert result[1] == text
+    np.testing.assert_array_equal(v, np.full(4, 20.0))
+
+
+@mpi
+def test_a_rank_that_stays_away(new_strategy, rank, size):
+    strategy = new_strategy(implementation=SHARED, timeout_seconds=1.0)
+    if size == 1:
+        return
+
+    def late():
+        if rank == 0:
+            time.sleep(2.5)
+        context().all_reduce("SUM", 1.0)
+
+    raises_everywhere(mpidist.CollectiveTimeoutError, lambda: strategy.run(late))
+
+
+@mpi
+@core
+def test_strategies_that_are_made_and_closed_leave_nothing(new_strategy, size, rank):
+    def segments():
+        from pathlib import Path
+
+        return {path.name for path in Path("/dev/shm").iterdir()}
+
+    options = mpidist.experimental.CommunicationOptions(implementation=SHARED)
+    mpidist.MPIStrategy(communication_options=options).close()
+    before = segments()
+    for _ in range(10):
+        one = mpidist.MPIStrategy(communication_options=options)
+        assert one.reduce("SUM", one.run(lambda: 1), axis=None) == size
+        one.close()
+    everywhere(None)
+    assert len(segments() - before) <= 1
+
+
+@mpi
+def test_options_that_differ_between_ranks(rank, size):
+    if size == 1:
+        return
+    name = "SHARED" if rank else "AUTO"
+    options = mpidist.experimental.CommunicationOptions(implementation=name)
+    with pytest.raises((ValueError, mpidist.CollectiveError)):
+        mpidist.MPIStrategy(communication_options=options)
+
+
+@mpi
+@core
+@pytest.mark.parametrize("count", [1, 5000, 300_000])
+def test_overflow_is_infinite_and_no_error(strategy, rank, size, count):
+    """As in MPI, whatever `numpy.errstate` says, on whatever rank."""
+    x = np.full(count, 3e38, np.float32)
+    with np.errstate(all="raise" if rank == 0 else "warn"):
+        for _ in range(3):
+            total = own(strategy, strategy.run(lambda: context().all_reduce("SUM", x)))
+            assert (total == (x[0] if size == 1 else np.inf)).all()
+
+
+@mpi
+@core
+@pytest.mark.parametrize("count", [1, 5000])
+def test_ranks_may_go_different_ways_through_one_call(shared, rank, size, count):
+    """What is the same call may be a plain array on one rank, and none on another."""
+    x = np.arange(count, dtype=np.float64).reshape(() if count == 1 else -1) + rank
+    expected = size * (x - rank) + sum(range(size))
+    kinds = {
+        "plain": lambda: x,
+        "strided": lambda: np.repeat(x, 2, axis=0)[::2] if count > 1 else x[()],
+        "read-only": lambda: np.broadcast_to(x, x.shape),
+        "subclass": lambda: x.view(Subclass),
+    }
+
+    def step(kind, options):
+        return context().all_reduce("SUM", kinds[kind](), options)
+
+    for _ in range(2):
+        shared.run(lambda: step("plain", None))
+    for kind in kinds:
+        for culprit in range(size):
+            here = rank == culprit
+            options = mpidist.experimental.CommunicationOptions() if here else None
+            one, other = (kind, "plain") if here else ("plain", kind)
+            for chosen, given in ((one, None), (other, None), ("plain", options)):
+                result = shared.run(lambda c=chosen, g=given: step(c, g))
+                np.testing.assert_array_equal(own(shared, result), expected)
+
+
+class Subclass(np.ndarray):
+    pass
+
+
+# --- places and sources -------------------------------------------------------------
+
+
+@mpi
+@core
+def test_a_rank_without_room_takes_all_ranks_the_other_way(
+    new_strategy, rank, size, monkeypatch
+):
+    """Results then have memory of their own on all ranks, and the same bits."""
+    if size == 1 or not _native.available():
+        pytest.skip("needs several ranks, and the native core")
+    monkeypatch.setattr(node_module, "_LARGEST_ARENA", 16 * 2**20)
+    strategy = new_strategy(implementation=SHARED)
+    node, channel = strategy._collectives.node, channel_of(strategy)
+    x = np.random.default_rng(rank).normal(size=50_000)
+    nest = [x, x.astype("f4")]
+
+    def reduce():
+        single = context().all_reduce("SUM", x)
+        many = context().all_gather(x, 0)
+        return [single, *context().all_reduce("SUM", nest), many]
+
+    expected = run(strategy, reduce)
+    for culprit in range(size):
+        blocks = []
+        while rank == culprit and (block := node.pool.take(2**16)) is not None:
+            blocks.append(block)
+        before = channel.placed
+        found = run(strategy, reduce)
+        for got, want in zip(found, expected, strict=True):
+            assert got.tobytes() == want.tobytes()
+        assert channel.placed == before
+        del blocks, found
+        run(strategy, reduce)
+        assert channel.placed == before + 2
+
+
+@mpi
+@core
+def test_arrays_in_the_arena_are_read_where_they_are(shared, rank, size):
+    """Results of earlier calls too, if all ranks pass them in the same order."""
+    if size == 1:
+        pytest.skip("one rank reduces nothing")
+    channel = channel_of(shared)
+
+    def twice():
+        x = context().all_reduce("SUM", np.full(30_000, rank + 1.0))
+        x += rank
+        return context().all_reduce("SUM", x)
+
+    total = size * size * (size + 1) / 2 + size * (size - 1) / 2
+    for _ in range(3):
+        before = channel.based
+        assert (run(shared, twice) == total).all()
+        assert channel.based == before + 1
+
+
+@mpi
+@core
+def test_a_loss_that_is_kept_does_not_keep_its_gradients(shared, rank, size):
+    if size == 1:
+        pytest.skip("one rank reduces nothing")
+    pool = shared._collectives.node.pool
+    losses = []
+    for k in range(10):
+        nest = {"gradient": np.full(30_000, 1.0), "loss": np.array(float(k + rank))}
+        found = run(shared, lambda nest=nest: context().all_reduce("SUM", nest))
+        losses.append(found["loss"])
+        del found
+    assert pool.used == 0
+    for k, loss in enumerate(losses):
+        assert loss == size * k + size * (size - 1) / 2
+        assert (type(loss), loss.shape) == (np.ndarray, ())
+
+
+@mpi
+@core
+@pytest.mark.parametrize("count", [10, 50_000])
+def test_a_rank_without_memory_tells_all(shared, rank, size, monkeypatch, count):
+    if size == 1:
+        pytest.skip("one rank has nobody to tell")
+    x = np.full(count, rank + 1.0)
+
+    def reduce():
+        return context().all_reduce("SUM", x)
+
+    run(shared, reduce)
+    for victim in range(size):
+        if rank == victim:
+            no_memory_once(shared, monkeypatch)
+        raises_everywhere(MemoryError, lambda: shared.run(reduce))
+        monkeypatch.undo()
+        assert (run(shared, reduce) == size * (size + 1) / 2).all()
+
+
+def no_memory_once(strategy, monkeypatch):
+    """Let the next result of a plan have no memory: private or in the arena."""
+    empty = np.empty
+
+    def fail(*args):
+        monkeypatch.undo()
+        raise MemoryError("no memory here")
+
+    monkeypatch.setattr(np, "empty", fail)
+    full = types.SimpleNamespace(take=fail)
+    for plan in strategy._collectives.plans._plans.values():
+        node = dataclasses.replace(plan._node, pool=full)
+        monkeypatch.setattr(plan, "_node", node)
+    assert np.empty is not empty
+
+
+# --- making the strategy ------------------------------------------------------------
+
+STEPS = ["_make_file", "_map_file", "_connect"]
+
+
+@mpi
+@core
+@pytest.mark.parametrize("step", STEPS)
+def test_what_fails_on_one_rank_takes_all_ranks_to_mpi(
+    new_strategy, rank, size, monkeypatch, step
+):
+    """No rank waits for another, and the strategy works: by MPI."""
+    if size == 1 or not _native.available():
+        pytest.skip("needs several ranks, and the native core")
+    monkeypatch.delenv("MPIDIST_IMPLEMENTATION", raising=False)
+
+    def fail(*args, **kwargs):
+        raise OSError("no room here")
+
+    for culprit in range(size) if step != "_make_file" else [0]:
+        with monkeypatch.context() as patch:
+            if rank == culprit:
+                patch.setattr(node_module, step, fail)
+            one = new_strategy()
+        assert one._collectives.transports.host.name == "direct"
+        assert own(one, one.run(lambda: context().all_reduce("SUM", rank))) == sum(
+            range(size)
+        )
+        with monkeypatch.context() as patch:
+            if rank == culprit:
+                patch.setattr(node_module, step, fail)
+            messages = raises_everywhere(
+                ValueError, lambda: new_strategy(implementation=SHARED)
+            )
+        assert all("no room here" in message for message in messages)
+
+
+@mpi
+@core
+def test_memory_is_unlinked_at_once(shared, rank):
+    from pathlib import Path
+
+    everywhere(None)
+    assert not list(Path("/dev/shm").glob("mpidist-*"))
+
+
+# --- exceptions from outside --------------------------------------------------------
+
+
+class SignalError(Exception):
+    """What the handler of a signal raises, at any place."""
+
+
+@pytest.fixture
+def alarm():
+    """Have a signal raise `SignalError` after so many seconds."""
+
+    def handler(number, frame):
+        raise SignalError
+
+    before = signal.signal(signal.SIGALRM, handler)
+    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@mpi
+@core
+@pytest.mark.parametrize("count", [1, 300_000])
+def test_a_signal_ends_a_wait_and_the_others_are_told(
+    new_strategy, rank, size, alarm, count
+):
+    """The others do not wait for what does not come, not even till the deadline."""
+    if size == 1:
+        pytest.skip("one rank waits for nobody")
+    strategy = new_strategy(timeout_seconds=50)
+    x = np.ones(count)
+
+    def reduce():
+        return context().all_reduce("SUM", x)
+
+    strategy.run(reduce)
+    everywhere(None)
+    start = time.monotonic()
+    if rank == 0:
+        alarm(0.3)
+        with pytest.raises(SignalError):
+            strategy.run(reduce)
+    else:
+        time.sleep(1.0)
+        with pytest.raises(mpidist.CollectiveTimeoutError):
+            strategy.run(reduce)
+    assert time.monotonic() - start < 25
+    with pytest.raises(mpidist.CollectiveTimeoutError, match=r"interrupted|has left"):
+        strategy.run(reduce)
+
+
+# --- whole jobs ---------------------------------------------------------------------
+
+PROGRAM = """
+import hashlib
+import numpy as np
+import mpidist
+
+strategy = mpidist.MPIStrategy()
+rng = np.random.default_rng(strategy.replica_id)
+nest = [rng.normal(size=n).astype(np.float32) for n in (3, 7000, 100_000, 1_000_001)]
+context = mpidist.get_replica_context
+result = strategy.run(lambda: [context().all_reduce("SUM", nest),
+                               [context().all_reduce("SUM", x) for x in nest]])
+leaves = strategy.experimental_local_results(result)[0]
+digest = hashlib.blake2b(b"".join(x.tobytes() for part in leaves for x in part))
+print(digest.hexdigest())
+"""
+
+
+@core
+def test_results_are_the_same_bits_from_run_to_run(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM, encoding="utf-8")
+    runs = [run_ranks(3, [program], timeout=60) for _ in range(2)]
+    for one in runs:
+        assert one.returncode == 0, one.stderr
+    lines = [line for one in runs for line in one.stdout.split()]
+    assert len(lines) == 6
+    assert len(set(lines)) == 1
+
+
+FINALIZE = """
+import numpy as np
+from mpi4py import MPI
+import mpidist
+
+def reduce():
+    return mpidist.get_replica_context().all_reduce("SUM", np.ones(30_000))
+
+strategy = mpidist.MPIStrategy()
+buffer = strategy.buffers_like(np.ones(30_000))
+for _ in range(2):
+    (found,) = strategy.experimental_local_results(strategy.run(reduce))
+if %r == "close":
+    strategy.close()
+MPI.Finalize()
+found += 1
+buffer += 1
+print(int(found.sum() + buffer.sum()), flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["", "close"])
+def test_results_outlive_mpi(how):
+    done = run_ranks(2, ["-c", FINALIZE % how], timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["120000"] * 2

@@ -1,0 +1,103 @@
+"""Fingerprints: the same numbers in every process, and different ones otherwise."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from launching import rank_environment
+
+from mpidist import _arrays
+from mpidist._fingerprint import (
+    fingerprint,
+    fingerprint_of,
+    fingerprint_of_bytes,
+    fingerprint_of_numbers,
+)
+
+# Ranks compare them, so they are a form in which ranks talk: a change of these numbers
+# is one of the protocol, and `_versions` has to tell such ranks apart.
+TEXTS = {"": 3255150753318709689, "a": 851349202560073232}
+
+
+def test_a_fingerprint_has_62_bits_and_fits_a_header_with_its_complement():
+    for number in (fingerprint("x"), fingerprint_of(1, "x", b"x"), fingerprint_of()):
+        assert 0 <= number < 2**62
+        np.array([number, ~number], np.int64)
+
+
+def test_texts_have_the_fingerprints_that_they_always_had():
+    assert {text: fingerprint(text) for text in TEXTS} == TEXTS
+    assert fingerprint("\ud800") != fingerprint("\ud801")  # as of undecodable names
+
+
+def test_different_parts_have_different_fingerprints():
+    cases = [
+        (),
+        (0,),
+        (-1,),
+        (-2,),  # hash(-1) == hash(-2)
+        (2**64,),
+        (2**61 - 1,),  # whose hash is 0
+        ("1",),
+        (b"1",),
+        ("1i",),
+        (1, 2),
+        (2, 1),
+        (12,),
+        ("a", "b"),
+        ("ab",),
+        ("", "ab"),
+        (b"a", "b"),
+        ("1:a",),
+    ]
+    assert len({fingerprint_of(*case) for case in cases}) == len(cases)
+    assert fingerprint_of(np.int64(5)) == fingerprint_of(5)
+
+
+def test_other_processes_find_the_same_whatever_their_hash_seed():
+    code = (
+        "import numpy as np; from mpidist import _arrays; "
+        "from mpidist._fingerprint import *; x = np.arange(20000.0); "
+        "print(fingerprint('x'), fingerprint_of(-3, 'y', b'z'), "
+        "_arrays.print_of(x, 7), _arrays.printer(x)(7))"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=rank_environment({"PYTHONHASHSEED": seed}),
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "bool", "complex128"])
+@pytest.mark.parametrize("size", [0, 1, 7, 5000, 300_000])
+def test_prints_of_arrays_differ_with_values_and_dtypes(dtype, size):
+    x = np.arange(size).astype(dtype)
+    whole = _arrays.print_of(x, 3)
+    assert whole == _arrays.printer(x)(3) == _arrays.print_of(x.copy(), 3)
+    assert 0 <= whole < 2**62
+    others = [x.view(f"u{x.itemsize}") if x.itemsize <= 8 else x.view("f8")]
+    if size:
+        first = x.copy()
+        first[0] = 1 if first[0] == 0 else 0
+        others.append(first)
+    prints = [whole, *(_arrays.print_of(other, 3) for other in others)]
+    for one, other in itertools.pairwise(prints):
+        assert one != other
+
+
+def test_numbers_count_with_their_lowest_64_bits_and_their_order():
+    rows = [(), (0,), (1, 2), (2, 1), (1, 2, 0), (-1,), (2**63,)]
+    assert len({fingerprint_of_numbers(row) for row in rows}) == len(rows)
+    assert fingerprint_of_numbers([2**64 + 5]) == fingerprint_of_numbers([5])
+    assert fingerprint_of_numbers([]) == fingerprint_of_bytes(b"")
+    assert 0 <= fingerprint_of_bytes(b"x") < 2**62

