@@ -37,8 +37,6 @@ mpi_variables() {
   if ((EUID == 0)); then
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
   fi
-  # Without a fast network Open MPI's UCX windows only print an error as they give up.
-  [[ -d /sys/class/infiniband ]] || export OMPI_MCA_osc=${OMPI_MCA_osc:-^ucx}
   # Oversubscription turns off the binding of ranks to cores, so only where it is needed; and never
   # in a batch job, whose nodes the scheduler counts. (PRTE_: Open MPI 5, OMPI_: Open MPI 4.)
   if (($1 > $(cores))) && [[ -z ${SLURM_JOB_ID:-}${PBS_JOBID:-}${LSB_JOBID:-} ]]; then
@@ -84,14 +82,16 @@ make_venv() {
 }
 
 # The stamp in an environment names the extras installed into it, below a hash of the checkout,
-# Python and metadata that they were installed for. It makes a second start quick.
+# Python, metadata and C sources that they were installed for. It makes a second start quick.
 stamped() { grep -qxF -- "$1" "$env/mpidist.stamp" 2>/dev/null; }
 
 # install EXTRAS: mpidist, editable, with the extras (comma-separated) into $env.
 install() {
   local key extra names missing=
   IFS=, read -ra names <<<"$1"
-  key=$(cd -- "$repo" && { "$python" -VV && cat setup.cfg setup.py mpidist/_version.py && pwd; } | sha256sum)
+  # With the compiler: one that was installed since builds the core.
+  key=$(cd -- "$repo" && { "$python" -VV && cat setup.cfg setup.py mpidist/_version.py mpidist/_native/*.[ch] &&
+    pwd && printf '%s\n' "$(command -v "${CC:-cc}")" "${MPIDIST_NO_CORE:-}" "${MPIDIST_CORE_CFLAGS:-}"; } | sha256sum)
   stamped "$key" || printf '%s\n' "$key" >"$env/mpidist.stamp"
   for extra in "${names[@]}"; do stamped "$extra" || missing=1; done
   if [[ -z $missing ]]; then return; fi

@@ -2,64 +2,88 @@
 
 Between ``<!-- KIND: WORDS -->`` and ``<!-- end -->`` it puts what the marker asks for:
 
-    table: NAME BENCH     the table of a benchmark from NAME.json
-    picture: NAME BENCH   a picture of it, which is drawn
-    facts: NAME           machine and software of NAME.json
+    table: NAME...        the rows of NAME.json and the others, beside each other
+    picture: FILE NAME... all_reduce of them, drawn to FILE.png
+    facts: NAME...        machine and software of each
     model: ARGUMENTS      what `mpidist bench model` prints for the arguments, in which
                           a NAME.json is in the folder of results; and its picture
 
-Where a file is missing, what is there stays.
+Names without a file are left out; if none has one, what is there stays.
 """
 
 import contextlib
 import io
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+import draw_performance
 
 from mpidist import _bench, _cli
 
 MARKER = re.compile(
     r"(<!-- (table|picture|facts|model): ([^>]*?) -->\n)(.*?)(<!-- end -->)", re.S
 )
+Records = Sequence[_bench.Record]
 
 
-def printed(*arguments: str) -> str:
-    """Return what the command line prints."""
-    out = io.StringIO()
+def table_of(records: Records) -> str:
+    """Return a table in Markdown: raw, mpidist, ratio of each record, and the aim."""
+    rows: dict[tuple[str, str], dict[int, list[str]]] = {}
+    for i, record in enumerate(records):
+        for row in record.rows:
+            work, size, *rest = _bench.cells_of(row)
+            rows.setdefault((work, size), {})[i] = rest
+    names = [record.facts["software"]["mpi"] for record in records]
+    lines = [head_of(names), ["---", *["---:"] * (3 * len(names) + 2)]]
+    for (work, size), cells in rows.items():
+        aims = {one[3] for one in cells.values()}
+        times = [c for i in range(len(names)) for c in cells.get(i, [""] * 4)[:3]]
+        lines.append([work, size, *times, ", ".join(sorted(aims))])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def head_of(names: Sequence[str]) -> list[str]:
+    of_each = [[f"{name}: raw", "mpidist", "ratio"] for name in names]
+    return ["work", "bytes", *(cell for one in of_each for cell in one), "aim"]
+
+
+def facts_of(records: Records) -> str:
+    texts = [_bench.header_of(record.facts) for record in records]
+    notes = dict.fromkeys(note for record in records for note in record.notes)
+    return "```text\n" + "\n\n".join([*texts, *notes]) + "\n```\n"
+
+
+def model_of(results: Path, words: Sequence[str]) -> str | None:
+    """Return what the model prints; None if a file that it needs is missing."""
+    arguments = [str(results / w) if w.endswith(".json") else w for w in words]
+    if not all(Path(a).exists() for a in arguments if a.endswith(".json")):
+        return None
+    path, out = results / "model.json", io.StringIO()
     with contextlib.redirect_stdout(out):
-        code = _cli.main(arguments)
-    if code:
-        sys.exit(f"mpidist {' '.join(arguments)} failed")
-    return out.getvalue().strip("\n")
+        if _cli.main(["bench", "model", *arguments, "--json", str(path)]):
+            sys.exit(f"mpidist bench model {' '.join(arguments)} failed")
+    text = out.getvalue().replace(f"written: {path}", "").strip("\n")
+    draw_performance.model(path, path.with_suffix(".png"))
+    return f"```text\n{text}\n```\n\n![predicted times](performance/model.png)\n"
 
 
 def replacement(results: Path, kind: str, words: list[str]) -> str | None:
     """Return the text between two markers; None to leave it."""
     if kind == "model":
-        arguments = [str(results / w) if w.endswith(".json") else w for w in words]
-        if not all(Path(a).exists() for a in arguments if a.endswith(".json")):
-            return None
-        picture = results / "model.png"
-        text = printed("bench", "model", *arguments, "--plot", str(picture))
-        text = text.replace(f"picture: {picture}", "").strip("\n")
-        link = f"![predicted times](performance/{picture.name})"
-        return f"```text\n{text}\n```\n\n{link}\n"
-    name, *rest = words
-    path = results / f"{name}.json"
-    if not path.exists():
-        return None
-    record = _bench.read_record(str(path))
-    if kind == "facts":
-        return f"```text\n{_bench.header_of(record.facts)}\n```\n"
-    (bench,) = rest
-    if not any(one.bench == bench for one in record.results):
+        return model_of(results, words)
+    target = words.pop(0) if kind == "picture" else ""
+    paths = [results / f"{name}.json" for name in words]
+    records = [_bench.read_record(str(path)) for path in paths if path.exists()]
+    if not records:
         return None
     if kind == "table":
-        return _bench.markdown_of(record, bench)
-    picture = results / f"{name}-{bench}.png"
-    printed("bench", "show", str(path), bench, "--plot", str(picture))
-    return f"![{bench}, {name}](performance/{picture.name})\n"
+        return table_of(records)
+    if kind == "facts":
+        return facts_of(records)
+    draw_performance.all_reduce(records, results / f"{target}.png")
+    return f"![all_reduce, {', '.join(words)}](performance/{target}.png)\n"
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 # Steps with a deadline, and one summary of them. Sourced by launch/test and launch/gpu-check, which set
 # pytest_args; after lib/env.sh.
 
-deadline=900 # seconds for one step
+deadline=1500 # seconds for one step
 logs=$(mktemp -d)
 step=
 trap 'rm -rf -- "$logs"' EXIT
