@@ -8,7 +8,6 @@ layers, and its gradients are written out, since nothing differentiates here.
 """
 
 import argparse
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -236,14 +235,8 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--checkpoint", type=Path, default=Path("training_checkpoint"))
-    parser.add_argument(
-        "--remove", action="store_true", help="the checkpoint, at the end"
-    )
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    arguments = parse_arguments()
-    main(arguments)
-    if arguments.remove and strategy.replica_id == 0:
-        shutil.rmtree(arguments.checkpoint)
+    main(parse_arguments())
