@@ -67,12 +67,12 @@ class MultiStepContext:
                 )
             self._last_step_outputs[name] = output
             return
-        context = _context.get_replica_context()
-        if context is None:
+        replica_context = _context.get_replica_context()
+        if replica_context is None:
             strategy = _context.get_strategy()
             output = strategy.reduce(reduce_op, output, axis=None)
         else:
-            output = context.all_reduce(reduce_op, output)
+            output = replica_context.all_reduce(reduce_op, output)
         self._last_step_outputs[name] = output
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
@@ -80,9 +80,9 @@ class MultiStepContext:
 
         There it keeps a tuple with the outputs of all replicas, on all of them.
         """
-        context = _context.get_replica_context()
-        if context is not None:
-            output = context.merge_call(_all_of, args=(output,))
+        replica_context = _context.get_replica_context()
+        if replica_context is not None:
+            output = replica_context.merge_call(_all_of, args=(output,))
         self._non_tensor_outputs[name] = output
 
     def __repr__(self) -> str:
@@ -127,10 +127,10 @@ def run_steps(
     initial_loop_values: dict[str, Any] | None,
 ) -> MultiStepContext:
     """Call ``fn(context, next element)`` a number of times. Collective."""
-    context = MultiStepContext()
-    context.last_step_outputs.update(initial_loop_values or {})
+    step_context = MultiStepContext()
+    step_context.last_step_outputs.update(initial_loop_values or {})
     with strategy.scope():
         for _ in range(iterations):
             take = getattr(iterator, "get_next", None)
-            fn(context, next(iterator) if take is None else take())
-    return context
+            fn(step_context, next(iterator) if take is None else take())
+    return step_context

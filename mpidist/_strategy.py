@@ -12,11 +12,8 @@ from typing import Any, NoReturn
 
 from mpidist import (
     _arrays,
-    _comm,
     _context,
     _dispatch,
-    _guard,
-    _nest,
     _process,
     _reports,
     _threads,
@@ -25,9 +22,12 @@ from mpidist import (
 from mpidist._channel import Channel, MessageChannel
 from mpidist._cluster import MPIClusterResolver
 from mpidist._collectives import Collectives, describe_compression
+from mpidist._comm import Communicator, SelfCommunicator, check_communicator, local_rank
 from mpidist._cross_device import CrossDeviceOps
 from mpidist._engine import Node, Nodes, open_node, open_nodes
 from mpidist._extended import StrategyExtended, local_results
+from mpidist._guard import Guard, poll
+from mpidist._nest import map_structure
 from mpidist._options import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -274,7 +274,7 @@ class Strategy:
                 "buffers of its own; make them at program level, before "
                 "`strategy.run`, and pass them to the replica function"
             )
-        return self._collectives.buffers_like(_nest.map_structure(own_component, nest))
+        return self._collectives.buffers_like(map_structure(own_component, nest))
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the components that this process can see, as a tuple.
@@ -334,7 +334,7 @@ class Strategy:
             return _dispatch.execute(self, "distribute_values", (value_fn,))
         number = self._num_replicas
         values = [value_fn(ValueContext(i, number)) for i in range(number)]
-        return _nest.map_structure(lambda *row: PerReplica(row), *values)
+        return map_structure(lambda *row: PerReplica(row), *values)
 
     # --- datasets (mpidist.data) ------------------------------------------------
 
@@ -526,13 +526,13 @@ class MPIStrategy(Strategy):
             timeout = float(given.timeout_seconds)
 
         def wait(request: Any, what: str) -> None:
-            _guard.poll(request, what, timeout)
+            poll(request, what, timeout)
 
         if replica is not None:
             communicator = replica.connect(comm, wait)
         else:
-            communicator = _comm.Communicator(
-                _comm.check_communicator(comm),
+            communicator = Communicator(
+                check_communicator(comm),
                 wait,
                 environment.simulated_nodes,
                 problem,
@@ -547,7 +547,7 @@ class MPIStrategy(Strategy):
 
     def _set_up(
         self,
-        communicator: _comm.Communicator,
+        communicator: Communicator,
         environment: Environment,
         timeout: float,
         device: str,
@@ -590,7 +590,7 @@ class MPIStrategy(Strategy):
         channel: Channel | None = None
         if communicator.size > 1:
             channel = MessageChannel(communicator) if node is None else node.channel
-        guard = _guard.Guard(
+        guard = Guard(
             communicator,
             channel,
             timeout_seconds=timeout,
@@ -641,8 +641,8 @@ class MPIStrategy(Strategy):
 
 
 def _make_collectives(
-    communicator: _comm.Communicator,
-    guard: _guard.Guard,
+    communicator: Communicator,
+    guard: Guard,
     device: object,
     options: object,
     environment: Environment,
@@ -667,7 +667,7 @@ def _make_collectives(
                 f"CrossDeviceOps`, got {cross_device_ops!r:.80}"
             )
         settings = CommunicationOptions().merge(options)
-        chosen = _arrays.select_device(device, _comm.local_rank(communicator))
+        chosen = _arrays.select_device(device, local_rank(communicator))
         chosen.activate()
         collectives = Collectives(
             communicator, guard, settings, environment, chosen, shared, node, nodes
@@ -707,8 +707,8 @@ class _DefaultStrategy(Strategy):
             stall_seconds=0.0,
             bytes_per_pack=0,
         )
-        comm = _comm.SelfCommunicator()
-        guard = _guard.Guard(
+        comm = SelfCommunicator()
+        guard = Guard(
             comm, None, timeout_seconds=0.0, stall_seconds=0.0, enabled=False
         )
         device = _arrays.Device("cpu")
@@ -755,9 +755,11 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
 def _install_default() -> None:
     strategy = _DefaultStrategy()
-    context: ReplicaContext = strategy.extended._replica_context
+    replica_context: ReplicaContext = strategy.extended._replica_context
     _context.set_default(
-        _context.Frame(strategy, _context.Level.REPLICA, replica_context=context)
+        _context.Frame(
+            strategy, _context.Level.REPLICA, replica_context=replica_context
+        )
     )
 
 

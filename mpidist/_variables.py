@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 
-from mpidist import _arrays, _context, _dispatch, _policies, _sparse
+from mpidist import _arrays, _context, _dispatch, _sparse
 from mpidist._dispatch import OnRank0
 from mpidist._options import VariableAggregation, VariableSynchronization
+from mpidist._policies import ON_READ, ON_WRITE
 from mpidist._reports import Call
 from mpidist._sparse import IndexedSlices, Scatter
 from mpidist._values import ArrayLike, Mirrored, PerReplica
@@ -149,7 +150,7 @@ class Variable(ArrayLike):
         self._strategy = strategy
         self._attributes = attributes
         on_read = attributes.synchronization is VariableSynchronization.ON_READ
-        self._policy = _policies.ON_READ if on_read else _policies.ON_WRITE
+        self._policy = ON_READ if on_read else ON_WRITE
         # A copy of its own: the user's initial array stays the user's. In C order on
         # all ranks: a sum, for one, depends on the order in its last bits.
         host = np.array(_arrays.to_host(given.value), order="C")
@@ -204,7 +205,7 @@ class Variable(ArrayLike):
         coordinator = _context.current().coordinator
         if coordinator is None:
             return (self._view,)
-        if self._policy is _policies.ON_WRITE or not self._strategy.extended._is_mpi:
+        if self._policy is ON_WRITE or not self._strategy.extended._is_mpi:
             return (self._view,) * self._strategy.num_replicas_in_sync
         (column,) = coordinator.command("collect", ([self],))
         for x in column[1:]:
@@ -243,7 +244,7 @@ class Variable(ArrayLike):
         # This replica's copy: printing must not communicate.
         host = np.array(_arrays.to_host(self._view))
         kind, whose = "", ""
-        if self._policy is _policies.ON_READ:
+        if self._policy is ON_READ:
             kind = f" ON_READ {self.aggregation.name}"
             whose = f" on replica {self._strategy.extended._replica_id}"
         return (
@@ -282,9 +283,9 @@ class Variable(ArrayLike):
     # --- reading --------------------------------------------------------------
 
     def _read(self) -> Any:
-        if self._policy is _policies.ON_WRITE:
+        if self._policy is ON_WRITE:
             return self._view
-        return _policies.ON_READ.read(self, self._check_frame("reading"))
+        return ON_READ.read(self, self._check_frame("reading"))
 
     def _as_component(self) -> Any:
         return self._view
@@ -477,8 +478,8 @@ class Variable(ArrayLike):
     def _scatter(self, how: Scatter, value: Any) -> Variable:
         call = f"scatter_{how}"
         frame = self._check_frame(call)
-        if self._policy is _policies.ON_READ:
-            _policies.ON_READ.scatter(self, how, value)
+        if self._policy is ON_READ:
+            ON_READ.scatter(self, how, value)
         combining = (VariableAggregation.SUM, VariableAggregation.MEAN)
         if how in ("min", "max", "update") and self.aggregation in combining:
             raise NotImplementedError(
@@ -499,7 +500,7 @@ class Variable(ArrayLike):
     def _record(self) -> None:
         """Tell the update that runs, if one does, that this copy is written."""
         frame = _context.current()
-        mirrored = self._policy is _policies.ON_WRITE
+        mirrored = self._policy is ON_WRITE
         if frame.written is not None and mirrored and frame.strategy is self._strategy:
             frame.written.append(self)
 

@@ -392,12 +392,12 @@ def _gather(strategy: Strategy, value: Any, axis: Any) -> Any:
 @_dispatch.verb("distribute_values")
 def _distribute_values(strategy: Strategy, value_fn: Any) -> Any:
     extended = strategy.extended
-    context = ValueContext(extended._replica_id, extended._num_replicas)
+    value_context = ValueContext(extended._replica_id, extended._num_replicas)
     call = Call("experimental_distribute_values_from_function")
 
     def body(part: Part) -> Any:
         part.kind = "raised"
-        value = value_fn(context)
+        value = value_fn(value_context)
         text = str(_nest.flatten(value)[1])
         part.came_out(text, fingerprint(text))
         return value
