@@ -10,49 +10,63 @@ from mpidist import data as data
 from mpidist import experimental as experimental
 from mpidist import optimizers as optimizers
 from mpidist import testing as testing
+from mpidist._base.errors import CheckpointError as CheckpointError
+from mpidist._base.errors import CollectiveError as CollectiveError
+from mpidist._base.errors import CollectiveMismatchError as CollectiveMismatchError
+from mpidist._base.errors import CollectiveTimeoutError as CollectiveTimeoutError
+from mpidist._base.errors import OutOfSyncError as OutOfSyncError
+from mpidist._base.errors import ReplicaError as ReplicaError
+from mpidist._base.indexed_slices import IndexedSlices as IndexedSlices
+from mpidist._base.options import ReduceOp as ReduceOp
+from mpidist._base.options import VariableAggregation as VariableAggregation
+from mpidist._base.options import VariableSynchronization as VariableSynchronization
+from mpidist._base.options import get_loss_reduction as get_loss_reduction
 from mpidist._checkpoints import Checkpoint as Checkpoint
 from mpidist._checkpoints import CheckpointManager as CheckpointManager
 from mpidist._checkpoints import CheckpointReader as CheckpointReader
 from mpidist._checkpoints import load_checkpoint as load_checkpoint
-from mpidist._cluster import MPIClusterResolver as MPIClusterResolver
-from mpidist._consistency import check_in_sync as check_in_sync
-from mpidist._context import get_cross_replica_context as get_cross_replica_context
-from mpidist._context import get_replica_context as get_replica_context
-from mpidist._context import get_strategy as get_strategy
-from mpidist._context import has_strategy as has_strategy
-from mpidist._context import in_cross_replica_context as in_cross_replica_context
-from mpidist._context import (
-    variable_sync_on_read_context as variable_sync_on_read_context,
-)
-from mpidist._cross_device import CollectiveAllReduce as CollectiveAllReduce
-from mpidist._cross_device import CrossDeviceOps as CrossDeviceOps
-from mpidist._cross_device import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
-from mpidist._cross_device import NcclAllReduce as NcclAllReduce
-from mpidist._cross_device import ReductionToOneDevice as ReductionToOneDevice
-from mpidist._errors import CheckpointError as CheckpointError
-from mpidist._errors import CollectiveError as CollectiveError
-from mpidist._errors import CollectiveMismatchError as CollectiveMismatchError
-from mpidist._errors import CollectiveTimeoutError as CollectiveTimeoutError
-from mpidist._errors import OutOfSyncError as OutOfSyncError
-from mpidist._errors import ReplicaError as ReplicaError
-from mpidist._extended import StrategyExtended as StrategyExtended
 from mpidist._losses import compute_average_loss as compute_average_loss
 from mpidist._losses import global_batch_size as global_batch_size
-from mpidist._multi_step import MultiStepContext as MultiStepContext
-from mpidist._options import ReduceOp as ReduceOp
-from mpidist._options import VariableAggregation as VariableAggregation
-from mpidist._options import VariableSynchronization as VariableSynchronization
-from mpidist._options import get_loss_reduction as get_loss_reduction
-from mpidist._replica import ReplicaContext as ReplicaContext
-from mpidist._sparse import IndexedSlices as IndexedSlices
-from mpidist._strategy import CommunicationStatistics as CommunicationStatistics
-from mpidist._strategy import MPIStrategy as MPIStrategy
-from mpidist._strategy import Strategy as Strategy
-from mpidist._strategy import experimental_set_strategy as experimental_set_strategy
-from mpidist._values import DistributedValues as DistributedValues
-from mpidist._values import Mirrored as Mirrored
-from mpidist._values import PerReplica as PerReplica
-from mpidist._variables import Variable as Variable
+from mpidist._runtime.context import (
+    get_cross_replica_context as get_cross_replica_context,
+)
+from mpidist._runtime.context import get_replica_context as get_replica_context
+from mpidist._runtime.context import get_strategy as get_strategy
+from mpidist._runtime.context import has_strategy as has_strategy
+from mpidist._runtime.context import (
+    in_cross_replica_context as in_cross_replica_context,
+)
+from mpidist._runtime.context import (
+    variable_sync_on_read_context as variable_sync_on_read_context,
+)
+from mpidist._strategy.cluster_resolver import MPIClusterResolver as MPIClusterResolver
+from mpidist._strategy.cross_device_ops import (
+    CollectiveAllReduce as CollectiveAllReduce,
+)
+from mpidist._strategy.cross_device_ops import CrossDeviceOps as CrossDeviceOps
+from mpidist._strategy.cross_device_ops import (
+    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+)
+from mpidist._strategy.cross_device_ops import NcclAllReduce as NcclAllReduce
+from mpidist._strategy.cross_device_ops import (
+    ReductionToOneDevice as ReductionToOneDevice,
+)
+from mpidist._strategy.extended import StrategyExtended as StrategyExtended
+from mpidist._strategy.multi_step import MultiStepContext as MultiStepContext
+from mpidist._strategy.replica_context import ReplicaContext as ReplicaContext
+from mpidist._strategy.strategy import (
+    CommunicationStatistics as CommunicationStatistics,
+)
+from mpidist._strategy.strategy import MPIStrategy as MPIStrategy
+from mpidist._strategy.strategy import Strategy as Strategy
+from mpidist._strategy.strategy import (
+    experimental_set_strategy as experimental_set_strategy,
+)
+from mpidist._values.consistency import check_in_sync as check_in_sync
+from mpidist._values.distributed import DistributedValues as DistributedValues
+from mpidist._values.distributed import Mirrored as Mirrored
+from mpidist._values.distributed import PerReplica as PerReplica
+from mpidist._values.variable import Variable as Variable
 from mpidist._version import __version__ as __version__
 from mpidist.data import DistributedDataset as DistributedDataset
 from mpidist.data import DistributedIterator as DistributedIterator
@@ -135,7 +149,7 @@ def __getattr__(name: str) -> object:
     raise AttributeError(message)
 
 
-# Tracebacks and reprs say mpidist.MPIStrategy, not mpidist._strategy.MPIStrategy.
+# Tracebacks and reprs say mpidist.MPIStrategy, whatever file it is in.
 for _name in __all__:
     if hasattr(globals()[_name], "__module__"):
         globals()[_name].__module__ = __name__

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from mpidist import _arrays, _context, _dispatch, _nest
-from mpidist._options import ReduceOp
-from mpidist._values import PerReplica
+from mpidist._base import backend, nest
+from mpidist._base.options import ReduceOp
+from mpidist._runtime import context, dispatch
+from mpidist._values.distributed import PerReplica
 
 if TYPE_CHECKING:
-    from mpidist._strategy import Strategy
+    from mpidist._strategy.strategy import Strategy
 
 _SIZE = "global_batch_size"
 _LOSS = "compute_average_loss"
@@ -43,22 +44,22 @@ def global_batch_size(batch: Any) -> int:
         ValueError: for a nest without arrays, or with different numbers of rows.
         RuntimeError: inside the function of ``update``.
     """
-    frame = _context.current()
-    if frame.level is _context.Level.UPDATE:
+    frame = context.current()
+    if frame.level is context.Level.UPDATE:
         raise RuntimeError(
             f"{_SIZE}: this code runs {frame.level.value}, which does not communicate; "
             "ask before the `update`, and pass the number as an argument"
         )
-    if frame.level is _context.Level.REPLICA:
+    if frame.level is context.Level.REPLICA:
         return _sum_of_rows(frame.strategy, batch)
-    total: int = _dispatch.perform(frame.strategy, _SIZE, batch)
+    total: int = dispatch.perform(frame.strategy, _SIZE, batch)
     return total
 
 
-@_dispatch.verb(_SIZE)
+@dispatch.verb(_SIZE)
 def _global_batch_size(strategy: Strategy, batch: Any) -> int:
     try:
-        leaves, structure = _nest.flatten(batch)
+        leaves, structure = nest.flatten(batch)
         for leaf in leaves:
             if not isinstance(leaf, PerReplica):
                 raise TypeError(
@@ -87,16 +88,16 @@ def _sum_of_rows(strategy: Strategy, batch: Any) -> int:
 def _rows_of(batch: Any, strategy: Strategy) -> int:
     """Return the length of the first axis, which all arrays of the nest share."""
     rows: dict[int, str] = {}
-    for leaf in _nest.flatten(batch)[0]:
+    for leaf in nest.flatten(batch)[0]:
         strategy.extended._registry.check(_SIZE, leaf)
-        x, _ = _arrays.as_array(leaf, _SIZE)
+        x, _ = backend.as_array(leaf, _SIZE)
         if x.ndim == 0:
             raise TypeError(
                 f"{_SIZE}: expected arrays with one row per example, got "
-                f"{_arrays.describe(x)}, which has no rows; pass the inputs or the "
+                f"{backend.describe(x)}, which has no rows; pass the inputs or the "
                 "labels of the step"
             )
-        rows.setdefault(int(x.shape[0]), _arrays.describe(x))
+        rows.setdefault(int(x.shape[0]), backend.describe(x))
     if not rows:
         raise ValueError(f"{_SIZE}: expected at least one array, got {batch!r:.80}")
     if len(rows) > 1:
@@ -140,8 +141,8 @@ def compute_average_loss(
         TypeError, ValueError: for arguments that are none of these.
         RuntimeError: in cross-replica context.
     """
-    frame = _context.current()
-    if frame.level is not _context.Level.REPLICA:
+    frame = context.current()
+    if frame.level is not context.Level.REPLICA:
         raise RuntimeError(
             f"{_LOSS}: this code runs {frame.level.value}, but the losses are those of "
             "one replica; call it in the function that you pass to `strategy.run`, and "
@@ -151,11 +152,11 @@ def compute_average_loss(
     collectives = frame.strategy.extended._collectives
     total = 0
     try:
-        losses = _arrays.as_array(per_example_loss, _LOSS)[0]
+        losses = backend.as_array(per_example_loss, _LOSS)[0]
         if losses.ndim == 0:
             raise ValueError(
                 f"{_LOSS}: expected one loss per example, got "
-                f"{_arrays.describe(losses)}; leave out the mean over the examples"
+                f"{backend.describe(losses)}; leave out the mean over the examples"
             )
         if sample_weight is not None:
             losses = losses * _expand(sample_weight, losses)
@@ -167,7 +168,7 @@ def compute_average_loss(
         collectives.invalid(_LOSS, error)
     if ask:
         total = _sum_of_rows(frame.strategy, losses)
-    is_float = losses.dtype.kind in "fc" or _arrays.is_bfloat16(losses.dtype)
+    is_float = losses.dtype.kind in "fc" or backend.is_bfloat16(losses.dtype)
     wide = losses.dtype if is_float and losses.dtype.itemsize > 2 else np.float32
     result = losses.dtype if is_float else np.dtype(np.float64)
     share = losses.sum(dtype=wide if is_float else result)
@@ -176,18 +177,18 @@ def compute_average_loss(
 
 
 def _expand(sample_weight: Any, losses: Any) -> Any:
-    weights = _arrays.as_array(sample_weight, _LOSS)[0]
+    weights = backend.as_array(sample_weight, _LOSS)[0]
     shape = tuple(weights.shape)
     if shape != tuple(losses.shape[: len(shape)]):
         raise ValueError(
             f"{_LOSS}: expected `sample_weight` to be a number, or of shape "
             f"{tuple(losses.shape)} or its leading axes, got "
-            f"{_arrays.describe(weights)}"
+            f"{backend.describe(weights)}"
         )
     if not shape:  # a number, which leaves the dtype of the losses alone
         return weights.item()
     expanded = weights.reshape(shape + (1,) * (losses.ndim - len(shape)))
-    is_float = losses.dtype.kind == "f" or _arrays.is_bfloat16(losses.dtype)
+    is_float = losses.dtype.kind == "f" or backend.is_bfloat16(losses.dtype)
     return expanded.astype(losses.dtype) if is_float else expanded
 
 

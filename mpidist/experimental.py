@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from mpidist._base.options import CollectiveHints as CollectiveHints
+from mpidist._base.options import (
+    CommunicationImplementation as CommunicationImplementation,
+)
+from mpidist._base.options import CommunicationOptions as CommunicationOptions
 from mpidist._checkpoints import (
     PreemptionCheckpointHandler as PreemptionCheckpointHandler,
 )
 from mpidist._checkpoints import TerminationConfig as TerminationConfig
-from mpidist._options import CollectiveHints as CollectiveHints
-from mpidist._options import CommunicationImplementation as CommunicationImplementation
-from mpidist._options import CommunicationOptions as CommunicationOptions
-from mpidist._replica import ValueContext as ValueContext
+from mpidist._strategy.replica_context import ValueContext as ValueContext
 
 # The older name.
 CollectiveCommunication = CommunicationImplementation

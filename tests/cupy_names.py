@@ -1,7 +1,7 @@
 """Which names of CuPy the library uses, and how it calls them: read from its sources.
 
 `uses` follows what is CuPy, or is made by it, through names and attributes: modules
-(``sys.modules["cupy"]``, `_arrays.module_of`, ...), streams, events and communicators.
+(``sys.modules["cupy"]``, `backend.module_of`, ...), streams, events and communicators.
 Arrays can be anything in Python, so of them all attribute names count that NumPy's
 arrays have too (`array_attributes`).
 """
@@ -35,8 +35,13 @@ _GIVES = {
     "cupy.ndarray.data": "cupy.cuda.MemoryPointer",
     "cupy.ndarray.device": "cupy.cuda.Device",
 }
-# What parameters are, by their names, in these modules; arrays only in _arrays.py.
-_MODULES = ("_arrays.py", "_probe.py", "_transports/_nccl.py", "_transports/_staged.py")
+# What parameters are, by their names, in these modules; arrays only in the first.
+_MODULES = (
+    "_base/backend.py",
+    "_transports/cuda_aware_probe.py",
+    "_transports/nccl.py",
+    "_transports/staged.py",
+)
 _PARAMETERS = {
     "communicator": "cupy.cuda.nccl.NcclCommunicator",
     "nccl": "cupy.cuda.nccl",
@@ -149,7 +154,7 @@ class _Reader(ast.NodeVisitor):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         before = dict(self.names)
         known = _PARAMETERS if self.where in _MODULES else {}
-        known = known | (_ARRAYS if self.where == "_arrays.py" else {})
+        known = known | (_ARRAYS if self.where == "_base/backend.py" else {})
         for argument in (*node.args.args, *node.args.kwonlyargs):
             self.names.pop(argument.arg, None)
             if argument.arg in known:

@@ -73,7 +73,7 @@ def loop(
     folder: Path, elements: str, timeout: str, kind: str, fault: str, *more: str
 ) -> None:
     import mpidist
-    from mpidist._messages import Messages
+    from mpidist._mpi.messages import Messages
 
     options = mpidist.experimental.CommunicationOptions(
         timeout_seconds=float(timeout),

@@ -11,7 +11,7 @@ import pytest
 from replicas import context
 
 import mpidist
-from mpidist import _arrays
+from mpidist._base import backend
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
@@ -355,7 +355,7 @@ def test_kernels_are_done_before_mpi(monkeypatch, new_strategy, blocking):
     with posing.Stream() if blocking else posing.Stream.null:
         posing.launch(lambda: done.append("the kernel"))
     assert done == []
-    _arrays.synchronize(x)
+    backend.synchronize(x)
     assert done == ["the kernel"]
     posing.launch(lambda: done.append("another"))
     strategy.run(lambda: context().all_reduce("SUM", x))

@@ -1368,7 +1368,7 @@ def test_rank_0_leaves_in_a_save_and_all_leave(strategy, folder, rank, monkeypat
         def leave(content):
             sys.exit(7)
 
-        monkeypatch.setattr("mpidist._checkpoints._format.make_manifest", leave)
+        monkeypatch.setattr("mpidist._checkpoints.storage.make_manifest", leave)
     with pytest.raises(SystemExit) as caught:
         mpidist.Checkpoint(step=step).save(folder / "a")
     assert caught.value.code == 7

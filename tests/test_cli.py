@@ -12,7 +12,7 @@ import pytest
 from launching import ROOT, rank_environment, run_ranks
 
 from mpidist import _bench, _cli
-from mpidist._cli import _check_command
+from mpidist._cli import check_command
 
 TIMEOUT = 100.0
 
@@ -194,7 +194,7 @@ def test_check_finds_what_differs_between_ranks():
     program = (
         "import os, sys\n"
         "from mpidist import _cli\n"
-        "from mpidist._cli._speaking import launched_rank\n"
+        "from mpidist._cli.speaking import launched_rank\n"
         "os.environ['MPIDIST_FUSION_MB'] = str(1 + launched_rank())\n"
         "_cli.run()\n"
     )
@@ -223,9 +223,9 @@ def test_what_the_probe_of_gpu_buffers_means(
 ):
     found = types.SimpleNamespace(outcome=outcome, detail="in a sum")
     monkeypatch.setattr(
-        _check_command, "probe_direct", lambda ranks, timeout_seconds: found
+        check_command, "probe_direct", lambda ranks, timeout_seconds: found
     )
-    given = _check_command._probe(2, transport)
+    given = check_command._probe(2, transport)
     assert given.state == state
     assert given.text.startswith(f"{outcome} on 2 ranks: in a sum")
     assert advice in given.text + given.advice

@@ -13,8 +13,8 @@ import pytest
 from replicas import context, everywhere, local, raises_everywhere
 
 import mpidist
-from mpidist import _arrays, _collectives
-from mpidist._engine import core_routes, staging
+from mpidist._base import backend
+from mpidist._engine import collectives, core_routes, staging
 from mpidist._engine import node as node_module
 from mpidist.experimental import CommunicationOptions
 
@@ -184,13 +184,13 @@ def test_no_copy_on_the_host(monkeypatch, new_strategy, rank, size):
     seen = {"to": [], "from": []}
 
     def watch(name, kind, position):
-        function = getattr(_arrays, name)
+        function = getattr(backend, name)
 
         def call(*args):
             seen[kind].append(args[position])
             function(*args)
 
-        monkeypatch.setattr(_arrays, name, call)
+        monkeypatch.setattr(backend, name, call)
 
     watch("start_copy_to_host", "to", 1)
     watch("start_copy_to_device", "from", 0)
@@ -249,7 +249,7 @@ def test_no_page_locked_memory_at_all_is_told_to_all(
     with monkeypatch.context() as patch:
         if rank == size - 1:
             patch.setattr(xp.cuda.runtime, "hostRegister", refuse)
-            patch.setattr(_arrays, "pinned_empty", none)
+            patch.setattr(backend, "pinned_empty", none)
         raises_everywhere(MemoryError, lambda: large(strategy, xp))
         small = xp.zeros(3)
         reduce = strategy._collectives.all_reduce
@@ -369,6 +369,6 @@ def test_the_routes(monkeypatch, new_strategy, size):
     assert route_of(strategy, [small, np.zeros(3)], staged) == "StagedEager"
     assert route_of(strategy, [np.zeros(3)], staged) == "EagerReduce"
     assert route_of(strategy, [large], direct) == "MpiReduce"
-    names = [route.__name__ for route in _collectives.ROUTES]
+    names = [route.__name__ for route in collectives.ROUTES]
     on_host = ["eager", "shared", "hierarchical"]
     assert names == [*on_host, "nccl", "direct", "staged", "header", "mpi"]

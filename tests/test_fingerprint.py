@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from launching import rank_environment
 
-from mpidist import _arrays
-from mpidist._fingerprint import (
+from mpidist._base import backend
+from mpidist._base.fingerprint import (
     fingerprint,
     fingerprint_of,
     fingerprint_of_bytes,
@@ -19,7 +19,7 @@ from mpidist._fingerprint import (
 )
 
 # Ranks compare them, so they are a form in which ranks talk: a change of these numbers
-# is one of the protocol, and `_versions` has to tell such ranks apart.
+# is one of the protocol, and `versions` has to tell such ranks apart.
 TEXTS = {"": 3255150753318709689, "a": 851349202560073232}
 
 
@@ -61,7 +61,7 @@ def test_different_parts_have_different_fingerprints():
 def test_other_processes_find_the_same_whatever_their_hash_seed():
     code = (
         "import numpy as np; from mpidist import _arrays; "
-        "from mpidist._fingerprint import *; x = np.arange(20000.0); "
+        "from mpidist._base.fingerprint import *; x = np.arange(20000.0); "
         "print(fingerprint('x'), fingerprint_of(-3, 'y', b'z'), "
         "_arrays.print_of(x, 7), _arrays.printer(x)(7))"
     )
@@ -82,15 +82,15 @@ def test_other_processes_find_the_same_whatever_their_hash_seed():
 @pytest.mark.parametrize("size", [0, 1, 7, 5000, 300_000])
 def test_prints_of_arrays_differ_with_values_and_dtypes(dtype, size):
     x = np.arange(size).astype(dtype)
-    whole = _arrays.print_of(x, 3)
-    assert whole == _arrays.printer(x)(3) == _arrays.print_of(x.copy(), 3)
+    whole = backend.print_of(x, 3)
+    assert whole == backend.printer(x)(3) == backend.print_of(x.copy(), 3)
     assert 0 <= whole < 2**62
     others = [x.view(f"u{x.itemsize}") if x.itemsize <= 8 else x.view("f8")]
     if size:
         first = x.copy()
         first[0] = 1 if first[0] == 0 else 0
         others.append(first)
-    prints = [whole, *(_arrays.print_of(other, 3) for other in others)]
+    prints = [whole, *(backend.print_of(other, 3) for other in others)]
     for one, other in itertools.pairwise(prints):
         assert one != other
 

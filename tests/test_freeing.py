@@ -9,8 +9,9 @@ import pytest
 from replicas import context, everywhere, own
 
 import mpidist
-from mpidist import _holdings, _native
-from mpidist._holdings import Holding
+from mpidist import _native
+from mpidist._mpi import collective_release
+from mpidist._mpi.collective_release import Holding
 
 SHARED = mpidist.experimental.CommunicationImplementation.SHARED
 mpi = pytest.mark.mpi
@@ -23,7 +24,7 @@ core = pytest.mark.core
 @pytest.fixture
 def held(monkeypatch):
     holdings = {}
-    monkeypatch.setattr(_holdings, "_held", holdings)
+    monkeypatch.setattr(collective_release, "_held", holdings)
     return holdings
 
 
@@ -38,7 +39,7 @@ def settle_with(*others):
         theirs = [pickle.dumps(other) for other in others] if len(rounds) == 1 else []
         return [mine, *theirs]
 
-    _holdings.settle(gather)
+    collective_release.settle(gather)
     return rounds
 
 
@@ -97,19 +98,19 @@ def options(implementation=SHARED):
 @core
 def test_a_closed_strategy_gives_all_back(strategy, size):
     settle(strategy)
-    count, mapped = _holdings.count(), segments()
+    count, mapped = collective_release.count(), segments()
     one = mpidist.MPIStrategy(communication_options=options())
-    assert _holdings.count() == count + 1
+    assert collective_release.count() == count + 1
     assert segments() == mapped + (one._collectives.node is not None)
     one.close()
-    assert (_holdings.count(), segments()) == (count, mapped)
+    assert (collective_release.count(), segments()) == (count, mapped)
 
 
 @mpi
 @core
 def test_strategies_that_are_dropped_leak_nothing(strategy, rank, size):
     settle(strategy)
-    count, mapped = _holdings.count(), segments()
+    count, mapped = collective_release.count(), segments()
     most = 0
     for number in range(30):
         one = mpidist.MPIStrategy(communication_options=options())
@@ -119,13 +120,13 @@ def test_strategies_that_are_dropped_leak_nothing(strategy, rank, size):
         variable.assign(total)
         if (number + 5 * rank) % 20 == 0:
             gc.collect()  # at other moments on other ranks
-        most = max(most, _holdings.count())
+        most = max(most, collective_release.count())
     assert most <= count + 30
     reference = weakref.ref(one)
     del one, variable
     settle(strategy)
     assert reference() is None
-    assert (_holdings.count(), segments()) == (count, mapped)
+    assert (collective_release.count(), segments()) == (count, mapped)
 
 
 @mpi
@@ -134,7 +135,7 @@ def test_groups_of_ranks(strategy, rank, size):
     from mpi4py import MPI
 
     settle(strategy)
-    count = _holdings.count()
+    count = collective_release.count()
     halves = MPI.COMM_WORLD.Split(rank % 2)
     pairs = MPI.COMM_WORLD.Split(rank // 2)
     ones = [
@@ -149,7 +150,7 @@ def test_groups_of_ranks(strategy, rank, size):
     if rank == 0:  # keeps one of its groups, which may not go on the others either
         kept = mpidist.MPIStrategy(MPI.COMM_SELF)
     settle(strategy)
-    assert _holdings.count() == count + (rank == 0)
+    assert collective_release.count() == count + (rank == 0)
     if rank == 0:
         kept.close()
     halves.Free()
@@ -160,30 +161,30 @@ def test_groups_of_ranks(strategy, rank, size):
 @core
 def test_what_one_rank_still_uses_stays_on_all(strategy, rank, size):
     settle(strategy)
-    count = _holdings.count()
+    count = collective_release.count()
     one = mpidist.MPIStrategy(communication_options=options())
-    made = _holdings.count()
+    made = collective_release.count()
     comm = strategy._collectives.comm
     if 1 < comm.num_nodes < size and rank != comm.local_rank:
         made -= 1  # nobody uses the memory of this node, which rank 0 is not on
     if rank:
         del one
     settle(strategy)
-    assert _holdings.count() == made
+    assert collective_release.count() == made
     if rank == 0:
         del one
     settle(strategy)
-    assert _holdings.count() == count
+    assert collective_release.count() == count
 
 
 @mpi
 def test_one_that_could_not_be_made_is_given_back(strategy):
     settle(strategy)
-    count = _holdings.count()
+    count = collective_release.count()
     with pytest.raises(ValueError, match="expected `device`"):
         mpidist.MPIStrategy(device="tpu")
     settle(strategy)
-    assert _holdings.count() == count
+    assert collective_release.count() == count
 
 
 @mpi
@@ -191,7 +192,7 @@ def test_one_that_could_not_be_made_is_given_back(strategy):
 def test_buffers_keep_their_memory_after_the_strategy(strategy, rank, size):
     needs_one_node(strategy)
     settle(strategy)
-    count, mapped = _holdings.count(), segments()
+    count, mapped = collective_release.count(), segments()
     one = mpidist.MPIStrategy(communication_options=options())
     buffers = one.buffers_like({"a": np.zeros(5000), "b": np.zeros((3, 4), "f4")})
     buffers["a"][:] = rank
@@ -206,7 +207,7 @@ def test_buffers_keep_their_memory_after_the_strategy(strategy, rank, size):
     everywhere(None)  # nobody writes over what another still looks at
     del view
     settle(strategy)
-    assert (_holdings.count(), segments()) == (count, mapped)
+    assert (collective_release.count(), segments()) == (count, mapped)
 
 
 @mpi
@@ -214,13 +215,13 @@ def test_buffers_keep_their_memory_after_the_strategy(strategy, rank, size):
 def test_buffers_that_are_dropped_give_their_memory_back(strategy, new_strategy, rank):
     needs_one_node(strategy)
     one = new_strategy(implementation=SHARED)
-    count, mapped = _holdings.count(), segments()
+    count, mapped = collective_release.count(), segments()
     for _ in range(10):
         buffers = one.buffers_like([np.zeros(100_000, "f4")])
         buffers[0][:] = 1
         total = own(one, one.run(lambda b=buffers: context().all_reduce("SUM", b)))
         assert (total[0] == one.num_replicas_in_sync).all()
-        assert _holdings.count() <= count + 2
+        assert collective_release.count() <= count + 2
         del buffers
     settle(one)
-    assert (_holdings.count(), segments()) == (count, mapped)
+    assert (collective_release.count(), segments()) == (count, mapped)

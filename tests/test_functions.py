@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist import _commands, _functions
-from mpidist._names import Names
+from mpidist._base import function_codec
+from mpidist._merge import wire as _commands
+from mpidist._merge.object_names import Names
 
 
 class Wire:
@@ -19,7 +20,10 @@ class Wire:
         strategy = mpidist.get_strategy()
         self.writer = _commands.Writer(strategy, self._no_values, names)
         self.reader = _commands.Reader(strategy, others)
-        self.writer.codes, self.reader._codes = _functions.Codes(), _functions.Codes()
+        self.writer.codes, self.reader._codes = (
+            function_codec.Codes(),
+            function_codec.Codes(),
+        )
         self.news = None
 
     @staticmethod
@@ -309,29 +313,29 @@ def test_modules_by_any_name(monkeypatch):
 
 def test_a_module_that_is_not_there():
     with pytest.raises(AttributeError, match="not defined in the program"):
-        _functions.lookup_or_raise("__main__", "nothing_there")
+        function_codec.lookup_or_raise("__main__", "nothing_there")
     with pytest.raises(ModuleNotFoundError):
-        _functions.globals_of("no_such_module_at_all")
+        function_codec.globals_of("no_such_module_at_all")
 
 
 def test_many_functions_do_not_fill_the_memory():
     wire = Wire()
     made = [
         eval(f"lambda x: x + {number}", globals())
-        for number in range(_functions._MOST_KEPT + 100)
+        for number in range(function_codec._MOST_KEPT + 100)
     ]
     for number, function in enumerate(made):
         assert wire.send(function)(1) == number + 1
     assert wire.send(made[0])(1) == 1  # sent again
     assert wire.news[0]
-    assert len(wire.writer.codes._numbers) <= _functions._MOST_SENT
-    assert len(wire.reader._codes._kept) <= _functions._MOST_KEPT
+    assert len(wire.writer.codes._numbers) <= function_codec._MOST_SENT
+    assert len(wire.reader._codes._kept) <= function_codec._MOST_KEPT
 
 
 def test_too_many_functions_in_one_message_are_an_error():
     made = [
         eval(f"lambda x: x + {number}", globals())
-        for number in range(_functions._MOST_KEPT + 1)
+        for number in range(function_codec._MOST_KEPT + 1)
     ]
     with pytest.raises(LookupError, match="one message"):
         Wire().send(made)

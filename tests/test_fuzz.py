@@ -28,7 +28,7 @@ import pytest
 from replicas import FIRST, MEAN, NONE, ON_READ, SUM, everywhere
 
 import mpidist
-from mpidist import _threads
+from mpidist._base import threads
 from mpidist.data import Dataset
 
 DEFAULT_SEEDS = 25
@@ -508,7 +508,7 @@ def _running() -> Runner:
     return _now.get()[0]
 
 
-_now = _threads.ReplicaLocal[list[Runner]](list)
+_now = threads.ReplicaLocal[list[Runner]](list)
 
 
 def _ones() -> Any:

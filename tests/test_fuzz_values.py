@@ -31,7 +31,7 @@ import pytest
 from replicas import context, everywhere
 
 import mpidist
-from mpidist import _arrays
+from mpidist._base import backend
 
 DEFAULT_SEEDS = 12
 CALLS = 12
@@ -74,7 +74,7 @@ def _values(rng: Any, shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def _expected(op: str, parts: list[Any], nodes: list[list[int]]) -> Any:
-    """Return what `_dtypes` promises, added up by nodes, in the order of the ranks.
+    """Return what `dtypes` promises, added up by nodes, in the order of the ranks.
 
     Args:
         op: the operation.
@@ -314,7 +314,7 @@ class Calls:
         (found,) = self.strategy.experimental_local_results(value)
         results = [_host(x) for x in ([found] if len(own) == 1 else found)]
         wrong = self._misplaced(own, [found] if len(own) == 1 else found)
-        crcs = [zlib.crc32(_arrays.value_bytes(np.asarray(x))) for x in results]
+        crcs = [zlib.crc32(backend.value_bytes(np.asarray(x))) for x in results]
         if len({*map(tuple, everywhere(crcs))}) > 1:
             wrong += f"{op} of {leaves}: not the same bits on all ranks; "
         for i, (shape, dtype) in enumerate(leaves):

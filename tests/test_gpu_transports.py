@@ -16,11 +16,12 @@ import pytest
 from replicas import context, local, raises_everywhere
 
 import mpidist
-from mpidist._arrays import Device
+from mpidist._base.backend import Device
 from mpidist._engine import node as node_module
-from mpidist._transports import StagedTransport, _devices, _nccl
-from mpidist._transports import _staged as staged_module
-from mpidist._transports._devices import Finding, decide
+from mpidist._transports import StagedTransport, devices
+from mpidist._transports import nccl as _nccl
+from mpidist._transports import staged as staged_module
+from mpidist._transports.devices import Finding, decide
 
 mpi = pytest.mark.mpi
 core = pytest.mark.core
@@ -31,7 +32,7 @@ PIECE = 64 * 1024
 def auto(monkeypatch):
     """Whatever launch/test has the suite go by, these tests choose for themselves."""
     monkeypatch.delenv("MPIDIST_IMPLEMENTATION", raising=False)
-    monkeypatch.setattr(_devices, "_told", set())  # warnings of other tests
+    monkeypatch.setattr(devices, "_told", set())  # warnings of other tests
 
 
 @pytest.fixture(params=["late", "early", "random"])
@@ -447,7 +448,7 @@ def test_auto_without_nccl_is_a_warning_on_rank_0(
         assert "GPU arrays go staged" in text
         assert "MPIDIST_IMPLEMENTATION=staged" in text
     # Who has asked for that way is told nothing, and neither is who has another one.
-    _devices._told.clear()
+    devices._told.clear()
     assert said_by(lambda: new_strategy(implementation="STAGED"))[1] == []
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
     assert said_by(new_strategy)[1] == []
@@ -638,7 +639,7 @@ def test_what_a_strategy_takes(
     monkeypatch, new_strategy, asked, variables, says, way, reason
 ):
     posing.install(monkeypatch)
-    monkeypatch.setattr(_devices, "query_cuda_support", lambda: says)
+    monkeypatch.setattr(devices, "query_cuda_support", lambda: says)
     for name, value in variables.items():
         monkeypatch.setenv(f"MPIDIST_{name}", value)
     strategy = new_strategy(device="gpu", implementation=asked)
@@ -688,7 +689,7 @@ def test_a_variable_that_differs_is_an_error_on_all_ranks(monkeypatch, rank):
     ("text", "nbytes"), [("", 4 * 2**20), ("0.5", 2**19), ("0", 64 * 1024)]
 )
 def test_the_size_of_pieces(monkeypatch, text, nbytes):
-    from mpidist._options import read_environment
+    from mpidist._base.options import read_environment
 
     monkeypatch.setenv("MPIDIST_STAGING_MB", text)
     assert read_environment().staging_bytes == nbytes

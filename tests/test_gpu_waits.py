@@ -19,13 +19,19 @@ import posing
 import pytest
 from replicas import context, everywhere, local
 
-from mpidist import _arrays, _collectives
-from mpidist._engine import core_routes, device_routes, hierarchical_route, staging
+from mpidist._base import backend
+from mpidist._engine import (
+    collectives,
+    core_routes,
+    device_routes,
+    hierarchical_route,
+    staging,
+)
 from mpidist._engine import node as node_module
-from mpidist._transports import _devices
-from mpidist._transports import _direct as direct_module
-from mpidist._transports import _nccl as nccl_module
-from mpidist._transports import _staged as staged_module
+from mpidist._transports import devices
+from mpidist._transports import direct as direct_module
+from mpidist._transports import nccl as nccl_module
+from mpidist._transports import staged as staged_module
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
@@ -186,7 +192,7 @@ def of_transport(transport, rank, size, counts=COUNTS):
 
         def call():
             nbytes = [4 * n for n in several]
-            transport.all_gather(_arrays.as_bytes(x), _arrays.as_bytes(y), nbytes)
+            transport.all_gather(backend.as_bytes(x), backend.as_bytes(y), nbytes)
             return [(y, np.concatenate(hosts))]
 
         return [(x, hosts[rank])], [y], call
@@ -315,7 +321,7 @@ def set_up(monkeypatch, new_strategy, way):
     transport = strategy._collectives.transports.device
     assert transport.name == name
     if way == "staged as a whole":  # as with ranks that have no GPU
-        transport = _devices.StagedTransport(strategy._collectives.transports.host)
+        transport = devices.StagedTransport(strategy._collectives.transports.host)
     return strategy, transport
 
 
@@ -435,7 +441,7 @@ STAGED = ["staged", "staged as a whole"]
 
 def patch_staged(monkeypatch, mutant):
     monkeypatch.setattr(mutant, "SMALLEST_PIECE_BYTES", 4096)
-    monkeypatch.setattr(_devices, "StagedTransport", mutant.StagedTransport)
+    monkeypatch.setattr(devices, "StagedTransport", mutant.StagedTransport)
 
 
 @pytest.mark.mpi(min_size=2)  # one rank moves nothing by way of the host
@@ -456,10 +462,10 @@ def test_nothing_is_missed_in_staged_as_it_is(monkeypatch, new_strategy):
 
 def patch_routes(monkeypatch, mutant):
     if mutant.__name__ == staging.__name__:
-        monkeypatch.setattr(_collectives, "Staging", mutant.Staging)
+        monkeypatch.setattr(collectives, "Staging", mutant.Staging)
         return
-    routes = [getattr(mutant, r.__name__, r) for r in _collectives.ROUTES]
-    monkeypatch.setattr(_collectives, "ROUTES", tuple(routes))
+    routes = [getattr(mutant, r.__name__, r) for r in collectives.ROUTES]
+    monkeypatch.setattr(collectives, "ROUTES", tuple(routes))
 
 
 ROUTE_MUTANTS = [
@@ -495,10 +501,10 @@ def test_copies_from_the_gpu_on_another_stream_are_missed(
 
     class Elsewhere:
         def __getattr__(self, name):
-            return getattr(_arrays, name)
+            return getattr(backend, name)
 
         def current_stream(self):
-            return posing.Stream.null if other == "null" else _arrays.new_stream()
+            return posing.Stream.null if other == "null" else backend.new_stream()
 
     monkeypatch.setattr(module, "_arrays", Elsewhere())
     assert found_by(monkeypatch, new_strategy, ROUTES[:1], of_strategy) is not None
@@ -517,7 +523,7 @@ def test_nothing_is_missed_in_the_staged_route_as_it_is(
 @pytest.mark.parametrize("number", range(len(mutants(direct_module))))
 def test_each_wait_of_direct_is_missed(monkeypatch, new_strategy, number):
     mutant = mutated(direct_module, number)
-    monkeypatch.setattr(_devices, "DirectTransport", mutant.DirectTransport)
+    monkeypatch.setattr(devices, "DirectTransport", mutant.DirectTransport)
     found = found_by(monkeypatch, new_strategy, ["direct"])
     print(mutants(direct_module)[number], found)
     assert found is not None
@@ -527,7 +533,7 @@ def test_each_wait_of_direct_is_missed(monkeypatch, new_strategy, number):
 def test_the_wait_for_the_stream_of_a_buffer_is_missed(monkeypatch, new_strategy):
     """Buffers that are kept are packed on one stream after another."""
     monkeypatch.setattr(
-        _arrays, "continue_from", lambda stream: _arrays.current_stream()
+        backend, "continue_from", lambda stream: backend.current_stream()
     )
     found = found_by(monkeypatch, new_strategy, ["nccl", "staged"], of_strategy)
     assert found is not None
@@ -539,7 +545,7 @@ def test_nccl_on_another_stream_is_missed(monkeypatch, new_strategy):
 
     class Elsewhere:
         def __getattr__(self, name):
-            return getattr(_arrays, name)
+            return getattr(backend, name)
 
         def current_stream(self):
             return posing.Stream.null

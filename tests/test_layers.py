@@ -1,9 +1,10 @@
-"""The layers of docs/architecture.md: what imports what, and who owns which library."""
+"""The rooms of docs/architecture.md: what imports what, and who owns which library."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import graphlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,93 +17,28 @@ PACKAGE = Path(mpidist.__file__).parent
 ROOT = PACKAGE.parent
 
 
-def _read_layers() -> list[tuple[str, list[str]]]:
-    """Return the table of docs/architecture.md: the rows, from the bottom to the top.
+def _read_rooms() -> list[str]:
+    """Return the first column of the table of docs/architecture.md, from the bottom up.
 
-    A module imports only from rows before its own; a name that ends with "/" is a
-    folder, of which the others see only what its __init__ gives.
+    A room is a folder of the package ("_base/") or a file in its top folder.
     """
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    table = text.split("| layer | modules |\n| --- | --- |\n")[1].split("\n\n")[0]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
-    return [(title, re.findall(r"`([^`]+)`", names)) for title, names in rows]
+    table = text.split("| room | what is in it |\n| --- | --- |\n")[1].split("\n\n")[0]
+    return [
+        name.rstrip("/")
+        for line in table.splitlines()
+        for name in re.findall(r"`([^`]+)`", line.split(" | ")[0])
+    ]
 
 
-LAYERS = _read_layers()
-FOLDERS = {
-    "_checkpoints": [
-        ["_format"],
-        ["_items", "_replace"],
-        ["_job"],
-        ["_checkpoint", "_reader"],
-        ["_manager"],
-        ["_preemption"],
-        ["__init__"],
-    ],
-    "_bench": [
-        ["units", "job", "shapes"],
-        ["aims", "machine", "timing"],
-        ["table"],
-        ["session", "model"],
-        ["calls", "collectives", "nests"],
-        ["__init__"],
-    ],
-    "_cli": [
-        ["_speaking"],
-        ["_bench_command", "_info_command"],
-        ["_check_command"],
-        ["_main"],
-        ["__init__"],
-    ],
-    "_native": [["__init__"]],
-    "_engine": [
-        ["buckets", "node"],
-        ["nodes", "staging"],
-        ["plans"],
-        ["core_routes", "gather", "mpi_route"],
-        ["header_route", "hierarchical_route"],
-        ["device_routes"],
-        ["__init__"],
-    ],
-    "_transports": [
-        ["_compression", "_direct"],
-        ["_shared", "_staged"],
-        ["_nccl"],
-        ["_devices"],
-        ["__init__"],
-    ],
-    "testing": [
-        ["_fixtures", "_world"],
-        ["_communicator"],
-        ["_group"],
-        ["_run"],
-        ["__init__"],
-    ],
-    "optimizers": [
-        ["_arguments", "_clipping", "_schedules"],
-        ["_reduction"],
-        ["_optimizer"],
-        ["_rules"],
-        ["__init__"],
-    ],
-    "data": [
-        ["_records", "_sharding", "_prefetch", "_blocks"],
-        ["_stages"],
-        ["_dataset"],
-        ["_sources"],
-        ["_feed"],
-        ["_iterator", "_describe"],
-        ["_distribute"],
-        ["__init__"],
-    ],
-}
+ROOMS = _read_rooms()
 OWNERS = {
-    "mpi4py": "_comm",
-    "cupy": "_arrays",
-    "cupyx": "_arrays",
-    "cupy_backends": "_arrays",
-    "optree": "_nest",
-    "cloudpickle": "_commands",
+    "mpi4py": "_mpi.communicator",
+    "cupy": "_base.backend",
+    "cupyx": "_base.backend",
+    "cupy_backends": "_base.backend",
+    "optree": "_base.nest",
+    "cloudpickle": "_merge.wire",
     "ml_dtypes": None,  # a dtype of it is known by its name
 }
 NEEDED = {"numpy", "optree", "cloudpickle"}  # loaded by `import mpidist`
@@ -164,7 +100,7 @@ def _names_in(node: ast.AST, is_module: set[str]) -> Iterator[str]:
 
 
 def module_name(path: Path) -> str:
-    """Return ``mpidist._transports._direct`` for its file."""
+    """Return ``mpidist._transports.direct`` for its file."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -176,31 +112,15 @@ IMPORTS = {
 }
 
 
-def test_the_tables_list_every_file_once():
-    listed = [name for _, names in LAYERS for name in names]
-    in_folders = [
-        f"{folder}/{name}"
-        for folder, rows in FOLDERS.items()
-        for row in rows
-        for name in row
-    ]
-    assert len(listed) == len(set(listed))
-    assert {n.rstrip("/") for n in listed if n.endswith("/")} == set(FOLDERS)
-    files = [n for n in listed if not n.endswith("/")] + in_folders
-    on_disk = [
-        path.relative_to(PACKAGE).with_suffix("").as_posix() for path in FILES.values()
-    ]
-    assert sorted(files) == sorted(on_disk)
-
-
-def outer_level(name: str) -> int:
-    """Return the row of LAYERS that a full module name belongs to."""
+def room_of(name: str) -> str:
+    """Return ``_base`` for ``mpidist._base.nest``, and ``__init__`` for ``mpidist``."""
     parts = name.split(".")
-    first = parts[1] if len(parts) > 1 else "__init__"
-    for level, (_, names) in enumerate(LAYERS):
-        if first in names or f"{first}/" in names:
-            return level
-    raise AssertionError(f"{name} is in no layer")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def test_the_table_lists_every_room_once():
+    assert len(ROOMS) == len(set(ROOMS)) > 10
+    assert sorted(ROOMS) == sorted({room_of(name) for name in FILES})
 
 
 EXTENSIONS = {"mpidist._native._core"}  # of C, in the folder that imports it
@@ -209,8 +129,8 @@ EXTENSIONS = {"mpidist._native._core"}  # of C, in the folder that imports it
 def violations(
     name: str, imports: list[Import], files: dict[str, Path]
 ) -> Iterator[str]:
-    """Describe each import of the package that goes up, sideways, or into a folder."""
-    folder = name.split(".")[1] if "." in name else ""
+    """Describe each import of the package from a later room, or past an __init__."""
+    room = room_of(name)
     for one in imports:
         if one.for_types or one.name.split(".")[0] != "mpidist":
             continue
@@ -219,23 +139,36 @@ def violations(
         if one.name not in files:
             yield f"{one}: no module of the package"
             continue
-        target = one.name.split(".")
-        if folder in FOLDERS and len(target) > 1 and target[1] == folder:
-            own, others = (_inner_level(n) for n in (name, one.name))
-            if others >= own:
-                yield f"{one}: not below, in {folder}/"
-        elif len(target) > 2:
-            yield f"{one}: take it from mpidist.{target[1]}"
-        elif outer_level(one.name) >= outer_level(name) and not (
-            name == "mpidist" and one.name == "mpidist.experimental"
-        ):
-            yield f"{one}: not below"
+        target = room_of(one.name)
+        if target == room:
+            continue  # see test_inside_a_room_imports_form_no_circle
+        if ROOMS.index(target) >= ROOMS.index(room):
+            yield f"{one}: {room} comes before {target}"
+        elif one.name.split(".")[-1].startswith("_") and one.name.count(".") > 1:
+            yield f"{one}: take it from mpidist.{target}"
 
 
-def _inner_level(name: str) -> int:
-    parts = name.split(".")
-    inner = parts[2] if len(parts) > 2 else "__init__"
-    return next(i for i, row in enumerate(FOLDERS[parts[1]]) if inner in row)
+def circle(imports: dict[str, list[Import]]) -> list[str]:
+    """Return modules that import each other in a circle; an empty list if none do."""
+    sorter = graphlib.TopologicalSorter(
+        {
+            name: [
+                one.name for one in found if one.name in imports and not one.for_types
+            ]
+            for name, found in imports.items()
+        }
+    )
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_inside_a_room_imports_form_no_circle(room):
+    inside = {name: found for name, found in IMPORTS.items() if room_of(name) == room}
+    assert circle(inside) == []
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -288,43 +221,35 @@ def test_no_other_library_is_imported():
     assert others == set()
 
 
-def test_every_module_of_the_table_exists():
-    names = [name for _, row in LAYERS for name in row]
-    assert len(names) == len(set(names)) > 30
-    for name in names:
-        assert (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file(), name
-
-
 # --- the test itself --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "source", "problems"),
     [
-        ("_process", "from mpidist import _arrays", 0),
-        ("_process", "from mpidist._process import watch", 1),
-        ("_arrays", "from mpidist import _comm", 1),
-        ("_arrays", "import mpidist._strategy", 1),
-        ("_arrays", "def f():\n    from mpidist import _strategy", 1),
+        ("_mpi.messages", "from mpidist._base import backend", 0),
+        ("_mpi.messages", "from mpidist._base.backend import Device", 0),
+        ("_base.backend", "from mpidist._mpi import messages", 1),
+        ("_base.backend", "import mpidist._strategy.strategy", 1),
+        ("_base.backend", "def f():\n    from mpidist._strategy import strategy", 1),
         (
-            "_arrays",
+            "_base.backend",
             "def f():\n    import importlib as i\n    i.import_module('mpidist')",
             1,
         ),
-        ("_arrays", "from mpidist import Variable", 1),
-        ("_arrays", "from mpidist import _no_such_module", 1),
-        ("_process", "from mpidist._transports._direct import DirectTransport", 1),
-        ("_transports._staged", "from mpidist._transports._direct import X", 0),
-        ("_transports._direct", "from mpidist._transports._staged import X", 1),
-        ("_transports._direct", "from mpidist._transports import X", 1),
+        ("_base.backend", "from mpidist import Variable", 1),
+        ("_base.backend", "from mpidist import _no_such_module", 1),
+        ("_strategy.strategy", "from mpidist.data import Dataset", 0),
+        ("_strategy.strategy", "from mpidist.data._dataset import Dataset", 1),
+        ("data._iterator", "from mpidist.data._dataset import Dataset", 0),
         (
-            "_arrays",
+            "_base.backend",
             "from typing import TYPE_CHECKING\n"
-            "if TYPE_CHECKING:\n    from mpidist._strategy import Strategy",
+            "if TYPE_CHECKING:\n    from mpidist._strategy.strategy import Strategy",
             0,
         ),
         (
-            "_arrays",
+            "_base.backend",
             "if TYPE_CHECKING:\n    pass\nelse:\n    from mpidist import _strategy",
             1,
         ),
@@ -333,3 +258,14 @@ def test_every_module_of_the_table_exists():
 def test_the_rules_themselves(name, source, problems):
     found = imports_of(source, set(FILES))
     assert len(list(violations(f"mpidist.{name}", found, FILES))) == problems
+
+
+def test_a_circle_is_found():
+    sources = {
+        "mpidist.a": "from mpidist import b",
+        "mpidist.b": "def f():\n    from mpidist import c",
+        "mpidist.c": "from mpidist.a import x",
+    }
+    found = {name: imports_of(text, set(sources)) for name, text in sources.items()}
+    assert set(circle(found)) == set(sources)
+    assert circle({**found, "mpidist.c": []}) == []

@@ -11,9 +11,11 @@ import pytest
 from replicas import context, everywhere, local, make, merge, raises_everywhere
 
 import mpidist
-from mpidist import _comm, _guard, _messages
-from mpidist._headers import Headers, Maximum, Rows
-from mpidist._messages import Messages
+from mpidist._agreement import guard
+from mpidist._mpi import communicator
+from mpidist._mpi import messages as _messages
+from mpidist._mpi.headers import Headers, Maximum, Rows
+from mpidist._mpi.messages import Messages
 
 DIRECT = mpidist.experimental.CommunicationImplementation.DIRECT
 
@@ -157,7 +159,7 @@ def test_payloads_of_ranks_whose_arrays_lie_otherwise(new_strategy, rank, size):
 @mpi
 @core
 def test_many_ranks_take_the_maximum(new_strategy, rank, monkeypatch):
-    monkeypatch.setattr(_comm, "FEW", 0)
+    monkeypatch.setattr(communicator, "FEW", 0)
     strategy = new_strategy(implementation=DIRECT)
     headers = strategy._collectives.comm.meeting
     assert isinstance(headers, Headers)
@@ -310,7 +312,7 @@ def test_a_set_up_that_fails_on_one_rank_fails_on_all(size, rank, step, last, co
         pytest.skip("one rank is all ranks")
 
     def wait(request: Any, what: str) -> None:
-        _guard.poll(request, what, 20)
+        guard.poll(request, what, 20)
 
     hit = rank == (size - 1 if last else 0)
 
@@ -326,9 +328,9 @@ def test_a_set_up_that_fails_on_one_rank_fails_on_all(size, rank, step, last, co
                         made, request = duplicate()
                         return Through(made, step), request
 
-                _comm.Communicator(Base(), wait, size)
+                communicator.Communicator(Base(), wait, size)
                 return
-            made = _comm.Communicator(comm, wait, size)
+            made = communicator.Communicator(comm, wait, size)
             if hit:
                 fail_after(Messages, "__init__", patch)
             made.split_peers()
@@ -346,4 +348,4 @@ def test_a_set_up_that_fails_on_one_rank_fails_on_all(size, rank, step, last, co
     if not hit:
         assert f"failed on rank {victim}: InjectedError" in str(error)
     # What is between the ranks is as it was.
-    assert _comm.Communicator(comm, wait).all_sum(1) == size
+    assert communicator.Communicator(comm, wait).all_sum(1) == size

@@ -9,8 +9,8 @@ import types
 import numpy as np
 import pytest
 
-from mpidist import _names
-from mpidist._names import MOST, Names
+from mpidist._merge import object_names
+from mpidist._merge.object_names import MOST, Names
 
 
 class Two:
@@ -23,7 +23,7 @@ class Two:
                     ("merge_fn", fn),
                     *((f"argument {i}", x) for i, x in enumerate(given)),
                 ],
-                _names.home_of(fn),
+                object_names.home_of(fn),
             )
             for fn, given in zip((here, there), arguments, strict=True)
         )
@@ -315,12 +315,12 @@ def test_the_nearest_objects_have_names():
 
 
 def test_may_reach():
-    assert not _names.may_reach(eval("lambda strategy: None"))
+    assert not object_names.may_reach(eval("lambda strategy: None"))
     assert (
-        not _names.may_reach(
+        not object_names.may_reach(
             eval("lambda strategy: len"),
         )
         or True
     )
-    assert _names.may_reach(graph()[0])
-    assert _names.may_reach(Thing().merge)
+    assert object_names.may_reach(graph()[0])
+    assert object_names.may_reach(Thing().merge)

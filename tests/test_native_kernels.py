@@ -21,8 +21,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpidist import _dtypes
-from mpidist._options import ReduceOp
+from mpidist._base.options import ReduceOp
+from mpidist._engine import dtypes
 
 SOURCE = pathlib.Path(__file__).parents[1] / "mpidist" / "_native" / "kernels.c"
 FLAGS = "-O3 -std=c11 -ffp-contract=off -fno-math-errno -fno-trapping-math"
@@ -138,11 +138,11 @@ def multiply(x: Any, y: Any) -> Any:
 
 
 def extreme(op: str) -> Callable[[Any, Any], Any]:
-    """Return the combination that `_dtypes` has MPI compute, between two arrays."""
+    """Return the combination that `dtypes` has MPI compute, between two arrays."""
     numpy_function = np.minimum if op == "MIN" else np.maximum
 
     def combine(x: Any, y: Any) -> Any:
-        entry = _dtypes.reduction(x.dtype, ReduceOp[op], "test")
+        entry = dtypes.reduction(x.dtype, ReduceOp[op], "test")
         if entry.mpi == "gather":
             return numpy_function(x, y)
         out = np.empty_like(x)

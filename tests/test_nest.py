@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidist import _nest
+from mpidist._base import nest
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -29,7 +29,7 @@ trees = st.recursive(
 
 @given(trees)
 def test_unflatten_is_the_inverse_of_flatten(tree):
-    leaves, structure = _nest.flatten(tree)
+    leaves, structure = nest.flatten(tree)
     assert structure.num_leaves == len(leaves)
     again = structure.unflatten(leaves)
     assert again == tree
@@ -39,26 +39,26 @@ def test_unflatten_is_the_inverse_of_flatten(tree):
 
 @given(trees)
 def test_map_keeps_the_structure(tree):
-    mapped = _nest.map_structure(lambda leaf: (leaf, 1) and 5, tree)
-    assert all(leaf == 5 for leaf in _nest.flatten(mapped)[0])
-    assert _nest.flatten(mapped)[1] == _nest.flatten(tree)[1]
+    mapped = nest.map_structure(lambda leaf: (leaf, 1) and 5, tree)
+    assert all(leaf == 5 for leaf in nest.flatten(mapped)[0])
+    assert nest.flatten(mapped)[1] == nest.flatten(tree)[1]
 
 
 def test_leaves_of_mappings_come_by_sorted_key():
     for kind in (dict, collections.OrderedDict, collections.UserDict):
         one = kind([("b", 1), ("a", [2, None])])
         other = kind([("a", [2, None]), ("b", 1)])
-        assert _nest.flatten(one)[0] == _nest.flatten(other)[0] == [2, None, 1]
-        assert str(_nest.flatten(one)[1]) == str(_nest.flatten(other)[1])
+        assert nest.flatten(one)[0] == nest.flatten(other)[0] == [2, None, 1]
+        assert str(nest.flatten(one)[1]) == str(nest.flatten(other)[1])
     proxy = types.MappingProxyType({"b": 1, "a": 2})
-    leaves, structure = _nest.flatten(proxy)
+    leaves, structure = nest.flatten(proxy)
     assert leaves == [2, 1]
     assert structure.unflatten([5, 6]) == {"a": 5, "b": 6}
 
 
 def test_ordered_dicts_keep_their_order_of_insertion():
     tree = collections.OrderedDict([("b", 1), ("a", 2)])
-    mapped = _nest.map_structure(lambda x: x * 10, tree)
+    mapped = nest.map_structure(lambda x: x * 10, tree)
     assert list(mapped.items()) == [("b", 10), ("a", 20)]
 
 
@@ -76,22 +76,22 @@ def test_ordered_dicts_keep_their_order_of_insertion():
     ],
 )
 def test_texts(tree, text):
-    assert str(_nest.flatten(tree)[1]) == text
+    assert str(nest.flatten(tree)[1]) == text
 
 
 def test_render_puts_texts_in_the_place_of_leaves():
-    _, structure = _nest.flatten({"*": 1, "a": [2, 3]})
+    _, structure = nest.flatten({"*": 1, "a": [2, 3]})
     assert structure.render(["x", "y", "z"]) == "{'*': x, 'a': [y, z]}"
 
 
 def test_arrays_and_sets_are_leaves():
     array = np.ones(3)
-    assert _nest.flatten([array, {1, 2}, range(3)])[0][0] is array
-    assert _nest.flatten([array, {1, 2}, range(3)])[1].num_leaves == 3
+    assert nest.flatten([array, {1, 2}, range(3)])[0][0] is array
+    assert nest.flatten([array, {1, 2}, range(3)])[1].num_leaves == 3
 
 
 def test_other_structures_are_refused():
     with pytest.raises(ValueError, match=r"\[\*, \*\] and \[\*, \(\*, \*\)\]"):
-        _nest.map_structure(lambda a, b: a, [1, 2], [3, (4, 5)])
+        nest.map_structure(lambda a, b: a, [1, 2], [3, (4, 5)])
     with pytest.raises(ValueError, match="same structure"):
-        _nest.map_structure(lambda a, b: a, [1, 2], (1, 2))
+        nest.map_structure(lambda a, b: a, [1, 2], (1, 2))

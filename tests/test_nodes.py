@@ -10,12 +10,14 @@ import pytest
 from replicas import context, everywhere, make, own, raises_everywhere
 
 import mpidist
-from mpidist import _arrays, _messages, _native
+from mpidist import _native
+from mpidist._base import backend
 from mpidist._engine import device_routes, hierarchical_route
 from mpidist._engine import node as node_module
 from mpidist._engine import nodes as engine_nodes
-from mpidist._transports import _compression
-from mpidist._transports._compression import CODECS, Compression
+from mpidist._mpi import messages as _messages
+from mpidist._transports import compression as _compression
+from mpidist._transports.compression import CODECS, Compression
 
 SHARED = mpidist.experimental.CommunicationImplementation.SHARED
 Options = mpidist.experimental.CommunicationOptions
@@ -384,7 +386,7 @@ def test_compression_where_some_ranks_have_a_gpu(
     if device == "gpu":
         given = strategy._collectives.device.array_module.asarray(given)
     found = all_reduce(strategy, "SUM", given)
-    np.testing.assert_array_equal(_arrays.to_host(found), np.full(100_000, 3 * size))
+    np.testing.assert_array_equal(backend.to_host(found), np.full(100_000, 3 * size))
 
 
 @mpi

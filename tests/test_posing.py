@@ -16,7 +16,7 @@ import posing
 import pytest
 import record_cupy
 
-from mpidist._transports import _nccl
+from mpidist._transports import nccl as _nccl
 
 VERSIONS = [posing.NEWEST, posing.OLDER]
 USES = cupy_names.uses()

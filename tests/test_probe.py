@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mpidist import _probe
-from mpidist._probe import child_environment, probe_direct
+from mpidist._transports import cuda_aware_probe
+from mpidist._transports.cuda_aware_probe import child_environment, probe_direct
 
 TESTS = str(Path(__file__).parent)
 
@@ -120,6 +120,6 @@ def test_a_probe_in_every_rank_of_a_job(tmp_path):
     ],
 )
 def test_what_ends_mean(code, text, outcome, detail):
-    lines = f"{_probe._MARK}{text}\n" if text else ""
-    found = _probe._judge(1, code, False, lines, 1.0)
+    lines = f"{cuda_aware_probe._MARK}{text}\n" if text else ""
+    found = cuda_aware_probe._judge(1, code, False, lines, 1.0)
     assert (found.outcome, found.detail) == (outcome, detail)

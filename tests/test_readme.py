@@ -27,7 +27,8 @@ import pytest
 from launching import ROOT, rank_environment, run_ranks
 
 import mpidist
-from mpidist import _dtypes, _options
+from mpidist._base import options as _options
+from mpidist._engine import dtypes
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -436,10 +437,10 @@ def test_the_dtypes_in_porting_are_those_of_the_library():
             for op, cell in zip(ops, row[1:], strict=True):
                 if cell == "refused":
                     with pytest.raises(TypeError):
-                        _dtypes.reduction(dtype, op, "test")
+                        dtypes.reduction(dtype, op, "test")
                 else:
                     result = dtype if cell == "itself" else np.dtype(cell)
-                    assert _dtypes.reduction(dtype, op, "test").result == result
+                    assert dtypes.reduction(dtype, op, "test").result == result
     assert {np.dtype(code) for code in np.typecodes["AllInteger"]} <= seen
     assert {np.dtype(code) for code in np.typecodes["AllFloat"]} <= seen
 

@@ -11,7 +11,7 @@ import pytest
 from replicas import everywhere, own, raises_everywhere
 
 import mpidist
-from mpidist import _arrays
+from mpidist._base import backend
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
@@ -37,7 +37,7 @@ def from_replicas(strategy, function):
 def assert_same_on_all(x):
     x = np.asarray(x)
     # Not the padding of longdouble, in which anything may be.
-    rows = everywhere((x.shape, x.dtype.str, _arrays.value_bytes(x).tobytes()))
+    rows = everywhere((x.shape, x.dtype.str, backend.value_bytes(x).tobytes()))
     assert rows == [rows[0]] * len(rows)
 
 

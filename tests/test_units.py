@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpidist
-from mpidist import _dtypes, _errors, _options, _reports
-from mpidist._engine import buckets
+from mpidist._agreement import mismatch
+from mpidist._base import errors, options
+from mpidist._engine import buckets, dtypes
 from mpidist.experimental import (
     CollectiveHints,
     CommunicationImplementation,
@@ -22,16 +23,16 @@ from mpidist.experimental import (
 def test_reduce_op_names_in_any_case():
     for op in mpidist.ReduceOp:
         for name in (op, op.name, op.name.lower(), op.name.title()):
-            assert _options.as_reduce_op(name, "f") is op
-    assert _options.as_reduce_op(mpidist.VariableAggregation.SUM, "f") is (
+            assert options.as_reduce_op(name, "f") is op
+    assert options.as_reduce_op(mpidist.VariableAggregation.SUM, "f") is (
         mpidist.ReduceOp.SUM
     )
     with pytest.raises(ValueError, match="f: 'MAXIMUM' is not a valid ReduceOp"):
-        _options.as_reduce_op("MAXIMUM", "f")
+        options.as_reduce_op("MAXIMUM", "f")
     with pytest.raises(TypeError, match="expected `reduce_op` to be"):
-        _options.as_reduce_op(sum, "f")
+        options.as_reduce_op(sum, "f")
     with pytest.raises(ValueError, match="NONE"):
-        _options.as_reduce_op(mpidist.VariableAggregation.NONE, "f")
+        options.as_reduce_op(mpidist.VariableAggregation.NONE, "f")
 
 
 def test_options_by_name_and_hints():
@@ -88,7 +89,7 @@ def test_merge_takes_what_the_other_sets():
 def test_bad_environment(monkeypatch, text):
     monkeypatch.setenv("MPIDIST_TIMEOUT", text)
     with pytest.raises(ValueError, match="MPIDIST_TIMEOUT"):
-        _options.read_environment()
+        options.read_environment()
 
 
 def test_environment(monkeypatch):
@@ -104,7 +105,7 @@ def test_environment(monkeypatch):
         "SIMULATED_NODES": "2",
     }.items():
         monkeypatch.setenv(f"MPIDIST_{name}", value)
-    assert _options.read_environment() == _options.Environment(
+    assert options.read_environment() == options.Environment(
         abort=False,
         cuda_aware=True,
         guard=False,
@@ -117,11 +118,11 @@ def test_environment(monkeypatch):
     )
     monkeypatch.setenv("MPIDIST_COMPRESSION", "zip")
     with pytest.raises(ValueError, match="none, fp16, bf16"):
-        _options.read_environment()
+        options.read_environment()
     monkeypatch.setenv("MPIDIST_COMPRESSION", "")
     monkeypatch.setenv("MPIDIST_GUARD", "perhaps")
     with pytest.raises(ValueError, match="MPIDIST_GUARD"):
-        _options.read_environment()
+        options.read_environment()
 
 
 # --- buckets ------------------------------------------------------------------------
@@ -141,7 +142,7 @@ def test_environment(monkeypatch):
 def test_every_leaf_is_in_one_place_of_one_bucket(rows, limit):
     leaves = [
         buckets.Leaf(
-            (n,), _dtypes.reduction(np.dtype(c), mpidist.ReduceOp[op], "f"), False
+            (n,), dtypes.reduction(np.dtype(c), mpidist.ReduceOp[op], "f"), False
         )
         for n, c, op in rows
     ]
@@ -175,12 +176,12 @@ def test_every_leaf_is_in_one_place_of_one_bucket(rows, limit):
     ],
 )
 def test_format_ranks(ranks, text):
-    assert _errors.format_ranks(ranks) == text
+    assert errors.format_ranks(ranks) == text
 
 
 @given(st.text(), st.text())
 def test_fingerprints_fit_the_header(one, other):
-    a, b = _reports.fingerprint(one), _reports.fingerprint(other)
+    a, b = mismatch.fingerprint(one), mismatch.fingerprint(other)
     assert 0 <= a < 2**62
     assert np.int64(~a) == ~a
     assert (a == b) == (one == other)
@@ -191,12 +192,12 @@ def test_exceptions_that_do_not_come_back_from_pickle():
         def __init__(self, a, b):
             super().__init__(a)
 
-    assert _reports.dump_exception(StrangeError(1, 2)) == b""
-    data = _reports.dump_exception(KeyError("k"))
-    error = _reports.load_exception(data, "the trace")
+    assert mismatch.dump_exception(StrangeError(1, 2)) == b""
+    data = mismatch.dump_exception(KeyError("k"))
+    error = mismatch.load_exception(data, "the trace")
     assert type(error) is KeyError
     assert "the trace" in str(error.__cause__)
-    assert _reports.load_exception(b"no pickle", "") is None
+    assert mismatch.load_exception(b"no pickle", "") is None
 
 
 def test_tracebacks_show_the_users_frames(monkeypatch):
@@ -207,9 +208,9 @@ def test_tracebacks_show_the_users_frames(monkeypatch):
         try:
             user_code()
         except TypeError as error:
-            return _errors.format_exception(error)
+            return errors.format_exception(error)
 
     assert "in user_code" in text()
-    assert "_strategy.py" not in text()
+    assert "_strategy/strategy.py" not in text()
     monkeypatch.setenv("MPIDIST_DEBUG", "1")
-    assert "_strategy.py" in text()
+    assert "_strategy/strategy.py" in text()

@@ -11,12 +11,13 @@ from launching import run_ranks
 from replicas import everywhere, raises_everywhere
 
 import mpidist
-from mpidist import CollectiveMismatchError, _holdings, _versions
+from mpidist import CollectiveMismatchError
+from mpidist._mpi import collective_release, versions
 
 
 def texts(*changes):
     """Return the texts of ranks that differ from this one in these things."""
-    own = json.loads(_versions.write())
+    own = json.loads(versions.write())
     result = []
     for change in changes:
         text = {**own, **change}
@@ -26,16 +27,16 @@ def texts(*changes):
 
 
 def test_ranks_of_one_environment_fit():
-    agreement, error = _versions.judge(1, texts({}, {}, {}))
+    agreement, error = versions.judge(1, texts({}, {}, {}))
     assert error is None
-    assert agreement == _versions.Agreement(core=_versions.has_core())
+    assert agreement == versions.Agreement(core=versions.has_core())
 
 
 def test_the_text_is_plain():
-    text = _versions.write()
+    text = versions.write()
     found = json.loads(text.decode("ascii"))
     assert found["format"] == 1
-    assert (found["core"], found["problem"]) == (_versions.has_core(), "")
+    assert (found["core"], found["problem"]) == (versions.has_core(), "")
     assert set(found["must"]) == {
         "Python",
         "mpidist",
@@ -49,12 +50,12 @@ def test_the_text_is_plain():
     assert np.__version__.startswith(found["must"]["NumPy"] + ".")
 
 
-@pytest.mark.parametrize("name", sorted(_versions.describe()))
+@pytest.mark.parametrize("name", sorted(versions.describe()))
 def test_each_thing_that_must_be_equal_is_compared(name):
     given = texts({}, {"must": {name: "another"}}, {})
-    own = _versions.describe()[name]
+    own = versions.describe()[name]
     for rank in range(3):
-        _, error = _versions.judge(rank, given)
+        _, error = versions.judge(rank, given)
         assert type(error) is CollectiveMismatchError
         assert f"[rank {rank}] MPIStrategy(...)" in str(error)
         assert f"{name}: {own} on ranks 0, 2; another on rank 1" in str(error)
@@ -75,7 +76,7 @@ def test_each_thing_that_must_be_equal_is_compared(name):
 )
 def test_a_text_that_can_not_be_read_differs(strange):
     for ranks in ([*texts({}), strange], [strange, *texts({})]):
-        _, error = _versions.judge(0, ranks)
+        _, error = versions.judge(0, ranks)
         assert type(error) is CollectiveMismatchError
         assert "format of this agreement" in str(error)
     if b"9.0" in strange:
@@ -84,7 +85,7 @@ def test_a_text_that_can_not_be_read_differs(strange):
 
 def test_the_problem_of_one_rank_is_raised_on_all():
     for rank in range(2):
-        _, error = _versions.judge(rank, texts({}, {"problem": "no luck"}))
+        _, error = versions.judge(rank, texts({}, {"problem": "no luck"}))
         assert type(error) is ValueError
         assert str(error).startswith(f"[rank {rank}] ")
         assert "rank 1 can not take part: no luck" in str(error)
@@ -94,19 +95,19 @@ def test_what_fails_while_a_rank_looks_at_itself_is_a_problem(monkeypatch):
     def fail():
         raise OSError("a library that does not load")
 
-    monkeypatch.setattr(_versions, "has_core", fail)
-    _, error = _versions.judge(0, [_versions.write(), *texts({})])
+    monkeypatch.setattr(versions, "has_core", fail)
+    _, error = versions.judge(0, [versions.write(), *texts({})])
     assert "OSError: a library that does not load" in str(error)
 
 
 def test_a_core_that_is_not_everywhere_is_said_once(capsys):
     given = texts({"core": True}, {"core": False}, {"core": False})
     for rank in range(3):
-        agreement, error = _versions.judge(rank, given)
+        agreement, error = versions.judge(rank, given)
         assert (agreement.core, error) == (False, None)
     assert capsys.readouterr().err.count("ranks 1-2 have no native core") == 1
-    assert _versions.judge(0, texts({"core": True}, {"core": True}))[0].core
-    _versions.judge(0, texts({"core": False}, {"core": False}))
+    assert versions.judge(0, texts({"core": True}, {"core": True}))[0].core
+    versions.judge(0, texts({"core": False}, {"core": False}))
     assert capsys.readouterr().err == ""
 
 
@@ -115,7 +116,7 @@ def test_mpidist_check_compares_them():
 import sys
 from mpi4py import MPI
 from mpidist import _versions
-from mpidist._cli._main import main
+from mpidist._cli.main import main
 real = _versions.describe
 if MPI.COMM_WORLD.rank == 1:
     _versions.describe = lambda: {**real(), "byte order": "middle"}
@@ -140,21 +141,21 @@ def several(size):
 @pytest.mark.parametrize("name", ["Python", "NumPy", "mpidist", "C types"])
 def test_ranks_that_differ_raise_together(who, name, strategy, rank, size, monkeypatch):
     several(size)
-    before = everywhere(_holdings.count())
-    real = _versions.describe
+    before = everywhere(collective_release.count())
+    real = versions.describe
     odd = 0 if who == "first" else size - 1
     with monkeypatch.context() as patch:
         if rank == odd:
-            patch.setattr(_versions, "describe", lambda: {**real(), name: "1.2.3"})
+            patch.setattr(versions, "describe", lambda: {**real(), name: "1.2.3"})
         messages = raises_everywhere(CollectiveMismatchError, mpidist.MPIStrategy)
     for message in messages:
         assert f"{name}: " in message
         assert f"1.2.3 on rank {odd}" in message
         assert real()[name] in message
     # The duplicate was given back, and there is nothing that is left over.
-    assert everywhere(_holdings.count()) == before
+    assert everywhere(collective_release.count()) == before
     later = mpidist.MPIStrategy()
-    assert later._collectives.comm.agreement.core == _versions.has_core()
+    assert later._collectives.comm.agreement.core == versions.has_core()
     later.close()
 
 
@@ -178,10 +179,10 @@ def test_many_strategies_that_can_not_be_made_leave_no_communicators(
     strategy, rank, size, monkeypatch
 ):
     several(size)  # MPICH has some 2000 of them
-    real = _versions.describe
+    real = versions.describe
     if rank == 0:
         changed = {**real(), "NumPy": "0.1"}
-        monkeypatch.setattr(_versions, "describe", lambda: changed)
+        monkeypatch.setattr(versions, "describe", lambda: changed)
     for _ in range(2200):
         with pytest.raises(CollectiveMismatchError):
             mpidist.MPIStrategy()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist import _comm
+from mpidist._mpi import communicator
 
 
 class UsageError(Exception):
@@ -34,7 +34,7 @@ class Job:
 
     def __init__(self) -> None:
         """Duplicate COMM_WORLD. Collective; starts MPI."""
-        self.mpi: Any = _comm.mpi_module()
+        self.mpi: Any = communicator.mpi_module()
         self.comm: Any = self.mpi.COMM_WORLD.Dup()
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()

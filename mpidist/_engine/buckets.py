@@ -13,9 +13,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist import _arrays, _dtypes
-from mpidist._comm import MPIOp
-from mpidist._options import ReduceOp
+from mpidist._base import backend
+from mpidist._base.options import ReduceOp
+from mpidist._engine import dtypes
+from mpidist._mpi.communicator import MPIOp
 from mpidist._transports import (
     COMPRESSED_BYTES,
     Compression,
@@ -32,7 +33,7 @@ class Leaf:
     """What a plan knows of a leaf: everything but its values."""
 
     shape: tuple[int, ...]
-    reduction: _dtypes.Reduction
+    reduction: dtypes.Reduction
     on_device: bool
 
     @property
@@ -63,13 +64,13 @@ class FlatBuffers:
 
     def get(self, count: int, dtype: Any, near: Any) -> Any:
         """Return a flat buffer of ``count`` elements, where the array ``near`` is."""
-        key = _arrays.is_device_array(near)
+        key = backend.is_device_array(near)
         if key:  # the last call may have used the buffer on another stream
-            self._stream = _arrays.continue_from(self._stream)
+            self._stream = backend.continue_from(self._stream)
         nbytes = count * dtype.itemsize
         kept = self._kept.get(key)
         if kept is None or kept.nbytes < nbytes:
-            kept = self._kept[key] = _arrays.empty_like(near, (nbytes,), np.uint8)
+            kept = self._kept[key] = backend.empty_like(near, (nbytes,), np.uint8)
         return kept[:nbytes].view(dtype)
 
 
@@ -164,11 +165,11 @@ def reduce_bucket(
 
     if len(bucket.leaves) == 1:
         (index,) = bucket.leaves
-        send = _arrays.flat(_arrays.contiguous(arrays[index]))
+        send = backend.flat(backend.contiguous(arrays[index]))
         encoded = reduction.encode(send)
         if reduction.encoding == "none":
             received = (
-                encoded if results[index] is None else _arrays.flat(results[index])
+                encoded if results[index] is None else backend.flat(results[index])
             )
             if root is None and bucket.compression is None:
                 transport.allreduce(encoded, received, operation)
@@ -214,26 +215,26 @@ def _compresses(bucket: Bucket, transport: Any, buffer: Any, operation: MPIOp) -
         and operation == "SUM"
         and buffer.nbytes > COMPRESSED_BYTES
         and isinstance(transport, DirectTransport | StagedTransport)
-        and not (_arrays.is_device_array(buffer) and transport.name == "direct")
+        and not (backend.is_device_array(buffer) and transport.name == "direct")
     )
 
 
 def _reduce_compressed(buffer: Any, compression: Any, comm: Any) -> None:
     """All-reduce a buffer in place, by way of the host, as 16-bit floats."""
     comm.traffic.count("Allreduce", buffer.nbytes)
-    host = _arrays.to_host(buffer)
+    host = backend.to_host(buffer)
     compression.begin().allreduce(comm.messages, host)
     if host is not buffer:
-        _arrays.fill(buffer, host)
+        backend.fill(buffer, host)
 
 
 def _reduce_gathered(
-    x: Any, reduction: _dtypes.Reduction, transports: Transports
+    x: Any, reduction: dtypes.Reduction, transports: Transports
 ) -> Any:
     """Reduce what MPI can not: gather all values, combine them in rank order."""
     size = transports.host.comm.size
-    send = _arrays.as_bytes(_arrays.contiguous(x))
-    receive = _arrays.empty_like(send, (send.size * size,), np.uint8)
+    send = backend.as_bytes(backend.contiguous(x))
+    receive = backend.empty_like(send, (send.size * size,), np.uint8)
     transports.of(x).all_gather(send, receive, [send.size] * size)
-    values = _arrays.from_bytes(receive, x.dtype, (size, *x.shape))
+    values = backend.from_bytes(receive, x.dtype, (size, *x.shape))
     return _NUMPY_COMBINE[reduction.op].reduce(values, axis=0).reshape(x.shape)

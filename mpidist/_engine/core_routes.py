@@ -19,13 +19,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist import _arrays, _native
+from mpidist import _native
+from mpidist._agreement.mismatch import Call
+from mpidist._base import backend
+from mpidist._base.options import ReduceOp
 from mpidist._engine.buckets import Leaf
 from mpidist._engine.node import Node
 from mpidist._engine.nodes import Across
 from mpidist._engine.plans import Means, Signature
-from mpidist._options import ReduceOp
-from mpidist._reports import Call
 
 _OPERATIONS: Final = {
     ReduceOp.SUM: 0,
@@ -107,7 +108,7 @@ def travels_as(means: Means, leaf: Leaf) -> Any:
 
 
 def _name_of(dtype: Any) -> str:
-    if _arrays.is_bfloat16(dtype):
+    if backend.is_bfloat16(dtype):
         return "bf2"
     return f"{dtype.kind}{dtype.itemsize}"
 
@@ -162,7 +163,7 @@ class CoreReduce:
         self._across: Across | None = None
         if nodes is not None:
             self._across = self._make_across(means, signature, rows)
-        self._views = any(_arrays.is_bfloat16(dtype) for _, dtype in self._shapes)
+        self._views = any(backend.is_bfloat16(dtype) for _, dtype in self._shapes)
         self._plain = not (casts or self._views)
 
     def _make_across(
@@ -239,7 +240,7 @@ class CoreReduce:
     def _raw(arrays: list[Any]) -> list[Any]:
         """Return arrays that have the buffer protocol, which bfloat16 has not."""
         return [
-            _arrays.contiguous(x).view(np.uint16) if _arrays.is_bfloat16(x.dtype) else x
+            backend.contiguous(x).view(np.uint16) if backend.is_bfloat16(x.dtype) else x
             for x in arrays
         ]
 

@@ -28,8 +28,10 @@ from typing import Any
 
 import numpy as np
 
-from mpidist import _arrays, _native
-from mpidist._channel import LEFT, LeftError
+from mpidist import _native
+from mpidist._agreement.channel import LEFT, LeftError
+from mpidist._agreement.mismatch import Call
+from mpidist._base import backend
 from mpidist._engine.core_routes import (
     CoreReduce,
     EagerReduce,
@@ -41,7 +43,6 @@ from mpidist._engine.hierarchical_route import LEAST_BYTES
 from mpidist._engine.mpi_route import MpiReduce
 from mpidist._engine.plans import Means, Plan, Signature
 from mpidist._engine.staging import Lane, Part, Piece, Staging
-from mpidist._reports import Call
 
 
 def nccl(means: Means, signature: Signature) -> Plan | None:
@@ -74,7 +75,7 @@ def _goes(signature: Signature, way: str) -> bool:
 
 def _nearest(arrays: list[Any]) -> Any:
     """Return the first array that is on a GPU."""
-    return next(x for x in arrays if _arrays.is_device_array(x))
+    return next(x for x in arrays if backend.is_device_array(x))
 
 
 class StagedEager:
@@ -127,18 +128,18 @@ class StagedEager:
             if not on_device:
                 hosts.append(x)
                 continue
-            raw = _arrays.as_bytes(_arrays.contiguous(x))
+            raw = backend.as_bytes(backend.contiguous(x))
             host = scratch[at : at + raw.size]
-            _arrays.start_copy_to_host(raw, host, _arrays.current_stream())
+            backend.start_copy_to_host(raw, host, backend.current_stream())
             kept.append(raw)
-            hosts.append(_arrays.from_bytes(host, x.dtype, tuple(x.shape)))
+            hosts.append(backend.from_bytes(host, x.dtype, tuple(x.shape)))
             at += -(-raw.size // _native.core.LINE) * _native.core.LINE
-        _arrays.synchronize(near)
+        backend.synchronize(near)
         return hosts
 
     def _new_results(self, arrays: list[Any]) -> list[Any]:
         return [
-            _arrays.empty_like(x, tuple(x.shape), dtype) if on_device else None
+            backend.empty_like(x, tuple(x.shape), dtype) if on_device else None
             for x, dtype, on_device in zip(
                 arrays, self._results, self._on_device, strict=True
             )
@@ -150,13 +151,13 @@ class StagedEager:
         Of memory that is not page-locked the driver has made a copy when such a call
         returns (CUDA runtime API, "API synchronization behavior").
         """
-        stream = _arrays.current_stream()
+        stream = backend.current_stream()
         for i, (host, result) in enumerate(zip(sums, results, strict=True)):
             if result is None:
                 results[i] = host
             elif result.size:
-                raw = _arrays.as_bytes(host)
-                _arrays.start_copy_to_device(raw, _arrays.as_bytes(result), stream)
+                raw = backend.as_bytes(host)
+                backend.start_copy_to_device(raw, backend.as_bytes(result), stream)
 
 
 class StagedReduce(CoreReduce):
@@ -185,15 +186,15 @@ class StagedReduce(CoreReduce):
             with near.device:
                 lane = self._staging.lane_of(near)
                 sources = [
-                    _arrays.as_bytes(
-                        _arrays.contiguous(x if x.dtype == t else x.astype(t))
+                    backend.as_bytes(
+                        backend.contiguous(x if x.dtype == t else x.astype(t))
                     )
                     for x, (_, t) in zip(arrays, self._shapes, strict=True)
                 ]
                 results: list[Any] = [None] * len(arrays)
                 if self._wanted:
                     results = [
-                        _arrays.empty_like(x, shape, dtype)
+                        backend.empty_like(x, shape, dtype)
                         for x, (shape, dtype) in zip(arrays, self._shapes, strict=True)
                     ]
         except Exception as error:
@@ -226,7 +227,7 @@ class StagedReduce(CoreReduce):
     def _move(self, lane: Lane, sources: list[Any], results: list[Any]) -> None:
         core, turn, pieces = self._core, self._node.channel.turn, self._pieces
         across = self._across
-        targets = [_arrays.as_bytes(x) for x in results] if self._wanted else None
+        targets = [backend.as_bytes(x) for x in results] if self._wanted else None
         core.start()
         lane.begin()
         try:

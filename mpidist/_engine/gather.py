@@ -29,12 +29,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist import _arrays, _native
-from mpidist._channel import LEFT, LeftError
+from mpidist import _native
+from mpidist._agreement.channel import LEFT, LeftError
+from mpidist._agreement.guard import Guard
+from mpidist._agreement.mismatch import Call, fingerprint
+from mpidist._base import backend
 from mpidist._engine.node import Node
-from mpidist._guard import Guard
-from mpidist._pool import Pool
-from mpidist._reports import Call, fingerprint
+from mpidist._engine.pool import Pool
 from mpidist._transports import Transports
 
 _LINE: Final = 64
@@ -137,7 +138,7 @@ class CoreGather:
             rows.append((before, row))
         self._core = _native.core.Gather(node.channel, rows)
         self._row_bytes = [leaf.row_bytes for leaf in leaves]
-        self._raw = any(_arrays.is_bfloat16(leaf.dtype) for leaf in leaves)
+        self._raw = any(backend.is_bfloat16(leaf.dtype) for leaf in leaves)
 
     def __call__(
         self, arrays: Sequence[Any], timeout: float | None = None
@@ -271,14 +272,14 @@ class CoreGather:
         for root in range(node.size):
             for where, result in zip(indices[root], results, strict=True):
                 part = np.ascontiguousarray(result[where])
-                self._transport.broadcast(_arrays.as_bytes(part), root)
+                self._transport.broadcast(backend.as_bytes(part), root)
                 if root != node.rank:
                     result[where] = part
 
 
 def _as_buffers(arrays: list[Any]) -> list[Any]:
     """Return arrays that have the buffer protocol, which bfloat16 has not."""
-    return [x.view(np.uint16) if _arrays.is_bfloat16(x.dtype) else x for x in arrays]
+    return [x.view(np.uint16) if backend.is_bfloat16(x.dtype) else x for x in arrays]
 
 
 # --- by MPI ---------------------------------------------------------------------------
@@ -324,7 +325,7 @@ class MpiGather:
         is_guessed = self._nbytes(lengths) * comm.size <= _GUESSED_BYTES
         memory: Any = None
         try:
-            sends = [_arrays.contiguous(x) for x in arrays]
+            sends = [backend.contiguous(x) for x in arrays]
             if is_guessed:
                 memory = self._reserve(arrays, rows)
         except Exception as error:
@@ -350,10 +351,10 @@ class MpiGather:
             return list(results)
         for i, leaf in enumerate(self._leaves):
             counts = [row[i] * leaf.row_bytes for row in rows]
-            send = _arrays.as_bytes(sends[i])
+            send = backend.as_bytes(sends[i])
             transport = self._transports.of(sends[i])
             if spaces[i] is None:
-                transport.all_gather(send, _arrays.as_bytes(results[i]), counts)
+                transport.all_gather(send, backend.as_bytes(results[i]), counts)
             else:
                 transport.all_gather(send, spaces[i], counts)
                 starts = [0, *itertools.accumulate(counts)]
@@ -379,12 +380,12 @@ class MpiGather:
         for i, (x, leaf) in enumerate(zip(arrays, self._leaves, strict=True)):
             total = sum(row[i] for row in rows)
             shape, space = leaf.shape(total), None
-            if _arrays.is_device_array(x):
-                result = _arrays.empty_like(x, shape, leaf.dtype)
+            if backend.is_device_array(x):
+                result = backend.empty_like(x, shape, leaf.dtype)
             else:
                 result = self._pool.empty(shape, leaf.dtype)
             if not leaf.is_flat and packed is None:
-                space = _arrays.empty_like(x, (total * leaf.row_bytes,), np.uint8)
+                space = backend.empty_like(x, (total * leaf.row_bytes,), np.uint8)
             results.append(result)
             spaces.append(space)
         return results, spaces, packed
@@ -399,7 +400,7 @@ class MpiGather:
     ) -> None:
         """Gather all arrays as one message."""
         send, receive = packed
-        np.concatenate([_arrays.as_bytes(x) for x in sends], out=send)
+        np.concatenate([backend.as_bytes(x) for x in sends], out=send)
         counts = [self._nbytes(row) for row in rows]
         self._transports.host.all_gather(send, receive, counts)
         starts = [0, *itertools.accumulate(counts)]
@@ -420,5 +421,5 @@ def _unpack(
     for start, length in zip(starts, lengths, strict=False):
         part = raw[start : start + length * leaf.row_bytes]
         where = (*[slice(None)] * leaf.axis, slice(first, first + length))
-        result[where] = _arrays.from_bytes(part, leaf.dtype, leaf.shape(length))
+        result[where] = backend.from_bytes(part, leaf.dtype, leaf.shape(length))
         first += length

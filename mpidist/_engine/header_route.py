@@ -1,6 +1,6 @@
 """The route of small nests of host arrays between few ranks that share no memory.
 
-The payload travels behind the header (`_headers.Rows`): one exchange instead of two.
+The payload travels behind the header (`headers.Rows`): one exchange instead of two.
 Every rank writes its leaves where its messages are sent from, finds those of the others
 where theirs have come, and adds up all in the order of the ranks.
 
@@ -15,11 +15,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist._channel import MessageChannel
+from mpidist._agreement.channel import MessageChannel
+from mpidist._agreement.mismatch import Call
+from mpidist._base.options import ReduceOp
 from mpidist._engine.plans import Means, Signature
-from mpidist._messages import COMBINE
-from mpidist._options import ReduceOp
-from mpidist._reports import Call
+from mpidist._mpi.messages import COMBINE
 
 _LINE: Final = 16  # what the dtypes need
 

@@ -23,14 +23,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist import _arrays
-from mpidist._comm import Traffic
+from mpidist._agreement.guard import Guard
+from mpidist._agreement.mismatch import Call
+from mpidist._base import backend
 from mpidist._engine.core_routes import CoreReduce, nbytes_of, takes
 from mpidist._engine.nodes import Nodes
 from mpidist._engine.plans import Means, Signature
-from mpidist._guard import Guard
-from mpidist._pool import SMALLEST
-from mpidist._reports import Call
+from mpidist._engine.pool import SMALLEST
+from mpidist._mpi.communicator import Traffic
 from mpidist._transports import COMPRESSED_BYTES
 
 LEAST_BYTES: Final = 64 * 1024
@@ -172,7 +172,7 @@ class _Group(CoreReduce):
         sources, sums = [], []
         for (x, result), (shape, dtype) in zip(pairs, self._shapes, strict=True):
             x = x if x.dtype == dtype else x.astype(dtype)
-            x = _arrays.contiguous(x)
+            x = backend.contiguous(x)
             sources.append(x if x.flags.aligned else x.copy())
             fits = result is None or result.dtype == dtype
             sums.append(result if fits else np.empty(shape, dtype))

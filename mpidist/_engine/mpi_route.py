@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from mpidist import _arrays
+from mpidist._agreement.mismatch import Call
+from mpidist._base import backend
+from mpidist._base.options import ReduceOp
 from mpidist._engine import buckets as _buckets
 from mpidist._engine.plans import Means, Signature
-from mpidist._options import ReduceOp
-from mpidist._pool import SMALLEST
-from mpidist._reports import Call
+from mpidist._engine.pool import SMALLEST
 
 
 def mpi(means: Means, signature: Signature) -> MpiReduce:
@@ -88,7 +88,7 @@ class MpiReduce:
     def _move(self, arrays: list[Any], results: list[Any]) -> None:
         if self._reduce_one is not None:
             (x,), (leaf,) = arrays, self._leaves
-            x = _arrays.contiguous(x)
+            x = backend.contiguous(x)
             wire = leaf.reduction.wire
             if x.dtype.char != wire.char:  # equal to NumPy, but not to mpi4py: q and l
                 x = x.view(wire)
@@ -125,7 +125,7 @@ class MpiReduce:
 
     def _new_result(self, x: Any, leaf: _buckets.Leaf) -> Any:
         if leaf.on_device:
-            return _arrays.empty_like(x, leaf.shape, leaf.reduction.result)
+            return backend.empty_like(x, leaf.shape, leaf.reduction.result)
         if leaf.size * leaf.reduction.result.itemsize < SMALLEST:
             return np.empty(leaf.shape, leaf.reduction.result)
         return self._pool.empty(leaf.shape, leaf.reduction.result)

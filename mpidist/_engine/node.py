@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from mpidist import _native
-from mpidist._comm import AnyCommunicator, Communicator, SelfCommunicator
+from mpidist._mpi.communicator import AnyCommunicator, Communicator, SelfCommunicator
 
 _FOLDER: Final = "/dev/shm"
 _PAGE: Final = 4096

@@ -30,11 +30,11 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist import _native
-from mpidist._channel import LEFT, LeftError
-from mpidist._comm import Communicator, Peers
+from mpidist._agreement.channel import LEFT, LeftError
+from mpidist._agreement.guard import Guard
 from mpidist._engine.node import Node, open_node
-from mpidist._guard import Guard
-from mpidist._messages import Transfers
+from mpidist._mpi.communicator import Communicator, Peers
+from mpidist._mpi.messages import Transfers
 from mpidist._transports import Compression
 
 _LINE: Final = 64

@@ -21,18 +21,19 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from mpidist import _arrays, _dtypes, _nest
-from mpidist._cache import Cache
-from mpidist._comm import AnyCommunicator
+from mpidist._agreement.guard import Guard
+from mpidist._agreement.mismatch import Call
+from mpidist._base import backend, nest
+from mpidist._base.cache import Cache
+from mpidist._base.indexed_slices import IndexedSlices
+from mpidist._base.options import CommunicationOptions, ReduceOp
+from mpidist._engine import dtypes
 from mpidist._engine.buckets import FlatBuffers, Leaf
 from mpidist._engine.node import Node
 from mpidist._engine.nodes import Nodes
+from mpidist._engine.pool import Pool
 from mpidist._engine.staging import Staging
-from mpidist._guard import Guard
-from mpidist._options import CommunicationOptions, ReduceOp
-from mpidist._pool import Pool
-from mpidist._reports import Call
-from mpidist._sparse import IndexedSlices
+from mpidist._mpi.communicator import AnyCommunicator
 from mpidist._transports import Transports
 
 _MOST_PLANS: Final = 1024
@@ -123,7 +124,7 @@ Route = Callable[[Means, Signature], Plan | None]
 """Makes a plan for a signature; None where it is not for such calls."""
 
 Describe = Callable[
-    [ReduceOp, _nest.Structure, list[Any], str, CommunicationOptions, int | None],
+    [ReduceOp, nest.Structure, list[Any], str, CommunicationOptions, int | None],
     Signature,
 ]
 
@@ -206,7 +207,7 @@ class Plans:
                 return result if result is None else _as_number(result, kind)
         else:
             try:
-                leaves, structure = _nest.flatten(tree)
+                leaves, structure = nest.flatten(tree)
                 timeout = self._timeout_of(options)
             except Exception:  # once more there, where all ranks are told
                 return self._first_time(op, tree, options, call, root)
@@ -241,10 +242,10 @@ class Plans:
         """Look at every leaf, keep the plan, and run it."""
         try:
             merged = self._merge(options)
-            leaves, structure = _nest.flatten(tree)
+            leaves, structure = nest.flatten(tree)
             if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
                 return self._reduce_rows(op, tree, options, call, root)
-            pairs = [_arrays.as_array(leaf, call) for leaf in leaves]
+            pairs = [backend.as_array(leaf, call) for leaf in leaves]
             arrays = [array for array, _ in pairs]
             plan = self._find(op, structure, arrays, call, merged, root)
             key = _short_key(
@@ -264,7 +265,7 @@ class Plans:
         results = plan(arrays, None, merged.timeout_seconds)
         return structure.unflatten(
             [
-                None if x is None else _arrays.restore(x, kind)
+                None if x is None else backend.restore(x, kind)
                 for x, (_, kind) in zip(results, pairs, strict=True)
             ]
         )
@@ -273,19 +274,19 @@ class Plans:
         self, op: ReduceOp, arrays: list[Any], call: str, options: CommunicationOptions
     ) -> Plan:
         """Return the plan for a list of arrays. Not collective."""
-        return self._find(op, _nest.flatten(arrays)[1], arrays, call, options, None)
+        return self._find(op, nest.flatten(arrays)[1], arrays, call, options, None)
 
     def _find(
         self,
         op: ReduceOp,
-        structure: _nest.Structure,
+        structure: nest.Structure,
         arrays: list[Any],
         call: str,
         options: CommunicationOptions,
         root: int | None,
     ) -> Plan:
         described = tuple(
-            (x.dtype, tuple(x.shape), _arrays.is_device_array(x)) for x in arrays
+            (x.dtype, tuple(x.shape), backend.is_device_array(x)) for x in arrays
         )
         key = (op._name_, structure, call, options, root, described)
         plan = self._plans.get(key)
@@ -305,7 +306,7 @@ class Plans:
 def _short_key(
     tree: Any,
     leaves: list[Any],
-    structure: _nest.Structure,
+    structure: nest.Structure,
     arrays: list[Any],
     how: tuple[Any, ...],
 ) -> Any:
@@ -350,8 +351,8 @@ def leaves_of(op: ReduceOp, arrays: list[Any], call: str) -> list[Leaf]:
     return [
         Leaf(
             tuple(x.shape),
-            _dtypes.reduction(x.dtype, op, call),
-            _arrays.is_device_array(x),
+            dtypes.reduction(x.dtype, op, call),
+            backend.is_device_array(x),
         )
         for x in arrays
     ]

@@ -35,7 +35,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from mpidist import _arrays, _native
+from mpidist import _native
+from mpidist._base import backend
 from mpidist._engine.node import Node
 
 _SUMS: Final = -1  # the "rank" of the node's areas for sums
@@ -83,7 +84,7 @@ class Staging:
     def scratch(self) -> Any:
         """Return page-locked memory for a nest that travels with its header."""
         if self._scratch is None:
-            self._scratch = _arrays.pinned_empty(_native.core.EAGER_BYTES, "u1")
+            self._scratch = backend.pinned_empty(_native.core.EAGER_BYTES, "u1")
         return self._scratch
 
     def close(self) -> None:
@@ -113,9 +114,9 @@ class _Areas:
         self.slot: Any = None
         self._unlock: Any = None
         try:
-            unlock = _arrays.page_lock(memory)
+            unlock = backend.page_lock(memory)
         except Exception:  # of CUDA, which has classes of its own
-            self.slot = _arrays.pinned_empty(half, "u1")
+            self.slot = backend.pinned_empty(half, "u1")
         else:
             # Before the memory goes, which the function keeps.
             self._unlock = weakref.finalize(self, unlock)
@@ -142,9 +143,9 @@ class Lane:
     def __init__(self, own: _Areas, sums: _Areas) -> None:
         self._own = own
         self._sums = sums
-        self._outward = _arrays.new_stream()
-        self._loaded = _arrays.new_event()
-        self._stored = _arrays.new_event()
+        self._outward = backend.new_stream()
+        self._loaded = backend.new_event()
+        self._stored = backend.new_event()
         self._landing: Any = None
         self.error: Exception | None = None
 
@@ -167,11 +168,11 @@ class Lane:
             if self._own.slot is not None:
                 self._landing = memory[: piece.nbytes]
                 memory = self._own.slot
-            stream = _arrays.current_stream()
+            stream = backend.current_stream()
             for leaf, start, stop, at in piece.parts:
                 x, host = leaves[leaf][start:stop], memory[at : at + stop - start]
-                if _arrays.is_device_array(x):
-                    _arrays.start_copy_to_host(x, host, stream)
+                if backend.is_device_array(x):
+                    backend.start_copy_to_host(x, host, stream)
                 else:
                     host[...] = x
             self._loaded.record(stream)
@@ -187,8 +188,8 @@ class Lane:
                 memory = self._sums.slot
             for leaf, start, stop, at in piece.parts:
                 x, host = leaves[leaf][start:stop], memory[at : at + stop - start]
-                if _arrays.is_device_array(x):
-                    _arrays.start_copy_to_device(host, x, self._outward)
+                if backend.is_device_array(x):
+                    backend.start_copy_to_device(host, x, self._outward)
                 else:
                     x[...] = host
             self._stored.record(self._outward)

@@ -9,16 +9,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from mpidist import _arrays
-from mpidist._comm import AnyCommunicator
-from mpidist._options import CommunicationImplementation
-from mpidist._transports._compression import LEAST_BYTES as COMPRESSED_BYTES
-from mpidist._transports._compression import Compression
-from mpidist._transports._devices import Devices, DeviceTransport, place_text
-from mpidist._transports._direct import DirectTransport, NodesTransport
-from mpidist._transports._nccl import NcclTransport
-from mpidist._transports._shared import SharedTransport
-from mpidist._transports._staged import StagedTransport
+from mpidist._base import backend
+from mpidist._base.options import CommunicationImplementation
+from mpidist._mpi.communicator import AnyCommunicator
+from mpidist._transports.compression import LEAST_BYTES as COMPRESSED_BYTES
+from mpidist._transports.compression import Compression
+from mpidist._transports.devices import Devices, DeviceTransport, place_text
+from mpidist._transports.direct import DirectTransport, NodesTransport
+from mpidist._transports.nccl import NcclTransport
+from mpidist._transports.shared import SharedTransport
+from mpidist._transports.staged import StagedTransport
 
 Transport = DeviceTransport
 
@@ -58,7 +58,7 @@ class Transports:
 
     def of(self, x: Any) -> Transport:
         """Return the transport for the array ``x``."""
-        return self.device if _arrays.is_device_array(x) else self.host
+        return self.device if backend.is_device_array(x) else self.host
 
     def check(self) -> None:
         """Look for failures of earlier calls; before the ranks agree on the next.

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist import _arrays, _nest
+from mpidist._base import backend, nest
 
 _DLPACK_CPU: Final = (1, 3, 11)  # host memory, and host memory that is page-locked
 
@@ -19,7 +19,7 @@ class Block:
     """The leaves of a nest of arrays, and its structure."""
 
     leaves: list[Any]
-    structure: _nest.Structure
+    structure: nest.Structure
 
     def nest(self) -> Any:
         """Return the nest."""
@@ -47,17 +47,17 @@ def as_leaf(x: Any, call: str) -> Any:
     """
     if type(x) is np.ndarray and x.dtype.isnative:
         return x  # by far the most: one for each row of a `map`
-    if _arrays.is_device_array(x):
+    if backend.is_device_array(x):
         return x
     if isinstance(x, np.ma.MaskedArray):
-        return _arrays.as_array(x, call)[0]  # raises, with the reason
+        return backend.as_array(x, call)[0]  # raises, with the reason
     if isinstance(x, (np.ndarray, np.generic)):
         return native(np.asarray(x))
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return _from_dlpack(x, call)
     if hasattr(x, "__array__") and not hasattr(type(x), "_as_component"):
         return native(np.asarray(x))
-    return _arrays.as_array(x, call)[0]
+    return backend.as_array(x, call)[0]
 
 
 def _from_dlpack(x: Any, call: str) -> Any:
@@ -84,7 +84,7 @@ def native(x: Any) -> Any:
 
 def block_of(element: Any, call: str) -> Block:
     """Return an element of a source, its leaves as arrays."""
-    leaves, structure = _nest.flatten(element)
+    leaves, structure = nest.flatten(element)
     return Block([as_leaf(leaf, call) for leaf in leaves], structure)
 
 
@@ -114,7 +114,7 @@ def count_rows(block: Block, call: str, replicas: int) -> int:
 
 def describe_block(block: Block) -> str:
     """Return for example ``{'x': float32 (8, 3)}``."""
-    return block.structure.render([_arrays.describe(leaf) for leaf in block.leaves])
+    return block.structure.render([backend.describe(leaf) for leaf in block.leaves])
 
 
 def stack(rows: Sequence[Any], call: str) -> Block:
@@ -140,7 +140,7 @@ def stack(rows: Sequence[Any], call: str) -> Block:
                 f"{call}: expected rows of one shape, got {one} and {two}; pad or cut "
                 "them in a `map` before"
             )
-    leaves = [_arrays.module_of(column[0]).stack(column) for column in columns]
+    leaves = [backend.module_of(column[0]).stack(column) for column in columns]
     return Block(leaves, first.structure)
 
 
@@ -150,7 +150,7 @@ def join(blocks: Sequence[Block]) -> Block:
         return blocks[0]
     columns = zip(*(block.leaves for block in blocks), strict=True)
     return Block(
-        [_arrays.module_of(column[0]).concatenate(column) for column in columns],
+        [backend.module_of(column[0]).concatenate(column) for column in columns],
         blocks[0].structure,
     )
 
@@ -170,11 +170,11 @@ def gather(x: Any, indices: Any) -> Any:
         int(indices[-1]) - first + 1 == count and bool((np.diff(indices) == 1).all())
     ):
         part = x[first : first + count]
-        if _arrays.is_device_array(part):
+        if backend.is_device_array(part):
             return part.copy()
         return native(np.array(part))
-    if _arrays.is_device_array(x):
-        return x[_arrays.like(x, indices)]
+    if backend.is_device_array(x):
+        return x[backend.like(x, indices)]
     if isinstance(x, np.ndarray):
         return native(np.asarray(x[indices]))
     # HDF5 wants increasing indices, others know slices only: read runs of rows.

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidist import _arrays, _context, _nest
+from mpidist._base import backend, nest
+from mpidist._runtime import context
 from mpidist.data import _stages
 from mpidist.data._blocks import as_leaf
 from mpidist.data._prefetch import Prefetcher
@@ -15,7 +16,7 @@ from mpidist.data._records import INFINITE_CARDINALITY
 from mpidist.data._stages import INFINITE, Stage
 
 if TYPE_CHECKING:
-    from mpidist._strategy import Strategy
+    from mpidist._strategy.strategy import Strategy
 
 
 class Dataset:
@@ -58,7 +59,7 @@ class Dataset:
         name = "Dataset.from_tensor_slices"
         if _is_row_source(tensors):
             return Dataset(_stages.Rows(tensors))
-        leaves, structure = _nest.flatten(_lists_to_arrays(tensors))
+        leaves, structure = nest.flatten(_lists_to_arrays(tensors))
         arrays = [_as_array_like(leaf, name) for leaf in leaves]
         shapes = [tuple(x.shape) for x in arrays]
         if not shapes or not all(shapes):
@@ -81,7 +82,7 @@ class Dataset:
             strategy: whose method it is.
             arrays: a nest of arrays with the same first dimension; a list is stacked.
         """
-        _context.require_cross_replica(strategy, "experimental_make_numpy_dataset")
+        context.require_cross_replica(strategy, "experimental_make_numpy_dataset")
         return Dataset.from_tensor_slices(_stack_lists(arrays))
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
@@ -258,7 +259,7 @@ def _stack_lists(tree: Any) -> Any:
         ]
         if not parts:
             return np.asarray(tree)
-        return _arrays.module_of(parts[0]).stack(parts)
+        return backend.module_of(parts[0]).stack(parts)
     if isinstance(tree, dict):
         return type(tree)({key: _stack_lists(part) for key, part in tree.items()})
     if isinstance(tree, tuple):

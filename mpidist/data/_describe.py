@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any, Final
 
-from mpidist import _nest
+from mpidist._base import nest
 from mpidist.data._feed import Feed
 from mpidist.data._records import AutoShardPolicy
 from mpidist.data._sources import DatasetSource
@@ -51,7 +51,7 @@ def _elements(feed: Feed) -> str:
     spec = feed.spec.nest() if feed.spec is not None else feed.source.spec
     if spec is None:
         return "not known before the first is read"
-    leaves, structure = _nest.flatten(spec)
+    leaves, structure = nest.flatten(spec)
     return structure.render([str(leaf) for leaf in leaves])
 
 

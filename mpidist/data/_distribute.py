@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mpidist._guard import Part
-from mpidist._options import debugging
-from mpidist._reports import Call
+from mpidist._agreement.guard import Part
+from mpidist._agreement.mismatch import Call
+from mpidist._base.options import debugging
 from mpidist.data._dataset import Dataset
 from mpidist.data._describe import describe_feed
 from mpidist.data._feed import (
@@ -28,7 +28,7 @@ from mpidist.data._records import (
 from mpidist.data._sources import FunctionSource, Source, source_of
 
 if TYPE_CHECKING:
-    from mpidist._strategy import Strategy
+    from mpidist._strategy.strategy import Strategy
 
 _NO_POLICY = (AutoShardPolicy.AUTO, AutoShardPolicy.OFF)
 

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidist import _arrays, _context, _nest
-from mpidist._errors import CollectiveMismatchError, format_ranks, on_rank
+from mpidist._base import backend, nest
+from mpidist._base.errors import CollectiveMismatchError, format_ranks, on_rank
+from mpidist._runtime import context
 from mpidist.data._blocks import Block
 from mpidist.data._records import ArraySpec, AutoShardPolicy
 from mpidist.data._sharding import split_as_it_comes, split_by_plan
 from mpidist.data._sources import Source
 
 if TYPE_CHECKING:
-    from mpidist._collectives import Collectives
-    from mpidist._strategy import Strategy
+    from mpidist._engine.collectives import Collectives
+    from mpidist._strategy.strategy import Strategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Spec:
     this rank has seen, or those of another where it has seen none.
     """
 
-    structure: _nest.Structure
+    structure: nest.Structure
     dtypes: tuple[Any, ...]
     shapes: tuple[tuple[int, ...], ...]  # whole, of an array with 0 rows
 
@@ -61,12 +62,12 @@ class Spec:
 
 
 def _rebuild_spec(skeleton: Any, dtypes: Any, shapes: Any) -> Spec:
-    return Spec(_nest.flatten(skeleton)[1], dtypes, shapes)
+    return Spec(nest.flatten(skeleton)[1], dtypes, shapes)
 
 
 def spec_from_nest(specs: Any) -> Spec | None:
     """Return the spec for a nest of `ArraySpec` of batches."""
-    leaves, structure = _nest.flatten(specs)
+    leaves, structure = nest.flatten(specs)
     shapes = [leaf.shape[1:] for leaf in leaves]
     if any(size is None for shape in shapes for size in shape):
         return None
@@ -140,11 +141,11 @@ class Feed:
     def place(self, leaf: Any) -> Any:
         """Return an array where it is to be."""
         device = self.collectives.device
-        if not self.to_device or device.kind == "cpu" or _arrays.is_device_array(leaf):
+        if not self.to_device or device.kind == "cpu" or backend.is_device_array(leaf):
             return leaf
         if leaf.dtype.kind not in "biufcV":
             return leaf  # of strings and the like: a GPU can not hold it
-        return _arrays.place(leaf, device)
+        return backend.place(leaf, device)
 
     def element_spec(self) -> Any:
         """Return the nest of specs of a replica's part.
@@ -162,7 +163,7 @@ class Feed:
             )
         if self.policy is None:
             return dataset.element_spec
-        return _nest.map_structure(
+        return nest.map_structure(
             lambda one: ArraySpec((None, *one.shape[1:]), one.dtype),
             dataset.element_spec,
         )
@@ -203,8 +204,8 @@ class Feed:
 
 def require_program_level(strategy: Strategy, call: str) -> None:
     """Raise where an iterator can not be used: anywhere but at program level."""
-    frame = _context.current()
-    if _context.depth() and frame.level is _context.Level.REPLICA:
+    frame = context.current()
+    if context.depth() and frame.level is context.Level.REPLICA:
         if call in ("next(iterator)", "get_next", "get_next_as_optional"):
             raise ValueError(
                 f"{call}: next(iterator) should be called from outside of replica_fn. "
@@ -214,8 +215,8 @@ def require_program_level(strategy: Strategy, call: str) -> None:
             f"{call}: call it outside `strategy.run`: this code runs "
             f"{frame.level.value}"
         )
-    _context.require_cross_replica(strategy, call)
-    if frame.level in (_context.Level.COORDINATOR, _context.Level.UPDATE):
+    context.require_cross_replica(strategy, call)
+    if frame.level in (context.Level.COORDINATOR, context.Level.UPDATE):
         raise RuntimeError(
             f"{call}: this code runs {frame.level.value}, where one rank acts for all, "
             "but every rank reads its own input; call it on every rank, before "

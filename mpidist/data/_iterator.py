@@ -17,10 +17,10 @@ import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from mpidist import _arrays
-from mpidist._errors import format_ranks, on_rank
-from mpidist._reports import Call, fingerprint
-from mpidist._values import PerReplica
+from mpidist._agreement.mismatch import Call, fingerprint
+from mpidist._base import backend
+from mpidist._base.errors import format_ranks, on_rank
+from mpidist._values.distributed import PerReplica
 from mpidist.data._blocks import Block, count_rows
 from mpidist.data._feed import Feed, Spec, describe, require_program_level
 from mpidist.data._prefetch import Prefetcher
@@ -476,7 +476,7 @@ def _checksum(block: Block) -> int:
     texts = [
         repr(leaf.tolist())
         if leaf.dtype.kind not in "biufcV"
-        else f"{_arrays.describe(leaf)} {_arrays.summarize(leaf)}"
+        else f"{backend.describe(leaf)} {backend.summarize(leaf)}"
         for leaf in block.leaves
     ]
     return fingerprint(block.structure.render(texts)) or 1

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpidist import _arrays, _nest
+from mpidist._base import backend, nest
 from mpidist.data._blocks import Block, block_of
 from mpidist.data._dataset import Dataset, stage_of
 from mpidist.data._records import (
@@ -326,11 +326,11 @@ def _describe(x: Any) -> str:
         return f"a {type(x).__name__} of shape {tuple(x.shape)}"
     if isinstance(x, (str, bytes)):
         return repr(x)[:80]
-    leaves, structure = _nest.flatten(x)
+    leaves, structure = nest.flatten(x)
     if len(leaves) > 8:
         return f"a {type(x).__name__} of {len(leaves)} leaves"
     texts = [
-        _arrays.describe(leaf) if _arrays.is_array(leaf) else type(leaf).__name__
+        backend.describe(leaf) if backend.is_array(leaf) else type(leaf).__name__
         for leaf in leaves
     ]
     return structure.render(texts)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist import _nest
+from mpidist._base import nest
 from mpidist.data._blocks import Block, block_of, gather, join, stack
 from mpidist.data._records import ArraySpec
 
@@ -82,7 +82,7 @@ class Stage:
 class Slices(Stage):
     """The rows of arrays."""
 
-    def __init__(self, leaves: list[Any], structure: _nest.Structure) -> None:
+    def __init__(self, leaves: list[Any], structure: nest.Structure) -> None:
         self._leaves = leaves
         self._structure = structure
         self.size = int(leaves[0].shape[0])
@@ -302,7 +302,7 @@ class Batch(Stage):
         if inner is None:
             return None
         rows = self._rows if self._drop else None
-        return _nest.map_structure(
+        return nest.map_structure(
             lambda one: ArraySpec((rows, *one.shape), one.dtype), inner
         )
 

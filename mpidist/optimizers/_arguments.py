@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from mpidist import _arrays
-from mpidist._options import VariableSynchronization
-from mpidist._sparse import IndexedSlices
-from mpidist._values import DistributedValues, PerReplica
-from mpidist._variables import Variable
+from mpidist._base import backend
+from mpidist._base.indexed_slices import IndexedSlices
+from mpidist._base.options import VariableSynchronization
+from mpidist._values.distributed import DistributedValues, PerReplica
+from mpidist._values.variable import Variable
 
 if TYPE_CHECKING:
-    from mpidist._strategy import Strategy
+    from mpidist._strategy.strategy import Strategy
 
 APPLY: Final = "apply_gradients"
 
@@ -109,7 +109,7 @@ def check_variables(variables: list[Any], call: str, known: dict[int, int]) -> N
                 "value; an optimizer changes mirrored variables"
             )
         dtype = variable.dtype
-        if dtype.kind != "f" and not _arrays.is_bfloat16(dtype):
+        if dtype.kind != "f" and not backend.is_bfloat16(dtype):
             raise TypeError(
                 f"{call}: expected variables of floating dtypes, got Variable {name!r} "
                 f"of {dtype.name}"
@@ -156,23 +156,23 @@ def as_gradient(
         )
     if isinstance(gradient, DistributedValues):
         gradient = gradient._own
-    x, kind = _arrays.as_array(gradient, call)
+    x, kind = backend.as_array(gradient, call)
     if tuple(x.shape) != tuple(array.shape):
         raise ValueError(
-            f"{call}: expected shape {tuple(array.shape)}, got {_arrays.describe(x)}"
+            f"{call}: expected shape {tuple(array.shape)}, got {backend.describe(x)}"
         )
-    if _arrays.is_device_array(x) != _arrays.is_device_array(array):
+    if backend.is_device_array(x) != backend.is_device_array(array):
         if kind == "array":
-            where = "on the GPU" if _arrays.is_device_array(array) else "on the host"
+            where = "on the GPU" if backend.is_device_array(array) else "on the host"
             raise TypeError(
                 f"{call}: expected an array {where}, as the variable is; write "
                 "`strategy.array_module.asarray(gradient)`, or `gradient.get()`"
             )
-        x = _arrays.like(array, x)
+        x = backend.like(array, x)
     if x.dtype != array.dtype:
         if kind != "number" or x.dtype.kind not in "if":
             raise TypeError(
-                f"{call}: expected dtype {array.dtype.name}, got {_arrays.describe(x)}"
+                f"{call}: expected dtype {array.dtype.name}, got {backend.describe(x)}"
                 f"; write `gradient.astype({array.dtype.name!r})`"
             )
         x = x.astype(array.dtype)
@@ -191,6 +191,6 @@ def apart(arrays: dict[int, Any], variables: list[Variable]) -> dict[int, Any]:
 
 def _owner(x: Any) -> Any:
     """Return the array whose memory this is a view of."""
-    while (base := getattr(x, "base", None)) is not None and _arrays.is_array(base):
+    while (base := getattr(x, "base", None)) is not None and backend.is_array(base):
         x = base
     return x

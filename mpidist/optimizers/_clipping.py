@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist import _arrays, _nest
-from mpidist._values import PerReplica
+from mpidist._base import backend, nest
+from mpidist._values.distributed import PerReplica
 
 # Elements that are worked on at a time: on the host what fits into the cache of a
 # core, on a GPU what keeps it busy.
@@ -44,7 +44,7 @@ def clip_by_global_norm(grads: Any, clip_norm: float) -> tuple[Any, Any]:
     """
     call = "clip_by_global_norm"
     clip = check_clip_norm(clip_norm, call, "clip_norm")
-    leaves, structure = _nest.flatten(grads)
+    leaves, structure = nest.flatten(grads)
     for leaf in leaves:
         if isinstance(leaf, PerReplica):
             raise TypeError(
@@ -52,7 +52,7 @@ def clip_by_global_norm(grads: Any, clip_norm: float) -> tuple[Any, Any]:
                 '`strategy.reduce("SUM", gradients, axis=None)`, or in a replica '
                 'function `mpidist.get_replica_context().all_reduce("SUM", gradients)`'
             )
-    arrays = [None if x is None else _arrays.as_array(x, call)[0] for x in leaves]
+    arrays = [None if x is None else backend.as_array(x, call)[0] for x in leaves]
     with np.errstate(all="ignore"):
         given = [x for x in arrays if x is not None]
         norm = global_norm(given, norm_scratch(given))
@@ -81,7 +81,7 @@ def check_clip_norm(clip_norm: Any, call: str, argument: str) -> float:
 def blocks(x: Any) -> Iterator[slice]:
     """Yield the slices of a flat array to work on, one after the other."""
     size = int(x.size)
-    step = DEVICE_BLOCK if _arrays.is_device_array(x) else HOST_BLOCK
+    step = DEVICE_BLOCK if backend.is_device_array(x) else HOST_BLOCK
     for start in range(0, size, step):
         yield slice(start, min(start + step, size))
 
@@ -92,7 +92,7 @@ def norm_scratch(arrays: Sequence[Any]) -> Any:
         return None
     largest = max(arrays, key=lambda x: int(x.size))
     size = max((part.stop - part.start for part in blocks(largest)), default=0)
-    return _arrays.empty_like(largest, (size,), np.float64)
+    return backend.empty_like(largest, (size,), np.float64)
 
 
 def global_norm(arrays: Sequence[Any], scratch: Any) -> Any:
@@ -102,7 +102,7 @@ def global_norm(arrays: Sequence[Any], scratch: Any) -> Any:
     """
     sums = []
     for x in arrays:
-        flat = _arrays.flat(_arrays.contiguous(x))
+        flat = backend.flat(backend.contiguous(x))
         for part in blocks(flat):
             wide = scratch[: part.stop - part.start]
             wide[...] = flat[part]
@@ -118,7 +118,7 @@ def clip_scale(norm: Any, clip_norm: float) -> Any:
 
 def _scaled(x: Any, scale: Any) -> Any:
     dtype = x.dtype if x.dtype.kind in "fc" else np.dtype(np.float64)
-    if _arrays.is_bfloat16(x.dtype):
+    if backend.is_bfloat16(x.dtype):
         dtype = x.dtype
     wide = np.float32 if dtype.itemsize == 2 else dtype
     return np.multiply(x.astype(wide, copy=False), scale.astype(wide)).astype(

@@ -11,7 +11,7 @@ How gradients are applied
    here can fail on one rank alone, and nothing is communicated.
 
 `merge_call` is not needed for that, nor is the function of ``update``: no code of the
-user runs. In cross-replica context it is one verb (`_dispatch`), so one command inside
+user runs. In cross-replica context it is one verb (`dispatch`), so one command inside
 ``merge_fn``, which every rank carries out with its own optimizer.
 """
 
@@ -28,12 +28,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
 
 import numpy as np
 
-from mpidist import _arrays, _context, _dispatch, _threads
-from mpidist._collectives import Collectives
-from mpidist._policies import is_same
-from mpidist._reports import Call
-from mpidist._values import PerReplica
-from mpidist._variables import Variable
+from mpidist._agreement.mismatch import Call
+from mpidist._base import backend, threads
+from mpidist._engine.collectives import Collectives
+from mpidist._runtime import context, dispatch
+from mpidist._values.distributed import PerReplica
+from mpidist._values.synchronization import is_same
+from mpidist._values.variable import Variable
 from mpidist.optimizers._arguments import (
     APPLY,
     apart,
@@ -57,7 +58,7 @@ from mpidist.optimizers._reduction import Reduction
 from mpidist.optimizers._schedules import LearningRate
 
 if TYPE_CHECKING:
-    from mpidist._strategy import Strategy
+    from mpidist._strategy.strategy import Strategy
 
 _BUILD: Final = "Optimizer.build"
 
@@ -65,9 +66,9 @@ _BUILD: Final = "Optimizer.build"
 # variable that counts its steps, and before it has one by the number of its
 # construction. Replicas that are threads count for themselves.
 _Known = weakref.WeakValueDictionary[Any, "Optimizer"]
-_numbers = _threads.ReplicaLocal(lambda: itertools.count(1))
-_made: Final = _threads.ReplicaLocal[_Known](weakref.WeakValueDictionary)
-_built: Final = _threads.ReplicaLocal[_Known](weakref.WeakValueDictionary)
+_numbers = threads.ReplicaLocal(lambda: itertools.count(1))
+_made: Final = threads.ReplicaLocal[_Known](weakref.WeakValueDictionary)
+_built: Final = threads.ReplicaLocal[_Known](weakref.WeakValueDictionary)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +144,7 @@ class Optimizer:
         settings: dict[str, Any],
     ) -> None:
         kind = type(self).__name__
-        if _context.current().coordinator is not None:
+        if context.current().coordinator is not None:
             raise RuntimeError(
                 f"{kind}: an optimizer that merge_fn makes exists on rank 0 only; make "
                 "it on all ranks, before `strategy.run`"
@@ -256,7 +257,7 @@ class Optimizer:
         except Exception as error:
             self._collectives(given).invalid(_BUILD, error)
         if _is_cross_replica(strategy):
-            _dispatch.perform(
+            dispatch.perform(
                 strategy, "build_optimizer", self._reference(), given, call=_BUILD
             )
         else:
@@ -335,7 +336,7 @@ class Optimizer:
             self._collectives(pairs).invalid(APPLY, error)
         skip = bool(skip_gradients_aggregation)
         if _is_cross_replica(strategy):
-            _dispatch.perform(
+            dispatch.perform(
                 strategy, APPLY, self._reference(), gradients, variables, skip
             )
         else:
@@ -428,8 +429,8 @@ class Optimizer:
         Outside every scope, and before the first `build`, what was given says whose
         ranks they are.
         """
-        strategy = _context.current().strategy
-        if not _context.has_strategy():
+        strategy = context.current().strategy
+        if not context.has_strategy():
             if self._strategy is not None:
                 strategy = self._strategy
             elif found := variables_among(given):
@@ -439,15 +440,15 @@ class Optimizer:
 
     def _strategy_of(self, variables: list[Variable], call: str) -> Strategy:
         """Return whose variables these are, if that strategy may use them here."""
-        frame = _context.current()
+        frame = context.current()
         strategy = variables[0].distribute_strategy
-        if frame.level is _context.Level.UPDATE:
+        if frame.level is context.Level.UPDATE:
             raise RuntimeError(
                 f"{call}: this code runs {frame.level.value}, which changes one "
                 f"variable without communication; call `{call}` before or after the "
                 "`update`"
             )
-        if _context.has_strategy() and frame.strategy is not strategy:
+        if context.has_strategy() and frame.strategy is not strategy:
             if not strategy.extended._is_mpi:
                 raise RuntimeError(
                     f"{call}: Variable {variables[0].name!r} was made outside every "
@@ -485,7 +486,7 @@ class Optimizer:
             decayed = [self._is_decayed(variable) for variable in variables]
             names = unique([variable.name for variable in variables])
             described = ", ".join(
-                f"{v.name!r} [#{v._key[0]}] {_arrays.describe(v)}{'' if d else '*'}"
+                f"{v.name!r} [#{v._key[0]}] {backend.describe(v)}{'' if d else '*'}"
                 for v, d in zip(variables, decayed, strict=True)
             )
             state = "again" if self._iterations is not None else "anew"
@@ -498,8 +499,8 @@ class Optimizer:
         def make(initial: Callable[[], Any], name: str) -> Variable:
             return Variable(initial, trainable=False, name=f"{self._name}/{name}")
 
-        frame = _context.Frame(strategy, _context.Level.CROSS_REPLICA)
-        with _context.entered(frame):
+        frame = context.Frame(strategy, context.Level.CROSS_REPLICA)
+        with context.entered(frame):
             iterations = make(lambda: np.zeros((), np.int64), "iterations")
             slots = []
             for variable, name in zip(variables, names, strict=True):
@@ -523,7 +524,7 @@ class Optimizer:
             if id(variable) not in self._index:
                 known = [v.name for v in self._variables]
                 raise ValueError(
-                    f"{call}: Variable {variable.name!r} {_arrays.describe(variable)} "
+                    f"{call}: Variable {variable.name!r} {backend.describe(variable)} "
                     "was not there when the optimizer's state was made, for "
                     f"{listed(known)}; pass all variables to `optimizer.build"
                     "(variables)` first, or make another optimizer for this one"
@@ -555,7 +556,7 @@ class Optimizer:
                 if not skip and (in_replica or isinstance(gradients[i], PerReplica))
             ]
             arrays = {
-                i: _arrays.contiguous(
+                i: backend.contiguous(
                     as_gradient(strategy, gradients[i], variables[i], in_replica, skip)
                 )
                 for i in taken
@@ -564,7 +565,7 @@ class Optimizer:
             summaries = ""
             if checks and len(moving) < len(taken):
                 summaries = ", ".join(
-                    _arrays.summarize(arrays[i])
+                    backend.summarize(arrays[i])
                     for i in sorted(set(taken).difference(moving))
                     if not is_same(strategy, gradients[i])
                 )
@@ -626,14 +627,14 @@ class Optimizer:
         sizes = [variable.size for variable in self._variables]
         for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
             array = array_of(self._variables[index])
-            copy = None if array.flags.c_contiguous else _arrays.contiguous(array)
-            flat = _arrays.flat(array if copy is None else copy)
-            slots = [_arrays.flat(array_of(slot)) for slot in self._slots[index]]
+            copy = None if array.flags.c_contiguous else backend.contiguous(array)
+            flat = backend.flat(array if copy is None else copy)
+            slots = [backend.flat(array_of(slot)) for slot in self._slots[index]]
             parts = list(blocks(flat))
             dtype = compute_dtype(array.dtype)
             if parts and dtype not in scratch:
                 scratch[dtype] = [
-                    _arrays.empty_like(flat, (parts[0].stop,), dtype) for _ in range(3)
+                    backend.empty_like(flat, (parts[0].stop,), dtype) for _ in range(3)
                 ]
             made = []
             for part in parts:
@@ -654,7 +655,7 @@ class Optimizer:
         array, copy = target.array, target.copy
         if copy is not None:
             copy[...] = array
-        gradient = _arrays.flat(gradient)
+        gradient = backend.flat(gradient)
         if scale is not None:
             scale = scale.astype(compute_dtype(array.dtype))
         for block in target.blocks:
@@ -681,15 +682,15 @@ def _is_cross_replica(strategy: Strategy) -> bool:
     """Whether a call is a verb here, and not made by each replica by itself."""
     if not strategy.extended._is_mpi:
         return False
-    frame = _context.current()
-    return frame.level is not _context.Level.REPLICA or not _context.has_strategy()
+    frame = context.current()
+    return frame.level is not context.Level.REPLICA or not context.has_strategy()
 
 
 def _zeros_for(variable: Variable) -> Callable[[], Any]:
     return lambda: np.zeros(variable.shape, compute_dtype(variable.dtype))
 
 
-@_dispatch.verb(APPLY)
+@dispatch.verb(APPLY)
 def _apply_gradients(
     strategy: Strategy,
     reference: _Reference,
@@ -704,7 +705,7 @@ def _apply_gradients(
     optimizer._apply(strategy, gradients, variables, in_replica=False, skip=skip)
 
 
-@_dispatch.verb("build_optimizer")
+@dispatch.verb("build_optimizer")
 def _build_optimizer(
     strategy: Strategy, reference: _Reference, variables: list[Variable]
 ) -> None:

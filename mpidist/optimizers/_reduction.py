@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mpidist import _arrays, _context
-from mpidist._options import ReduceOp
-from mpidist._reports import Call
-from mpidist._values import PerReplica
-from mpidist._variables import Variable
+from mpidist._agreement.mismatch import Call
+from mpidist._base import backend
+from mpidist._base.options import ReduceOp
+from mpidist._runtime import context
+from mpidist._values.distributed import PerReplica
+from mpidist._values.variable import Variable
 from mpidist.optimizers._arguments import APPLY, as_gradient
 
 if TYPE_CHECKING:
     from mpidist._engine import Plan
-    from mpidist._strategy import Strategy
+    from mpidist._strategy.strategy import Strategy
 
 
 class Reduction:
@@ -63,20 +64,20 @@ class Reduction:
                 zip(self._arrays, self._variables, strict=True)
             )
         ]
-        frame = _context.Frame(self._strategy, _context.Level.CROSS_REPLICA)
-        with _context.entered(frame):  # what it raises, all ranks raise
+        frame = context.Frame(self._strategy, context.Level.CROSS_REPLICA)
+        with context.entered(frame):  # what it raises, all ranks raise
             ops = extended._cross_device_ops
             sums = ops.batch_reduce(ReduceOp.SUM, pairs, None)
         try:
             results = [
-                _arrays.contiguous(
+                backend.contiguous(
                     as_gradient(self._strategy, x, variable, False, True)
                 )
                 for x, variable in zip(sums, self._variables, strict=True)
             ]
             call = f"{APPLY} with gradients that `cross_device_ops` has reduced to "
             if collectives.guard.checks:
-                call += ", ".join(_arrays.summarize(x) for x in results)
+                call += ", ".join(backend.summarize(x) for x in results)
         except Exception as error:
             collectives.invalid(APPLY, error)
         collectives.guard.agree(Call(call))

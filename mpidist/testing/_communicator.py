@@ -1,4 +1,4 @@
-"""A communicator between threads: what `mpidist._comm.Communicator` does, without MPI.
+"""A communicator between threads: what `_mpi.communicator` does, without MPI.
 
 Sums are added up in the order of the ranks, by NumPy, once for all. Arrays on a GPU go
 through the host.
@@ -13,11 +13,11 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from mpidist import _arrays
-from mpidist._comm import MPIOp, Request, Traffic, take_together
-from mpidist._errors import CollectiveTimeoutError, format_ranks, on_rank
-from mpidist._headers import HeaderByMPI, Headers, Maximum
-from mpidist._messages import Buffer
+from mpidist._base import backend
+from mpidist._base.errors import CollectiveTimeoutError, format_ranks, on_rank
+from mpidist._mpi.communicator import MPIOp, Request, Traffic, take_together
+from mpidist._mpi.headers import HeaderByMPI, Headers, Maximum
+from mpidist._mpi.messages import Buffer
 from mpidist.testing._world import Channel, Combine, Pending
 
 _UFUNCS: Final[dict[MPIOp, np.ufunc]] = {
@@ -40,7 +40,7 @@ def _nothing() -> None:
 
 def _copy(x: Any) -> Any:
     """Return a NumPy array of its own with the values of ``x``."""
-    return np.array(_arrays.to_host(x))
+    return np.array(backend.to_host(x))
 
 
 def _reduce(op: MPIOp, parts: list[Any]) -> Any:
@@ -174,7 +174,7 @@ class ThreadCommunicator:
         combine = functools.partial(_reduce, op)
         kind = f"an all-reduce ({op} of {send.size} {send.dtype})"
         result = self._call(kind, _copy(send).reshape(-1), combine)
-        _arrays.fill(receive, result.reshape(receive.shape))
+        backend.fill(receive, result.reshape(receive.shape))
 
     def reduce(self, buffer: Buffer, op: MPIOp, root: int) -> None:
         """Reduce ``buffer`` of all ranks into that of the root; others keep theirs."""
@@ -183,7 +183,7 @@ class ThreadCommunicator:
         kind = f"a reduction to rank {root} ({op} of {buffer.size} {buffer.dtype})"
         result = self._call(kind, _copy(buffer), combine)
         if self.rank == root:
-            _arrays.fill(buffer, result)
+            backend.fill(buffer, result)
 
     def all_min(self, number: int) -> int:
         """Return the smallest number of all ranks."""
@@ -202,13 +202,13 @@ class ThreadCommunicator:
         if self.rank == root:
             self.start(kind, _copy(buffer), root=root)
         else:
-            _arrays.fill(buffer, self._call(kind, None, root=root))
+            backend.fill(buffer, self._call(kind, None, root=root))
 
     def all_gather(self, send: Buffer, receive: Buffer, counts: list[int]) -> None:
         """Concatenate bytes of all ranks, in rank order, on all ranks."""
         self.traffic.count("Allgatherv", send.nbytes)
         kind = f"an all-gather of {counts} bytes"
-        _arrays.fill(receive, self._call(kind, _copy(send), np.concatenate))
+        backend.fill(receive, self._call(kind, _copy(send), np.concatenate))
 
     def gather(
         self, send: Buffer, receive: Buffer | None, counts: list[int], root: int
@@ -221,7 +221,7 @@ class ThreadCommunicator:
             return
         result = self._call(kind, _copy(send), np.concatenate)
         if receive is not None:
-            _arrays.fill(receive, result)
+            backend.fill(receive, result)
 
     def scatter(
         self, send: Buffer | None, receive: Buffer, counts: list[int], root: int
@@ -232,7 +232,7 @@ class ThreadCommunicator:
         part = None if send is None else _copy(send)
         whole = self._call(kind, part, root=root)
         end = sum(counts[: self.rank + 1])
-        _arrays.fill(receive, whole[end - counts[self.rank] : end])
+        backend.fill(receive, whole[end - counts[self.rank] : end])
 
     # --- small messages ---------------------------------------------------------
 

@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mpidist import _threads
-from mpidist._errors import on_rank
-from mpidist._options import CommunicationImplementation
+from mpidist._base import threads
+from mpidist._base.errors import on_rank
+from mpidist._base.options import CommunicationImplementation
 from mpidist.testing._communicator import ThreadCommunicator
 from mpidist.testing._world import Channel, World
 
 if TYPE_CHECKING:
-    from mpidist._options import Environment
+    from mpidist._base.options import Environment
 
 _WAIT_SECONDS = 0.1
 
@@ -99,7 +99,7 @@ class ThreadGroup:
         return ThreadCommunicator(made.result, self.rank, self._place)
 
 
-class Replica(_threads.ThreadReplica):
+class Replica(threads.ThreadReplica):
     """One replica of a run.
 
     Args:
@@ -173,7 +173,7 @@ def current_group() -> ThreadGroup:
     Raises:
         RuntimeError: outside the function that `run` runs.
     """
-    replica = _threads.current()
+    replica = threads.current()
     if not isinstance(replica, Replica):
         raise RuntimeError(
             "mpidist.testing.current_group: expected to be called by the function that "

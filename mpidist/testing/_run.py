@@ -3,7 +3,7 @@
 Each thread runs the program as a process would under ``mpirun``, and ends as one:
 
 - *It returns.* It waits until the others have, as at the end of a process; who still
-  waits in a collective learns that it has left (`mpidist._process.leave`).
+  waits in a collective learns that it has left (`mpidist._runtime.process_exit.leave`).
 - *It raises.* The run is stopped: every wait of the others raises, as `MPI_Abort` ends
   processes. Who does not wait gets a `ReplicaStopped` a second later, which Python
   raises between two lines of its code.
@@ -23,8 +23,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Final
 
-from mpidist import _process, _threads
-from mpidist._errors import CollectiveError, RemoteTraceback
+from mpidist._base import threads
+from mpidist._base.errors import CollectiveError, RemoteTraceback
+from mpidist._runtime import process_exit
 from mpidist.testing._group import Replica
 from mpidist.testing._world import Channel, RunStoppedError, World
 
@@ -80,7 +81,7 @@ class _Replica:
 
     def _try(self) -> None:
         try:
-            with _threads.entered(self.replica):
+            with threads.entered(self.replica):
                 self._run()
         except BaseException as error:
             self.error = error
@@ -95,7 +96,7 @@ class _Replica:
             if code:
                 self.error = error
         self._world.note(self._world.returned, self.number)
-        _process.leave(code)
+        process_exit.leave(code)
 
     def interrupt(self) -> None:
         """Raise `ReplicaStopped` in the thread, between two lines of its code."""

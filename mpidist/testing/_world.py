@@ -26,7 +26,12 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from mpidist._errors import CollectiveMismatchError, ReplicaError, format_ranks, on_rank
+from mpidist._base.errors import (
+    CollectiveMismatchError,
+    ReplicaError,
+    format_ranks,
+    on_rank,
+)
 
 Combine = Callable[[list[Any]], Any]
 

@@ -1,0 +1,1 @@
+"""How ranks find out that their calls differ, or that one of them is missing."""

@@ -1,0 +1,218 @@
+"""What ranks tell each other when they differ, and what each of them then raises."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import pickle
+import sys
+import threading
+from typing import Any, Final, Literal
+
+from mpidist._base.errors import (
+    PACKAGE,
+    CollectiveMismatchError,
+    RemoteTraceback,
+    ReplicaError,
+    format_exception,
+    format_ranks,
+    on_rank,
+)
+from mpidist._base.fingerprint import fingerprint as fingerprint
+
+_THREADING: Final = os.path.abspath(threading.__file__)  # begins every thread
+_LONGEST_CALL: Final = 360
+ErrorKind = Literal["none", "raised", "invalid", "agreed", "exit"]
+
+
+class Call:
+    """What a rank is about to do, as text and as a number to compare."""
+
+    __slots__ = ("fingerprint", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.fingerprint = fingerprint(text)
+
+
+@functools.lru_cache(maxsize=1024)
+def call_of(text: str) -> Call:
+    """Return the call with this text, for texts that come again."""
+    return Call(text)
+
+
+@dataclasses.dataclass
+class Report:
+    """What one rank tells the others when a header shows a difference."""
+
+    rank: int
+    call: str
+    site: str
+    kind: ErrorKind = "none"
+    trace: str = ""
+    pickled_error: bytes = b""
+    exits: bool = False
+    exit_code: int | str | None = None
+    depth: int = 0
+    joining: bool = False
+    written: list[Any] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, rank: int, call: Call, error: BaseException | None, kind: ErrorKind
+    ) -> Report:
+        """Describe where this rank is, and its exception if it has one."""
+        report = cls(rank, call.text, _call_site())
+        if error is not None:
+            report.kind = kind
+            report.trace = _describe_exception(error)
+            report.pickled_error = dump_exception(error)
+            if isinstance(error, SystemExit):
+                code = error.code
+                report.exits = True
+                report.exit_code = code if code is None else _plain_code(code)
+        return report
+
+    def load_error(self) -> BaseException | None:
+        """Return the exception where it can be rebuilt on this rank, else None."""
+        return load_exception(self.pickled_error, self.trace)
+
+
+def _plain_code(code: object) -> int | str:
+    return int(code) if isinstance(code, int) else str(code)
+
+
+def _describe_exception(error: BaseException) -> str:
+    try:
+        return format_exception(error)
+    except Exception:  # its __str__ raises
+        return f"{type(error).__qualname__}, which can not be printed\n"
+
+
+def judge(rank: int, reports: list[Report]) -> BaseException:
+    """Return the exception that a rank which did not fail itself raises.
+
+    Args:
+        rank: this rank.
+        reports: one of each rank.
+    """
+    by_kind: dict[str, list[Report]] = {}
+    for report in reports:
+        by_kind.setdefault(report.kind, []).append(report)
+    if left := by_kind.get("exit"):
+        return _judge_exit(rank, reports, left)
+    if invalid := by_kind.get("invalid"):
+        return _repeat(rank, invalid[0])
+    if raised := by_kind.get("raised"):
+        for report in raised:
+            if report.exits:
+                return SystemExit(report.exit_code)
+        return _replica_error(rank, raised)
+    if agreed := by_kind.get("agreed"):
+        return _replica_error(rank, agreed)
+    return CollectiveMismatchError(on_rank(rank, _describe_mismatch(reports)))
+
+
+def _judge_exit(rank: int, reports: list[Report], left: list[Report]) -> BaseException:
+    for report in left:
+        if report.exit_code:
+            print(
+                f"mpidist: rank {rank}: rank {report.rank} left the program by "
+                f"sys.exit({report.exit_code!r}); this rank leaves too",
+                file=sys.stderr,
+            )
+            return SystemExit(report.exit_code)
+    return CollectiveMismatchError(on_rank(rank, _describe_mismatch(reports)))
+
+
+def _repeat(rank: int, report: Report) -> BaseException:
+    """Return the error that another rank found in its arguments, for this rank."""
+    error = report.load_error()
+    if error is None:
+        return _replica_error(rank, [report])
+    error.add_note(f"[rank {rank}] raised here because rank {report.rank} raised it")
+    return error
+
+
+def _replica_error(rank: int, failed: list[Report]) -> ReplicaError:
+    ranks = [report.rank for report in failed]
+    traces = "\n".join(
+        f"--- rank {report.rank} ---\n{report.trace}" for report in failed[:3]
+    )
+    more = "" if len(failed) <= 3 else f"\n... and {len(failed) - 3} more ranks"
+    return ReplicaError(
+        on_rank(rank, f"{format_ranks(ranks)} raised an exception:\n{traces}{more}")
+    )
+
+
+def _describe_mismatch(reports: list[Report]) -> str:
+    groups: dict[tuple[str, str], list[int]] = {}
+    for report in reports:
+        groups.setdefault((report.call, report.site), []).append(report.rank)
+    lines = ["the ranks do not make the same call:"]
+    calls = _shorten([call for call, _ in groups])
+    for call, ((_, site), ranks) in zip(calls, groups.items(), strict=True):
+        lines.append(f"  {format_ranks(ranks)}: {call}{site}")
+    lines.append(
+        "Every rank must make the same calls in the same order, with the same "
+        "operation, dtypes, shapes and structure."
+    )
+    return "\n".join(lines)
+
+
+def _shorten(calls: list[str]) -> list[str]:
+    """Cut long texts down to their beginning and the place where they differ."""
+    if max(map(len, calls)) <= _LONGEST_CALL:
+        return calls
+    first, last = min(calls), max(calls)
+    same = next(
+        (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b),
+        len(first),
+    )
+    start = max(_LONGEST_CALL // 3, same - _LONGEST_CALL // 3)
+    stop = same + _LONGEST_CALL // 3
+    return [
+        call[: _LONGEST_CALL // 3]
+        + (" ... " if start > _LONGEST_CALL // 3 else "")
+        + call[start:stop]
+        + (" ..." if stop < len(call) else "")
+        for call in calls
+    ]
+
+
+def dump_exception(error: BaseException) -> bytes:
+    """Pickle an exception; return b"" where it does not survive that."""
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)  # some exceptions pickle, but do not come back
+    except Exception:
+        return b""
+    return data
+
+
+def load_exception(data: bytes, trace: str) -> BaseException | None:
+    """Rebuild an exception of another rank, with that rank's traceback as cause."""
+    if not data:
+        return None
+    try:
+        error = pickle.loads(data)
+    except Exception:  # its class is not known here
+        return None
+    if not isinstance(error, BaseException):
+        return None
+    error.__cause__ = RemoteTraceback(trace)
+    return error
+
+
+def _call_site() -> str:
+    """Return where the user's code made the call, as `` (at file.py:12 in fn)``."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        path = os.path.abspath(code.co_filename)
+        if not path.startswith(PACKAGE) and path != _THREADING:
+            name = os.path.basename(code.co_filename)
+            return f"  (at {name}:{frame.f_lineno} in {code.co_name})"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,137 @@
+"""The exceptions of mpidist, and how their messages begin.
+
+::
+
+    RuntimeError
+    ├── CheckpointError               a checkpoint is damaged, or does not fit
+    └── CollectiveError
+        ├── CollectiveMismatchError   the ranks called different things
+        ├── CollectiveTimeoutError    a rank did not come
+        ├── OutOfSyncError            copies of a variable differ
+        └── ReplicaError              another rank raised
+
+Everything else that mpidist raises is a built-in: ``TypeError`` and
+``ValueError`` for bad input, ``RuntimeError`` for a call in the wrong context.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from typing import Final
+
+from mpidist._base.options import debugging
+
+# The folder of the package: this file is in one of its rooms.
+PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is damaged, or does not fit the objects.
+
+    Raised on every rank; nothing was changed. The message names the file and the
+    array, or lists what does not fit.
+
+    Attributes:
+        damaged: whether it is the checkpoint's fault, so that another one may do.
+    """
+
+    damaged: bool = False
+
+    @classmethod
+    def _of_damage(cls, message: str) -> CheckpointError:
+        """Return the error for a checkpoint that is damaged."""
+        error = cls(message)
+        error.damaged = True
+        return error
+
+
+class CollectiveError(RuntimeError):
+    """Base class of the errors that all ranks of a strategy raise together."""
+
+
+class CollectiveMismatchError(CollectiveError):
+    """The ranks did not make the same call, or not with the same arrays.
+
+    Raised on every rank, before any data moves. The message lists, for each
+    group of ranks, what that group called. The strategy can be used afterwards.
+    """
+
+
+class CollectiveTimeoutError(CollectiveError):
+    """Some ranks did not arrive at a collective within ``timeout_seconds``.
+
+    The message names the missing ranks. The strategy that timed out can not be
+    used any more; the arrays of each rank are as they were before the call.
+    """
+
+
+class OutOfSyncError(CollectiveError):
+    """The copies of a mirrored variable are not equal on all ranks.
+
+    Raised on every rank, by `mpidist.check_in_sync`. The message names the variables
+    and the ranks that drifted. The strategy can be used afterwards.
+    """
+
+
+class ReplicaError(CollectiveError):
+    """Another rank raised while this one was waiting for it.
+
+    The message holds that rank's traceback. The rank that failed raises its own
+    exception, unchanged. The strategy can be used afterwards.
+    """
+
+
+class RemoteTraceback(Exception):  # noqa: N818 - no error, but the cause of one
+    """Carries a traceback that was printed on another rank, as a ``__cause__``."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.text}"""'
+
+
+def on_rank(rank: int, message: str) -> str:
+    """Prefix a message with the rank that raises it."""
+    return f"[rank {rank}] {message}"
+
+
+def format_exception(error: BaseException) -> str:
+    """Return the traceback of ``error`` as text, without the frames of this package.
+
+    What a person looks for is their own code. ``MPIDIST_DEBUG=1`` shows all frames,
+    and so does an error with nothing else to show.
+    """
+    report = traceback.TracebackException.from_exception(error)
+    if not debugging():
+        _hide_own_frames(report, set())
+    return "".join(report.format())
+
+
+def _hide_own_frames(report: traceback.TracebackException, seen: set[int]) -> None:
+    if id(report) in seen:
+        return
+    seen.add(id(report))
+    kept = [frame for frame in report.stack if not frame.filename.startswith(PACKAGE)]
+    if kept:
+        report.stack = traceback.StackSummary.from_list(kept)
+    for other in (report.__cause__, report.__context__):
+        if other is not None:
+            _hide_own_frames(other, seen)
+
+
+def format_ranks(ranks: list[int] | tuple[int, ...]) -> str:
+    """Return ``rank 2`` or ``ranks 0-2, 5`` for a list of ranks."""
+    ordered = sorted(ranks)
+    spans: list[str] = []
+    start = previous = None
+    for rank in [*ordered, None]:
+        if previous is not None and rank == previous + 1:
+            previous = rank
+            continue
+        if start is not None:
+            spans.append(str(start) if start == previous else f"{start}-{previous}")
+        start = previous = rank
+    return f"rank{'' if len(ordered) == 1 else 's'} {', '.join(spans)}"

@@ -1,0 +1,114 @@
+"""Rows of an array with their numbers: what `Variable.scatter_add` and its kin take."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from mpidist._base import backend
+
+Scatter = Literal["add", "sub", "mul", "div", "min", "max", "update"]
+
+_UFUNCS: Final[dict[str, Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.true_divide,
+    "min": np.minimum,
+    "max": np.maximum,
+}
+
+
+class IndexedSlices:
+    """Some rows of a larger array, as ``tf.IndexedSlices``.
+
+    It stands for an array that is ``values[k]`` at row ``indices[k]``, and zero in all
+    other rows. Rows that occur more than once add up. All-reduced with SUM or MEAN,
+    the rows of all replicas are concatenated in replica order, and not added.
+
+    Args:
+        values: array of shape ``(k, ...)``: the rows.
+        indices: integer array of shape ``(k,)``: their numbers, from 0.
+        dense_shape: shape of the larger array, for the reader; None if not known.
+
+    Raises:
+        ValueError: if there is not one index for each row.
+        TypeError: for indices that are no integers.
+    """
+
+    def __init__(self, values: Any, indices: Any, dense_shape: Any = None) -> None:
+        """Check and keep the rows. They are not copied."""
+        if isinstance(values, (list, tuple)):
+            values = np.asarray(values)
+        if isinstance(indices, (list, tuple)):
+            indices = np.asarray(indices, np.int64 if not len(indices) else None)
+        rows, numbers = (
+            backend.as_array(x, f"IndexedSlices({name})")[0]
+            for x, name in ((values, "values"), (indices, "indices"))
+        )
+        if numbers.dtype.kind not in "iu":
+            raise TypeError(
+                "IndexedSlices: expected integers as `indices`, got "
+                f"{backend.describe(numbers)}"
+            )
+        if numbers.ndim != 1 or rows.ndim < 1 or rows.shape[0] != numbers.shape[0]:
+            raise ValueError(
+                "IndexedSlices: expected `values` of shape (k, ...) and `indices` of "
+                f"shape (k,), got {backend.describe(rows)} and "
+                f"{backend.describe(numbers)}"
+            )
+        self._values = values
+        self._indices = indices
+        self._dense_shape = None if dense_shape is None else tuple(dense_shape)
+
+    @property
+    def values(self) -> Any:
+        """The rows: an array of shape ``(k, ...)``."""
+        return self._values
+
+    @property
+    def indices(self) -> Any:
+        """The numbers of the rows: an array of integers, of shape ``(k,)``."""
+        return self._indices
+
+    @property
+    def dense_shape(self) -> tuple[int, ...] | None:
+        """The shape of the larger array, if it was given."""
+        return self._dense_shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the rows."""
+        return backend.as_array(self._values, "IndexedSlices")[0].dtype
+
+    def __repr__(self) -> str:
+        return (
+            f"IndexedSlices(values={self._values!r}, indices={self._indices!r}, "
+            f"dense_shape={self._dense_shape})"
+        )
+
+
+def scatter(array: Any, how: Scatter, indices: Any, values: Any) -> None:
+    """Combine rows into ``array``, in place, one after the other in their order.
+
+    Indices must be in range. On a GPU the rows are combined on the host: there the
+    order of atomic operations, and so the last bits of a sum, would be left to chance.
+    """
+    if not backend.is_device_array(array):
+        _combine(array, how, backend.to_host(indices), backend.to_host(values))
+        return
+    rows, places = np.unique(backend.to_host(indices), return_inverse=True)
+    touched = backend.to_host(array[backend.like(array, rows)])
+    _combine(touched, how, places, backend.to_host(values))
+    array[backend.like(array, rows)] = backend.like(array, touched)
+
+
+def _combine(array: Any, how: Scatter, indices: Any, values: Any) -> None:
+    if how == "update":
+        array[indices] = values  # of equal indices the last one stays
+    elif how == "div" and backend.is_bfloat16(array.dtype):
+        for index, row in zip(indices, values, strict=True):
+            array[index] = array[index] / row
+    else:
+        _UFUNCS[how].at(array, indices, values)

@@ -1,0 +1,304 @@
+"""What a checkpoint is made of: variables, random generators, and objects with a state.
+
+The objects that a user names are taken apart into *items*, each with a name such as
+``optimizer/momentum``. All ranks find the same ones, in the order of their names.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from mpidist._base import backend
+from mpidist._base.errors import CheckpointError
+from mpidist._base.options import VariableAggregation, VariableSynchronization
+from mpidist._checkpoints import storage
+from mpidist._values.distributed import DistributedValues
+from mpidist._values.variable import Variable
+
+# How objects of different libraries give their state, and take it back.
+_PAIRS: Final = (
+    ("state", "restore"),  # iterators of mpidist
+    ("get_state", "set_state"),  # iterators of grain, numpy.random.RandomState
+    ("state_dict", "load_state_dict"),  # those of torch
+    ("getstate", "setstate"),  # random.Random
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableItem:
+    """A variable, which is saved as an array."""
+
+    name: str
+    variable: Variable
+
+    def __str__(self) -> str:
+        kind = ""
+        if self.on_read:
+            kind = f" ON_READ {self.variable.aggregation.name}"
+        shape = tuple(self.variable.shape)
+        return f"{self.name!r}: {self.variable.dtype.name} {shape}{kind}"
+
+    @property
+    def on_read(self) -> bool:
+        """Whether each replica has a value of its own."""
+        return self.variable.synchronization is VariableSynchronization.ON_READ
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes; asking an ON_READ variable itself is collective."""
+        shape, dtype = self.variable.shape, self.variable.dtype
+        return math.prod(shape) * int(dtype.itemsize)
+
+    def check(self) -> None:
+        """Raise a ValueError for a variable that has no one value."""
+        if self.on_read and self.variable.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"Checkpoint: Could not save {self.name!r}: an ON_READ variable with "
+                "aggregation=NONE has no one value, since nothing says how to combine "
+                "its copies; make it with aggregation=SUM, MEAN or ONLY_FIRST_REPLICA"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class StateItem:
+    """An object with a small state, which is saved in the manifest.
+
+    Attributes:
+        name: in the checkpoint.
+        kind: "generator" for one of `numpy.random`, "object" for another.
+        get: returns its state.
+        set: gives it a state.
+        merge: makes one state for any number of replicas of those of all, if the
+            object can do that.
+    """
+
+    name: str
+    kind: Literal["generator", "object"]
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+    merge: Callable[[list[Any]], Any] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name!r}: state of {self.kind}"
+
+    def encoded(self) -> Any:
+        """Return the state as JSON."""
+        return storage.encode(self.get(), f"Checkpoint: {self.name!r}")
+
+
+Item = VariableItem | StateItem
+
+
+def collect(objects: Mapping[str, Any], early: bool = False) -> list[Item]:
+    """Take objects apart, and return the items in the order of their names.
+
+    Args:
+        objects: by name.
+        early: whether to leave out what an object does not have yet: the ``variables``
+            of an optimizer raise RuntimeError before it has made them.
+
+    Raises:
+        TypeError: for what can not be saved and restored.
+        ValueError: where two items would have one name.
+    """
+    items: dict[str, Item] = {}
+    for name, value in objects.items():
+        for item in _items_of(name, value, early):
+            if item.name in items:
+                raise ValueError(
+                    f"Checkpoint: two objects would both be {item.name!r}; name them "
+                    "apart"
+                )
+            if "\0" in item.name:
+                raise ValueError(
+                    f"Checkpoint: a name with a null byte in it, {item.name!r}"
+                )
+            items[item.name] = item
+    return [items[name] for name in sorted(items)]
+
+
+def _items_of(name: str, value: Any, early: bool) -> Iterator[Item]:
+    if isinstance(value, Variable):
+        yield VariableItem(name, value)
+        return
+    if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
+        yield _generator_item(name, value)
+        return
+    nested = _children(name, value)
+    if nested is not None:
+        for child_name, child in nested:
+            yield from _items_of(f"{name}/{child_name}", child, early)
+        return
+    for get, put in _PAIRS:
+        getter, setter = getattr(value, get, None), getattr(value, put, None)
+        if callable(getter) and callable(setter) and not isinstance(value, type):
+            merge = getattr(value, "merge_states", None)
+            yield StateItem(name, "object", getter, setter, merge)
+            return
+    try:
+        variables = getattr(value, "variables", None)
+    except RuntimeError:
+        if early:
+            return
+        raise
+    if isinstance(variables, (list, tuple)):
+        yield from _variables_of(name, variables)
+        return
+    raise TypeError(_explain(name, value))
+
+
+def _children(name: str, value: Any) -> list[tuple[str, Any]] | None:
+    """Return the entries of a list, tuple, dict, or another checkpoint."""
+    own = getattr(type(value), "_checkpoint_children", None)
+    if own is not None:
+        value = own(value)
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, (str, int)):
+                raise TypeError(
+                    f"Checkpoint: expected the keys of {name!r} to be str or int, got "
+                    f"{key!r} of type {type(key).__name__}"
+                )
+        return [(str(key), child) for key, child in value.items()]
+    if isinstance(value, (list, tuple, collections.deque)):
+        fields = getattr(value, "_fields", None) or map(str, range(len(value)))
+        return list(zip(fields, value, strict=True))
+    return None
+
+
+def _variables_of(name: str, variables: Any) -> Iterator[Item]:
+    """Yield the variables of an optimizer, whose names are made unique by a number."""
+    used: set[str] = set()
+    for variable in variables:
+        if not isinstance(variable, Variable):
+            raise TypeError(
+                f"Checkpoint: expected `{name}.variables` to be a list of `mpidist."
+                f"Variable`, got one with {variable!r:.80} of type "
+                f"{type(variable).__name__}"
+            )
+        own, number = variable.name, 0
+        while own in used:
+            number += 1
+            own = f"{variable.name}_{number}"
+        used.add(own)
+        yield VariableItem(f"{name}/{own}", variable)
+
+
+def _generator_item(name: str, value: Any) -> StateItem:
+    bits = value.bit_generator if isinstance(value, np.random.Generator) else value
+
+    def get() -> Any:
+        return bits.state
+
+    def put(state: Any) -> None:
+        bits.state = state
+
+    return StateItem(name, "generator", get, put)
+
+
+def _explain(name: str, value: Any) -> str:
+    kind = type(value).__name__
+    start = f"Checkpoint: {name!r} is {value!r:.80} of type {kind}"
+    if isinstance(value, (bool, int, float, complex)) or backend.is_array(value):
+        what = "an array" if backend.is_array(value) and value.ndim else "a number"
+        return (
+            f"{start}: {what} can not be restored in place. In the scope of the "
+            f"strategy make a variable of it, `{name} = mpidist.Variable("
+            f"{'array' if what == 'an array' else repr(value)})`, and change it by "
+            "`assign` or `assign_add`"
+        )
+    if isinstance(value, DistributedValues):
+        return (
+            f"{start}: it can not be restored in place. Make a variable of it, or an "
+            "object with `state()` and `restore(state)`"
+        )
+    return (
+        f"{start}, which can not be saved; expected a `mpidist.Variable`, an object "
+        "with `variables` (an optimizer), a `numpy.random.Generator`, an object with "
+        "`state()` and `restore(state)` (an iterator), or a list, tuple or dict of "
+        "these. For numbers, strings and lists write a small class with these two "
+        "methods"
+    )
+
+
+# --- random generators, on another number of ranks ----------------------------------
+
+
+def choose_state(
+    item: StateItem, values: list[Any], saved_on: int, rank: int, size: int, alike: bool
+) -> Any:
+    """Return the state that a replica restores.
+
+    A state that was the same on all replicas has one value, and all get it. Otherwise
+    replica i gets the i-th value. Generators that were not saved, on more replicas
+    than before, get streams of their own: those of the `numpy.random.SeedSequence`
+    whose entropy is the SHA-256 of all saved states, and whose ``spawn_key`` is
+    ``(i,)``, as `SeedSequence.spawn` makes them.
+
+    A checkpoint of one replica does not tell whether its generator was to be the same
+    on all. Then what the generators are before restoring tells it.
+
+    Args:
+        item: what is restored.
+        values: the saved states, as JSON.
+        saved_on: the number of replicas that saved it.
+        rank: this replica.
+        size: the number of replicas.
+        alike: whether the state is the same on all replicas now.
+
+    Raises:
+        CheckpointError: for an object other than a generator that was saved with a
+            state for each replica, on another number of replicas, unless it can merge
+            them.
+    """
+    one_for_all = len(values) == 1 and (
+        saved_on > 1 or alike or item.kind != "generator"
+    )
+    if one_for_all:
+        return storage.decode(values[0])
+    if item.kind != "generator" and len(values) != size:
+        if item.merge is not None:
+            return item.merge([storage.decode(value) for value in values])
+        raise CheckpointError(
+            f"{item.name!r} was saved with another state on each of {len(values)} "
+            f"replicas, and can not be restored on {size}; restore it on "
+            f"{len(values)}, give the object a method `merge_states(states)` that "
+            "makes one state of all, or write `restore(path, partial=True)` with a "
+            "Checkpoint without it"
+        )
+    if rank < len(values):
+        return storage.decode(values[rank])
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
+    entropy = int.from_bytes(digest, "little")
+    seed = np.random.SeedSequence(entropy, spawn_key=(rank,))
+    name = storage.decode(values[0])["bit_generator"]
+    make = getattr(np.random, name, None)
+    if make is None:
+        raise CheckpointError(
+            f"{item.name!r} was saved on {saved_on} replicas, and nothing says how to "
+            f"make a {name} for more of them; restore it on at most {saved_on}"
+        )
+    return make(seed).state
+
+
+def check_generator(item: StateItem, values: list[Any]) -> str:
+    """Return what is wrong with a saved generator, or nothing."""
+    if item.kind != "generator":
+        return ""
+    saved = values[0].get("bit_generator") if isinstance(values[0], dict) else None
+    own = item.get()["bit_generator"]
+    if saved == own:
+        return ""
+    return (
+        f"{item.name!r}: expected the state of a {own}, got that of "
+        f"{saved or 'another object'}; make the generator by `numpy.random.Generator("
+        f"numpy.random.{saved or own}(seed))`"
+    )

@@ -1,0 +1,137 @@
+"""A call that all ranks of a strategy make together, of which rank 0 does a part."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mpidist._agreement import mismatch
+from mpidist._agreement.guard import Part
+from mpidist._agreement.mismatch import Call
+from mpidist._base.errors import CheckpointError, format_exception
+from mpidist._checkpoints.contents import VariableItem
+from mpidist._runtime import context
+
+if TYPE_CHECKING:
+    from mpidist._engine.collectives import Collectives
+    from mpidist._strategy.strategy import Strategy
+
+_R = TypeVar("_R")
+
+
+class Job:
+    """A call that all ranks of a strategy make, of which rank 0 does a part."""
+
+    def __init__(self, strategy: Strategy, name: str) -> None:
+        _require_program_level(strategy, name)
+        self.strategy = strategy
+        self.name = name
+        self.collectives: Collectives = strategy.extended._collectives
+        self.comm = self.collectives.comm
+        self.guard = self.collectives.guard
+        self.rank: int = self.comm.rank
+        self.size: int = self.comm.size
+
+    def attempt(self, work: Callable[[], _R]) -> _R:
+        """Do what may fail on this rank; if it does, all ranks raise it."""
+        try:
+            return work()
+        except Exception as error:
+            self.collectives.invalid(self.name, error)
+
+    def agree(self, text: str) -> None:
+        """See that all ranks do the same. Collective."""
+        self.guard.agree(Call(f"{self.name}{text}"))
+
+    def same(self, numbers: list[int]) -> list[list[int]] | None:
+        """Return None where all ranks have the same numbers, else those of each.
+
+        Collective. All ranks have as many numbers.
+        """
+        soft = mismatch.fingerprint(",".join(map(str, numbers)))
+        if self.guard.agree_softly(Call(f"{self.name}, comparing"), soft):
+            return None
+        return self.comm.all_gather_integers(numbers)
+
+    def together(self, work: Callable[[], _R], *, scope: bool = True) -> _R:
+        """Do work that may raise on some ranks, and may be collective. Collective.
+
+        All ranks wait for all to be done; where one raised, all raise.
+
+        Args:
+            work: what to do.
+            scope: whether in the scope of the strategy.
+        """
+
+        def body(_: Part) -> _R:
+            with self.scope() if scope else contextlib.nullcontext():
+                return work()
+
+        return self.guard.run_section(Call(f"{self.name}, taking part"), body)
+
+    def on_rank_0(self, work: Callable[[], _R]) -> _R:
+        """Return on all ranks what ``work`` returns on rank 0, or raise what it raises.
+
+        Collective. The other ranks wait without a deadline, since disks are slow.
+        What travels is pickled; it comes from this program, not from a file.
+        """
+        if self.rank == 0:
+            try:
+                result = work()
+                data = pickle.dumps((True, result, ""))
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # sys.exit() too: the others wait
+                trace = format_exception(error)
+                dumped = mismatch.dump_exception(error)
+                text = f"{type(error).__name__}: {error}"
+                data = pickle.dumps((False, (dumped, text), trace))
+                self.collectives.send_bytes(data)
+                raise
+            self.collectives.send_bytes(data)
+            return result
+        what = f"the end of {self.name}, for which rank 0 uses the disk"
+        # Without a deadline: writing takes as long as the file system does.
+        data = self.collectives.receive_bytes(what, timeout=0.0)
+        good, content, trace = pickle.loads(data)
+        if good:
+            return content  # type: ignore[no-any-return]
+        dumped, text = content
+        failure = mismatch.load_exception(dumped, trace) or CheckpointError(text)
+        failure.add_note(f"[rank {self.rank}] raised here because rank 0 raised it")
+        raise failure
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the scope of the strategy, unless it is the default one."""
+        if self.strategy.extended._is_mpi:
+            return self.strategy.scope()
+        return contextlib.nullcontext()
+
+    def assign(self, item: VariableItem, value: Any) -> None:
+        """Assign what all ranks have; collective for ON_READ variables."""
+        variable = item.variable
+        if item.on_read:
+            with self.scope():
+                variable.assign(value)
+            return
+        frame = context.Frame(variable.distribute_strategy, context.Level.UPDATE)
+        with context.entered(frame):  # this copy, as the function of an update does
+            variable.assign(value)
+
+
+def _require_program_level(strategy: Strategy, name: str) -> None:
+    frame = context.current()
+    if not context.depth():
+        return
+    if frame.level is not context.Level.CROSS_REPLICA:
+        raise RuntimeError(
+            f"{name}: expected to be called at program level, by all ranks; this code "
+            f"runs {frame.level.value}. Call it before or after `strategy.run`"
+        )
+    if frame.strategy is not strategy and strategy.extended._is_mpi:
+        raise RuntimeError(
+            f"{name}: Mixing different Strategy objects: its variables belong to "
+            f"{strategy}, but {frame.strategy} is in force"
+        )

@@ -1,0 +1,266 @@
+"""CheckpointManager: numbered checkpoints in a directory, of which some are kept."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from typing import Any, NamedTuple
+
+from mpidist._base import backend
+from mpidist._base.errors import CheckpointError
+from mpidist._checkpoints import replace, storage
+from mpidist._checkpoints.checkpoint import Checkpoint
+
+
+class _Entry(NamedTuple):
+    saved_at: int  # in ns; never the same in a directory
+    number: int
+    path: str
+
+
+class CheckpointManager:
+    """Saves numbered checkpoints in a directory, and finds the newest whole one.
+
+    The directory gets ``ckpt-1``, ``ckpt-2`` and so on. An old one is deleted only
+    after a new one is whole. Rank 0 alone looks at the directory; all ranks know what
+    it found. The newest is the one that was saved last, whatever its number.
+
+    Collective: making one reads the newest checkpoint, to verify it.
+
+    Args:
+        checkpoint: what to save.
+        directory: where, on rank 0. It need not exist.
+        max_to_keep: how many checkpoints to keep; None keeps all.
+        checkpoint_name: what the names in the directory begin with.
+        format: of the file of arrays, as for `Checkpoint.save`.
+
+    Raises:
+        TypeError, ValueError: for arguments that are none of these, on all ranks.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None = 5,
+        checkpoint_name: str = "ckpt",
+        format: storage.FileFormat = "npz",
+    ) -> None:
+        """Look at the directory. Collective, at program level."""
+        given: object = checkpoint
+        if not isinstance(given, Checkpoint):
+            raise TypeError(
+                "CheckpointManager: expected `checkpoint` to be a `mpidist.Checkpoint`"
+                f", got {given!r:.80}; write `CheckpointManager(mpidist.Checkpoint("
+                "weights=weights), directory)`"
+            )
+        job = checkpoint._job("CheckpointManager")
+
+        def check() -> str:
+            _check_arguments(max_to_keep, checkpoint_name)
+            storage.check_format([], format)
+            return os.fspath(directory)
+
+        self._checkpoint = checkpoint
+        self._directory = job.attempt(check)
+        self._max_to_keep = max_to_keep
+        self._name = checkpoint_name
+        self._format = format
+        job.agree(f"(max_to_keep={max_to_keep}, checkpoint_name={checkpoint_name!r})")
+        found = job.on_rank_0(self._scan)
+        self._directory, self._entries, self._highest = found
+
+    def __repr__(self) -> str:
+        return (
+            f"<mpidist.CheckpointManager of {self._directory!r}: "
+            f"{len(self._entries)} checkpoints, max_to_keep={self._max_to_keep}>"
+        )
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What is saved."""
+        return self._checkpoint
+
+    @property
+    def directory(self) -> str:
+        """Where, on rank 0."""
+        return self._directory
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The paths of the checkpoints that are kept, in the order of their saving."""
+        return [entry.path for entry in self._entries]
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The path of the newest whole checkpoint; None if there is none.
+
+        As it was when this was made, plus what it has saved since.
+        """
+        return self._entries[-1].path if self._entries else None
+
+    def save(self, checkpoint_number: Any = None) -> str:
+        """Save a new checkpoint, then delete the oldest. Collective.
+
+        At program level.
+
+        Args:
+            checkpoint_number: an int or a variable, such as the step; None: the
+                highest number plus 1.
+
+        Returns:
+            Its path, as rank 0 has it.
+
+        Raises:
+            OSError: as `Checkpoint.save`, and the rest.
+        """
+        name = "CheckpointManager.save"
+        number = self._highest + 1
+        if checkpoint_number is not None:
+            job = self._checkpoint._job(name)
+            number = job.attempt(lambda: _as_number(checkpoint_number))
+        path = os.path.join(self._directory, f"{self._name}-{number}")
+        before = self._entries[-1].saved_at if self._entries else 0
+        others = [entry for entry in self._entries if entry.number != number]
+        kept = others
+        if self._max_to_keep is not None:
+            kept = others[max(len(others) + 1 - self._max_to_keep, 0) :]
+        old = others[: len(others) - len(kept)]
+
+        def tidy() -> None:
+            replace.clean(self._directory, f"{self._name}-*")
+            for entry in old:
+                try:
+                    replace.remove(entry.path)
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    warnings.warn(
+                        f"{name}: the old checkpoint {entry.path!r} can not be "
+                        f"deleted: {error}",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+
+        path, saved_at = self._checkpoint._save(
+            path,
+            self._format,
+            name,
+            more=f" as number {number}",
+            after=before,
+            then=tidy,
+        )
+        self._entries = [*kept, _Entry(saved_at, number, path)]
+        self._highest = max(self._highest, number)
+        return path
+
+    def restore_or_initialize(self) -> str | None:
+        """Restore the newest whole checkpoint, if there is one. Collective.
+
+        At program level. One that has been damaged or deleted since this was made is
+        skipped, with a warning on rank 0.
+
+        Returns:
+            Its path; None if there is no checkpoint: then nothing has changed.
+
+        Raises:
+            CheckpointError: if it does not fit the objects.
+        """
+        name = "CheckpointManager.restore_or_initialize"
+        while self._entries:
+            path = self._entries[-1].path
+            try:
+                found = self._checkpoint._read(path, False, name)
+            except (CheckpointError, FileNotFoundError) as error:
+                if isinstance(error, CheckpointError) and not error.damaged:
+                    raise
+                text = str(error)
+                self._checkpoint._job(name).on_rank_0(lambda: _warn(path, text))  # noqa: B023
+                self._entries.pop()
+            else:
+                # Outside the `try`: what a `restore` of the user's raises is no reason
+                # to begin anew.
+                self._checkpoint._put(found)
+                return path
+        return None
+
+    def _scan(self) -> tuple[str, list[_Entry], int]:
+        """Return the directory, its checkpoints, and the highest number in use."""
+        directory = os.path.abspath(self._directory)
+        pattern = re.compile(rf"{re.escape(self._name)}-(\d+)")
+        entries = []
+        highest = 0
+        try:
+            names = os.listdir(directory)
+        except FileNotFoundError:
+            names = []
+        for name in names:
+            match = pattern.fullmatch(name)
+            if match is None:
+                continue
+            number = int(match[1])
+            highest = max(highest, number)
+            path = os.path.join(directory, name)
+            try:
+                files = storage.Files(path)
+            except (CheckpointError, OSError) as error:
+                _warn(path, str(error))
+                continue
+            entries.append(_Entry(files.content["saved_at_ns"], number, path))
+        entries.sort()
+        while entries:
+            path = entries[-1].path
+            try:
+                storage.Files(path).verify()
+                break
+            except (CheckpointError, OSError) as error:
+                _warn(path, str(error))
+                entries.pop()
+        return directory, entries, highest
+
+
+def _warn(path: str, reason: str) -> None:
+    warnings.warn(
+        f"CheckpointManager: the checkpoint {path!r} is skipped: {reason}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _as_number(given: Any) -> int:
+    x = given if isinstance(given, int) else getattr(given, "numpy", lambda: given)()
+    if isinstance(x, bool) or not (
+        isinstance(x, int)
+        or (backend.is_array(x) and x.ndim == 0 and x.dtype.kind in "iu")
+    ):
+        raise TypeError(
+            "CheckpointManager.save: expected `checkpoint_number` to be an int, or a "
+            f"variable of an integer dtype and shape (), got {given!r:.80}"
+        )
+    if x < 0:
+        raise ValueError(
+            f"CheckpointManager.save: expected `checkpoint_number` >= 0, got {int(x)}"
+        )
+    return int(x)
+
+
+def _check_arguments(max_to_keep: object, checkpoint_name: object) -> None:
+    if max_to_keep is not None and (
+        isinstance(max_to_keep, bool)
+        or not isinstance(max_to_keep, int)
+        or max_to_keep < 1
+    ):
+        raise ValueError(
+            "CheckpointManager: expected `max_to_keep` to be an int of at least 1, or "
+            f"None to keep all, got {max_to_keep!r}"
+        )
+    if (
+        not isinstance(checkpoint_name, str)
+        or not checkpoint_name
+        or os.sep in checkpoint_name
+    ):
+        raise ValueError(
+            "CheckpointManager: expected `checkpoint_name` to be a name without a "
+            f"slash, got {checkpoint_name!r}"
+        )

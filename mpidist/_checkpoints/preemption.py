@@ -1,0 +1,212 @@
+"""PreemptionCheckpointHandler: a last checkpoint when the job is told to end.
+
+A batch system warns a job by a signal, some time before it kills it, and not all ranks
+get it, nor at the same step. So at each step all ranks agree, by a number that rides
+in one header of the guard (`Guard.agree_most`), whether one of them was told. Then all
+save at that step, and leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from mpidist._agreement.mismatch import Call
+from mpidist._base import threads
+from mpidist._checkpoints.checkpoint import Checkpoint
+from mpidist._checkpoints.manager import CheckpointManager
+
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
+_EXIT_CODE: Final = 42  # that of TensorFlow
+_GO_ON, _TOLD, _TIME_IS_UP = range(3)
+_COUNTER: Final = "total_run_calls"
+
+
+@dataclasses.dataclass(frozen=True)
+class TerminationConfig:
+    """What `PreemptionCheckpointHandler` does when the job is told to end.
+
+    Attributes:
+        termination_watcher_fn: asked at each step, on each rank: whether the job is
+            to end. Beside the signals SIGTERM and SIGUSR1.
+        exit_fn: called on all ranks when the checkpoint is whole; None:
+            ``sys.exit(42)``, by which a job script knows to start the job again.
+        grace_period: seconds to go on before saving; 0 saves at the next step.
+        save_fn: called on all ranks in place of the manager's `save`. What it raises
+            on one rank, all raise, and none leaves.
+    """
+
+    termination_watcher_fn: Callable[[], bool] | None = None
+    exit_fn: Callable[[], Any] | None = None
+    grace_period: float | None = None
+    save_fn: Callable[..., Any] | None = None
+
+
+class PreemptionCheckpointHandler:
+    """Saves a checkpoint on all ranks, at the same step, when any is told to end.
+
+    Ranks are told by SIGTERM or SIGUSR1; one is enough. (SLURM sends it with
+    ``--signal=USR1@120``; Open MPI's mpirun forwards SIGUSR1.) Making the handler
+    restores the newest checkpoint, and takes over these signals::
+
+        handler = mpidist.experimental.PreemptionCheckpointHandler(None, manager)
+        while handler.total_run_calls < 1000:
+            handler.run(train_step)
+
+    Collective: all ranks make it, at program level, in the main thread. Replicas that
+    are threads (`mpidist.testing`) get no signals: ``termination_watcher_fn`` tells
+    them.
+
+    Args:
+        cluster_resolver: taken and not used; MPI knows the ranks.
+        checkpoint_or_checkpoint_manager: a `CheckpointManager`; or a `Checkpoint`,
+            then ``checkpoint_dir`` is where to keep the newest one. The number of
+            calls of `run` is saved with it, as ``total_run_calls``.
+        checkpoint_dir: see there.
+        termination_config: a `TerminationConfig`.
+
+    Raises:
+        TypeError, ValueError: for other arguments.
+        CheckpointError: if the newest checkpoint does not fit.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: Any,
+        checkpoint_or_checkpoint_manager: Checkpoint | CheckpointManager,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        termination_config: TerminationConfig | None = None,
+    ) -> None:
+        """Restore the newest checkpoint, and watch for signals. Collective."""
+        given: object = checkpoint_or_checkpoint_manager
+        if isinstance(given, Checkpoint) and checkpoint_dir is not None:
+            checkpoint = given
+        elif isinstance(given, CheckpointManager) and checkpoint_dir is None:
+            checkpoint = given.checkpoint
+        else:
+            raise TypeError(
+                "PreemptionCheckpointHandler: expected a `mpidist.CheckpointManager`, "
+                "or a `mpidist.Checkpoint` and `checkpoint_dir`, got "
+                f"{given!r:.80} and checkpoint_dir={checkpoint_dir!r}"
+            )
+        config = termination_config
+        if config is not None and not isinstance(config, TerminationConfig):
+            raise TypeError(
+                "PreemptionCheckpointHandler: expected `termination_config` to be a "
+                f"`mpidist.experimental.TerminationConfig`, got {config!r:.80}"
+            )
+        watches = threads.current() is None
+        if watches and threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                "PreemptionCheckpointHandler: expected to be made in the main thread, "
+                "which is the one that Python gives signals to"
+            )
+        self._config = config or TerminationConfig()
+        self._checkpoint = checkpoint
+        self._calls = 0
+        checkpoint._objects[_COUNTER] = _Counter(self)
+        self._manager = (
+            given
+            if isinstance(given, CheckpointManager)
+            else CheckpointManager(checkpoint, checkpoint_dir or "", max_to_keep=1)
+        )
+        self._manager.restore_or_initialize()
+        self._told_at: float | None = None
+        self._previous: dict[int, Any] = {}
+        if watches:
+            self._watch()
+
+    @property
+    def total_run_calls(self) -> int:
+        """How often `run` was called, in the runs before this one too."""
+        return self._calls
+
+    def run(
+        self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Save and leave if any rank was told to end, else call the function.
+
+        Collective: all ranks call it for each step, at program level. Beside what the
+        function sends, it costs one header.
+
+        Args:
+            distributed_train_function: one step of training, such as a function that
+                calls `Strategy.run`.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            What the function returns.
+        """
+        self.save_checkpoint_if_preempted()
+        result = distributed_train_function(*args, **kwargs)
+        self._calls += 1
+        return result
+
+    def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
+        """Save and leave if any rank was told to end. Collective, as `run`.
+
+        For loops that do not call `run`: call it between two steps.
+
+        Args:
+            args: for the function that saves.
+            kwargs: likewise.
+        """
+        job = self._checkpoint._job("PreemptionCheckpointHandler")
+        state = job.attempt(self._look)
+        state, _ = job.guard.agree_most(Call(job.name), state)
+        if state != _GO_ON and self._told_at is None:
+            self._told_at = time.monotonic()
+        if state != _TIME_IS_UP:
+            return
+        save = self._config.save_fn or self._manager.save
+        job.together(lambda: save(*args, **kwargs), scope=False)
+        self._unwatch()
+        self._told_at = None
+        if self._config.exit_fn is not None:
+            self._config.exit_fn()
+        else:
+            sys.exit(_EXIT_CODE)
+
+    def _look(self) -> int:
+        watcher = self._config.termination_watcher_fn
+        if self._told_at is None and watcher is not None and watcher():
+            self._told_at = time.monotonic()
+        if self._told_at is None:
+            return _GO_ON
+        waited = time.monotonic() - self._told_at
+        return _TIME_IS_UP if waited >= (self._config.grace_period or 0.0) else _TOLD
+
+    def _watch(self) -> None:
+        def told(number: int, frame: Any) -> None:
+            if self._told_at is None:
+                self._told_at = time.monotonic()
+
+        for number in _SIGNALS:
+            self._previous[number] = signal.signal(number, told)
+
+    def _unwatch(self) -> None:
+        for number, previous in self._previous.items():
+            with contextlib.suppress(TypeError):  # None: it was not Python's
+                signal.signal(number, previous)
+        self._previous = {}
+
+
+class _Counter:
+    """The number of calls of `run`, as an object with a state."""
+
+    def __init__(self, handler: PreemptionCheckpointHandler) -> None:
+        self._handler = handler
+
+    def state(self) -> int:
+        return self._handler._calls
+
+    def restore(self, state: int) -> None:
+        self._handler._calls = state

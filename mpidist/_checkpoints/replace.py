@@ -1,0 +1,169 @@
+"""How a checkpoint comes to its path: at any moment there is a whole one, or none.
+
+A checkpoint is a directory of two files (`storage`); its manifest names the other.
+All is first written to a directory beside, ``.NAME.tmp-...`` in the same parent, and
+every file and that directory are synchronised to the disk. Then,
+
+- where there is nothing at the path, or an empty directory: ``rename(beside, path)``;
+- where there is a checkpoint: the file of arrays is renamed into its directory, under
+  a name that is not in use there, and the directory synchronised; then the new
+  manifest is renamed over the old one. With this last rename the new checkpoint takes
+  the place of the old. What the old one had is deleted after it.
+
+Each step is one rename, which POSIX makes atomic, also over an existing file
+(https://pubs.opengroup.org/onlinepubs/9699919799/functions/rename.html). So a process
+that is killed, or a machine that stops, between any two steps leaves the previous or
+the new checkpoint, whole, with no recovery to do when it is read. What else it leaves
+(a directory beside; a file of arrays that no manifest names) the next save to this
+path deletes. One job at a time may save to a path.
+
+Rejected: renaming a directory over another one (POSIX allows it over an empty one
+only), moving the old one away first (for a moment there is none), exchanging the two
+(``renameat2`` is Linux only, and NFS and Lustre refuse it), a symbolic link to
+numbered directories (one checkpoint would be a link and a directory, and is easily
+copied in part).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+
+from mpidist._checkpoints import storage
+
+_MARK = ".tmp-"
+
+
+def replace(path: str, write: Callable[[str, int], None]) -> None:
+    """Make a checkpoint at ``path``, in place of one that may be there.
+
+    Args:
+        path: of the directory of the checkpoint.
+        write: writes the file of arrays and the manifest into the directory that it is
+            given. Its second argument is the number of the file of arrays.
+
+    Raises:
+        FileExistsError: for a path where there is something else, which stays.
+        OSError: if it can not be written; the previous checkpoint is as it was.
+    """
+    path = os.path.realpath(path)
+    parent = os.path.dirname(path)
+    _make_directories(parent)
+    number = _next_number(path)
+    clean(parent, os.path.basename(path))
+    beside = _beside(path)
+    os.mkdir(beside)
+    try:
+        write(beside, number)
+        sync_directory(beside)
+        if number > 1:
+            _move_into(beside, path)
+        else:
+            os.rename(beside, path)
+            sync_directory(parent)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    if number > 1:
+        # The new checkpoint is there: what is left over is no reason to fail.
+        shutil.rmtree(beside, ignore_errors=True)
+        _delete_files(path, keep=number)
+
+
+def remove(path: str) -> None:
+    """Delete a checkpoint, of which no half is ever seen under its name."""
+    path = os.path.realpath(path)
+    beside = _beside(path)
+    os.rename(path, beside)
+    shutil.rmtree(beside, ignore_errors=True)
+
+
+def clean(parent: str, name: str) -> None:
+    """Delete what killed jobs have left beside a checkpoint of that name.
+
+    Args:
+        parent: the directory that it is in.
+        name: its name; "step-*" for all that begin so.
+    """
+    start, star, _ = name.partition("*")
+    with contextlib.suppress(OSError):
+        for found in os.listdir(parent):
+            own, mark, _ = found.partition(_MARK)
+            if mark and (own == f".{name}" or (star and own.startswith(f".{start}"))):
+                shutil.rmtree(os.path.join(parent, found), ignore_errors=True)
+
+
+def sync_directory(path: str) -> None:
+    """Have the disk know the names in a directory."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _beside(path: str) -> str:
+    parent, name = os.path.split(path)
+    return os.path.join(parent, f".{name}{_MARK}{secrets.token_hex(4)}")
+
+
+def _make_directories(path: str) -> None:
+    """Make a directory and its parents, and have the disk know them."""
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for one in reversed(missing):
+        try:
+            os.mkdir(one)
+        except FileExistsError:
+            if not os.path.isdir(one):
+                raise NotADirectoryError(
+                    errno.ENOTDIR, os.strerror(errno.ENOTDIR), one
+                ) from None
+        sync_directory(os.path.dirname(one))
+
+
+def _next_number(path: str) -> int:
+    """Return 1 where there is nothing, else a number that no file of arrays has."""
+    try:
+        names = os.listdir(path)
+    except FileNotFoundError:
+        return 1
+    except NotADirectoryError:
+        raise FileExistsError(
+            f"expected a directory of a checkpoint, or nothing, at {path!r}, got a "
+            "file; delete it, or save to another path"
+        ) from None
+    used = [0]
+    for name in names:
+        match = storage.DATA_FILE.fullmatch(name)
+        if match is None and name != storage.MANIFEST:
+            raise FileExistsError(
+                f"expected a checkpoint, or nothing, at {path!r}, got a directory with "
+                f"{name!r} in it; save to another path, such as "
+                f"{os.path.join(path, 'checkpoint')!r}"
+            )
+        if match is not None:
+            used.append(int(match[1]))
+    return max(max(used) + 1, 2) if names else 1
+
+
+def _move_into(beside: str, path: str) -> None:
+    data, manifest = sorted(os.listdir(beside), key=lambda n: n == storage.MANIFEST)
+    os.rename(os.path.join(beside, data), os.path.join(path, data))
+    sync_directory(path)
+    os.rename(os.path.join(beside, manifest), os.path.join(path, manifest))
+    sync_directory(path)
+
+
+def _delete_files(path: str, keep: int) -> None:
+    with contextlib.suppress(OSError):
+        for name in os.listdir(path):
+            match = storage.DATA_FILE.fullmatch(name)
+            if match is not None and int(match[1]) != keep:
+                os.unlink(os.path.join(path, name))

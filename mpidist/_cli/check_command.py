@@ -1,0 +1,435 @@
+"""`mpidist check`: does mpidist work on these ranks?
+
+Each check runs on all ranks, and says what is wrong on this one; then the ranks tell
+each other, over a communicator of their own, and rank 0 prints one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+import mpidist
+from mpidist import _bench, _native
+from mpidist._cli.info_command import core_facts, gpu_facts, strangers
+from mpidist._cli.speaking import Parser, launched_size, say
+from mpidist._mpi import versions
+from mpidist._transports.cuda_aware_probe import probe_direct
+
+ABOUT: Final = "a quick test of these ranks: does everything work here?"
+_DESCRIPTION: Final = """\
+Tries what a program needs on these ranks: that they find each other, that reductions,
+gathers, merge_call, variables and optimizers give right results, and that mistakes end
+in errors on all ranks, not in a hang. For a new cluster, before the first real job:
+
+  mpirun -n 4 mpidist check
+  srun -N 2 --ntasks-per-node 4 --mpi=pmix mpidist check
+
+Exits 0 if all is well, 1 if a check failed; a note is no failure. Nothing waits longer
+than --timeout.
+"""
+_NEEDED_SHM: Final = 64 * 2**20
+_CUDA: Final = "CUDA-aware MPI"
+_PROBE_SECONDS: Final = 60.0
+_OK: Final = "ok"
+_NOTE: Final = "note"
+_FAILED: Final = "FAILED"
+
+
+class _FailedError(Exception):
+    """What is wrong, and what to do about it."""
+
+    def __init__(self, wrong: str, advice: str) -> None:
+        super().__init__(wrong)
+        self.advice = advice
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    name: str
+    state: str
+    text: str
+    advice: str = ""
+
+
+_BUG: Final = (
+    "this should not happen: please report it, with the output of `mpidist info`. "
+    "MPIDIST_IMPLEMENTATION=direct leaves everything to MPI"
+)
+_LIBRARY: Final = (
+    "look at the MPI library first: `mpirun -n 2 python -m mpi4py.bench helloworld`"
+)
+
+
+class _Checks:
+    """The checks, in the order in which they are made."""
+
+    def __init__(self, job: _bench.Job, timeout: float) -> None:
+        self._job = job
+        self._timeout = timeout
+        self._made: mpidist.MPIStrategy | None = None
+
+    @property
+    def _strategy(self) -> mpidist.MPIStrategy:
+        if self._made is None:
+            raise _FailedError("there is no strategy to try it with", "see above")
+        return self._made
+
+    @property
+    def gpu_arrays(self) -> str:
+        """The name of the transport for GPU arrays; "" without a strategy."""
+        if self._made is None:
+            return ""
+        return str(_bench.transport_facts(self._made)["gpu"]["name"])
+
+    def close(self) -> None:
+        """Close the strategy. Collective."""
+        if self._made is not None:
+            self._made.close()
+
+    def ranks(self) -> str:
+        """Find each other."""
+        job, wanted = self._job, launched_size()
+        if wanted is not None and wanted > job.size == 1:
+            raise _FailedError(strangers(wanted).partition(". ")[0], strangers(wanted))
+        total = job.comm.allreduce(job.rank)
+        if total != job.size * (job.size - 1) // 2:
+            raise _FailedError(f"the sum of all ranks is {total}", _LIBRARY)
+        alone = "; start more with mpirun -n N" if job.size == 1 else ""
+        nodes = f"{job.nodes} node{'s' * (job.nodes != 1)}"
+        return f"{job.size} rank{'s' * (job.size != 1)} on {nodes}{alone}"
+
+    def versions(self) -> str:
+        """Have the same software on all ranks."""
+        facts = {**_bench.software_facts(self._job.mpi), **versions.describe()}
+        first = self._job.from_root(facts)
+        for key in dict.fromkeys([*facts, *first]):
+            mine, other = facts.get(key, "unknown"), first.get(key, "unknown")
+            if mine != other:
+                raise _FailedError(
+                    f"{key} is {mine} here, and {other} on rank 0", versions.ADVICE
+                )
+        return f"{facts['mpi']}, mpi4py {facts['mpi4py']}, NumPy {facts['numpy']}"
+
+    def settings(self) -> str:
+        """Have the same environment variables on all ranks."""
+        mine = {k: v for k, v in os.environ.items() if k.startswith("MPIDIST_")}
+        first = self._job.from_root(mine)
+        for key in sorted({*mine, *first}):
+            if mine.get(key) != first.get(key):
+                raise _FailedError(
+                    f"{key} is {mine.get(key, 'not set')} here, and "
+                    f"{first.get(key, 'not set')} on rank 0",
+                    f"export it to all ranks (Open MPI: mpirun -x {key}; MPICH: "
+                    f"mpirun -genv {key} ...)",
+                )
+        return ", ".join(f"{k}={v}" for k, v in sorted(mine.items())) or "none set"
+
+    def strategy(self) -> str:
+        """Make a strategy."""
+        self._made = mpidist.MPIStrategy(
+            communication_options=mpidist.experimental.CommunicationOptions(
+                timeout_seconds=self._timeout
+            )
+        )
+        host = _bench.transport_facts(self._made)["host"]["text"]
+        where = self._made.extended.worker_devices[0].partition("device:")[2]
+        return f"arrays on {where}, host arrays: {host}"
+
+    def all_reduce(self) -> str:
+        """Reduce arrays of several dtypes and sizes."""
+        size, rank = self._job.size, self._job.rank
+        factor = size * (size + 1) // 2
+        cases: dict[str, Any] = {
+            "float32": np.ones(3, np.float32),
+            "float64, 8 MB": np.ones(10**6),
+            "int64": np.arange(5),
+            "float16": np.ones(7, np.float16),
+            "complex128": np.full(4, 1j),
+        }
+
+        def replica(ctx: mpidist.ReplicaContext) -> Any:
+            given = {k: x * (rank + 1) for k, x in cases.items()}
+            sums = ctx.all_reduce("SUM", given)
+            return (
+                sums,
+                ctx.all_reduce("MAX", rank),
+                ctx.all_reduce("MEAN", float(rank)),
+            )
+
+        sums, largest, mean = self._run(replica)
+        for name, x in cases.items():
+            if sums[name].dtype != x.dtype or not np.array_equal(
+                sums[name], x * factor
+            ):
+                raise _FailedError(f"the sum of {name} is wrong", _BUG)
+        if largest != size - 1 or mean != (size - 1) / 2:
+            raise _FailedError(f"MAX of the ranks is {largest}, MEAN is {mean}", _BUG)
+        return f"SUM of {', '.join(cases)}; MAX, MEAN"
+
+    def gather(self) -> str:
+        """Gather arrays of different lengths."""
+        rank, size = self._job.rank, self._job.size
+        expected = np.concatenate([np.full(r + 1, r) for r in range(size)])
+        found = self._run(lambda ctx: ctx.all_gather(np.full(rank + 1, rank), 0))
+        if not np.array_equal(found, expected):
+            raise _FailedError(f"got {found.tolist()!r:.60}", _BUG)
+        return f"{len(expected)} rows of {size} ranks"
+
+    def merge_call(self) -> str:
+        """Have rank 0 command the others, and update a variable."""
+        strategy, rank, size = self._strategy, self._job.rank, self._job.size
+        with strategy.scope():
+            w = mpidist.Variable(np.zeros(1000))
+        calls = []
+
+        def merge_fn(strategy: Any, gradient: Any, number: Any) -> Any:
+            calls.append(1)
+            total = strategy.extended.reduce_to("SUM", gradient, w)
+            strategy.extended.update(w, _assign, args=(total,))
+            return sum(strategy.experimental_local_results(number))
+
+        def replica(ctx: mpidist.ReplicaContext) -> Any:
+            return ctx.merge_call(merge_fn, (np.full(1000, float(rank)), rank))
+
+        total = self._run(replica)
+        expected = size * (size - 1) / 2
+        if total != expected or not np.array_equal(w.numpy(), np.full(1000, expected)):
+            raise _FailedError(f"rank 0 found {total}, and not {expected}", _BUG)
+        if len(calls) != (rank == 0):
+            raise _FailedError("merge_fn did not run once, on rank 0 alone", _BUG)
+        return "merge_fn ran once, on rank 0; a variable was updated on all"
+
+    def training(self) -> str:
+        """Make a step of an optimizer."""
+        strategy, size = self._strategy, self._job.size
+        with strategy.scope():
+            w = mpidist.Variable(np.ones(100, np.float32))
+            sgd = mpidist.optimizers.SGD(learning_rate=0.5)
+        gradient = np.full(100, 1 / size, np.float32)
+        self._run(lambda ctx: sgd.apply_gradients([(gradient, w)]))
+        if not np.allclose(w.numpy(), 0.5):
+            raise _FailedError(f"the weights are {w.numpy()[:3]} ...", _BUG)
+        mpidist.check_in_sync(w)
+        return "the copies of the weights are in sync"
+
+    def mismatch(self) -> str:
+        """Make different calls on purpose: an error on all ranks."""
+        size = self._job.size
+        if size == 1:
+            return "not with one rank"
+        if not self._strategy._collectives.guard.enabled:
+            return "not tried: MPIDIST_GUARD=0"
+
+        def replica(ctx: mpidist.ReplicaContext) -> Any:
+            # One element more on the last rank.
+            length = 3 + (ctx.replica_id_in_sync_group == size - 1)
+            return ctx.all_reduce("SUM", np.ones(length))
+
+        try:
+            self._run(replica)
+        except mpidist.CollectiveMismatchError:
+            return "CollectiveMismatchError on all ranks"
+        raise _FailedError(
+            "arrays of different shapes were added without an error", _BUG
+        )
+
+    def exception(self) -> str:
+        """Raise on one rank on purpose: all ranks learn of it."""
+        if not self._strategy._collectives.guard.enabled:
+            return "not tried: MPIDIST_GUARD=0"
+        last = self._job.size - 1
+
+        def replica(ctx: mpidist.ReplicaContext) -> Any:
+            if ctx.replica_id_in_sync_group == last:
+                raise KeyError("on purpose")
+            return ctx.all_reduce("SUM", 1.0)
+
+        try:
+            self._run(replica)
+        except KeyError:
+            if self._job.rank == last:
+                return f"raised on rank {last}, and all ranks learned of it"
+        except mpidist.ReplicaError:
+            if self._job.rank != last:
+                return f"raised on rank {last}, and all ranks learned of it"
+        raise _FailedError(f"an exception on rank {last} did not reach this rank", _BUG)
+
+    def _run(self, replica: Callable[[mpidist.ReplicaContext], Any]) -> Any:
+        """Run on all replicas; return what this rank's gave."""
+        result: list[Any] = []
+
+        def keep() -> None:
+            context = mpidist.get_replica_context()
+            if context is not None:  # as it is in a replica function
+                result.append(replica(context))
+
+        self._strategy.run(keep)
+        return result[0]
+
+    # --- notes ------------------------------------------------------------------
+
+    def cores(self) -> str | None:
+        """Return what to say about ranks and cores."""
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        cores = os.cpu_count() or 1
+        if self._job.local_size > cores:
+            return (
+                f"{self._job.local_size} ranks on {cores} cores: they wait for each "
+                "other's core, and times will be many times those of one rank per core"
+            )
+        if self._job.local_size > 1 and not threads:
+            return (
+                "OMP_NUM_THREADS is not set: NumPy's BLAS may use all cores in every "
+                "rank; `export OMP_NUM_THREADS=1`"
+            )
+        return None
+
+    def shared_memory(self) -> str | None:
+        """Return what to say about the memory that ranks can share."""
+        try:
+            status = os.statvfs("/dev/shm")
+        except OSError:
+            return "there is no /dev/shm: ranks of a node can not share memory"
+        free = status.f_bavail * status.f_frsize
+        if self._job.local_size > 1 and free < _NEEDED_SHM:
+            return (
+                f"/dev/shm has {free / 2**20:.0f} MiB: too little for ranks to share "
+                "memory well (containers: --shm-size 1g)"
+            )
+        return None
+
+
+def _assign(variable: Any, value: Any) -> None:
+    variable.assign(value)
+
+
+def check(arguments: Sequence[str]) -> int:
+    """Run `mpidist check` with these arguments; return the exit code. Collective."""
+    parser = Parser(
+        prog="mpidist check",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=60.0,
+        metavar="S",
+        help="seconds that ranks wait for each other (default: 60)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_args(list(arguments))
+    job = _bench.Job()
+    checks = _Checks(job, given.timeout)
+    outcomes = []
+
+    def show(outcome: _Outcome) -> None:
+        outcomes.append(outcome)
+        if not given.json:
+            say(f"{outcome.name:<15} {outcome.state:<6}  {outcome.text}")
+            if outcome.state != _OK and outcome.advice:
+                say(f"{'':<15} {'':<6}  -> {outcome.advice}")
+
+    for name, one in (
+        ("ranks", checks.ranks),
+        ("versions", checks.versions),
+        ("settings", checks.settings),
+        ("strategy", checks.strategy),
+        ("all_reduce", checks.all_reduce),
+        ("all_gather", checks.gather),
+        ("merge_call", checks.merge_call),
+        ("optimizer", checks.training),
+        ("mismatch", checks.mismatch),
+        ("exception", checks.exception),
+    ):
+        show(_attempt(job, name, one))
+    core = core_facts(job.comm.allgather(_native.missing))
+    lacks = bool(core["missing_on"])
+    show(_Outcome("native core", _NOTE if lacks else _OK, core["text"], core["advice"]))
+    for name, remark in (
+        ("cores", checks.cores),
+        ("shared memory", checks.shared_memory),
+    ):
+        notes = [note for note in job.comm.allgather(remark()) if note is not None]
+        show(_Outcome(name, _NOTE if notes else _OK, notes[0] if notes else ""))
+    show(_cuda(job, checks.gpu_arrays))
+    checks.close()
+    failed = sum(one.state == _FAILED for one in outcomes)
+    if given.json:
+        rows = [dataclasses.asdict(one) for one in outcomes]
+        say(json.dumps({"failed": failed, "checks": rows}, indent=1))
+    elif failed:
+        say(f"\n{failed} of {len(outcomes)} checks failed")
+    else:
+        say("\nall is well")
+    job.free()
+    return 1 if failed else 0
+
+
+def _attempt(job: _bench.Job, name: str, one: Callable[[], str]) -> _Outcome:
+    """Make a check on all ranks; return the same outcome on all. Collective."""
+    text, wrong, advice = "", None, ""
+    try:
+        text = one()
+    except _FailedError as failure:
+        wrong, advice = str(failure), failure.advice
+    except Exception as error:
+        wrong = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        advice = _BUG
+    everybody = job.comm.allgather((text, wrong, advice))
+    failures = [
+        (rank, w, a) for rank, (_, w, a) in enumerate(everybody) if w is not None
+    ]
+    if not failures:
+        return _Outcome(name, _OK, everybody[0][0])
+    rank, wrong, advice = failures[0]
+    others = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
+    return _Outcome(name, _FAILED, f"rank {rank}{others}: {wrong}", advice)
+
+
+def _cuda(job: _bench.Job, gpu_arrays: str) -> _Outcome:
+    """Try in child processes whether MPI takes GPU arrays. Collective.
+
+    Args:
+        job: the ranks.
+        gpu_arrays: the name of the transport that the strategy took for them.
+    """
+    outcome = None
+    if job.rank == 0:
+        facts = gpu_facts()
+        if facts["gpus"]:
+            outcome = _probe(min(job.size, 2), gpu_arrays)
+        else:
+            outcome = _Outcome(_CUDA, _OK, f"not tried: {facts['reason']}")
+    found: _Outcome = job.from_root(outcome)
+    return found
+
+
+def _probe(ranks: int, gpu_arrays: str) -> _Outcome:
+    found = probe_direct(ranks, timeout_seconds=_PROBE_SECONDS)
+    text = f"{found.outcome} on {ranks} rank{'s' * (ranks > 1)}: {found.detail}"
+    works = found.outcome == "works"
+    if gpu_arrays == "direct" and not works:
+        advice = "GPU arrays are given to MPI as they are; export MPIDIST_CUDA_AWARE=0"
+        return _Outcome(_CUDA, _FAILED, text, advice)
+    if works and gpu_arrays == "staged":
+        text += "; but arrays go through the host: export MPIDIST_CUDA_AWARE=1"
+        return _Outcome(_CUDA, _NOTE, text)
+    return _Outcome(_CUDA, _OK, text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = _bench.parse_seconds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if seconds <= 0:
+        raise argparse.ArgumentTypeError(f"expected a time above 0, got {text!r}")
+    return seconds

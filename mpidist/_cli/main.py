@@ -1,0 +1,81 @@
+"""The command `mpidist`: which sub-command, and how it ends."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import mpidist
+from mpidist._base.options import read_environment
+from mpidist._bench import UsageError, WrongResultError
+from mpidist._cli import bench_command, check_command, info_command
+from mpidist._cli.speaking import EXIT_USAGE, Parser, complain, say
+
+_COMMANDS: Final[dict[str, tuple[Callable[[Sequence[str]], int], str]]] = {
+    "info": (info_command.info, info_command.ABOUT),
+    "check": (check_command.check, check_command.ABOUT),
+    "bench": (bench_command.bench, bench_command.ABOUT),
+}
+_EXIT_WRONG: Final = 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line; return the exit code. Collective.
+
+    Args:
+        arguments: without the name of the program.
+    """
+    name = "mpidist"
+    try:
+        parser = Parser(
+            prog="mpidist",
+            description="tf.distribute's Strategy API for NumPy and CuPy, over MPI.",
+            epilog="\n".join(
+                [
+                    "commands:",
+                    *(f"  {key:<7} {about}" for key, (_, about) in _COMMANDS.items()),
+                    "",
+                    "Start it under mpirun or srun: it speaks of the ranks that it "
+                    "runs on. `mpidist COMMAND --help` says more.",
+                ]
+            ),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.add_argument("--version", action="store_true", help="print the version")
+        parser.add_argument("command", nargs="?", metavar="COMMAND")
+        parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+        given = parser.parse_args(list(arguments))
+        if given.version:
+            say(f"mpidist {mpidist.__version__}")
+            return 0
+        if given.command is None:
+            parser.print_help()
+            return 0
+        if given.command not in _COMMANDS:
+            known = ", ".join(_COMMANDS)
+            parser.error(f"expected one of {known}, got {given.command!r}")
+        name = f"mpidist {given.command}"
+        _check_environment()
+        return _COMMANDS[given.command][0](given.rest)
+    except UsageError as error:
+        complain(name, str(error))
+        return EXIT_USAGE
+    except (WrongResultError, ImportError) as error:
+        complain(name, str(error))
+        return _EXIT_WRONG
+
+
+def _check_environment() -> None:
+    try:
+        read_environment()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def run() -> None:
+    """Run the command line of this process, and end it. Collective."""
+    code = main(sys.argv[1:])
+    # Looked up now: mpidist may have put a function of its own in its place.
+    sys.exit(code)

@@ -1,0 +1,184 @@
+"""The table of dtype and operation: what MPI is asked to do for each.
+
+=====================  ========  ========  ============  ========
+dtype                  SUM       MEAN      MIN, MAX      PROD
+=====================  ========  ========  ============  ========
+bool                   refused   refused   as uint8      refused
+integers               itself    float64   itself        itself
+float16, bfloat16      float32   float32   ordered i32   float32
+float32, float64       itself    itself    ordered int   itself
+longdouble             itself    itself    gathered      itself
+complex                itself    itself    refused       itself
+=====================  ========  ========  ============  ========
+
+"float32" means: accumulated in float32 and rounded back once. MEAN of integers
+gives float64; every other result has the dtype of its input.
+
+"ordered" means: floats are mapped to integers of the same order before MPI, and
+back after it. MPI leaves open what MIN and MAX of NaN, or of 0.0 and -0.0, give,
+and its answer may differ from rank to rank; integers have no such cases. NaN
+wins, as in `numpy.maximum`, and -0.0 < 0.0. (The mapping of IEEE 754 numbers to
+integers: https://stereopsis.com/radix.html; IEEE 754-2019, section 5.10.)
+longdouble has no integer of its size: it is gathered and reduced in rank order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from mpidist._base import backend
+from mpidist._base.options import ReduceOp
+from mpidist._mpi.communicator import MPIOp
+
+Encoding = Literal["none", "cast", "order", "bool"]
+
+_MPI_OPERATION: Final[dict[ReduceOp, MPIOp]] = {
+    ReduceOp.SUM: "SUM",
+    ReduceOp.MEAN: "SUM",
+    ReduceOp.MIN: "MIN",
+    ReduceOp.MAX: "MAX",
+    ReduceOp.PROD: "PROD",
+}
+_INTEGER_OF_SIZE: Final = {4: np.dtype(np.int32), 8: np.dtype(np.int64)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """How arrays of one dtype are reduced with one operation.
+
+    Attributes:
+        op: the operation that is asked for.
+        dtype: of the input.
+        compute: dtype that the input is cast to first.
+        wire: dtype of the buffer that travels.
+        result: dtype of the result.
+        encoding: how ``dtype`` becomes ``wire``.
+        mpi: name of the MPI operation, or "gather" to reduce gathered values.
+    """
+
+    op: ReduceOp
+    dtype: Any
+    compute: Any
+    wire: Any
+    result: Any
+    encoding: Encoding
+    mpi: Literal["SUM", "PROD", "MIN", "MAX", "gather"]
+
+    @property
+    def compressible(self) -> bool:
+        """Whether it may lose precision on its way: sums of float32 and the like.
+
+        Means of integers may not, which travel as float64.
+        """
+        floats = self.dtype.kind == "f" or backend.is_bfloat16(self.dtype)
+        return floats and self.mpi == "SUM" and self.wire.itemsize in (4, 8)
+
+    def encode(self, x: Any, out: Any | None = None) -> Any:
+        """Return ``x`` in the dtype that travels, in ``out`` where it is given."""
+        if self.encoding == "none":
+            # C's long and long long may be one dtype, but are two of MPI's types.
+            result = x if x.dtype.char == self.wire.char else x.view(self.wire)
+        elif self.encoding == "bool":
+            result = x.view(np.uint8)
+        elif self.encoding == "cast":
+            result = x if out is not None else x.astype(self.wire)
+        else:
+            result = self._to_ordered(x.astype(self.compute, copy=False))
+        if out is None:
+            return result
+        out[...] = result
+        return out
+
+    def decode(self, reduced: Any, num_replicas: int, out: Any) -> None:
+        """Write what came back into ``out``, dividing it for MEAN."""
+        if self.op is ReduceOp.MEAN:
+            if reduced.dtype == out.dtype:
+                np.true_divide(reduced, self._count(num_replicas), out=out)
+            else:
+                out[...] = (reduced / self._count(num_replicas)).astype(out.dtype)
+        elif self.encoding == "bool":
+            out[...] = reduced.view(np.bool_)
+        elif self.encoding == "order":
+            out[...] = self._from_ordered(reduced).astype(out.dtype, copy=False)
+        elif reduced.dtype == out.dtype:
+            out[...] = reduced
+        else:
+            out[...] = reduced.astype(out.dtype)
+
+    def _count(self, num_replicas: int) -> Any:
+        return self.wire.type(num_replicas)
+
+    def _to_ordered(self, x: Any) -> Any:
+        xp = backend.module_of(x)
+        bits = x.view(self.wire)
+        limits = np.iinfo(self.wire)
+        ordered = bits ^ ((bits >> (limits.bits - 1)) & limits.max)
+        extreme = limits.max if self.op is ReduceOp.MAX else limits.min
+        return xp.where(xp.isnan(x), self.wire.type(extreme), ordered)
+
+    def _from_ordered(self, ordered: Any) -> Any:
+        limits = np.iinfo(self.wire)
+        bits = ordered ^ ((ordered >> (limits.bits - 1)) & limits.max)
+        return bits.view(self.compute)
+
+
+@functools.lru_cache(maxsize=256)
+def reduction(dtype: Any, op: ReduceOp, call: str) -> Reduction:
+    """Return the entry of the table for a dtype and an operation.
+
+    Raises:
+        TypeError: for one that is refused, saying what to write.
+    """
+    backend.check_dtype(dtype, call)
+
+    def entry(
+        compute: Any,
+        *,
+        wire: Any = None,
+        result: Any = None,
+        encoding: Encoding = "none",
+        mpi: Any = None,
+    ) -> Reduction:
+        return Reduction(
+            op=op,
+            dtype=dtype,
+            compute=np.dtype(compute),
+            wire=np.dtype(compute if wire is None else wire),
+            result=np.dtype(dtype if result is None else result),
+            encoding=encoding,
+            mpi=mpi or _MPI_OPERATION[op],
+        )
+
+    extreme = op in (ReduceOp.MIN, ReduceOp.MAX)
+    kind = "f" if backend.is_bfloat16(dtype) else dtype.kind
+    if kind == "b":
+        if not extreme:
+            raise TypeError(
+                f"{call}: {op.name} of bool is not defined; write `x.astype(int)` to "
+                "count, or ReduceOp.MAX for any and ReduceOp.MIN for all"
+            )
+        return entry(np.bool_, wire=np.uint8, encoding="bool")
+    if kind == "c":
+        if extreme:
+            raise TypeError(
+                f"{call}: {op.name} of {dtype.name} is not defined, complex numbers "
+                "have no order; reduce `abs(x)` or the real and imaginary parts"
+            )
+        return entry(dtype)
+    if kind in "iu":
+        if op is ReduceOp.MEAN:
+            return entry(np.float64, result=np.float64, encoding="cast")
+        return entry(dtype)
+    if dtype.itemsize == 2:
+        if extreme:
+            return entry(np.float32, wire=np.int32, encoding="order")
+        return entry(np.float32, encoding="cast")
+    if not extreme:
+        return entry(dtype)
+    if dtype.itemsize not in _INTEGER_OF_SIZE:
+        return entry(dtype, mpi="gather")
+    return entry(dtype, wire=_INTEGER_OF_SIZE[dtype.itemsize], encoding="order")

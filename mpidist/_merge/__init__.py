@@ -1,0 +1,1 @@
+"""`merge_call`: rank 0 commands, the other ranks follow."""

@@ -1,0 +1,182 @@
+"""Whether an argument of `merge_call` is the same on all ranks.
+
+Arrays and numbers are not compared: they are each replica's own. Of all else a
+fingerprint goes with the header of the call, and where it is the same on all ranks the
+argument arrives in merge_fn as it is. It is made
+
+1. for an object that holds variables or a strategy (a model, an optimizer): of its
+   class, and of the first variable that it holds. Such an object is one of the program,
+   of which each rank has its own; it can not be copied. It is found through attributes,
+   slots, lists, tuples and dicts, as names are (`object_names`);
+2. for any other: of what pickle makes of it, in a form that does not depend on the
+   process: the order of sets and dicts and the identity of strings do not count;
+3. for an object of this package that refuses to be pickled (an optimizer before its
+   first step, an iterator): of its class, as for 1.
+
+What is left (a lock, an open file, a generator) can not be compared: an error on all
+ranks, which names the argument. A merge_fn that closes over it gets it all the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import types
+from typing import Any, Final
+
+from mpidist._base import function_codec
+from mpidist._base.fingerprint import fingerprint, fingerprint_of_bytes
+from mpidist._merge import object_names
+from mpidist._merge.wire import ATOMS, Pickler
+from mpidist._values.distributed import DistributedValues
+from mpidist._values.variable import Variable
+
+_PACKAGE: Final = "mpidist"
+
+
+def likeness_of(x: Any, where: str, known: tuple[Any, ...]) -> int:
+    """Return a fingerprint that is the same on all ranks for equal objects.
+
+    Args:
+        x: an argument that is no array and no number.
+        where: the argument, for the message.
+        known: what belongs to the strategy: an object that holds it is of the program.
+
+    Raises:
+        TypeError: for what can not be compared.
+    """
+    kind = type(x)
+    if kind in ATOMS:
+        return fingerprint(f"{kind.__name__} {x!r}")
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if not (isinstance(x, (type, types.ModuleType)) or _has_name(x)):
+        held = _held_by(x, known)
+        if held is not None:
+            return fingerprint(f"one {_name_of(x)} with {held}")
+    try:
+        return fingerprint_of_bytes(_canonical(x))
+    except Exception as error:
+        if any(_is_ours(base) for base in kind.__mro__):
+            return fingerprint(f"one {name}")
+        why = str(error).rstrip(".")
+        raise TypeError(
+            f"merge_call: argument {where}, a {name.removeprefix('builtins.')}, can "
+            f"not be compared with that of the other ranks: {why}. Let merge_fn "
+            "close over it, or pass what it is made from"
+        ) from error
+
+
+def _has_name(x: Any) -> bool:
+    return type(x) is types.FunctionType and function_codec.is_global(x)
+
+
+def _is_ours(kind: type) -> bool:
+    return str(kind.__module__).partition(".")[0] == _PACKAGE
+
+
+def print_of(merge_fn: Any) -> int:
+    """Return a fingerprint of which function it is: of its code, not its closure."""
+    while True:
+        if type(merge_fn) is types.MethodType:
+            merge_fn = merge_fn.__func__
+        elif isinstance(merge_fn, functools.partial):
+            merge_fn = merge_fn.func
+        else:
+            break
+    return _print_of_code(merge_fn)
+
+
+_prints: dict[int, tuple[types.CodeType, int]] = {}
+_MOST_PRINTS: Final = 512
+
+
+def _print_of_code(function: Any) -> int:
+    if type(function) is not types.FunctionType:
+        return fingerprint(_name_of(function))
+    code = function.__code__
+    known = _prints.get(id(code))
+    if known is None:
+        if len(_prints) >= _MOST_PRINTS:
+            _prints.clear()
+        text = f"{_name_of(function)} {code.co_firstlineno} {code.co_names}"
+        number = fingerprint_of_bytes(text.encode() + code.co_code)
+        known = _prints[id(code)] = (code, number)
+    return known[1]
+
+
+def _name_of(x: Any) -> str:
+    """Return the class of an object, or which function it is."""
+    if isinstance(x, (types.FunctionType, types.BuiltinFunctionType, type)):
+        return f"{type(x).__name__} {x.__module__}.{x.__qualname__}"
+    return f"{type(x).__module__}.{type(x).__qualname__}"
+
+
+def _held_by(x: Any, known: tuple[Any, ...]) -> str | None:
+    """Return a text if an object holds variables or a strategy; None if it does not."""
+    ids = {id(one) for one in known}
+    keys: list[Any] = []
+    found = False
+    for part in object_names.values_in(x, (Variable, DistributedValues), ids):
+        found = True
+        if isinstance(part, Variable):
+            keys.append(part._key)
+    return f"variable {min(keys)}" if keys else ("" if found else None)
+
+
+def _canonical(x: Any) -> bytes:
+    """Pickle an object so that equal ones give equal bytes in every process."""
+    try:
+        return _pickled(x, _CanonicalPickler)
+    except Exception:
+        # It may refer to itself. What can not be pickled at all fails again.
+        return _pickled(x, _CyclicPickler)
+
+
+def _pickled(x: Any, kind: Any) -> bytes:
+    stream = io.BytesIO()
+    pickler = kind(stream, protocol=5)
+    pickler.fast = kind is _CanonicalPickler
+    pickler.dump(x)
+    return stream.getvalue()
+
+
+class _CanonicalPickler(Pickler):  # type: ignore[misc]
+    """Without the memo: which strings are one object differs between processes."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, io.IOBase):
+            raise TypeError("cannot pickle an open file")
+        if isinstance(obj, type):
+            return _name_of(obj).encode()
+        return self._sorted(obj)
+
+    def _sorted(self, obj: Any) -> Any:
+        # The order of a set depends on the hashes of strings, which are randomised;
+        # that of a dict does not count when dicts are compared.
+        if type(obj) in (set, frozenset):
+            parts = sorted(_pickled(item, _CanonicalPickler) for item in obj)
+            return (type(obj).__name__, parts)
+        if type(obj) is dict:
+            pairs = (
+                (_pickled(k, _CanonicalPickler), _pickled(v, _CanonicalPickler))
+                for k, v in obj.items()
+            )
+            return ("dict", sorted(pairs))
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is types.FunctionType and not function_codec.is_global(obj):
+            code = _name_of(obj).encode() + obj.__code__.co_code
+            return object, (), (code, function_codec.state_of(obj))
+        return super().reducer_override(obj)
+
+
+class _CyclicPickler(_CanonicalPickler):
+    """With the memo, which only what is no string goes through."""
+
+    def _sorted(self, obj: Any) -> Any:
+        if type(obj) is str:
+            return obj.encode()  # a new object each time
+        if type(obj) in (set, frozenset):
+            return (type(obj).__name__, sorted(map(_canonical, obj)))
+        return None

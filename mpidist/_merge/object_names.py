@@ -1,0 +1,458 @@
+"""What every rank has, by name: the objects that a ``merge_fn`` can reach.
+
+Each rank passes a ``merge_fn`` of its own to `merge_call`. Rank 0's is called; what it
+closes over is on the other ranks too: their ``merge_fn`` closes over it. So where a
+function that rank 0 sends refers to such an object, the name of the object is sent,
+and each rank takes its own. A name is a path: ``merge_fn``, the closure variable
+``self``, the attribute ``optimizer``.
+
+The rule
+--------
+- A name have: the objects that, when the `merge_call` begins, are reached from merge_fn
+  (its ``__self__``, closure, defaults, the parts of a `functools.partial`, the globals
+  that its code mentions) and from those arguments of the call that arrive as they are,
+  through attributes, slots, lists, tuples, dicts and functions of the program: the
+  nearest ones first, up to `MOST`.
+- Values have none: numbers, strings, tuples, frozensets and the like are sent as rank 0
+  has them. So are objects that merge_fn makes while it runs.
+- What is sent by name is each rank's own object, as that rank has it. What merge_fn has
+  done to rank 0's, alone, before it calls `update`, the others have not done.
+- Names hold for one `merge_call`, in which all these objects stay alive.
+- merge_fns of different code (a dummy on some ranks) have no names: then everything is
+  sent by value.
+
+What is checked, for each name that is used, on each rank, before the function runs:
+there is an object, it has the type that rank 0's has, it is the same object under each
+of the names that rank 0's has, and no other name in use stands for it. What is not so
+is an error on all ranks. Graphs that differ where nothing is named (a log that only
+rank 0 keeps) do no harm. Where the state of objects differs, the comparison after an
+update (`updates`) finds what matters: copies of variables that differ.
+
+The objects are found when the `merge_call` begins, on all ranks at the same time, and
+not when the first name is needed: by then merge_fn may have put new objects into the
+places of old ones.
+
+Nothing here runs the user's code: attributes are read from ``__dict__`` and from slots.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from mpidist._base import function_codec
+
+MOST: Final = 512
+"""How many objects have names, in one `merge_call`."""
+
+_PACKAGE: Final = "mpidist"
+_MOST_KINDS: Final = 4096
+_MOST_ALIASES: Final = 4
+_KEYS: Final = frozenset((str, int, bool, float, bytes, type(None)))
+
+Step = str | int | tuple[Any, ...]
+"""A part of a path: an attribute, an index, ``(key,)`` of a dict, or a word and what it
+stands for in a function, such as ``("closure", "x")``."""
+
+Path = tuple[Step, ...]
+
+# What an object is for the names.
+_VALUE: Final = 0  # has no name, and nothing in it has
+_THING: Final = 1  # has a name; nothing in it has
+_OBJECT: Final = 2  # attributes
+_LIST: Final = 3
+_TUPLE: Final = 4  # has no name, but what is in it has
+_DICT: Final = 5
+_FUNCTION: Final = 6
+_METHOD: Final = 7
+_PARTIAL: Final = 8
+_CLASS: Final = 9
+
+_Role = tuple[int, tuple[tuple[str, Any], ...], bool]  # its slots; has a __dict__
+
+_VALUES: Final = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type(Ellipsis),
+    type(NotImplemented),
+    range,
+    slice,
+    frozenset,
+    np.generic,
+    np.dtype,
+    enum.Enum,
+    types.ModuleType,
+    types.CodeType,
+    types.BuiltinFunctionType,
+    np.ufunc,
+)
+
+_roles: dict[type, _Role] = {}
+
+
+def register_values(*kinds: type) -> None:
+    """Say that objects of these types, and of types derived from them, have no name."""
+    global _VALUES_TOO
+    _VALUES_TOO = (*_VALUES_TOO, *kinds)
+    _roles.clear()
+
+
+_VALUES_TOO: tuple[type, ...] = ()
+
+
+def _role(kind: type) -> _Role:
+    return _roles.get(kind) or _role_of(kind)
+
+
+def _role_of(kind: type) -> _Role:
+    if len(_roles) >= _MOST_KINDS:
+        _roles.clear()
+    role = _roles[kind] = _find_role(kind)
+    return role
+
+
+def _find_role(kind: type) -> _Role:
+    plain: dict[type, int] = {
+        types.FunctionType: _FUNCTION,
+        types.MethodType: _METHOD,
+        functools.partial: _PARTIAL,
+        np.ndarray: _THING,
+        list: _LIST,
+        tuple: _TUPLE,
+        dict: _DICT,
+    }
+    if kind in plain:
+        return plain[kind], (), False
+    if issubclass(kind, (*_VALUES, *_VALUES_TOO)):
+        return _VALUE, (), False
+    if issubclass(kind, type):
+        return _CLASS, (), False
+    if str(kind.__module__).partition(".")[0] == _PACKAGE:
+        return _THING, (), False
+    slots: list[tuple[str, Any]] = []
+    has_dict = False
+    for base in kind.__mro__:
+        for name, what in vars(base).items():
+            if type(what) is types.MemberDescriptorType:
+                slots.append((name, what))
+            elif name == "__dict__":
+                if type(what) is not types.GetSetDescriptorType:
+                    return _THING, (), False  # it might run the user's code
+                has_dict = True
+    for inner, number in ((list, _LIST), (tuple, _TUPLE), (dict, _DICT)):
+        if issubclass(kind, inner):
+            return number, tuple(slots), has_dict
+    if not slots and not has_dict:
+        return _THING, (), False
+    return _OBJECT, tuple(slots), has_dict
+
+
+def _parts_of(x: Any, role: _Role, home: Any) -> Iterable[tuple[Step, Any]]:
+    """Return what is directly in an object, by the steps to it."""
+    number, slots, has_dict = role
+    if number == _OBJECT:
+        parts: list[tuple[Step, Any]] = []
+    elif number == _LIST:
+        parts = [*enumerate(itertools.islice(list.__iter__(x), MOST))]
+    elif number == _TUPLE:
+        parts = [*enumerate(itertools.islice(tuple.__iter__(x), MOST))]
+    elif number == _DICT:
+        items = itertools.islice([*dict.items(x)], MOST)
+        parts = [((key,), part) for key, part in items if type(key) in _KEYS]
+    elif number == _FUNCTION:
+        return _parts_of_function(x) if x.__globals__ is home else ()
+    elif number == _METHOD:
+        return (("__self__", x.__self__), ("__func__", x.__func__))
+    elif number == _PARTIAL:
+        return (("func", x.func), ("args", x.args), ("keywords", x.keywords))
+    else:
+        return ()
+    if has_dict:
+        parts += object.__getattribute__(x, "__dict__").items()
+    for name, descriptor in slots:
+        try:
+            parts.append((name, descriptor.__get__(x)))
+        except AttributeError:  # not set
+            continue
+    return parts
+
+
+def _parts_of_function(function: types.FunctionType) -> list[tuple[Step, Any]]:
+    parts: list[tuple[Step, Any]] = [(("globals",), function.__globals__)]
+    code = function.__code__
+    if function.__closure__:
+        for name, cell in zip(code.co_freevars, function.__closure__, strict=True):
+            try:
+                parts.append((("closure", name), cell.cell_contents))
+            except ValueError:  # an empty cell
+                continue
+    if function.__defaults__:
+        parts += [(("default", i), x) for i, x in enumerate(function.__defaults__)]
+    if function.__kwdefaults__:
+        parts += [(("default", k), x) for k, x in function.__kwdefaults__.items()]
+    names = function.__globals__
+    for name in _mentioned_by(code):
+        if name in names:
+            parts.append((("global", name), names[name]))
+    return parts
+
+
+@functools.lru_cache(maxsize=512)
+def _mentioned_by(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names that code mentions: its globals are among them."""
+    found: dict[str, None] = {}
+    codes = [code]
+    while codes:
+        one = codes.pop()
+        found.update(dict.fromkeys(one.co_names))
+        codes += [x for x in one.co_consts if type(x) is types.CodeType]
+    return tuple(found)
+
+
+def values_in(x: Any, kinds: tuple[type, ...], ids: set[int]) -> Iterator[Any]:
+    """Give what an object holds that is of these types, or has one of these ids."""
+    home = x.__globals__ if type(x) is types.FunctionType else None
+    seen = {id(x)}
+    objects = [x]
+    for current in objects:
+        if len(objects) > MOST:
+            return
+        for _, part in _parts_of(current, _role(type(current)), home):
+            if issubclass(type(part), kinds) or id(part) in ids:
+                yield part
+            elif id(part) not in seen and _role(type(part))[0] != _VALUE:
+                seen.add(id(part))
+                objects.append(part)
+
+
+def home_of(merge_fn: Any) -> dict[str, Any] | None:
+    """Return the globals of a function, of whatever kind."""
+    while isinstance(merge_fn, functools.partial):
+        merge_fn = merge_fn.func
+    if type(merge_fn) is not types.FunctionType:
+        method = vars(type(merge_fn)).get("__call__")
+        merge_fn = getattr(merge_fn, "__func__", method)
+    return getattr(merge_fn, "__globals__", None)
+
+
+def may_reach(merge_fn: Any) -> bool:
+    """Whether `Names` may find more than the function itself."""
+    if type(merge_fn) is not types.FunctionType:
+        return True
+    return bool(
+        merge_fn.__closure__
+        or merge_fn.__defaults__
+        or merge_fn.__kwdefaults__
+        or _mentioned_by(merge_fn.__code__)
+    )
+
+
+class Names:
+    """The objects of one `merge_call` that have names, on one rank.
+
+    Args:
+        roots: where to begin, by name: merge_fn and arguments of the call.
+        home: the globals of merge_fn; functions with others are not entered.
+        known: objects that have a name of another kind, and are not entered.
+        most: how many objects to look at.
+
+    Attributes:
+        unsent: of rank 0: what the next message has to carry, see `receive`.
+    """
+
+    def __init__(
+        self,
+        roots: list[tuple[str, Any]],
+        home: Any = None,
+        known: Iterable[Any] = (),
+        most: int = MOST,
+    ) -> None:
+        self._found: dict[int, int] = dict.fromkeys(map(id, known), -1)
+        self._objects: list[Any] = []
+        self._roles: list[int] = []
+        self._origins: list[tuple[int, Step]] = []
+        # Further ways to objects that were found before: which, from where, by what.
+        self._again: list[tuple[int, int, Step]] = []
+        self._defined: set[int] = set()
+        self.unsent: list[tuple[Any, ...]] = []
+        self._steps: dict[tuple[int, Step], int] | None = None
+        self._received: dict[int, Any] = {}
+        self._walk(roots, home, most)
+
+    def _walk(self, roots: list[tuple[str, Any]], home: Any, most: int) -> None:
+        objects, found, origins = self._objects, self._found, self._origins
+        again, roles, known = self._again, self._roles, _roles
+        dead = id(home)
+        current = -1
+        parts: Iterable[tuple[Step, Any]] = roots
+        while True:
+            for step, part in parts:
+                kind = type(part)
+                role = known.get(kind) or _role_of(kind)
+                number = role[0]
+                if number == _VALUE:
+                    continue
+                place = found.get(id(part))
+                if place is not None:
+                    if place >= 0:
+                        again.append((place, current, step))
+                    continue
+                found[id(part)] = len(objects)
+                # The globals of merge_fn have a name, and are not entered.
+                roles.append(_THING if id(part) == dead else number)
+                objects.append(part)
+                origins.append((current, step))
+            current += 1
+            if current >= len(objects) or len(objects) >= most:
+                break
+            x = objects[current]
+            if roles[current] == _THING or roles[current] == _CLASS:
+                parts = ()
+            else:
+                parts = _parts_of(x, _role(type(x)), home)
+
+    @property
+    def reached(self) -> list[Any]:
+        """The objects, the nearest ones first."""
+        return self._objects
+
+    # --- on rank 0 ------------------------------------------------------------
+
+    def number_of(self, x: Any) -> int | None:
+        """Return the number by which the others know an object; None if by none."""
+        place = self._found.get(id(x))
+        if place is None or place < 0:
+            return None
+        if place in self._defined:
+            return place
+        role = self._roles[place]
+        if role == _TUPLE or (
+            role in (_CLASS, _FUNCTION) and function_codec.is_global(x)
+        ):
+            return None
+        self._defined.add(place)
+        aliases = []
+        above = place
+        while above >= 0:
+            ways = [(at, step) for k, at, step in self._again if k == above]
+            for at, step in ways[:_MOST_ALIASES]:
+                aliases.append((self._path_of(above), (*self._path_of(at), step)))
+            above = self._origins[above][0]
+        self.unsent.append((place, self._path_of(place), tuple(aliases), _text_of(x)))
+        return place
+
+    def _path_of(self, place: int) -> Path:
+        steps: list[Step] = []
+        while place >= 0:
+            place, step = self._origins[place]
+            steps.append(step)
+        return tuple(reversed(steps))
+
+    # --- on the other ranks ---------------------------------------------------
+
+    def receive(
+        self,
+        number: int,
+        path: Path,
+        aliases: tuple[tuple[Path, Path], ...],
+        text: str,
+    ) -> None:
+        """Find out what the name of an object of rank 0 stands for here.
+
+        What is wrong with it is raised where it is used.
+
+        Args:
+            number: by which rank 0 refers to it from now on.
+            path: to the object.
+            aliases: pairs of paths that lead to one object on rank 0.
+            text: of its type.
+        """
+        place = self._resolve(path)
+        wrong = ""
+        if place is None:
+            wrong = f"this rank has no object under that name (rank 0: {text})"
+        elif (mine := _text_of(self._objects[place])) != text:
+            wrong = f"rank 0 has {text} there, and this rank {mine}"
+        for one, other in aliases:
+            first, second = self._resolve(one), self._resolve(other)
+            if first is not None and second is not None and first != second:
+                wrong = wrong or (
+                    f"`{readable(one)}` and `{readable(other)}` are one object on "
+                    "rank 0, and two on this rank"
+                )
+        for before, (other_place, other_path) in self._received.items():
+            if place is not None and other_place == place and before != number:
+                wrong = wrong or (
+                    f"it is the same object as `{readable(other_path)}` on this rank, "
+                    "and another one on rank 0"
+                )
+        self._received[number] = (None if wrong else place, path)
+        if wrong:
+            self._wrong[number] = wrong
+
+    @functools.cached_property
+    def _wrong(self) -> dict[int, str]:
+        return {}
+
+    def object(self, number: int) -> Any:
+        """Return this rank's object that rank 0 refers to by a number.
+
+        Raises:
+            ValueError: where this rank has none, or it is not like rank 0's.
+        """
+        place, path = self._received[number]
+        if place is None:
+            raise ValueError(
+                f"a function that merge_fn sends refers to `{readable(path)}`, and "
+                f"each rank uses its own, but {self._wrong[number]}. Make the objects "
+                "of the program alike on all ranks, or make what belongs to rank 0 "
+                "alone inside merge_fn"
+            )
+        return self._objects[place]
+
+    def _resolve(self, path: Path) -> int | None:
+        steps = self._steps
+        if steps is None:
+            steps = {origin: place for place, origin in enumerate(self._origins)}
+            steps |= {(at, step): place for place, at, step in self._again}
+            self._steps = steps
+        place: int | None = -1
+        for step in path:
+            place = steps.get((place, step)) if place is not None else None
+        return place
+
+
+def _text_of(x: Any) -> str:
+    """Return the type of an object; of a function or class which one it is, too."""
+    kind = type(x)
+    text = f"a {kind.__module__}.{kind.__qualname__}"
+    if issubclass(kind, (type, types.FunctionType)):
+        text += f" ({x.__module__}.{x.__qualname__})"
+    return text.replace("a builtins.", "a ")
+
+
+def readable(path: Path) -> str:
+    """Return a path as a person would write it."""
+    text = ""
+    for step in path:
+        if type(step) is str:
+            text += f".{step}" if text else step
+        elif type(step) is int:
+            text += f"[{step}]"
+        elif type(step) is tuple and len(step) == 1:
+            text += f"[{step[0]!r}]"
+        elif type(step) is tuple:
+            word, what = step
+            text += f".<{word} {what}>"
+    return text

@@ -1,0 +1,1 @@
+"""MPI: communicators, messages, headers, and what ranks give back together."""

@@ -1,0 +1,332 @@
+"""Headers by MPI, looked at without delay.
+
+**Rows.** Few ranks (`FEW`) send each other a row: `WORDS` integers, and behind them a
+small payload, where there is one. So a small reduction takes one exchange, and not a
+header and a payload one after the other: all ranks have the payloads of all, and each
+adds them up in the order of the ranks.
+
+The messages are persistent (`Send_init`, `Recv_init`), which takes half the time of new
+ones: a receive has room for the longest row, and sends there are for each length. With
+Open MPI on one node a row of 64 bytes to 1 KiB takes as long as `Allreduce` of so many,
+with MPICH a third of it (2 ranks) or a half (3 ranks on 2 cores).
+
+One buffer for each rank is enough: a rank that has all rows of a header begins the next
+only when it has used them, and what others send for the next waits in MPI until then.
+No rank can be two headers ahead.
+
+**The maximum.** Many ranks all-reduce (MAX) the integers, without payload; the number
+of messages then grows with the logarithm of the ranks.
+
+Either way only one header is under way at a time: a rank that gives up on a header
+never begins another.
+
+Ranks whose headers agree have sent as many bytes: who makes the same call has the same
+plan.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from mpidist._mpi.header_words import LATENESS, PATIENCE, WORDS
+
+FEW: Final = 8
+"""So many ranks send each other rows."""
+
+# How often a rank looks whether all are there, and how often it then gives its core
+# away, before the guard waits with a deadline. With more ranks than cores it does so at
+# once; between two times MPI needs some looks to see what has come: of 1 to 64, 4 did
+# well with both MPIs.
+_TESTS: Final = 2000
+_YIELDS: Final = 30
+_TESTS_BETWEEN: Final = 4
+_MOST_FORMS: Final = 4096
+
+_ROW_TAG: Final = 9
+_HEAD_BYTES: Final = 128  # of a row; a payload behind it is aligned
+_ROOM_OF_ALL: Final = 128 * 1024  # for the payloads of all ranks together
+_MOST_LENGTHS: Final = 64
+
+_unpack: Final = struct.Struct("5q").unpack
+_pack_all: Final = struct.Struct(f"{WORDS}q").pack
+_COMPARED: Final = 8 * LATENESS  # bytes, of what comes before it
+
+Prepare = Callable[
+    [Any, Any], tuple[Callable[[], Any], Callable[[], bool], Callable[[], None]]
+]
+
+
+class Headers:
+    """The headers of a communicator.
+
+    Args:
+        exchange: `Rows` or `Maximum`, of all its ranks.
+        crowded: whether there are more ranks than cores.
+    """
+
+    def __init__(self, exchange: Rows | Maximum, *, crowded: bool) -> None:
+        self._exchange = exchange
+        self._tests = _TESTS_BETWEEN if crowded else _TESTS
+        self._forms: dict[bytes, bytes] = {}
+        self.headers = 0  # that were published; the same number on all ranks
+        self.room = exchange.room
+        """The most bytes of a payload that travels with a header."""
+
+    def meet(self, data: bytes, lateness: int, nbytes: int = 0) -> bool | None:
+        """Publish a header, and return whether all ranks have published the same.
+
+        Args:
+            data: this rank's words, from `header_words.pack`, with no flag up.
+            lateness: in milliseconds.
+            nbytes: of the payload that travels with it, at most `room`; it is in this
+                rank's `payload_rows` already.
+
+        Returns:
+            Whether all are the same, and none is late; None if some are not there yet.
+            Then, and where they differ, `pending_header` has more.
+        """
+        form = self._forms.get(data) or self._form(data)
+        self.headers += 1
+        exchange = self._exchange
+        try:
+            exchange.start(form, lateness, nbytes)
+            test = exchange.test
+            for _ in range(self._tests):
+                if test():
+                    return exchange.agrees(form)
+            for _ in range(_YIELDS):
+                os.sched_yield()
+                for _ in range(_TESTS_BETWEEN):
+                    if test():
+                        return exchange.agrees(form)
+        except BaseException:
+            self.leak()
+            raise
+        return None
+
+    @property
+    def payload_rows(self) -> Any:
+        """For each rank memory of `room` bytes (uint8), the same for all headers.
+
+        This rank's is for what travels with its next header; those of the others have
+        what came with the last one. Both may be read until the next.
+        """
+        return self._exchange.payload_rows
+
+    def pending_header(self) -> HeaderByMPI:
+        """Return the header that this rank published last."""
+        return HeaderByMPI(self)
+
+    def start_header(self, words: list[int]) -> HeaderByMPI:
+        """Publish this rank's words; the request has the largest of all ranks."""
+        self.headers += 1
+        self._exchange.start(_pack_all(*words), words[LATENESS], 0)
+        return HeaderByMPI(self)
+
+    def leave(self) -> None:
+        """Do nothing: those who wait learn of it by a notice."""
+
+    def test(self) -> bool:
+        """Return whether the header that was published last has completed."""
+        return any(self._exchange.test() for _ in range(_TESTS_BETWEEN))
+
+    def result(self) -> list[int]:
+        """Return the largest words of the header that has completed last."""
+        return self._exchange.largest()
+
+    def leak(self) -> None:
+        """Keep the buffers for ever: what is under way will not be waited for."""
+        # MPI may write to them until it has ended, which is after Python has.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
+    def free(self) -> None:
+        """Give back what was prepared. No header is under way."""
+        self._exchange.free()
+
+    def _form(self, data: bytes) -> bytes:
+        """Return the words of `pack` in the form that goes over MPI."""
+        flag, text, soft, patience, most = _unpack(data)
+        form = _pack_all(flag, text, ~text, soft, ~soft, 0, patience, most)
+        if len(self._forms) >= _MOST_FORMS:
+            self._forms.clear()
+        self._forms[data] = form
+        return form
+
+
+class Rows:
+    """An exchange of rows between each pair of ranks: a header, and a payload.
+
+    It serves any group: the ranks of a communicator, or one of each node (then a row
+    has what the ranks of a node have together). Making it is not collective.
+
+    Args:
+        comm: an mpi4py intra-communicator.
+        room: the most bytes of a payload; the same on all ranks. None: for this many
+            ranks.
+    """
+
+    def __init__(self, comm: Any, room: int | None = None) -> None:
+        self._comm = comm
+        self.rank: int = comm.Get_rank()
+        self.size: int = comm.Get_size()
+        if room is None:
+            room = _ROOM_OF_ALL // max(2, self.size) // 64 * 64
+        self.room = room
+        self.rows = np.zeros((self.size, _HEAD_BYTES + room), np.uint8)
+        """For each rank its row: `HEAD_BYTES`, and its payload."""
+        self.payload_rows = self.rows[:, _HEAD_BYTES:]
+        self._words = [memoryview(row).cast("B").cast("q") for row in self.rows]
+        self._mine = self._words[self.rank]
+        self._head = memoryview(self.rows[self.rank]).cast("B")[: 8 * WORDS]
+        self._others = [(self.rank + k) % self.size for k in range(1, self.size)]
+        self._receives = [
+            comm.Recv_init(self.rows[k], k, _ROW_TAG) for k in self._others
+        ]
+        # By the length of a row: what starts its messages, and what tests them all.
+        self._sends: dict[int, list[Any]] = {}
+        self._ways: dict[int, tuple[list[Any], list[Any]]] = {}
+        self._tests: list[Any] = []
+        self._next = 0
+        self._heads = [
+            memoryview(self.rows[k]).cast("B")[:_COMPARED] for k in self._others
+        ]
+        self._way(0)
+
+    def start(self, form: bytes, lateness: int, nbytes: int) -> None:
+        """Send this rank's row, and begin to receive those of the others.
+
+        Args:
+            form: `WORDS` integers.
+            lateness: takes the place of theirs.
+            nbytes: of the payload, which is in this rank's row already.
+        """
+        self._head[:] = form
+        self._mine[LATENESS] = lateness
+        starts, self._tests = self._ways.get(nbytes) or self._way(nbytes)
+        self._next = 0
+        for begin in starts:
+            begin()
+
+    def _way(self, nbytes: int) -> tuple[list[Any], list[Any]]:
+        if len(self._sends) > _MOST_LENGTHS:
+            for sends in self._sends.values():
+                for send in sends:
+                    send.Free()
+            self._sends.clear()
+            self._ways.clear()
+        row = self.rows[self.rank][: _HEAD_BYTES + nbytes]
+        sends = [self._comm.Send_init(row, k, _ROW_TAG) for k in self._others]
+        requests = [*self._receives, *sends]
+        way = [r.Start for r in requests], [r.Test for r in requests]
+        self._sends[nbytes], self._ways[nbytes] = sends, way
+        return way
+
+    def test(self) -> bool:
+        """Return whether all rows have come, and this rank's has gone."""
+        tests, number = self._tests, self._next
+        while number < len(tests) and tests[number]():
+            number += 1
+        self._next = number
+        return number == len(tests)
+
+    def agrees(self, form: bytes) -> bool:
+        """Return whether all rows begin as this form, and nobody is late."""
+        compared = form[:_COMPARED]
+        for head in self._heads:
+            if head != compared:
+                return False
+        mine = self._mine
+        latest, patience = mine[LATENESS], mine[PATIENCE]
+        for words in self._words:
+            if words[LATENESS] > latest:
+                latest = words[LATENESS]
+            if words[PATIENCE] > patience:
+                patience = words[PATIENCE]
+        return bool(2 * latest < -patience)
+
+    def largest(self) -> list[int]:
+        """Return the largest of each word of all rows."""
+        words = self.rows[:, : 8 * WORDS].view(np.int64)
+        return [int(x) for x in words.max(axis=0)]
+
+    @property
+    def awaited(self) -> list[int]:
+        """The ranks whose rows have not come."""
+        pairs = zip(self._others, self._receives, strict=True)
+        return sorted(rank for rank, request in pairs if not request.Test())
+
+    def free(self) -> None:
+        """Give back the messages. None is under way."""
+        for requests in (self._receives, *self._sends.values()):
+            for request in requests:
+                request.Free()
+        self._receives = []
+        self._sends.clear()
+        self._ways.clear()
+
+
+class Maximum:
+    """The largest words of all ranks, by one all-reduce without payload.
+
+    Its buffers are kept from header to header, as is the operation where MPI has
+    persistent ones (MPI 4).
+
+    Args:
+        prepare: given the array to send and the one for the result, prepares the
+            all-reduce, and returns a function that starts it, one that says whether it
+            has completed, and one that gives back what was prepared.
+    """
+
+    room = 0
+    payload_rows: Any = ()
+
+    def __init__(self, prepare: Prepare) -> None:
+        send, receive = np.zeros(WORDS, np.int64), np.zeros(WORDS, np.int64)
+        self._sent = send.data
+        self._sent_bytes = self._sent.cast("B")
+        self._received = receive.data
+        self._compared = self._received.cast("B")[:_COMPARED]
+        self._start, self.test, self.free = prepare(send, receive)
+
+    def start(self, form: bytes, lateness: int, nbytes: int) -> None:
+        """Begin to all-reduce this rank's words; see `Rows`."""
+        self._sent_bytes[:] = form
+        self._sent[LATENESS] = lateness
+        self._start()
+
+    def agrees(self, form: bytes) -> bool:
+        """Return whether all ranks sent this form, and nobody is late."""
+        words = self._received
+        return (
+            self._compared.tobytes() == form[:_COMPARED]
+            and 2 * words[LATENESS] < -words[PATIENCE]
+        )
+
+    def largest(self) -> list[int]:
+        """Return the largest of each word of all ranks."""
+        return self._received.tolist()
+
+
+class HeaderByMPI:
+    """A header that has been published, until all ranks have published theirs."""
+
+    __slots__ = ("Test", "_headers")
+
+    def __init__(self, headers: Headers) -> None:
+        self.Test: Callable[[], bool] = headers.test
+        self._headers = headers
+
+    @property
+    def result(self) -> list[int]:
+        """The largest words of all ranks, once it has completed."""
+        return self._headers.result()
+
+    def leak(self) -> None:
+        """Keep its buffers for ever: it will not be waited for any more."""
+        self._headers.leak()

@@ -1,0 +1,202 @@
+"""What the ranks of a new communicator must have in common, and how they find out.
+
+Functions, arrays, records and headers go between ranks in forms that depend on the
+software of each. So the first thing that ranks do on a communicator of theirs, before
+any of these, is to tell each other what they are; where that does not fit, all of them
+raise, with both sides in the message.
+
+Protocol: one text of each rank, to all ranks (sizes as 64-bit integers, then bytes). It
+is JSON in ASCII, with a format number of its own: ranks whose versions differ in
+everything else must still be able to read each other's, so nothing is pickled, and
+neither the exchange nor the keys "format", "must" and "problem" may ever change.
+
+Invariant: *all raise, or none does*. A rank raises exactly if some rank has a problem,
+or if some text differs from another in "format" or "must". All ranks judge the same
+texts, so they come to the same end; and versions of mpidist that judge by other rules
+differ in "must".
+
+What must be equal, and why:
+
+- *Python*: functions travel as bytecode (`marshal`), which every minor version changes.
+- *mpidist*: its headers, commands and layouts have no version numbers of their own.
+- *NumPy*, major and minor version: mirrored variables rest on each rank's own NumPy
+  giving the same bits and dtypes; releases with another minor number may change
+  algorithms, promotion of dtypes and random streams. Those with another micro number
+  only mend.
+- *cloudpickle*: what it writes refers to private names of that version.
+- *byte order*, and *sizes of C types*: arrays travel as bytes. Two machines may have
+  the same Python, and a ``long double`` of 80 or of 128 bits.
+
+What need not be: versions of MPI and mpi4py (the MPI libraries of the ranks have
+already found each other), of CuPy (each strategy tries it), of the system. The native
+core need not be on all ranks either: all then do without it, and one of them says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import marshal
+import pickle
+import struct
+import sys
+from typing import Final
+
+import numpy as np
+
+from mpidist import _native
+from mpidist._base.errors import CollectiveMismatchError, format_ranks, on_rank
+from mpidist._version import __version__
+
+_FORMAT: Final = 1
+_CALL: Final = "MPIStrategy(...)"
+_OTHER_FORMAT: Final = "format of this agreement"
+_SHOWN: Final = 80
+ADVICE: Final = (
+    "start all ranks from the same environment: the same Python, with the same "
+    "packages, on every machine"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """What all ranks of a communicator have in common.
+
+    Attributes:
+        core: whether all of them have the native core.
+    """
+
+    core: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rank:
+    must: dict[str, str]
+    core: bool = False
+    problem: str = ""
+
+
+def describe() -> dict[str, str]:
+    """Return what of this rank must be equal on all ranks. Not collective."""
+    bytecode = int.from_bytes(importlib.util.MAGIC_NUMBER[:2], "little")
+    name, version = sys.implementation.name, sys.version_info
+    double = np.dtype(np.longdouble)
+    return {
+        "Python": (
+            f"{name} {version.major}.{version.minor} (bytecode {bytecode}, marshal "
+            f"{marshal.version}, pickle {pickle.HIGHEST_PROTOCOL})"
+        ),
+        "mpidist": __version__,
+        "NumPy": ".".join(np.__version__.split(".")[:2]),
+        # Not imported here; see the owners of libraries in docs/architecture.md.
+        "cloudpickle": getattr(sys.modules.get("cloudpickle"), "__version__", "none"),
+        "byte order": sys.byteorder,
+        "C types": (
+            f"pointers of {struct.calcsize('P')} bytes, long of "
+            f"{struct.calcsize('l')}, long double of {double.itemsize} with "
+            f"{np.finfo(double).nmant} bits"
+        ),
+    }
+
+
+def has_core() -> bool:
+    """Return whether this rank has the native core. Not collective."""
+    return _native.available()
+
+
+def write(problem: str = "") -> bytes:
+    """Return the text that this rank sends.
+
+    Args:
+        problem: why it can not take part, which all ranks are to raise; "": it can.
+    """
+    must, core = {}, False
+    try:
+        must, core = describe(), has_core()
+    except Exception as error:  # of a library that does not load, on this rank alone
+        problem = problem or f"{type(error).__name__}: {error}"
+    text = {"format": _FORMAT, "must": must, "core": core, "problem": problem}
+    return json.dumps(text).encode("ascii")
+
+
+def judge(rank: int, texts: list[bytes]) -> tuple[Agreement, Exception | None]:
+    """Return what the ranks have in common, and what all of them raise, if anything.
+
+    Args:
+        rank: this rank.
+        texts: of all ranks, in their order.
+
+    Returns:
+        The agreement, and one of None, a ValueError (a rank has a problem) and a
+        CollectiveMismatchError.
+    """
+    ranks = [_read(text) for text in texts]
+    agreement = Agreement(all(one.core for one in ranks))
+    for other, one in enumerate(ranks):
+        if one.problem:
+            message = f"{_CALL}: rank {other} can not take part: {one.problem}"
+            return agreement, ValueError(on_rank(rank, message))
+    lines = _differences(ranks)
+    if lines:
+        listed = "\n".join(f"  {line}" for line in lines)
+        message = (
+            f"{_CALL}: the ranks do not have the same software, so they can not work "
+            f"together:\n{listed}\nFunctions, arrays and headers go between the ranks "
+            f"in forms that depend on it; {ADVICE}. `mpidist check` compares them"
+        )
+        return agreement, CollectiveMismatchError(on_rank(rank, message))
+    if rank == 0 and not agreement.core:
+        _tell_without_core([r for r, one in enumerate(ranks) if not one.core], ranks)
+    return agreement, None
+
+
+def _read(text: bytes) -> _Rank:
+    """Read the text of a rank, also of one whose version is not known here."""
+    try:
+        found = json.loads(text)
+        must, number = found["must"], found["format"]
+        if number != _FORMAT:
+            known = {"mpidist": str(must["mpidist"]), _OTHER_FORMAT: str(number)}
+            return _Rank(known, problem=str(found["problem"]))
+        must = {str(key): str(value) for key, value in must.items()}
+        return _Rank(must, bool(found["core"]), str(found["problem"]))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return _Rank({_OTHER_FORMAT: f"unknown ({text[:_SHOWN]!r})"})
+
+
+def _differences(ranks: list[_Rank]) -> list[str]:
+    """Return a line for each thing in which the ranks differ."""
+    formats = [one.must.get(_OTHER_FORMAT, str(_FORMAT)) for one in ranks]
+    rows: list[tuple[str, list[str]]] = [(_OTHER_FORMAT, formats)]
+    if len(set(formats)) > 1:
+        keys = ["mpidist"]  # of the others all that is sure to be known
+    else:
+        keys = list(dict.fromkeys(key for one in ranks for key in one.must))
+    rows += [(key, [one.must.get(key, "unknown") for one in ranks]) for key in keys]
+    lines = []
+    for name, values in rows:
+        groups: dict[str, list[int]] = {}
+        for other, value in enumerate(values):
+            groups.setdefault(value, []).append(other)
+        if len(groups) > 1:
+            sides = "; ".join(
+                f"{value} on {format_ranks(members)}"
+                for value, members in groups.items()
+            )
+            lines.append(f"{name}: {sides}")
+    return lines
+
+
+def _tell_without_core(lacking: list[int], ranks: list[_Rank]) -> None:
+    """Say on stderr that some ranks make the others do without the native core."""
+    if len(lacking) == len(ranks):
+        return
+    verb = "has" if len(lacking) == 1 else "have"
+    print(
+        f"mpidist: {format_ranks(lacking)} {verb} no native core, which the others "
+        "have; all ranks go on without it, and are slower. Install mpidist there with "
+        "a C compiler at hand",
+        file=sys.stderr,
+        flush=True,
+    )

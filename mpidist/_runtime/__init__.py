@@ -1,0 +1,1 @@
+"""Who runs, and at which level; how a process ends."""

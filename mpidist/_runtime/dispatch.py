@@ -1,0 +1,82 @@
+"""From a cross-replica call to its verb: at once, or as a command of the coordinator.
+
+A verb is a function ``verb(strategy, *args)`` that every rank runs, with the same
+effect on all. At program level all ranks call it. Inside ``merge_fn`` only rank 0
+does: there the call becomes a command, and then every rank runs the very same verb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mpidist._runtime import context
+
+if TYPE_CHECKING:
+    from mpidist._strategy.strategy import Strategy
+
+
+class OnRank0:
+    """An argument of a verb of which only rank 0's counts: no command carries it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (OnRank0, (None,))
+
+
+_verbs: dict[str, Callable[..., Any]] = {}
+
+
+def verb(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as the verb of that name."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _verbs[name] = function
+        return function
+
+    return register
+
+
+def perform(strategy: Strategy, name: str, *args: Any, call: str = "") -> Any:
+    """Check that a cross-replica call is legal here, and carry it out.
+
+    Args:
+        strategy: whose call it is.
+        name: of the verb.
+        args: of the verb.
+        call: the name that the user wrote, where it is another.
+
+    Raises:
+        RuntimeError: in a replica context, or in the scope of another strategy.
+    """
+    frame = context.require_cross_replica(strategy, call or name)
+    if frame.coordinator is not None:
+        return frame.coordinator.command(name, args)
+    return execute(strategy, name, args)
+
+
+def execute(strategy: Strategy, name: str, args: tuple[Any, ...]) -> Any:
+    """Run the verb on this rank."""
+    return _verbs[name](strategy, *args)
+
+
+def check_arguments(call: str, args: object, kwargs: object) -> None:
+    """Raise for ``args`` or ``kwargs`` that can not be passed on.
+
+    Raises:
+        ValueError: if ``args`` is no list or tuple (as TensorFlow has it).
+        TypeError: if ``kwargs`` is no dict with string keys.
+    """
+    if not isinstance(args, (list, tuple)):
+        raise ValueError(
+            f"{call}: positional args must be a list or tuple, got {type(args)}; write "
+            "`args=(value,)` for one argument"
+        )
+    if type(kwargs) is dict and not kwargs:
+        return
+    if not isinstance(kwargs, dict) or not all(isinstance(k, str) for k in kwargs):
+        raise TypeError(
+            f"{call}: expected `kwargs` to be a dict with names as keys, got {kwargs!r}"
+        )

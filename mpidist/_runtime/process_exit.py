@@ -1,0 +1,299 @@
+"""What happens to the job when one of its processes ends, well or badly.
+
+MPI has no rule for a process that ends early: the others wait for it for ever. So,
+while a process has an `MPIStrategy`,
+
+- an uncaught exception prints its traceback, with the rank, and aborts the job; also
+  one that ends a thread, if that thread has used a strategy;
+- a process that reaches its end waits for the others' (as MPI_Finalize would), and a
+  rank that still waits in a collective learns that this one has left: by
+  `sys.exit(code)`, or by finishing;
+- a process that has given up on a rank (`CollectiveTimeoutError`) can still save and
+  end with its own exit code: MPI_Finalize and MPI_Abort may then wait for ever for what
+  is gone. So it waits for the ends of those that are there, and of all for a moment;
+  where some do not come, it ends without MPI_Finalize, after all handlers of `atexit`
+  that were registered after the import of mpidist.
+
+``MPIDIST_ABORT=0`` turns all of it off.
+
+The hooks are `sys.excepthook`, `threading.excepthook`, `sys.exit` and an atexit
+function. They are installed when the first strategy is made, and taken away when the
+last one has been closed: then all is as it was. (Not where making the first one has
+failed, or a strategy is broken: that exception is still to be shown by one rank.) A
+hook that was there before is called where it is not Python's own: it then shows the
+exception. One that somebody has put over ours stays, and ours does nothing any more.
+
+Why `sys.exit` is replaced. The ranks that wait for one that leaves are to leave with
+its exit code, which is often a message to a job script. Python tells it to nobody: no
+hook is called for SystemExit, and when atexit functions run, the exception is gone, as
+are its traceback and its frames. So the code is noted where it is given. What that
+misses: ``raise SystemExit(code)``, and ``from sys import exit`` before the strategy was
+made; the ranks that wait then raise CollectiveMismatchError, and the job ends with
+code 1. A thread's sys.exit ends that thread alone and is not noted. One that is caught
+is noted all the same, and counts if the rank then leaves before the others.
+
+Which exceptions of threads end the job. Python prints them and goes on, and that is
+right for a thread that draws a progress bar. A thread that has been in the scope of a
+strategy, or in a call of one, is where the program makes its collective calls (one
+thread at a time does): the other ranks wait for the next call, which does not come.
+They would learn of it by the deadline only, which is half an hour away.
+
+Rejected: an audit hook (there is no event for sys.exit, and it can not be removed);
+keeping the SystemExit to see at the end how far it came (its traceback keeps the
+frames, and so all arrays of a program that has caught it).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import ModuleType, TracebackType
+from typing import Any, Final
+
+from mpidist._agreement.guard import Guard
+from mpidist._agreement.mismatch import Call
+from mpidist._base import threads
+from mpidist._base.errors import CollectiveError, RemoteTraceback, format_exception
+from mpidist._mpi import communicator
+from mpidist._runtime import context
+
+_LEAVING: Final = Call("nothing more: this rank has left the program")
+_SHORT: Final = 0.0005
+_LONG: Final = 0.02
+# The rank that failed prints and aborts; the others, which raise because of it, wait
+# for that, so that a person reads one traceback.
+_OTHERS_FIRST_SECONDS: Final = 1.5
+_TURN_SECONDS: Final = 0.2
+_FORWARD_SECONDS: Final = 0.3
+_INTERRUPTED: Final = 130  # what a shell reports after Ctrl-C
+_ABORT_SECONDS: Final = 5.0
+
+
+class _Hook:
+    """A function of a module that is replaced, until it is given back.
+
+    Args:
+        module: the module.
+        name: of the function.
+        replacement: gets the function that was there, and then what this one gets.
+    """
+
+    def __init__(
+        self, module: ModuleType, name: str, replacement: Callable[..., Any]
+    ) -> None:
+        self._module, self._name = module, name
+        self._previous = previous = getattr(module, name)
+        self._active = True
+
+        @functools.wraps(previous)
+        def call(*args: Any) -> Any:
+            if self._active:
+                return replacement(previous, *args)
+            return previous(*args)
+
+        self._own = call
+        setattr(module, name, call)
+
+    def remove(self) -> None:
+        """Put back what was there; where another hook covers this one, do no more."""
+        self._active = False
+        if getattr(self._module, self._name) is self._own:
+            setattr(self._module, self._name, self._previous)
+
+
+# The guards of the strategies that there are, and whether their ranks wait for each
+# other at the end.
+_guards: Final[threads.ReplicaLocal[dict[Guard, bool]]] = threads.ReplicaLocal(dict)
+_hooks: list[_Hook] = []
+_making = False  # a strategy is being made, or that has failed
+_process_id = 0
+_exit_code: Any = None
+
+
+def install() -> None:
+    """Install the hooks, where they are not: a strategy is about to be made."""
+    global _making, _process_id, _exit_code
+    _making = True
+    if _hooks:
+        return
+    _process_id, _exit_code = os.getpid(), None
+    _hooks.append(_Hook(sys, "excepthook", _end_program))
+    _hooks.append(_Hook(threading, "excepthook", _end_thread))
+    _hooks.append(_Hook(sys, "exit", _exit))
+    atexit.register(_leave)
+
+
+def watch(guard: Guard, *, waits: bool) -> None:
+    """Keep the hooks for a strategy that was made.
+
+    Args:
+        guard: the strategy's.
+        waits: whether the end of this process waits for the other ranks'.
+    """
+    global _making
+    if threads.current() is None:
+        _making = False
+    _guards.get()[guard] = waits
+
+
+def forget(guard: Guard) -> None:
+    """Stop that: the strategy was closed. The last one takes the hooks with it."""
+    guards = _guards.get()
+    if guards.pop(guard, None) is None or guards or _making:
+        return
+    if threads.current() is not None:  # which had no hooks
+        return
+    while _hooks:
+        _hooks.pop().remove()
+    atexit.unregister(_leave)
+
+
+def _is_child() -> bool:
+    """Whether this is a fork of the rank, such as a data loader: not MPI's business."""
+    return os.getpid() != _process_id
+
+
+def _rank_of_job() -> int | None:
+    """Return this process's rank, if there are others that could wait for it."""
+    if _is_child() or communicator.world_size() == 1:
+        return None
+    return communicator.world_rank()
+
+
+def _end_program(
+    previous: Callable[..., Any],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """End the job with an exception that nobody has caught."""
+    rank = _rank_of_job()
+    if rank is None:
+        previous(kind, error, trace)
+        return
+    show = None
+    if previous is not sys.__excepthook__:
+        show = lambda: previous(kind, error, trace)  # noqa: E731
+    _end_job(rank, error.with_traceback(trace), "", show)
+
+
+def _end_thread(
+    previous: Callable[..., Any], args: threading.ExceptHookArgs, /
+) -> None:
+    """End the job with the exception of a thread that has used a strategy."""
+    rank, error = _rank_of_job(), args.exc_value
+    # This runs in the thread. Of one that ends by sys.exit others need not know.
+    if rank is None or not isinstance(error, Exception) or not context.was_used():
+        previous(args)
+        return
+    show = None
+    if previous is not threading.__excepthook__:
+        show = lambda: previous(args)  # noqa: E731
+    name = "" if args.thread is None else f" in thread {args.thread.name!r}"
+    _end_job(rank, error.with_traceback(args.exc_traceback), name, show)
+
+
+def _exit(previous: Callable[..., Any], status: Any = None, /) -> None:
+    """Note the exit code, for the ranks that wait for this one."""
+    global _exit_code
+    if threading.current_thread() is threading.main_thread():
+        _exit_code = status
+    previous(status)
+
+
+def _end_job(
+    rank: int, error: BaseException, where: str, show: Callable[[], Any] | None
+) -> None:
+    """Print an exception, and abort the job. Does not return.
+
+    Args:
+        rank: this rank.
+        error: the exception.
+        where: " in thread ..." where it is not the main thread's.
+        show: prints it, in place of its traceback without mpidist's frames.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        text, show = f"mpidist: rank {rank}: interrupted\n", None
+        code = _INTERRUPTED
+    else:
+        because_of_others = isinstance(error, CollectiveError) or isinstance(
+            error.__cause__, RemoteTraceback
+        )
+        wait = _OTHERS_FIRST_SECONDS if because_of_others else 0.0
+        # Several ranks may fail at once: the lowest prints, and ends the job.
+        time.sleep(wait + (_TURN_SECONDS * (1 + min(rank, 4)) if rank else 0.0))
+        text = f"mpidist: rank {rank} raised an exception{where}, ending the job:\n"
+        if show is None:
+            text += format_exception(error)
+        code = 1
+    with contextlib.suppress(Exception, SystemExit):
+        sys.stdout.flush()
+        sys.stderr.write(text)
+        if show is not None:
+            show()
+        sys.stderr.flush()
+    # MPICH's launcher forwards no more once it learns of the abort: give it time.
+    time.sleep(_FORWARD_SECONDS)
+    if any(guard.has_lost for guard in _guards.get()):
+        # MPI_Abort may wait for what is gone, and keeps Python from running.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=nowhere)
+    communicator.abort(code)
+
+
+def _leave() -> None:
+    """Wait until all ranks of all strategies have come to their end."""
+    if not _is_child() and communicator.world_rank() is not None:
+        leave(_exit_code)
+
+
+def leave(code: Any) -> None:
+    """Wait for the end of the other replicas of all strategies of this one.
+
+    Args:
+        code: what this one has given to `sys.exit`; None: it has come to its end.
+    """
+    guards = _guards.get()
+    _wait_for([guard.leave(_LEAVING, code) for guard, waits in guards.items() if waits])
+    _wait_for([guard.end() for guard in guards if guard.has_lost])
+
+
+def _end() -> None:
+    """End without MPI_Finalize where it would wait for a rank that is gone."""
+    if not _process_id or _is_child():
+        return
+    if not any(guard.has_lost for guard in _guards.get()):
+        return
+    logging = sys.modules.get("logging")
+    if logging is not None:
+        logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    code = _exit_code
+    if code is not None and not isinstance(code, int):
+        code = 1  # a text, which has been printed
+    os._exit((code or 0) & 0xFF)
+
+
+atexit.register(_end)  # so early that it comes after what users register
+
+
+def _wait_for(waiting: list[Iterator[None]]) -> None:
+    """Take turns in waiting, until all is over."""
+    start = time.monotonic()
+    while waiting:
+        for leaving in list(waiting):
+            try:
+                next(leaving)
+            except StopIteration:
+                waiting.remove(leaving)
+        if waiting:
+            time.sleep(_SHORT if time.monotonic() - start < 1.0 else _LONG)

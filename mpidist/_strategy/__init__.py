@@ -1,0 +1,1 @@
+"""The classes that users see: strategies, their extended methods, replica contexts."""

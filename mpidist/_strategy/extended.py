@@ -1,0 +1,573 @@
+"""StrategyExtended: the cross-replica verbs beneath `Strategy`.
+
+Each method checks its arguments' form and hands over to `dispatch.perform`, which runs
+the verb of the same name here, or commands it where rank 0 is in ``merge_fn``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from mpidist._base import nest
+from mpidist._base.options import CommunicationOptions, ReduceOp
+from mpidist._engine.collectives import Collectives
+from mpidist._merge import updates
+from mpidist._mpi.communicator import AnyCommunicator
+from mpidist._runtime import context, dispatch
+from mpidist._runtime.dispatch import OnRank0
+from mpidist._strategy import operations as operations  # registers them
+from mpidist._strategy.cross_device_ops import (
+    CollectiveAllReduce,
+    CrossDeviceOps,
+    all_reduce,
+)
+from mpidist._strategy.multi_step import MultiStepContext, check_iterations, run_steps
+from mpidist._strategy.replica_context import ReplicaContext
+from mpidist._values.distributed import (
+    DistributedValues,
+    PerReplica,
+    Registry,
+    select_replica,
+)
+from mpidist._values.variable import Variable
+from mpidist.data import Dataset
+
+if TYPE_CHECKING:
+    from mpidist._merge.coordinator import Coordinator
+    from mpidist._strategy.strategy import Strategy
+
+
+class StrategyExtended:
+    """More of a strategy: for library writers and ported ``merge_fn`` code.
+
+    `Strategy.extended` returns it. All methods are for cross-replica context: at
+    program level every rank must make the call (collective); inside ``merge_fn`` the
+    coordinator makes it for all.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        collectives: Collectives,
+        *,
+        is_mpi: bool,
+        cross_device_ops: CrossDeviceOps | None = None,
+    ) -> None:
+        self._strategy = strategy
+        self._collectives = collectives
+        self._is_mpi = is_mpi
+        comm = collectives.comm
+        self._replica_id = comm.rank
+        self._num_replicas = comm.size
+        self._registry = Registry(strategy, comm.rank, comm.size)
+        collectives.guard.repair = _repairer(strategy, comm)
+        self._device_name = collectives.device.name_on(comm.rank)
+        mine = f"{self._device_name}\n{comm.host_name}".encode()
+        rows = [row.decode().split("\n") for row in comm.all_gather_objects(mine)]
+        self._devices = tuple(device for device, _ in rows)
+        self._hosts = tuple(host for _, host in rows)
+        self._custom_ops = cross_device_ops is not None
+        self._cross_device_ops = cross_device_ops or CollectiveAllReduce()
+        # The frames of code that runs at the two levels that all ranks share: this, and
+        # `_replica_frame`.
+        self._cross_frame = context.Frame(strategy, context.Level.CROSS_REPLICA)
+
+    @functools.cached_property
+    def _replica_context(self) -> ReplicaContext:
+        # Not in the constructor: it asks the strategy for what is being constructed.
+        return ReplicaContext(self._strategy, None)
+
+    @functools.cached_property
+    def _replica_frame(self) -> context.Frame:
+        return context.Frame(
+            self._strategy,
+            context.Level.REPLICA,
+            replica_context=self._replica_context,
+        )
+
+    def __repr__(self) -> str:
+        return f"<mpidist.StrategyExtended of {self._strategy}>"
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The devices that replicas run on, in replica order."""
+        return self._devices
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The devices that hold variables: those of the replicas."""
+        return self._devices
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """Whether every process builds its own program: True over MPI."""
+        return self._is_mpi
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """False: shapes may change from step to step."""
+        return False
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """True: every process makes its own copies of variables."""
+        return True
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process writes checkpoints: rank 0 does."""
+        return self._replica_id == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process writes summaries: rank 0 does."""
+        return self._replica_id == 0
+
+    def value_container(self, value: Any) -> Any:
+        """Return the variable that an array is the copy of, else ``value``.
+
+        Not collective. What `Variable.value` and `Variable.values` give at program
+        level are copies; results of arithmetic are not.
+        """
+        if isinstance(value, Variable):
+            return value
+        found = self._registry.find(
+            lambda x: isinstance(x, Variable) and (x._view is value)
+        )
+        return value if found is None else found
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Return whether a variable belongs to this strategy. Not collective.
+
+        Those made outside every scope belong to the default strategy.
+
+        Raises:
+            TypeError: for what is no variable.
+        """
+        if not isinstance(v, Variable):
+            raise TypeError(
+                "variable_created_in_scope: expected a `mpidist.Variable`, got "
+                f"{v!r:.80} of type {type(v).__name__}"
+            )
+        return v.distribute_strategy is self._strategy
+
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+        """Make the variables inside live where another one lives. Not collective.
+
+        They do anyway: every variable has a copy on each replica's device. The
+        arguments are checked as in TensorFlow.
+
+        Raises:
+            RuntimeError: outside the scope of this strategy.
+            ValueError: for what is no variable of this strategy.
+        """
+        if context.get_strategy() is not self._strategy:
+            raise RuntimeError(
+                "colocate_vars_with: Need to be inside `with strategy.scope()` for "
+                f"{self._strategy}"
+            )
+        variable = colocate_with_variable
+        if not isinstance(variable, Variable) or not self.variable_created_in_scope(
+            variable
+        ):
+            raise ValueError(
+                "`colocate_vars_with` must only be passed a variable created in this "
+                f"Strategy's scope, got {variable!r:.80}"
+            )
+        yield
+
+    def read_var(self, v: Any) -> Any:
+        """Return a variable's value in cross-replica context. Collective if ON_READ.
+
+        Args:
+            v: a `Variable`. A plain array comes back as it is.
+
+        Returns:
+            A new array: the value of a mirrored variable, or what the copies of an
+            ON_READ variable make together.
+
+        Raises:
+            ValueError: for an ON_READ variable with aggregation NONE.
+        """
+        context.require_cross_replica(self._strategy, "read_var")
+        if isinstance(v, Variable):
+            self._check_owner("read_var", v)
+            return v.read_value()
+        return v
+
+    def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
+        """Return the devices for state that belongs to no variable: all replicas'."""
+        return self._devices
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Run ``fn(*args, **kwargs)`` on every device. Collective.
+
+        As `update`, for state that belongs to no variable. Assignments in ``fn``
+        change the replica's own copies.
+
+        Args:
+            colocate_with: what `non_slot_devices` returned, or a variable.
+            fn: the function.
+            args: its positional arguments, the same on all replicas.
+            kwargs: its keyword arguments, likewise.
+            group: as for `update`.
+
+        Returns:
+            As `update`.
+
+        Raises:
+            ValueError: for a ``colocate_with`` that is neither, or a PerReplica among
+                the arguments.
+        """
+        kwargs = {} if kwargs is None else kwargs
+        frame = context.require_cross_replica(self._strategy, "update_non_slot")
+        if not isinstance(colocate_with, Variable) and (
+            not isinstance(colocate_with, (tuple, list))
+            or tuple(colocate_with) != self._devices
+        ):
+            error = ValueError(
+                "update_non_slot: expected `colocate_with` to be what "
+                "`non_slot_devices` returned, or a variable, got "
+                f"{colocate_with!r:.80}"
+            )
+            if frame.coordinator is not None:
+                raise error
+            self._collectives.invalid("update_non_slot", error)
+        return self._update(frame, None, fn, args, kwargs, group)
+
+    def experimental_make_numpy_dataset(
+        self, numpy_input: Any, session: Any = None
+    ) -> Dataset:
+        """Make a dataset of the rows of arrays. Not collective.
+
+        Args:
+            numpy_input: an array, or a tuple or dict of arrays with equally many rows.
+                A list of arrays is stacked: each of them is a row.
+            session: taken and not used.
+
+        Returns:
+            A `mpidist.data.Dataset`; call ``batch`` on it before it is distributed.
+        """
+        return Dataset._of_numpy(self._strategy, numpy_input)
+
+    def experimental_run_steps_on_iterator(
+        self,
+        fn: Callable[..., Any],
+        iterator: Any,
+        iterations: int = 1,
+        initial_loop_values: dict[str, Any] | None = None,
+    ) -> MultiStepContext:
+        """Call ``fn(context, element)`` for the next elements. Collective.
+
+        Args:
+            fn: called in cross-replica context with a `MultiStepContext` and an
+                element of the iterator; it usually calls `Strategy.run`.
+            iterator: a `DistributedIterator`, or anything with ``get_next`` or
+                ``__next__``.
+            iterations: how many elements to take, at least 1.
+            initial_loop_values: outputs that are there before the first step.
+
+        Returns:
+            The `MultiStepContext`, with the outputs of the last step.
+
+        Raises:
+            ValueError: for fewer than one iteration.
+            OutOfRangeError: if the iterator ends before.
+        """
+        call = "experimental_run_steps_on_iterator"
+        frame = context.require_cross_replica(self._strategy, call)
+        try:
+            check_iterations(iterations)
+        except Exception as error:
+            if frame.coordinator is not None:
+                raise
+            self._collectives.invalid(call, error)
+        return run_steps(self._strategy, fn, iterator, iterations, initial_loop_values)
+
+    def call_for_each_replica(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run ``fn`` once per replica; see `Strategy.run`. Collective."""
+        kwargs = {} if kwargs is None else kwargs
+        return self._perform("call_for_each_replica", fn, args, kwargs)
+
+    def reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> Any:
+        """Combine a per-replica value over all replicas. Collective.
+
+        Args:
+            reduce_op: a `ReduceOp`, its name, or `VariableAggregation` SUM or MEAN.
+            value: a `PerReplica`, or a nest of them.
+            destinations: where the result is wanted. A variable (which does not
+                change), a distributed value or an array: on every replica. A device
+                string of `worker_devices`: on that rank alone (an MPI Reduce).
+            options: for this call.
+            experimental_hints: the older name of ``options``.
+
+        Returns:
+            `Mirrored`, in the nest of ``value``. For a device string plain arrays on
+            that device's rank, and None on the others, as in mpi4py; in ``merge_fn``,
+            where the device is not rank 0's, a `PerReplica` of these. A value that is
+            the same on all replicas comes back as it is for MEAN, MIN and MAX.
+
+        Raises:
+            ValueError: for SUM or PROD of a value that is not per replica, or a
+                destination that is none.
+        """
+        options = _one_of("reduce_to", options, experimental_hints)
+        result = self._perform("reduce_to", reduce_op, value, destinations, options)
+        return self._take_home(result, destinations)
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Combine several per-replica values, in one fused reduction. Collective.
+
+        Args:
+            reduce_op: as for `reduce_to`.
+            value_destination_pairs: an iterable of (value, destinations).
+            options: for this call.
+            experimental_hints: the older name of ``options``.
+
+        Returns:
+            A list with what `reduce_to` gives for each pair, in order.
+        """
+        options = _one_of("batch_reduce_to", options, experimental_hints)
+        if isinstance(value_destination_pairs, Iterator):
+            value_destination_pairs = list(value_destination_pairs)
+        pairs = value_destination_pairs
+        results: list[Any] = self._perform("batch_reduce_to", reduce_op, pairs, options)
+        if not any(isinstance(destinations, str) for _, destinations in pairs):
+            return results
+        return [
+            self._take_home(result, destinations)
+            for result, (_, destinations) in zip(results, pairs, strict=True)
+        ]
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """Give every replica the value that rank 0 has. Collective.
+
+        Args:
+            tensor: an array, or a Python number.
+            destinations: as for `reduce_to`; every replica gets the value.
+
+        Returns:
+            `Mirrored`. Python numbers and Mirrored values come back as they are.
+        """
+        frame = context.require_cross_replica(self._strategy, "broadcast_to")
+        if isinstance(tensor, Variable):
+            try:
+                tensor = tensor._read()  # on all ranks, where it is ON_READ
+            except Exception as error:
+                if frame.coordinator is not None:
+                    raise
+                self._collectives.invalid("broadcast_to", error)
+        return self._perform("broadcast_to", OnRank0(tensor), destinations)
+
+    def update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Run ``fn(var, *args, **kwargs)`` on every replica, to change its copy.
+
+        Collective. In ``fn``, `Variable.assign` and its kin change the replica's own
+        copy, with no communication. Mirrored arguments arrive as their value. In
+        ``merge_fn`` each rank runs ``fn`` with its own objects, where ``merge_fn`` can
+        reach them (through ``self``, closure, defaults, globals, arguments); numbers,
+        strings and what ``merge_fn`` makes itself are sent as rank 0 has them.
+
+        Args:
+            var: the variable.
+            fn: the function.
+            args: its further positional arguments, the same on all replicas.
+            kwargs: its keyword arguments, likewise.
+            group: whether to return the results as one Mirrored.
+
+        Returns:
+            What ``fn`` returns, as `Mirrored`; with ``group=False`` as tuples of the
+            replicas' results (those that `Strategy.experimental_local_results`
+            gives). For a ``var`` that is not distributed: ``fn(var, ...)``.
+
+        Raises:
+            ValueError: for a PerReplica among the arguments, which would make the
+                copies differ; in ``merge_fn`` also where a rank does not have an object
+                that ``fn`` refers to, or has one of another type.
+            TypeError: in ``merge_fn``, for what it has made itself and can not be
+                sent, such as a lock.
+            ReplicaError: if ``fn`` raised on another replica. Then all copies of what
+                it wrote are made equal to rank 0's again.
+            CollectiveMismatchError: if some rank did not make this call, for plain
+                arguments that are not the same on all replicas, and if ``fn`` left
+                other values in mirrored variables, or returned others, on some replica
+                (likewise). Of arrays of more than 64 KiB some words are compared,
+                others in each update; `check_in_sync` compares all. Not checked with
+                the guard off.
+
+        In ``merge_fn`` the coordinator goes on to the next update without waiting for
+        the other replicas. Errors of its own ``fn`` are raised here; ReplicaError and
+        CollectiveMismatchError may be raised, on all ranks, by a later call that
+        communicates, or by `ReplicaContext.merge_call`. To catch them inside
+        ``merge_fn``, write ``group=False``: then this call waits for all replicas.
+        """
+        kwargs = {} if kwargs is None else kwargs
+        frame = context.require_cross_replica(self._strategy, "update")
+        coordinator = frame.coordinator if group and type(var) is Variable else None
+        if coordinator is not None and var._strategy is self._strategy:
+            return coordinator.update(var, fn, args, kwargs, True)
+        plain = isinstance(var, Variable) and not var._strategy.extended._is_mpi
+        if not isinstance(var, Variable) or (plain and self._is_mpi):
+            if isinstance(var, DistributedValues):
+                error = TypeError(
+                    f"update: expected a `mpidist.Variable`, got a {type(var).__name__}"
+                    "; use `strategy.run` to work on each replica's component"
+                )
+                if frame.coordinator is not None:
+                    raise error
+                self._collectives.invalid("update", error)
+            return fn(var, *select_replica(tuple(args)), **select_replica(kwargs))
+        self._check_owner("update", var)
+        return self._update(frame, var, fn, args, kwargs, group)
+
+    # --- for the package ------------------------------------------------------
+
+    def _update(
+        self,
+        frame: context.Frame,
+        var: Variable | None,
+        fn: Any,
+        args: Any,
+        kwargs: Any,
+        group: bool,
+    ) -> Any:
+        if frame.coordinator is not None:
+            result = frame.coordinator.update(var, fn, args, kwargs, group)
+        else:
+            arguments = (var, fn, args, kwargs, group)
+            result = dispatch.execute(self._strategy, "update", arguments)
+        return result if group else self._ungrouped(frame, result)
+
+    def _ungrouped(self, frame: context.Frame, result: Any) -> Any:
+        """Return the results of an update as tuples."""
+        _fetch(frame.coordinator, nest.flatten(result)[0])
+        return nest.map_structure(_local_results_of, result)
+
+    def _take_home(self, result: Any, destinations: Any) -> Any:
+        """Unwrap what was reduced to one rank, where that is for this code to see."""
+        if not isinstance(destinations, str) or not self._is_mpi:
+            return result
+        if (
+            context.current().coordinator is not None
+            and destinations != self._device_name
+        ):
+            return result
+        return nest.map_structure(
+            lambda x: x._own if isinstance(x, PerReplica) else x, result
+        )
+
+    def _all_reduce(
+        self,
+        op: ReduceOp,
+        tree: Any,
+        options: CommunicationOptions | None = None,
+        call: str = "all_reduce",
+    ) -> Any:
+        return all_reduce(self._strategy, op, tree, options, call)
+
+    def _perform(self, name: str, *args: Any) -> Any:
+        return dispatch.perform(self._strategy, name, *args)
+
+    def _check_owner(self, call: str, variable: Variable) -> None:
+        if variable.distribute_strategy is not self._strategy:
+            raise RuntimeError(
+                f"{call}: Mixing different Strategy objects: {variable!r} belongs to "
+                f"{variable.distribute_strategy}, not to {self._strategy}"
+            )
+
+
+def local_results(strategy: Strategy, value: Any) -> tuple[Any, ...]:
+    """Return the components that this process can see, one nest for each replica."""
+    leaves, structure = nest.flatten(value)
+    frame = context.current()
+    coordinator = frame.coordinator if frame.strategy is strategy else None
+    _fetch(coordinator, leaves)
+    columns = [_local_results_of(leaf) for leaf in leaves]
+    distributed = [
+        len(column)
+        for leaf, column in zip(leaves, columns, strict=True)
+        if isinstance(leaf, (DistributedValues, Variable))
+    ]
+    rows = max(distributed, default=1)
+    columns = [c if len(c) == rows else c * rows for c in columns]
+    return tuple(
+        structure.unflatten([column[i] for column in columns]) for i in range(rows)
+    )
+
+
+def _repairer(strategy: Strategy, comm: AnyCommunicator) -> Callable[[list[Any]], None]:
+    """Return what makes copies of variables equal again, on all ranks.
+
+    The guard keeps it, and is kept itself until all ranks have collected the strategy.
+    """
+    reference = weakref.ref(strategy)
+
+    def repair(keys: list[Any]) -> None:
+        alive = reference()
+        if alive is not None:
+            updates.make_equal(alive, keys)
+        else:  # what the other ranks do first: ask who has the variables
+            comm.all_gather_integers([0] * len(keys))
+
+    return repair
+
+
+def _fetch(coordinator: Coordinator | None, leaves: list[Any]) -> None:
+    """Gather all of these values at once, where this is the coordinator."""
+    if coordinator is not None:
+        coordinator.fetch([x for x in leaves if isinstance(x, DistributedValues)])
+
+
+def _local_results_of(leaf: Any) -> tuple[Any, ...]:
+    if isinstance(leaf, (DistributedValues, Variable)):
+        return tuple(leaf.values)
+    return (leaf,)
+
+
+def _one_of(call: str, options: Any, hints: Any) -> CommunicationOptions | None:
+    if options is not None and hints is not None:
+        raise TypeError(
+            f"{call}: got both `options` and its older name `experimental_hints`; "
+            "write `options` only"
+        )
+    chosen: CommunicationOptions | None = options if hints is None else hints
+    return chosen

@@ -1,0 +1,137 @@
+"""A loop of steps over an iterator, as tf.distribute's first version had it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpidist._base import nest
+from mpidist._base.options import ReduceOp
+from mpidist._runtime import context
+from mpidist._values.distributed import PerReplica
+
+if TYPE_CHECKING:
+    from mpidist._strategy.strategy import Strategy
+
+
+class MultiStepContext:
+    """Where the steps of a loop put their outputs.
+
+    `StrategyExtended.experimental_run_steps_on_iterator` makes one, passes it to each
+    step, and returns it.
+    """
+
+    def __init__(self) -> None:
+        """Start with no outputs."""
+        self._last_step_outputs: dict[str, Any] = {}
+        self._non_tensor_outputs: dict[str, Any] = {}
+
+    @property
+    def last_step_outputs(self) -> dict[str, Any]:
+        """What `set_last_step_output` kept last, by name."""
+        return self._last_step_outputs
+
+    @property
+    def non_tensor_outputs(self) -> dict[str, Any]:
+        """What `set_non_tensor_output` kept last, by name."""
+        return self._non_tensor_outputs
+
+    @property
+    def run_op(self) -> None:
+        """None: there are no graphs whose operation it would be."""
+        return
+
+    def set_last_step_output(
+        self, name: str, output: Any, reduce_op: ReduceOp | str | None = None
+    ) -> None:
+        """Keep an output of this step. Collective where there is a ``reduce_op``.
+
+        Args:
+            name: to find it by.
+            output: a nest; in cross-replica context of `PerReplica`, if it is to be
+                reduced.
+            reduce_op: how it is combined over the replicas, element by element. None:
+                it is kept as it is. In a replica function it is required.
+
+        Raises:
+            ValueError: in a replica function without ``reduce_op``.
+        """
+        if reduce_op is None:
+            if not context.in_cross_replica_context():
+                raise ValueError(
+                    "set_last_step_output: expected a `reduce_op` in a replica "
+                    "function, since each replica has an output of its own; write "
+                    "`reduce_op=mpidist.ReduceOp.MEAN`, or return the output and set "
+                    "it in cross-replica context"
+                )
+            self._last_step_outputs[name] = output
+            return
+        replica_context = context.get_replica_context()
+        if replica_context is None:
+            strategy = context.get_strategy()
+            output = strategy.reduce(reduce_op, output, axis=None)
+        else:
+            output = replica_context.all_reduce(reduce_op, output)
+        self._last_step_outputs[name] = output
+
+    def set_non_tensor_output(self, name: str, output: Any) -> None:
+        """Keep an output of any type. Collective in a replica function.
+
+        There it keeps a tuple with the outputs of all replicas, on all of them.
+        """
+        replica_context = context.get_replica_context()
+        if replica_context is not None:
+            output = replica_context.merge_call(_all_of, args=(output,))
+        self._non_tensor_outputs[name] = output
+
+    def __repr__(self) -> str:
+        return (
+            f"<mpidist.MultiStepContext: outputs {sorted(self._last_step_outputs)}, "
+            f"other outputs {sorted(self._non_tensor_outputs)}>"
+        )
+
+
+def _all_of(strategy: Strategy, output: Any) -> tuple[Any, ...]:
+    leaves = nest.flatten(output)[0]
+    rows = strategy.experimental_local_results(output)
+    if any(isinstance(leaf, PerReplica) for leaf in leaves):
+        return rows
+    return rows[:1] * strategy.num_replicas_in_sync  # the same on all replicas
+
+
+def check_iterations(iterations: object) -> None:
+    """Raise for a number of steps that is none.
+
+    Raises:
+        TypeError: for what is no int.
+        ValueError: for fewer than one.
+    """
+    if isinstance(iterations, bool) or not isinstance(iterations, (int, np.integer)):
+        raise TypeError(
+            "experimental_run_steps_on_iterator: expected `iterations` to be an int, "
+            f"got {iterations!r}"
+        )
+    if iterations < 1:
+        raise ValueError(
+            "experimental_run_steps_on_iterator: expected 1 or more `iterations`, got "
+            f"{iterations}"
+        )
+
+
+def run_steps(
+    strategy: Strategy,
+    fn: Callable[..., Any],
+    iterator: Any,
+    iterations: int,
+    initial_loop_values: dict[str, Any] | None,
+) -> MultiStepContext:
+    """Call ``fn(context, next element)`` a number of times. Collective."""
+    step_context = MultiStepContext()
+    step_context.last_step_outputs.update(initial_loop_values or {})
+    with strategy.scope():
+        for _ in range(iterations):
+            take = getattr(iterator, "get_next", None)
+            fn(step_context, next(iterator) if take is None else take())
+    return step_context

@@ -1,0 +1,413 @@
+"""The cross-replica verbs: what every rank runs, at program level or on command.
+
+`StrategyExtended` and `Strategy` perform them by name (`dispatch`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import types
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from mpidist._agreement.guard import Part
+from mpidist._agreement.mismatch import Call, call_of, fingerprint
+from mpidist._base import backend, nest
+from mpidist._base.options import ReduceOp, as_reduce_op
+from mpidist._engine import dtypes
+from mpidist._engine.collectives import Collectives
+from mpidist._runtime import context, dispatch
+from mpidist._runtime.dispatch import check_arguments
+from mpidist._strategy.cross_device_ops import (
+    broadcast_value,
+    check_destinations,
+    reduce_components,
+    root_of,
+)
+from mpidist._strategy.replica_context import ValueContext
+from mpidist._values.distributed import (
+    Mirrored,
+    PerReplica,
+    own_component,
+    select_replica,
+    to_plain,
+)
+from mpidist._values.synchronization import component_of, differs, is_same
+from mpidist._values.variable import Variable
+
+if TYPE_CHECKING:
+    from mpidist._strategy.strategy import Strategy
+
+_LEAF: Final = str(nest.flatten(None)[1])
+_LEAF_PRINT: Final = fingerprint(_LEAF)
+# Reducing one value that is the same everywhere: these leave it as it is.
+_IDEMPOTENT: Final = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
+
+
+@dispatch.verb("call_for_each_replica")
+def _call_for_each_replica(strategy: Strategy, fn: Any, args: Any, kwargs: Any) -> Any:
+    extended = strategy.extended
+    registry = extended._registry
+    name = getattr(fn, "__qualname__", type(fn).__qualname__)
+    call = call_of(f"the end of run({name})")
+
+    def body(part: Part) -> Any:
+        if not callable(fn):
+            raise TypeError(f"run: expected `fn` to be a function, got {fn!r}")
+        check_arguments("run", args, kwargs)
+        for leaf in nest.flatten((args, kwargs))[0] if args or kwargs else ():
+            registry.check("Strategy.run", leaf)
+        own_args = select_replica(tuple(args)) if args else ()
+        own_kwargs = select_replica(kwargs) if kwargs else {}
+        part.kind = "raised"
+        with context.entered(extended._replica_frame):
+            result = fn(*own_args, **own_kwargs)
+        # With the number of keys that were drawn: they must name the same values on all
+        # ranks.
+        keys = registry.count
+        if result is None:
+            part.came_out(lambda: f"{_LEAF} [#{keys}]", _LEAF_PRINT ^ keys)
+            return None
+        if isinstance(result, (types.GeneratorType, types.CoroutineType)):
+            raise TypeError(
+                f"run: {call.text} is a generator or async function, which has not "
+                "begun when it returns; write a plain function"
+            )
+        text = str(nest.flatten(result)[1])
+        part.came_out(lambda: f"{text} [#{keys}]", fingerprint(text) ^ keys)
+        return result
+
+    result = extended._collectives.guard.run_section(call, body)
+    return registry.wrap_tree(PerReplica, result)
+
+
+@dispatch.verb("reduce")
+def _reduce(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
+    collectives = strategy.extended._collectives
+    custom = strategy.extended._custom_ops
+    if type(value) is PerReplica and axis is None and not custom:
+        try:
+            op = as_reduce_op(reduce_op, "Strategy.reduce")
+            strategy.extended._registry.check("Strategy.reduce", value)
+        except Exception as error:
+            collectives.invalid("Strategy.reduce", error)
+        return collectives.all_reduce(op, value._own, call="Strategy.reduce")
+    try:
+        op = as_reduce_op(reduce_op, "Strategy.reduce")
+        leaves, structure = nest.flatten(value)
+        moving = [i for i, x in enumerate(leaves) if differs(x)]
+        axes = _as_axes(axis)
+        results = list(leaves)
+        plain = _plain_of(strategy, leaves)
+        for i, leaf in enumerate(leaves):
+            strategy.extended._registry.check("Strategy.reduce", leaf)
+            if i not in moving:
+                results[i] = _reduce_same(strategy, op, leaf, axes, "Strategy.reduce")
+        local = [component_of(leaves[i]) for i in moving]
+        if axes is not None:
+            pairs = [backend.as_array(x, "Strategy.reduce") for x in local]
+            parts = [_reduce_axes(op, x, axes) for x, _ in pairs]
+    except Exception as error:
+        collectives.invalid("Strategy.reduce", error)
+    if plain:
+        collectives.check_plain("Strategy.reduce", plain)
+    if axes is None and custom:
+        pairs = [(leaves[i], leaves[i]) for i in moving]
+        done = strategy.extended._cross_device_ops.batch_reduce(op, pairs)
+        reduced = [own_component(x) for x in done]
+    elif axes is None:
+        reduced = collectives.all_reduce(op, local, call="Strategy.reduce")
+    else:
+        reduced = _reduce_parts(collectives, op, parts, pairs)
+    for i, x in zip(moving, reduced, strict=True):
+        results[i] = x
+    return structure.unflatten(results)
+
+
+def _plain_of(strategy: Strategy, leaves: list[Any]) -> list[Any]:
+    """Return the values that each rank has of its own, and that must be the same."""
+    return [
+        to_plain(own_component(x))
+        for x in leaves
+        if not differs(x) and not is_same(strategy, x)
+    ]
+
+
+def _reduce_same(
+    strategy: Strategy, op: ReduceOp, leaf: Any, axes: Any, call: str
+) -> Any:
+    """Reduce a value that is no PerReplica: the same on all replicas."""
+    if isinstance(leaf, (list, tuple)) or leaf is None:
+        raise TypeError(
+            f"{call}: expected a PerReplica, got {leaf!r}; pass what `strategy.run` "
+            "returned"
+        )
+    if not strategy.extended._is_mpi and axes is None:
+        return own_component(leaf)  # of one replica, which needs no wrapping
+    if op not in _IDEMPOTENT and strategy.extended._is_mpi:
+        raise ValueError(
+            f"{call}: A non-DistributedValues value {leaf!r:.80} cannot be reduced "
+            f"with the given reduce op ReduceOp.{op.name}. It is not per replica, so "
+            "it is not clear how often it counts; pass what `strategy.run` returned, "
+            "or make a per-replica value with "
+            "`strategy.experimental_distribute_values_from_function`"
+        )
+    leaf = own_component(leaf)
+    if axes is None:
+        return leaf
+    x, kind = backend.as_array(to_plain(leaf), call)
+    part, count = _reduce_axes(op, x, axes)
+    result = part / count if op is ReduceOp.MEAN else part
+    entry = dtypes.reduction(x.dtype, op, call)
+    return (
+        backend.restore(np.asarray(result, entry.result), kind)
+        if kind != ("array")
+        else backend.like(x, np.asarray(backend.to_host(result), entry.result))
+    )
+
+
+def _as_axes(axis: Any) -> tuple[int, ...] | None:
+    if axis is None:
+        return None
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    for one in axes:
+        if isinstance(one, bool) or not isinstance(one, (int, np.integer)):
+            raise TypeError(
+                "Strategy.reduce: expected `axis` to be an int, a tuple of ints or "
+                f"None, got {axis!r}"
+            )
+    return tuple(int(one) for one in axes)
+
+
+def _reduce_axes(op: ReduceOp, x: Any, axes: tuple[int, ...]) -> tuple[Any, int]:
+    """Reduce one replica's array over its axes; return it and what was counted."""
+    entry = dtypes.reduction(x.dtype, op, "Strategy.reduce")
+    for axis in axes:
+        if not -x.ndim <= axis < x.ndim:
+            raise ValueError(
+                f"Strategy.reduce: expected -{x.ndim} <= axis < {x.ndim} for "
+                f"{backend.describe(x)}, got axis={axis}"
+            )
+    xp = backend.module_of(x)
+    count = math.prod(x.shape[axis] for axis in axes)
+    if op is ReduceOp.PROD:
+        return xp.prod(x, axis=axes, dtype=entry.compute), count
+    if op in (ReduceOp.SUM, ReduceOp.MEAN):
+        return xp.sum(x, axis=axes, dtype=entry.compute), count
+    if count == 0:
+        kept = [n for k, n in enumerate(x.shape) if k not in _positive(axes, x.ndim)]
+        return xp.full(kept, _identity(op, x.dtype), x.dtype), 0
+    return (xp.min if op is ReduceOp.MIN else xp.max)(x, axis=axes), count
+
+
+def _positive(axes: tuple[int, ...], ndim: int) -> set[int]:
+    return {axis % ndim for axis in axes}
+
+
+def _identity(op: ReduceOp, dtype: Any) -> Any:
+    if dtype.kind == "b":
+        return op is ReduceOp.MIN
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return limits.max if op is ReduceOp.MIN else limits.min
+    return np.inf if op is ReduceOp.MIN else -np.inf
+
+
+def _reduce_parts(
+    collectives: Collectives, op: ReduceOp, parts: list[Any], pairs: list[Any]
+) -> list[Any]:
+    """Reduce what each replica made of its own rows, and what it counted."""
+    how = ReduceOp.SUM if op is ReduceOp.MEAN else op
+    call = f"Strategy.reduce {op.name} over axes"
+    arrays = [x for x, _ in parts]
+    counts = np.array([n for _, n in parts], np.int64)
+    if how is ReduceOp.SUM:
+        arrays, totals = collectives.all_reduce(how, (arrays, counts), call=call)
+    else:
+        totals = collectives.all_reduce(ReduceOp.SUM, counts, call=call)
+        arrays = collectives.all_reduce(how, arrays, call=call)
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and not all(totals):
+        raise ValueError(
+            f"Strategy.reduce: {op.name} over an axis that has no elements on any "
+            "replica"
+        )
+    results = []
+    for reduced, total, (x, _) in zip(arrays, totals, pairs, strict=True):
+        entry = dtypes.reduction(x.dtype, op, "Strategy.reduce")
+        if op is ReduceOp.MEAN:
+            with np.errstate(invalid="ignore", divide="ignore"):
+                reduced = np.true_divide(reduced, entry.compute.type(total))
+        results.append(reduced.astype(entry.result, copy=False))
+    return results
+
+
+@dispatch.verb("reduce_to")
+def _reduce_to(
+    strategy: Strategy, reduce_op: Any, value: Any, destinations: Any, options: Any
+) -> Any:
+    return _reduce_pairs(
+        strategy, reduce_op, [(value, destinations)], options, "reduce_to"
+    )[0]
+
+
+@dispatch.verb("batch_reduce_to")
+def _batch_reduce_to(
+    strategy: Strategy, reduce_op: Any, pairs: Any, options: Any
+) -> list[Any]:
+    return _reduce_pairs(strategy, reduce_op, pairs, options, "batch_reduce_to")
+
+
+def _reduce_pairs(
+    strategy: Strategy, reduce_op: Any, pairs: Any, options: Any, call: str
+) -> list[Any]:
+    """Reduce pairs of values and destinations. Draws one key, by either way.
+
+    Which way a rank goes depends on what it passes, such as a list in place of a tuple.
+    """
+    extended = strategy.extended
+    registry = extended._registry
+    if type(pairs) is list and not extended._custom_ops:
+        own = _components(strategy, pairs)
+        if own is not None:
+            try:
+                op = as_reduce_op(reduce_op, call)
+            except Exception as error:
+                extended._collectives.invalid(call, error)
+            reduced = extended._collectives.all_reduce(op, own, options, call)
+            return registry.wrap_list(Mirrored, reduced, registry.next_key())
+    try:
+        op = as_reduce_op(reduce_op, call)
+        structures = []
+        leaves = []
+        wanted = []  # the destinations of each leaf
+        for value, destinations in _check_pairs(pairs, call):
+            check_destinations(strategy, destinations, call)
+            flat, structure = nest.flatten(value)
+            structures.append(structure)
+            leaves += flat
+            wanted += [destinations] * len(flat)
+        results = list(leaves)
+        moving = [i for i, x in enumerate(leaves) if differs(x)]
+        for i, leaf in enumerate(leaves):
+            registry.check(call, leaf)
+            if not differs(leaf) and not (
+                op in _IDEMPOTENT and isinstance(leaf, (Mirrored, Variable))
+            ):
+                results[i] = _reduce_same(strategy, op, leaf, None, call)
+        plain = _plain_of(strategy, leaves)
+    except Exception as error:
+        extended._collectives.invalid(call, error)
+    if plain:
+        extended._collectives.check_plain(call, plain)
+    asked = [(leaves[i], wanted[i]) for i in moving]
+    if extended._custom_ops and asked:
+        reduced = extended._cross_device_ops.batch_reduce(op, asked, options)
+    else:
+        reduced = reduce_components(strategy, op, asked, options, call)
+    number = registry.next_key()
+    for i, x in zip(moving, reduced, strict=True):
+        if root_of(strategy, wanted[i]) is not None:
+            # For one rank: nothing on the others. See `StrategyExtended.reduce_to`.
+            x = registry.wrap(PerReplica, x, (number, i))
+        elif not isinstance(x, Mirrored):
+            x = registry.wrap(Mirrored, x, (number, i))
+        results[i] = x
+    remaining = iter(results)
+    return [
+        structure.unflatten(list(itertools.islice(remaining, structure.num_leaves)))
+        for structure in structures
+    ]
+
+
+def _components(strategy: Strategy, pairs: list[Any]) -> list[Any] | None:
+    """Return this rank's values, if all are for variables, as they are most often."""
+    registry = strategy.extended._registry
+    own = []
+    for pair in pairs:
+        if type(pair) is not tuple or len(pair) != 2:
+            return None
+        value, variable = pair
+        if type(value) is not PerReplica or value._home is not registry:
+            return None
+        if type(variable) is not Variable or variable._strategy is not strategy:
+            return None
+        own.append(value._own)
+    return own
+
+
+def _check_pairs(pairs: Any, call: str) -> list[tuple[Any, Any]]:
+    if isinstance(pairs, (list, tuple)) and all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
+    ):
+        return [(pair[0], pair[1]) for pair in pairs]
+    raise ValueError(
+        f"{call}: expected `value_destination_pairs` to be a list of (value, "
+        f"destinations) tuples, got {pairs!r:.200}"
+    )
+
+
+@dispatch.verb("broadcast_to")
+def _broadcast_to(strategy: Strategy, marked: Any, destinations: Any) -> Any:
+    if strategy.extended._custom_ops:
+        ops = strategy.extended._cross_device_ops
+        with context.entered(context.Frame(strategy, context.Level.CROSS_REPLICA)):
+            return ops.broadcast(marked.value, destinations)
+
+    def get() -> Any:
+        check_destinations(strategy, destinations, "broadcast_to")
+        return marked.value
+
+    return broadcast_value(strategy, get)
+
+
+@dispatch.verb("gather")
+def _gather(strategy: Strategy, value: Any, axis: Any) -> Any:
+    collectives = strategy.extended._collectives
+    try:
+        strategy.extended._registry.check("Strategy.gather", value)
+    except RuntimeError as error:
+        collectives.invalid("Strategy.gather", error)
+    if differs(value):
+        own = component_of(value)
+        return collectives.all_gather(own, axis, call="Strategy.gather")
+    try:
+        if isinstance(value, (list, tuple, dict)):
+            raise TypeError(
+                f"Strategy.gather: expected one PerReplica or array, got a "
+                f"{type(value).__name__}; gather its parts one by one, or write "
+                "`all_gather` in the replica function, which takes nests"
+            )
+        # Not per replica: returned as it is, not n times (as in TensorFlow).
+        plain = own_component(value)
+        backend.as_array(to_plain(plain), "Strategy.gather")
+    except Exception as error:
+        collectives.invalid("Strategy.gather", error)
+    if is_same(strategy, value):
+        collectives.guard.agree(Call("Strategy.gather of a value that is the same"))
+    else:
+        collectives.check_plain("Strategy.gather", [to_plain(plain)])
+    return plain
+
+
+@dispatch.verb("distribute_values")
+def _distribute_values(strategy: Strategy, value_fn: Any) -> Any:
+    extended = strategy.extended
+    value_context = ValueContext(extended._replica_id, extended._num_replicas)
+    call = Call("experimental_distribute_values_from_function")
+
+    def body(part: Part) -> Any:
+        part.kind = "raised"
+        value = value_fn(value_context)
+        text = str(nest.flatten(value)[1])
+        part.came_out(text, fingerprint(text))
+        return value
+
+    value = strategy.extended._collectives.guard.run_section(call, body)
+    registry = extended._registry
+    leaves, shape = nest.flatten(value)
+    number = registry.next_key()
+    return shape.unflatten(
+        [registry.wrap(PerReplica, x, (number, i)) for i, x in enumerate(leaves)]
+    )

@@ -1,0 +1,290 @@
+"""What a replica function sees: its context, and the collectives it may call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpidist._base.options import CommunicationOptions, ReduceOp, as_reduce_op
+from mpidist._merge import coordinator
+from mpidist._runtime import context
+from mpidist._runtime.dispatch import check_arguments
+
+if TYPE_CHECKING:
+    from mpidist._strategy.strategy import Strategy
+
+
+class ReplicaContext:
+    """The replica that the code runs on, inside `Strategy.run`.
+
+    `mpidist.get_replica_context` returns it. It can also be made by hand, on every
+    rank, and entered with ``with``.
+
+    Args:
+        strategy: the strategy.
+        replica_id_in_sync_group: the number of this rank's replica; None for it.
+
+    Raises:
+        ValueError: for an id that is no int, or not that of this rank's replica.
+    """
+
+    def __init__(
+        self, strategy: Strategy, replica_id_in_sync_group: int | None
+    ) -> None:
+        own = strategy.extended._replica_id
+        given = replica_id_in_sync_group
+        if given is not None and (
+            isinstance(given, bool) or not isinstance(given, (int, np.integer))
+        ):
+            raise ValueError(
+                "ReplicaContext: replica_id_in_sync_group can only be an integer or "
+                f"None, got {given!r}"
+            )
+        if given is not None and int(given) != own:
+            raise ValueError(
+                f"ReplicaContext: this rank hosts replica {own} of {strategy}, and "
+                f"can not be in the context of replica {given}; write None for its own"
+            )
+        self._strategy = strategy
+        self._replica_id = own
+        self._entered: list[Any] = []
+        extended = strategy.extended
+        # The user's ops, where there are some; else straight to the engine.
+        self._all_reduce: Callable[..., Any] = (
+            extended._all_reduce
+            if extended._custom_ops
+            else extended._collectives.all_reduce
+        )
+
+    def __enter__(self) -> ReplicaContext:
+        """Make this the current replica context."""
+        frame = context.Frame(
+            self._strategy, context.Level.REPLICA, replica_context=self
+        )
+        manager = context.entered(frame)
+        manager.__enter__()
+        self._entered.append(manager)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Restore the context that was current before."""
+        self._entered.pop().__exit__(kind, error, trace)
+
+    def __repr__(self) -> str:
+        return (
+            f"<mpidist.ReplicaContext: replica {self._replica_id} of "
+            f"{self.num_replicas_in_sync}>"
+        )
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy of this replica."""
+        return self._strategy
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """The number of this replica, from 0 to ``num_replicas_in_sync - 1``."""
+        return self._replica_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas that are kept in sync."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device of this replica, as a tuple of one string."""
+        return (self._strategy.extended._device_name,)
+
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Reduce ``value`` over all replicas, and give all of them the result.
+
+        Collective: every replica must call this, in the same order. On one node
+        through shared memory; else one all-reduce by MPI for each dtype and
+        ``bytes_per_pack``. On one node large results share one block of memory, which
+        stays for as long as one of them is kept.
+
+        Args:
+            reduce_op: a `ReduceOp` or its name.
+            value: a nest of arrays and numbers, of the same structure, shapes and
+                dtypes on all replicas. It is not changed.
+            options: for this call.
+
+        Returns:
+            The same nest with the results, bit-identical on all replicas. SUM, MIN,
+            MAX and PROD keep the dtype, and so does MEAN, but of integers it is
+            float64. Python numbers give Python numbers.
+
+        Raises:
+            RuntimeError: outside this replica context.
+            TypeError: for leaves that are no arrays, or of a dtype that the
+                operation is not defined for.
+            CollectiveMismatchError: if the replicas' calls differ.
+
+        Example, on two replicas::
+
+            ctx = mpidist.get_replica_context()
+            ctx.all_reduce("SUM", {"a": 1, "b": [40, 1]})  # {'a': 2, 'b': [80, 2]}
+        """
+        if context.current().replica_context is not self:
+            self._require_current("all_reduce")
+        op = reduce_op
+        if type(op) is not ReduceOp:
+            try:
+                op = as_reduce_op(op, "all_reduce")
+            except Exception as error:
+                self._strategy.extended._collectives.invalid("all_reduce", error)
+        return self._all_reduce(op, value, options)
+
+    def all_gather(
+        self,
+        value: Any,
+        axis: int,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Concatenate ``value`` of all replicas along an axis.
+
+        Collective: every replica must call this, in the same order. On one node
+        through shared memory; else one MPI Allgather (Allgatherv, if sizes differ)
+        for each leaf, or for all where they are small.
+
+        Args:
+            value: a nest of arrays of at least one dimension, of the same dtypes and
+                shapes on all replicas but for the size along ``axis`` (0 is allowed).
+            axis: the axis to concatenate along; negative from the end.
+            options: for this call.
+
+        Returns:
+            The same nest with the results, in the order of the replicas.
+
+        Raises:
+            RuntimeError: outside this replica context.
+            TypeError, ValueError: for a leaf that is no array, or an axis that it
+                does not have.
+            CollectiveMismatchError: if the replicas' calls differ.
+        """
+        self._require_current("all_gather")
+        return self._strategy.extended._collectives.all_gather(value, axis, options)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run ``merge_fn`` once, for all replicas, on the coordinator.
+
+        Collective: every replica must call this, in the same order. All replicas
+        wait. Rank 0 calls its ``merge_fn(strategy, *args, **kwargs)`` in
+        cross-replica context; the ``merge_fn`` of the others is not called.
+
+        Args:
+            merge_fn: the function.
+            args: its positional arguments: nests of the same structure on all
+                replicas. Each array or number arrives as a `PerReplica`, of which
+                rank 0 has its own component and the others stay on their ranks until
+                they are looked at. Variables arrive as themselves; other objects
+                too, where they are equal on all replicas, and else as PerReplica.
+                Objects that hold variables are compared by class and first variable.
+            kwargs: its keyword arguments, likewise.
+
+        Returns:
+            This replica's part of what ``merge_fn`` returns: its component of
+            PerReplica and Mirrored values (nested too); all else as it is.
+
+        Raises:
+            RuntimeError: outside this replica context.
+            TypeError: for an argument that can not be compared, such as a lock or an
+                open file; ``merge_fn`` may close over it.
+            Exception: what ``merge_fn`` raises, on every replica.
+            CollectiveMismatchError: if the replicas' calls differ.
+        """
+        self._require_current("merge_call")
+        extended = self._strategy.extended
+        kwargs = {} if kwargs is None else kwargs
+        try:
+            check_arguments("merge_call", args, kwargs)
+        except Exception as error:
+            extended._collectives.invalid("merge_call", error)
+        if not extended._is_mpi:
+            frame = context.Frame(self._strategy, context.Level.CROSS_REPLICA)
+            with context.entered(frame):
+                return merge_fn(self._strategy, *args, **kwargs)
+        return coordinator.merge_call(self._strategy, merge_fn, tuple(args), kwargs)
+
+    def _require_current(self, call: str) -> None:
+        frame = context.current()
+        if frame.replica_context is self:
+            return
+        if frame.replica_context is None:
+            raise RuntimeError(
+                f"ReplicaContext.{call}: Need to be inside `call_for_each_replica()`: "
+                f"this code runs {frame.level.value}. {_INSTEAD[call]}"
+            )
+        if frame.strategy is not self._strategy:
+            raise RuntimeError(
+                f"ReplicaContext.{call}: Mismatching Strategy objects: "
+                f"{frame.strategy} is not {self._strategy}; write "
+                f"`mpidist.get_replica_context().{call}(...)`"
+            )
+        raise RuntimeError(
+            f"ReplicaContext.{call}: Mismatching ReplicaContext: another context of "
+            f"{self._strategy} is current; write "
+            f"`mpidist.get_replica_context().{call}(...)`"
+        )
+
+
+_INSTEAD = {
+    "all_reduce": "Write `strategy.reduce(op, value, axis=None)` here",
+    "all_gather": "Write `strategy.gather(value, axis)` here",
+    "merge_call": "Here the function can be called as it is: `merge_fn(strategy, ...)`",
+}
+
+
+class ValueContext:
+    """Which replica a value is made for.
+
+    `Strategy.experimental_distribute_values_from_function` passes one to its
+    ``value_fn``; it can also be made directly.
+
+    Args:
+        replica_id_in_sync_group: the number of the replica.
+        num_replicas_in_sync: the number of replicas.
+    """
+
+    def __init__(
+        self, replica_id_in_sync_group: int = 0, num_replicas_in_sync: int = 1
+    ) -> None:
+        self._replica_id_in_sync_group = replica_id_in_sync_group
+        self._num_replicas_in_sync = num_replicas_in_sync
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas."""
+        return self._num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """The number of the replica, from 0."""
+        return self._replica_id_in_sync_group
+
+    def __str__(self) -> str:
+        return (
+            f"mpidist.ValueContext(replica id {self.replica_id_in_sync_group}, "
+            f"total replicas in sync: {self.num_replicas_in_sync})"
+        )
+
+    __repr__ = __str__

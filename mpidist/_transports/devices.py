@@ -1,0 +1,338 @@
+"""Which way GPU buffers go: what each rank knows, and what all make of it.
+
+A GPU buffer is moved piece by piece, or by another library altogether; so all ranks
+must take the same way. When a strategy is made they tell each other what each has found
+(`Finding`), and all decide the same from that (`decide`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import types
+import warnings
+from typing import Any, Literal
+
+from mpidist._base import backend
+from mpidist._base.options import CommunicationImplementation, Environment
+from mpidist._mpi.communicator import AnyCommunicator, query_cuda_support
+from mpidist._transports.direct import DirectTransport
+from mpidist._transports.nccl import NcclTransport, connect
+from mpidist._transports.staged import StagedTransport
+
+_AUTO = (CommunicationImplementation.AUTO, CommunicationImplementation.RING)
+_INSTEAD = (
+    "write AUTO, which is direct where MPI is CUDA-aware and staged through the host "
+    "elsewhere"
+)
+
+# Warnings that were given. Python's own record of them is void whenever somebody uses
+# `warnings.catch_warnings`, as we do when NCCL is looked for.
+_told: set[str] = set()
+
+DeviceTransport = DirectTransport | StagedTransport | NcclTransport
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What one rank knows.
+
+    Attributes:
+        wanted: the name of the `CommunicationImplementation` that is asked for.
+        kind: "cpu" or "gpu".
+        gpu: the host and the PCI address of its GPU; "" without.
+        cuda_aware: what ``MPIDIST_CUDA_AWARE`` says, if anything.
+        queried: how the MPI says that it is CUDA-aware; "" if it does not.
+        no_nccl: why NCCL does not load; "" if it does.
+        piece_bytes: of staged copies.
+    """
+
+    wanted: str
+    kind: str
+    gpu: str = ""
+    cuda_aware: bool | None = None
+    queried: str = ""
+    no_nccl: str = ""
+    piece_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What all ranks make of their findings.
+
+    Attributes:
+        way: how GPU buffers go, where AUTO is asked for.
+        reason: why.
+        mixed: whether some ranks have their arrays on a GPU and some on the host.
+        try_nccl: whether to connect the ranks by NCCL, and take it if that works.
+        no_nccl: why not, to be told to who asks for it.
+        missing: why NCCL does not load, where it would be taken: each of several
+            ranks has a GPU of its own, and nothing but AUTO is asked for.
+    """
+
+    way: Literal["direct", "staged"]
+    reason: str
+    mixed: bool = False
+    try_nccl: bool = False
+    no_nccl: str = ""
+    missing: str = ""
+
+
+def look(
+    wanted: CommunicationImplementation,
+    device: backend.Device,
+    host_name: str,
+    environment: Environment,
+) -> Finding:
+    """Return what this rank knows. Does not raise for what a machine has not."""
+    finding = Finding(
+        wanted=wanted.name,
+        kind=device.kind,
+        cuda_aware=environment.cuda_aware,
+        piece_bytes=environment.staging_bytes,
+    )
+    if device.kind != "gpu":
+        return finding
+    gpu = no_nccl = ""
+    try:
+        gpu = f"{host_name} {backend.gpu_bus_id(device)}"
+        backend.nccl_module()
+    except Exception as error:  # of CUDA, or of a library that does not fit
+        no_nccl = f"{error}"
+    queried = query_cuda_support() if environment.cuda_aware is None else ""
+    return dataclasses.replace(finding, gpu=gpu, queried=queried, no_nccl=no_nccl)
+
+
+def decide(findings: list[Finding]) -> Decision:
+    """Return which way all ranks go. The same findings give the same answer.
+
+    Raises:
+        ValueError: if ranks were asked for different things by their environment, or
+            for NCCL where it can not be.
+    """
+    first = findings[0]
+    for name, values in (
+        ("MPIDIST_IMPLEMENTATION", [f.wanted.lower() for f in findings]),
+        ("MPIDIST_STAGING_MB", [f.piece_bytes / 2**20 for f in findings]),
+    ):
+        if len(set(values)) > 1:
+            other = next(r for r, value in enumerate(values) if value != values[0])
+            raise ValueError(
+                f"MPIStrategy: the environment variable {name} must be the same on all "
+                f"ranks; it means {values[0]} on rank 0 and {values[other]} on rank "
+                f"{other}. Launchers pass it on with `mpirun -x {name}` (Open MPI) or "
+                f"`-genv {name} VALUE` (MPICH)"
+            )
+    mixed = len({f.kind for f in findings}) > 1
+    no_nccl, loads = _why_no_nccl(findings)
+    if first.wanted == "NCCL" and no_nccl:
+        raise ValueError(
+            f"MPIStrategy: `CommunicationImplementation.NCCL` can not be: {no_nccl}. "
+            f"TensorFlow would take AUTO here, with a warning; {_INSTEAD}"
+        )
+    automatic = first.wanted in ("AUTO", "RING")
+    try_nccl = first.wanted == "NCCL" or (
+        automatic and not no_nccl and len(findings) > 1
+    )
+    missing = "" if loads or not automatic or len(findings) == 1 else no_nccl
+    decision = Decision("staged", "", mixed, try_nccl, no_nccl, missing)
+    if mixed:
+        reason = "staged: some ranks have no GPU"
+        return dataclasses.replace(decision, reason=reason)
+    said = {f.cuda_aware for f in findings}
+    if len(said) > 1:
+        reason = "staged: MPIDIST_CUDA_AWARE is not the same on all ranks"
+    elif first.cuda_aware is not None:
+        reason = f"MPIDIST_CUDA_AWARE={int(first.cuda_aware)}"
+        if first.cuda_aware:
+            return dataclasses.replace(decision, way="direct", reason=reason)
+    elif all(f.queried for f in findings):
+        reason = f"direct: the MPI says it is CUDA-aware ({first.queried})"
+        return dataclasses.replace(decision, way="direct", reason=reason)
+    else:
+        reason = "staged: the MPI does not say that it is CUDA-aware"
+    return dataclasses.replace(decision, reason=reason)
+
+
+def _why_no_nccl(findings: list[Finding]) -> tuple[str, bool]:
+    """Return why the ranks can not use NCCL, and whether it is not for its library.
+
+    The reason is "" if they can, as far as is known.
+    """
+    seen: dict[str, int] = {}
+    for rank, finding in enumerate(findings):
+        if finding.kind != "gpu":
+            return f"rank {rank} has its arrays on the host", True
+        if finding.gpu and finding.gpu in seen:
+            return (
+                f"ranks {seen[finding.gpu]} and {rank} share a GPU, and NCCL wants one "
+                "for each rank"
+            ), True
+        seen[finding.gpu] = rank
+    for rank, finding in enumerate(findings):
+        if finding.no_nccl:
+            return f"NCCL does not load on rank {rank} ({finding.no_nccl})", False
+    return "", True
+
+
+class Devices:
+    """The ways of a strategy's GPU buffers; each is made when it is first asked for."""
+
+    def __init__(
+        self, comm: AnyCommunicator, device: backend.Device, environment: Environment
+    ) -> None:
+        self._comm = comm
+        self._device = device
+        self._environment = environment
+        self._staged: dict[str, StagedTransport] = {}
+        self._nccl: NcclTransport | None = None
+        # Until the ranks have met, and for who never does: what fits with all.
+        self.decision = Decision("staged", "staged: one replica", mixed=True)
+
+    def settle(
+        self,
+        wanted: CommunicationImplementation,
+        host: DirectTransport,
+        deadline: float | None,
+    ) -> None:
+        """Find out, with the other ranks, how GPU buffers go. Collective.
+
+        Args:
+            wanted: what the options or the environment ask for.
+            host: moves host arrays.
+            deadline: seconds for NCCL to connect the ranks; None: no limit.
+
+        Raises:
+            ValueError: on all ranks, for what can not be.
+        """
+        mine = look(wanted, self._device, self._comm.host_name, self._environment)
+        rows = self._comm.all_gather_objects(
+            json.dumps(dataclasses.asdict(mine)).encode()
+        )
+        decision = decide([Finding(**json.loads(row)) for row in rows])
+        self.decision = decision
+        self._staged.clear()
+        if not decision.try_nccl:
+            if decision.missing and decision.way == "staged":
+                reason = f"{decision.reason}; {decision.missing}"
+                self.decision = dataclasses.replace(decision, reason=reason)
+                self._warn(decision.missing)
+            return
+        communicator, problem = connect(self._comm, self._device, deadline)
+        if problem and wanted is CommunicationImplementation.NCCL:
+            raise ValueError(
+                "MPIStrategy: `CommunicationImplementation.NCCL` can not be: NCCL did "
+                f"not connect the ranks ({problem}). NCCL_DEBUG=INFO makes it say "
+                f"more; {_INSTEAD}"
+            )
+        if problem:
+            reason = f"{decision.reason}; NCCL did not connect the ranks ({problem})"
+            self.decision = dataclasses.replace(
+                decision, reason=reason, no_nccl=problem
+            )
+            self._warn(f"NCCL did not connect the ranks ({problem})")
+            return
+        self._nccl = NcclTransport(
+            communicator, self._comm.rank, self.staged(host), self._comm.traffic.count
+        )
+
+    def _warn(self, problem: str) -> None:
+        """Warn on rank 0, once, that AUTO takes another way than NCCL. Collective.
+
+        Each rank has a GPU of its own, so that NCCL would be the fast way, and nothing
+        else would tell: results are right. A warning, which a program can turn off or
+        into an error, and not only a line of `mpidist info`, which has to be asked for.
+        What a filter makes an error is raised on all ranks.
+
+        Raises:
+            RuntimeWarning: on all ranks, if warnings are errors on rank 0.
+        """
+        way = self.decision.way
+        text = (
+            f"MPIStrategy: each rank has a GPU of its own, but {problem}; GPU arrays "
+            f"go {way}, which is slower as a rule. To be content with that, and for "
+            f"no warning, write MPIDIST_IMPLEMENTATION={way}"
+        )
+        raised = b""
+        if self._comm.rank == 0 and text not in _told:
+            try:
+                warnings.warn(text, RuntimeWarning, stacklevel=_level_of_caller())
+                _told.add(text)
+            except RuntimeWarning as error:
+                raised = str(error).encode()
+        raised = self._comm.all_gather_objects(raised)[0]
+        if raised:
+            raise RuntimeWarning(raised.decode())
+
+    def pick(
+        self, wanted: CommunicationImplementation, host: DirectTransport
+    ) -> tuple[DeviceTransport, str]:
+        """Return the transport of GPU buffers, and why. Not collective.
+
+        Raises:
+            ValueError: for NCCL where the ranks are not connected by it.
+            RuntimeError: if NCCL has failed.
+        """
+        kind = CommunicationImplementation
+        if wanted is kind.DIRECT:
+            return DirectTransport(self._comm), "direct: asked for in the options"
+        if wanted is kind.STAGED:
+            return self.staged(host), "staged: asked for in the options"
+        if wanted is kind.NCCL:
+            if self._nccl is None:
+                why = self.decision.no_nccl or "it was not asked for at first"
+                raise ValueError(
+                    "`CommunicationImplementation.NCCL` is not there: the ranks were "
+                    f"not connected by it when the strategy was made ({why}); "
+                    f"{_INSTEAD}"
+                )
+            return self._nccl, "nccl: asked for in the options"
+        if self._nccl is not None and wanted in _AUTO:
+            return self._nccl, "nccl: each rank has a GPU of its own"
+        if self.decision.way == "direct":
+            return DirectTransport(self._comm), self.decision.reason
+        return self.staged(host), self.decision.reason
+
+    def staged(self, host: DirectTransport) -> StagedTransport:
+        """Return the staged transport whose pieces go by ``host``."""
+        found = self._staged.get(host.name)
+        if found is None:
+            pieces = None if self.decision.mixed else self._environment.staging_bytes
+            found = self._staged[host.name] = StagedTransport(host, pieces)
+        return found
+
+    def close(self) -> None:
+        """Give back what NCCL holds, and let go of host transports. Collective."""
+        self._staged.clear()
+        if self._nccl is not None:
+            self._nccl.close()
+            self._nccl = None
+
+
+def _level_of_caller() -> int:
+    """Return what `stacklevel` is for the first frame outside of this package."""
+    frame, level = sys._getframe(1), 1
+    package = __name__.partition(".")[0]
+    while frame.f_back and _package_of(frame) == package:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _package_of(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def place_text(arrays: list[Any], structure: Any, mixed: bool) -> str:
+    """Return, for a call's text, which of its arrays are on a GPU; "" for none.
+
+    Where the ranks have devices of different kinds (``mixed``), GPU buffers go in the
+    same messages as host buffers, and it is enough if places agree within one call.
+    """
+    places = [backend.is_device_array(x) for x in arrays]
+    if not any(places) or (mixed and all(places)):
+        return ""
+    if all(places):
+        return " on the GPU"
+    names = ["GPU" if place else "host" for place in places]
+    return f" on {structure.render(names)}"

@@ -1,0 +1,276 @@
+"""GPU buffers through NCCL, by way of `cupy.cuda.nccl`.
+
+NCCL moves buffers from GPU to GPU (NVLink, PCIe, InfiniBand), in kernels that are
+queued on the current stream: a call returns before the data has moved, later kernels on
+that stream see it, and the host waits for nothing. MPI brings the ranks together: it
+carries NCCL's id when the communicator is made, and the header before each call, so
+that all ranks do come.
+
+Sums are added in the order that NCCL chooses for the size and the machine, not rank by
+rank; whether another run gives the same bits is NCCL's matter.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from mpidist._base import backend
+from mpidist._mpi.communicator import AnyCommunicator, MPIOp
+from mpidist._transports.staged import StagedTransport
+
+# dtype -> (name of NCCL's type, how many of them one element is). NCCL user guide,
+# "Types": it has no 16-bit integers, no bool and no complex. A complex sum is that of
+# its parts.
+_TYPES: Final[dict[str, tuple[str, int]]] = {
+    "int8": ("NCCL_INT8", 1),
+    "uint8": ("NCCL_UINT8", 1),
+    "int32": ("NCCL_INT32", 1),
+    "uint32": ("NCCL_UINT32", 1),
+    "int64": ("NCCL_INT64", 1),
+    "uint64": ("NCCL_UINT64", 1),
+    "float16": ("NCCL_FLOAT16", 1),
+    "bfloat16": ("NCCL_BFLOAT16", 1),
+    "float32": ("NCCL_FLOAT32", 1),
+    "float64": ("NCCL_FLOAT64", 1),
+    "complex64": ("NCCL_FLOAT32", 2),
+    "complex128": ("NCCL_FLOAT64", 2),
+}
+# NCCL's id as a message begins with what CuPy made of it on rank 0.
+_BYTES: Final = b"b"  # CuPy 14
+_INTEGERS: Final = b"i"  # CuPy 13 and older: a tuple of C's chars
+_FAILED: Final = b"-"
+_FEW: Final = 3
+_LONGEST_CONNECT: Final = 300.0  # seconds
+_LATE: Final = "it did not find all ranks within"
+
+
+class NcclTransport:
+    """Moves GPU buffers by NCCL, and those that it can not reduce by another transport.
+
+    Args:
+        communicator: an `NcclCommunicator` of all ranks.
+        rank: this rank in it.
+        staged: reduces what NCCL has no type or operation for.
+        count: called with the kind and the bytes of each call, for the statistics.
+    """
+
+    name = "nccl"
+
+    def __init__(
+        self,
+        communicator: Any,
+        rank: int,
+        staged: StagedTransport,
+        count: Callable[[str, int], None],
+    ) -> None:
+        self._nccl = backend.nccl_module()
+        self._communicator = communicator
+        self._rank = rank
+        self._staged = staged
+        self._count = count
+
+    def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
+        """Reduce ``send`` of all ranks into ``receive``."""
+        kind = self._type_of(send.dtype, op)
+        if kind is None:
+            self._staged.allreduce(send, receive, op)
+        elif send.size:
+            self._communicator.allReduce(
+                backend.address(send),
+                backend.address(receive),
+                send.size * kind[1],
+                kind[0],
+                getattr(self._nccl, f"NCCL_{op}"),
+                backend.current_stream().ptr,
+            )
+            self._count("ncclAllReduce", send.nbytes)
+
+    def allreduce_in_place(self, buffer: Any, op: MPIOp) -> None:
+        """Reduce ``buffer`` of all ranks into itself."""
+        self.allreduce(buffer, buffer, op)
+
+    def reduce(self, buffer: Any, op: MPIOp, root: int) -> None:
+        """Reduce ``buffer`` of all ranks into that of the root; others keep theirs."""
+        kind = self._type_of(buffer.dtype, op)
+        if kind is None:
+            self._staged.reduce(buffer, op, root)
+        elif buffer.size:
+            where = backend.address(buffer)
+            self._communicator.reduce(
+                where,
+                where,  # NCCL writes it on the root alone
+                buffer.size * kind[1],
+                kind[0],
+                getattr(self._nccl, f"NCCL_{op}"),
+                root,
+                backend.current_stream().ptr,
+            )
+            self._count("ncclReduce", buffer.nbytes)
+
+    def broadcast(self, buffer: Any, root: int) -> None:
+        """Copy the root's ``buffer`` to all ranks."""
+        if buffer.size:
+            where = backend.address(buffer)
+            self._communicator.broadcast(
+                where,
+                where,
+                buffer.nbytes,
+                self._nccl.NCCL_UINT8,
+                root,
+                backend.current_stream().ptr,
+            )
+            self._count("ncclBroadcast", buffer.nbytes)
+
+    def all_gather(self, send: Any, receive: Any, counts: list[int]) -> None:
+        """Concatenate bytes of all ranks, on all ranks.
+
+        Where ranks have different numbers of bytes it is a group of broadcasts, as
+        NCCL's user guide says ("Group Calls"): NCCL has no all-gather of such.
+        """
+        stream = backend.current_stream().ptr
+        byte = self._nccl.NCCL_UINT8
+        if sum(counts) == 0:
+            return
+        self._count("ncclAllGather", send.nbytes)
+        if len(set(counts)) == 1:
+            self._communicator.allGather(
+                backend.address(send), backend.address(receive), counts[0], byte, stream
+            )
+            return
+        start = backend.address(receive)
+        self._nccl.groupStart()
+        try:
+            for root, count in enumerate(counts):
+                if count:
+                    source = backend.address(send) if root == self._rank else start
+                    self._communicator.broadcast(
+                        source, start, count, byte, root, stream
+                    )
+                start += count
+        finally:
+            self._nccl.groupEnd()
+
+    def check(self) -> None:
+        """Look whether an earlier call has failed, which shows only later.
+
+        Raises:
+            RuntimeError: if one has.
+        """
+        try:
+            self._communicator.check_async_error()
+        except Exception as error:
+            raise RuntimeError(
+                f"NCCL reports that an earlier call failed on rank {self._rank} "
+                f"({error}); what it was to give is not there. The usual reasons are a "
+                "rank that has died, a network that has failed, and an error of an "
+                "earlier kernel; NCCL_DEBUG=INFO makes NCCL say more. This strategy "
+                "can not use NCCL any more: make a new one, or write "
+                "MPIDIST_IMPLEMENTATION=staged"
+            ) from error
+
+    def close(self) -> None:
+        """Give the communicator back, when what was queued is done. Collective."""
+        backend.current_stream().synchronize()
+        self._communicator.destroy()
+
+    def _type_of(self, dtype: Any, op: MPIOp) -> tuple[int, int] | None:
+        """Return NCCL's type and how many make an element; None: it can not."""
+        name, parts = _TYPES.get(dtype.name, ("", 0))
+        if parts == 0 or (parts > 1 and op != "SUM"):
+            return None
+        number = getattr(self._nccl, name, None)  # older ones have no bfloat16
+        return None if number is None else (int(number), parts)
+
+
+def connect(
+    comm: AnyCommunicator, device: backend.Device, timeout_seconds: float | None
+) -> tuple[Any, str]:
+    """Make a communicator of NCCL, and see that it can sum. Collective.
+
+    Nobody raises: all ranks return a communicator, or all return why there is none.
+
+    Args:
+        comm: the ranks; each has a GPU of its own.
+        device: of this rank.
+        timeout_seconds: of the strategy. NCCL has five minutes at most to find all
+            ranks, which it does by its own means: a rank that fails in that leaves the
+            others waiting.
+
+    Returns:
+        The communicator, and ""; or None, and the reason.
+    """
+    data = b""
+    if comm.rank == 0:
+        try:
+            data = _pack_id(backend.nccl_module().get_unique_id())
+        except Exception as error:
+            data = _FAILED + f"{type(error).__name__}: {error}".encode()
+    data = comm.all_gather_objects(data)[0]
+    if data.startswith(_FAILED):
+        return None, f"rank 0 could not begin: {data[1:].decode()}"
+    made: list[Any] = []
+    problem: list[str] = []
+
+    def make() -> None:
+        try:
+            device.activate()
+            nccl = backend.nccl_module()
+            made.append(nccl.NcclCommunicator(comm.size, _unpack_id(data), comm.rank))
+            _try_sum(made[0], nccl, comm.size, device)
+        except Exception as error:
+            problem.append(f"{type(error).__name__}: {error}")
+
+    deadline = min(timeout_seconds or _LONGEST_CONNECT, _LONGEST_CONNECT)
+    thread = threading.Thread(target=make, name="mpidist-nccl", daemon=True)
+    thread.start()
+    thread.join(deadline)
+    late = thread.is_alive()
+    text = f"{_LATE} {deadline} s" if late else ""
+    text = text or "".join(problem)
+    texts = [t.decode() for t in comm.all_gather_objects(text.encode())]
+    if not any(texts):
+        return made[0], ""
+    if made and not late:
+        made[0].abort()
+    # Those that only waited come last: another rank was the reason.
+    failed = sorted(
+        (f"rank {r}: {t}" for r, t in enumerate(texts) if t), key=_only_waited
+    )
+    return None, "; ".join(failed[:_FEW]) + ("; ..." if len(failed) > _FEW else "")
+
+
+def _pack_id(key: bytes | tuple[int, ...]) -> bytes:
+    """Return NCCL's id as a message that says what it was."""
+    if isinstance(key, bytes):
+        return _BYTES + key
+    # int16: C's char has a sign on some machines and none on others.
+    return _INTEGERS + np.array(key, np.int16).tobytes()
+
+
+def _unpack_id(data: bytes) -> bytes | tuple[int, ...]:
+    """Return the id as CuPy gave it on rank 0: the reverse of `_pack_id`."""
+    if data.startswith(_BYTES):
+        return data[1:]
+    return tuple(np.frombuffer(data[1:], np.int16).tolist())
+
+
+def _only_waited(text: str) -> bool:
+    return _LATE in text
+
+
+def _try_sum(communicator: Any, nccl: Any, size: int, device: backend.Device) -> None:
+    """Sum ones over the ranks: NCCL connects them only now."""
+    x = device.array_module.ones(1, np.float32)
+    where, stream = backend.address(x), backend.current_stream()
+    communicator.allReduce(
+        where, where, 1, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream.ptr
+    )
+    stream.synchronize()
+    communicator.check_async_error()
+    total = float(backend.to_host(x)[0])
+    if total != size:
+        raise RuntimeError(f"the sum of 1 over {size} ranks was {total}")

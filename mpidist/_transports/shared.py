@@ -1,0 +1,98 @@
+"""Flat buffers through the memory that the ranks of one node share, after a header.
+
+What routes through the core do with their headers (`mpidist._engine.core_routes`) this
+does for buffers on which the ranks have agreed already: those of GPU arrays on their
+way through the host, of packed leaves, and what one rank sends to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from mpidist import _native
+from mpidist._agreement.channel import LEFT, LeftError
+from mpidist._base.cache import Cache
+from mpidist._mpi.communicator import AnyCommunicator, MPIOp
+from mpidist._transports.direct import DirectTransport
+
+_OPERATIONS: Final = {"SUM": 0, "PROD": 1, "MIN": 2, "MAX": 3}
+_MOST_REDUCTIONS: Final = 256
+
+
+class SharedTransport(DirectTransport):
+    """Reduces and copies host buffers through the core; all else as `DirectTransport`.
+
+    Args:
+        comm: the ranks, all on one node.
+        channel: of the node.
+        piece_bytes: the size of its piece areas.
+    """
+
+    name = "shared"
+
+    def __init__(self, comm: AnyCommunicator, channel: Any, piece_bytes: int) -> None:
+        super().__init__(comm)
+        self._channel = channel
+        self._piece_bytes = piece_bytes
+        self._reductions: Cache[Any, Any] = Cache(_MOST_REDUCTIONS)
+
+    def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
+        """Reduce ``send`` of all ranks into ``receive``."""
+        if send.size == 0:
+            return
+        self.comm.traffic.count("Allreduce", send.nbytes)
+        name = f"{send.dtype.kind}{send.dtype.itemsize}"
+        key = (name, op, send.size)
+        reduction = self._reductions.get(key)
+        if reduction is None:
+            leaf = (name, _OPERATIONS[op], (send.size,), 0)
+            reduction = _native.core.Reduce(self._channel, [leaf], self._piece_bytes)
+            self._reductions[key] = reduction
+        self._do(reduction.run, send, receive)
+
+    def allreduce_in_place(self, buffer: Any, op: MPIOp) -> None:
+        """Reduce ``buffer`` of all ranks into itself."""
+        self.allreduce(buffer, buffer, op)
+
+    def reducer(self, nbytes: int, op: MPIOp, divisor: int | None = None) -> Any:
+        """Return a function that reduces one array into another."""
+
+        def reduce(send: Any, receive: Any) -> None:
+            self.allreduce(send, receive, op)
+            if divisor is not None:
+                with np.errstate(all="ignore"):
+                    np.true_divide(receive, receive.dtype.type(divisor), out=receive)
+
+        return reduce
+
+    def reduce(self, buffer: Any, op: MPIOp, root: int) -> None:
+        """Reduce ``buffer`` of all ranks into that of the root."""
+        result = buffer if self.comm.rank == root else np.empty_like(buffer)
+        self.allreduce(buffer, result, op)
+
+    def broadcast(self, buffer: Any, root: int) -> None:
+        """Copy the root's ``buffer`` to all ranks."""
+        self.comm.traffic.count("Bcast", buffer.nbytes)
+        self._do(self._channel.broadcast, buffer, root)
+
+    def all_gather(self, send: Any, receive: Any, counts: list[int]) -> None:
+        """Concatenate bytes of all ranks, on all ranks."""
+        self.comm.traffic.count("Allgatherv", send.nbytes)
+        start = 0
+        for root, count in enumerate(counts):
+            part = receive[start : start + count]
+            if root == self.comm.rank:
+                part[...] = send
+            self._do(self._channel.broadcast, part, root)
+            start += count
+
+    def _do(self, step: Callable[..., int], *args: Any) -> None:
+        """Take a step of all ranks; who is interrupted in it lets the others go."""
+        try:
+            if step(*args) == LEFT:
+                raise LeftError(self._channel.who)
+        except BaseException as error:
+            raise self.comm.interrupted(error) from None

@@ -1,0 +1,145 @@
+"""Proof that the copies of mirrored variables are equal, bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpidist._agreement.mismatch import Call
+from mpidist._base import backend, nest
+from mpidist._base.errors import OutOfSyncError, format_ranks, on_rank
+from mpidist._base.fingerprint import fingerprint_of
+from mpidist._runtime import context, dispatch
+from mpidist._values import synchronization
+from mpidist._values.variable import Variable
+
+if TYPE_CHECKING:
+    from mpidist._strategy.strategy import Strategy
+
+_MOST_NAMED = 5
+
+
+def check_in_sync(variables: Any) -> None:
+    """Prove that all replicas have the same copies of mirrored variables.
+
+    Collective, at every level. Each rank computes a checksum (BLAKE2b, of 128 bits)
+    of its copies; the ranks compare them in one message, whatever the number of
+    variables. mpidist keeps copies equal; what it can not see is code that writes to
+    a CuPy array that `Variable.value` gave, a function of `update` that computes
+    other bits on another machine, or a broken memory module.
+
+    Args:
+        variables: a `Variable` or a nest of them, the same on all ranks.
+
+    Raises:
+        OutOfSyncError: on every rank, if copies differ. The message names the
+            variables, the ranks that drifted, and where they first differ.
+        TypeError: for what is no variable.
+        ValueError: for an ON_READ variable, whose copies may differ.
+    """
+    leaves = nest.flatten(variables)[0]
+    if not leaves:
+        return
+    strategy = next(
+        (x.distribute_strategy for x in leaves if isinstance(x, Variable)),
+        context.get_strategy(),
+    )
+    frame = context.current()
+    try:
+        _check_variables(strategy, leaves)
+    except Exception as error:
+        if frame.coordinator is not None:
+            raise
+        strategy.extended._collectives.invalid("check_in_sync", error)
+    if frame.level is context.Level.REPLICA and frame.strategy is strategy:
+        _check(strategy, leaves)
+    else:
+        dispatch.perform(strategy, "check_in_sync", leaves)
+
+
+def _check_variables(strategy: Strategy, leaves: list[Any]) -> None:
+    for leaf in leaves:
+        if not isinstance(leaf, Variable):
+            raise TypeError(
+                f"check_in_sync: expected a `mpidist.Variable`, got {leaf!r:.80}"
+            )
+        if leaf._policy is synchronization.ON_READ:
+            raise ValueError(
+                f"check_in_sync: the copies of {leaf!r} may differ, since it is ON_READ"
+            )
+        strategy.extended._check_owner("check_in_sync", leaf)
+
+
+@dispatch.verb("check_in_sync")
+def _check(strategy: Strategy, variables: list[Variable]) -> None:
+    collectives = strategy.extended._collectives
+    digests = [_digest(variable._array) for variable in variables]
+    text = ", ".join(f"{v.name!r} #{v._key[0]}" for v in variables)
+    call = Call(f"check_in_sync({text})")
+    if collectives.guard.agree_softly(call, fingerprint_of(*digests)):
+        return
+    rows = collectives.comm.all_gather_objects(b"".join(digests))
+    columns = [[row[i : i + 16] for row in rows] for i in range(0, len(rows[0]), 16)]
+    drifted = [i for i, column in enumerate(columns) if len(set(column)) > 1]
+    messages = [
+        _describe(strategy, variables[i], columns[i]) for i in drifted[:_MOST_NAMED]
+    ]
+    if len(drifted) > _MOST_NAMED:
+        messages.append(f"  and {len(drifted) - _MOST_NAMED} more variables")
+    raise OutOfSyncError(
+        on_rank(
+            strategy.extended._replica_id,
+            "check_in_sync: the copies of a mirrored variable differ:\n"
+            + "\n".join(messages)
+            + "\nFind what changed them. Rank 0's copy for all: `variable.assign("
+            "strategy.extended.broadcast_to(variable.value(), variable))`",
+        )
+    )
+
+
+def _digest(array: Any) -> bytes:
+    raw = backend.value_bytes(backend.to_host(array))
+    return hashlib.blake2b(raw.data, digest_size=16).digest()
+
+
+def _describe(strategy: Strategy, variable: Variable, column: list[bytes]) -> str:
+    """Say which ranks have drifted, and where. Collective."""
+    comm = strategy.extended._collectives.comm
+    reference = max(column, key=column.count)  # the first of equally many
+    home = column.index(reference)
+    drifted = [rank for rank, digest in enumerate(column) if digest != reference]
+    mine = backend.contiguous(backend.to_host(variable._array))
+    theirs = mine.copy()
+    comm.broadcast(backend.as_bytes(theirs), home)
+    text = b""
+    if strategy.extended._replica_id in drifted:
+        differ = backend.value_bytes(mine) != backend.value_bytes(theirs)
+        places = differ.reshape(mine.size, -1).any(axis=1)
+        first = int(places.argmax())
+        index = tuple(int(i) for i in np.unravel_index(first, mine.shape))
+        at = f"[{', '.join(map(str, index))}]" if index else ""
+        text = (
+            f"    rank {strategy.extended._replica_id}: {int(places.sum())} of "
+            f"{mine.size} elements, the first at {variable.name}{at}: "
+            f"{_compare(mine.reshape(-1)[first], theirs.reshape(-1)[first])}"
+        ).encode()
+    lines = [item.decode() for item in comm.all_gather_objects(text) if item]
+    agreeing = [rank for rank in range(len(column)) if rank not in drifted]
+    head = (
+        f"  Variable {variable.name!r} on {format_ranks(drifted)}, compared with "
+        f"{format_ranks(agreeing)}:"
+    )
+    return "\n".join([head, *lines[:_MOST_NAMED]])
+
+
+def _compare(mine: Any, theirs: Any) -> str:
+    """Write two numbers out, with their bytes where they look the same."""
+    texts = [str(x.item()) for x in (mine, theirs)]
+    if texts[0] == texts[1]:
+        texts = [
+            f"{text} (0x{x.tobytes()[::-1].hex()})"
+            for text, x in zip(texts, (mine, theirs), strict=True)
+        ]
+    return f"{texts[0]} instead of {texts[1]}"

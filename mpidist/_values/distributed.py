@@ -1,0 +1,564 @@
+"""Values with one component per replica, and objects that act as arrays."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import numpy as np
+
+from mpidist._base import backend, nest
+from mpidist._base.function_codec import Codes
+from mpidist._base.indexed_slices import IndexedSlices
+from mpidist._runtime import context
+
+if TYPE_CHECKING:
+    from mpidist._strategy.strategy import Strategy
+
+Key = Hashable
+
+_DELEGATED: Final = frozenset(
+    [
+        "T",
+        "all",
+        "any",
+        "argmax",
+        "argmin",
+        "astype",
+        "clip",
+        "conj",
+        "copy",
+        "cumsum",
+        "dot",
+        "flatten",
+        "imag",
+        "item",
+        "itemsize",
+        "max",
+        "mean",
+        "min",
+        "nbytes",
+        "prod",
+        "ravel",
+        "real",
+        "reshape",
+        "round",
+        "squeeze",
+        "std",
+        "strides",
+        "sum",
+        "tolist",
+        "trace",
+        "transpose",
+        "var",
+    ]
+)
+
+
+class DistributedValues:
+    """A value with a component on each replica.
+
+    Users get these from `Strategy.run`, from
+    `Strategy.experimental_distribute_values_from_function` and as the arguments of
+    a ``merge_fn``, and rarely make one. Each rank holds its own component; the
+    others are on their ranks. On the coordinator, inside ``merge_fn``, `values` has
+    them all.
+
+    Args:
+        values: one component per replica, in replica order; for a ``merge_fn`` that
+            makes a value for each replica.
+    """
+
+    _own: Any
+    _all: tuple[Any, ...] | None
+    _key: Key | None
+    _home: Registry | None
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        """Hold one component per replica of the strategy in force.
+
+        Raises:
+            TypeError: if ``values`` is no list or tuple.
+            ValueError: if it does not have one component per replica.
+        """
+        name = type(self).__name__
+        if not isinstance(values, (list, tuple)):
+            raise TypeError(
+                f"{name}: expected a list or tuple of components, got "
+                f"{type(values).__name__}"
+            )
+        strategy = context.get_strategy()
+        if len(values) != strategy.num_replicas_in_sync:
+            raise ValueError(
+                f"{name}: expected one component for each of the "
+                f"{strategy.num_replicas_in_sync} replicas of {strategy}, got "
+                f"{len(values)}"
+            )
+        self._all = tuple(values)
+        self._replica_id = strategy.extended._replica_id
+        self._num_replicas = len(values)
+        self._own = values[self._replica_id]
+        self._key = None
+        self._home = strategy.extended._registry
+
+    @classmethod
+    def _local(cls, own: Any, replica_id: int, num_replicas: int) -> Any:
+        """Hold the component of this rank, whose others are on their ranks."""
+        value = cls.__new__(cls)
+        value._own = own
+        value._all = None
+        value._replica_id = replica_id
+        value._num_replicas = num_replicas
+        value._key = None
+        value._home = None
+        return value
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components that this process can see, in replica order.
+
+        In ``merge_fn`` all of them, gathered from their ranks at the first look; at
+        the other levels the one of this rank.
+        """
+        coordinator = context.current().coordinator
+        if coordinator is not None and self._all is None:
+            coordinator.fetch([self])
+        if self._all is not None and (coordinator is not None or self._key is None):
+            return self._all
+        return (self._own,)
+
+    def _as_component(self) -> Any:
+        return self._own
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        if self._all is not None:
+            rows = [f"  {i}: {value!r}" for i, value in enumerate(self._all)]
+            return f"{name}:{{\n" + ",\n".join(rows) + "\n}"
+        return (
+            f"{name}(replica {self._replica_id} of {self._num_replicas}: {self._own!r})"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} can not be pickled: its components are on other "
+            "ranks. Write `strategy.experimental_local_results(value)[0]` for this "
+            "rank's component, or `strategy.gather(value, axis=0)` for all of them"
+        )
+
+
+class PerReplica(DistributedValues):
+    """A value that is different on each replica.
+
+    It has no operators: what should ``x + 1`` be? Reduce it
+    (`Strategy.reduce`), gather it (`Strategy.gather`), pass it to
+    `Strategy.run`, or take this rank's component with
+    `Strategy.experimental_local_results`.
+    """
+
+    # NumPy and CuPy arrays then leave operators to this class.
+    __array_ufunc__ = None
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"a PerReplica has no truth value; {_WAY_OUT}")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        frame = context.current()
+        if frame.level is not context.Level.REPLICA or not context.has_strategy():
+            inside = context.has_strategy()
+            where = frame.level.value if inside else "outside every scope"
+            raise TypeError(
+                f"a PerReplica is no array {where}: it has a component on each "
+                f"replica; {_WAY_OUT}"
+            )
+        return np.array(self._own, dtype=dtype, copy=copy)
+
+
+def _refuse_operator(self: PerReplica, *others: Any) -> NoReturn:
+    raise TypeError(
+        "a PerReplica has no operators, since it has a component on each replica; "
+        f"{_WAY_OUT}"
+    )
+
+
+for _name in (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or"),
+    *("xor", "lshift", "rshift"),
+):
+    for _prefix in ("", "r"):
+        setattr(PerReplica, f"__{_prefix}{_name}__", _refuse_operator)
+for _name in (
+    *("neg", "pos", "abs", "invert", "float", "int", "lt", "le", "gt", "ge"),
+    *("getitem", "iter", "contains"),
+):
+    setattr(PerReplica, f"__{_name}__", _refuse_operator)
+
+
+_WAY_OUT: Final = (
+    "write `strategy.reduce(op, value, axis=None)`, "
+    "`strategy.experimental_local_results(value)`, or pass it to `strategy.run`. "
+    "Numbers that you pass to `merge_call` become PerReplica too"
+)
+
+
+class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
+    """What acts as an array in arithmetic and in NumPy and CuPy functions.
+
+    Results are plain arrays. In-place operators and item assignment are refused:
+    they would change one copy only.
+
+    It has no ``__cuda_array_interface__``, on purpose: where CuPy sees one it takes
+    ``x @ variable`` for its own, and fails on the type. Without it CuPy hands over to
+    `__array_ufunc__`. `value` gives the CuPy array where a function insists on one.
+    """
+
+    __array_priority__ = 1000.0
+
+    def _read(self) -> Any:
+        """Return the array that operations see; not to be written to."""
+        raise NotImplementedError
+
+    def _refuse_write(self, what: str) -> NoReturn:
+        raise TypeError(
+            f"`{what.format(x='x')}` would change the copy of one replica only; write "
+            "a new array with `x = x + ...`, or put the value into a `mpidist.Variable`"
+        )
+
+    def _array_view(self) -> Any:
+        """Return what it holds as an array, also where that is a number."""
+        return backend.as_array(self._read(), type(self).__name__)[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return tuple(self._array_view().shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the array."""
+        return self._array_view().dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return int(self._array_view().ndim)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(self._array_view().size)
+
+    def value(self) -> Any:
+        """Return the array itself, without a copy.
+
+        Not collective, except of an ON_READ variable in cross-replica context, where it
+        is a new array: what the copies make together.
+
+        A NumPy array is read-only. A CuPy array can not be: do not write to it.
+        """
+        return self._read()
+
+    def numpy(self) -> Any:
+        """Return a copy, as a NumPy array on the host.
+
+        Not collective, except of an ON_READ variable in cross-replica context.
+        """
+        return np.array(backend.to_host(self._read()))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        x = self._read()
+        if backend.is_device_array(x):
+            raise TypeError(
+                f"this {type(self).__name__} is on a GPU and is not copied to the "
+                "host unasked; write `x.numpy()` for a copy there, or `x.value()` for "
+                "the CuPy array"
+            )
+        return np.array(x, dtype=dtype, copy=copy)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kw: Any) -> Any:
+        for target in kw.get("out", ()):
+            if isinstance(target, ArrayLike):
+                target._refuse_write(f"numpy.{ufunc.__name__}(..., out={{x}})")
+        if method == "at" and isinstance(inputs[0], ArrayLike):
+            inputs[0]._refuse_write(f"numpy.{ufunc.__name__}.at({{x}}, ...)")
+        inputs = tuple(to_plain(x) for x in inputs)
+        return getattr(ufunc, method)(
+            *inputs, **{k: to_plain(v) for k, v in kw.items()}
+        )
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(kwargs.get("out"), ArrayLike):
+            kwargs["out"]._refuse_write(f"numpy.{func.__name__}(..., out={{x}})")
+        if func is np.copyto and args and isinstance(args[0], ArrayLike):
+            args[0]._refuse_write("numpy.copyto({x}, ...)")
+        return func(*_plain_arguments(args), **_plain_arguments(kwargs))
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._read()[to_plain(index)]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._refuse_write("{x}[...] = ...")
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __iter__(self) -> Any:
+        return iter(self._read())
+
+    def __contains__(self, value: Any) -> bool:
+        return bool((self._read() == to_plain(value)).any())
+
+    def __bool__(self) -> bool:
+        return bool(self._read())
+
+    def __int__(self) -> int:
+        return int(self._read())
+
+    def __float__(self) -> float:
+        return float(self._read())
+
+    def __complex__(self) -> complex:
+        return complex(self._read())
+
+    def __index__(self) -> int:
+        return int(self._read().__index__())
+
+    def __format__(self, spec: str) -> str:
+        if not spec:
+            return str(self)
+        return format(self._read(), spec)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _DELEGATED:
+            return getattr(self._read(), name)
+        raise AttributeError(
+            f"'{type(self).__name__}' object has no attribute {name!r}"
+        )
+
+
+def _make_in_place(symbol: str) -> Callable[[ArrayLike, Any], NoReturn]:
+    def operator(self: ArrayLike, other: Any) -> NoReturn:
+        self._refuse_write(f"{{x}} {symbol} ...")
+
+    return operator
+
+
+for _name, _symbol in {
+    "add": "+=",
+    "sub": "-=",
+    "mul": "*=",
+    "truediv": "/=",
+    "floordiv": "//=",
+    "mod": "%=",
+    "pow": "**=",
+    "matmul": "@=",
+    "and": "&=",
+    "or": "|=",
+    "xor": "^=",
+    "lshift": "<<=",
+    "rshift": ">>=",
+}.items():
+    setattr(ArrayLike, f"__i{_name}__", _make_in_place(_symbol))
+
+
+class Mirrored(DistributedValues, ArrayLike):
+    """A value that is the same on all replicas: the result of a reduction.
+
+    It acts as the array that it holds.
+    """
+
+    def _read(self) -> Any:
+        if isinstance(self._own, np.ndarray):
+            view = self._own.view()
+            view.flags.writeable = False
+            return view
+        return self._own
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components that this process can see; they are all equal."""
+        if context.current().coordinator is not None:
+            return (self._read(),) * self._num_replicas
+        return (self._read(),)
+
+    def __repr__(self) -> str:
+        return f"Mirrored(on {self._num_replicas} replicas: {self._own!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        # Any attribute of what it holds, as in TensorFlow; but no private ones,
+        # which pickle and copy look for before there is a component.
+        if name.startswith("_"):
+            raise AttributeError(f"'Mirrored' object has no attribute {name!r}")
+        return getattr(self._read(), name)
+
+
+class _Reference(weakref.ref[Any]):
+    """A value that does not live longer for being in a registry, and its key."""
+
+    __slots__ = ("dropped", "key")
+    key: Key
+    dropped: list[Key] | None
+
+
+class Registry:
+    """The distributed values of a strategy by key: the same key on every rank.
+
+    Keys are counted by collective calls, which all ranks make in the same order.
+    Values live as long as the user's program keeps them; those of a ``merge_call``
+    as long as it lasts, or until the coordinator has dropped them.
+    """
+
+    def __init__(self, strategy: Strategy, replica_id: int, num_replicas: int) -> None:
+        self.strategy = strategy
+        self._replica_id = replica_id
+        self._num_replicas = num_replicas
+        self._values: dict[Key, _Reference] = {}
+        self.count = 0
+        # Variables that the coordinator made: the followers keep them until rank 0
+        # has dropped its own, and said so.
+        self.kept: dict[Key, Any] = {}
+        self.dropped: list[Key] = []
+        # Of functions, which the coordinator has sent.
+        self.codes = Codes()
+        registry = weakref.ref(self)
+
+        def forget(reference: Any) -> None:  # a `_Reference`
+            if reference.dropped is not None:
+                reference.dropped.append(reference.key)
+            alive = registry()
+            key = reference.key
+            if alive is not None and alive._values.get(key) is reference:
+                del alive._values[key]
+
+        self._forget = forget
+
+    def next_key(self) -> int:
+        """Count one collective call; return its number."""
+        self.count += 1
+        return self.count
+
+    def add(self, key: Key, value: Any) -> Any:
+        """Give a value its key, and return it."""
+        value._key = key
+        reference = _Reference(value, self._forget)
+        reference.key = key
+        reference.dropped = None
+        self._values[key] = reference
+        return value
+
+    def wrap(self, kind: type[DistributedValues], own: Any, key: Key) -> Any:
+        """Return a PerReplica or Mirrored with this component, known by ``key``."""
+        # What `DistributedValues._local` and `add` do, without their calls: merge_call
+        # makes many of them.
+        value = kind.__new__(kind)
+        value._own = own
+        value._all = None
+        value._replica_id = self._replica_id
+        value._num_replicas = self._num_replicas
+        value._key = key
+        value._home = self
+        reference = _Reference(value, self._forget)
+        reference.key = key
+        reference.dropped = None
+        self._values[key] = reference
+        return value
+
+    def watch(self, value: DistributedValues, dropped: list[Key]) -> None:
+        """Have the key of a value appended to a list when the value is dropped.
+
+        In place of weakref.finalize, which takes longer than to make the value.
+        """
+        reference = self._values.get(value._key)
+        if reference is not None and reference() is value:
+            reference.dropped = dropped
+
+    def check(self, call: str, value: Any) -> None:
+        """Raise if a distributed value belongs to another strategy."""
+        home = getattr(value, "_home", None)
+        if isinstance(value, DistributedValues) and home not in (None, self):
+            raise RuntimeError(
+                f"{call}: Mixing different Strategy objects: {value!r:.80} belongs to "
+                "another strategy; use that strategy's methods, or take this rank's "
+                "component with its `experimental_local_results`"
+            )
+
+    def wrap_tree(self, kind: type[DistributedValues], tree: Any) -> Any:
+        """Wrap the arrays and numbers of a nest that one collective call gave.
+
+        Leaves of other kinds, and variables, stay as they are.
+        """
+        return self.wrap_numbered(kind, tree, self.next_key())
+
+    def wrap_numbered(
+        self, kind: type[DistributedValues], tree: Any, number: int
+    ) -> Any:
+        """As `wrap_tree`, where the call has been counted before."""
+        if tree is None:
+            return None
+        leaves, structure = nest.flatten(tree)
+        return structure.unflatten(
+            [
+                self.wrap(kind, leaf, (number, i)) if is_component(leaf) else leaf
+                for i, leaf in enumerate(leaves)
+            ]
+        )
+
+    def wrap_list(
+        self, kind: type[DistributedValues], values: list[Any], number: int
+    ) -> list[Any]:
+        """As `wrap_numbered`, for a list that is mostly one of arrays."""
+        for x in values:
+            if type(x) is not np.ndarray:
+                return self.wrap_numbered(kind, values, number)  # type: ignore[no-any-return]
+        return [self.wrap(kind, x, (number, i)) for i, x in enumerate(values)]
+
+    def find(self, test: Callable[[Any], bool]) -> Any:
+        """Return a value for which ``test`` holds, or None."""
+        references = list(self._values.values())
+        values = (reference() for reference in references)
+        return next((x for x in values if x is not None and test(x)), None)
+
+    def get(self, key: Key) -> Any:
+        """Return the value with this key, or None if there is none any more."""
+        reference = self._values.get(key)
+        return None if reference is None else reference()
+
+
+def to_plain(x: Any) -> Any:
+    """Return the array of an `ArrayLike`, and anything else as it is."""
+    return x._read() if isinstance(x, ArrayLike) else x
+
+
+def _plain_arguments(x: Any) -> Any:
+    if isinstance(x, (list, tuple)) and type(x) in (list, tuple):
+        return type(x)(_plain_arguments(item) for item in x)
+    if type(x) is dict:
+        return {key: _plain_arguments(item) for key, item in x.items()}
+    return to_plain(x)
+
+
+def select_replica(tree: tuple[Any, ...] | dict[str, Any]) -> Any:
+    """Replace PerReplica and Mirrored leaves by this rank's component.
+
+    That of a Mirrored is read-only on the host: it is the same on all replicas, and
+    must stay so.
+    """
+    return nest.map_structure(argument_of, tree) if tree else tree
+
+
+def argument_of(x: Any) -> Any:
+    """Return what a function gets for a leaf of its arguments."""
+    return x._read() if isinstance(x, Mirrored) else own_component(x)
+
+
+def own_component(x: Any) -> Any:
+    """Return this rank's component of a distributed value; all else as it is."""
+    return x._own if isinstance(x, DistributedValues) else x
+
+
+def is_component(x: Any) -> bool:
+    """Return whether `run` gives a PerReplica for this leaf: arrays and numbers."""
+    return backend.is_array(x) or isinstance(
+        x, (bool, int, float, complex, IndexedSlices)
+    )

@@ -1,0 +1,737 @@
+"""Variables: an array with a copy on each replica."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import weakref
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import numpy as np
+
+from mpidist._agreement.mismatch import Call
+from mpidist._base import backend, indexed_slices
+from mpidist._base.indexed_slices import IndexedSlices, Scatter
+from mpidist._base.options import VariableAggregation, VariableSynchronization
+from mpidist._runtime import context, dispatch
+from mpidist._runtime.dispatch import OnRank0
+from mpidist._values.distributed import ArrayLike, Mirrored, PerReplica
+from mpidist._values.synchronization import ON_READ, ON_WRITE
+
+if TYPE_CHECKING:
+    from mpidist._strategy.strategy import Strategy
+
+Assignment = Literal["assign", "assign_add", "assign_sub"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attributes:
+    name: str
+    trainable: bool
+    synchronization: VariableSynchronization
+    aggregation: VariableAggregation
+
+    def __str__(self) -> str:
+        return (
+            f"Variable {self.name!r} ({self.synchronization.name}, "
+            f"aggregation={self.aggregation.name})"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """What all ranks have for a variable: `Variable` takes it for an initial value."""
+
+    strategy: Strategy
+    value: Any
+    attributes: _Attributes
+
+
+class Variable(ArrayLike):
+    """An array with a copy on each replica.
+
+    Made in ``strategy.scope()`` or in a replica function it has a copy on each
+    replica: rank 0 computes the initial value, all get it. Outside every scope it is
+    a plain variable of one copy. It acts as an array in arithmetic and in NumPy and
+    CuPy functions; results are plain arrays. Its array keeps its address for life.
+
+    It changes by `assign`, `assign_add`, `assign_sub` and the `scatter_add` family
+    only. What they do, and what reading gives, depends on ``synchronization``.
+
+    ON_WRITE, which is the default: a *mirrored* variable, whose copies are always
+    equal. Reading it needs no communication.
+
+    - In a replica context the values of all replicas are first combined, as
+      ``aggregation`` says (the argument is combined, then the operation is applied
+      to every copy). With NONE that is an error.
+    - In cross-replica context the value must be the same on all ranks. A `Mirrored`
+      is; a plain value is checked (by checksum), unless the guard is off.
+    - In the function of ``strategy.extended.update`` each copy takes its own value.
+
+    ON_READ: a *sync-on-read* variable, such as a metric: each replica has a value of
+    its own.
+
+    - In a replica context reading and assigning concern the replica's own copy,
+      without communication.
+    - In cross-replica context reading it (`value`, `numpy`, operators, ...) is a
+      collective call, which combines the copies as ``aggregation`` says: the sum,
+      the mean, or replica 0's. With NONE that is an error.
+    - In cross-replica context `assign` makes that reading gives what was assigned:
+      under SUM each copy gets ``value / n`` (of integers a share, so that they add
+      up exactly), else ``value``. `assign_add` and `assign_sub` under SUM change
+      replica 0's copy only, so that the sum changes by the value; else all copies.
+
+    Collective: all replicas make a variable together, in the same order.
+
+    Args:
+        initial_value: an array, number or list, or a function that returns one.
+            Only rank 0's is used, and only rank 0 calls the function.
+        trainable: kept for the user; default True, but False for ON_READ.
+        name: for messages.
+        dtype: of the array; default: of the initial value.
+        synchronization: AUTO, which is ON_WRITE, ON_WRITE or ON_READ; or its name.
+        aggregation: how the replicas' values are combined; or its name.
+        shape: what the initial value's shape must be, if given.
+
+    Raises:
+        ValueError: for MEAN of a dtype that is not floating, SUM of bool, a
+            synchronization that is not supported, or an initial value of another
+            shape.
+        TypeError: for an initial value that is no array.
+    """
+
+    _key: tuple[int, int]
+
+    def __init__(
+        self,
+        initial_value: Any,
+        trainable: bool | None = None,
+        name: str | None = None,
+        dtype: Any = None,
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation = VariableAggregation.NONE,
+        shape: tuple[int, ...] | None = None,
+    ) -> None:
+        """Compute the initial value on rank 0 and copy it to all. Collective."""
+        if type(initial_value) is _Given:  # by the verbs below
+            self._set_up(initial_value)
+            return
+        frame = context.current()
+        strategy = frame.strategy
+        collectives = strategy.extended._collectives
+        try:
+            attributes = _check_attributes(
+                trainable, name, synchronization, aggregation
+            )
+            if isinstance(initial_value, Variable):
+                # On all ranks, where it is ON_READ.
+                initial_value = initial_value._read()
+        except Exception as error:
+            if frame.coordinator is not None:
+                raise
+            collectives.invalid("Variable(...)", error)
+
+        def make() -> Any:
+            return _initial_array(initial_value, dtype, shape, attributes)
+
+        if frame.coordinator is not None:
+            arguments = (make(), attributes, OnRank0(self))
+            frame.coordinator.command("create_variable", arguments)
+            registry = strategy.extended._registry
+            weakref.finalize(self, registry.dropped.append, self._key)
+            return
+        text = f"{attributes}, dtype={dtype}, shape={shape}"
+        (value,) = collectives.share(lambda: [make()], text)
+        self._set_up(_Given(strategy, value, attributes))
+
+    def _set_up(self, given: _Given) -> None:
+        """Make this rank's copy, and draw the key."""
+        strategy, attributes = given.strategy, given.attributes
+        device = strategy.extended._collectives.device
+        self._strategy = strategy
+        self._attributes = attributes
+        on_read = attributes.synchronization is VariableSynchronization.ON_READ
+        self._policy = ON_READ if on_read else ON_WRITE
+        # A copy of its own: the user's initial array stays the user's. In C order on
+        # all ranks: a sum, for one, depends on the order in its last bits.
+        host = np.array(backend.to_host(given.value), order="C")
+        self._array = backend.place(host, device)
+        self._view = self._array.view()
+        if not backend.is_device_array(self._array):
+            self._view.flags.writeable = False
+        self._print = backend.printer(self._array)
+        registry = strategy.extended._registry
+        registry.add((registry.next_key(), 0), self)
+
+    # --- what it is -----------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The name that was given, or "Variable"."""
+        return self._attributes.name
+
+    @property
+    def trainable(self) -> bool:
+        """What was given as ``trainable``."""
+        return self._attributes.trainable
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """When the copies are brought together."""
+        return self._attributes.synchronization
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How values that replicas assign are combined."""
+        return self._attributes.aggregation
+
+    @property
+    def distribute_strategy(self) -> Strategy:
+        """The strategy that it belongs to."""
+        return self._strategy
+
+    @property
+    def device(self) -> str:
+        """The device of this rank's copy."""
+        name: str = self._strategy.extended._device_name
+        return name
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The copies that this process can see: its own, read-only.
+
+        In ``merge_fn`` one for each replica; those of an ON_READ variable are
+        gathered from their ranks then.
+        """
+        coordinator = context.current().coordinator
+        if coordinator is None:
+            return (self._view,)
+        if self._policy is ON_WRITE or not self._strategy.extended._is_mpi:
+            return (self._view,) * self._strategy.num_replicas_in_sync
+        (column,) = coordinator.command("collect", ([self],))
+        for x in column[1:]:
+            if not backend.is_device_array(x):
+                x.flags.writeable = False
+        return (self._view, *column[1:])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return tuple(self._array.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the array."""
+        return self._array.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return int(self._array.ndim)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(self._array.size)
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def is_initialized(self) -> bool:
+        """Return True: a variable has its value from the beginning. Not collective."""
+        return True
+
+    def __repr__(self) -> str:
+        # This replica's copy: printing must not communicate.
+        host = np.array(backend.to_host(self._view))
+        kind, whose = "", ""
+        if self._policy is ON_READ:
+            kind = f" ON_READ {self.aggregation.name}"
+            whose = f" on replica {self._strategy.extended._replica_id}"
+        return (
+            f"<mpidist.Variable {self.name!r}{kind} shape={self.shape} "
+            f"dtype={self.dtype.name}, value{whose}={np.array2string(host)}>"
+        )
+
+    def __format__(self, spec: str) -> str:
+        return format(self._read(), spec) if spec else str(self)
+
+    __hash__ = object.__hash__
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"Variable {self.name!r} can not be pickled: it has a copy on each rank; "
+            "write `variable.numpy()` for its value"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        """Return a new variable with the same copies. Collective."""
+        arguments = (self, f"deepcopy of {self._call('value')}")
+        strategy = self._strategy
+        if not strategy.extended._is_mpi:  # of one copy, so it can be made anywhere
+            copied = dispatch.execute(strategy, "copy_variable", arguments)
+            memo[id(self)] = copied
+            return copied  # type: ignore[no-any-return]
+        copied = dispatch.perform(
+            strategy, "copy_variable", *arguments, call="copy.deepcopy"
+        )
+        if context.current().coordinator is not None:
+            registry = strategy.extended._registry
+            weakref.finalize(copied, registry.dropped.append, copied._key)
+        memo[id(self)] = copied
+        return copied  # type: ignore[no-any-return]
+
+    # --- reading --------------------------------------------------------------
+
+    def _read(self) -> Any:
+        if self._policy is ON_WRITE:
+            return self._view
+        return ON_READ.read(self, self._check_frame("reading"))
+
+    def _as_component(self) -> Any:
+        return self._view
+
+    def _refuse_write(self, what: str) -> NoReturn:
+        raise TypeError(
+            f"`{what.format(x='variable')}` would change one copy of Variable "
+            f"{self.name!r} only; write `variable.assign_add(value)`, `assign_sub` or "
+            "`assign`, or `out = variable + value` for a new array"
+        )
+
+    def read_value(self) -> Any:
+        """Return a copy of the value, an array on this replica's device.
+
+        Of an ON_READ variable, in cross-replica context, what all copies make
+        together: then it is a collective call.
+        """
+        return self._read().copy()
+
+    # --- writing --------------------------------------------------------------
+
+    def assign(
+        self,
+        value: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Variable | None:
+        """Replace the value. Collective, except in the function of ``update``.
+
+        Args:
+            value: an array or number of this variable's shape; its dtype must be one
+                that NumPy casts to the variable's without changing its kind.
+            use_locking: taken and not used, as in TensorFlow 2.
+            name: likewise.
+            read_value: whether to return the variable.
+
+        Returns:
+            This variable, which acts as its new value; None without ``read_value``.
+
+        Raises:
+            ValueError: for another shape, for a dtype that does not fit, and in a
+                replica context with aggregation NONE.
+            CollectiveMismatchError: in cross-replica context, for a plain value that
+                is not the same on all ranks.
+        """
+        return self._write("assign", value, read_value)
+
+    def assign_add(
+        self,
+        value: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Variable | None:
+        """Add to the value. Collective, and the rest, as `assign`."""
+        return self._write("assign_add", value, read_value)
+
+    def assign_sub(
+        self,
+        value: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Variable | None:
+        """Subtract from the value. Collective, and the rest, as `assign`."""
+        return self._write("assign_sub", value, read_value)
+
+    def scatter_add(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Add rows to rows. Collective, except in the function of ``update``.
+
+        In a replica context the rows of all replicas are combined first, as the
+        aggregation says: with SUM those of all replicas are applied, with MEAN too,
+        each divided by the number of replicas; with ONLY_FIRST_REPLICA replica 0's.
+        The replicas may have different numbers of rows. A row that occurs several
+        times is applied several times.
+
+        Args:
+            sparse_delta: an `IndexedSlices`, whose rows have the shape of this
+                variable's rows. In cross-replica context the same on all ranks.
+            use_locking: taken and not used, as in TensorFlow 2.
+            name: likewise.
+
+        Returns:
+            This variable.
+
+        Raises:
+            ValueError: for an index out of range, rows of another shape, a dtype
+                that does not fit, and in a replica context with aggregation NONE.
+            TypeError: for what is no `IndexedSlices`.
+            NotImplementedError: for an ON_READ variable.
+            CollectiveMismatchError: in cross-replica context, for rows that are not
+                the same on all ranks.
+        """
+        return self._scatter("add", sparse_delta)
+
+    def scatter_sub(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Subtract rows from rows. Collective, and the rest, as `scatter_add`."""
+        return self._scatter("sub", sparse_delta)
+
+    def scatter_mul(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Multiply rows by rows. Collective, and the rest, as `scatter_add`."""
+        return self._scatter("mul", sparse_delta)
+
+    def scatter_div(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Divide rows by rows. Collective, and the rest, as `scatter_add`.
+
+        Not for integers: ValueError.
+        """
+        return self._scatter("div", sparse_delta)
+
+    def scatter_min(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Take the minimum of rows and rows. Collective, as `scatter_add`.
+
+        For aggregation NONE and ONLY_FIRST_REPLICA only: else NotImplementedError, as
+        in TensorFlow. A sum or mean of what replicas bound would be no bound.
+        """
+        return self._scatter("min", sparse_delta)
+
+    def scatter_max(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Take the maximum of rows and rows. Collective, as `scatter_min`."""
+        return self._scatter("max", sparse_delta)
+
+    def scatter_update(
+        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Replace rows by rows. Collective, as `scatter_min`.
+
+        Of a row that occurs several times the last one stays.
+        """
+        return self._scatter("update", sparse_delta)
+
+    def _check_frame(self, how: str) -> context.Frame | None:
+        """Return the frame that counts for a call; None where only this copy does."""
+        frame = context.current()
+        strategy = self._strategy
+        if not strategy.extended._is_mpi:
+            self._check_plain(how, frame)
+            return None
+        if frame.strategy is not strategy and context.has_strategy():
+            raise RuntimeError(
+                f"Variable.{how}: Mixing different Strategy objects: Variable "
+                f"{self.name!r} belongs to {strategy}, but {frame.strategy} is in "
+                "force; make the variable in the scope of the strategy that uses it"
+            )
+        if frame.level is context.Level.UPDATE:
+            return None
+        return frame
+
+    def _check_plain(self, how: str, frame: context.Frame) -> None:
+        """Raise where replicas write a variable whose scope was forgotten."""
+        if (
+            how != "reading"
+            and frame.level is context.Level.REPLICA
+            and frame.strategy.num_replicas_in_sync > 1
+            and self.aggregation is not VariableAggregation.NONE
+        ):
+            raise RuntimeError(
+                f"Variable {self.name!r}.{how}: this variable was made outside every "
+                "scope, so each process has one of its own, and nothing would combine "
+                f"the replicas' values by {self.aggregation.name}; make it in `with "
+                "strategy.scope():`, or with aggregation=NONE if each process is to "
+                "have its own"
+            )
+
+    def _write(self, how: Assignment, value: Any, read_value: bool) -> Variable | None:
+        frame = self._check_frame(how)
+        if frame is None:
+            prepared = self._prepare(how, value)
+            self._record()
+            self._apply(how, prepared)
+        elif frame.level is context.Level.REPLICA and context.has_strategy():
+            self._policy.write(self, how, value)
+        else:
+            dispatch.perform(self._strategy, "assign_variable", self, how, value)
+        return self if read_value else None
+
+    def _scatter(self, how: Scatter, value: Any) -> Variable:
+        call = f"scatter_{how}"
+        frame = self._check_frame(call)
+        if self._policy is ON_READ:
+            ON_READ.scatter(self, how, value)
+        combining = (VariableAggregation.SUM, VariableAggregation.MEAN)
+        if how in ("min", "max", "update") and self.aggregation in combining:
+            raise NotImplementedError(
+                f"Variable {self.name!r}.{call}: not for aggregation="
+                f"{self.aggregation.name}; make the variable with aggregation=NONE "
+                "(and write in cross-replica context) or ONLY_FIRST_REPLICA"
+            )
+        if frame is None:
+            indices, rows = self._prepare_slices(how, value)
+            self._record()
+            self._apply_slices(how, indices, rows)
+        elif frame.level is context.Level.REPLICA and context.has_strategy():
+            self._policy.scatter(self, how, value)
+        else:
+            dispatch.perform(self._strategy, "scatter_variable", self, how, value)
+        return self
+
+    def _record(self) -> None:
+        """Tell the update that runs, if one does, that this copy is written."""
+        frame = context.current()
+        mirrored = self._policy is ON_WRITE
+        if frame.written is not None and mirrored and frame.strategy is self._strategy:
+            frame.written.append(self)
+
+    def _call(self, how: str) -> str:
+        # With the key: names need not be unique.
+        return f"Variable {self.name!r}.{how} [#{self._key[0]}]"
+
+    def _prepare_slices(self, how: Scatter, value: Any) -> tuple[Any, Any]:
+        """Return indices and rows, fit for this variable."""
+        call = f"Variable {self.name!r}.scatter_{how}"
+        if isinstance(value, Mirrored):
+            value = value._own
+        if isinstance(value, PerReplica):
+            self._refuse_per_replica(f"scatter_{how}")
+        if not isinstance(value, IndexedSlices):
+            raise TypeError(
+                f"{call}: expected a `mpidist.IndexedSlices`, got "
+                f"{type(value).__name__}; write `mpidist.IndexedSlices(values, "
+                "indices)`"
+            )
+        if not self.shape:
+            raise ValueError(f"{call}: a variable of shape () has no rows")
+        if how == "div" and self.dtype.kind in "iub":
+            raise ValueError(
+                f"{call}: {self.dtype.name} would need rounding; make the variable "
+                "with a floating dtype"
+            )
+        indices = backend.as_array(value.indices, call)[0]
+        if isinstance(value.indices, PerReplica) or isinstance(
+            value.values, PerReplica
+        ):
+            self._refuse_per_replica(f"scatter_{how}")
+        shape = (int(indices.shape[0]), *self.shape[1:])
+        rows = self._prepare(f"scatter_{how}", value.values, shape)
+        bad = (indices < 0) | (indices >= self.shape[0])
+        if bool(bad.any()):
+            raise ValueError(
+                f"{call}: expected indices from 0 to {self.shape[0] - 1}, got "
+                f"{backend.to_host(indices[bad])[:5].tolist()}"
+            )
+        return indices.astype(np.int64, copy=False), rows
+
+    def _refuse_per_replica(self, how: str) -> NoReturn:
+        raise TypeError(
+            f"Variable {self.name!r}.{how}: got a PerReplica, which would make the "
+            f"copies differ; write `variable.{how}(strategy.reduce(op, value, axis="
+            f"None))`, or in merge_fn `variable.{how}(strategy.extended.reduce_to(op, "
+            "value, variable))`. In a replica function it takes each replica's own "
+            "value"
+        )
+
+    def _prepare(
+        self, how: str, value: Any, shape: tuple[int, ...] | None = None
+    ) -> Any:
+        """Return ``value`` as an array of this variable's dtype, shape and device."""
+        own = self._array
+        if (
+            type(value) is np.ndarray
+            and type(own) is np.ndarray
+            and value.dtype is own.dtype
+            and value.shape == own.shape
+            and shape is None
+            and own.dtype.kind != "b"
+        ):
+            return value
+        call = f"Variable {self.name!r}.{how}"
+        if self.dtype.kind == "b" and how in ("assign_sub", "scatter_sub"):
+            raise ValueError(
+                f"{call}: bool can not be subtracted; write `variable.assign(variable "
+                "& ~value)`, or make the variable with an integer dtype"
+            )
+        shape = self.shape if shape is None else shape
+        if isinstance(value, PerReplica):
+            self._refuse_per_replica(how)
+        if isinstance(value, Mirrored):
+            value = value._own
+        if isinstance(value, ArrayLike):
+            value = value._read()
+        listed = isinstance(value, (list, tuple))
+        x, kind = backend.as_array(np.asarray(value) if listed else value, call)
+        if tuple(x.shape) != shape:
+            raise ValueError(
+                f"{call}: expected a value of shape {shape}, got "
+                f"{backend.describe(x)}; write `numpy.full({shape}, value)` to "
+                "spread a number over the array"
+            )
+        python_numbers = listed or kind == "number"
+        if x.dtype != self.dtype and not _fits(x, self.dtype, python_numbers):
+            raise ValueError(
+                f"{call}: expected a value that fits into {self.dtype.name}, got "
+                f"{backend.describe(x)}; write `value.astype({self.dtype.name!r})`"
+            )
+        if x.dtype != self.dtype:
+            x = x.astype(self.dtype)
+        if backend.is_device_array(x) != backend.is_device_array(self._array):
+            x = backend.place(
+                backend.to_host(x), self._strategy.extended._collectives.device
+            )
+        return x
+
+    def _apply(self, how: str, value: Any) -> None:
+        if how == "assign":
+            self._array[...] = value
+        elif how == "assign_add":
+            np.add(self._array, value, out=self._array)
+        else:
+            np.subtract(self._array, value, out=self._array)
+
+    def _apply_slices(self, how: Scatter, indices: Any, rows: Any) -> None:
+        indexed_slices.scatter(self._array, how, indices, rows)
+
+
+@dispatch.verb("create_variable")
+def _create_variable(
+    strategy: Strategy, value: Any, attributes: _Attributes, marked: OnRank0
+) -> Variable:
+    """Make the variable that merge_fn makes.
+
+    Args:
+        strategy: whose it is.
+        value: the initial array.
+        attributes: its attributes.
+        marked: on rank 0 the variable whose constructor runs; nothing on the others.
+    """
+    given = _Given(strategy, value, attributes)
+    variable: Variable | None = marked.value
+    if variable is None:
+        return Variable(given)
+    variable._set_up(given)
+    return variable
+
+
+@dispatch.verb("copy_variable")
+def _copy_variable(strategy: Strategy, variable: Variable, text: str) -> Variable:
+    strategy.extended._collectives.guard.agree(Call(text))
+    return Variable(_Given(strategy, variable._array, variable._attributes))
+
+
+def _fits(x: Any, dtype: Any, python_numbers: bool) -> bool:
+    """Return whether values may be cast: to the same kind of dtype, or a wider one.
+
+    Integers that were written as Python numbers must be in the dtype's range.
+    """
+    if backend.is_bfloat16(dtype):
+        return x.dtype.kind in "biuf"
+    if python_numbers and x.dtype.kind in "iu" and dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return bool(((x >= limits.min) & (x <= limits.max)).all())
+    order = "biufc"
+    return bool(
+        np.can_cast(x.dtype, dtype, "same_kind")
+        or order.find(x.dtype.kind) < order.find(dtype.kind)
+    )
+
+
+def _member(kind: type[enum.Enum], value: object) -> object:
+    """Return the member of an enumeration that a name in any case means."""
+    if isinstance(value, str):
+        return kind.__members__.get(value.upper(), value)
+    return value
+
+
+def _check_attributes(
+    trainable: object, name: object, synchronization: object, aggregation: object
+) -> _Attributes:
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"Variable: expected `name` to be a str, got {name!r}")
+    synchronization = _member(VariableSynchronization, synchronization)
+    aggregation = _member(VariableAggregation, aggregation)
+    if not isinstance(synchronization, VariableSynchronization):
+        raise ValueError(
+            "Variable: expected `synchronization` to be a `mpidist."
+            f"VariableSynchronization` (AUTO, ON_WRITE or ON_READ), got "
+            f"{synchronization!r}"
+        )
+    if not isinstance(aggregation, VariableAggregation):
+        raise ValueError(
+            "Variable: expected `aggregation` to be a `mpidist.VariableAggregation` "
+            f"(NONE, SUM, MEAN or ONLY_FIRST_REPLICA), got {aggregation!r}"
+        )
+    name = name or "Variable"
+    if synchronization is VariableSynchronization.NONE:
+        raise ValueError(
+            f"Variable {name!r}: `NONE` variable synchronization mode is not "
+            "supported; write AUTO, ON_WRITE or ON_READ"
+        )
+    on_read = synchronization is VariableSynchronization.ON_READ
+    return _Attributes(
+        name=name,
+        trainable=not on_read if trainable is None else bool(trainable),
+        synchronization=(
+            synchronization if on_read else VariableSynchronization.ON_WRITE
+        ),
+        aggregation=aggregation,
+    )
+
+
+def _initial_array(
+    initial_value: Any, dtype: Any, shape: Any, attributes: _Attributes
+) -> Any:
+    call = f"Variable {attributes.name!r}"
+    value = initial_value() if callable(initial_value) else initial_value
+    if isinstance(value, PerReplica):
+        raise TypeError(
+            f"{call}: got a PerReplica as initial value; write `strategy.reduce(op, "
+            "value, axis=None)` or one array"
+        )
+    if isinstance(value, Mirrored):
+        value = value._own
+    if isinstance(value, ArrayLike):
+        value = value._read()
+    if isinstance(value, (list, tuple)):
+        value = np.asarray(value)
+    x, _ = backend.as_array(value, call)
+    x = x if dtype is None else x.astype(dtype)
+    backend.check_dtype(x.dtype, call)
+    if shape is not None and tuple(x.shape) != tuple(shape):
+        raise ValueError(
+            f"{call}: expected an initial value of shape {tuple(shape)}, got "
+            f"{backend.describe(x)}"
+        )
+    floating = x.dtype.kind in "fc" or backend.is_bfloat16(x.dtype)
+    if attributes.aggregation is VariableAggregation.MEAN and not floating:
+        raise ValueError(
+            f"{call}: aggregation=MEAN of dtype {x.dtype.name}, which is not floating, "
+            "is not supported; write dtype=float, or another aggregation"
+        )
+    if attributes.aggregation is VariableAggregation.SUM and x.dtype.kind == "b":
+        raise ValueError(
+            f"{call}: aggregation=SUM of bool is not defined; write dtype=int to "
+            "count, or another aggregation"
+        )
+    return x
