@@ -27,11 +27,6 @@ from mpidist._checkpoints import CheckpointReader as CheckpointReader
 from mpidist._checkpoints import load_checkpoint as load_checkpoint
 from mpidist._losses import compute_average_loss as compute_average_loss
 from mpidist._losses import global_batch_size as global_batch_size
-from mpidist._runtime.context import (
-    get_cross_replica_context as get_cross_replica_context,
-)
-from mpidist._runtime.context import get_replica_context as get_replica_context
-from mpidist._runtime.context import get_strategy as get_strategy
 from mpidist._runtime.context import has_strategy as has_strategy
 from mpidist._runtime.context import (
     in_cross_replica_context as in_cross_replica_context,
@@ -52,16 +47,21 @@ from mpidist._strategy.cross_device_ops import (
     ReductionToOneDevice as ReductionToOneDevice,
 )
 from mpidist._strategy.extended import StrategyExtended as StrategyExtended
+from mpidist._strategy.mpi_strategy import MPIStrategy as MPIStrategy
 from mpidist._strategy.multi_step import MultiStepContext as MultiStepContext
 from mpidist._strategy.replica_context import ReplicaContext as ReplicaContext
+from mpidist._strategy.scopes import (
+    experimental_set_strategy as experimental_set_strategy,
+)
+from mpidist._strategy.scopes import (
+    get_cross_replica_context as get_cross_replica_context,
+)
+from mpidist._strategy.scopes import get_replica_context as get_replica_context
+from mpidist._strategy.scopes import get_strategy as get_strategy
 from mpidist._strategy.strategy import (
     CommunicationStatistics as CommunicationStatistics,
 )
-from mpidist._strategy.strategy import MPIStrategy as MPIStrategy
 from mpidist._strategy.strategy import Strategy as Strategy
-from mpidist._strategy.strategy import (
-    experimental_set_strategy as experimental_set_strategy,
-)
 from mpidist._values.consistency import check_in_sync as check_in_sync
 from mpidist._values.distributed import DistributedValues as DistributedValues
 from mpidist._values.distributed import Mirrored as Mirrored

@@ -6,17 +6,15 @@ divides its loss by the number of rows of the whole step.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from mpidist._base import backend, nest
 from mpidist._base.options import ReduceOp
 from mpidist._runtime import context, dispatch
+from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import PerReplica
-
-if TYPE_CHECKING:
-    from mpidist._strategy.strategy import Strategy
 
 _SIZE = "global_batch_size"
 _LOSS = "compute_average_loss"
@@ -51,13 +49,13 @@ def global_batch_size(batch: Any) -> int:
             "ask before the `update`, and pass the number as an argument"
         )
     if frame.level is context.Level.REPLICA:
-        return _sum_of_rows(frame.strategy, batch)
-    total: int = dispatch.perform(frame.strategy, _SIZE, batch)
+        return _sum_of_rows(frame.group, batch)
+    total: int = dispatch.perform(frame.group, _SIZE, batch)
     return total
 
 
 @dispatch.verb(_SIZE)
-def _global_batch_size(strategy: Strategy, batch: Any) -> int:
+def _global_batch_size(group: ReplicaGroup, batch: Any) -> int:
     try:
         leaves, structure = nest.flatten(batch)
         for leaf in leaves:
@@ -68,28 +66,28 @@ def _global_batch_size(strategy: Strategy, batch: Any) -> int:
                     f"counts; pass what `strategy.run` gets, or call `mpidist.{_SIZE}` "
                     "in the replica function"
                 )
-            strategy.extended._registry.check(_SIZE, leaf)
+            group.registry.check(_SIZE, leaf)
         own = structure.unflatten([leaf._own for leaf in leaves])
     except Exception as error:
-        strategy.extended._collectives.invalid(_SIZE, error)
-    return _sum_of_rows(strategy, own)
+        group.collectives.invalid(_SIZE, error)
+    return _sum_of_rows(group, own)
 
 
-def _sum_of_rows(strategy: Strategy, batch: Any) -> int:
-    collectives = strategy.extended._collectives
+def _sum_of_rows(group: ReplicaGroup, batch: Any) -> int:
+    collectives = group.collectives
     try:
-        rows = _rows_of(batch, strategy)
+        rows = _rows_of(batch, group)
     except Exception as error:
         collectives.invalid(_SIZE, error)
     total: int = collectives.all_reduce(ReduceOp.SUM, rows, call=_SIZE)
     return total
 
 
-def _rows_of(batch: Any, strategy: Strategy) -> int:
+def _rows_of(batch: Any, group: ReplicaGroup) -> int:
     """Return the length of the first axis, which all arrays of the nest share."""
     rows: dict[int, str] = {}
     for leaf in nest.flatten(batch)[0]:
-        strategy.extended._registry.check(_SIZE, leaf)
+        group.registry.check(_SIZE, leaf)
         x, _ = backend.as_array(leaf, _SIZE)
         if x.ndim == 0:
             raise TypeError(
@@ -149,7 +147,7 @@ def compute_average_loss(
             'add up the shares with `strategy.reduce("SUM", losses, axis=None)`'
         )
     ask = global_batch_size is None
-    collectives = frame.strategy.extended._collectives
+    collectives = frame.group.collectives
     total = 0
     try:
         losses = backend.as_array(per_example_loss, _LOSS)[0]
@@ -167,7 +165,7 @@ def compute_average_loss(
             raise
         collectives.invalid(_LOSS, error)
     if ask:
-        total = _sum_of_rows(frame.strategy, losses)
+        total = _sum_of_rows(frame.group, losses)
     is_float = losses.dtype.kind in "fc" or backend.is_bfloat16(losses.dtype)
     wide = losses.dtype if is_float and losses.dtype.itemsize > 2 else np.float32
     result = losses.dtype if is_float else np.dtype(np.float64)

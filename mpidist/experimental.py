@@ -11,7 +11,7 @@ from mpidist._checkpoints import (
     PreemptionCheckpointHandler as PreemptionCheckpointHandler,
 )
 from mpidist._checkpoints import TerminationConfig as TerminationConfig
-from mpidist._strategy.replica_context import ValueContext as ValueContext
+from mpidist._strategy.value_context import ValueContext as ValueContext
 
 # The older name.
 CollectiveCommunication = CommunicationImplementation

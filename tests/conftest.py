@@ -129,7 +129,7 @@ def new_strategy() -> Iterator[Callable[..., mpidist.MPIStrategy]]:
 
 @pytest.fixture
 def rank(strategy: mpidist.MPIStrategy) -> int:
-    return strategy.extended._replica_id
+    return strategy.replica_id
 
 
 @pytest.fixture

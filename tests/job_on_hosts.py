@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from mpidist._strategy.strategy import group_of
+
 CALLS = 8
 CODE = 3
 
@@ -43,7 +45,7 @@ def right() -> None:
     import mpidist
 
     strategy = mpidist.MPIStrategy()
-    comm: Any = strategy.extended._collectives.comm
+    comm: Any = group_of(strategy).communicator
     size, rank = comm.size, comm.rank
 
     def reduce(x: Any) -> Any:
@@ -80,7 +82,7 @@ def loop(
         implementation=mpidist.experimental.CommunicationImplementation[kind],
     )
     strategy = mpidist.MPIStrategy(communication_options=options)
-    rank = strategy.extended._replica_id
+    rank = strategy.replica_id
     x = np.ones(int(elements), np.float32)
 
     def reduce() -> Any:

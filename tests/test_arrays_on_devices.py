@@ -12,6 +12,7 @@ from replicas import context
 
 import mpidist
 from mpidist._base import backend
+from mpidist._strategy.strategy import group_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
@@ -87,7 +88,7 @@ def expected(op, dtype, arrays):
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_dtype_table(where, op):
     strategy, xp = where
-    rank = strategy.extended._replica_id
+    rank = strategy.replica_id
     size = strategy.num_replicas_in_sync
     for dtype in DTYPES if xp is np else ON_A_GPU:
         mine = values_of(dtype, rank)
@@ -155,13 +156,13 @@ def test_shapes(where):
 def test_buckets_and_chunks(where, monkeypatch):
     """Small limits give the same results as one large buffer."""
     strategy, xp = where
-    rank = strategy.extended._replica_id
+    rank = strategy.replica_id
     size = strategy.num_replicas_in_sync
     rng = np.random.default_rng(7)
     shapes = [(3, 5), (), (40,), (2, 2, 2), (0,), (11,)]
     data = [rng.integers(0, 99, s).astype(np.float32) for s in shapes]
     mine = [xp.asarray(x + rank) for x in data]
-    monkeypatch.setattr(strategy.extended._collectives.comm, "chunk_elements", 7)
+    monkeypatch.setattr(group_of(strategy).communicator, "chunk_elements", 7)
 
     def step():
         results = []
@@ -191,7 +192,7 @@ def test_buckets_and_chunks(where, monkeypatch):
 
 def test_all_gather(where):
     strategy, xp = where
-    rank = strategy.extended._replica_id
+    rank = strategy.replica_id
     size = strategy.num_replicas_in_sync
     for dtype in DTYPES if xp is np else ON_A_GPU:
         parts = [
@@ -212,7 +213,7 @@ def test_all_gather(where):
 
 def test_variables(where):
     strategy, xp = where
-    rank = strategy.extended._replica_id
+    rank = strategy.replica_id
     size = strategy.num_replicas_in_sync
     with strategy.scope():
         v = mpidist.Variable(
@@ -238,7 +239,7 @@ def test_variables(where):
 
 def test_update_pattern(where):
     strategy, xp = where
-    rank = strategy.extended._replica_id
+    rank = strategy.replica_id
     size = strategy.num_replicas_in_sync
     with strategy.scope():
         variables = [mpidist.Variable(np.zeros(n)) for n in (2, 30)]
@@ -267,7 +268,7 @@ def test_update_pattern(where):
 
 def test_reduce_over_axes(where):
     strategy, xp = where
-    rank = strategy.extended._replica_id
+    rank = strategy.replica_id
     size = strategy.num_replicas_in_sync
     rows = [np.arange(2.0 * r).reshape(r, 2) for r in range(size)]
     value = strategy.run(lambda: xp.asarray(rows[rank]))
@@ -285,7 +286,7 @@ def test_reduce_over_axes(where):
 def test_min_and_max_with_nan_and_signed_zeros(new_strategy, dtype):
     """Every rank has the same bits, NaN wins, and -0.0 < 0.0."""
     strategy = new_strategy()
-    rank = strategy.extended._replica_id
+    rank = strategy.replica_id
     size = strategy.num_replicas_in_sync
     special = [np.nan, -0.0, 0.0, np.inf, -np.inf, 1.5, -1.5]
     columns = np.array(list(itertools.product(special, repeat=2)), dtype)
@@ -311,7 +312,7 @@ def test_min_and_max_with_nan_and_signed_zeros(new_strategy, dtype):
 def test_half_precision_accumulates_in_float32(new_strategy):
     strategy = new_strategy()
     size = strategy.num_replicas_in_sync
-    rank = strategy.extended._replica_id
+    rank = strategy.replica_id
     # 2048 + 1 + 1 + 1 is 2048 in float16 added one by one, and 2051 -> 2052 at once.
     x = np.float16(2048 if rank == 0 else 1)
     total = local(strategy, lambda: context().all_reduce("SUM", x))
@@ -338,7 +339,7 @@ def test_other_byte_orders_come_back_native(new_strategy):
 
 def test_results_are_the_same_bits_on_all_ranks(new_strategy):
     strategy = new_strategy()
-    rank = strategy.extended._replica_id
+    rank = strategy.replica_id
     x = np.random.default_rng(rank).normal(size=100_000).astype(np.float32)
     total = strategy.run(lambda: context().all_reduce("SUM", x)[None])
     everywhere = strategy.gather(total, axis=0).view(np.uint32)
@@ -365,7 +366,7 @@ def test_kernels_are_done_before_mpi(monkeypatch, new_strategy, blocking):
 def test_ranks_are_dealt_to_the_gpus_of_the_node(monkeypatch, new_strategy):
     posing.install(monkeypatch, num_devices=2)
     strategy = new_strategy(device="auto", implementation="STAGED")
-    rank = strategy.extended._replica_id
+    rank = strategy.replica_id
     size = strategy.num_replicas_in_sync
     assert strategy.run(lambda: context().devices)[0] == (
         f"/rank:{rank}/device:GPU:{rank % 2}"
@@ -373,7 +374,7 @@ def test_ranks_are_dealt_to_the_gpus_of_the_node(monkeypatch, new_strategy):
     assert strategy.extended.worker_devices == tuple(
         f"/rank:{r}/device:GPU:{r % 2}" for r in range(size)
     )
-    assert new_strategy(device="gpu:1").extended._device_name.endswith("GPU:1")
+    assert new_strategy(device="gpu:1")._group.device_name.endswith("GPU:1")
     with pytest.raises(ValueError, match=r"has 2 GPU\(s\), numbered from 0"):
         mpidist.MPIStrategy(device="gpu:2")
 

@@ -12,6 +12,7 @@ from replicas import context, everywhere, local, merge, own, raises_everywhere
 
 import mpidist
 from mpidist import _native
+from mpidist._strategy.strategy import group_of
 
 SHARED = mpidist.experimental.CommunicationImplementation.SHARED
 DIRECT = mpidist.experimental.CommunicationImplementation.DIRECT
@@ -60,7 +61,7 @@ def assert_same(found, expected):
 
 def in_place(strategy, call):
     """Return what ``call`` returns, and how many calls read arrays where they are."""
-    node = strategy._collectives.node
+    node = group_of(strategy).collectives.node
     before = node.channel.based if node is not None else 0
     found = call()
     return found, (node.channel.based if node is not None else 0) - before
@@ -279,7 +280,7 @@ def test_reduce_to_one_rank(shared, rank, size):
     buffer[:] = rank + 1
     found, _ = in_place(
         shared,
-        lambda: shared._collectives.all_reduce(
+        lambda: group_of(shared).collectives.all_reduce(
             mpidist.ReduceOp.SUM, [buffer], root=size - 1
         ),
     )
@@ -326,10 +327,10 @@ def test_everywhere_else_they_are_ordinary_arrays(
 
 
 def test_without_room_they_are_ordinary_arrays(shared, rank, size, monkeypatch):
-    node = shared._collectives.node
+    node = group_of(shared).collectives.node
     if rank == size - 1 and node is not None:  # on one rank alone
         without = dataclasses.replace(node, pool=_native.core.Pool(node.memory, 0, 0))
-        monkeypatch.setattr(shared._collectives, "node", without)
+        monkeypatch.setattr(group_of(shared).collectives, "node", without)
     (buffer,) = shared.buffers_like([np.zeros(10_000)])
     buffer[:] = 1
     found, count = in_place(

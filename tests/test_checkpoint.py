@@ -33,6 +33,7 @@ from replicas import split
 
 import mpidist
 from mpidist import VariableAggregation, VariableSynchronization
+from mpidist._strategy.strategy import group_of
 
 DTYPES = [
     "bool",
@@ -105,12 +106,12 @@ def folder(strategy, tmp_path_factory, rank):
 
 def everywhere(strategy, value):
     """Return rank 0's value on all ranks."""
-    return strategy.extended._collectives.share(lambda: [value], "test")[0]
+    return group_of(strategy).collectives.share(lambda: [value], "test")[0]
 
 
 def per_rank(strategy, value):
     """Return the values of all ranks, on all ranks."""
-    comm = strategy.extended._collectives.comm
+    comm = group_of(strategy).communicator
     return [json.loads(x) for x in comm.all_gather_objects(json.dumps(value).encode())]
 
 
@@ -590,7 +591,7 @@ def test_what_a_save_and_a_restore_send(strategy, folder, rank, size):
     )
 
     def sent(call):
-        guard = strategy.extended._collectives.guard
+        guard = group_of(strategy).guard
         number = guard.sequence
         before = strategy.communication_statistics().calls
         call()
@@ -1015,10 +1016,10 @@ KILLED_AT_EACH_STEP = """
 import os, sys
 import numpy as np
 import mpidist
-from mpidist._checkpoints import _format
+from mpidist._checkpoints import storage
 
 folder, there_before = sys.argv[1], sys.argv[2] == "1"
-_format._CHUNK_BYTES = 64  # many steps also while arrays are written
+storage._CHUNK_BYTES = 64  # many steps also while arrays are written
 v = mpidist.Variable(np.zeros(50))
 step = mpidist.Variable(0)
 checkpoint = mpidist.Checkpoint(v=v, step=step)
@@ -1049,7 +1050,7 @@ for last in range(10_000):
             return call
 
         os.fsync = counted(os.fsync)
-        _format.zlib.crc32 = counted(_format.zlib.crc32)
+        storage.zlib.crc32 = counted(storage.zlib.crc32)
         sys.addaudithook(count)
         checkpoint.save(path)
         os._exit(0)

@@ -7,6 +7,7 @@ import pytest
 from replicas import own
 
 import mpidist
+from mpidist._strategy.strategy import group_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
@@ -35,7 +36,13 @@ def replica_facts():
     strategy, has, replica_strategy, cross = facts()
     replica_id = -1 if context() is None else context().replica_id_in_sync_group
     return np.array(
-        [strategy._number, has, replica_strategy is strategy, cross, replica_id]
+        [
+            group_of(strategy).number,
+            has,
+            replica_strategy is strategy,
+            cross,
+            replica_id,
+        ]
     )
 
 
@@ -103,7 +110,7 @@ def test_in_the_function_of_update(strategy):
     with strategy.scope():
         v = mpidist.Variable(0.0)
         here = strategy.extended.update(v, lambda v: replica_facts())
-    np.testing.assert_array_equal(here, [strategy._number, 1, 0, 1, -1])
+    np.testing.assert_array_equal(here, [group_of(strategy).number, 1, 0, 1, -1])
     assert not mpidist.has_strategy()
 
 
@@ -120,7 +127,7 @@ def test_in_the_function_of_update_inside_merge_fn(strategy, size):
 
     results = own(strategy, strategy.run(lambda: context().merge_call(merge_fn)))
     for result in results:
-        np.testing.assert_array_equal(result, [strategy._number, 1, 0, 1, -1])
+        np.testing.assert_array_equal(result, [group_of(strategy).number, 1, 0, 1, -1])
 
 
 def test_in_a_run_nested_in_merge_fn(strategy, size):
@@ -140,7 +147,7 @@ def test_in_a_run_nested_in_merge_fn(strategy, size):
         return [[*row] for row in results]
 
     rows = own(strategy, strategy.run(lambda: context().merge_call(merge_fn)))
-    number = strategy._number
+    number = group_of(strategy).number
     assert len(rows) == size
     for replica, row in enumerate(rows):
         np.testing.assert_array_equal(row[0], [number, 1, 1, 0, replica])
@@ -355,7 +362,7 @@ def test_local_results_are_allowed_anywhere(strategy, rank, size):
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather", "merge_call"])
 @pytest.mark.parametrize("where", ["scope", "merge_fn", "update"])
 def test_replica_calls_in_cross_replica_context(strategy, rank, name, where):
-    captured = strategy.extended._replica_context
+    captured = group_of(strategy).replica_frame.replica_context
     instead = {
         "all_reduce": "strategy.reduce(op, value, axis=None)",
         "all_gather": "strategy.gather(value, axis)",
@@ -453,7 +460,7 @@ def test_mixing_two_strategies_in_a_replica_function(strategy, new_strategy):
     other = new_strategy()
 
     def step():
-        replica_context = other.extended._replica_context
+        replica_context = group_of(other).replica_frame.replica_context
         with pytest.raises(RuntimeError, match=MISMATCHING):
             replica_context.all_reduce("SUM", 1.0)
         with pytest.raises(RuntimeError, match=MIXING):

@@ -12,6 +12,7 @@ import pytest
 from replicas import context, everywhere, make, own
 
 import mpidist
+from mpidist._strategy.strategy import group_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
@@ -35,7 +36,7 @@ class ModuleError(Exception):
 
 def this_replica():
     """Return this rank's number, at every level."""
-    return mpidist.get_strategy().extended._replica_id
+    return mpidist.get_strategy().replica_id
 
 
 def merge(strategy, merge_fn, *args, **kwargs):
@@ -990,7 +991,7 @@ def test_a_variable_made_in_merge_fn_and_kept_on_rank_0_only(strategy, rank):
     assert_copies(strategy, slot, 5.0)
     key = slot._key
     del slot
-    alive = strategy.extended._registry.kept
+    alive = group_of(strategy).registry.kept
     before = everywhere(key in alive)
     kept.clear()
     merge(strategy, lambda s, x: s.reduce("SUM", x, axis=None), 1.0)

@@ -16,6 +16,7 @@ from replicas import (
 )
 
 import mpidist
+from mpidist._strategy.strategy import group_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
@@ -381,7 +382,7 @@ def test_a_class_of_the_user_that_fails_on_one_rank(strategy_with, rank, size, w
         return context().all_gather(np.ones(1), axis=0)
 
     assert local(strategy, replica_fn).tolist() == [1.0] * size
-    strategy.extended._cross_device_ops.when = "never"
+    group_of(strategy).custom_ops.when = "never"
     check_all_verbs(strategy)
 
 

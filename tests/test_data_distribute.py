@@ -14,6 +14,7 @@ import pytest
 
 import mpidist
 from mpidist import data
+from mpidist._strategy.strategy import group_of
 from mpidist.data import ArraySpec, AutoShardPolicy, Dataset
 from mpidist.data._sharding import split_as_it_comes, split_by_plan
 from mpidist.testing import each_replica
@@ -292,9 +293,9 @@ def test_a_file_is_mapped_into_memory(strategy, rank, own_folder):
 def test_a_step_costs_one_header_and_no_other_message(strategy, size, monkeypatch):
     dataset = strategy.experimental_distribute_dataset(as_dataset(40, 8))
     iterator = iter(dataset)
-    guard = strategy.extended._collectives.guard
+    guard = group_of(strategy).guard
     monkeypatch.setattr(
-        strategy.extended._collectives.comm,
+        group_of(strategy).communicator,
         "all_gather_objects",
         lambda data: pytest.fail("a message besides the header"),
     )
@@ -309,7 +310,7 @@ def test_a_step_costs_one_header_and_no_other_message(strategy, size, monkeypatc
 
 def test_no_thread_but_the_main_one_calls_mpi(new_strategy, monkeypatch):
     strategy = new_strategy()
-    comm = strategy.extended._collectives.comm
+    comm = group_of(strategy).communicator
     threads = set()
 
     def recorded(original):
@@ -345,7 +346,7 @@ def test_the_order_of_keys_does_not_matter(strategy, rank):
 
 def test_what_elements_are_like_is_told_once(strategy, monkeypatch):
     calls = []
-    comm = strategy.extended._collectives.comm
+    comm = group_of(strategy).communicator
     original = comm.all_gather_objects
 
     def count(data):
@@ -857,14 +858,14 @@ def test_one_rank_may_look_at_all_attributes_of_an_iterator(strategy, rank, size
     dataset = strategy.experimental_distribute_dataset(as_dataset(4 * size, 2 * size))
     iterator = iter(dataset)
     first = own(strategy, next(iterator)).tolist()
-    before = strategy._collectives.guard.sequence
+    before = group_of(strategy).guard.sequence
     if rank == size - 1:
         for one in (iterator, dataset):
             for name in dir(one):
                 getattr(one, name)
             assert repr(one)
         assert "initialize" in repr(iterator.initializer)
-    assert strategy._collectives.guard.sequence == before
+    assert group_of(strategy).guard.sequence == before
     assert own(strategy, next(iterator)).tolist() != first  # it has not started again
     iterator.initializer()
     assert own(strategy, next(iterator)).tolist() == first

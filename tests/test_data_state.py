@@ -12,6 +12,7 @@ from replicas import split
 from test_data_distribute import as_list, own, pieces
 
 import mpidist
+from mpidist._strategy.strategy import group_of
 from mpidist.data import Dataset
 
 pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2, 3)]
@@ -230,7 +231,7 @@ def test_the_state_of_one_rank_is_enough(strategy, rank):
 
     first = iter(distribute())
     gathered(strategy, first, 2)
-    comm = strategy.extended._collectives.comm
+    comm = group_of(strategy).communicator
     states = comm.all_gather_objects(pickle.dumps(first.state()))
     state = pickle.loads(states[0])
     assert list(state["sources"]) == ["0"]

@@ -16,6 +16,7 @@ import mpidist
 from mpidist._base import backend
 from mpidist._engine import collectives, core_routes, staging
 from mpidist._engine import node as node_module
+from mpidist._strategy.strategy import group_of
 from mpidist.experimental import CommunicationOptions
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.core]
@@ -168,7 +169,7 @@ def test_only_the_root_has_results(monkeypatch, new_strategy, count, rank, size)
     xp = posing.install(monkeypatch)
     strategy = new_strategy(device="gpu", implementation="STAGED")
     x = xp.asarray(values(rank, count, "int64"))
-    reduce = strategy._collectives.all_reduce
+    reduce = group_of(strategy).collectives.all_reduce
     found = reduce(mpidist.ReduceOp.SUM, {"x": x}, root=1)["x"]
     if rank == 1:
         want = sum(values(r, count, "int64") for r in range(size))
@@ -180,7 +181,7 @@ def test_no_copy_on_the_host(monkeypatch, new_strategy, rank, size):
     """The GPU reads and writes the memory that the ranks share."""
     xp = posing.install(monkeypatch)
     strategy = new_strategy(device="gpu", implementation="STAGED")
-    node = strategy._collectives.node
+    node = group_of(strategy).collectives.node
     seen = {"to": [], "from": []}
 
     def watch(name, kind, position):
@@ -217,7 +218,7 @@ def test_memory_is_unlocked_with_the_strategy(monkeypatch, new_strategy):
     assert posing.registered == {}
     for _ in range(3):
         large(strategy, xp)
-    area = strategy._collectives.node.piece_bytes
+    area = group_of(strategy).collectives.node.piece_bytes
     assert list(posing.registered.values()) == [2 * area, 2 * area]
     strategy.close()
     assert posing.registered == {}
@@ -227,7 +228,7 @@ def test_memory_is_unlocked_before_it_goes(monkeypatch, new_strategy):
     """Also where nobody says that it is not needed any more."""
     xp = posing.install(monkeypatch)
     strategy = new_strategy(device="gpu", implementation="STAGED")
-    own = staging.Staging(strategy._collectives.node)
+    own = staging.Staging(group_of(strategy).collectives.node)
     seen = weakref.ref(own)
     own.lane_of(xp.zeros(1))
     assert len(posing.registered) == 2
@@ -252,7 +253,7 @@ def test_no_page_locked_memory_at_all_is_told_to_all(
             patch.setattr(backend, "pinned_empty", none)
         raises_everywhere(MemoryError, lambda: large(strategy, xp))
         small = xp.zeros(3)
-        reduce = strategy._collectives.all_reduce
+        reduce = group_of(strategy).collectives.all_reduce
         raises_everywhere(MemoryError, lambda: reduce(mpidist.ReduceOp.SUM, small))
     assert np.all(large(strategy, xp).get() == size)
 
@@ -269,7 +270,7 @@ def test_an_error_in_the_middle_is_told_to_all(
     xp = posing.install(monkeypatch)
     strategy = new_strategy(device="gpu", implementation="STAGED")
     large(strategy, xp)
-    reduce = strategy._collectives.all_reduce
+    reduce = group_of(strategy).collectives.all_reduce
     x = xp.asarray(np.ones(50_003, np.float32))
     owner = posing.ndarray if what in ("get", "set") else posing.Event
     working, left = getattr(owner, what), [when]
@@ -305,7 +306,7 @@ def test_an_error_of_small_arrays_is_told_to_all(
     """Before the header, where the values are read; after it, where results go."""
     xp = posing.install(monkeypatch)
     strategy = new_strategy(device="gpu", implementation="STAGED")
-    reduce = strategy._collectives.all_reduce
+    reduce = group_of(strategy).collectives.all_reduce
     x, name = xp.asarray(np.ones(3)), ("get", "set")[where]
     error = None
     with monkeypatch.context() as patch:
@@ -333,7 +334,7 @@ def test_a_rank_that_leaves_in_the_middle_ends_the_wait(
 
         monkeypatch.setattr(staging.Lane, "store", interrupt)
     x = xp.asarray(np.ones(50_003, np.float32))
-    reduce = strategy._collectives.all_reduce
+    reduce = group_of(strategy).collectives.all_reduce
     name = ""
     try:
         reduce(mpidist.ReduceOp.SUM, x)
@@ -350,8 +351,8 @@ def route_of(strategy, arrays, implementation=None):
     options = CommunicationOptions()
     if implementation is not None:
         options = CommunicationOptions(implementation=implementation)
-    options = strategy._collectives.merge_options(options)
-    plan = strategy._collectives.plans.find(
+    options = group_of(strategy).collectives.merge_options(options)
+    plan = group_of(strategy).collectives.plans.find(
         mpidist.ReduceOp.SUM, arrays, "all_reduce", options
     )
     return type(plan).__name__

@@ -18,6 +18,7 @@ from replicas import context, everywhere, make, own, raises_everywhere
 import mpidist
 from mpidist import _native
 from mpidist._engine import node as node_module
+from mpidist._strategy.strategy import group_of
 
 SHARED = mpidist.experimental.CommunicationImplementation.SHARED
 DIRECT = mpidist.experimental.CommunicationImplementation.DIRECT
@@ -38,7 +39,7 @@ def shared(new_strategy):
 
 def channel_of(strategy):
     """Return the channel of the node; None for one rank."""
-    node = strategy._collectives.node
+    node = group_of(strategy).collectives.node
     return None if node is None else node.channel
 
 
@@ -387,7 +388,7 @@ def test_a_rank_without_room_takes_all_ranks_the_other_way(
         pytest.skip("needs several ranks, and the native core")
     monkeypatch.setattr(node_module, "_LARGEST_ARENA", 16 * 2**20)
     strategy = new_strategy(implementation=SHARED)
-    node, channel = strategy._collectives.node, channel_of(strategy)
+    node, channel = group_of(strategy).collectives.node, channel_of(strategy)
     x = np.random.default_rng(rank).normal(size=50_000)
     nest = [x, x.astype("f4")]
 
@@ -436,7 +437,7 @@ def test_arrays_in_the_arena_are_read_where_they_are(shared, rank, size):
 def test_a_loss_that_is_kept_does_not_keep_its_gradients(shared, rank, size):
     if size == 1:
         pytest.skip("one rank reduces nothing")
-    pool = shared._collectives.node.pool
+    pool = group_of(shared).collectives.node.pool
     losses = []
     for k in range(10):
         nest = {"gradient": np.full(30_000, 1.0), "loss": np.array(float(k + rank))}
@@ -479,7 +480,7 @@ def no_memory_once(strategy, monkeypatch):
 
     monkeypatch.setattr(np, "empty", fail)
     full = types.SimpleNamespace(take=fail)
-    for plan in strategy._collectives.plans._plans.values():
+    for plan in group_of(strategy).collectives.plans._plans.values():
         node = dataclasses.replace(plan._node, pool=full)
         monkeypatch.setattr(plan, "_node", node)
     assert np.empty is not empty
@@ -509,7 +510,7 @@ def test_what_fails_on_one_rank_takes_all_ranks_to_mpi(
             if rank == culprit:
                 patch.setattr(node_module, step, fail)
             one = new_strategy()
-        assert one._collectives.transports.host.name == "direct"
+        assert group_of(one).collectives.transports.host.name == "direct"
         assert own(one, one.run(lambda: context().all_reduce("SUM", rank))) == sum(
             range(size)
         )

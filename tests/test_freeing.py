@@ -12,6 +12,7 @@ import mpidist
 from mpidist import _native
 from mpidist._mpi import collective_release
 from mpidist._mpi.collective_release import Holding
+from mpidist._strategy.strategy import group_of
 
 SHARED = mpidist.experimental.CommunicationImplementation.SHARED
 mpi = pytest.mark.mpi
@@ -80,11 +81,11 @@ def segments():
 
 def settle(strategy):
     gc.collect()
-    strategy._collectives.comm.settle()
+    group_of(strategy).communicator.settle()
 
 
 def needs_one_node(strategy):
-    if strategy._collectives.comm.num_nodes > 1:
+    if group_of(strategy).communicator.num_nodes > 1:
         pytest.skip("ranks of several nodes have buffers of their own")
 
 
@@ -101,7 +102,7 @@ def test_a_closed_strategy_gives_all_back(strategy, size):
     count, mapped = collective_release.count(), segments()
     one = mpidist.MPIStrategy(communication_options=options())
     assert collective_release.count() == count + 1
-    assert segments() == mapped + (one._collectives.node is not None)
+    assert segments() == mapped + (group_of(one).collectives.node is not None)
     one.close()
     assert (collective_release.count(), segments()) == (count, mapped)
 
@@ -164,7 +165,7 @@ def test_what_one_rank_still_uses_stays_on_all(strategy, rank, size):
     count = collective_release.count()
     one = mpidist.MPIStrategy(communication_options=options())
     made = collective_release.count()
-    comm = strategy._collectives.comm
+    comm = group_of(strategy).communicator
     if 1 < comm.num_nodes < size and rank != comm.local_rank:
         made -= 1  # nobody uses the memory of this node, which rank 0 is not on
     if rank:

@@ -138,7 +138,7 @@ class World:
     def __init__(self, strategy: mpidist.MPIStrategy, folder: str) -> None:
         self.strategy = strategy
         self.folder = folder
-        self.rank = strategy.extended._replica_id
+        self.rank = strategy.replica_id
         zeros = np.zeros(3)
 
         def variable(**kwargs: Any) -> mpidist.Variable:

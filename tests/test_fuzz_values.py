@@ -32,6 +32,7 @@ from replicas import context, everywhere
 
 import mpidist
 from mpidist._base import backend
+from mpidist._strategy.strategy import group_of
 
 DEFAULT_SEEDS = 12
 CALLS = 12
@@ -193,12 +194,12 @@ class Calls:
         where: str = "host",
     ) -> None:
         self.where = where
-        self.on_gpu = strategy._collectives.device.kind == "gpu"
+        self.on_gpu = group_of(strategy).collectives.device.kind == "gpu"
         self.dtypes = [
             d for d in DTYPES.split() if where == "host" or d != "longdouble"
         ]
         self.strategy = strategy
-        self.rank = strategy.extended._replica_id
+        self.rank = strategy.replica_id
         self.size = strategy.num_replicas_in_sync
         self.rng = np.random.default_rng([seed, 7])  # alike on all ranks
         self.mine = np.random.default_rng([seed, 8, self.rank])
@@ -206,7 +207,7 @@ class Calls:
         self.kept: list[tuple[Any, Any]] = []
         self.exact = os.environ.get("MPIDIST_IMPLEMENTATION") is None
         ranks = range(self.size)
-        comm = strategy._collectives.comm
+        comm = group_of(strategy).communicator
         number = getattr(comm, "num_nodes", 1)
         # Small nests are added up in the order of the ranks, large ones by nodes.
         self.orders = [[[r] for r in ranks]]
@@ -216,7 +217,7 @@ class Calls:
                 for k in range(number)
             ]
             self.orders.append(by_nodes)
-        self.guarded = strategy.extended._collectives.guard.enabled
+        self.guarded = group_of(strategy).guard.enabled
         self.cache: list[tuple[str, list[tuple[tuple[int, ...], Any]]]] = []
         self.gathered: list[list[tuple[list[tuple[int, ...]], Any]]] = []
 

@@ -18,6 +18,7 @@ from replicas import context, local, raises_everywhere
 import mpidist
 from mpidist._base.backend import Device
 from mpidist._engine import node as node_module
+from mpidist._strategy.strategy import group_of
 from mpidist._transports import StagedTransport, devices
 from mpidist._transports import nccl as _nccl
 from mpidist._transports import staged as staged_module
@@ -52,7 +53,7 @@ def staged(request, cupy, new_strategy, monkeypatch, size):
     if request.param == "direct":
         monkeypatch.setattr(node_module, "_make_file", no_room)
     strategy = new_strategy(device="gpu")
-    transport = strategy._collectives.transports.device
+    transport = group_of(strategy).collectives.transports.device
     assert isinstance(transport, StagedTransport)
     assert transport._host.name == ("direct" if size == 1 else request.param)
     return transport
@@ -215,7 +216,7 @@ def test_copies_overlap_mpi(cupy, staged, size, monkeypatch):
 @core
 def test_direct_waits_for_the_stream(cupy, new_strategy, rank, size):
     strategy = new_strategy(device="gpu", implementation="DIRECT")
-    direct = strategy._collectives.transports.device
+    direct = group_of(strategy).collectives.transports.device
     highest = counting(size - 1, 1000)
     x = on_gpu(cupy, counting(rank, 1000))
     y = cupy.empty(1000, np.float32)
@@ -233,7 +234,7 @@ def test_direct_waits_for_the_stream(cupy, new_strategy, rank, size):
     if rank:
         pairs.pop()
     for limit in (2**30, 7):  # one message, and broadcasts
-        strategy._collectives.comm.chunk_elements = limit
+        group_of(strategy).communicator.chunk_elements = limit
         part = on_gpu(cupy, counting(rank + 1, 10, "uint8"))
         whole = cupy.empty(10 * size, np.uint8)
         direct.all_gather(part, whole, [10] * size)
@@ -297,7 +298,7 @@ def own_gpus(monkeypatch, nccl, size):
 @core
 def test_nccl_moves_what_it_has_types_for(own_gpus, nccl, new_strategy, rank, size):
     strategy = new_strategy(implementation="NCCL")
-    transports = strategy._collectives.transports
+    transports = group_of(strategy).collectives.transports
     assert transports.device.name == "nccl"
     xp = strategy.array_module
 
@@ -361,7 +362,7 @@ def test_nccl_copies(own_gpus, nccl, new_strategy, rank, size):
 @core
 def test_nccl_is_queued_on_the_current_stream(own_gpus, new_strategy, rank, size):
     strategy = new_strategy(implementation="NCCL")
-    transport = strategy._collectives.transports.device
+    transport = group_of(strategy).collectives.transports.device
     pairs = []
     for stream in (posing.Stream.null, posing.Stream(non_blocking=True)):
         with stream:
@@ -421,7 +422,7 @@ def test_nccl_does_not_connect(
         texts = raises_everywhere(ValueError, make)
     else:
         strategy, texts = said_by(make)
-        transports = strategy._collectives.transports
+        transports = group_of(strategy).collectives.transports
         assert transports.device.name == "staged"
         assert len(texts) == (rank == 0)
         texts = [*texts, transports.reason]
@@ -441,7 +442,7 @@ def test_auto_without_nccl_is_a_warning_on_rank_0(
     strategy, texts = said_by(new_strategy)
     assert len(texts) == (rank == 0)
     why = "NCCL does not load on rank 0 (CuPy does not find libnccl; `pip install"
-    for text in (*texts, strategy._collectives.transports.reason):
+    for text in (*texts, group_of(strategy).collectives.transports.reason):
         assert why in text
     assert said_by(new_strategy)[1] == []  # once
     for text in texts:
@@ -475,7 +476,7 @@ def test_the_id_of_nccl_is_passed_on_as_it_is(
     nccl = posing.Nccl(id_type=id_type)
     xp = posing.install(monkeypatch, num_devices=size, nccl=nccl)
     strategy = new_strategy(implementation="NCCL" if size == 1 else "AUTO")
-    assert strategy._collectives.transports.device.name == "nccl"
+    assert group_of(strategy).collectives.transports.device.name == "nccl"
     x = xp.full(5, rank + 1.0)
     total = local(strategy, lambda: context().all_reduce("SUM", x))
     check([(total.get(), np.full(5, size * (size + 1) / 2))])
@@ -513,7 +514,7 @@ def test_the_id_passes_through_the_real_nccl(strategy, rank, size):
         _nccl._arrays.nccl_module()
     except ImportError as error:
         pytest.skip(str(error))
-    comm = strategy._collectives.comm
+    comm = group_of(strategy).communicator
     made, problem = _nccl.connect(comm, Device("cpu"), 30)
     assert made is None
     assert "NcclError: NCCL_ERROR_UNHANDLED_CUDA_ERROR" in problem
@@ -525,7 +526,9 @@ def test_nccl_for_one_call(own_gpus, nccl, new_strategy, strategy, size):
     """A call may leave NCCL out; to ask for it takes a strategy that has it."""
     x = own_gpus.asarray(np.ones(3))
     automatic = new_strategy()
-    assert automatic._collectives.transports.reason.startswith("nccl: each rank has")
+    assert group_of(automatic).collectives.transports.reason.startswith(
+        "nccl: each rank has"
+    )
     options = mpidist.experimental.CommunicationOptions(implementation="STAGED")
     nccl.calls.clear()
     staged = local(automatic, lambda: context().all_reduce("SUM", x, options))
@@ -643,7 +646,7 @@ def test_what_a_strategy_takes(
     for name, value in variables.items():
         monkeypatch.setenv(f"MPIDIST_{name}", value)
     strategy = new_strategy(device="gpu", implementation=asked)
-    transports = strategy._collectives.transports
+    transports = group_of(strategy).collectives.transports
     assert transports.device.name == way
     assert reason in transports.reason
     x = strategy.array_module.ones(3)
@@ -660,7 +663,7 @@ def test_ranks_without_a_gpu(monkeypatch, new_strategy, rank, size):
     if rank:
         posing.install(monkeypatch)
     strategy = new_strategy(device="gpu" if rank else "cpu")
-    assert "some ranks have no GPU" in strategy._collectives.transports.reason
+    assert "some ranks have no GPU" in group_of(strategy).collectives.transports.reason
     xp = strategy.array_module
     x = xp.asarray(counting(rank, 200_000))
     total, parts = local(

@@ -28,6 +28,7 @@ from mpidist._engine import (
     staging,
 )
 from mpidist._engine import node as node_module
+from mpidist._strategy.strategy import group_of
 from mpidist._transports import devices
 from mpidist._transports import direct as direct_module
 from mpidist._transports import nccl as nccl_module
@@ -264,7 +265,9 @@ def of_strategy(strategy, rank, size):
         result = np.empty_like(hosts[rank])
 
         def call():
-            strategy._collectives.transports.host.allreduce(hosts[rank], result, "SUM")
+            group_of(strategy).collectives.transports.host.allreduce(
+                hosts[rank], result, "SUM"
+            )
             program.seen.append(([result], sum(hosts)))
             return []
 
@@ -318,10 +321,12 @@ def set_up(monkeypatch, new_strategy, way):
         monkeypatch.setattr(sys.modules["cupy"].cuda.runtime, "hostRegister", refuse)
     name = way.partition(" ")[0]
     strategy = new_strategy(device="gpu", implementation=name)
-    transport = strategy._collectives.transports.device
+    transport = group_of(strategy).collectives.transports.device
     assert transport.name == name
     if way == "staged as a whole":  # as with ranks that have no GPU
-        transport = devices.StagedTransport(strategy._collectives.transports.host)
+        transport = devices.StagedTransport(
+            group_of(strategy).collectives.transports.host
+        )
     return strategy, transport
 
 

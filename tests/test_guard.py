@@ -8,6 +8,7 @@ import pytest
 from replicas import context
 
 import mpidist
+from mpidist._strategy.strategy import group_of
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.core, pytest.mark.replicas(2, 3)]
 
@@ -25,7 +26,7 @@ def outcome(strategy, fn):
 def on_all(strategy, error):
     """Return, on every rank, (type name, message) of each rank's error."""
     text = (type(error).__name__, str(error))
-    return strategy.extended._collectives.comm.all_gather_objects(repr(text).encode())
+    return group_of(strategy).communicator.all_gather_objects(repr(text).encode())
 
 
 def assert_usable(strategy):
@@ -356,7 +357,7 @@ def test_the_function_of_update_raises_on_one_rank(strategy, rank, last, who):
         v = mpidist.Variable(np.zeros(4), name="v")
 
     def fn(v, odd):
-        me = mpidist.get_strategy().extended._replica_id
+        me = mpidist.get_strategy().replica_id
         v.assign_add(np.ones(4))
         if me == odd:
             raise FloatingPointError("in update")

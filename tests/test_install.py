@@ -27,6 +27,7 @@ from replicas import context, own, raises_everywhere
 
 import mpidist
 from mpidist import _native
+from mpidist._strategy.strategy import group_of
 
 setuptools = pytest.importorskip("setuptools", reason="pip builds with setuptools")
 
@@ -41,13 +42,14 @@ PROGRAM = """
 import numpy as np
 import mpidist
 from mpidist import _native
+from mpidist._strategy.strategy import group_of
 
 strategy = mpidist.MPIStrategy()
 total = strategy.run(
     lambda: mpidist.get_replica_context().all_reduce("SUM", np.arange(1000.0))
 )
 assert (strategy.experimental_local_results(total)[0] == 2 * np.arange(1000.0)).all()
-host = strategy._collectives.transports.host.name
+host = group_of(strategy).collectives.transports.host.name
 if strategy.replica_id == 0:
     print("core", _native.available(), host)
 """
@@ -215,8 +217,8 @@ def test_where_one_rank_lacks_it_all_go_by_mpi(
                 patch.setattr(_native, "core", None)
                 patch.setattr(_native, "missing", "no native core: taken away")
             one = new_strategy()
-            assert one._collectives.transports.host.name == "direct"
-            assert "no native core" in one._collectives.transports.host_reason
+            assert group_of(one).collectives.transports.host.name == "direct"
+            assert "no native core" in group_of(one).collectives.transports.host_reason
             sums = one.run(lambda: context().all_reduce("SUM", everything))
             for found, x in zip(own(one, sums), everything, strict=True):
                 np.testing.assert_array_equal(found, x * x.dtype.type(size))
@@ -232,7 +234,7 @@ def test_where_one_rank_lacks_it_all_go_by_mpi(
         told = capfd.readouterr().err
         assert (f"rank {lacking} has no native core" in told) == (rank == 0)
     again = new_strategy()
-    assert again._collectives.transports.host.name == "shared"
+    assert group_of(again).collectives.transports.host.name == "shared"
 
 
 # --- wheels and the source distribution -----------------------------------------------

@@ -50,7 +50,6 @@ class Import:
 
     name: str
     line: int
-    for_types: bool  # under `if TYPE_CHECKING:`
     lazy: bool  # inside a function
 
     def __str__(self) -> str:
@@ -58,25 +57,17 @@ class Import:
 
 
 def imports_of(source: str, is_module: set[str]) -> list[Import]:
-    """Return all imports in a source, also those in functions and by name."""
+    """Return all imports in a source: also in functions, by name, and for types."""
     found = []
 
-    def visit(node: ast.AST, for_types: bool, lazy: bool) -> None:
+    def visit(node: ast.AST, lazy: bool) -> None:
         for name in _names_in(node, is_module):
-            found.append(Import(name, node.lineno, for_types, lazy))  # noqa: PERF401
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith(
-            "TYPE_CHECKING"
-        ):
-            for child in node.body:
-                visit(child, True, lazy)
-            for child in node.orelse:
-                visit(child, for_types, lazy)
-            return
+            found.append(Import(name, node.lineno, lazy))  # noqa: PERF401
         inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         for child in ast.iter_child_nodes(node):
-            visit(child, for_types, lazy or inside)
+            visit(child, lazy or inside)
 
-    visit(ast.parse(source), False, False)
+    visit(ast.parse(source), False)
     return found
 
 
@@ -132,7 +123,7 @@ def violations(
     """Describe each import of the package from a later room, or past an __init__."""
     room = room_of(name)
     for one in imports:
-        if one.for_types or one.name.split(".")[0] != "mpidist":
+        if one.name.split(".")[0] != "mpidist":
             continue
         if one.name in EXTENSIONS and one.name.startswith(f"{name}."):
             continue
@@ -152,9 +143,7 @@ def circle(imports: dict[str, list[Import]]) -> list[str]:
     """Return modules that import each other in a circle; an empty list if none do."""
     sorter = graphlib.TopologicalSorter(
         {
-            name: [
-                one.name for one in found if one.name in imports and not one.for_types
-            ]
+            name: [one.name for one in found if one.name in imports]
             for name, found in imports.items()
         }
     )
@@ -246,7 +235,7 @@ def test_no_other_library_is_imported():
             "_base.backend",
             "from typing import TYPE_CHECKING\n"
             "if TYPE_CHECKING:\n    from mpidist._strategy.strategy import Strategy",
-            0,
+            1,
         ),
         (
             "_base.backend",

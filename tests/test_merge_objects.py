@@ -9,6 +9,7 @@ import pytest
 from replicas import everywhere, make, merge
 
 import mpidist
+from mpidist._strategy.strategy import group_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
@@ -17,7 +18,7 @@ COUNTERS = {"global": 0}
 
 
 def this_replica():
-    return mpidist.get_strategy().extended._replica_id
+    return mpidist.get_strategy().replica_id
 
 
 class Optimizer:
@@ -83,8 +84,8 @@ def assert_usable(strategy):
     v = make(strategy, np.zeros(2))
     merge(strategy, lambda s: s.extended.update(v, lambda v: v.assign(np.full(2, n))))
     assert_equal_copies(v, [n, n])
-    assert len({*everywhere(strategy.extended._collectives.guard.sequence)}) == 1
-    assert len({*everywhere(strategy.extended._registry.count)}) == 1
+    assert len({*everywhere(group_of(strategy).guard.sequence)}) == 1
+    assert len({*everywhere(group_of(strategy).registry.count)}) == 1
 
 
 def assert_equal_copies(v, expected):
@@ -156,7 +157,7 @@ def test_the_optimizer_is_not_copied(new_strategy):
             raise AssertionError("copied")
 
     large = Large()
-    collectives = strategy.extended._collectives
+    collectives = group_of(strategy).collectives
     send_bytes = collectives.send_bytes
 
     def watched(data):

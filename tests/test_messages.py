@@ -16,6 +16,7 @@ from mpidist._mpi import communicator
 from mpidist._mpi import messages as _messages
 from mpidist._mpi.headers import Headers, Maximum, Rows
 from mpidist._mpi.messages import Messages
+from mpidist._strategy.strategy import group_of
 
 DIRECT = mpidist.experimental.CommunicationImplementation.DIRECT
 
@@ -161,7 +162,7 @@ def test_payloads_of_ranks_whose_arrays_lie_otherwise(new_strategy, rank, size):
 def test_many_ranks_take_the_maximum(new_strategy, rank, monkeypatch):
     monkeypatch.setattr(communicator, "FEW", 0)
     strategy = new_strategy(implementation=DIRECT)
-    headers = strategy._collectives.comm.meeting
+    headers = group_of(strategy).communicator.meeting
     assert isinstance(headers, Headers)
     assert isinstance(headers._exchange, Maximum)
     for _ in range(3):

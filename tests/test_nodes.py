@@ -16,6 +16,7 @@ from mpidist._engine import device_routes, hierarchical_route
 from mpidist._engine import node as node_module
 from mpidist._engine import nodes as engine_nodes
 from mpidist._mpi import messages as _messages
+from mpidist._strategy.strategy import group_of
 from mpidist._transports import compression as _compression
 from mpidist._transports.compression import CODECS, Compression
 
@@ -174,7 +175,7 @@ def test_sums_are_those_of_the_nodes(nodes, on_nodes, rank, whole, monkeypatch):
     if not whole:
         monkeypatch.setattr(_messages, "_WHOLE_BYTES_OF_TWO", 0)
     strategy = on_nodes()
-    comm = strategy._collectives.comm
+    comm = group_of(strategy).communicator
     assert (comm.num_nodes, comm.smallest_node) == (
         len(nodes),
         min(len(ranks) for ranks in nodes),
@@ -241,7 +242,9 @@ def test_half_floats_are_summed_in_float32(on_nodes, size):
     strategy = on_nodes()
     for dtype, step in ((np.float16, 2.0**-11), (ml_dtypes.bfloat16, 2.0**-8)):
         for count in (100, 100_000):
-            x = np.full(count, step if strategy._collectives.comm.rank else 1.0, dtype)
+            x = np.full(
+                count, step if group_of(strategy).communicator.rank else 1.0, dtype
+            )
             total = all_reduce(strategy, "SUM", x)
             expected = np.array(1 + (size - 1) * step, np.float32).astype(dtype)
             assert total.dtype == dtype
@@ -326,8 +329,10 @@ def test_an_interrupt_between_nodes_ends_the_call_everywhere(
         strategy.run(reduce)
     is_hit = rank == (0 if whom == "first" else size - 1)
     if is_hit:
-        nodes = strategy._collectives.nodes
-        messages = strategy._collectives.comm.messages if nodes is None else nodes.peers
+        nodes = group_of(strategy).collectives.nodes
+        messages = (
+            group_of(strategy).communicator.messages if nodes is None else nodes.peers
+        )
 
         def interrupted(*args):
             raise SignalError
@@ -348,7 +353,7 @@ def test_an_interrupt_while_a_slice_travels_keeps_its_memory(
 ):
     """MPI may still write to it, so it is kept for ever."""
     strategy = on_nodes(timeout_seconds=50)
-    if strategy._collectives.nodes is None:
+    if group_of(strategy).collectives.nodes is None:
         pytest.skip("nodes of one rank send no slices")
     x = np.ones(300_000)
     all_reduce(strategy, "SUM", x)
@@ -384,7 +389,7 @@ def test_compression_where_some_ranks_have_a_gpu(
     strategy = new_strategy(device=device, compression="bf16", timeout_seconds=30)
     given = np.full(100_000, 3, dtype)
     if device == "gpu":
-        given = strategy._collectives.device.array_module.asarray(given)
+        given = group_of(strategy).collectives.device.array_module.asarray(given)
     found = all_reduce(strategy, "SUM", given)
     np.testing.assert_array_equal(backend.to_host(found), np.full(100_000, 3 * size))
 
@@ -420,9 +425,9 @@ def test_what_goes_by_nodes_unless_asked_otherwise(
 ):
     """Small arrays go to all ranks, large ones by nodes: the sums are right at both."""
     strategy = new_strategy()
-    host = strategy._collectives.transports.host
+    host = group_of(strategy).collectives.transports.host
     several = _native.available() and len(nodes) < size
-    assert (strategy._collectives.nodes is not None) == several
+    assert (group_of(strategy).collectives.nodes is not None) == several
     assert host.name == ("shared" if several else "direct")
     made = []
     make = hierarchical_route.HierarchicalReduce.__init__
@@ -629,6 +634,6 @@ def test_compression_in_the_environment_and_on_one_node(
     monkeypatch.setenv("MPIDIST_SIMULATED_NODES", "2")
     strategy = new_strategy()
     assert (all_reduce(strategy, "SUM", x) == size).all()
-    assert strategy._collectives.compression == ("bf16", False)
+    assert group_of(strategy).collectives.compression == ("bf16", False)
     exact = Options(implementation="DIRECT")
     assert (all_reduce(strategy, "SUM", x, exact) == size * x).all()

@@ -24,7 +24,7 @@ import os, sys, time
 import numpy as np
 import mpidist
 strategy = mpidist.MPIStrategy()
-rank = strategy.extended._replica_id
+rank = strategy.replica_id
 size = strategy.num_replicas_in_sync
 def step():
     return mpidist.get_replica_context().all_reduce("SUM", 1.0)

@@ -12,6 +12,7 @@ from replicas import everywhere, own, raises_everywhere
 
 import mpidist
 from mpidist._base import backend
+from mpidist._strategy.strategy import group_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
@@ -642,7 +643,7 @@ def test_all_gather_of_what_is_no_array(strategy, bad):
 def gather_both(strategies, make, axis=0):
     """Return what all_gather gives on each strategy, and what is right."""
     size = strategies[0].num_replicas_in_sync
-    rank = strategies[0].extended._replica_id
+    rank = strategies[0].replica_id
     parts = [make(i) for i in range(size)]
     expected = [np.concatenate(column, axis) for column in zip(*parts, strict=True)]
 
@@ -693,7 +694,7 @@ def test_all_gather_of_what_is_small_on_some_ranks(strategy, new_strategy, size,
 def test_calls_of_a_rank_that_comes_late(new_strategy, rank, size, count):
     """All exchange their headers once more, and nothing is lost."""
     strategy = new_strategy(timeout_seconds=4)
-    guard = strategy.extended._collectives.guard
+    guard = group_of(strategy).guard
 
     def step():
         x = np.full(count, float(rank))
@@ -727,7 +728,7 @@ def test_all_gather_without_memory_on_one_rank(
 
     strategy.run(step)
     if rank == size - 1:
-        collectives = strategy.extended._collectives
+        collectives = group_of(strategy).collectives
         if collectives.node is None:
             monkeypatch.setattr(collectives._pool, "empty", no_memory)
         else:
@@ -781,7 +782,7 @@ def test_all_ways_of_a_reduction_draw_one_key(new_strategy, rank, size):
     Values are named by how many were made before, so the ways must count alike.
     """
     strategy = new_strategy()
-    registry = strategy.extended._registry
+    registry = group_of(strategy).registry
     with strategy.scope():
         v = mpidist.Variable(np.zeros(2))
     values = [from_replicas(strategy, lambda r, k=k: np.full(2, r + k)) for k in (0, 1)]
@@ -820,7 +821,7 @@ def test_values_with_different_names_are_found_by_run(new_strategy, rank, size, 
 
     strategy.run(fn)
     if rank == 1:
-        strategy.extended._registry.next_key()  # a mistake in mpidist
+        group_of(strategy).registry.next_key()  # a mistake in mpidist
     messages = raises_everywhere(
         mpidist.CollectiveMismatchError, lambda: strategy.run(fn)
     )

@@ -18,6 +18,7 @@ import pytest
 
 import mpidist
 from mpidist import testing
+from mpidist._strategy.strategy import group_of
 from mpidist.testing import _run
 
 ROOT = Path(mpidist.__file__).parent.parent
@@ -224,7 +225,7 @@ def test_options_of_mpi_strategies(implementation):
             implementation=implementation, bytes_per_pack=100, timeout_seconds=5
         )
         strategy = mpidist.MPIStrategy(communication_options=options)
-        assert strategy.extended._collectives.guard.timeout_seconds == 5
+        assert group_of(strategy).guard.timeout_seconds == 5
         return own(strategy, strategy.run(lambda: all_reduce([1.0, np.ones(99)])[0]))
 
     assert testing.run(2, program) == [2.0, 2.0]

@@ -546,7 +546,7 @@ def test_update_not_grouped_in_merge_fn(strategy, rank, size):
     def merge_fn(distribution, x):
         def update_fn(v, x):
             v.assign_add(x)
-            me = mpidist.get_strategy().extended._replica_id
+            me = mpidist.get_strategy().replica_id
             return {"id": me, "value": v.read_value()}
 
         reduced = distribution.extended.reduce_to(SUM, x, v)

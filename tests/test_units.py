@@ -211,6 +211,6 @@ def test_tracebacks_show_the_users_frames(monkeypatch):
             return errors.format_exception(error)
 
     assert "in user_code" in text()
-    assert "_strategy/strategy.py" not in text()
+    assert "_strategy/scopes.py" not in text()
     monkeypatch.setenv("MPIDIST_DEBUG", "1")
-    assert "_strategy/strategy.py" in text()
+    assert "_strategy/scopes.py" in text()

@@ -13,6 +13,7 @@ import pytest
 from replicas import ON_READ, SUM, assert_mirrored, everywhere, make, merge, own
 
 import mpidist
+from mpidist._strategy.strategy import group_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
@@ -21,7 +22,7 @@ calls = collections.Counter()  # of this rank's functions
 
 
 def this_replica():
-    return mpidist.get_strategy().extended._replica_id
+    return mpidist.get_strategy().replica_id
 
 
 def last_replica():
@@ -80,9 +81,9 @@ def assert_usable(strategy):
         )
     )
     np.testing.assert_array_equal(own(strategy, total), [n] * 3)
-    guard = strategy.extended._collectives.guard
+    guard = group_of(strategy).guard
     assert len({*everywhere(guard.sequence)}) == 1
-    assert len({*everywhere(strategy.extended._registry.count)}) == 1
+    assert len({*everywhere(group_of(strategy).registry.count)}) == 1
     assert guard._depth == 0
 
 
@@ -147,7 +148,7 @@ def test_a_function_is_sent_again_where_it_is_another_one(strategy, size):
 
 
 def test_rank_0_goes_on_while_others_are_busy(strategy, size):
-    if size == 1 or strategy.extended._collectives.ring is None:
+    if size == 1 or group_of(strategy).collectives.ring is None:
         pytest.skip("there rank 0 waits")
     v = make(strategy, np.zeros(3), name="v")
 
@@ -303,7 +304,7 @@ def test_an_error_on_rank_0_is_raised_at_once(strategy, size, number, fails):
 
 
 def this_replica_of(strategy):
-    return strategy.extended._replica_id
+    return strategy.replica_id
 
 
 def test_merge_fn_raises_while_others_are_behind(strategy, size):
@@ -383,7 +384,7 @@ def test_functions_that_communicate_learn_of_an_earlier_error(strategy, size):
     assert {*names_of(run_merge(strategy, merge_fn))} == {"NoneType"}
     if this_replica_of(strategy) == 0:
         assert seen[-1] == "merge_fn"
-        in_shared_memory = strategy.extended._collectives.ring is not None
+        in_shared_memory = group_of(strategy).collectives.ring is not None
         assert any(LAST in text for text in seen) == in_shared_memory
     assert len({*everywhere(v.numpy().tobytes())}) == 1
     assert_usable(strategy)
@@ -505,7 +506,7 @@ def test_variables_that_rank_0_has_dropped_are_dropped_in_spite_of_an_error(
         distribution.extended.broadcast_to(1.0, v)
 
     assert {*names_of(run_merge(strategy, merge_fn))} == {"NoneType"}
-    assert not strategy.extended._registry.kept
+    assert not group_of(strategy).registry.kept
     assert_usable(strategy)
 
 

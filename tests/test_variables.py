@@ -7,6 +7,7 @@ import pytest
 from replicas import context, everywhere, make, own, raises_everywhere
 
 import mpidist
+from mpidist._strategy.strategy import group_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
@@ -499,7 +500,7 @@ def test_a_variable_made_in_merge_fn_is_one_object_with_one_array(strategy, rank
         made.append(v)
 
     strategy.run(lambda: context().merge_call(merge_fn, ()))
-    registry = strategy.extended._registry
+    registry = group_of(strategy).registry
     # Of one whose constructor has raised there is less, until it is collected.
     variables = [
         x
@@ -516,7 +517,7 @@ def test_a_variable_made_in_merge_fn_is_one_object_with_one_array(strategy, rank
 
 
 def test_a_variable_that_can_not_be_made_in_merge_fn_is_not_there(strategy, rank):
-    before = strategy.extended._registry.count
+    before = group_of(strategy).registry.count
 
     def merge_fn(distribution):
         mpidist.Variable(np.ones(2), shape=(3,))
@@ -526,7 +527,7 @@ def test_a_variable_that_can_not_be_made_in_merge_fn_is_not_there(strategy, rank
 
     for message in raises_everywhere(ValueError, lambda: strategy.run(step)):
         assert "expected an initial value of shape (3,)" in message
-    counts = everywhere(strategy.extended._registry.count - before)
+    counts = everywhere(group_of(strategy).registry.count - before)
     assert counts == [counts[0]] * len(counts)
     assert_copies(strategy, make(strategy, 1.0), 1.0)
 

@@ -13,6 +13,7 @@ from replicas import everywhere, raises_everywhere
 import mpidist
 from mpidist import CollectiveMismatchError
 from mpidist._mpi import collective_release, versions
+from mpidist._strategy.strategy import group_of
 
 
 def texts(*changes):
@@ -115,11 +116,11 @@ def test_mpidist_check_compares_them():
     code = """
 import sys
 from mpi4py import MPI
-from mpidist import _versions
+from mpidist._mpi import versions
 from mpidist._cli.main import main
-real = _versions.describe
+real = versions.describe
 if MPI.COMM_WORLD.rank == 1:
-    _versions.describe = lambda: {**real(), "byte order": "middle"}
+    versions.describe = lambda: {**real(), "byte order": "middle"}
 sys.exit(main(["check"]))
 """
     result = run_ranks(2, ["-c", code], timeout=60)
@@ -155,7 +156,7 @@ def test_ranks_that_differ_raise_together(who, name, strategy, rank, size, monke
     # The duplicate was given back, and there is nothing that is left over.
     assert everywhere(collective_release.count()) == before
     later = mpidist.MPIStrategy()
-    assert later._collectives.comm.agreement.core == versions.has_core()
+    assert group_of(later).communicator.agreement.core == versions.has_core()
     later.close()
 
 

@@ -14,10 +14,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from mpidist._base.options import Environment
+from mpidist._base.options import Environment
 
 _T = TypeVar("_T")
 

@@ -12,6 +12,7 @@ import numpy as np
 
 import mpidist
 from mpidist._bench.job import Job
+from mpidist._strategy.strategy import group_of
 
 
 def software_facts(mpi: Any) -> dict[str, str]:
@@ -69,7 +70,7 @@ def transport_facts(strategy: mpidist.Strategy) -> dict[str, dict[str, Any]]:
         For "host" and "gpu": its "name", the "reason", the size of an area of shared
         memory ("area_bytes") where it has some, and a "text" of all that.
     """
-    chosen = strategy._collectives.transports
+    chosen = group_of(strategy).collectives.transports
     facts = {}
     for kind, transport in (("host", chosen.host), ("gpu", chosen.device)):
         reason = getattr(

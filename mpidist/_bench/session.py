@@ -48,7 +48,7 @@ class Session:
         Raises:
             RuntimeError: outside of a replica function.
         """
-        context = mpidist.get_replica_context()
+        context: mpidist.ReplicaContext | None = mpidist.get_replica_context()
         if context is None:
             raise RuntimeError("Session.context: only inside `strategy.run`")
         return context

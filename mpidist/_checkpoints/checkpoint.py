@@ -21,7 +21,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -39,9 +39,7 @@ from mpidist._checkpoints.job import Job
 from mpidist._checkpoints.storage import Order
 from mpidist._mpi import communicator
 from mpidist._runtime import context
-
-if TYPE_CHECKING:
-    from mpidist._strategy.strategy import Strategy
+from mpidist._runtime.group import ReplicaGroup
 
 _MOST_NAMES: Final = 20  # in a message
 
@@ -103,7 +101,7 @@ class Checkpoint:
                 )
         self._objects = dict(objects)
         items = contents.collect(self._objects, early=True)
-        self._nearest = _strategy_of(items, "Checkpoint") or context.get_strategy()
+        self._nearest = _strategy_of(items, "Checkpoint") or context.current().group
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -275,24 +273,20 @@ class Checkpoint:
         """Find the items, which may have changed, and their strategy."""
         try:
             items = contents.collect(self._objects)
-            strategy = _strategy_of(items, name)
+            group = _strategy_of(items, name)
         except Exception as error:
             Job(self._nearest, name).collectives.invalid(name, error)
-        if strategy is None:
-            strategy = context.get_strategy()
+        if group is None:
+            group = context.current().group
             # Restoring plain variables is each process's own affair.
             saves = name != "Checkpoint.restore"
-            if (
-                saves
-                and not strategy.extended._is_mpi
-                and communicator.world_size() > 1
-            ):
+            if saves and not group.is_mpi and communicator.world_size() > 1:
                 raise RuntimeError(
                     f"{name}: none of its variables belongs to an MPIStrategy, so it "
                     "is not clear which ranks save together; write "
                     "`with strategy.scope():` around it"
                 )
-        return Job(strategy, name), items
+        return Job(group, name), items
 
     def _begin(self, name: str, path: Any, more: str = "") -> tuple[Job, list[Item]]:
         """Find the items, and see that all ranks have the same."""
@@ -313,14 +307,14 @@ class Checkpoint:
         return job, items
 
 
-def _strategy_of(items: list[Item], name: str) -> Strategy | None:
+def _strategy_of(items: list[Item], name: str) -> ReplicaGroup | None:
     """Return the strategy of the variables; None where all are plain ones."""
-    found: dict[int, Strategy] = {}
+    found: dict[int, ReplicaGroup] = {}
     for item in items:
         if isinstance(item, VariableItem):
-            strategy = item.variable.distribute_strategy
-            if strategy.extended._is_mpi:
-                found[id(strategy)] = strategy
+            group = item.variable._group
+            if group.is_mpi:
+                found[id(group)] = group
     if len(found) > 1:
         raise ValueError(
             f"{name}: its variables belong to {len(found)} strategies; make a "

@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from mpidist._agreement import mismatch
 from mpidist._agreement.guard import Part
 from mpidist._agreement.mismatch import Call
 from mpidist._base.errors import CheckpointError, format_exception
 from mpidist._checkpoints.contents import VariableItem
+from mpidist._engine.collectives import Collectives
 from mpidist._runtime import context
-
-if TYPE_CHECKING:
-    from mpidist._engine.collectives import Collectives
-    from mpidist._strategy.strategy import Strategy
+from mpidist._runtime.group import ReplicaGroup
 
 _R = TypeVar("_R")
 
@@ -24,11 +22,11 @@ _R = TypeVar("_R")
 class Job:
     """A call that all ranks of a strategy make, of which rank 0 does a part."""
 
-    def __init__(self, strategy: Strategy, name: str) -> None:
-        _require_program_level(strategy, name)
-        self.strategy = strategy
+    def __init__(self, group: ReplicaGroup, name: str) -> None:
+        _require_program_level(group, name)
+        self.group = group
         self.name = name
-        self.collectives: Collectives = strategy.extended._collectives
+        self.collectives: Collectives = group.collectives
         self.comm = self.collectives.comm
         self.guard = self.collectives.guard
         self.rank: int = self.comm.rank
@@ -105,8 +103,8 @@ class Job:
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the scope of the strategy, unless it is the default one."""
-        if self.strategy.extended._is_mpi:
-            return self.strategy.scope()
+        if self.group.is_mpi:
+            return context.scope(self.group)
         return contextlib.nullcontext()
 
     def assign(self, item: VariableItem, value: Any) -> None:
@@ -116,12 +114,12 @@ class Job:
             with self.scope():
                 variable.assign(value)
             return
-        frame = context.Frame(variable.distribute_strategy, context.Level.UPDATE)
+        frame = context.Frame(variable._group, context.Level.UPDATE)
         with context.entered(frame):  # this copy, as the function of an update does
             variable.assign(value)
 
 
-def _require_program_level(strategy: Strategy, name: str) -> None:
+def _require_program_level(group: ReplicaGroup, name: str) -> None:
     frame = context.current()
     if not context.depth():
         return
@@ -130,8 +128,8 @@ def _require_program_level(strategy: Strategy, name: str) -> None:
             f"{name}: expected to be called at program level, by all ranks; this code "
             f"runs {frame.level.value}. Call it before or after `strategy.run`"
         )
-    if frame.strategy is not strategy and strategy.extended._is_mpi:
+    if frame.group is not group and group.is_mpi:
         raise RuntimeError(
             f"{name}: Mixing different Strategy objects: its variables belong to "
-            f"{strategy}, but {frame.strategy} is in force"
+            f"{group}, but {frame.group} is in force"
         )

@@ -20,6 +20,7 @@ from mpidist import _bench, _native
 from mpidist._cli.info_command import core_facts, gpu_facts, strangers
 from mpidist._cli.speaking import Parser, launched_size, say
 from mpidist._mpi import versions
+from mpidist._strategy.strategy import group_of
 from mpidist._transports.cuda_aware_probe import probe_direct
 
 ABOUT: Final = "a quick test of these ranks: does everything work here?"
@@ -224,7 +225,7 @@ class _Checks:
         size = self._job.size
         if size == 1:
             return "not with one rank"
-        if not self._strategy._collectives.guard.enabled:
+        if not group_of(self._strategy).guard.enabled:
             return "not tried: MPIDIST_GUARD=0"
 
         def replica(ctx: mpidist.ReplicaContext) -> Any:
@@ -242,7 +243,7 @@ class _Checks:
 
     def exception(self) -> str:
         """Raise on one rank on purpose: all ranks learn of it."""
-        if not self._strategy._collectives.guard.enabled:
+        if not group_of(self._strategy).guard.enabled:
             return "not tried: MPIDIST_GUARD=0"
         last = self._job.size - 1
 

@@ -16,6 +16,7 @@ from mpidist._base.errors import format_ranks
 from mpidist._base.options import read_environment
 from mpidist._cli.speaking import Parser, launched_size, say
 from mpidist._mpi import communicator, versions
+from mpidist._strategy.strategy import group_of
 
 ABOUT: Final = "what this job is: ranks, nodes, libraries, transports, settings"
 _DESCRIPTION: Final = """\
@@ -193,7 +194,7 @@ def _strategy_facts(device: str) -> tuple[dict[str, Any] | None, str | None]:
     facts = {
         "devices": strategy.extended.worker_devices,
         "transports": _bench.transport_facts(strategy),
-        "guard": strategy._collectives.guard.enabled,
+        "guard": group_of(strategy).guard.enabled,
         "stall_seconds": environment.stall_seconds,
         "timeout_seconds": environment.timeout_seconds,
         "bytes_per_pack": environment.bytes_per_pack,

@@ -46,7 +46,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -66,18 +66,16 @@ from mpidist._merge.argument_equality import likeness_of, print_of
 from mpidist._merge.updates import Stretch, check_update, describe, wrap
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0, check_arguments
+from mpidist._runtime.group import ReplicaGroup
+from mpidist._runtime.registry import Key
 from mpidist._values.distributed import (
     DistributedValues,
-    Key,
     Mirrored,
     PerReplica,
     own_component,
 )
 from mpidist._values.synchronization import component_of
 from mpidist._values.variable import Variable
-
-if TYPE_CHECKING:
-    from mpidist._strategy.strategy import Strategy
 
 _NO_ARGUMENTS: Final = nest.flatten(((), {}))[1]
 _WITHOUT_ARGUMENTS: Final = call_of(f"merge_call {_NO_ARGUMENTS.render([])}")
@@ -91,20 +89,20 @@ class Coordinator:
     """Rank 0's side of one merge_call, while merge_fn runs.
 
     Args:
-        strategy: of the merge_call.
+        group: of the merge_call.
         names: of what merge_fn can reach; None where nothing has a name.
     """
 
     def __init__(
-        self, strategy: Strategy, names: object_names.Names | None = None
+        self, group: ReplicaGroup, names: object_names.Names | None = None
     ) -> None:
-        self._strategy = strategy
-        self._collectives = strategy.extended._collectives
-        self._registry = strategy.extended._registry
+        self._group = group
+        self._collectives = group.collectives
+        self._registry = group.registry
         self._dropped: list[Key] = []
         self._fetched: list[weakref.ref[DistributedValues]] = []
-        self._stretch = Stretch(strategy)
-        self._writer = wire.Writer(strategy, self.key_of, names)
+        self._stretch = Stretch(group)
+        self._writer = wire.Writer(group, self.key_of, names)
         # The others come to the next join by themselves. Also after an interrupt, when
         # `fail` ends the stretch.
         self._awaited = False
@@ -133,20 +131,20 @@ class Coordinator:
         fn: Callable[..., Any],
         args: Any,
         kwargs: Any,
-        group: bool,
+        grouped: bool,
     ) -> Any:
         """Have all ranks run an update; return rank 0's result.
 
         Rank 0 does not wait for the others, see `updates`.
         """
         check_arguments("update", args, kwargs)
-        strategy = self._strategy
+        group = self._group
         writer = self._writer
         arguments = None if kwargs else writer.arguments(args)
         if arguments is None or not callable(fn):
             check_update(var, fn, nest.flatten((tuple(args), kwargs))[0])
         if self._collectives.comm.size == 1:
-            return self._execute("update", (var, fn, args, kwargs, group))
+            return self._execute("update", (var, fn, args, kwargs, grouped))
         guard = self._collectives.guard
         stretch = self._stretch
         key = None if var is None else self.key_of(var)
@@ -156,10 +154,10 @@ class Coordinator:
             arguments = None
             function, buffers = self._write("update", (fn, tuple(args), kwargs))
         # Where messages are collective calls of MPI all ranks have to read them.
-        last = not group or bool(buffers) or self._collectives.ring is None
+        last = not grouped or bool(buffers) or self._collectives.ring is None
         if stretch.open and buffers:
             self.settle()
-        self._send("update", key, function, arguments, len(buffers), group, last)
+        self._send("update", key, function, arguments, len(buffers), grouped, last)
         self._awaited = last
         number = self._registry.next_key()
         leading, guard.leading = guard.leading, False
@@ -167,7 +165,7 @@ class Coordinator:
             stretch.begin()
             if buffers:
                 self._collectives.send_arrays(buffers, "update")
-            result = stretch.run(number, var, fn, args, kwargs, group)
+            result = stretch.run(number, var, fn, args, kwargs, grouped)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -182,7 +180,7 @@ class Coordinator:
             self.settle()
         if result is None or type(result) is Variable:
             return result
-        result = wrap(strategy, result, number, group)
+        result = wrap(group, result, number, grouped)
         self.watch(result)
         return result
 
@@ -278,12 +276,12 @@ class Coordinator:
             raise found
 
     def _execute(self, name: str, args: tuple[Any, ...]) -> Any:
-        frame = self._strategy.extended._cross_frame
+        frame = self._group.cross_frame
         guard = self._collectives.guard
         leading, guard.leading = guard.leading, False
         try:
             with context.entered(frame):
-                return dispatch.execute(self._strategy, name, args)
+                return dispatch.execute(self._group, name, args)
         finally:
             guard.leading = leading
 
@@ -382,7 +380,7 @@ def _check_mirrored(value: Mirrored) -> None:
 
 
 def merge_call(
-    strategy: Strategy,
+    group: ReplicaGroup,
     merge_fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -391,23 +389,23 @@ def merge_call(
 
     Collective.
     """
-    collectives = strategy.extended._collectives
-    arguments, held, names = _enter(strategy, merge_fn, args, kwargs)
+    collectives = group.collectives
+    arguments, held, names = _enter(group, merge_fn, args, kwargs)
     if collectives.comm.rank == 0:
-        coordinator = Coordinator(strategy, names)
+        coordinator = Coordinator(group, names)
         if held:
             coordinator.watch_all(held)
             held.clear()  # merge_fn alone keeps its arguments
-        return _lead(strategy, merge_fn, arguments, coordinator)
+        return _lead(group, merge_fn, arguments, coordinator)
     del arguments
-    return _follow(strategy, held, names)
+    return _follow(group, held, names)
 
 
 _Entered = tuple[list[Any], dict[Key, Any], object_names.Names | None]
 
 
 def _enter(
-    strategy: Strategy,
+    group: ReplicaGroup,
     merge_fn: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -418,12 +416,12 @@ def _enter(
         The arguments as merge_fn sees them, the handles among them, and the names of
         what merge_fn can reach.
     """
-    collectives = strategy.extended._collectives
-    registry = strategy.extended._registry
+    collectives = group.collectives
+    registry = group.registry
     if not (args or kwargs) and callable(merge_fn):
         alike = collectives.guard.agree_softly(_WITHOUT_ARGUMENTS, print_of(merge_fn))
         registry.next_key()
-        names = _names_of(strategy, merge_fn, []) if alike else None
+        names = _names_of(group, merge_fn, []) if alike else None
         return [((), {})], {}, names
     try:
         if not callable(merge_fn):
@@ -434,13 +432,13 @@ def _enter(
         kinds = [
             "component"
             if type(leaf) is np.ndarray and leaf.dtype.kind in _NUMBERS
-            else _kind_of(leaf, strategy)
+            else _kind_of(leaf, group)
             for leaf in leaves
         ]
         prints = [print_of(merge_fn)]
         objects = [i for i, kind in enumerate(kinds) if kind == "object"]
         if objects:
-            known = wire.known_of(strategy)
+            known = group.public_objects
             prints += [
                 likeness_of(leaves[i], _argument(args, kwargs, i), known)
                 for i in objects
@@ -468,22 +466,22 @@ def _enter(
         elif kind == "object" and type(leaf) not in wire.ATOMS:
             given.append((index, leaf))
         seen.append(leaf)
-    names = _names_of(strategy, merge_fn, given) if alike else None
+    names = _names_of(group, merge_fn, given) if alike else None
     # In a list, so that who takes them out is the only one to keep them.
     return [structure.unflatten(seen)], held, names
 
 
 def _names_of(
-    strategy: Strategy, merge_fn: Any, given: list[tuple[int, Any]]
+    group: ReplicaGroup, merge_fn: Any, given: list[tuple[int, Any]]
 ) -> object_names.Names | None:
     """Return the names of what merge_fn can reach, and of arguments that are alike."""
-    if strategy.extended._collectives.comm.size == 1:
+    if group.collectives.comm.size == 1:
         return None
     if not (given or object_names.may_reach(merge_fn)):
         return None
     roots = [("merge_fn", merge_fn)]
     roots += [(f"argument {index} of merge_call", leaf) for index, leaf in given]
-    known = wire.known_of(strategy)
+    known = group.public_objects
     return object_names.Names(roots, object_names.home_of(merge_fn), known)
 
 
@@ -499,13 +497,12 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> str
     return "of merge_call"
 
 
-def _kind_of(leaf: Any, strategy: Strategy) -> str:
+def _kind_of(leaf: Any, group: ReplicaGroup) -> str:
     """Return what becomes of an argument; the same text on all ranks, or a mismatch."""
     if isinstance(leaf, Variable):
-        if leaf.distribute_strategy is not strategy:
+        if leaf._group is not group:
             raise ValueError(
-                f"merge_call: {leaf!r} belongs to {leaf.distribute_strategy}, not to "
-                f"{strategy}"
+                f"merge_call: {leaf!r} belongs to {leaf._group}, not to {group}"
             )
         return f"Variable {leaf.name!r} #{leaf._key}"
     if isinstance(leaf, (DistributedValues, IndexedSlices)):
@@ -517,20 +514,20 @@ def _kind_of(leaf: Any, strategy: Strategy) -> str:
 
 
 def _lead(
-    strategy: Strategy,
+    group: ReplicaGroup,
     merge_fn: Callable[..., Any],
     arguments: list[Any],
     coordinator: Coordinator,
 ) -> Any:
-    collectives = strategy.extended._collectives
+    collectives = group.collectives
     args, kwargs = arguments.pop()
-    frame = context.Frame(strategy, context.Level.COORDINATOR, coordinator=coordinator)
+    frame = context.Frame(group, context.Level.COORDINATOR, coordinator=coordinator)
     several = collectives.comm.size > 1
     try:
         with context.entered(frame):
             collectives.guard.leading = several
             try:
-                result = merge_fn(strategy, *args, **kwargs)
+                result = merge_fn(group.strategy, *args, **kwargs)
             finally:
                 collectives.guard.leading = False
             del args, kwargs
@@ -568,10 +565,10 @@ def _part_of(leaf: Any, coordinator: Coordinator) -> Any:
 
 
 def _follow(
-    strategy: Strategy, held: dict[Key, Any], names: object_names.Names | None
+    group: ReplicaGroup, held: dict[Key, Any], names: object_names.Names | None
 ) -> Any:
     """Run what rank 0 commands until it says that merge_fn has ended."""
-    follower = _Follower(strategy, held, names)
+    follower = _Follower(group, held, names)
     try:
         return follower.follow()
     finally:
@@ -583,18 +580,18 @@ class _Follower:
 
     def __init__(
         self,
-        strategy: Strategy,
+        group: ReplicaGroup,
         held: dict[Key, Any],
         names: object_names.Names | None,
     ) -> None:
-        self._strategy = strategy
-        self._collectives = strategy.extended._collectives
-        self._registry = strategy.extended._registry
-        self._reader = wire.Reader(strategy, names)
+        self._group = group
+        self._collectives = group.collectives
+        self._registry = group.registry
+        self._reader = wire.Reader(group, names)
         self._held = held
         # What the last command has raised here. Rank 0 has raised it too.
         self._failure: BaseException | None = None
-        self.stretch = Stretch(strategy)
+        self.stretch = Stretch(group)
 
     def follow(self) -> Any:
         collectives, stretch = self._collectives, self.stretch
@@ -651,28 +648,28 @@ class _Follower:
         function: Any,
         arguments: Any,
         num_arrays: int,
-        group: bool,
+        grouped: bool,
         last: bool,
     ) -> None:
         """Run an update, or drop it: its result is counted in both cases."""
         number = self._registry.next_key()
         if stale:
             return
-        strategy, stretch = self._strategy, self.stretch
+        group, stretch = self._group, self.stretch
         stretch.begin()
         var = fn = None
         kind: ErrorKind = "invalid"
         self._failed(None)
         try:
             arrays = self._collectives.receive_arrays() if num_arrays else []
-            var = None if key is None else wire.value_of(key, strategy)
+            var = None if key is None else wire.value_of(key, group)
             if arguments is None:
                 fn, args, kwargs = self._read(function, arrays)
             else:
                 fn, kwargs = self._read(function, arrays), _NO_NAMES
                 args = self._reader.arguments(arguments)
             kind = "raised"
-            result = stretch.run(number, var, fn, args, kwargs, group)
+            result = stretch.run(number, var, fn, args, kwargs, grouped)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -687,7 +684,7 @@ class _Follower:
             self._failed(stretch.end(error, kind, what))
             return
         if result is not None and type(result) is not Variable:
-            self._hold(wrap(strategy, result, number, group))
+            self._hold(wrap(group, result, number, grouped))
         if last and stretch.open:
             self._failed(stretch.end())
 
@@ -695,7 +692,7 @@ class _Follower:
         if head[0] == "fn":
             return self._reader.read(head, arrays)
         # What is unpickled may be the user's code.
-        with context.entered(self._strategy.extended._cross_frame):
+        with context.entered(self._group.cross_frame):
             return self._reader.read(head, arrays)
 
     def _failed(self, error: BaseException | None) -> None:
@@ -706,15 +703,15 @@ class _Follower:
 
     def _obey(self, name: str, head: Any, num_arrays: int) -> BaseException | None:
         """Run one command. What it raises, rank 0 has raised too, and decides about."""
-        strategy, collectives = self._strategy, self._collectives
+        group, collectives = self._group, self._collectives
         try:
             arrays = collectives.receive_arrays() if num_arrays else []
-            with context.entered(strategy.extended._cross_frame):
+            with context.entered(group.cross_frame):
                 try:
                     args = self._reader.read(head, arrays)
                 except Exception as error:
                     collectives.invalid(f"the coordinator's {name}", error)
-                result = dispatch.execute(strategy, name, args)
+                result = dispatch.execute(group, name, args)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -760,19 +757,19 @@ def remote_error(
 
 
 @dispatch.verb("collect")
-def _collect(strategy: Strategy, values: list[DistributedValues]) -> Any:
+def _collect(group: ReplicaGroup, values: list[DistributedValues]) -> Any:
     """Return the components of values: on rank 0, a column for each value."""
-    collectives = strategy.extended._collectives
+    collectives = group.collectives
     own = [component_of(value) for value in values]
     rows = collectives.collect(own, "experimental_local_results")
     return [list(column) for column in zip(*rows, strict=True)]
 
 
 @dispatch.verb("scatter")
-def _scatter(strategy: Strategy, marked: OnRank0, mirrored: bool) -> None:
+def _scatter(group: ReplicaGroup, marked: OnRank0, mirrored: bool) -> None:
     """Give each rank its component of a value that rank 0 made."""
-    collectives = strategy.extended._collectives
-    registry = strategy.extended._registry
+    collectives = group.collectives
+    registry = group.registry
     value = marked.value
     rows = None if value is None else [[component] for component in value._all]
     (own,) = collectives.scatter(rows, "scatter a PerReplica of the coordinator")

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -43,12 +43,10 @@ from mpidist._base.fingerprint import (
 )
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import check_arguments
+from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import Mirrored, PerReplica, argument_of
 from mpidist._values.synchronization import differs
 from mpidist._values.variable import Variable
-
-if TYPE_CHECKING:
-    from mpidist._strategy.strategy import Strategy
 
 _STRETCH: Final = Call("the end of updates in merge_fn")
 _LONGEST_SECONDS: Final = 0.25
@@ -86,9 +84,9 @@ class Stretch:
     _began: float
     _outer: list[Any]
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
-        self._guard = strategy.extended._collectives.guard
+    def __init__(self, group: ReplicaGroup) -> None:
+        self._group = group
+        self._guard = group.collectives.guard
         self.open = False
         self.joins = 0
         self.ring_start = 0
@@ -113,9 +111,7 @@ class Stretch:
             self._outer = guard.written
             self._began = time.monotonic()
             self._written = written = []
-        self._frame = context.Frame(
-            self._strategy, context.Level.UPDATE, written=written
-        )
+        self._frame = context.Frame(self._group, context.Level.UPDATE, written=written)
 
     def run(
         self,
@@ -124,7 +120,7 @@ class Stretch:
         fn: Any,
         args: Any,
         kwargs: Any,
-        group: bool,
+        grouped: bool,
         arguments: str = "",
     ) -> Any:
         """Run an update on this rank; return what its function returns.
@@ -135,7 +131,7 @@ class Stretch:
             fn: the function.
             args: its further positional arguments.
             kwargs: its keyword arguments.
-            group: whether the results are the same on all ranks.
+            grouped: whether the results are the same on all ranks.
             arguments: a text of those that have to be the same on all ranks.
         """
         guard, written = self._guard, self._written
@@ -156,7 +152,7 @@ class Stretch:
             if result is not None and type(result) is not Variable:
                 leaves, shape = nest.flatten(result)
                 effect.structure = str(shape)
-                if group:
+                if grouped:
                     effect.returned = [x for x in leaves if _is_value(x)]
             self._note(number, effect, written[before:])
         return result
@@ -262,11 +258,11 @@ def describe(var: Any, fn: Any) -> str:
 
 @dispatch.verb("update")
 def _update(
-    strategy: Strategy, var: Any, fn: Any, args: Any, kwargs: Any, group: bool
+    group: ReplicaGroup, var: Any, fn: Any, args: Any, kwargs: Any, grouped: bool
 ) -> Any:
     """Run an update that all ranks make: a stretch of one."""
-    registry = strategy.extended._registry
-    stretch = Stretch(strategy)
+    registry = group.registry
+    stretch = Stretch(group)
     error: BaseException | None = None
     result: Any = None
     kind: ErrorKind = "invalid"
@@ -278,7 +274,7 @@ def _update(
         plain = [x for x in leaves if _is_value(x)] if stretch.open else []
         texts = ", ".join([backend.summarize(_array(x)) for x in plain])
         kind = "raised"
-        result = stretch.run(registry.count, var, fn, args, kwargs, group, texts)
+        result = stretch.run(registry.count, var, fn, args, kwargs, grouped, texts)
     except KeyboardInterrupt:
         stretch.leave()
         raise
@@ -288,15 +284,15 @@ def _update(
     if error is not None:
         raise error
     # Counted now: where it has failed, some rank may not have made this call.
-    return wrap(strategy, result, registry.next_key(), group)
+    return wrap(group, result, registry.next_key(), grouped)
 
 
-def wrap(strategy: Strategy, result: Any, number: int, group: bool) -> Any:
+def wrap(group: ReplicaGroup, result: Any, number: int, grouped: bool) -> Any:
     """Return what the function of an update has returned, as a value of all ranks."""
     if result is None or type(result) is Variable:
         return result
-    kind = Mirrored if group else PerReplica
-    return strategy.extended._registry.wrap_numbered(kind, result, number)
+    kind = Mirrored if grouped else PerReplica
+    return group.registry.wrap_numbered(kind, result, number)
 
 
 def check_update(var: Any, fn: Any, leaves: list[Any]) -> None:
@@ -357,18 +353,18 @@ def _turn_of(number: int) -> int:
     return (number * 0x9E3779B1 & 0xFFFFFFFF) >> 12  # looks random: calls come in steps
 
 
-def make_equal(strategy: Strategy, keys: list[Any]) -> None:
+def make_equal(group: ReplicaGroup, keys: list[Any]) -> None:
     """Give all ranks rank 0's copy of what an update wrote before it failed.
 
     Collective, but without a header: the guard calls it on all ranks, together with
     the exchange of reports.
 
     Args:
-        strategy: whose variables they are.
+        group: whose variables they are.
         keys: those of the variables that were written on any rank.
     """
-    collectives = strategy.extended._collectives
-    registry = strategy.extended._registry
+    collectives = group.collectives
+    registry = group.registry
     variables = [registry.get(key) for key in keys]
     known = collectives.comm.all_gather_integers(
         [int(v is not None) for v in variables]

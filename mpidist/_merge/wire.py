@@ -27,7 +27,7 @@ import pickle
 import sys
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import cloudpickle
 import numpy as np
@@ -36,11 +36,10 @@ from mpidist._base import backend, function_codec
 from mpidist._base.errors import CollectiveError
 from mpidist._base.options import ReduceOp
 from mpidist._merge import object_names
-from mpidist._values.distributed import DistributedValues, Key, Mirrored, PerReplica
+from mpidist._runtime.group import ReplicaGroup
+from mpidist._runtime.registry import Key
+from mpidist._values.distributed import DistributedValues, Mirrored, PerReplica
 from mpidist._values.variable import Variable
-
-if TYPE_CHECKING:
-    from mpidist._strategy.strategy import Strategy
 
 _VALUE: Final = "value"
 _NAMED: Final = "named"
@@ -68,33 +67,27 @@ News = tuple[list[tuple[int, bytes]], list[tuple[Any, ...]]]
 object_names.register_values(*_KEYED_TOO)
 
 
-def known_of(strategy: Strategy) -> tuple[Any, ...]:
-    """Return what belongs to a strategy on all ranks, in the order of its numbers."""
-    extended = strategy.extended
-    return (strategy, extended, extended._replica_context)
-
-
 class Writer:
     """Takes the messages of one merge_call apart, on rank 0.
 
     Args:
-        strategy: of the merge_call.
+        group: of the merge_call.
         key_of: gives the keys of values; may send a message itself.
         names: what merge_fn can reach; None where that has no names.
     """
 
     def __init__(
-        self, strategy: Strategy, key_of: KeyOf, names: object_names.Names | None
+        self, group: ReplicaGroup, key_of: KeyOf, names: object_names.Names | None
     ) -> None:
         self.key_of = key_of
         self.names = names
-        self.codes = strategy.extended._registry.codes
-        self._strategy = strategy
+        self.codes = group.registry.codes
+        self._group = group
 
     @functools.cached_property
     def known(self) -> dict[int, tuple[str, int]]:
         """What belongs to the strategy, by its id: its name."""
-        return {id(x): (_KNOWN, i) for i, x in enumerate(known_of(self._strategy))}
+        return {id(x): (_KNOWN, i) for i, x in enumerate(self._group.public_objects)}
 
     def close(self) -> None:
         """Let go of who made this, and of what merge_fn can reach."""
@@ -379,13 +372,13 @@ class Reader:
     """Puts the messages of one merge_call together, on the other ranks.
 
     Args:
-        strategy: of the merge_call.
+        group: of the merge_call.
         names: what this rank's merge_fn can reach; None where that has no names.
     """
 
-    def __init__(self, strategy: Strategy, names: object_names.Names | None) -> None:
-        self._strategy = strategy
-        self._codes = strategy.extended._registry.codes
+    def __init__(self, group: ReplicaGroup, names: object_names.Names | None) -> None:
+        self._group = group
+        self._codes = group.registry.codes
         self._made: dict[tuple[int, str | int], types.FunctionType] = {}
         self.names = names
 
@@ -407,7 +400,7 @@ class Reader:
         if kind == "tuple":
             return tuple([self.read(item, arrays) for item in head[1:]])
         if kind == _VALUE:
-            return value_of(head[1], self._strategy)
+            return value_of(head[1], self._group)
         if kind == "fn":
             _, code, home, closed, defaults = head
             if not (closed or defaults):
@@ -427,7 +420,7 @@ class Reader:
         if kind == "pickle":
             return _Unpickler(head[1], self, arrays).load()
         if kind == "pairs":
-            values = [value_of(key, self._strategy) for key in head[1]]
+            values = [value_of(key, self._group) for key in head[1]]
             return list(zip(values[::2], values[1::2], strict=True))
         if kind == "list":
             return [self.read(item, arrays) for item in head[1:]]
@@ -446,8 +439,8 @@ class Reader:
 
     def arguments(self, arguments: list[tuple[bool, Any]]) -> list[Any]:
         """Return the arguments for which `Writer.arguments` has given this."""
-        strategy = self._strategy
-        return [value_of(x, strategy) if keyed else x for keyed, x in arguments]
+        group = self._group
+        return [value_of(x, group) if keyed else x for keyed, x in arguments]
 
     def _alone(self, code: int, home: str | int) -> types.FunctionType:
         """Return a function that closes over nothing: made once."""
@@ -468,9 +461,9 @@ class Reader:
         """Return what every rank has under a name, as this rank has it."""
         kind, number = name
         if kind == _VALUE:
-            return value_of(number, self._strategy)
+            return value_of(number, self._group)
         if kind == _KNOWN:
-            return known_of(self._strategy)[number]
+            return self._group.public_objects[number]
         if kind == _CODE:
             return self._codes.code(number)
         if kind == _GLOBALS:
@@ -558,12 +551,12 @@ class _Unpickler(pickle.Unpickler):
         return self._reader.persistent(pid)
 
 
-def value_of(key: Key, strategy: Strategy) -> Any:
+def value_of(key: Key, group: ReplicaGroup) -> Any:
     """Return the value of rank 0 that a key stands for, as this rank has it."""
-    value = strategy.extended._registry.get(key)
+    value = group.registry.get(key)
     if value is None:
         raise ValueError(
-            f"merge_fn uses a value that rank {strategy.extended._replica_id} has not "
+            f"merge_fn uses a value that rank {group.replica_id} has not "
             "kept; pass it to `merge_call` as an argument"
         )
     return value

@@ -1,6 +1,6 @@
-"""Which strategy, and at which of the levels, the current thread runs.
+"""Which group of replicas, and at which of the levels, the current thread runs.
 
-A stack of frames per thread. Strategies push themselves; this module knows none.
+A stack of frames per thread. Strategies push frames of their groups.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ import dataclasses
 import enum
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from mpidist._merge.coordinator import Coordinator
-    from mpidist._strategy.replica_context import ReplicaContext
-    from mpidist._strategy.strategy import Strategy
+from mpidist._runtime.group import ReplicaGroup
 
 
 class Level(enum.Enum):
@@ -27,6 +24,22 @@ class Level(enum.Enum):
     UPDATE = "inside the function of `update`"
 
 
+class Commander(Protocol):
+    """Rank 0's side of a merge_call: it has all ranks run what merge_fn calls."""
+
+    def command(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Have all ranks run an operation; return rank 0's result."""
+        ...
+
+    def update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        """Have all ranks run an update; return rank 0's result."""
+        ...
+
+    def fetch(self, values: list[Any]) -> None:
+        """Gather the components of these values to rank 0, where not known."""
+        ...
+
+
 @dataclasses.dataclass(slots=True, eq=False)  # frozen ones are slow to make
 class Frame:
     """One entry of the stack; not to be changed.
@@ -35,10 +48,10 @@ class Frame:
     ``sync_on_read`` says that reading an ON_READ variable in a replica aggregates it.
     """
 
-    strategy: Strategy
+    group: ReplicaGroup
     level: Level
-    replica_context: ReplicaContext | None = None
-    coordinator: Coordinator | None = None
+    replica_context: Any = None  # a `mpidist.ReplicaContext`, handed to users
+    coordinator: Commander | None = None
     written: list[Any] | None = None
     sync_on_read: bool = False
 
@@ -86,10 +99,33 @@ class entered:  # noqa: N801 - written as a function: `with entered(frame):`
         frames = self._frames
         if frames[-1] is not self._frame:
             raise RuntimeError(
-                f"a scope of {self._frame.strategy} was left while a later one is "
+                f"a scope of {self._frame.group} was left while a later one is "
                 "still open; leave scopes in the reverse order, best by `with`"
             )
         frames.pop()
+
+
+@contextlib.contextmanager
+def scope(group: ReplicaGroup) -> Iterator[None]:
+    """Enter cross-replica context: `Strategy.scope`. Not collective.
+
+    Raises:
+        RuntimeError: inside the scope of another strategy, or in a replica function;
+            of the default strategy inside any scope.
+    """
+    if group is _defaults[0].group:
+        if _stack.frames:
+            raise RuntimeError(
+                "Must not nest Strategy scopes: the default strategy's scope can not "
+                f"be entered inside that of {current().group}"
+            )
+        frame = Frame(group, Level.CROSS_REPLICA)
+    else:
+        frame = require_cross_replica(group, "scope")
+        if frame.group is not group or frame.coordinator is None:
+            frame = Frame(group, Level.CROSS_REPLICA)
+    with entered(dataclasses.replace(frame)):
+        yield
 
 
 def push_global(frame: Frame | None) -> None:
@@ -104,40 +140,12 @@ def push_global(frame: Frame | None) -> None:
     _stack.scope_is_global = frame is not None
 
 
-def get_strategy() -> Strategy:
-    """Return the strategy in force; outside every scope the default strategy.
-
-    Never None. Inside ``scope()``, ``run``, ``merge_fn`` and ``update`` it is the
-    strategy that these belong to. Not collective.
-    """
-    return current().strategy
-
-
 def has_strategy() -> bool:
     """Return whether a strategy other than the default one is in force.
 
     Not collective.
     """
-    return current().strategy is not _defaults[0].strategy
-
-
-def get_replica_context() -> ReplicaContext | None:
-    """Return the replica context, or None in cross-replica context.
-
-    Outside every scope it is that of the default strategy: replica 0 of 1. Not
-    collective.
-    """
-    return current().replica_context
-
-
-def get_cross_replica_context() -> Strategy | None:
-    """Return the strategy in cross-replica context, and None in a replica context.
-
-    Not collective. The opposite of `get_replica_context`; TensorFlow has it among its
-    deprecated names.
-    """
-    frame = current()
-    return frame.strategy if frame.replica_context is None else None
+    return current().group is not _defaults[0].group
 
 
 @contextlib.contextmanager
@@ -173,13 +181,13 @@ def in_cross_replica_context() -> bool:
     return current().replica_context is None
 
 
-def require_cross_replica(strategy: Strategy, call: str) -> Frame:
-    """Return the frame if ``call`` of ``strategy`` is legal here, else raise."""
+def require_cross_replica(group: ReplicaGroup, call: str) -> Frame:
+    """Return the frame if ``call`` of this group is legal here, else raise."""
     frame = current()
-    if _stack.frames and frame.strategy is not strategy:
+    if _stack.frames and frame.group is not group:
         raise RuntimeError(
-            f"{call}: Mixing different Strategy objects: {frame.strategy} is not "
-            f"{strategy}. Leave the scope of the first one, or make the call on "
+            f"{call}: Mixing different Strategy objects: {frame.group} is not "
+            f"{group}. Leave the scope of the first one, or make the call on "
             "`mpidist.get_strategy()`"
         )
     if frame.level is Level.REPLICA and _stack.frames:
@@ -188,7 +196,7 @@ def require_cross_replica(strategy: Strategy, call: str) -> Frame:
             f"get_replica_context().merge_call(). This code runs {frame.level.value}: "
             f"{_instead(call)}"
         )
-    if strategy is not _defaults[0].strategy:
+    if group is not _defaults[0].group:
         _stack.used = True
     return frame
 

@@ -1,6 +1,6 @@
 """From a cross-replica call to its verb: at once, or as a command of the coordinator.
 
-A verb is a function ``verb(strategy, *args)`` that every rank runs, with the same
+A verb is a function ``verb(group, *args)`` that every rank runs, with the same
 effect on all. At program level all ranks call it. Inside ``merge_fn`` only rank 0
 does: there the call becomes a command, and then every rank runs the very same verb.
 """
@@ -8,12 +8,10 @@ does: there the call becomes a command, and then every rank runs the very same v
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpidist._runtime import context
-
-if TYPE_CHECKING:
-    from mpidist._strategy.strategy import Strategy
+from mpidist._runtime.group import ReplicaGroup
 
 
 class OnRank0:
@@ -39,11 +37,11 @@ def verb(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
-def perform(strategy: Strategy, name: str, *args: Any, call: str = "") -> Any:
+def perform(group: ReplicaGroup, name: str, *args: Any, call: str = "") -> Any:
     """Check that a cross-replica call is legal here, and carry it out.
 
     Args:
-        strategy: whose call it is.
+        group: whose call it is.
         name: of the verb.
         args: of the verb.
         call: the name that the user wrote, where it is another.
@@ -51,15 +49,15 @@ def perform(strategy: Strategy, name: str, *args: Any, call: str = "") -> Any:
     Raises:
         RuntimeError: in a replica context, or in the scope of another strategy.
     """
-    frame = context.require_cross_replica(strategy, call or name)
+    frame = context.require_cross_replica(group, call or name)
     if frame.coordinator is not None:
         return frame.coordinator.command(name, args)
-    return execute(strategy, name, args)
+    return execute(group, name, args)
 
 
-def execute(strategy: Strategy, name: str, args: tuple[Any, ...]) -> Any:
+def execute(group: ReplicaGroup, name: str, args: tuple[Any, ...]) -> Any:
     """Run the verb on this rank."""
-    return _verbs[name](strategy, *args)
+    return _verbs[name](group, *args)
 
 
 def check_arguments(call: str, args: object, kwargs: object) -> None:

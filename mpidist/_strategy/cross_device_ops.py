@@ -8,7 +8,7 @@ on every rank, in cross-replica context; each rank passes its own component.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpidist._agreement.guard import Part
 from mpidist._agreement.mismatch import Call, fingerprint
@@ -17,19 +17,17 @@ from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions, ReduceOp, as_reduce_op
 from mpidist._engine import dtypes
 from mpidist._runtime import context
+from mpidist._runtime.group import ReplicaGroup
+from mpidist._runtime.registry import Registry
 from mpidist._values.distributed import (
     ArrayLike,
     DistributedValues,
     Mirrored,
     PerReplica,
-    Registry,
     own_component,
 )
 from mpidist._values.synchronization import component_of, differs
-from mpidist._values.variable import Variable
-
-if TYPE_CHECKING:
-    from mpidist._strategy.strategy import Strategy
+from mpidist._values.variable import Variable, check_owner
 
 
 class CrossDeviceOps:
@@ -100,7 +98,7 @@ class CrossDeviceOps:
             ValueError: as for `reduce`.
         """
         pairs = list(value_destination_pairs)
-        strategy = _strategy_of([value for value, _ in pairs])
+        group = _group_of([value for value, _ in pairs])
         call = f"{type(self).__name__}.batch_reduce"
 
         def reduce() -> list[Any]:
@@ -111,7 +109,7 @@ class CrossDeviceOps:
                         f"{call}: expected a `mpidist.PerReplica`, got {value!r:.80}; "
                         "pass what `strategy.run` returned"
                     )
-                check_destinations(strategy, destinations, call)
+                check_destinations(group, destinations, call)
             if len(pairs) == 1:
                 value, destinations = pairs[0]
                 return [self.reduce_implementation(op, value, destinations, options)]
@@ -127,14 +125,14 @@ class CrossDeviceOps:
             return [
                 result
                 for result, (_, destinations) in zip(results, pairs, strict=True)
-                if root_of(strategy, destinations) is None
+                if root_of(group, destinations) is None
             ]
 
-        results = _on_all(strategy, call, reduce, same)
+        results = _on_all(group, call, reduce, same)
         return [
             result
-            if root_of(strategy, destinations) is not None
-            else _mirror(strategy, result)
+            if root_of(group, destinations) is not None
+            else _mirror(group, result)
             for result, (_, destinations) in zip(results, pairs, strict=True)
         ]
 
@@ -148,18 +146,18 @@ class CrossDeviceOps:
         Returns:
             `Mirrored`. Python numbers come back as they are.
         """
-        strategy = _strategy_of([destinations, tensor])
+        group = _group_of([destinations, tensor])
         call = f"{type(self).__name__}.broadcast"
 
         def broadcast() -> Any:
-            check_destinations(strategy, destinations, call)
+            check_destinations(group, destinations, call)
             value = tensor._read() if isinstance(tensor, Variable) else tensor
             return self.broadcast_implementation(value, destinations)
 
-        result = _on_all(strategy, call, broadcast, lambda result: [result])
+        result = _on_all(group, call, broadcast, lambda result: [result])
         if isinstance(result, (bool, int, float, complex)):
             return result
-        return _mirror(strategy, result)
+        return _mirror(group, result)
 
     def reduce_implementation(
         self,
@@ -188,7 +186,7 @@ class CrossDeviceOps:
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Copy rank 0's value to all, by default with MPI Bcast. Collective."""
-        return broadcast_value(context.get_strategy(), lambda: tensor)
+        return broadcast_value(context.current().group, lambda: tensor)
 
 
 class CollectiveAllReduce(CrossDeviceOps):
@@ -203,8 +201,8 @@ class CollectiveAllReduce(CrossDeviceOps):
     ) -> Any:
         """All-reduce one value. Collective."""
         pairs = [(per_replica_value, destinations)]
-        strategy = _strategy_of([per_replica_value])
-        return reduce_pairs(strategy, reduce_op, pairs, options, "reduce_to")[0]
+        group = _group_of([per_replica_value])
+        return reduce_pairs(group, reduce_op, pairs, options, "reduce_to")[0]
 
     def batch_reduce_implementation(
         self,
@@ -213,9 +211,9 @@ class CollectiveAllReduce(CrossDeviceOps):
         options: CommunicationOptions | None,
     ) -> list[Any]:
         """All-reduce several values, packed together. Collective."""
-        strategy = _strategy_of([value for value, _ in value_destination_pairs])
+        group = _group_of([value for value, _ in value_destination_pairs])
         return reduce_pairs(
-            strategy, reduce_op, value_destination_pairs, options, "batch_reduce_to"
+            group, reduce_op, value_destination_pairs, options, "batch_reduce_to"
         )
 
 
@@ -312,35 +310,34 @@ class ReductionToOneDevice(CrossDeviceOps):
         options: CommunicationOptions | None,
     ) -> Any:
         """Reduce to the device, then broadcast. Collective."""
-        strategy = _strategy_of([per_replica_value])
-        extended = strategy.extended
-        collectives = extended._collectives
-        device = self._device or extended._devices[0]
-        check_destinations(strategy, device, type(self).__name__)
-        center = root_of(strategy, device) or 0
+        group = _group_of([per_replica_value])
+        collectives = group.collectives
+        device = self._device or group.device_names[0]
+        check_destinations(group, device, type(self).__name__)
+        center = root_of(group, device) or 0
         own = component_of(per_replica_value)
         call = type(self).__name__
         if isinstance(own, IndexedSlices):  # rows are concatenated, not added
             pairs = [(per_replica_value, destinations)]
-            return reduce_pairs(strategy, reduce_op, pairs, options, call)[0]
+            return reduce_pairs(group, reduce_op, pairs, options, call)[0]
         if self._accumulate is None:
             total = collectives.all_reduce(reduce_op, own, options, call, center)
         else:
-            total = self._combine(strategy, reduce_op, own, center, options)
-        wanted_at = root_of(strategy, destinations)
+            total = self._combine(group, reduce_op, own, center, options)
+        wanted_at = root_of(group, destinations)
         if wanted_at == center:
             return total
         if total is None:
             total = _empty_result(reduce_op, own, call)
         everywhere = collectives.broadcast(total, center, options, call)
         if wanted_at is not None:
-            return everywhere if extended._replica_id == wanted_at else None
-        return extended._registry.wrap_tree(Mirrored, everywhere)
+            return everywhere if group.replica_id == wanted_at else None
+        return group.registry.wrap_tree(Mirrored, everywhere)
 
     def _combine(
-        self, strategy: Strategy, op: ReduceOp, own: Any, center: int, options: Any
+        self, group: ReplicaGroup, op: ReduceOp, own: Any, center: int, options: Any
     ) -> Any:
-        collectives = strategy.extended._collectives
+        collectives = group.collectives
         call = f"{type(self).__name__} with accumulation_fn"
         accumulate = self._accumulate
         if op not in (ReduceOp.SUM, ReduceOp.MEAN) or accumulate is None:
@@ -348,7 +345,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         x, kind = backend.as_array(own, call)
         row = backend.contiguous(x).reshape(1, *x.shape)
         rows = collectives.all_gather(row, 0, options, call)
-        if strategy.extended._replica_id != center:
+        if group.replica_id != center:
             return None
         total = backend.as_array(accumulate(list(rows)), call)[0]
         expected = _empty_result(op, x, call)
@@ -375,29 +372,29 @@ def _empty_result(op: ReduceOp, own: Any, call: str) -> Any:
 
 
 def all_reduce(
-    strategy: Strategy,
+    group: ReplicaGroup,
     op: ReduceOp,
     tree: Any,
     options: CommunicationOptions | None = None,
     call: str = "all_reduce",
 ) -> Any:
     """All-reduce a nest of own components, by the user's ops where there are some."""
-    extended = strategy.extended
-    if not extended._custom_ops:
-        return extended._collectives.all_reduce(op, tree, options, call)
+    ops = group.custom_ops
+    if ops is None:
+        return group.collectives.all_reduce(op, tree, options, call)
     leaves, structure = nest.flatten(tree)
-    number = extended._registry.next_key()
+    number = group.registry.next_key()
     wrapped = [
-        extended._registry.wrap(PerReplica, own_component(x), (number, i))
+        group.registry.wrap(PerReplica, own_component(x), (number, i))
         for i, x in enumerate(leaves)
     ]
     pairs = [(x, x) for x in wrapped]
-    results = extended._cross_device_ops.batch_reduce(op, pairs, options)
+    results = ops.batch_reduce(op, pairs, options)
     return structure.unflatten([own_component(x) for x in results])
 
 
 def reduce_pairs(
-    strategy: Strategy,
+    group: ReplicaGroup,
     op: ReduceOp,
     pairs: list[tuple[Any, Any]],
     options: CommunicationOptions | None,
@@ -407,9 +404,9 @@ def reduce_pairs(
 
     Those for all ranks are Mirrored.
     """
-    registry = strategy.extended._registry
-    results = reduce_components(strategy, op, pairs, options, call)
-    mirrored = [i for i, (_, to) in enumerate(pairs) if root_of(strategy, to) is None]
+    registry = group.registry
+    results = reduce_components(group, op, pairs, options, call)
+    mirrored = [i for i, (_, to) in enumerate(pairs) if root_of(group, to) is None]
     wrapped = registry.wrap_tree(Mirrored, [results[i] for i in mirrored])
     for i, x in zip(mirrored, wrapped, strict=True):
         results[i] = x
@@ -417,17 +414,17 @@ def reduce_pairs(
 
 
 def reduce_components(
-    strategy: Strategy,
+    group: ReplicaGroup,
     op: ReduceOp,
     pairs: list[tuple[Any, Any]],
     options: CommunicationOptions | None,
     call: str,
 ) -> list[Any]:
     """As `reduce_pairs`, with plain results, which the caller wraps."""
-    collectives = strategy.extended._collectives
+    collectives = group.collectives
     groups: dict[int | None, list[int]] = {}
     for i, (_, destinations) in enumerate(pairs):
-        groups.setdefault(root_of(strategy, destinations), []).append(i)
+        groups.setdefault(root_of(group, destinations), []).append(i)
     results: list[Any] = [None] * len(pairs)
     for root in sorted(groups, key=lambda r: -1 if r is None else r):
         members = groups[root]
@@ -438,9 +435,8 @@ def reduce_components(
     return results
 
 
-def broadcast_value(strategy: Strategy, get: Callable[[], Any]) -> Any:
+def broadcast_value(group: ReplicaGroup, get: Callable[[], Any]) -> Any:
     """Copy the value that ``get`` returns on rank 0 to all ranks. Collective."""
-    extended = strategy.extended
 
     def make() -> list[Any]:
         value = get()
@@ -456,38 +452,38 @@ def broadcast_value(strategy: Strategy, get: Callable[[], Any]) -> Any:
         # A copy: what happens to the array afterwards must not show on one rank.
         return [backend.as_array(value, "broadcast_to")[0].copy(), False]
 
-    value, is_number = extended._collectives.share(make, "broadcast_to")
+    value, is_number = group.collectives.share(make, "broadcast_to")
     if is_number:
         return value
-    return extended._registry.wrap_tree(Mirrored, value)
+    return group.registry.wrap_tree(Mirrored, value)
 
 
-def root_of(strategy: Strategy, destinations: Any) -> int | None:
+def root_of(group: ReplicaGroup, destinations: Any) -> int | None:
     """Return the rank of a device string; None for all other destinations."""
-    if isinstance(destinations, str) and strategy.extended._is_mpi:
-        return strategy.extended._devices.index(destinations)
+    if isinstance(destinations, str) and group.is_mpi:
+        return group.device_names.index(destinations)
     return None
 
 
-def check_destinations(strategy: Strategy, destinations: Any, call: str) -> None:
+def check_destinations(group: ReplicaGroup, destinations: Any, call: str) -> None:
     """Raise a ValueError for destinations that are none."""
     if isinstance(destinations, Variable):
-        strategy.extended._check_owner(call, destinations)
+        check_owner(group, call, destinations)
         return
     if isinstance(destinations, (DistributedValues, ArrayLike)):
         return
     if backend.is_array(destinations):
         return
-    if isinstance(destinations, str) and destinations in strategy.extended._devices:
+    if isinstance(destinations, str) and destinations in group.device_names:
         return
     raise ValueError(
         f"{call}: destinations must be a `mpidist.Variable`, a distributed value, an "
-        f"array or one of {strategy.extended._devices}, got {destinations!r:.80}"
+        f"array or one of {group.device_names}, got {destinations!r:.80}"
     )
 
 
 def _on_all(
-    strategy: Strategy,
+    group: ReplicaGroup,
     call: str,
     body: Callable[[], Any],
     same: Callable[[Any], list[Any]],
@@ -498,11 +494,11 @@ def _on_all(
     which ``same`` asks become Mirrored, whose components are trusted to be the same
     from here on: so they are compared, unless the guard is off.
     """
-    guard = strategy.extended._collectives.guard
+    guard = group.collectives.guard
 
     def checked(part: Part) -> Any:
         try:
-            with context.entered(_frame_of(strategy)):
+            with context.entered(_frame_of(group)):
                 result = body()
             if guard.checks:
                 text = ", ".join(_describe_result(x) for x in same(result))
@@ -517,12 +513,12 @@ def _on_all(
     return guard.run_section(Call(f"the end of {call}"), checked)
 
 
-def _mirror(strategy: Strategy, result: Any) -> Any:
+def _mirror(group: ReplicaGroup, result: Any) -> Any:
     """Wrap a result that is the same on all ranks.
 
     Also one that is wrapped already, on this rank: keys are counted on all.
     """
-    return strategy.extended._registry.wrap_tree(Mirrored, own_component(result))
+    return group.registry.wrap_tree(Mirrored, own_component(result))
 
 
 def _describe_result(x: Any) -> str:
@@ -534,16 +530,17 @@ def _describe_result(x: Any) -> str:
     return f"a {type(x).__name__}"
 
 
-def _frame_of(strategy: Strategy) -> context.Frame:
-    return context.Frame(strategy, context.Level.CROSS_REPLICA)
+def _frame_of(group: ReplicaGroup) -> context.Frame:
+    return context.Frame(group, context.Level.CROSS_REPLICA)
 
 
-def _strategy_of(values: list[Any]) -> Strategy:
-    """Return the strategy that these values belong to; else the one in force."""
+def _group_of(values: list[Any]) -> ReplicaGroup:
+    """Return the group that these values belong to; else the one in force."""
     for value in values:
         if isinstance(value, Variable):
-            return value.distribute_strategy
+            return value._group
         home = getattr(value, "_home", None)
         if isinstance(home, Registry):
-            return home.strategy
-    return context.get_strategy()
+            found: ReplicaGroup = home.group
+            return found
+    return context.current().group

@@ -7,38 +7,23 @@ the verb of the same name here, or commands it where rank 0 is in ``merge_fn``.
 from __future__ import annotations
 
 import contextlib
-import functools
-import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpidist._base import nest
 from mpidist._base.options import CommunicationOptions, ReduceOp
-from mpidist._engine.collectives import Collectives
-from mpidist._merge import updates
-from mpidist._mpi.communicator import AnyCommunicator
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0
+from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy import operations as operations  # registers them
-from mpidist._strategy.cross_device_ops import (
-    CollectiveAllReduce,
-    CrossDeviceOps,
-    all_reduce,
-)
 from mpidist._strategy.multi_step import MultiStepContext, check_iterations, run_steps
-from mpidist._strategy.replica_context import ReplicaContext
 from mpidist._values.distributed import (
     DistributedValues,
     PerReplica,
-    Registry,
     select_replica,
 )
-from mpidist._values.variable import Variable
+from mpidist._values.variable import Variable, check_owner
 from mpidist.data import Dataset
-
-if TYPE_CHECKING:
-    from mpidist._merge.coordinator import Coordinator
-    from mpidist._strategy.strategy import Strategy
 
 
 class StrategyExtended:
@@ -49,63 +34,26 @@ class StrategyExtended:
     coordinator makes it for all.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        collectives: Collectives,
-        *,
-        is_mpi: bool,
-        cross_device_ops: CrossDeviceOps | None = None,
-    ) -> None:
-        self._strategy = strategy
-        self._collectives = collectives
-        self._is_mpi = is_mpi
-        comm = collectives.comm
-        self._replica_id = comm.rank
-        self._num_replicas = comm.size
-        self._registry = Registry(strategy, comm.rank, comm.size)
-        collectives.guard.repair = _repairer(strategy, comm)
-        self._device_name = collectives.device.name_on(comm.rank)
-        mine = f"{self._device_name}\n{comm.host_name}".encode()
-        rows = [row.decode().split("\n") for row in comm.all_gather_objects(mine)]
-        self._devices = tuple(device for device, _ in rows)
-        self._hosts = tuple(host for _, host in rows)
-        self._custom_ops = cross_device_ops is not None
-        self._cross_device_ops = cross_device_ops or CollectiveAllReduce()
-        # The frames of code that runs at the two levels that all ranks share: this, and
-        # `_replica_frame`.
-        self._cross_frame = context.Frame(strategy, context.Level.CROSS_REPLICA)
-
-    @functools.cached_property
-    def _replica_context(self) -> ReplicaContext:
-        # Not in the constructor: it asks the strategy for what is being constructed.
-        return ReplicaContext(self._strategy, None)
-
-    @functools.cached_property
-    def _replica_frame(self) -> context.Frame:
-        return context.Frame(
-            self._strategy,
-            context.Level.REPLICA,
-            replica_context=self._replica_context,
-        )
+    def __init__(self, group: ReplicaGroup) -> None:
+        self._group = group
 
     def __repr__(self) -> str:
-        return f"<mpidist.StrategyExtended of {self._strategy}>"
+        return f"<mpidist.StrategyExtended of {self._group}>"
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """The devices that replicas run on, in replica order."""
-        return self._devices
+        return self._group.device_names
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
         """The devices that hold variables: those of the replicas."""
-        return self._devices
+        return self._group.device_names
 
     @property
     def experimental_between_graph(self) -> bool:
         """Whether every process builds its own program: True over MPI."""
-        return self._is_mpi
+        return self._group.is_mpi
 
     @property
     def experimental_require_static_shapes(self) -> bool:
@@ -120,12 +68,12 @@ class StrategyExtended:
     @property
     def should_checkpoint(self) -> bool:
         """Whether this process writes checkpoints: rank 0 does."""
-        return self._replica_id == 0
+        return self._group.replica_id == 0
 
     @property
     def should_save_summary(self) -> bool:
         """Whether this process writes summaries: rank 0 does."""
-        return self._replica_id == 0
+        return self._group.replica_id == 0
 
     def value_container(self, value: Any) -> Any:
         """Return the variable that an array is the copy of, else ``value``.
@@ -135,7 +83,7 @@ class StrategyExtended:
         """
         if isinstance(value, Variable):
             return value
-        found = self._registry.find(
+        found = self._group.registry.find(
             lambda x: isinstance(x, Variable) and (x._view is value)
         )
         return value if found is None else found
@@ -153,7 +101,7 @@ class StrategyExtended:
                 "variable_created_in_scope: expected a `mpidist.Variable`, got "
                 f"{v!r:.80} of type {type(v).__name__}"
             )
-        return v.distribute_strategy is self._strategy
+        return v._group is self._group
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
@@ -166,10 +114,10 @@ class StrategyExtended:
             RuntimeError: outside the scope of this strategy.
             ValueError: for what is no variable of this strategy.
         """
-        if context.get_strategy() is not self._strategy:
+        if context.current().group is not self._group:
             raise RuntimeError(
                 "colocate_vars_with: Need to be inside `with strategy.scope()` for "
-                f"{self._strategy}"
+                f"{self._group}"
             )
         variable = colocate_with_variable
         if not isinstance(variable, Variable) or not self.variable_created_in_scope(
@@ -194,15 +142,15 @@ class StrategyExtended:
         Raises:
             ValueError: for an ON_READ variable with aggregation NONE.
         """
-        context.require_cross_replica(self._strategy, "read_var")
+        context.require_cross_replica(self._group, "read_var")
         if isinstance(v, Variable):
-            self._check_owner("read_var", v)
+            check_owner(self._group, "read_var", v)
             return v.read_value()
         return v
 
     def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
         """Return the devices for state that belongs to no variable: all replicas'."""
-        return self._devices
+        return self._group.device_names
 
     def update_non_slot(
         self,
@@ -232,10 +180,10 @@ class StrategyExtended:
                 the arguments.
         """
         kwargs = {} if kwargs is None else kwargs
-        frame = context.require_cross_replica(self._strategy, "update_non_slot")
+        frame = context.require_cross_replica(self._group, "update_non_slot")
         if not isinstance(colocate_with, Variable) and (
             not isinstance(colocate_with, (tuple, list))
-            or tuple(colocate_with) != self._devices
+            or tuple(colocate_with) != self._group.device_names
         ):
             error = ValueError(
                 "update_non_slot: expected `colocate_with` to be what "
@@ -244,7 +192,7 @@ class StrategyExtended:
             )
             if frame.coordinator is not None:
                 raise error
-            self._collectives.invalid("update_non_slot", error)
+            self._group.collectives.invalid("update_non_slot", error)
         return self._update(frame, None, fn, args, kwargs, group)
 
     def experimental_make_numpy_dataset(
@@ -260,7 +208,7 @@ class StrategyExtended:
         Returns:
             A `mpidist.data.Dataset`; call ``batch`` on it before it is distributed.
         """
-        return Dataset._of_numpy(self._strategy, numpy_input)
+        return Dataset._of_numpy(self._group, numpy_input)
 
     def experimental_run_steps_on_iterator(
         self,
@@ -287,14 +235,14 @@ class StrategyExtended:
             OutOfRangeError: if the iterator ends before.
         """
         call = "experimental_run_steps_on_iterator"
-        frame = context.require_cross_replica(self._strategy, call)
+        frame = context.require_cross_replica(self._group, call)
         try:
             check_iterations(iterations)
         except Exception as error:
             if frame.coordinator is not None:
                 raise
-            self._collectives.invalid(call, error)
-        return run_steps(self._strategy, fn, iterator, iterations, initial_loop_values)
+            self._group.collectives.invalid(call, error)
+        return run_steps(self._group, fn, iterator, iterations, initial_loop_values)
 
     def call_for_each_replica(
         self,
@@ -381,14 +329,14 @@ class StrategyExtended:
         Returns:
             `Mirrored`. Python numbers and Mirrored values come back as they are.
         """
-        frame = context.require_cross_replica(self._strategy, "broadcast_to")
+        frame = context.require_cross_replica(self._group, "broadcast_to")
         if isinstance(tensor, Variable):
             try:
                 tensor = tensor._read()  # on all ranks, where it is ON_READ
             except Exception as error:
                 if frame.coordinator is not None:
                     raise
-                self._collectives.invalid("broadcast_to", error)
+                self._group.collectives.invalid("broadcast_to", error)
         return self._perform("broadcast_to", OnRank0(tensor), destinations)
 
     def update(
@@ -441,12 +389,12 @@ class StrategyExtended:
         ``merge_fn``, write ``group=False``: then this call waits for all replicas.
         """
         kwargs = {} if kwargs is None else kwargs
-        frame = context.require_cross_replica(self._strategy, "update")
+        frame = context.require_cross_replica(self._group, "update")
         coordinator = frame.coordinator if group and type(var) is Variable else None
-        if coordinator is not None and var._strategy is self._strategy:
+        if coordinator is not None and var._group is self._group:
             return coordinator.update(var, fn, args, kwargs, True)
-        plain = isinstance(var, Variable) and not var._strategy.extended._is_mpi
-        if not isinstance(var, Variable) or (plain and self._is_mpi):
+        plain = isinstance(var, Variable) and not var._group.is_mpi
+        if not isinstance(var, Variable) or (plain and self._group.is_mpi):
             if isinstance(var, DistributedValues):
                 error = TypeError(
                     f"update: expected a `mpidist.Variable`, got a {type(var).__name__}"
@@ -454,9 +402,9 @@ class StrategyExtended:
                 )
                 if frame.coordinator is not None:
                     raise error
-                self._collectives.invalid("update", error)
+                self._group.collectives.invalid("update", error)
             return fn(var, *select_replica(tuple(args)), **select_replica(kwargs))
-        self._check_owner("update", var)
+        check_owner(self._group, "update", var)
         return self._update(frame, var, fn, args, kwargs, group)
 
     # --- for the package ------------------------------------------------------
@@ -474,7 +422,7 @@ class StrategyExtended:
             result = frame.coordinator.update(var, fn, args, kwargs, group)
         else:
             arguments = (var, fn, args, kwargs, group)
-            result = dispatch.execute(self._strategy, "update", arguments)
+            result = dispatch.execute(self._group, "update", arguments)
         return result if group else self._ungrouped(frame, result)
 
     def _ungrouped(self, frame: context.Frame, result: Any) -> Any:
@@ -484,42 +432,26 @@ class StrategyExtended:
 
     def _take_home(self, result: Any, destinations: Any) -> Any:
         """Unwrap what was reduced to one rank, where that is for this code to see."""
-        if not isinstance(destinations, str) or not self._is_mpi:
+        if not isinstance(destinations, str) or not self._group.is_mpi:
             return result
         if (
             context.current().coordinator is not None
-            and destinations != self._device_name
+            and destinations != self._group.device_name
         ):
             return result
         return nest.map_structure(
             lambda x: x._own if isinstance(x, PerReplica) else x, result
         )
 
-    def _all_reduce(
-        self,
-        op: ReduceOp,
-        tree: Any,
-        options: CommunicationOptions | None = None,
-        call: str = "all_reduce",
-    ) -> Any:
-        return all_reduce(self._strategy, op, tree, options, call)
-
     def _perform(self, name: str, *args: Any) -> Any:
-        return dispatch.perform(self._strategy, name, *args)
-
-    def _check_owner(self, call: str, variable: Variable) -> None:
-        if variable.distribute_strategy is not self._strategy:
-            raise RuntimeError(
-                f"{call}: Mixing different Strategy objects: {variable!r} belongs to "
-                f"{variable.distribute_strategy}, not to {self._strategy}"
-            )
+        return dispatch.perform(self._group, name, *args)
 
 
-def local_results(strategy: Strategy, value: Any) -> tuple[Any, ...]:
+def local_results(group: ReplicaGroup, value: Any) -> tuple[Any, ...]:
     """Return the components that this process can see, one nest for each replica."""
     leaves, structure = nest.flatten(value)
     frame = context.current()
-    coordinator = frame.coordinator if frame.strategy is strategy else None
+    coordinator = frame.coordinator if frame.group is group else None
     _fetch(coordinator, leaves)
     columns = [_local_results_of(leaf) for leaf in leaves]
     distributed = [
@@ -534,24 +466,7 @@ def local_results(strategy: Strategy, value: Any) -> tuple[Any, ...]:
     )
 
 
-def _repairer(strategy: Strategy, comm: AnyCommunicator) -> Callable[[list[Any]], None]:
-    """Return what makes copies of variables equal again, on all ranks.
-
-    The guard keeps it, and is kept itself until all ranks have collected the strategy.
-    """
-    reference = weakref.ref(strategy)
-
-    def repair(keys: list[Any]) -> None:
-        alive = reference()
-        if alive is not None:
-            updates.make_equal(alive, keys)
-        else:  # what the other ranks do first: ask who has the variables
-            comm.all_gather_integers([0] * len(keys))
-
-    return repair
-
-
-def _fetch(coordinator: Coordinator | None, leaves: list[Any]) -> None:
+def _fetch(coordinator: context.Commander | None, leaves: list[Any]) -> None:
     """Gather all of these values at once, where this is the coordinator."""
     if coordinator is not None:
         coordinator.fetch([x for x in leaves if isinstance(x, DistributedValues)])

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpidist._base import nest
 from mpidist._base.options import ReduceOp
 from mpidist._runtime import context
+from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import PerReplica
-
-if TYPE_CHECKING:
-    from mpidist._strategy.strategy import Strategy
 
 
 class MultiStepContext:
@@ -68,9 +66,9 @@ class MultiStepContext:
                 )
             self._last_step_outputs[name] = output
             return
-        replica_context = context.get_replica_context()
+        replica_context = context.current().replica_context
         if replica_context is None:
-            strategy = context.get_strategy()
+            strategy = context.current().group.strategy
             output = strategy.reduce(reduce_op, output, axis=None)
         else:
             output = replica_context.all_reduce(reduce_op, output)
@@ -81,7 +79,7 @@ class MultiStepContext:
 
         There it keeps a tuple with the outputs of all replicas, on all of them.
         """
-        replica_context = context.get_replica_context()
+        replica_context = context.current().replica_context
         if replica_context is not None:
             output = replica_context.merge_call(_all_of, args=(output,))
         self._non_tensor_outputs[name] = output
@@ -93,12 +91,13 @@ class MultiStepContext:
         )
 
 
-def _all_of(strategy: Strategy, output: Any) -> tuple[Any, ...]:
+def _all_of(strategy: Any, output: Any) -> tuple[Any, ...]:
     leaves = nest.flatten(output)[0]
-    rows = strategy.experimental_local_results(output)
+    rows: tuple[Any, ...] = strategy.experimental_local_results(output)
     if any(isinstance(leaf, PerReplica) for leaf in leaves):
         return rows
-    return rows[:1] * strategy.num_replicas_in_sync  # the same on all replicas
+    number: int = strategy.num_replicas_in_sync
+    return rows[:1] * number  # the same on all replicas
 
 
 def check_iterations(iterations: object) -> None:
@@ -121,7 +120,7 @@ def check_iterations(iterations: object) -> None:
 
 
 def run_steps(
-    strategy: Strategy,
+    group: ReplicaGroup,
     fn: Callable[..., Any],
     iterator: Any,
     iterations: int,
@@ -130,7 +129,7 @@ def run_steps(
     """Call ``fn(context, next element)`` a number of times. Collective."""
     step_context = MultiStepContext()
     step_context.last_step_outputs.update(initial_loop_values or {})
-    with strategy.scope():
+    with context.scope(group):
         for _ in range(iterations):
             take = getattr(iterator, "get_next", None)
             fn(step_context, next(iterator) if take is None else take())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import types
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -20,13 +20,14 @@ from mpidist._engine import dtypes
 from mpidist._engine.collectives import Collectives
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import check_arguments
+from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.cross_device_ops import (
     broadcast_value,
     check_destinations,
     reduce_components,
     root_of,
 )
-from mpidist._strategy.replica_context import ValueContext
+from mpidist._strategy.value_context import ValueContext
 from mpidist._values.distributed import (
     Mirrored,
     PerReplica,
@@ -37,9 +38,6 @@ from mpidist._values.distributed import (
 from mpidist._values.synchronization import component_of, differs, is_same
 from mpidist._values.variable import Variable
 
-if TYPE_CHECKING:
-    from mpidist._strategy.strategy import Strategy
-
 _LEAF: Final = str(nest.flatten(None)[1])
 _LEAF_PRINT: Final = fingerprint(_LEAF)
 # Reducing one value that is the same everywhere: these leave it as it is.
@@ -47,9 +45,8 @@ _IDEMPOTENT: Final = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 
 
 @dispatch.verb("call_for_each_replica")
-def _call_for_each_replica(strategy: Strategy, fn: Any, args: Any, kwargs: Any) -> Any:
-    extended = strategy.extended
-    registry = extended._registry
+def _call_for_each_replica(group: ReplicaGroup, fn: Any, args: Any, kwargs: Any) -> Any:
+    registry = group.registry
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     call = call_of(f"the end of run({name})")
 
@@ -62,7 +59,7 @@ def _call_for_each_replica(strategy: Strategy, fn: Any, args: Any, kwargs: Any) 
         own_args = select_replica(tuple(args)) if args else ()
         own_kwargs = select_replica(kwargs) if kwargs else {}
         part.kind = "raised"
-        with context.entered(extended._replica_frame):
+        with context.entered(group.replica_frame):
             result = fn(*own_args, **own_kwargs)
         # With the number of keys that were drawn: they must name the same values on all
         # ranks.
@@ -79,18 +76,18 @@ def _call_for_each_replica(strategy: Strategy, fn: Any, args: Any, kwargs: Any) 
         part.came_out(lambda: f"{text} [#{keys}]", fingerprint(text) ^ keys)
         return result
 
-    result = extended._collectives.guard.run_section(call, body)
+    result = group.collectives.guard.run_section(call, body)
     return registry.wrap_tree(PerReplica, result)
 
 
 @dispatch.verb("reduce")
-def _reduce(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
-    collectives = strategy.extended._collectives
-    custom = strategy.extended._custom_ops
-    if type(value) is PerReplica and axis is None and not custom:
+def _reduce(group: ReplicaGroup, reduce_op: Any, value: Any, axis: Any) -> Any:
+    collectives = group.collectives
+    custom = group.custom_ops
+    if type(value) is PerReplica and axis is None and custom is None:
         try:
             op = as_reduce_op(reduce_op, "Strategy.reduce")
-            strategy.extended._registry.check("Strategy.reduce", value)
+            group.registry.check("Strategy.reduce", value)
         except Exception as error:
             collectives.invalid("Strategy.reduce", error)
         return collectives.all_reduce(op, value._own, call="Strategy.reduce")
@@ -100,11 +97,11 @@ def _reduce(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
         moving = [i for i, x in enumerate(leaves) if differs(x)]
         axes = _as_axes(axis)
         results = list(leaves)
-        plain = _plain_of(strategy, leaves)
+        plain = _plain_of(group, leaves)
         for i, leaf in enumerate(leaves):
-            strategy.extended._registry.check("Strategy.reduce", leaf)
+            group.registry.check("Strategy.reduce", leaf)
             if i not in moving:
-                results[i] = _reduce_same(strategy, op, leaf, axes, "Strategy.reduce")
+                results[i] = _reduce_same(group, op, leaf, axes, "Strategy.reduce")
         local = [component_of(leaves[i]) for i in moving]
         if axes is not None:
             pairs = [backend.as_array(x, "Strategy.reduce") for x in local]
@@ -113,9 +110,9 @@ def _reduce(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
         collectives.invalid("Strategy.reduce", error)
     if plain:
         collectives.check_plain("Strategy.reduce", plain)
-    if axes is None and custom:
+    if axes is None and custom is not None:
         pairs = [(leaves[i], leaves[i]) for i in moving]
-        done = strategy.extended._cross_device_ops.batch_reduce(op, pairs)
+        done = custom.batch_reduce(op, pairs)
         reduced = [own_component(x) for x in done]
     elif axes is None:
         reduced = collectives.all_reduce(op, local, call="Strategy.reduce")
@@ -126,17 +123,17 @@ def _reduce(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
     return structure.unflatten(results)
 
 
-def _plain_of(strategy: Strategy, leaves: list[Any]) -> list[Any]:
+def _plain_of(group: ReplicaGroup, leaves: list[Any]) -> list[Any]:
     """Return the values that each rank has of its own, and that must be the same."""
     return [
         to_plain(own_component(x))
         for x in leaves
-        if not differs(x) and not is_same(strategy, x)
+        if not differs(x) and not is_same(group, x)
     ]
 
 
 def _reduce_same(
-    strategy: Strategy, op: ReduceOp, leaf: Any, axes: Any, call: str
+    group: ReplicaGroup, op: ReduceOp, leaf: Any, axes: Any, call: str
 ) -> Any:
     """Reduce a value that is no PerReplica: the same on all replicas."""
     if isinstance(leaf, (list, tuple)) or leaf is None:
@@ -144,9 +141,9 @@ def _reduce_same(
             f"{call}: expected a PerReplica, got {leaf!r}; pass what `strategy.run` "
             "returned"
         )
-    if not strategy.extended._is_mpi and axes is None:
+    if not group.is_mpi and axes is None:
         return own_component(leaf)  # of one replica, which needs no wrapping
-    if op not in _IDEMPOTENT and strategy.extended._is_mpi:
+    if op not in _IDEMPOTENT and group.is_mpi:
         raise ValueError(
             f"{call}: A non-DistributedValues value {leaf!r:.80} cannot be reduced "
             f"with the given reduce op ReduceOp.{op.name}. It is not per replica, so "
@@ -245,37 +242,36 @@ def _reduce_parts(
 
 @dispatch.verb("reduce_to")
 def _reduce_to(
-    strategy: Strategy, reduce_op: Any, value: Any, destinations: Any, options: Any
+    group: ReplicaGroup, reduce_op: Any, value: Any, destinations: Any, options: Any
 ) -> Any:
     return _reduce_pairs(
-        strategy, reduce_op, [(value, destinations)], options, "reduce_to"
+        group, reduce_op, [(value, destinations)], options, "reduce_to"
     )[0]
 
 
 @dispatch.verb("batch_reduce_to")
 def _batch_reduce_to(
-    strategy: Strategy, reduce_op: Any, pairs: Any, options: Any
+    group: ReplicaGroup, reduce_op: Any, pairs: Any, options: Any
 ) -> list[Any]:
-    return _reduce_pairs(strategy, reduce_op, pairs, options, "batch_reduce_to")
+    return _reduce_pairs(group, reduce_op, pairs, options, "batch_reduce_to")
 
 
 def _reduce_pairs(
-    strategy: Strategy, reduce_op: Any, pairs: Any, options: Any, call: str
+    group: ReplicaGroup, reduce_op: Any, pairs: Any, options: Any, call: str
 ) -> list[Any]:
     """Reduce pairs of values and destinations. Draws one key, by either way.
 
     Which way a rank goes depends on what it passes, such as a list in place of a tuple.
     """
-    extended = strategy.extended
-    registry = extended._registry
-    if type(pairs) is list and not extended._custom_ops:
-        own = _components(strategy, pairs)
+    registry = group.registry
+    if type(pairs) is list and group.custom_ops is None:
+        own = _components(group, pairs)
         if own is not None:
             try:
                 op = as_reduce_op(reduce_op, call)
             except Exception as error:
-                extended._collectives.invalid(call, error)
-            reduced = extended._collectives.all_reduce(op, own, options, call)
+                group.collectives.invalid(call, error)
+            reduced = group.collectives.all_reduce(op, own, options, call)
             return registry.wrap_list(Mirrored, reduced, registry.next_key())
     try:
         op = as_reduce_op(reduce_op, call)
@@ -283,7 +279,7 @@ def _reduce_pairs(
         leaves = []
         wanted = []  # the destinations of each leaf
         for value, destinations in _check_pairs(pairs, call):
-            check_destinations(strategy, destinations, call)
+            check_destinations(group, destinations, call)
             flat, structure = nest.flatten(value)
             structures.append(structure)
             leaves += flat
@@ -295,20 +291,21 @@ def _reduce_pairs(
             if not differs(leaf) and not (
                 op in _IDEMPOTENT and isinstance(leaf, (Mirrored, Variable))
             ):
-                results[i] = _reduce_same(strategy, op, leaf, None, call)
-        plain = _plain_of(strategy, leaves)
+                results[i] = _reduce_same(group, op, leaf, None, call)
+        plain = _plain_of(group, leaves)
     except Exception as error:
-        extended._collectives.invalid(call, error)
+        group.collectives.invalid(call, error)
     if plain:
-        extended._collectives.check_plain(call, plain)
+        group.collectives.check_plain(call, plain)
     asked = [(leaves[i], wanted[i]) for i in moving]
-    if extended._custom_ops and asked:
-        reduced = extended._cross_device_ops.batch_reduce(op, asked, options)
+    custom = group.custom_ops
+    if custom is not None and asked:
+        reduced = custom.batch_reduce(op, asked, options)
     else:
-        reduced = reduce_components(strategy, op, asked, options, call)
+        reduced = reduce_components(group, op, asked, options, call)
     number = registry.next_key()
     for i, x in zip(moving, reduced, strict=True):
-        if root_of(strategy, wanted[i]) is not None:
+        if root_of(group, wanted[i]) is not None:
             # For one rank: nothing on the others. See `StrategyExtended.reduce_to`.
             x = registry.wrap(PerReplica, x, (number, i))
         elif not isinstance(x, Mirrored):
@@ -321,9 +318,9 @@ def _reduce_pairs(
     ]
 
 
-def _components(strategy: Strategy, pairs: list[Any]) -> list[Any] | None:
+def _components(group: ReplicaGroup, pairs: list[Any]) -> list[Any] | None:
     """Return this rank's values, if all are for variables, as they are most often."""
-    registry = strategy.extended._registry
+    registry = group.registry
     own = []
     for pair in pairs:
         if type(pair) is not tuple or len(pair) != 2:
@@ -331,7 +328,7 @@ def _components(strategy: Strategy, pairs: list[Any]) -> list[Any] | None:
         value, variable = pair
         if type(value) is not PerReplica or value._home is not registry:
             return None
-        if type(variable) is not Variable or variable._strategy is not strategy:
+        if type(variable) is not Variable or variable._group is not group:
             return None
         own.append(value._own)
     return own
@@ -349,24 +346,24 @@ def _check_pairs(pairs: Any, call: str) -> list[tuple[Any, Any]]:
 
 
 @dispatch.verb("broadcast_to")
-def _broadcast_to(strategy: Strategy, marked: Any, destinations: Any) -> Any:
-    if strategy.extended._custom_ops:
-        ops = strategy.extended._cross_device_ops
-        with context.entered(context.Frame(strategy, context.Level.CROSS_REPLICA)):
+def _broadcast_to(group: ReplicaGroup, marked: Any, destinations: Any) -> Any:
+    ops = group.custom_ops
+    if ops is not None:
+        with context.entered(context.Frame(group, context.Level.CROSS_REPLICA)):
             return ops.broadcast(marked.value, destinations)
 
     def get() -> Any:
-        check_destinations(strategy, destinations, "broadcast_to")
+        check_destinations(group, destinations, "broadcast_to")
         return marked.value
 
-    return broadcast_value(strategy, get)
+    return broadcast_value(group, get)
 
 
 @dispatch.verb("gather")
-def _gather(strategy: Strategy, value: Any, axis: Any) -> Any:
-    collectives = strategy.extended._collectives
+def _gather(group: ReplicaGroup, value: Any, axis: Any) -> Any:
+    collectives = group.collectives
     try:
-        strategy.extended._registry.check("Strategy.gather", value)
+        group.registry.check("Strategy.gather", value)
     except RuntimeError as error:
         collectives.invalid("Strategy.gather", error)
     if differs(value):
@@ -384,7 +381,7 @@ def _gather(strategy: Strategy, value: Any, axis: Any) -> Any:
         backend.as_array(to_plain(plain), "Strategy.gather")
     except Exception as error:
         collectives.invalid("Strategy.gather", error)
-    if is_same(strategy, value):
+    if is_same(group, value):
         collectives.guard.agree(Call("Strategy.gather of a value that is the same"))
     else:
         collectives.check_plain("Strategy.gather", [to_plain(plain)])
@@ -392,9 +389,8 @@ def _gather(strategy: Strategy, value: Any, axis: Any) -> Any:
 
 
 @dispatch.verb("distribute_values")
-def _distribute_values(strategy: Strategy, value_fn: Any) -> Any:
-    extended = strategy.extended
-    value_context = ValueContext(extended._replica_id, extended._num_replicas)
+def _distribute_values(group: ReplicaGroup, value_fn: Any) -> Any:
+    value_context = ValueContext(group.replica_id, group.num_replicas)
     call = Call("experimental_distribute_values_from_function")
 
     def body(part: Part) -> Any:
@@ -404,8 +400,8 @@ def _distribute_values(strategy: Strategy, value_fn: Any) -> Any:
         part.came_out(text, fingerprint(text))
         return value
 
-    value = strategy.extended._collectives.guard.run_section(call, body)
-    registry = extended._registry
+    value = group.collectives.guard.run_section(call, body)
+    registry = group.registry
     leaves, shape = nest.flatten(value)
     number = registry.next_key()
     return shape.unflatten(

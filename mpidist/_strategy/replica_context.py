@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpidist._base.options import CommunicationOptions, ReduceOp, as_reduce_op
-from mpidist._merge import coordinator
+from mpidist._merge import coordinator, updates
 from mpidist._runtime import context
 from mpidist._runtime.dispatch import check_arguments
-
-if TYPE_CHECKING:
-    from mpidist._strategy.strategy import Strategy
+from mpidist._runtime.group import ReplicaGroup
+from mpidist._strategy.cross_device_ops import CrossDeviceOps, all_reduce
+from mpidist._strategy.strategy import Strategy, group_of
 
 
 class ReplicaContext:
@@ -34,7 +36,8 @@ class ReplicaContext:
     def __init__(
         self, strategy: Strategy, replica_id_in_sync_group: int | None
     ) -> None:
-        own = strategy.extended._replica_id
+        group = group_of(strategy)
+        own = group.replica_id
         given = replica_id_in_sync_group
         if given is not None and (
             isinstance(given, bool) or not isinstance(given, (int, np.integer))
@@ -51,19 +54,12 @@ class ReplicaContext:
         self._strategy = strategy
         self._replica_id = own
         self._entered: list[Any] = []
-        extended = strategy.extended
-        # The user's ops, where there are some; else straight to the engine.
-        self._all_reduce: Callable[..., Any] = (
-            extended._all_reduce
-            if extended._custom_ops
-            else extended._collectives.all_reduce
-        )
+        self._group = group
+        self._all_reduce = group.all_reduce
 
     def __enter__(self) -> ReplicaContext:
         """Make this the current replica context."""
-        frame = context.Frame(
-            self._strategy, context.Level.REPLICA, replica_context=self
-        )
+        frame = context.Frame(self._group, context.Level.REPLICA, replica_context=self)
         manager = context.entered(frame)
         manager.__enter__()
         self._entered.append(manager)
@@ -97,12 +93,12 @@ class ReplicaContext:
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas that are kept in sync."""
-        return self._strategy.num_replicas_in_sync
+        return self._group.num_replicas
 
     @property
     def devices(self) -> tuple[str, ...]:
         """The device of this replica, as a tuple of one string."""
-        return (self._strategy.extended._device_name,)
+        return (self._group.device_name,)
 
     def all_reduce(
         self,
@@ -146,7 +142,7 @@ class ReplicaContext:
             try:
                 op = as_reduce_op(op, "all_reduce")
             except Exception as error:
-                self._strategy.extended._collectives.invalid("all_reduce", error)
+                self._group.collectives.invalid("all_reduce", error)
         return self._all_reduce(op, value, options)
 
     def all_gather(
@@ -177,7 +173,7 @@ class ReplicaContext:
             CollectiveMismatchError: if the replicas' calls differ.
         """
         self._require_current("all_gather")
-        return self._strategy.extended._collectives.all_gather(value, axis, options)
+        return self._group.collectives.all_gather(value, axis, options)
 
     def merge_call(
         self,
@@ -213,17 +209,16 @@ class ReplicaContext:
             CollectiveMismatchError: if the replicas' calls differ.
         """
         self._require_current("merge_call")
-        extended = self._strategy.extended
+        group = self._group
         kwargs = {} if kwargs is None else kwargs
         try:
             check_arguments("merge_call", args, kwargs)
         except Exception as error:
-            extended._collectives.invalid("merge_call", error)
-        if not extended._is_mpi:
-            frame = context.Frame(self._strategy, context.Level.CROSS_REPLICA)
-            with context.entered(frame):
+            group.collectives.invalid("merge_call", error)
+        if not group.is_mpi:
+            with context.entered(group.cross_frame):
                 return merge_fn(self._strategy, *args, **kwargs)
-        return coordinator.merge_call(self._strategy, merge_fn, tuple(args), kwargs)
+        return coordinator.merge_call(group, merge_fn, tuple(args), kwargs)
 
     def _require_current(self, call: str) -> None:
         frame = context.current()
@@ -234,10 +229,10 @@ class ReplicaContext:
                 f"ReplicaContext.{call}: Need to be inside `call_for_each_replica()`: "
                 f"this code runs {frame.level.value}. {_INSTEAD[call]}"
             )
-        if frame.strategy is not self._strategy:
+        if frame.group is not self._group:
             raise RuntimeError(
                 f"ReplicaContext.{call}: Mismatching Strategy objects: "
-                f"{frame.strategy} is not {self._strategy}; write "
+                f"{frame.group} is not {self._strategy}; write "
                 f"`mpidist.get_replica_context().{call}(...)`"
             )
         raise RuntimeError(
@@ -254,37 +249,34 @@ _INSTEAD = {
 }
 
 
-class ValueContext:
-    """Which replica a value is made for.
+def attach(strategy: Strategy, ops: CrossDeviceOps | None) -> None:
+    """Give the group of a strategy what is made of classes above it."""
+    group = group_of(strategy)
+    if ops is not None:
+        group.custom_ops = ops
+        group.all_reduce = functools.partial(all_reduce, group)
+    replica_context = ReplicaContext(strategy, None)
+    group.public_objects = (strategy, strategy.extended, replica_context)
+    group.cross_frame = context.Frame(group, context.Level.CROSS_REPLICA)
+    group.replica_frame = context.Frame(
+        group, context.Level.REPLICA, replica_context=replica_context
+    )
+    group.guard.repair = _repairer(group)
 
-    `Strategy.experimental_distribute_values_from_function` passes one to its
-    ``value_fn``; it can also be made directly.
 
-    Args:
-        replica_id_in_sync_group: the number of the replica.
-        num_replicas_in_sync: the number of replicas.
+def _repairer(group: ReplicaGroup) -> Callable[[list[Any]], None]:
+    """Return what makes copies of variables equal again, on all ranks.
+
+    The guard keeps it, and is kept itself until all ranks have collected the strategy.
     """
+    reference = weakref.ref(group)
+    comm = group.communicator
 
-    def __init__(
-        self, replica_id_in_sync_group: int = 0, num_replicas_in_sync: int = 1
-    ) -> None:
-        self._replica_id_in_sync_group = replica_id_in_sync_group
-        self._num_replicas_in_sync = num_replicas_in_sync
+    def repair(keys: list[Any]) -> None:
+        alive = reference()
+        if alive is not None:
+            updates.make_equal(alive, keys)
+        else:  # what the other ranks do first: ask who has the variables
+            comm.all_gather_integers([0] * len(keys))
 
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """The number of replicas."""
-        return self._num_replicas_in_sync
-
-    @property
-    def replica_id_in_sync_group(self) -> int:
-        """The number of the replica, from 0."""
-        return self._replica_id_in_sync_group
-
-    def __str__(self) -> str:
-        return (
-            f"mpidist.ValueContext(replica id {self.replica_id_in_sync_group}, "
-            f"total replicas in sync: {self.num_replicas_in_sync})"
-        )
-
-    __repr__ = __str__
+    return repair

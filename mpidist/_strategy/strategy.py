@@ -1,41 +1,21 @@
-"""Strategy, MPIStrategy, and the default strategy of one replica without MPI."""
+"""Strategy: what `MPIStrategy` and the default strategy share."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
-import os
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from mpidist import _transports
-from mpidist._agreement import mismatch
-from mpidist._agreement.channel import Channel, MessageChannel
-from mpidist._agreement.guard import Guard, poll
-from mpidist._base import backend, threads
 from mpidist._base.nest import map_structure
 from mpidist._base.options import (
-    CommunicationImplementation,
-    CommunicationOptions,
-    Environment,
     ReduceOp,
-    read_environment,
 )
-from mpidist._engine import Node, Nodes, open_node, open_nodes
-from mpidist._engine.collectives import Collectives, describe_compression
-from mpidist._mpi.communicator import (
-    Communicator,
-    SelfCommunicator,
-    check_communicator,
-    local_rank,
-)
-from mpidist._runtime import context, dispatch, process_exit
+from mpidist._runtime import context, dispatch
+from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.cluster_resolver import MPIClusterResolver
-from mpidist._strategy.cross_device_ops import CrossDeviceOps
 from mpidist._strategy.extended import StrategyExtended, local_results
-from mpidist._strategy.replica_context import ReplicaContext, ValueContext
+from mpidist._strategy.value_context import ValueContext
 from mpidist._values.distributed import PerReplica, own_component
 from mpidist.data import (
     Dataset,
@@ -45,8 +25,6 @@ from mpidist.data import (
     InputOptions,
     InputReplicationMode,
 )
-
-_numbers = threads.ReplicaLocal(lambda: itertools.count(1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,25 +51,17 @@ class Strategy:
 
     _name = "Strategy"
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        *,
-        is_mpi: bool,
-        cross_device_ops: CrossDeviceOps | None = None,
-    ) -> None:
-        self._number = next(_numbers.get()) if is_mpi else 0
-        self._collectives = collectives
-        self._num_replicas = collectives.comm.size
-        self._extended = StrategyExtended(
-            self, collectives, is_mpi=is_mpi, cross_device_ops=cross_device_ops
-        )
+    def __init__(self, group: ReplicaGroup) -> None:
+        """Take a group of replicas, and show it to users."""
+        group.strategy = self
+        self._group = group
+        self._extended = StrategyExtended(group)
 
     def __repr__(self) -> str:
-        extended = self._extended
+        group = self._group
         return (
-            f"<mpidist.{self._name} #{self._number}: replica {extended._replica_id} of "
-            f"{self._num_replicas}, on {extended._device_name}>"
+            f"<mpidist.{self._name} #{group.number}: replica {group.replica_id} of "
+            f"{group.num_replicas}, on {group.device_name}>"
         )
 
     def __reduce__(self) -> NoReturn:
@@ -108,7 +78,7 @@ class Strategy:
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas: the ranks of the communicator."""
-        return self._num_replicas
+        return self._group.num_replicas
 
     @property
     def replica_id(self) -> int:
@@ -118,26 +88,26 @@ class Strategy:
         ``replica_id_in_sync_group``. Beyond tf.distribute, where one process has
         several replicas.
         """
-        return self._extended._replica_id
+        return self._group.replica_id
 
     @property
     def array_module(self) -> Any:
         """NumPy or CuPy: the module for arrays on this replica's device."""
-        return self._collectives.device.array_module
+        return self._group.device.array_module
 
     @property
     def cluster_resolver(self) -> MPIClusterResolver | None:
         """What MPI knows of the processes; None for the default strategy."""
-        extended = self._extended
-        if not extended._is_mpi:
+        group = self._group
+        if not group.is_mpi:
             return None
         return MPIClusterResolver(
-            extended._hosts, extended._replica_id, extended._devices
+            group.host_names, group.replica_id, group.device_names
         )
 
     def communication_statistics(self) -> CommunicationStatistics:
         """Return what was communicated so far, on this rank. Not collective."""
-        traffic = self._collectives.comm.traffic
+        traffic = self._group.communicator.traffic
         return CommunicationStatistics(*traffic.total())
 
     @contextlib.contextmanager
@@ -151,12 +121,7 @@ class Strategy:
             RuntimeError: inside the scope of another strategy, or in a replica
                 function.
         """
-        frame = context.require_cross_replica(self, "scope")
-        if frame.strategy is self and frame.coordinator is not None:
-            inner = frame
-        else:
-            inner = context.Frame(self, context.Level.CROSS_REPLICA)
-        with context.entered(dataclasses.replace(inner)):
+        with context.scope(self._group):
             yield self
 
     def run(
@@ -190,7 +155,7 @@ class Strategy:
         """
         kwargs = {} if kwargs is None else kwargs
         return dispatch.perform(
-            self, "call_for_each_replica", fn, args, kwargs, call="Strategy.run"
+            self._group, "call_for_each_replica", fn, args, kwargs, call="Strategy.run"
         )
 
     experimental_run_v2 = run
@@ -267,14 +232,14 @@ class Strategy:
                 runs for all: make them at program level, and pass them on.
             CollectiveMismatchError: if structures, shapes or dtypes differ.
         """
-        frame = context.require_cross_replica(self, "buffers_like")
+        frame = context.require_cross_replica(self._group, "buffers_like")
         if frame.coordinator is not None:
             raise RuntimeError(
                 "buffers_like: merge_fn runs on rank 0 alone, but every rank has "
                 "buffers of its own; make them at program level, before "
                 "`strategy.run`, and pass them to the replica function"
             )
-        return self._collectives.buffers_like(map_structure(own_component, nest))
+        return self._group.collectives.buffers_like(map_structure(own_component, nest))
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the components that this process can see, as a tuple.
@@ -283,7 +248,7 @@ class Strategy:
         replicas, in replica order; they are gathered then. A nest gives one nest per
         replica; a value that is not distributed gives ``(value,)``.
         """
-        return local_results(self, value)
+        return local_results(self._group, value)
 
     def unwrap(self, value: Any) -> tuple[Any, ...]:
         """Return the local components; see `experimental_local_results`."""
@@ -319,7 +284,7 @@ class Strategy:
             ReplicaError: if ``value_fn`` raised on another rank.
         """
         frame = context.require_cross_replica(
-            self, "experimental_distribute_values_from_function"
+            self._group, "experimental_distribute_values_from_function"
         )
         given: object = value_fn
         if not callable(given):
@@ -329,10 +294,10 @@ class Strategy:
             )
             if frame.coordinator is not None:
                 raise error
-            self._collectives.invalid("experimental_distribute_values", error)
+            self._group.collectives.invalid("experimental_distribute_values", error)
         if frame.coordinator is None:
-            return dispatch.execute(self, "distribute_values", (value_fn,))
-        number = self._num_replicas
+            return dispatch.execute(self._group, "distribute_values", (value_fn,))
+        number = self._group.num_replicas
         values = [value_fn(ValueContext(i, number)) for i in range(number)]
         return map_structure(lambda *row: PerReplica(row), *values)
 
@@ -366,7 +331,7 @@ class Strategy:
             CollectiveMismatchError: if the ranks' datasets differ in what can be seen
                 of them: length, batch size, seeds, dtypes.
         """
-        return DistributedDataset._of_batches(self, dataset, options)
+        return DistributedDataset._of_batches(self._group, dataset, options)
 
     def distribute_datasets_from_function(
         self,
@@ -388,7 +353,7 @@ class Strategy:
         Raises:
             ReplicaError: if ``dataset_fn`` raised on another rank.
         """
-        return DistributedDataset._of_function(self, dataset_fn, options)
+        return DistributedDataset._of_function(self._group, dataset_fn, options)
 
     def experimental_distribute_datasets_from_function(
         self,
@@ -396,7 +361,7 @@ class Strategy:
         options: InputOptions | None = None,
     ) -> DistributedDataset:
         """Do the same; see `distribute_datasets_from_function`, its name now."""
-        return DistributedDataset._of_function(self, dataset_fn, options)
+        return DistributedDataset._of_function(self._group, dataset_fn, options)
 
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: Any = None
@@ -408,7 +373,7 @@ class Strategy:
                 arrays is stacked, so that each of them is a row.
             session: taken and not used.
         """
-        return Dataset._of_numpy(self, numpy_input)
+        return Dataset._of_numpy(self._group, numpy_input)
 
     def make_dataset_iterator(self, dataset: Any) -> DistributedIterator:
         """Return an iterator over a dataset of global batches. Collective.
@@ -438,10 +403,10 @@ class Strategy:
         try:
             options = InputOptions(experimental_replication_mode=replication_mode)
         except TypeError as error:
-            self._collectives.invalid(call, error)
+            self._group.collectives.invalid(call, error)
         return iter(
             DistributedDataset._of_function(
-                self, input_fn, options, call, functions=True
+                self._group, input_fn, options, call, functions=True
             )
         )
 
@@ -463,300 +428,9 @@ class Strategy:
         return self.run(fn, args=(input_iterator.get_next(),))
 
     def _perform(self, name: str, *args: Any) -> Any:
-        return dispatch.perform(self, name, *args)
+        return dispatch.perform(self._group, name, *args)
 
 
-class MPIStrategy(Strategy):
-    """One replica on each rank of an MPI communicator.
-
-    Collective: every rank of ``comm`` makes it. It communicates on a duplicate of
-    ``comm``, so strategies, and other users of the communicator, do not disturb each
-    other. The first one starts MPI if that has not been done, and installs the hooks
-    that end the whole job on an uncaught exception (``MPIDIST_ABORT=0``: does not);
-    closing the last one takes them away.
-
-    Args:
-        comm: an `mpi4py.MPI.Comm`; None is COMM_WORLD. Groups of ranks can have
-            strategies of their own: ``MPIStrategy(MPI.COMM_WORLD.Split(color))``.
-            In the function of `mpidist.testing.run` a `mpidist.testing.ThreadGroup`;
-            None is all of its replicas.
-        device: "auto" is this rank's GPU (by its number on the node) where CuPy finds
-            one, and else the host; "cpu"; "gpu"; "gpu:K".
-        communication_options: `mpidist.experimental.CommunicationOptions`; the same
-            on all ranks.
-        cross_device_ops: how values are reduced: a `CrossDeviceOps`, of the same
-            class on all ranks. None is `CollectiveAllReduce`.
-
-    Raises:
-        TypeError, ValueError: for arguments that are none of these, or a setting that
-            can not be read; on every rank.
-        CollectiveMismatchError: if the ranks' versions of Python, mpidist, NumPy or
-            cloudpickle do not fit each other, or their numbers do not have the same
-            bytes, or the ranks were given other arguments; on every rank.
-        RuntimeError: for "gpu" where there is none; on every rank.
-        ImportError: where there is no MPI library.
-    """
-
-    _name = "MPIStrategy"
-
-    def __init__(
-        self,
-        comm: Any = None,
-        device: str = "auto",
-        communication_options: CommunicationOptions | None = None,
-        cross_device_ops: CrossDeviceOps | None = None,
-    ) -> None:
-        """Join the other ranks of ``comm`` in a strategy. Collective."""
-        problem = ""
-        try:
-            environment = read_environment()
-        except ValueError as error:  # perhaps on this rank alone: all hear of it
-            environment, problem = Environment(), str(error)
-        replica = threads.current()
-        if replica is not None:
-            environment = replica.adapt(environment)
-        elif environment.abort:
-            process_exit.install()
-        given = communication_options
-        timeout = environment.timeout_seconds
-        if (
-            isinstance(given, CommunicationOptions)
-            and given.timeout_seconds is not None
-        ):
-            timeout = float(given.timeout_seconds)
-
-        def wait(request: Any, what: str) -> None:
-            poll(request, what, timeout)
-
-        if replica is not None:
-            communicator = replica.connect(comm, wait)
-        else:
-            communicator = Communicator(
-                check_communicator(comm),
-                wait,
-                environment.simulated_nodes,
-                problem,
-            )
-        try:
-            self._set_up(
-                communicator, environment, timeout, device, given, cross_device_ops
-            )
-        except BaseException:
-            communicator.drop()
-            raise
-
-    def _set_up(
-        self,
-        communicator: Communicator,
-        environment: Environment,
-        timeout: float,
-        device: str,
-        given: CommunicationOptions | None,
-        ops: CrossDeviceOps | None,
-    ) -> None:
-        kind = environment.implementation
-        if isinstance(given, CommunicationOptions):
-            asked = given.implementation
-            if asked is not CommunicationImplementation.AUTO:
-                kind = asked
-        wanted = kind is not CommunicationImplementation.DIRECT
-        crowded = communicator.machine_size > (os.cpu_count() or 1)
-        # It decides how the ranks meet, so all must have the same answer.
-        crowded = not communicator.all_min(int(not crowded))
-        node: Node | None = None
-        nodes: Nodes | None = None
-        shared: _transports.DirectTransport | None = None
-        if threads.current() is not None:
-            shared = _transports.DirectTransport(communicator)
-        elif communicator.num_nodes == 1:
-            opened = open_node(communicator, wanted=wanted, crowded=crowded)
-            node, communicator.why_not_shared = opened.node, opened.problem
-            if node is not None:
-                communicator.traffic.core = node.channel
-                shared = _transports.SharedTransport(
-                    communicator, node.channel, node.piece_bytes
-                )
-        else:
-            nodes, communicator.why_not_shared = open_nodes(
-                communicator, wanted=wanted, crowded=crowded
-            )
-            if nodes is not None:
-                shared = _transports.NodesTransport(communicator)
-        enabled = environment.guard
-        if isinstance(given, CommunicationOptions) and given.guard is not None:
-            enabled = given.guard
-        # The constructor itself is always guarded: ranks may have been given
-        # different options, `guard` among them.
-        channel: Channel | None = None
-        if communicator.size > 1:
-            channel = MessageChannel(communicator) if node is None else node.channel
-        guard = Guard(
-            communicator,
-            channel,
-            timeout_seconds=timeout,
-            stall_seconds=environment.stall_seconds,
-        )
-        if nodes is not None:
-            guard.watch_steps(nodes.node.channel)
-        # The communicator and the guard outlive the verbs: they go on all ranks
-        # together, when the last of them has collected its strategy.
-        communicator.must_stay = lambda: bool(guard.broken)
-        collectives = _make_collectives(
-            communicator,
-            guard,
-            device,
-            given,
-            environment,
-            enabled,
-            ops,
-            shared,
-            node,
-            nodes,
-        )
-        communicator.when_freed = lambda: process_exit.forget(guard)
-        weakref.finalize(collectives, communicator.drop).atexit = False
-        collectives.settle(timeout)
-        guard.enabled = enabled
-        super().__init__(collectives, is_mpi=True, cross_device_ops=ops)
-        if environment.abort:
-            process_exit.watch(guard, waits=enabled)
-
-    def close(self) -> None:
-        """Give the communicator, and what the ranks share, back to MPI. Collective.
-
-        The strategy can not be used afterwards; its variables can still be read, and
-        so can results and `buffers_like` buffers, whose memory stays as they do. One
-        that is not closed, but collected as garbage on every rank, is given back when
-        these ranks make or close another one.
-        """
-        guard = self._collectives.guard
-        if guard.broken:
-            return
-        context.require_cross_replica(self, "MPIStrategy.close")
-        guard.agree(mismatch.Call("MPIStrategy.close"))
-        guard.close()
-        self._collectives.close()
-        self._collectives.release()
-        self._collectives.comm.free()
-
-
-def _make_collectives(
-    communicator: Communicator,
-    guard: Guard,
-    device: object,
-    options: object,
-    environment: Environment,
-    enabled: bool,
-    cross_device_ops: object,
-    shared: _transports.DirectTransport | None,
-    node: Node | None,
-    nodes: Nodes | None,
-) -> Collectives:
-    """Check the arguments of MPIStrategy on all ranks, and build its verbs."""
-    try:
-        if options is not None and not isinstance(options, CommunicationOptions):
-            raise TypeError(
-                "MPIStrategy: expected `communication_options` to be a `mpidist."
-                f"experimental.CommunicationOptions`, got {type(options).__name__}"
-            )
-        if cross_device_ops is not None and not isinstance(
-            cross_device_ops, CrossDeviceOps
-        ):
-            raise TypeError(
-                "MPIStrategy: expected `cross_device_ops` to be a `mpidist."
-                f"CrossDeviceOps`, got {cross_device_ops!r:.80}"
-            )
-        settings = CommunicationOptions().merge(options)
-        chosen = backend.select_device(device, local_rank(communicator))
-        chosen.activate()
-        collectives = Collectives(
-            communicator, guard, settings, environment, chosen, shared, node, nodes
-        )
-    except Exception as error:
-        raise guard.fail(mismatch.Call("MPIStrategy(...)"), error, "invalid") from None
-    ops = ""
-    if cross_device_ops is not None:
-        ops = f", {type(cross_device_ops).__qualname__} as cross_device_ops"
-    more = ""
-    if collectives.compression[0] != "none":
-        more += f", {describe_compression(collectives.compression)}"
-    if environment.simulated_nodes != 1:
-        more += f", MPIDIST_SIMULATED_NODES={environment.simulated_nodes}"
-    guard.agree(
-        mismatch.Call(
-            f"MPIStrategy(...) with {settings.bytes_per_pack} bytes_per_pack, "
-            f"{guard.timeout_seconds} timeout_seconds, "
-            f"{settings.implementation.name}, guard={enabled}, "
-            f"MPIDIST_FUSION_MB={environment.bytes_per_pack / 2**20}{ops}{more}"
-        )
-    )
-    return collectives
-
-
-class _DefaultStrategy(Strategy):
-    """What is in force outside every scope: one replica, on the host, no MPI."""
-
-    _name = "default strategy"
-
-    def __init__(self) -> None:
-        environment = Environment(
-            abort=False,
-            cuda_aware=None,
-            guard=False,
-            timeout_seconds=0.0,
-            stall_seconds=0.0,
-            bytes_per_pack=0,
-        )
-        comm = SelfCommunicator()
-        guard = Guard(comm, None, timeout_seconds=0.0, stall_seconds=0.0, enabled=False)
-        device = backend.Device("cpu")
-        super().__init__(
-            Collectives(comm, guard, CommunicationOptions(), environment, device),
-            is_mpi=False,
-        )
-
-    def __repr__(self) -> str:
-        return "<mpidist default strategy: 1 replica, without MPI>"
-
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[Strategy]:
-        """Enter cross-replica context of the default strategy."""
-        if context.depth():
-            raise RuntimeError(
-                "Must not nest Strategy scopes: the default strategy's scope can not "
-                f"be entered inside that of {context.get_strategy()}"
-            )
-        with context.entered(context.Frame(self, context.Level.CROSS_REPLICA)):
-            yield self
-
-
-def experimental_set_strategy(strategy: Strategy | None) -> None:
-    """Enter the scope of a strategy for good, without ``with``. Not collective.
-
-    Args:
-        strategy: the strategy, in place of one that was set before; None to leave.
-
-    Raises:
-        RuntimeError: inside a ``with strategy.scope():`` block.
-        TypeError: for anything but a strategy or None.
-    """
-    if strategy is None:
-        context.push_global(None)
-        return
-    if not isinstance(strategy, Strategy):
-        raise TypeError(
-            "experimental_set_strategy: expected a `mpidist.Strategy` or None, got "
-            f"{strategy!r}"
-        )
-    context.push_global(context.Frame(strategy, context.Level.CROSS_REPLICA))
-
-
-def _install_default() -> None:
-    strategy = _DefaultStrategy()
-    replica_context: ReplicaContext = strategy.extended._replica_context
-    context.set_default(
-        context.Frame(strategy, context.Level.REPLICA, replica_context=replica_context)
-    )
-
-
-_install_default()
+def group_of(strategy: Strategy) -> ReplicaGroup:
+    """Return the group of replicas that a strategy shows to its users."""
+    return strategy._group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,11 +12,9 @@ from mpidist._base import backend, nest
 from mpidist._base.errors import OutOfSyncError, format_ranks, on_rank
 from mpidist._base.fingerprint import fingerprint_of
 from mpidist._runtime import context, dispatch
+from mpidist._runtime.group import ReplicaGroup
 from mpidist._values import synchronization
-from mpidist._values.variable import Variable
-
-if TYPE_CHECKING:
-    from mpidist._strategy.strategy import Strategy
+from mpidist._values.variable import Variable, check_owner
 
 _MOST_NAMED = 5
 
@@ -42,24 +40,24 @@ def check_in_sync(variables: Any) -> None:
     leaves = nest.flatten(variables)[0]
     if not leaves:
         return
-    strategy = next(
-        (x.distribute_strategy for x in leaves if isinstance(x, Variable)),
-        context.get_strategy(),
+    group = next(
+        (x._group for x in leaves if isinstance(x, Variable)),
+        context.current().group,
     )
     frame = context.current()
     try:
-        _check_variables(strategy, leaves)
+        _check_variables(group, leaves)
     except Exception as error:
         if frame.coordinator is not None:
             raise
-        strategy.extended._collectives.invalid("check_in_sync", error)
-    if frame.level is context.Level.REPLICA and frame.strategy is strategy:
-        _check(strategy, leaves)
+        group.collectives.invalid("check_in_sync", error)
+    if frame.level is context.Level.REPLICA and frame.group is group:
+        _check(group, leaves)
     else:
-        dispatch.perform(strategy, "check_in_sync", leaves)
+        dispatch.perform(group, "check_in_sync", leaves)
 
 
-def _check_variables(strategy: Strategy, leaves: list[Any]) -> None:
+def _check_variables(group: ReplicaGroup, leaves: list[Any]) -> None:
     for leaf in leaves:
         if not isinstance(leaf, Variable):
             raise TypeError(
@@ -69,12 +67,12 @@ def _check_variables(strategy: Strategy, leaves: list[Any]) -> None:
             raise ValueError(
                 f"check_in_sync: the copies of {leaf!r} may differ, since it is ON_READ"
             )
-        strategy.extended._check_owner("check_in_sync", leaf)
+        check_owner(group, "check_in_sync", leaf)
 
 
 @dispatch.verb("check_in_sync")
-def _check(strategy: Strategy, variables: list[Variable]) -> None:
-    collectives = strategy.extended._collectives
+def _check(group: ReplicaGroup, variables: list[Variable]) -> None:
+    collectives = group.collectives
     digests = [_digest(variable._array) for variable in variables]
     text = ", ".join(f"{v.name!r} #{v._key[0]}" for v in variables)
     call = Call(f"check_in_sync({text})")
@@ -84,13 +82,13 @@ def _check(strategy: Strategy, variables: list[Variable]) -> None:
     columns = [[row[i : i + 16] for row in rows] for i in range(0, len(rows[0]), 16)]
     drifted = [i for i, column in enumerate(columns) if len(set(column)) > 1]
     messages = [
-        _describe(strategy, variables[i], columns[i]) for i in drifted[:_MOST_NAMED]
+        _describe(group, variables[i], columns[i]) for i in drifted[:_MOST_NAMED]
     ]
     if len(drifted) > _MOST_NAMED:
         messages.append(f"  and {len(drifted) - _MOST_NAMED} more variables")
     raise OutOfSyncError(
         on_rank(
-            strategy.extended._replica_id,
+            group.replica_id,
             "check_in_sync: the copies of a mirrored variable differ:\n"
             + "\n".join(messages)
             + "\nFind what changed them. Rank 0's copy for all: `variable.assign("
@@ -104,9 +102,9 @@ def _digest(array: Any) -> bytes:
     return hashlib.blake2b(raw.data, digest_size=16).digest()
 
 
-def _describe(strategy: Strategy, variable: Variable, column: list[bytes]) -> str:
+def _describe(group: ReplicaGroup, variable: Variable, column: list[bytes]) -> str:
     """Say which ranks have drifted, and where. Collective."""
-    comm = strategy.extended._collectives.comm
+    comm = group.collectives.comm
     reference = max(column, key=column.count)  # the first of equally many
     home = column.index(reference)
     drifted = [rank for rank, digest in enumerate(column) if digest != reference]
@@ -114,14 +112,14 @@ def _describe(strategy: Strategy, variable: Variable, column: list[bytes]) -> st
     theirs = mine.copy()
     comm.broadcast(backend.as_bytes(theirs), home)
     text = b""
-    if strategy.extended._replica_id in drifted:
+    if group.replica_id in drifted:
         differ = backend.value_bytes(mine) != backend.value_bytes(theirs)
         places = differ.reshape(mine.size, -1).any(axis=1)
         first = int(places.argmax())
         index = tuple(int(i) for i in np.unravel_index(first, mine.shape))
         at = f"[{', '.join(map(str, index))}]" if index else ""
         text = (
-            f"    rank {strategy.extended._replica_id}: {int(places.sum())} of "
+            f"    rank {group.replica_id}: {int(places.sum())} of "
             f"{mine.size} elements, the first at {variable.name}{at}: "
             f"{_compare(mine.reshape(-1)[first], theirs.reshape(-1)[first])}"
         ).encode()

@@ -6,7 +6,7 @@ values (dtype, shape, device) and changes this rank's copy; the policy communica
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import numpy as np
 
@@ -15,11 +15,9 @@ from mpidist._base import backend
 from mpidist._base.indexed_slices import IndexedSlices, Scatter
 from mpidist._base.options import ReduceOp, VariableAggregation
 from mpidist._runtime import context, dispatch
+from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import DistributedValues, Mirrored, PerReplica
-
-if TYPE_CHECKING:
-    from mpidist._strategy.strategy import Strategy
-    from mpidist._values.variable import Variable
+from mpidist._values.storage import VariableStorage
 
 _OPERATION: Final = {
     VariableAggregation.SUM: ReduceOp.SUM,
@@ -30,15 +28,15 @@ _OPERATION: Final = {
 class OnWrite:
     """All copies are always equal: what replicas write is combined first."""
 
-    def write(self, variable: Variable, how: str, value: Any) -> None:
+    def write(self, variable: VariableStorage, how: str, value: Any) -> None:
         """Write in a replica context: combine, then change every copy. Collective."""
         variable._apply(how, self._aggregate(variable, how, value))
 
-    def scatter(self, variable: Variable, how: Scatter, value: Any) -> None:
+    def scatter(self, variable: VariableStorage, how: Scatter, value: Any) -> None:
         """As `write`, for rows. Collective."""
         call = variable._call(f"scatter_{how}")
         _require_aggregation(variable, f"scatter_{how}")
-        collectives = variable._strategy.extended._collectives
+        collectives = variable._group.collectives
         aggregation = variable.aggregation
         try:
             indices, rows = variable._prepare_slices(how, value)
@@ -48,20 +46,18 @@ class OnWrite:
             indices, rows = collectives.share(lambda: [indices, rows], call)
         else:
             own = IndexedSlices(rows, indices)
-            both = variable._strategy.extended._all_reduce(
-                _OPERATION[aggregation], own, call=call
-            )
+            both = variable._group.all_reduce(_OPERATION[aggregation], own, call=call)
             indices, rows = both.indices, both.values
         variable._apply_slices(how, indices, rows)
 
-    def store(self, variable: Variable, how: str, value: Any) -> None:
+    def store(self, variable: VariableStorage, how: str, value: Any) -> None:
         """Write in cross-replica context, a value that all ranks have."""
         variable._apply(how, value)
 
-    def _aggregate(self, variable: Variable, how: str, value: Any) -> Any:
+    def _aggregate(self, variable: VariableStorage, how: str, value: Any) -> Any:
         _require_aggregation(variable, how)
         call = variable._call(how)
-        collectives = variable._strategy.extended._collectives
+        collectives = variable._group.collectives
         try:
             # A PerReplica that the function closes over, as one that is passed to it.
             own = value._own if isinstance(value, PerReplica) else value
@@ -70,7 +66,7 @@ class OnWrite:
             collectives.invalid(call, error)
         if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return collectives.broadcast(prepared, call=call)
-        return variable._strategy.extended._all_reduce(
+        return variable._group.all_reduce(
             _OPERATION[variable.aggregation], prepared, call=call
         )
 
@@ -78,25 +74,25 @@ class OnWrite:
 class OnRead:
     """Each replica writes its own copy; cross-replica reading combines them."""
 
-    def read(self, variable: Variable, frame: context.Frame | None) -> Any:
+    def read(self, variable: VariableStorage, frame: context.Frame | None) -> Any:
         """Return the own copy in a replica (None: at once), else what all make."""
         if frame is None:
             return variable._view
         if frame.level is not context.Level.REPLICA or not context.has_strategy():
             _require_readable(variable)
-            return dispatch.perform(variable._strategy, "read_variable", variable)
+            return dispatch.perform(variable._group, "read_variable", variable)
         if frame.sync_on_read:
             _require_readable(variable)
-            return _read_variable(variable._strategy, variable)
+            return _read_variable(variable._group, variable)
         return variable._view
 
-    def write(self, variable: Variable, how: str, value: Any) -> None:
+    def write(self, variable: VariableStorage, how: str, value: Any) -> None:
         """Write in a replica context: the own copy, without communication."""
         if isinstance(value, PerReplica):
             value = value._own
         variable._apply(how, variable._prepare(how, value))
 
-    def scatter(self, variable: Variable, how: Scatter, value: Any) -> NoReturn:
+    def scatter(self, variable: VariableStorage, how: Scatter, value: Any) -> NoReturn:
         """Raise: as in TensorFlow there is none."""
         raise NotImplementedError(
             f"Variable {variable.name!r}.scatter_{how}: ON_READ variables have no "
@@ -104,16 +100,16 @@ class OnRead:
             "of `variable.read_value()` that has been changed"
         )
 
-    def store(self, variable: Variable, how: str, value: Any) -> None:
+    def store(self, variable: VariableStorage, how: str, value: Any) -> None:
         """Write in cross-replica context: so that reading gives what was written."""
         if variable.aggregation is not VariableAggregation.SUM:
             variable._apply(how, value)
             return
-        extended = variable._strategy.extended
+        group = variable._group
         if how == "assign":
-            share = _share_of(value, extended._replica_id, extended._num_replicas)
+            share = _share_of(value, group.replica_id, group.num_replicas)
             variable._apply(how, share)
-        elif extended._replica_id == 0:
+        elif group.replica_id == 0:
             variable._apply(how, value)  # to one copy: the sum grows by it
 
 
@@ -131,7 +127,7 @@ def _share_of(value: Any, replica_id: int, num_replicas: int) -> Any:
     return (quotient + (rest > replica_id)).astype(value.dtype)
 
 
-def _require_aggregation(variable: Variable, how: str) -> None:
+def _require_aggregation(variable: VariableStorage, how: str) -> None:
     if variable.aggregation is VariableAggregation.NONE:
         raise ValueError(
             f"Variable {variable.name!r}.{how}: You must specify an aggregation "
@@ -143,7 +139,7 @@ def _require_aggregation(variable: Variable, how: str) -> None:
         )
 
 
-def _require_readable(variable: Variable) -> None:
+def _require_readable(variable: VariableStorage) -> None:
     if variable.aggregation is VariableAggregation.NONE:
         raise ValueError(
             f"Variable {variable.name!r}: an ON_READ variable with aggregation=NONE "
@@ -155,15 +151,15 @@ def _require_readable(variable: Variable) -> None:
 
 
 @dispatch.verb("read_variable")
-def _read_variable(strategy: Strategy, variable: Variable) -> Any:
+def _read_variable(group: ReplicaGroup, variable: VariableStorage) -> Any:
     """Return what the copies of an ON_READ variable make together. Collective."""
-    collectives = strategy.extended._collectives
+    collectives = group.collectives
     call = variable._call("reading, which all ranks have to do since it is ON_READ,")
     if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         result = collectives.broadcast(variable._array, call=call)
     else:
         operation = _OPERATION[variable.aggregation]
-        result = strategy.extended._all_reduce(operation, variable._array, call=call)
+        result = group.all_reduce(operation, variable._array, call=call)
     if isinstance(result, np.ndarray):
         result.flags.writeable = False  # as of other variables; and no copy is hit
     return result
@@ -171,17 +167,17 @@ def _read_variable(strategy: Strategy, variable: Variable) -> Any:
 
 @dispatch.verb("assign_variable")
 def _assign_variable(
-    strategy: Strategy, variable: Variable, how: str, value: Any
+    group: ReplicaGroup, variable: VariableStorage, how: str, value: Any
 ) -> None:
     """Assign a value that is the same on all ranks, and see that it is."""
-    collectives = strategy.extended._collectives
+    collectives = group.collectives
     call = variable._call(how)
     try:
         prepared = variable._prepare(how, value)
     except Exception as error:
         collectives.invalid(call, error)
     text = f"{call} {backend.describe(prepared)}"
-    if collectives.guard.checks and not is_same(strategy, value):
+    if collectives.guard.checks and not is_same(group, value):
         text += f" = {backend.summarize(prepared)}"
     collectives.guard.agree(Call(text))
     variable._policy.store(variable, how, prepared)
@@ -189,29 +185,29 @@ def _assign_variable(
 
 @dispatch.verb("scatter_variable")
 def _scatter_variable(
-    strategy: Strategy, variable: Variable, how: Scatter, value: Any
+    group: ReplicaGroup, variable: VariableStorage, how: Scatter, value: Any
 ) -> None:
     """Change rows to what is the same on all ranks, and see that it is."""
-    collectives = strategy.extended._collectives
+    collectives = group.collectives
     call = variable._call(f"scatter_{how}")
     try:
         indices, rows = variable._prepare_slices(how, value)
     except Exception as error:
         collectives.invalid(call, error)
     text = f"{call} {backend.describe(rows)}"
-    if collectives.guard.checks and not is_same(strategy, value):
+    if collectives.guard.checks and not is_same(group, value):
         text += f" = {backend.summarize(rows)} at {backend.summarize(indices)}"
     collectives.guard.agree(Call(text))
     variable._apply_slices(how, indices, rows)
 
 
-def is_same(strategy: Strategy, value: Any) -> bool:
+def is_same(group: ReplicaGroup, value: Any) -> bool:
     """Whether a value is known to be the same on all ranks of a strategy."""
     if isinstance(value, Mirrored):
-        return value._key is not None and value._home is strategy.extended._registry
+        return value._key is not None and value._home is group.registry
     if getattr(value, "_policy", None) is not ON_WRITE:
         return False
-    return value._strategy is strategy and strategy.extended._is_mpi
+    return value._group is group and group.is_mpi
 
 
 def differs(value: Any) -> bool:

@@ -5,49 +5,34 @@ from __future__ import annotations
 import dataclasses
 import enum
 import weakref
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 
 from mpidist._agreement.mismatch import Call
-from mpidist._base import backend, indexed_slices
-from mpidist._base.indexed_slices import IndexedSlices, Scatter
+from mpidist._base import backend
+from mpidist._base.indexed_slices import Scatter
 from mpidist._base.options import VariableAggregation, VariableSynchronization
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0
+from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import ArrayLike, Mirrored, PerReplica
+from mpidist._values.storage import Attributes, VariableStorage
 from mpidist._values.synchronization import ON_READ, ON_WRITE
 
-if TYPE_CHECKING:
-    from mpidist._strategy.strategy import Strategy
-
 Assignment = Literal["assign", "assign_add", "assign_sub"]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Attributes:
-    name: str
-    trainable: bool
-    synchronization: VariableSynchronization
-    aggregation: VariableAggregation
-
-    def __str__(self) -> str:
-        return (
-            f"Variable {self.name!r} ({self.synchronization.name}, "
-            f"aggregation={self.aggregation.name})"
-        )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Given:
     """What all ranks have for a variable: `Variable` takes it for an initial value."""
 
-    strategy: Strategy
+    group: ReplicaGroup
     value: Any
-    attributes: _Attributes
+    attributes: Attributes
 
 
-class Variable(ArrayLike):
+class Variable(VariableStorage):
     """An array with a copy on each replica.
 
     Made in ``strategy.scope()`` or in a replica function it has a copy on each
@@ -100,8 +85,6 @@ class Variable(ArrayLike):
         TypeError: for an initial value that is no array.
     """
 
-    _key: tuple[int, int]
-
     def __init__(
         self,
         initial_value: Any,
@@ -117,8 +100,8 @@ class Variable(ArrayLike):
             self._set_up(initial_value)
             return
         frame = context.current()
-        strategy = frame.strategy
-        collectives = strategy.extended._collectives
+        group = frame.group
+        collectives = group.collectives
         try:
             attributes = _check_attributes(
                 trainable, name, synchronization, aggregation
@@ -137,18 +120,18 @@ class Variable(ArrayLike):
         if frame.coordinator is not None:
             arguments = (make(), attributes, OnRank0(self))
             frame.coordinator.command("create_variable", arguments)
-            registry = strategy.extended._registry
+            registry = group.registry
             weakref.finalize(self, registry.dropped.append, self._key)
             return
         text = f"{attributes}, dtype={dtype}, shape={shape}"
         (value,) = collectives.share(lambda: [make()], text)
-        self._set_up(_Given(strategy, value, attributes))
+        self._set_up(_Given(group, value, attributes))
 
     def _set_up(self, given: _Given) -> None:
         """Make this rank's copy, and draw the key."""
-        strategy, attributes = given.strategy, given.attributes
-        device = strategy.extended._collectives.device
-        self._strategy = strategy
+        group, attributes = given.group, given.attributes
+        device = group.collectives.device
+        self._group = group
         self._attributes = attributes
         on_read = attributes.synchronization is VariableSynchronization.ON_READ
         self._policy = ON_READ if on_read else ON_WRITE
@@ -160,41 +143,15 @@ class Variable(ArrayLike):
         if not backend.is_device_array(self._array):
             self._view.flags.writeable = False
         self._print = backend.printer(self._array)
-        registry = strategy.extended._registry
+        registry = group.registry
         registry.add((registry.next_key(), 0), self)
 
     # --- what it is -----------------------------------------------------------
 
     @property
-    def name(self) -> str:
-        """The name that was given, or "Variable"."""
-        return self._attributes.name
-
-    @property
-    def trainable(self) -> bool:
-        """What was given as ``trainable``."""
-        return self._attributes.trainable
-
-    @property
-    def synchronization(self) -> VariableSynchronization:
-        """When the copies are brought together."""
-        return self._attributes.synchronization
-
-    @property
-    def aggregation(self) -> VariableAggregation:
-        """How values that replicas assign are combined."""
-        return self._attributes.aggregation
-
-    @property
-    def distribute_strategy(self) -> Strategy:
+    def distribute_strategy(self) -> Any:
         """The strategy that it belongs to."""
-        return self._strategy
-
-    @property
-    def device(self) -> str:
-        """The device of this rank's copy."""
-        name: str = self._strategy.extended._device_name
-        return name
+        return self._group.strategy
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -206,36 +163,13 @@ class Variable(ArrayLike):
         coordinator = context.current().coordinator
         if coordinator is None:
             return (self._view,)
-        if self._policy is ON_WRITE or not self._strategy.extended._is_mpi:
-            return (self._view,) * self._strategy.num_replicas_in_sync
+        if self._policy is ON_WRITE or not self._group.is_mpi:
+            return (self._view,) * self._group.num_replicas
         (column,) = coordinator.command("collect", ([self],))
         for x in column[1:]:
             if not backend.is_device_array(x):
                 x.flags.writeable = False
         return (self._view, *column[1:])
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
-        return tuple(self._array.shape)
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the array."""
-        return self._array.dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return int(self._array.ndim)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(self._array.size)
-
-    def __len__(self) -> int:
-        return len(self._array)
 
     def is_initialized(self) -> bool:
         """Return True: a variable has its value from the beginning. Not collective."""
@@ -247,7 +181,7 @@ class Variable(ArrayLike):
         kind, whose = "", ""
         if self._policy is ON_READ:
             kind = f" ON_READ {self.aggregation.name}"
-            whose = f" on replica {self._strategy.extended._replica_id}"
+            whose = f" on replica {self._group.replica_id}"
         return (
             f"<mpidist.Variable {self.name!r}{kind} shape={self.shape} "
             f"dtype={self.dtype.name}, value{whose}={np.array2string(host)}>"
@@ -267,16 +201,16 @@ class Variable(ArrayLike):
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         """Return a new variable with the same copies. Collective."""
         arguments = (self, f"deepcopy of {self._call('value')}")
-        strategy = self._strategy
-        if not strategy.extended._is_mpi:  # of one copy, so it can be made anywhere
-            copied = dispatch.execute(strategy, "copy_variable", arguments)
+        group = self._group
+        if not group.is_mpi:  # of one copy, so it can be made anywhere
+            copied = dispatch.execute(group, "copy_variable", arguments)
             memo[id(self)] = copied
             return copied  # type: ignore[no-any-return]
         copied = dispatch.perform(
-            strategy, "copy_variable", *arguments, call="copy.deepcopy"
+            group, "copy_variable", *arguments, call="copy.deepcopy"
         )
         if context.current().coordinator is not None:
-            registry = strategy.extended._registry
+            registry = group.registry
             weakref.finalize(copied, registry.dropped.append, copied._key)
         memo[id(self)] = copied
         return copied  # type: ignore[no-any-return]
@@ -434,14 +368,14 @@ class Variable(ArrayLike):
     def _check_frame(self, how: str) -> context.Frame | None:
         """Return the frame that counts for a call; None where only this copy does."""
         frame = context.current()
-        strategy = self._strategy
-        if not strategy.extended._is_mpi:
+        group = self._group
+        if not group.is_mpi:
             self._check_plain(how, frame)
             return None
-        if frame.strategy is not strategy and context.has_strategy():
+        if frame.group is not group and context.has_strategy():
             raise RuntimeError(
                 f"Variable.{how}: Mixing different Strategy objects: Variable "
-                f"{self.name!r} belongs to {strategy}, but {frame.strategy} is in "
+                f"{self.name!r} belongs to {group}, but {frame.group} is in "
                 "force; make the variable in the scope of the strategy that uses it"
             )
         if frame.level is context.Level.UPDATE:
@@ -453,7 +387,7 @@ class Variable(ArrayLike):
         if (
             how != "reading"
             and frame.level is context.Level.REPLICA
-            and frame.strategy.num_replicas_in_sync > 1
+            and frame.group.num_replicas > 1
             and self.aggregation is not VariableAggregation.NONE
         ):
             raise RuntimeError(
@@ -473,7 +407,7 @@ class Variable(ArrayLike):
         elif frame.level is context.Level.REPLICA and context.has_strategy():
             self._policy.write(self, how, value)
         else:
-            dispatch.perform(self._strategy, "assign_variable", self, how, value)
+            dispatch.perform(self._group, "assign_variable", self, how, value)
         return self if read_value else None
 
     def _scatter(self, how: Scatter, value: Any) -> Variable:
@@ -495,138 +429,30 @@ class Variable(ArrayLike):
         elif frame.level is context.Level.REPLICA and context.has_strategy():
             self._policy.scatter(self, how, value)
         else:
-            dispatch.perform(self._strategy, "scatter_variable", self, how, value)
+            dispatch.perform(self._group, "scatter_variable", self, how, value)
         return self
 
     def _record(self) -> None:
         """Tell the update that runs, if one does, that this copy is written."""
         frame = context.current()
         mirrored = self._policy is ON_WRITE
-        if frame.written is not None and mirrored and frame.strategy is self._strategy:
+        if frame.written is not None and mirrored and frame.group is self._group:
             frame.written.append(self)
-
-    def _call(self, how: str) -> str:
-        # With the key: names need not be unique.
-        return f"Variable {self.name!r}.{how} [#{self._key[0]}]"
-
-    def _prepare_slices(self, how: Scatter, value: Any) -> tuple[Any, Any]:
-        """Return indices and rows, fit for this variable."""
-        call = f"Variable {self.name!r}.scatter_{how}"
-        if isinstance(value, Mirrored):
-            value = value._own
-        if isinstance(value, PerReplica):
-            self._refuse_per_replica(f"scatter_{how}")
-        if not isinstance(value, IndexedSlices):
-            raise TypeError(
-                f"{call}: expected a `mpidist.IndexedSlices`, got "
-                f"{type(value).__name__}; write `mpidist.IndexedSlices(values, "
-                "indices)`"
-            )
-        if not self.shape:
-            raise ValueError(f"{call}: a variable of shape () has no rows")
-        if how == "div" and self.dtype.kind in "iub":
-            raise ValueError(
-                f"{call}: {self.dtype.name} would need rounding; make the variable "
-                "with a floating dtype"
-            )
-        indices = backend.as_array(value.indices, call)[0]
-        if isinstance(value.indices, PerReplica) or isinstance(
-            value.values, PerReplica
-        ):
-            self._refuse_per_replica(f"scatter_{how}")
-        shape = (int(indices.shape[0]), *self.shape[1:])
-        rows = self._prepare(f"scatter_{how}", value.values, shape)
-        bad = (indices < 0) | (indices >= self.shape[0])
-        if bool(bad.any()):
-            raise ValueError(
-                f"{call}: expected indices from 0 to {self.shape[0] - 1}, got "
-                f"{backend.to_host(indices[bad])[:5].tolist()}"
-            )
-        return indices.astype(np.int64, copy=False), rows
-
-    def _refuse_per_replica(self, how: str) -> NoReturn:
-        raise TypeError(
-            f"Variable {self.name!r}.{how}: got a PerReplica, which would make the "
-            f"copies differ; write `variable.{how}(strategy.reduce(op, value, axis="
-            f"None))`, or in merge_fn `variable.{how}(strategy.extended.reduce_to(op, "
-            "value, variable))`. In a replica function it takes each replica's own "
-            "value"
-        )
-
-    def _prepare(
-        self, how: str, value: Any, shape: tuple[int, ...] | None = None
-    ) -> Any:
-        """Return ``value`` as an array of this variable's dtype, shape and device."""
-        own = self._array
-        if (
-            type(value) is np.ndarray
-            and type(own) is np.ndarray
-            and value.dtype is own.dtype
-            and value.shape == own.shape
-            and shape is None
-            and own.dtype.kind != "b"
-        ):
-            return value
-        call = f"Variable {self.name!r}.{how}"
-        if self.dtype.kind == "b" and how in ("assign_sub", "scatter_sub"):
-            raise ValueError(
-                f"{call}: bool can not be subtracted; write `variable.assign(variable "
-                "& ~value)`, or make the variable with an integer dtype"
-            )
-        shape = self.shape if shape is None else shape
-        if isinstance(value, PerReplica):
-            self._refuse_per_replica(how)
-        if isinstance(value, Mirrored):
-            value = value._own
-        if isinstance(value, ArrayLike):
-            value = value._read()
-        listed = isinstance(value, (list, tuple))
-        x, kind = backend.as_array(np.asarray(value) if listed else value, call)
-        if tuple(x.shape) != shape:
-            raise ValueError(
-                f"{call}: expected a value of shape {shape}, got "
-                f"{backend.describe(x)}; write `numpy.full({shape}, value)` to "
-                "spread a number over the array"
-            )
-        python_numbers = listed or kind == "number"
-        if x.dtype != self.dtype and not _fits(x, self.dtype, python_numbers):
-            raise ValueError(
-                f"{call}: expected a value that fits into {self.dtype.name}, got "
-                f"{backend.describe(x)}; write `value.astype({self.dtype.name!r})`"
-            )
-        if x.dtype != self.dtype:
-            x = x.astype(self.dtype)
-        if backend.is_device_array(x) != backend.is_device_array(self._array):
-            x = backend.place(
-                backend.to_host(x), self._strategy.extended._collectives.device
-            )
-        return x
-
-    def _apply(self, how: str, value: Any) -> None:
-        if how == "assign":
-            self._array[...] = value
-        elif how == "assign_add":
-            np.add(self._array, value, out=self._array)
-        else:
-            np.subtract(self._array, value, out=self._array)
-
-    def _apply_slices(self, how: Scatter, indices: Any, rows: Any) -> None:
-        indexed_slices.scatter(self._array, how, indices, rows)
 
 
 @dispatch.verb("create_variable")
 def _create_variable(
-    strategy: Strategy, value: Any, attributes: _Attributes, marked: OnRank0
+    group: ReplicaGroup, value: Any, attributes: Attributes, marked: OnRank0
 ) -> Variable:
     """Make the variable that merge_fn makes.
 
     Args:
-        strategy: whose it is.
+        group: whose it is.
         value: the initial array.
         attributes: its attributes.
         marked: on rank 0 the variable whose constructor runs; nothing on the others.
     """
-    given = _Given(strategy, value, attributes)
+    given = _Given(group, value, attributes)
     variable: Variable | None = marked.value
     if variable is None:
         return Variable(given)
@@ -635,26 +461,9 @@ def _create_variable(
 
 
 @dispatch.verb("copy_variable")
-def _copy_variable(strategy: Strategy, variable: Variable, text: str) -> Variable:
-    strategy.extended._collectives.guard.agree(Call(text))
-    return Variable(_Given(strategy, variable._array, variable._attributes))
-
-
-def _fits(x: Any, dtype: Any, python_numbers: bool) -> bool:
-    """Return whether values may be cast: to the same kind of dtype, or a wider one.
-
-    Integers that were written as Python numbers must be in the dtype's range.
-    """
-    if backend.is_bfloat16(dtype):
-        return x.dtype.kind in "biuf"
-    if python_numbers and x.dtype.kind in "iu" and dtype.kind in "iu":
-        limits = np.iinfo(dtype)
-        return bool(((x >= limits.min) & (x <= limits.max)).all())
-    order = "biufc"
-    return bool(
-        np.can_cast(x.dtype, dtype, "same_kind")
-        or order.find(x.dtype.kind) < order.find(dtype.kind)
-    )
+def _copy_variable(group: ReplicaGroup, variable: Variable, text: str) -> Variable:
+    group.collectives.guard.agree(Call(text))
+    return Variable(_Given(group, variable._array, variable._attributes))
 
 
 def _member(kind: type[enum.Enum], value: object) -> object:
@@ -666,7 +475,7 @@ def _member(kind: type[enum.Enum], value: object) -> object:
 
 def _check_attributes(
     trainable: object, name: object, synchronization: object, aggregation: object
-) -> _Attributes:
+) -> Attributes:
     if name is not None and not isinstance(name, str):
         raise TypeError(f"Variable: expected `name` to be a str, got {name!r}")
     synchronization = _member(VariableSynchronization, synchronization)
@@ -689,7 +498,7 @@ def _check_attributes(
             "supported; write AUTO, ON_WRITE or ON_READ"
         )
     on_read = synchronization is VariableSynchronization.ON_READ
-    return _Attributes(
+    return Attributes(
         name=name,
         trainable=not on_read if trainable is None else bool(trainable),
         synchronization=(
@@ -700,7 +509,7 @@ def _check_attributes(
 
 
 def _initial_array(
-    initial_value: Any, dtype: Any, shape: Any, attributes: _Attributes
+    initial_value: Any, dtype: Any, shape: Any, attributes: Attributes
 ) -> Any:
     call = f"Variable {attributes.name!r}"
     value = initial_value() if callable(initial_value) else initial_value
@@ -735,3 +544,16 @@ def _initial_array(
             "count, or another aggregation"
         )
     return x
+
+
+def check_owner(group: ReplicaGroup, call: str, variable: Variable) -> None:
+    """Raise for a variable of another group.
+
+    Raises:
+        RuntimeError: if it is.
+    """
+    if variable._group is not group:
+        raise RuntimeError(
+            f"{call}: Mixing different Strategy objects: {variable!r} belongs to "
+            f"{variable._group}, not to {group}"
+        )

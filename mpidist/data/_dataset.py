@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpidist._base import backend, nest
 from mpidist._runtime import context
+from mpidist._runtime.group import ReplicaGroup
 from mpidist.data import _stages
 from mpidist.data._blocks import as_leaf
 from mpidist.data._prefetch import Prefetcher
 from mpidist.data._records import INFINITE_CARDINALITY
 from mpidist.data._stages import INFINITE, Stage
-
-if TYPE_CHECKING:
-    from mpidist._strategy.strategy import Strategy
 
 
 class Dataset:
@@ -75,14 +73,14 @@ class Dataset:
         return Dataset(_stages.Slices(arrays, structure))
 
     @staticmethod
-    def _of_numpy(strategy: Strategy, arrays: Any) -> Dataset:
+    def _of_numpy(group: ReplicaGroup, arrays: Any) -> Dataset:
         """Run `Strategy.experimental_make_numpy_dataset`; no communication.
 
         Args:
-            strategy: whose method it is.
+            group: whose method it is.
             arrays: a nest of arrays with the same first dimension; a list is stacked.
         """
-        context.require_cross_replica(strategy, "experimental_make_numpy_dataset")
+        context.require_cross_replica(group, "experimental_make_numpy_dataset")
         return Dataset.from_tensor_slices(_stack_lists(arrays))
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpidist._agreement.guard import Part
 from mpidist._agreement.mismatch import Call
 from mpidist._base.options import debugging
+from mpidist._runtime import context
+from mpidist._runtime.group import ReplicaGroup
 from mpidist.data._dataset import Dataset
 from mpidist.data._describe import describe_feed
 from mpidist.data._feed import (
@@ -27,9 +29,6 @@ from mpidist.data._records import (
 )
 from mpidist.data._sources import FunctionSource, Source, source_of
 
-if TYPE_CHECKING:
-    from mpidist._strategy.strategy import Strategy
-
 _NO_POLICY = (AutoShardPolicy.AUTO, AutoShardPolicy.OFF)
 
 
@@ -48,14 +47,14 @@ class DistributedDataset:
 
     @staticmethod
     def _of_batches(
-        strategy: Strategy, dataset: Any, options: InputOptions | None
+        group: ReplicaGroup, dataset: Any, options: InputOptions | None
     ) -> DistributedDataset:
         """Run `Strategy.experimental_distribute_dataset`. Collective."""
-        return _distribute_dataset(strategy, dataset, options)
+        return _distribute_dataset(group, dataset, options)
 
     @staticmethod
     def _of_function(
-        strategy: Strategy,
+        group: ReplicaGroup,
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None,
         call: str = "distribute_datasets_from_function",
@@ -65,7 +64,7 @@ class DistributedDataset:
         """Run `Strategy.distribute_datasets_from_function`. Collective.
 
         Args:
-            strategy: whose it is.
+            group: whose it is.
             dataset_fn: makes this rank's input.
             options: of the user.
             call: what the user wrote, for messages.
@@ -73,7 +72,7 @@ class DistributedDataset:
                 and the mode of the options has to be PER_WORKER.
         """
         return _distribute_from_function(
-            strategy, dataset_fn, options, call, functions=functions
+            group, dataset_fn, options, call, functions=functions
         )
 
     def __iter__(self) -> DistributedIterator:
@@ -119,11 +118,11 @@ class DistributedDataset:
         Returns:
             The last state.
         """
-        strategy = self._feed.strategy
-        require_program_level(strategy, "DistributedDataset.reduce")
+        group = self._feed.group
+        require_program_level(group, "DistributedDataset.reduce")
         state = initial_state
         for element in self:
-            with strategy.scope():
+            with context.scope(group):
                 state = reduce_func(state, element)
         return state
 
@@ -132,7 +131,7 @@ class DistributedDataset:
 
         Not collective. `shard_plan` is the text.
         """
-        if self._feed.strategy.replica_id == 0:
+        if self._feed.group.replica_id == 0:
             print(self.shard_plan, flush=True)
 
     @property
@@ -149,11 +148,11 @@ class DistributedDataset:
 
 
 def _distribute_dataset(
-    strategy: Strategy, dataset: Any, options: InputOptions | None
+    group: ReplicaGroup, dataset: Any, options: InputOptions | None
 ) -> DistributedDataset:
     call = "experimental_distribute_dataset"
-    require_program_level(strategy, call)
-    collectives = strategy.extended._collectives
+    require_program_level(group, call)
+    collectives = group.collectives
     try:
         chosen = _check_options(options, call)
         if chosen.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
@@ -175,7 +174,7 @@ def _distribute_dataset(
             raise ValueError(
                 f"{call}: got {dataset!r}, whose elements are single rows. Call the "
                 "`batch` method on the input Dataset in order to be able to split your "
-                f"input across {strategy.num_replicas_in_sync} replicas: "
+                f"input across {group.num_replicas} replicas: "
                 "`dataset.batch(global_batch_size)`"
             )
         spec = spec_from_nest(source.spec) if source.spec is not None else None
@@ -191,9 +190,9 @@ def _distribute_dataset(
     collectives.guard.agree(Call(text))
     return DistributedDataset(
         Feed(
-            strategy,
+            group,
             source,
-            strategy.extended._registry.next_key(),
+            group.registry.next_key(),
             policy,
             chosen.experimental_fetch_to_device,
             spec=spec,
@@ -208,20 +207,19 @@ def _many(source: Source) -> str:
 
 
 def _distribute_from_function(
-    strategy: Strategy,
+    group: ReplicaGroup,
     dataset_fn: Callable[[InputContext], Any],
     options: InputOptions | None,
     call: str,
     *,
     functions: bool,
 ) -> DistributedDataset:
-    require_program_level(strategy, call)
-    extended = strategy.extended
-    guard = extended._collectives.guard
+    require_program_level(group, call)
+    guard = group.collectives.guard
     context = InputContext(
-        strategy.num_replicas_in_sync,
-        extended._replica_id,
-        strategy.num_replicas_in_sync,
+        group.num_replicas,
+        group.replica_id,
+        group.num_replicas,
     )
 
     def make(part: Part) -> tuple[InputOptions, Source]:
@@ -250,9 +248,9 @@ def _distribute_from_function(
     chosen, source = guard.run_section(Call(call), make)
     return DistributedDataset(
         Feed(
-            strategy,
+            group,
             source,
-            extended._registry.next_key(),
+            group.registry.next_key(),
             None,
             chosen.experimental_fetch_to_device,
         )

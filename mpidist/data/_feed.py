@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpidist._base import backend, nest
 from mpidist._base.errors import CollectiveMismatchError, format_ranks, on_rank
+from mpidist._engine.collectives import Collectives
 from mpidist._runtime import context
+from mpidist._runtime.group import ReplicaGroup
 from mpidist.data._blocks import Block
 from mpidist.data._records import ArraySpec, AutoShardPolicy
 from mpidist.data._sharding import split_as_it_comes, split_by_plan
 from mpidist.data._sources import Source
-
-if TYPE_CHECKING:
-    from mpidist._engine.collectives import Collectives
-    from mpidist._strategy.strategy import Strategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +94,7 @@ class Feed:
     """An input of all ranks.
 
     Attributes:
-        strategy: whose it is.
+        group: whose it is.
         source: what this rank reads.
         number: of the dataset, the same on all ranks.
         policy: how global batches are split; None where each rank has its own input.
@@ -106,7 +104,7 @@ class Feed:
         checked: whether global batches are compared (``MPIDIST_DEBUG``).
     """
 
-    strategy: Strategy
+    group: ReplicaGroup
     source: Source
     number: int
     policy: AutoShardPolicy | None
@@ -118,12 +116,12 @@ class Feed:
     @property
     def collectives(self) -> Collectives:
         """The verbs of the strategy."""
-        return self.strategy.extended._collectives
+        return self.group.collectives
 
     @property
     def replicas(self) -> int:
         """The number of replicas."""
-        return self.strategy.num_replicas_in_sync
+        return self.group.num_replicas
 
     def split(self, rows: int, replica: int) -> tuple[int, int]:
         """Return which rows of a global batch a replica gets."""
@@ -202,7 +200,7 @@ class Feed:
                 self.spec = spec
 
 
-def require_program_level(strategy: Strategy, call: str) -> None:
+def require_program_level(group: ReplicaGroup, call: str) -> None:
     """Raise where an iterator can not be used: anywhere but at program level."""
     frame = context.current()
     if context.depth() and frame.level is context.Level.REPLICA:
@@ -215,7 +213,7 @@ def require_program_level(strategy: Strategy, call: str) -> None:
             f"{call}: call it outside `strategy.run`: this code runs "
             f"{frame.level.value}"
         )
-    context.require_cross_replica(strategy, call)
+    context.require_cross_replica(group, call)
     if frame.level in (context.Level.COORDINATOR, context.Level.UPDATE):
         raise RuntimeError(
             f"{call}: this code runs {frame.level.value}, where one rank acts for all, "

@@ -118,7 +118,7 @@ class DistributedIterator:
 
         For code of TensorFlow 1. Returns an empty list: there are no operations to run.
         """
-        require_program_level(self._feed.strategy, "initialize")
+        require_program_level(self._feed.group, "initialize")
         self._close()
         self._start(self._feed.next_iteration(), 0)
         text = f"initialize of an iterator of dataset #{self._feed.number}"
@@ -185,7 +185,7 @@ class DistributedIterator:
                 once is lost.
         """
         feed = self._feed
-        require_program_level(feed.strategy, "restore")
+        require_program_level(feed.group, "restore")
         try:
             iteration, position, own = self._check_state(state)
         except Exception as error:
@@ -276,7 +276,7 @@ class DistributedIterator:
 
     def _step(self, name: str) -> tuple[bool, Any]:
         feed = self._feed
-        require_program_level(feed.strategy, name)
+        require_program_level(feed.group, name)
         guard = feed.collectives.guard
         if self._failure:
             feed.collectives.invalid(name, RuntimeError(f"{name}: {self._failure}"))
@@ -323,7 +323,7 @@ class DistributedIterator:
             block = feed.spec.empty()
         else:
             raise RuntimeError("no rank knows what the elements are like")
-        registry = feed.strategy.extended._registry
+        registry = feed.group.registry
         number = registry.next_key()
         return block.structure.unflatten(
             [

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
 from mpidist._base import backend
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import VariableSynchronization
+from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import DistributedValues, PerReplica
 from mpidist._values.variable import Variable
-
-if TYPE_CHECKING:
-    from mpidist._strategy.strategy import Strategy
 
 APPLY: Final = "apply_gradients"
 
@@ -64,11 +62,7 @@ def split_pairs(pairs: list[Any]) -> tuple[list[Any], list[Any]]:
 def variables_among(given: list[Any]) -> list[Variable]:
     """Return the variables of a strategy over MPI among what a user gave, or pairs."""
     each = [x for g in given for x in (g if isinstance(g, (list, tuple)) else (g,))]
-    return [
-        x
-        for x in each
-        if isinstance(x, Variable) and x.distribute_strategy.extended._is_mpi
-    ]
+    return [x for x in each if isinstance(x, Variable) and x._group.is_mpi]
 
 
 def check_variables(variables: list[Any], call: str, known: dict[int, int]) -> None:
@@ -114,17 +108,17 @@ def check_variables(variables: list[Any], call: str, known: dict[int, int]) -> N
                 f"{call}: expected variables of floating dtypes, got Variable {name!r} "
                 f"of {dtype.name}"
             )
-        other = variables[0].distribute_strategy
-        if variable.distribute_strategy is not other:
+        other = variables[0]._group
+        if variable._group is not other:
             raise RuntimeError(
                 f"{call}: Mixing different Strategy objects: Variable {name!r} belongs "
-                f"to {variable.distribute_strategy}, Variable {variables[0].name!r} to "
+                f"to {variable._group}, Variable {variables[0].name!r} to "
                 f"{other}"
             )
 
 
 def as_gradient(
-    strategy: Strategy, gradient: Any, variable: Variable, in_replica: bool, skip: bool
+    group: ReplicaGroup, gradient: Any, variable: Variable, in_replica: bool, skip: bool
 ) -> Any:
     """Return this rank's gradient as an array of the variable's dtype and shape."""
     array = array_of(variable)
@@ -136,7 +130,7 @@ def as_gradient(
     ):
         return gradient  # as most are
     call = f"{APPLY}: the gradient of Variable {variable.name!r}"
-    strategy.extended._registry.check(APPLY, gradient)
+    group.registry.check(APPLY, gradient)
     if isinstance(gradient, IndexedSlices):
         raise TypeError(
             f"{call}: got IndexedSlices, and optimizers take arrays; write "

@@ -24,7 +24,7 @@ import numbers
 import re
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, threads
 from mpidist._engine.collectives import Collectives
 from mpidist._runtime import context, dispatch
+from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import PerReplica
 from mpidist._values.synchronization import is_same
 from mpidist._values.variable import Variable
@@ -56,9 +57,6 @@ from mpidist.optimizers._clipping import (
 )
 from mpidist.optimizers._reduction import Reduction
 from mpidist.optimizers._schedules import LearningRate
-
-if TYPE_CHECKING:
-    from mpidist._strategy.strategy import Strategy
 
 _BUILD: Final = "Optimizer.build"
 
@@ -161,7 +159,7 @@ class Optimizer:
         self._not_decayed: list[str] = []
         self._not_decayed_variables: list[Variable] = []
         self.learning_rate = learning_rate
-        self._strategy: Strategy | None = None
+        self._group: ReplicaGroup | None = None
         self._iterations: Variable | None = None
         self._variables: list[Variable] = []
         self._slots: list[tuple[Variable, ...]] = []
@@ -253,15 +251,15 @@ class Optimizer:
         try:
             given.extend(variables)
             check_variables(given, _BUILD, self._index)
-            strategy = self._strategy_of(given, _BUILD)
+            group = self._strategy_of(given, _BUILD)
         except Exception as error:
             self._collectives(given).invalid(_BUILD, error)
-        if _is_cross_replica(strategy):
+        if _is_cross_replica(group):
             dispatch.perform(
-                strategy, "build_optimizer", self._reference(), given, call=_BUILD
+                group, "build_optimizer", self._reference(), given, call=_BUILD
             )
         else:
-            self._build(strategy, given)
+            self._build(group, given)
 
     def exclude_from_weight_decay(
         self,
@@ -331,16 +329,16 @@ class Optimizer:
             pairs.extend(grads_and_vars)
             gradients, variables = split_pairs(pairs)
             check_variables(variables, APPLY, self._index)
-            strategy = self._strategy_of(variables, APPLY)
+            group = self._strategy_of(variables, APPLY)
         except Exception as error:
             self._collectives(pairs).invalid(APPLY, error)
         skip = bool(skip_gradients_aggregation)
-        if _is_cross_replica(strategy):
+        if _is_cross_replica(group):
             dispatch.perform(
-                strategy, APPLY, self._reference(), gradients, variables, skip
+                group, APPLY, self._reference(), gradients, variables, skip
             )
         else:
-            self._apply(strategy, gradients, variables, in_replica=True, skip=skip)
+            self._apply(group, gradients, variables, in_replica=True, skip=skip)
         return self.iterations
 
     # --- what a kind of optimizer defines ---------------------------------------
@@ -429,50 +427,50 @@ class Optimizer:
         Outside every scope, and before the first `build`, what was given says whose
         ranks they are.
         """
-        strategy = context.current().strategy
+        group = context.current().group
         if not context.has_strategy():
-            if self._strategy is not None:
-                strategy = self._strategy
+            if self._group is not None:
+                group = self._group
             elif found := variables_among(given):
-                strategy = found[0].distribute_strategy
-        collectives: Collectives = strategy.extended._collectives
+                group = found[0]._group
+        collectives: Collectives = group.collectives
         return collectives
 
-    def _strategy_of(self, variables: list[Variable], call: str) -> Strategy:
+    def _strategy_of(self, variables: list[Variable], call: str) -> ReplicaGroup:
         """Return whose variables these are, if that strategy may use them here."""
         frame = context.current()
-        strategy = variables[0].distribute_strategy
+        group = variables[0]._group
         if frame.level is context.Level.UPDATE:
             raise RuntimeError(
                 f"{call}: this code runs {frame.level.value}, which changes one "
                 f"variable without communication; call `{call}` before or after the "
                 "`update`"
             )
-        if context.has_strategy() and frame.strategy is not strategy:
-            if not strategy.extended._is_mpi:
+        if context.has_strategy() and frame.group is not group:
+            if not group.is_mpi:
                 raise RuntimeError(
                     f"{call}: Variable {variables[0].name!r} was made outside every "
-                    f"scope, so each rank has one of its own, but {frame.strategy} is "
+                    f"scope, so each rank has one of its own, but {frame.group} is "
                     "in force; make it in `with strategy.scope():`"
                 )
             raise RuntimeError(
                 f"{call}: Mixing different Strategy objects: Variable "
-                f"{variables[0].name!r} belongs to {strategy}, but {frame.strategy} is "
+                f"{variables[0].name!r} belongs to {group}, but {frame.group} is "
                 "in force"
             )
-        if self._strategy is not None and self._strategy is not strategy:
+        if self._group is not None and self._group is not group:
             raise RuntimeError(
                 f"{call}: Mixing different Strategy objects: the optimizer was built "
-                f"for variables of {self._strategy}, Variable {variables[0].name!r} "
-                f"belongs to {strategy}; make an optimizer for each strategy"
+                f"for variables of {self._group}, Variable {variables[0].name!r} "
+                f"belongs to {group}; make an optimizer for each strategy"
             )
-        return strategy
+        return group
 
     # --- state ------------------------------------------------------------------
 
-    def _build(self, strategy: Strategy, variables: list[Variable]) -> None:
+    def _build(self, group: ReplicaGroup, variables: list[Variable]) -> None:
         """Make the state. All ranks are here, at whatever level."""
-        collectives = strategy.extended._collectives
+        collectives = group.collectives
         try:
             if self._iterations is not None:
                 self._check_known(variables, _BUILD)
@@ -499,7 +497,7 @@ class Optimizer:
         def make(initial: Callable[[], Any], name: str) -> Variable:
             return Variable(initial, trainable=False, name=f"{self._name}/{name}")
 
-        frame = context.Frame(strategy, context.Level.CROSS_REPLICA)
+        frame = context.Frame(group, context.Level.CROSS_REPLICA)
         with context.entered(frame):
             iterations = make(lambda: np.zeros((), np.int64), "iterations")
             slots = []
@@ -508,7 +506,7 @@ class Optimizer:
                 slots.append(
                     tuple(make(zeros, f"{slot}/{name}") for slot in self._slot_names)
                 )
-        self._strategy = strategy
+        self._group = group
         self._variables, self._slots, self._decayed = variables, slots, decayed
         self._index = {id(variable): i for i, variable in enumerate(variables)}
         self._iterations = iterations
@@ -534,7 +532,7 @@ class Optimizer:
 
     def _apply(
         self,
-        strategy: Strategy,
+        group: ReplicaGroup,
         gradients: list[Any],
         variables: list[Variable],
         *,
@@ -542,7 +540,7 @@ class Optimizer:
         skip: bool,
     ) -> None:
         """Make one step. All ranks are here, each with its own gradients."""
-        collectives = strategy.extended._collectives
+        collectives = group.collectives
         try:
             taken = [i for i, g in enumerate(gradients) if g is not None]
             if not taken:
@@ -557,7 +555,7 @@ class Optimizer:
             ]
             arrays = {
                 i: backend.contiguous(
-                    as_gradient(strategy, gradients[i], variables[i], in_replica, skip)
+                    as_gradient(group, gradients[i], variables[i], in_replica, skip)
                 )
                 for i in taken
             }
@@ -567,12 +565,12 @@ class Optimizer:
                 summaries = ", ".join(
                     backend.summarize(arrays[i])
                     for i in sorted(set(taken).difference(moving))
-                    if not is_same(strategy, gradients[i])
+                    if not is_same(group, gradients[i])
                 )
         except Exception as error:
             collectives.invalid(APPLY, error)
         if self._iterations is None:
-            self._build(strategy, variables)
+            self._build(group, variables)
         try:
             self._check_known(variables, APPLY)
             indices = [self._index[id(variables[i])] for i in taken]
@@ -583,7 +581,7 @@ class Optimizer:
             kept = {i: x for i, x in arrays.items() if alone or i not in moving}
             arrays |= apart(kept, variables)
             reduction = Reduction(
-                strategy,
+                group,
                 [arrays[i] for i in moving],
                 [variables[i] for i in moving],
             )
@@ -675,12 +673,12 @@ class Optimizer:
 
 
 def _identity(iterations: Variable) -> Any:
-    return (iterations.distribute_strategy._number, iterations._key)
+    return (iterations._group.number, iterations._key)
 
 
-def _is_cross_replica(strategy: Strategy) -> bool:
+def _is_cross_replica(group: ReplicaGroup) -> bool:
     """Whether a call is a verb here, and not made by each replica by itself."""
-    if not strategy.extended._is_mpi:
+    if not group.is_mpi:
         return False
     frame = context.current()
     return frame.level is not context.Level.REPLICA or not context.has_strategy()
@@ -692,7 +690,7 @@ def _zeros_for(variable: Variable) -> Callable[[], Any]:
 
 @dispatch.verb(APPLY)
 def _apply_gradients(
-    strategy: Strategy,
+    group: ReplicaGroup,
     reference: _Reference,
     gradients: list[Any],
     variables: list[Variable],
@@ -701,16 +699,16 @@ def _apply_gradients(
     try:
         optimizer = reference.find()
     except Exception as error:
-        strategy.extended._collectives.invalid(APPLY, error)
-    optimizer._apply(strategy, gradients, variables, in_replica=False, skip=skip)
+        group.collectives.invalid(APPLY, error)
+    optimizer._apply(group, gradients, variables, in_replica=False, skip=skip)
 
 
 @dispatch.verb("build_optimizer")
 def _build_optimizer(
-    strategy: Strategy, reference: _Reference, variables: list[Variable]
+    group: ReplicaGroup, reference: _Reference, variables: list[Variable]
 ) -> None:
     try:
         optimizer = reference.find()
     except Exception as error:
-        strategy.extended._collectives.invalid(_BUILD, error)
-    optimizer._build(strategy, variables)
+        group.collectives.invalid(_BUILD, error)
+    optimizer._build(group, variables)

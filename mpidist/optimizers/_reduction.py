@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.options import ReduceOp
+from mpidist._engine import Plan
 from mpidist._runtime import context
+from mpidist._runtime.group import BatchReducer, ReplicaGroup
 from mpidist._values.distributed import PerReplica
 from mpidist._values.variable import Variable
 from mpidist.optimizers._arguments import APPLY, as_gradient
-
-if TYPE_CHECKING:
-    from mpidist._engine import Plan
-    from mpidist._strategy.strategy import Strategy
 
 
 class Reduction:
@@ -22,22 +20,22 @@ class Reduction:
 
     def __init__(
         self,
-        strategy: Strategy,
+        group: ReplicaGroup,
         arrays: list[Any],
         variables: list[Variable],
     ) -> None:
-        collectives = strategy.extended._collectives
-        self._strategy = strategy
+        collectives = group.collectives
+        self._group = group
         self._arrays = arrays
         self._variables = variables
         self._plan: Plan | None = None
-        self._by_user = bool(strategy.extended._custom_ops and arrays)
+        self._ops = group.custom_ops if arrays else None
         self.text = f"{len(arrays)} gradients"
         if collectives.comm.size == 1 or not arrays:
             return
         plan = collectives.plans.find(ReduceOp.SUM, arrays, APPLY, collectives.options)
         self.text = plan.call.text
-        if not self._by_user:
+        if self._ops is None:
             self._plan = plan
 
     def run(self, call: Call) -> list[Any]:
@@ -50,29 +48,27 @@ class Reduction:
         """
         if self._plan is not None:
             return self._plan(self._arrays, call)
-        self._strategy.extended._collectives.guard.agree(call)
-        return self._run_by_user() if self._by_user else self._arrays
+        self._group.collectives.guard.agree(call)
+        ops = self._ops
+        return self._arrays if ops is None else self._run_by_user(ops)
 
-    def _run_by_user(self) -> list[Any]:
+    def _run_by_user(self, ops: BatchReducer) -> list[Any]:
         """Sum by the user's `CrossDeviceOps`, and see that all ranks got the same."""
-        extended = self._strategy.extended
-        collectives = extended._collectives
-        number = extended._registry.next_key()
+        group = self._group
+        collectives = group.collectives
+        number = group.registry.next_key()
         pairs = [
-            (extended._registry.wrap(PerReplica, x, (number, i)), variable)
+            (group.registry.wrap(PerReplica, x, (number, i)), variable)
             for i, (x, variable) in enumerate(
                 zip(self._arrays, self._variables, strict=True)
             )
         ]
-        frame = context.Frame(self._strategy, context.Level.CROSS_REPLICA)
+        frame = context.Frame(self._group, context.Level.CROSS_REPLICA)
         with context.entered(frame):  # what it raises, all ranks raise
-            ops = extended._cross_device_ops
             sums = ops.batch_reduce(ReduceOp.SUM, pairs, None)
         try:
             results = [
-                backend.contiguous(
-                    as_gradient(self._strategy, x, variable, False, True)
-                )
+                backend.contiguous(as_gradient(self._group, x, variable, False, True))
                 for x, variable in zip(sums, self._variables, strict=True)
             ]
             call = f"{APPLY} with gradients that `cross_device_ops` has reduced to "

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpidist._base import threads
 from mpidist._base.errors import on_rank
-from mpidist._base.options import CommunicationImplementation
+from mpidist._base.options import CommunicationImplementation, Environment
 from mpidist.testing._communicator import ThreadCommunicator
 from mpidist.testing._world import Channel, World
-
-if TYPE_CHECKING:
-    from mpidist._base.options import Environment
 
 _WAIT_SECONDS = 0.1
 

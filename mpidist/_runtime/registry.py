@@ -1,0 +1,163 @@
+"""The distributed values of a group of replicas, by keys that all ranks share."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+
+from mpidist._base import backend, nest
+from mpidist._base.function_codec import Codes
+from mpidist._base.indexed_slices import IndexedSlices
+
+Key = Hashable
+
+
+class Registered:
+    """What a registry gives a key: the base of `mpidist.DistributedValues`."""
+
+    _own: Any  # this rank's component
+    _all: tuple[Any, ...] | None  # of all ranks, where they are known here
+    _replica_id: int
+    _num_replicas: int
+    _key: Key | None
+    _home: Registry | None
+
+
+class _Reference(weakref.ref[Any]):
+    """A value that does not live longer for being in a registry, and its key."""
+
+    __slots__ = ("dropped", "key")
+    key: Key
+    dropped: list[Key] | None
+
+
+class Registry:
+    """The distributed values of a strategy by key: the same key on every rank.
+
+    Keys are counted by collective calls, which all ranks make in the same order.
+    Values live as long as the user's program keeps them; those of a ``merge_call``
+    as long as it lasts, or until the coordinator has dropped them.
+    """
+
+    def __init__(self, group: Any, replica_id: int, num_replicas: int) -> None:
+        self.group = group  # a `ReplicaGroup`, whose class is above this file
+        self._replica_id = replica_id
+        self._num_replicas = num_replicas
+        self._values: dict[Key, _Reference] = {}
+        self.count = 0
+        # Variables that the coordinator made: the followers keep them until rank 0
+        # has dropped its own, and said so.
+        self.kept: dict[Key, Any] = {}
+        self.dropped: list[Key] = []
+        # Of functions, which the coordinator has sent.
+        self.codes = Codes()
+        registry = weakref.ref(self)
+
+        def forget(reference: Any) -> None:  # a `_Reference`
+            if reference.dropped is not None:
+                reference.dropped.append(reference.key)
+            alive = registry()
+            key = reference.key
+            if alive is not None and alive._values.get(key) is reference:
+                del alive._values[key]
+
+        self._forget = forget
+
+    def next_key(self) -> int:
+        """Count one collective call; return its number."""
+        self.count += 1
+        return self.count
+
+    def add(self, key: Key, value: Any) -> Any:
+        """Give a value its key, and return it."""
+        value._key = key
+        reference = _Reference(value, self._forget)
+        reference.key = key
+        reference.dropped = None
+        self._values[key] = reference
+        return value
+
+    def wrap(self, kind: type[Registered], own: Any, key: Key) -> Any:
+        """Return a PerReplica or Mirrored with this component, known by ``key``."""
+        # What `DistributedValues._local` and `add` do, without their calls: merge_call
+        # makes many of them.
+        value = kind.__new__(kind)
+        value._own = own
+        value._all = None
+        value._replica_id = self._replica_id
+        value._num_replicas = self._num_replicas
+        value._key = key
+        value._home = self
+        reference = _Reference(value, self._forget)
+        reference.key = key
+        reference.dropped = None
+        self._values[key] = reference
+        return value
+
+    def watch(self, value: Registered, dropped: list[Key]) -> None:
+        """Have the key of a value appended to a list when the value is dropped.
+
+        In place of weakref.finalize, which takes longer than to make the value.
+        """
+        reference = self._values.get(value._key)
+        if reference is not None and reference() is value:
+            reference.dropped = dropped
+
+    def check(self, call: str, value: Any) -> None:
+        """Raise if a distributed value belongs to another strategy."""
+        home = getattr(value, "_home", None)
+        if isinstance(value, Registered) and home not in (None, self):
+            raise RuntimeError(
+                f"{call}: Mixing different Strategy objects: {value!r:.80} belongs to "
+                "another strategy; use that strategy's methods, or take this rank's "
+                "component with its `experimental_local_results`"
+            )
+
+    def wrap_tree(self, kind: type[Registered], tree: Any) -> Any:
+        """Wrap the arrays and numbers of a nest that one collective call gave.
+
+        Leaves of other kinds, and variables, stay as they are.
+        """
+        return self.wrap_numbered(kind, tree, self.next_key())
+
+    def wrap_numbered(self, kind: type[Registered], tree: Any, number: int) -> Any:
+        """As `wrap_tree`, where the call has been counted before."""
+        if tree is None:
+            return None
+        leaves, structure = nest.flatten(tree)
+        return structure.unflatten(
+            [
+                self.wrap(kind, leaf, (number, i)) if is_component(leaf) else leaf
+                for i, leaf in enumerate(leaves)
+            ]
+        )
+
+    def wrap_list(
+        self, kind: type[Registered], values: list[Any], number: int
+    ) -> list[Any]:
+        """As `wrap_numbered`, for a list that is mostly one of arrays."""
+        for x in values:
+            if type(x) is not np.ndarray:
+                return self.wrap_numbered(kind, values, number)  # type: ignore[no-any-return]
+        return [self.wrap(kind, x, (number, i)) for i, x in enumerate(values)]
+
+    def find(self, test: Callable[[Any], bool]) -> Any:
+        """Return a value for which ``test`` holds, or None."""
+        references = list(self._values.values())
+        values = (reference() for reference in references)
+        return next((x for x in values if x is not None and test(x)), None)
+
+    def get(self, key: Key) -> Any:
+        """Return the value with this key, or None if there is none any more."""
+        reference = self._values.get(key)
+        return None if reference is None else reference()
+
+
+def is_component(x: Any) -> bool:
+    """Return whether `run` gives a PerReplica for this leaf: arrays and numbers."""
+    return backend.is_array(x) or isinstance(
+        x, (bool, int, float, complex, IndexedSlices)
+    )

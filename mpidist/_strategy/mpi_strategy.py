@@ -1,0 +1,264 @@
+"""MPIStrategy: one replica on each rank of a communicator."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from typing import Any
+
+from mpidist import _transports
+from mpidist._agreement import mismatch
+from mpidist._agreement.channel import Channel, MessageChannel
+from mpidist._agreement.guard import Guard, poll
+from mpidist._base import backend, threads
+from mpidist._base.options import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    Environment,
+    read_environment,
+)
+from mpidist._engine import Node, Nodes, open_node, open_nodes
+from mpidist._engine.collectives import Collectives, describe_compression
+from mpidist._mpi.communicator import (
+    Communicator,
+    check_communicator,
+    local_rank,
+)
+from mpidist._runtime import context, process_exit
+from mpidist._runtime.group import ReplicaGroup
+from mpidist._strategy.cross_device_ops import CrossDeviceOps
+from mpidist._strategy.replica_context import attach
+from mpidist._strategy.strategy import Strategy
+
+_numbers = threads.ReplicaLocal(lambda: itertools.count(1))
+
+
+class MPIStrategy(Strategy):
+    """One replica on each rank of an MPI communicator.
+
+    Collective: every rank of ``comm`` makes it. It communicates on a duplicate of
+    ``comm``, so strategies, and other users of the communicator, do not disturb each
+    other. The first one starts MPI if that has not been done, and installs the hooks
+    that end the whole job on an uncaught exception (``MPIDIST_ABORT=0``: does not);
+    closing the last one takes them away.
+
+    Args:
+        comm: an `mpi4py.MPI.Comm`; None is COMM_WORLD. Groups of ranks can have
+            strategies of their own: ``MPIStrategy(MPI.COMM_WORLD.Split(color))``.
+            In the function of `mpidist.testing.run` a `mpidist.testing.ThreadGroup`;
+            None is all of its replicas.
+        device: "auto" is this rank's GPU (by its number on the node) where CuPy finds
+            one, and else the host; "cpu"; "gpu"; "gpu:K".
+        communication_options: `mpidist.experimental.CommunicationOptions`; the same
+            on all ranks.
+        cross_device_ops: how values are reduced: a `CrossDeviceOps`, of the same
+            class on all ranks. None is `CollectiveAllReduce`.
+
+    Raises:
+        TypeError, ValueError: for arguments that are none of these, or a setting that
+            can not be read; on every rank.
+        CollectiveMismatchError: if the ranks' versions of Python, mpidist, NumPy or
+            cloudpickle do not fit each other, or their numbers do not have the same
+            bytes, or the ranks were given other arguments; on every rank.
+        RuntimeError: for "gpu" where there is none; on every rank.
+        ImportError: where there is no MPI library.
+    """
+
+    _name = "MPIStrategy"
+
+    def __init__(
+        self,
+        comm: Any = None,
+        device: str = "auto",
+        communication_options: CommunicationOptions | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+    ) -> None:
+        """Join the other ranks of ``comm`` in a strategy. Collective."""
+        problem = ""
+        try:
+            environment = read_environment()
+        except ValueError as error:  # perhaps on this rank alone: all hear of it
+            environment, problem = Environment(), str(error)
+        replica = threads.current()
+        if replica is not None:
+            environment = replica.adapt(environment)
+        elif environment.abort:
+            process_exit.install()
+        given = communication_options
+        timeout = environment.timeout_seconds
+        if (
+            isinstance(given, CommunicationOptions)
+            and given.timeout_seconds is not None
+        ):
+            timeout = float(given.timeout_seconds)
+
+        def wait(request: Any, what: str) -> None:
+            poll(request, what, timeout)
+
+        if replica is not None:
+            communicator = replica.connect(comm, wait)
+        else:
+            communicator = Communicator(
+                check_communicator(comm),
+                wait,
+                environment.simulated_nodes,
+                problem,
+            )
+        try:
+            self._set_up(
+                communicator, environment, timeout, device, given, cross_device_ops
+            )
+        except BaseException:
+            communicator.drop()
+            raise
+
+    def _set_up(
+        self,
+        communicator: Communicator,
+        environment: Environment,
+        timeout: float,
+        device: str,
+        given: CommunicationOptions | None,
+        ops: CrossDeviceOps | None,
+    ) -> None:
+        kind = environment.implementation
+        if isinstance(given, CommunicationOptions):
+            asked = given.implementation
+            if asked is not CommunicationImplementation.AUTO:
+                kind = asked
+        wanted = kind is not CommunicationImplementation.DIRECT
+        crowded = communicator.machine_size > (os.cpu_count() or 1)
+        # It decides how the ranks meet, so all must have the same answer.
+        crowded = not communicator.all_min(int(not crowded))
+        node: Node | None = None
+        nodes: Nodes | None = None
+        shared: _transports.DirectTransport | None = None
+        if threads.current() is not None:
+            shared = _transports.DirectTransport(communicator)
+        elif communicator.num_nodes == 1:
+            opened = open_node(communicator, wanted=wanted, crowded=crowded)
+            node, communicator.why_not_shared = opened.node, opened.problem
+            if node is not None:
+                communicator.traffic.core = node.channel
+                shared = _transports.SharedTransport(
+                    communicator, node.channel, node.piece_bytes
+                )
+        else:
+            nodes, communicator.why_not_shared = open_nodes(
+                communicator, wanted=wanted, crowded=crowded
+            )
+            if nodes is not None:
+                shared = _transports.NodesTransport(communicator)
+        enabled = environment.guard
+        if isinstance(given, CommunicationOptions) and given.guard is not None:
+            enabled = given.guard
+        # The constructor itself is always guarded: ranks may have been given
+        # different options, `guard` among them.
+        channel: Channel | None = None
+        if communicator.size > 1:
+            channel = MessageChannel(communicator) if node is None else node.channel
+        guard = Guard(
+            communicator,
+            channel,
+            timeout_seconds=timeout,
+            stall_seconds=environment.stall_seconds,
+        )
+        if nodes is not None:
+            guard.watch_steps(nodes.node.channel)
+        # The communicator and the guard outlive the verbs: they go on all ranks
+        # together, when the last of them has collected its strategy.
+        communicator.must_stay = lambda: bool(guard.broken)
+        collectives = _make_collectives(
+            communicator,
+            guard,
+            device,
+            given,
+            environment,
+            enabled,
+            ops,
+            shared,
+            node,
+            nodes,
+        )
+        communicator.when_freed = lambda: process_exit.forget(guard)
+        weakref.finalize(collectives, communicator.drop).atexit = False
+        collectives.settle(timeout)
+        guard.enabled = enabled
+        group = ReplicaGroup(collectives, number=next(_numbers.get()), is_mpi=True)
+        super().__init__(group)
+        attach(self, ops)
+        if environment.abort:
+            process_exit.watch(guard, waits=enabled)
+
+    def close(self) -> None:
+        """Give the communicator, and what the ranks share, back to MPI. Collective.
+
+        The strategy can not be used afterwards; its variables can still be read, and
+        so can results and `buffers_like` buffers, whose memory stays as they do. One
+        that is not closed, but collected as garbage on every rank, is given back when
+        these ranks make or close another one.
+        """
+        group = self._group
+        guard = group.guard
+        if guard.broken:
+            return
+        context.require_cross_replica(group, "MPIStrategy.close")
+        guard.agree(mismatch.Call("MPIStrategy.close"))
+        guard.close()
+        group.collectives.close()
+        group.collectives.release()
+        group.communicator.free()
+
+
+def _make_collectives(
+    communicator: Communicator,
+    guard: Guard,
+    device: object,
+    options: object,
+    environment: Environment,
+    enabled: bool,
+    cross_device_ops: object,
+    shared: _transports.DirectTransport | None,
+    node: Node | None,
+    nodes: Nodes | None,
+) -> Collectives:
+    """Check the arguments of MPIStrategy on all ranks, and build its verbs."""
+    try:
+        if options is not None and not isinstance(options, CommunicationOptions):
+            raise TypeError(
+                "MPIStrategy: expected `communication_options` to be a `mpidist."
+                f"experimental.CommunicationOptions`, got {type(options).__name__}"
+            )
+        if cross_device_ops is not None and not isinstance(
+            cross_device_ops, CrossDeviceOps
+        ):
+            raise TypeError(
+                "MPIStrategy: expected `cross_device_ops` to be a `mpidist."
+                f"CrossDeviceOps`, got {cross_device_ops!r:.80}"
+            )
+        settings = CommunicationOptions().merge(options)
+        chosen = backend.select_device(device, local_rank(communicator))
+        chosen.activate()
+        collectives = Collectives(
+            communicator, guard, settings, environment, chosen, shared, node, nodes
+        )
+    except Exception as error:
+        raise guard.fail(mismatch.Call("MPIStrategy(...)"), error, "invalid") from None
+    ops = ""
+    if cross_device_ops is not None:
+        ops = f", {type(cross_device_ops).__qualname__} as cross_device_ops"
+    more = ""
+    if collectives.compression[0] != "none":
+        more += f", {describe_compression(collectives.compression)}"
+    if environment.simulated_nodes != 1:
+        more += f", MPIDIST_SIMULATED_NODES={environment.simulated_nodes}"
+    guard.agree(
+        mismatch.Call(
+            f"MPIStrategy(...) with {settings.bytes_per_pack} bytes_per_pack, "
+            f"{guard.timeout_seconds} timeout_seconds, "
+            f"{settings.implementation.name}, guard={enabled}, "
+            f"MPIDIST_FUSION_MB={environment.bytes_per_pack / 2**20}{ops}{more}"
+        )
+    )
+    return collectives
