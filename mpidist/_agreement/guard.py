@@ -132,6 +132,22 @@ class Part:
         self.text, self.print = text, number
 
 
+class _Leading:
+    """Changes whether merge_fn leads, for the length of a ``with`` block."""
+
+    __slots__ = ("_before", "_guard", "_leading")
+
+    def __init__(self, guard: Guard, leading: bool) -> None:
+        self._guard = guard
+        self._leading = leading
+
+    def __enter__(self) -> None:
+        self._before = self._guard.lead(self._leading)
+
+    def __exit__(self, *error: object) -> None:
+        self._guard.lead(self._before)
+
+
 class Guard:
     """Agreement, propagation of errors and deadline for one communicator."""
 
@@ -174,7 +190,7 @@ class Guard:
         self._together = False
         # What the update that runs here has written to this rank's copies, and how all
         # ranks make copies equal again (given keys) where an update has failed.
-        self.written: list[Any] = []
+        self._written: list[Any] = []
         self.repair: Callable[[list[Any]], None] | None = None
         self.closed = False
         # The call that this rank is in, or made last; the one before; and how long it
@@ -197,10 +213,8 @@ class Guard:
         self._missing: tuple[int, ...] = ()
         self._lost: tuple[int, ...] = ()
         self._ended: set[int] = set()
-        comm.wait = self.wait_data
-        comm.interrupted = lambda error: self.leave_payload(self._call, error)
-        if timeout_seconds and hasattr(comm, "patience"):  # of replicas in threads
-            comm.patience = max(timeout_seconds, _CONFIRM_SECONDS)
+        seconds = max(timeout_seconds, _CONFIRM_SECONDS) if timeout_seconds else 0.0
+        comm.supervise(self, seconds)
 
     @property
     def broken(self) -> str:
@@ -212,15 +226,46 @@ class Guard:
         self._broken = why
         self._look_at_blocks()
 
-    @property
-    def leading(self) -> bool:
-        """Whether merge_fn runs here, and the other ranks wait for its commands."""
-        return self._leading
+    def compare_calls(self, enabled: bool) -> None:
+        """Turn the comparison of calls on or off: as on all other ranks."""
+        self.enabled = enabled
 
-    @leading.setter
-    def leading(self, value: bool) -> None:
-        self._leading = value
+    def in_merge_fn(self) -> _Leading:
+        """Return a context manager: merge_fn runs here, and the others wait for it.
+
+        Other collective calls of this rank are errors then, since the others would not
+        come to them.
+        """
+        return _Leading(self, self._comm.size > 1)
+
+    def with_all_ranks(self) -> _Leading:
+        """Return a context manager: merge_fn makes a call that all ranks make."""
+        return _Leading(self, False)
+
+    def lead(self, leading: bool) -> bool:
+        """Say whether merge_fn runs here; return what was so before."""
+        before, self._leading = self._leading, leading
         self._look_at_blocks()
+        return before
+
+    def count(self) -> None:
+        """Count a header, or a message of rank 0, that did not go through `agree`."""
+        self.sequence += 1
+
+    def uncount(self) -> None:
+        """Take back the count of a message that some rank may not read."""
+        self.sequence -= 1
+
+    def record(self, written: list[Any]) -> list[Any]:
+        """Have an update append to a list which variables it writes on this rank.
+
+        Where the ranks then differ, these are made equal again (`repair`).
+
+        Returns:
+            The list that was in use before.
+        """
+        before, self._written = self._written, written
+        return before
 
     def _look_at_blocks(self) -> None:
         self.blocked = bool(self._broken or self._leading or self._floor < self._depth)
@@ -376,7 +421,7 @@ class Guard:
 
         Collective in effect: the header of the other ranks' next call meets this one.
         """
-        if not self.enabled or self.broken or self.leading or self.deserted:
+        if not self.enabled or self.broken or self._leading or self.deserted:
             return error
         if isinstance(error, CollectiveError):
             return error  # all ranks have it already
@@ -404,7 +449,7 @@ class Guard:
     ) -> BaseException | None:
         """Wait until every rank has come to this call; return what to raise.
 
-        The end of a `section`: a rank that is here first meets the headers of ranks
+        The end of a section: a rank that is here first meets the headers of ranks
         that are still inside it, tells them what happened to it, and waits on, until
         all are here. ``number`` must then be the same on all, and ``result`` says what
         it stands for. If it turns out that some rank never entered the section, there
@@ -440,18 +485,14 @@ class Guard:
         """Whether some rank is not in the innermost section that this one is in."""
         return self._floor < self._depth
 
-    def section(self) -> Guard:
-        """A stretch of the program that every rank enters, and leaves by `join`."""
-        return self
-
-    def __enter__(self) -> None:
-        """Enter a `section`."""
+    def enter_section(self) -> None:
+        """Enter a stretch of the program that every rank enters, and ends by `join`."""
         self._depth += 1
         if self._floor is not _NO_FLOOR:
             self._look_at_blocks()
 
-    def __exit__(self, *error: object) -> None:
-        """Leave a `section`."""
+    def leave_section(self) -> None:
+        """Leave the innermost section."""
         self._depth -= 1
         if self._floor is not _NO_FLOOR:
             if self._depth <= self._floor:
@@ -471,7 +512,8 @@ class Guard:
         part = Part()
         error: BaseException | None = None
         result: Any = None
-        with self.section():
+        self.enter_section()
+        try:
             try:
                 result = body(part)
             except KeyboardInterrupt:
@@ -481,6 +523,8 @@ class Guard:
                 if isinstance(error, CollectiveError):
                     part.kind = "agreed"
             error = self.join(call, error, part.kind, part.text, part.print)
+        finally:
+            self.leave_section()
         if error is not None:
             raise error
         return result  # type: ignore[no-any-return]
@@ -583,8 +627,8 @@ class Guard:
         """Exchange reports and return the exception that this rank raises."""
         report = Report.of(self._comm.rank, call, error, kind)
         report.depth, report.joining = self._depth, joining
-        report.written = sorted({variable._key for variable in self.written})
-        self.written = []
+        report.written = sorted({variable._key for variable in self._written})
+        self._written = []
         data = self._exchange_bytes(pickle.dumps(report), call.text)
         reports: list[Report] = [pickle.loads(item) for item in data]
         found = judge(self._comm.rank, reports) if error is None else error
@@ -705,6 +749,10 @@ class Guard:
             if self.channel is not None:
                 self.channel.leave()
 
+    def interrupted(self, error: BaseException) -> BaseException:
+        """Give up the data of the last call; see `leave_payload`."""
+        return self.leave_payload(self._call, error)
+
     def leave_payload(self, call: Call, error: BaseException) -> BaseException:
         """Give up what all ranks are in the middle of; return what to raise.
 
@@ -794,7 +842,7 @@ class Guard:
     def _require_usable(self) -> None:
         if self.broken:
             raise self._broken_error()
-        if self.leading:
+        if self._leading:
             raise RuntimeError(
                 on_rank(
                     self._comm.rank,

@@ -31,6 +31,7 @@ from mpidist._base.options import (
     ReduceOp,
 )
 from mpidist._engine import (
+    NO_MEMORY,
     ROUTES,
     CoreGather,
     FlatBuffers,
@@ -40,6 +41,7 @@ from mpidist._engine import (
     Node,
     Nodes,
     Plans,
+    SharedMemory,
     Signature,
     Staging,
     leaves_of,
@@ -107,14 +109,12 @@ class Collectives:
         options: CommunicationOptions,
         environment: Environment,
         device: backend.Device,
-        shared: _transports.DirectTransport | None = None,
-        node: Node | None = None,
-        nodes: Nodes | None = None,
+        memory: SharedMemory = NO_MEMORY,
     ) -> None:
         self.comm = comm
-        self._shared = shared
-        self.node = node
-        self.nodes = nodes
+        self._memory = memory
+        self.node: Node | None = memory.node
+        self.nodes: Nodes | None = memory.nodes
         self.guard = guard
         self.options = options
         self.device = device
@@ -133,7 +133,9 @@ class Collectives:
         wanted = self.implementation
         if wanted is CommunicationImplementation.NCCL:
             wanted = CommunicationImplementation.STAGED
-        self.transports = _transports.choose(comm, wanted, shared, self.devices)
+        self.transports = _transports.choose(
+            comm, wanted, memory.transport, self.devices, memory.problem
+        )
         self._staging: Staging | None = None
         self.plans = self._new_plans()
 
@@ -205,14 +207,19 @@ class Collectives:
             if wanted is CommunicationImplementation.AUTO:
                 wanted = self._environment.implementation
             chosen = self._transports[options.implementation] = _transports.choose(
-                self.comm, wanted, self._shared, self.devices
+                self.comm,
+                wanted,
+                self._memory.transport,
+                self.devices,
+                self._memory.problem,
             )
         chosen.check()
         return chosen
 
     def release(self) -> None:
         """Let go of shared memory: the strategy is being closed. Not collective."""
-        self._shared = self.node = self.nodes = None
+        self._memory = NO_MEMORY
+        self.node = self.nodes = None
         self.comm.traffic.leave_core()
         self.plans = self._new_plans()
         self._gathers.clear()
@@ -766,7 +773,7 @@ class Collectives:
     def send_bytes(self, data: bytes) -> None:
         """Send bytes from rank 0 to all ranks, which wait for them."""
         comm, ring = self.comm, self.ring
-        self.guard.sequence += 1
+        self.guard.count()
         if ring is not None:
             comm.traffic.count("Ibcast", len(data))
             self._post(ring, data)
@@ -803,7 +810,7 @@ class Collectives:
             timeout: seconds to wait; None: the strategy's; 0: for ever.
         """
         comm, ring = self.comm, self.ring
-        self.guard.sequence += 1
+        self.guard.count()
         if ring is not None:
             data = self._take(ring, what, timeout)
             comm.traffic.count("Ibcast", len(data))

@@ -222,7 +222,7 @@ class CoreReduce:
         if status:
             self._guard.settle(status, again)
         else:
-            self._guard.sequence += 1
+            self._guard.count()
         if self._to_root:  # the core counts those that all want
             self._traffic.count("Reduce", self._nbytes)
         return results if self._wanted else [None] * len(results)
@@ -269,7 +269,7 @@ class EagerReduce(CoreReduce):
         except BaseException as error:
             raise guard.leave_payload(call, error) from None
         if status == 0:
-            guard.sequence += 1
+            guard.count()
             return result
         if status is None:
             return self([x])[0]
@@ -298,7 +298,7 @@ class EagerReduce(CoreReduce):
         except BaseException as error:
             raise guard.leave_payload(call, error) from None
         if status == 0 and not self._to_root:
-            guard.sequence += 1
+            guard.count()
             return results
         if status is None:
             return None

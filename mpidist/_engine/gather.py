@@ -166,7 +166,7 @@ class CoreGather:
         if status:
             guard.settle(status, lambda ms: meet(sources, lengths, number, ms))
         else:
-            guard.sequence += 1
+            guard.count()
         totals = self._core.totals()
         self._traffic.calls["Allgatherv"] += 1
         self._traffic.bytes["Allgatherv"] += sum(

@@ -115,7 +115,7 @@ class HeaderReduce:
             if status:
                 guard.settle(status, lambda ms: channel.meet_with(number, ms, nbytes))
             else:
-                guard.sequence += 1
+                guard.count()
         try:
             for result, leaf in zip(results, self._leaves, strict=True):
                 leaf.reduce(result, self._size)

@@ -160,20 +160,17 @@ class Coordinator:
         self._send("update", key, function, arguments, len(buffers), grouped, last)
         self._awaited = last
         number = self._registry.next_key()
-        leading, guard.leading = guard.leading, False
         try:
-            stretch.begin()
-            if buffers:
-                self._collectives.send_arrays(buffers, "update")
-            result = stretch.run(number, var, fn, args, kwargs, grouped)
+            with guard.with_all_ranks():
+                stretch.begin()
+                if buffers:
+                    self._collectives.send_arrays(buffers, "update")
+                result = stretch.run(number, var, fn, args, kwargs, grouped)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            guard.leading = leading
             self.settle(error)
             raise
-        finally:
-            guard.leading = leading
         if last:
             self._join()
         elif stretch.long:
@@ -221,11 +218,8 @@ class Coordinator:
         """Send a message; end a stretch before, where the others might not read it."""
         collectives = self._collectives
         guard, stretch = collectives.guard, self._stretch
-        leading, guard.leading = guard.leading, False
-        try:
+        with guard.with_all_ranks():
             guard.check_late()
-        finally:
-            guard.leading = leading
         dropped = self._take_dropped() if kind != "return" else []
         news = self._writer.take_news()
         data = wire.dump((stretch.joins, kind, dropped, news, *body))
@@ -245,7 +239,7 @@ class Coordinator:
                 data = wire.dump((stretch.joins, kind, dropped, news, *body))
         if stretch.open:
             collectives.send_bytes(data)
-            guard.sequence -= 1  # not counted, since some rank may not read it
+            guard.uncount()
         else:
             if ring is not None:
                 stretch.ring_start = ring.moved
@@ -261,29 +255,21 @@ class Coordinator:
             if not self._awaited:
                 data = wire.dump((self._stretch.joins, "settle", (), ()))
                 self._collectives.send_bytes(data)
-                self._collectives.guard.sequence -= 1
+                self._collectives.guard.uncount()
             self._join(error)
 
     def _join(self, error: BaseException | None = None) -> None:
         guard = self._collectives.guard
-        leading, guard.leading = guard.leading, False
-        try:
+        with guard.with_all_ranks():
             found = self._stretch.end(error)
             self._awaited = False
-        finally:
-            guard.leading = leading
         if found is not None and found is not error:
             raise found
 
     def _execute(self, name: str, args: tuple[Any, ...]) -> Any:
         frame = self._group.cross_frame
-        guard = self._collectives.guard
-        leading, guard.leading = guard.leading, False
-        try:
-            with context.entered(frame):
-                return dispatch.execute(self._group, name, args)
-        finally:
-            guard.leading = leading
+        with self._collectives.guard.with_all_ranks(), context.entered(frame):
+            return dispatch.execute(self._group, name, args)
 
     def fetch(self, values: list[DistributedValues]) -> None:
         """Gather the components of these values to rank 0, where not known."""
@@ -525,11 +511,8 @@ def _lead(
     several = collectives.comm.size > 1
     try:
         with context.entered(frame):
-            collectives.guard.leading = several
-            try:
+            with collectives.guard.in_merge_fn():
                 result = merge_fn(group.strategy, *args, **kwargs)
-            finally:
-                collectives.guard.leading = False
             del args, kwargs
             if type(result) in wire.ATOMS:
                 if several:
@@ -611,7 +594,7 @@ class _Follower:
             # From before a join to which this rank came early: rank 0 has dropped it.
             stale = joins < stretch.joins
             if stale or stretch.open:
-                guard.sequence -= 1
+                guard.uncount()
             if kind == "update":
                 self._update(stale, *body)
             elif not stale:

@@ -106,11 +106,11 @@ class Stretch:
         guard = self._guard
         written: list[Any] | None = None
         if guard.checks:
-            guard.section().__enter__()
+            guard.enter_section()
             self.open = True
-            self._outer = guard.written
             self._began = time.monotonic()
             self._written = written = []
+            self._outer = guard.record(written)
         self._frame = context.Frame(self._group, context.Level.UPDATE, written=written)
 
     def run(
@@ -137,7 +137,7 @@ class Stretch:
         guard, written = self._guard, self._written
         if self.open:
             guard.require_section()
-            guard.written = written
+            guard.record(written)
         before = len(written)
         own = [_own(x) for x in args]
         if var is not None:
@@ -194,7 +194,7 @@ class Stretch:
         guard = self._guard
         if isinstance(error, CollectiveError):
             kind = "agreed"
-        guard.written = self._written
+        guard.record(self._written)
         what = call_of(call) if call else _STRETCH
         try:
             number = fingerprint_of_numbers(self._numbers)
@@ -208,8 +208,8 @@ class Stretch:
         if self.open:
             self.open = False
             guard = self._guard
-            guard.written = self._outer
-            guard.__exit__()
+            guard.record(self._outer)
+            guard.leave_section()
             self._numbers = []
             self._effects = []
             self._written = []

@@ -79,6 +79,20 @@ class Request(Protocol):
         """What it gives, once it has completed."""
 
 
+class Supervisor(Protocol):
+    """Who waits for a communicator's messages, with a deadline: a guard."""
+
+    @property
+    def broken(self) -> str:
+        """Why messages may never complete; "" while they will."""
+
+    def wait_data(self, transfers: Transfers) -> None:
+        """Wait until messages have completed."""
+
+    def interrupted(self, error: BaseException) -> BaseException:
+        """Give up data that this rank has left in the middle; return what to raise."""
+
+
 @dataclasses.dataclass
 class Traffic:
     """What a communicator was given to move, per rank.
@@ -170,16 +184,15 @@ class Communicator:
         mpi = mpi_module()
         self._maximum = mpi.MAX
         # Waits for messages: until there is a guard, as for the rest of the set-up.
-        self.wait: Callable[[Transfers], None] = lambda t: wait(t, "MPIStrategy(...)")
+        self._wait: Callable[[Transfers], None] = lambda t: wait(t, "MPIStrategy(...)")
         # Gives up data that this rank has left in the middle; returns what to raise.
         self.interrupted: Callable[[BaseException], BaseException] = _as_it_is
         self.traffic = Traffic()
         self._peers: list[Peers] = []
         # Called when the communicator has been freed; whether it must not be.
-        self.when_freed: Callable[[], None] = _nothing
-        self.must_stay: Callable[[], bool] = _never
+        self._when_freed: Callable[[], None] = _nothing
+        self._must_stay: Callable[[], bool] = _never
         self._dropped = False
-        self.why_not_shared = ""  # why the ranks of a node share no memory
         self._comm, request = comm.Idup()
         wait(request, "MPIStrategy(...)")
         # MPI may complete a duplication that other ranks have given up on; what
@@ -188,7 +201,7 @@ class Communicator:
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
         self.agreement = self._agree(wait, problem)
-        self._messages = Messages(self._comm, lambda transfers: self.wait(transfers))
+        self._messages = Messages(self._comm, lambda transfers: self._wait(transfers))
         self._find_node(simulated_nodes)
         # The fewest ranks of a node, and the number of nodes: alike on all ranks.
         rows = self.all_gather_integers([self.local_size, int(self.local_rank == 0)])
@@ -290,6 +303,20 @@ class Communicator:
             raise error
         return agreement
 
+    def supervise(self, supervisor: Supervisor, seconds: float) -> None:
+        """Have a guard wait for the messages from now on. Not collective.
+
+        Args:
+            supervisor: the guard. While it is broken the communicator is not freed.
+            seconds: how long replicas in threads wait for each other; 0: for ever.
+        """
+        self._wait, self.interrupted = supervisor.wait_data, supervisor.interrupted
+        self._must_stay = lambda: bool(supervisor.broken)
+
+    def on_free(self, function: Callable[[], None]) -> None:
+        """Have a function called when the communicator has been freed."""
+        self._when_freed = function
+
     def drop(self) -> None:
         """Say that this rank does not use it any more. Not collective.
 
@@ -311,14 +338,14 @@ class Communicator:
         self._holding.give_back()
 
     def _in_use(self) -> bool:
-        return not self._dropped or self.must_stay()
+        return not self._dropped or self._must_stay()
 
     def _free(self) -> None:
-        self.when_freed()
+        self._when_freed()
         # Of the guard, which keeps the memory that the ranks share.
-        self.when_freed, self.must_stay = _nothing, _never
+        self._when_freed, self._must_stay = _nothing, _never
         self.interrupted = _as_it_is
-        self.wait = _wait_for_nothing
+        self._wait = _wait_for_nothing
         for peers in self._peers:
             peers.free()
         self._peers = []
@@ -349,7 +376,7 @@ class Communicator:
         if not has_peers:
             return None
         ranks = self._ranks_of(comm)
-        peers = Peers(comm, lambda transfers: self.wait(transfers), ranks)
+        peers = Peers(comm, lambda transfers: self._wait(transfers), ranks)
         self._peers.append(peers)
         return peers
 
@@ -639,15 +666,16 @@ class SelfCommunicator:
     local_size = machine_size = 1
     num_nodes = smallest_node = 1
     host_name = "localhost"
-    why_not_shared = ""
     message_bytes = _MESSAGE_BYTES
     meeting: Headers | None = None
 
     def __init__(self) -> None:
         self.chunk_elements = CHUNK_ELEMENTS
         self.traffic = Traffic()
-        self.wait: Callable[[Transfers], None] = lambda transfers: None
         self.interrupted: Callable[[BaseException], BaseException] = _as_it_is
+
+    def supervise(self, supervisor: Supervisor, seconds: float) -> None:
+        """Do nothing: one rank waits for nobody."""
 
     def together(self, step: Callable[[], _T], what: str) -> _T:
         """Take the step."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import os
 import weakref
 from typing import Any
 
-from mpidist import _transports
 from mpidist._agreement import mismatch
 from mpidist._agreement.channel import Channel, MessageChannel
 from mpidist._agreement.guard import Guard, poll
@@ -18,7 +16,7 @@ from mpidist._base.options import (
     Environment,
     read_environment,
 )
-from mpidist._engine import Node, Nodes, open_node, open_nodes
+from mpidist._engine import SharedMemory, open_shared_memory
 from mpidist._engine.collectives import Collectives, describe_compression
 from mpidist._mpi.communicator import (
     Communicator,
@@ -128,28 +126,7 @@ class MPIStrategy(Strategy):
             if asked is not CommunicationImplementation.AUTO:
                 kind = asked
         wanted = kind is not CommunicationImplementation.DIRECT
-        crowded = communicator.machine_size > (os.cpu_count() or 1)
-        # It decides how the ranks meet, so all must have the same answer.
-        crowded = not communicator.all_min(int(not crowded))
-        node: Node | None = None
-        nodes: Nodes | None = None
-        shared: _transports.DirectTransport | None = None
-        if threads.current() is not None:
-            shared = _transports.DirectTransport(communicator)
-        elif communicator.num_nodes == 1:
-            opened = open_node(communicator, wanted=wanted, crowded=crowded)
-            node, communicator.why_not_shared = opened.node, opened.problem
-            if node is not None:
-                communicator.traffic.core = node.channel
-                shared = _transports.SharedTransport(
-                    communicator, node.channel, node.piece_bytes
-                )
-        else:
-            nodes, communicator.why_not_shared = open_nodes(
-                communicator, wanted=wanted, crowded=crowded
-            )
-            if nodes is not None:
-                shared = _transports.NodesTransport(communicator)
+        memory = open_shared_memory(communicator, wanted=wanted)
         enabled = environment.guard
         if isinstance(given, CommunicationOptions) and given.guard is not None:
             enabled = given.guard
@@ -157,6 +134,7 @@ class MPIStrategy(Strategy):
         # different options, `guard` among them.
         channel: Channel | None = None
         if communicator.size > 1:
+            node = memory.node
             channel = MessageChannel(communicator) if node is None else node.channel
         guard = Guard(
             communicator,
@@ -164,11 +142,10 @@ class MPIStrategy(Strategy):
             timeout_seconds=timeout,
             stall_seconds=environment.stall_seconds,
         )
-        if nodes is not None:
-            guard.watch_steps(nodes.node.channel)
-        # The communicator and the guard outlive the verbs: they go on all ranks
+        if memory.nodes is not None:
+            guard.watch_steps(memory.nodes.node.channel)
+        # The communicator and the guard outlive the collectives: they go on all ranks
         # together, when the last of them has collected its strategy.
-        communicator.must_stay = lambda: bool(guard.broken)
         collectives = _make_collectives(
             communicator,
             guard,
@@ -177,14 +154,12 @@ class MPIStrategy(Strategy):
             environment,
             enabled,
             ops,
-            shared,
-            node,
-            nodes,
+            memory,
         )
-        communicator.when_freed = lambda: process_exit.forget(guard)
+        communicator.on_free(lambda: process_exit.forget(guard))
         weakref.finalize(collectives, communicator.drop).atexit = False
         collectives.settle(timeout)
-        guard.enabled = enabled
+        guard.compare_calls(enabled)
         group = ReplicaGroup(collectives, number=next(_numbers.get()), is_mpi=True)
         super().__init__(group)
         attach(self, ops)
@@ -219,9 +194,7 @@ def _make_collectives(
     environment: Environment,
     enabled: bool,
     cross_device_ops: object,
-    shared: _transports.DirectTransport | None,
-    node: Node | None,
-    nodes: Nodes | None,
+    memory: SharedMemory,
 ) -> Collectives:
     """Check the arguments of MPIStrategy on all ranks, and build its verbs."""
     try:
@@ -241,7 +214,7 @@ def _make_collectives(
         chosen = backend.select_device(device, local_rank(communicator))
         chosen.activate()
         collectives = Collectives(
-            communicator, guard, settings, environment, chosen, shared, node, nodes
+            communicator, guard, settings, environment, chosen, memory
         )
     except Exception as error:
         raise guard.fail(mismatch.Call("MPIStrategy(...)"), error, "invalid") from None

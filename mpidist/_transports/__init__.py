@@ -75,6 +75,7 @@ def choose(
     implementation: CommunicationImplementation,
     shared: DirectTransport | None,
     devices: Devices,
+    why_not_shared: str = "",
 ) -> Transports:
     """Pick the transports, and say why.
 
@@ -83,11 +84,13 @@ def choose(
         implementation: what the options ask for, or the environment.
         shared: the transport of the ranks' shared memory, where there is one.
         devices: the ways of GPU buffers.
+        why_not_shared: why the ranks of a node share no memory.
 
     Raises:
         ValueError: for an implementation that there is not.
     """
     wanted = implementation
+    why_not_shared = why_not_shared or "see /dev/shm"
     if (
         wanted is CommunicationImplementation.SHARED
         and shared is None
@@ -96,20 +99,23 @@ def choose(
         raise ValueError(
             "MPIStrategy: `CommunicationImplementation.SHARED` needs room in /dev/shm, "
             "the native core, and to be asked for on all ranks when the strategy is "
-            f"made ({_no_memory(comm)}); write AUTO"
+            f"made ({why_not_shared}); write AUTO"
         )
     host: DirectTransport = DirectTransport(comm) if shared is None else shared
     if wanted is CommunicationImplementation.DIRECT:
         host = DirectTransport(comm)
     device, reason = devices.pick(wanted, host)
     mixed = devices.decision.mixed
-    return Transports(host, device, reason, _host_reason(comm, wanted, shared), mixed)
+    return Transports(
+        host, device, reason, _host_reason(comm, wanted, shared, why_not_shared), mixed
+    )
 
 
 def _host_reason(
     comm: AnyCommunicator,
     wanted: CommunicationImplementation,
     shared: DirectTransport | None,
+    why_not_shared: str,
 ) -> str:
     if comm.size == 1:
         return "one rank"
@@ -119,15 +125,11 @@ def _host_reason(
         return "asked for"
     if comm.num_nodes == 1:
         if shared is None:
-            return f"the ranks share no memory: {_no_memory(comm)}"
+            return f"the ranks share no memory: {why_not_shared}"
         return "all ranks are on one node"
     nodes = f"{comm.num_nodes} nodes"
     if comm.num_nodes == comm.size:
         return f"{nodes} of one rank"
     if shared is None:
-        return f"{nodes}, whose ranks share no memory: {_no_memory(comm)}"
+        return f"{nodes}, whose ranks share no memory: {why_not_shared}"
     return f"{nodes}, whose ranks share memory for large arrays"
-
-
-def _no_memory(comm: AnyCommunicator) -> str:
-    return comm.why_not_shared or "see /dev/shm"

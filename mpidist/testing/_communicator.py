@@ -15,7 +15,7 @@ import numpy as np
 
 from mpidist._base import backend
 from mpidist._base.errors import CollectiveTimeoutError, format_ranks, on_rank
-from mpidist._mpi.communicator import MPIOp, Request, Traffic, take_together
+from mpidist._mpi.communicator import MPIOp, Request, Supervisor, Traffic, take_together
 from mpidist._mpi.headers import HeaderByMPI, Headers, Maximum
 from mpidist._mpi.messages import Buffer
 from mpidist.testing._world import Channel, Combine, Pending
@@ -80,13 +80,18 @@ class ThreadCommunicator:
         self.node_ranks = list(range(channel.size))
         self.traffic = Traffic()
         self.meeting = _ThreadHeaders(self)
-        self.look: Callable[[], None] = _nothing
-        self.why_not_shared = "replicas are threads"
-        self.patience = 0.0  # seconds to wait for the others in a payload; 0: for ever
-        self.when_freed: Callable[[], None] = _nothing
-        self.must_stay: Callable[[], bool] = lambda: False
+        self._patience = 0.0  # seconds to wait for the others in a payload; 0: for ever
+        self._when_freed: Callable[[], None] = _nothing
 
     # --- how long it lives ------------------------------------------------------
+
+    def supervise(self, supervisor: Supervisor, seconds: float) -> None:
+        """Take the deadline of a guard; threads need no other help of it."""
+        self._patience = seconds
+
+    def on_free(self, function: Callable[[], None]) -> None:
+        """Have a function called when the strategy is closed."""
+        self._when_freed = function
 
     def drop(self) -> None:
         """Do nothing: what is shared goes when nobody refers to it."""
@@ -96,7 +101,7 @@ class ThreadCommunicator:
 
     def free(self) -> None:
         """Say that the strategy was closed."""
-        self.when_freed()
+        self._when_freed()
 
     # --- calls ------------------------------------------------------------------
 
@@ -124,13 +129,12 @@ class ThreadCommunicator:
         pending = self.start(kind, part, combine, root)
         start = time.monotonic()
         while not pending.wait(_LOOK_SECONDS):
-            self.look()
-            if self.patience and time.monotonic() - start > self.patience:
+            if self._patience and time.monotonic() - start > self._patience:
                 raise CollectiveTimeoutError(
                     on_rank(
                         self.rank,
                         f"{format_ranks(pending.missing)} did not come to {kind} "
-                        f"within {self.patience:.3g} s",
+                        f"within {self._patience:.3g} s",
                     )
                 )
         return pending.result

@@ -1,0 +1,59 @@
+"""What the ranks of a strategy share: the memory of one node, or of each of several."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Final
+
+from mpidist import _transports
+from mpidist._base import threads
+from mpidist._engine.node import Node, open_node
+from mpidist._engine.nodes import Nodes, open_nodes
+from mpidist._mpi.communicator import Communicator
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedMemory:
+    """The memory that ranks share, where they share some; alike on all ranks.
+
+    Attributes:
+        node: of one node.
+        nodes: of each of several nodes.
+        transport: of buffers on the host, through that memory.
+        problem: why there is none; "" where there is, or one rank.
+    """
+
+    node: Node | None = None
+    nodes: Nodes | None = None
+    transport: _transports.DirectTransport | None = None
+    problem: str = ""
+
+
+NO_MEMORY: Final = SharedMemory()
+
+
+def open_shared_memory(comm: Communicator, *, wanted: bool) -> SharedMemory:
+    """Have ranks share memory, where all want to, and can. Collective.
+
+    Args:
+        comm: all ranks.
+        wanted: whether this rank wants to.
+    """
+    if threads.current() is not None:
+        transport = _transports.DirectTransport(comm)
+        return SharedMemory(None, None, transport, "replicas are threads")
+    crowded = comm.machine_size > (os.cpu_count() or 1)
+    # It decides how the ranks meet, so all must have the same answer.
+    crowded = not comm.all_min(int(not crowded))
+    if comm.num_nodes > 1:
+        nodes, problem = open_nodes(comm, wanted=wanted, crowded=crowded)
+        several = None if nodes is None else _transports.NodesTransport(comm)
+        return SharedMemory(None, nodes, several, problem)
+    opened = open_node(comm, wanted=wanted, crowded=crowded)
+    node = opened.node
+    if node is None:
+        return SharedMemory(problem=opened.problem)
+    comm.traffic.core = node.channel
+    through = _transports.SharedTransport(comm, node.channel, node.piece_bytes)
+    return SharedMemory(node, None, through)
