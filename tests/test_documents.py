@@ -5,6 +5,7 @@ No test here uses the network: of links to other sites nothing is checked.
 
 from __future__ import annotations
 
+import configparser
 import re
 from pathlib import Path
 from typing import Any
@@ -223,3 +224,21 @@ def test_the_drawing_of_trees_itself():
         "│   └── x.B  Second of A.\n"
         "└── C        Third.\n"
     )
+
+
+# --- tools ------------------------------------------------------------------------
+
+
+def test_the_hooks_have_the_versions_of_the_extras():
+    """At each commit run the tools that launch/test runs, from the same version on."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    text = setup["options"]["install_requires"]
+    text += "".join(setup["options.extras_require"].values())
+    known = {line.partition(";")[0].strip() for line in text.splitlines()}
+    lists = re.findall(
+        r"additional_dependencies: \[(.*)\]", text_of(ROOT / ".pre-commit-config.yaml")
+    )
+    assert lists
+    for packages in lists:
+        assert set(re.findall(r'"([^"]+)"', packages)) <= known
