@@ -103,6 +103,38 @@ def test_the_check_of_links_itself(text, broken):
 # --- names and files --------------------------------------------------------------
 
 
+def public_classes() -> dict[type, str]:
+    """Return the classes that mpidist exports, each with its public name."""
+    found: dict[type, str] = {}
+    for name in MODULES:
+        module = getattr(mpidist, name) if name else mpidist
+        for attribute in module.__all__:
+            value = getattr(module, attribute)
+            if isinstance(value, type):
+                path = f"mpidist.{name}.{attribute}" if name else attribute
+                found.setdefault(value, path)
+    return found
+
+
+def test_the_api_page_has_what_classes_inherit():
+    """autodoc leaves out what comes from a base, which may have no entry of its own."""
+    page = text_of(ROOT / "docs" / "api.md")
+    entries = re.findall(r"^\.\. autoclass:: (\w+).*\n((?: +:.*\n)*)", page, re.M)
+    options = dict(entries)
+    classes = public_classes()
+    for public, name in classes.items():
+        shown = {a for c in public.__mro__ if c in classes for a in vars(c)}
+        hidden = {
+            attribute
+            for base in public.__mro__
+            if base.__module__.startswith("mpidist") and base not in classes
+            for attribute in vars(base)
+            if attribute not in shown and not attribute.startswith("_")
+        }
+        if hidden:
+            assert ":inherited-members:" in options[name], f"{name}: {hidden}"
+
+
 @by_page
 def test_names_exist(page):
     for name in re.findall(r"`mpidist\.([A-Za-z_]\w*(?:\.\w+)*)", text_of(page)):
@@ -146,15 +178,7 @@ def test_files_that_comments_name_exist():
 
 def public_exceptions() -> dict[type[BaseException], str]:
     """Return the exceptions that mpidist exports, each with its public name."""
-    found: dict[type[BaseException], str] = {}
-    for name in MODULES:
-        module = getattr(mpidist, name) if name else mpidist
-        for attribute in module.__all__:
-            value = getattr(module, attribute)
-            if isinstance(value, type) and issubclass(value, BaseException):
-                path = f"mpidist.{name}.{attribute}" if name else attribute
-                found.setdefault(value, path)
-    return found
+    return {c: n for c, n in public_classes().items() if issubclass(c, BaseException)}
 
 
 def tree_of(names: dict[type[BaseException], str]) -> str:
