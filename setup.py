@@ -43,7 +43,9 @@ class SourceArchive(sdist):
         for folder in ("docs", "examples", "launch", "tests"):
             self.filelist.graft(folder)
         self.filelist.prune("docs/_build")
-        for name in ("*.md", "CITATION.cff", ".ruff.toml", ".ci/run"):
+        for name in ("*.md", "CITATION.cff", ".ci/run"):
+            self.filelist.include(name)
+        for name in (".ruff.toml", ".shellcheckrc", ".pre-commit-config.yaml"):
             self.filelist.include(name)
         self.filelist.global_exclude("*.py[co]")
         self.filelist.sort()

@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+from sphinx.util.nodes import make_refnode
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mpidist
@@ -16,6 +18,13 @@ exclude_patterns = ["_build"]
 
 # Single backticks in docstrings are names.
 default_role = "py:obj"
+# One that names nothing is a warning (`resolve`, below). Of other packages no inventory
+# is read, which would need the network.
+nitpicky = True
+nitpick_ignore_regex = [
+    (r"py:(?!obj).*", r".*"),  # types in signatures, each Python's in its own way
+    (r"py:obj", r"(collections|numpy|mpi4py|os|typing)(\..*)?"),
+]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
@@ -43,6 +52,34 @@ def show_colons(app, what, name, obj, options, lines):
     lines[:] = [line.replace(COLON, ":") for line in lines]
 
 
+def resolve(app, env, node, contnode):
+    """Link a name of another class or module, where it is clear which is meant."""
+    if node.get("refdomain") != "py":
+        return None
+    name = node["reftarget"].removesuffix("()")
+    # 1: any object whose name ends so.
+    found = env.domains["py"].find_obj(env, None, None, name, None, 1)
+    if len(found) == 1:
+        page, anchor = found[0][1].docname, found[0][1].node_id
+        return make_refnode(app.builder, node["refdoc"], page, anchor, contnode, name)
+    # Several may be meant, or one that is in the code and on no page: as it stands.
+    return contnode if found or exists(name) else None
+
+
+def exists(name):
+    """Whether mpidist has what is written so: a module of it, or `Class.attribute`."""
+    words = name.removeprefix("mpidist.").split(".")
+    found = mpidist
+    for word in words:
+        if word in getattr(found, "__annotations__", ()):
+            return word == words[-1]
+        if not hasattr(found, word):
+            return False
+        found = getattr(found, word)
+    return True
+
+
 def setup(app):
+    app.connect("missing-reference", resolve)
     app.connect("autodoc-process-docstring", hide_colons, priority=100)
     app.connect("autodoc-process-docstring", show_colons, priority=900)

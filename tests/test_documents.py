@@ -1,0 +1,268 @@
+"""What the documents name is there: links, files, names, the tree of exceptions.
+
+No test here uses the network: of links to other sites nothing is checked.
+"""
+
+from __future__ import annotations
+
+import configparser
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import ROOT
+
+import mpidist
+
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [page for page in DOCUMENTS if "_build" not in page.parts]
+FOLDERS = (".ci", ".github", "docs", "examples", "launch", "mpidist")
+FOLDERS += ("pytest_mpidist", "tests")
+MODULES = ("", "data", "experimental", "optimizers", "testing")  # the public ones
+
+by_page = pytest.mark.parametrize(
+    "page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT))
+)
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+# --- links ------------------------------------------------------------------------
+
+
+def prose(text: str) -> str:
+    """Return a page without its fenced blocks, where # begins a comment."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+
+
+def targets_of(text: str) -> list[str]:
+    """Return where the links of a page go: inline ones, references, HTML."""
+    text = re.sub(r"`[^`\n]*`", "", prose(text))
+    found = re.findall(r"\]\(<?([^)\s>]+)", text)
+    found += re.findall(r"^ {0,3}\[[^\]]+\]: *<?([^\s>]+)", text, re.M)
+    return found + re.findall(r"<\w+ [^>]*?(?:href|src)=\"([^\"]+)\"", text)
+
+
+def anchors_of(text: str) -> set[str]:
+    """Return the anchors that GitHub and MyST give to the headings of a page."""
+    anchors: set[str] = set()
+    for title in re.findall(r"^#+ +(.*?)[ #]*$", prose(text), re.M):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)
+        slug = re.sub(r"[^\w -]", "", shown).lower().replace(" ", "-")
+        number, anchor = 0, slug
+        while anchor in anchors:
+            number, anchor = number + 1, f"{slug}-{number + 1}"
+        anchors.add(anchor)
+    return anchors
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    broken = []
+    for target in targets_of(text):
+        if re.match(r"(https?|mailto):", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = page.parent / name if name else page
+        linked = text if path == page else ""
+        if path != page and path.suffix == ".md" and path.is_file():
+            linked = text_of(path)
+        there = path == page or path.exists()
+        if not there or (anchor and anchor not in anchors_of(linked)):
+            broken.append(target)
+    return broken
+
+
+@by_page
+def test_links_lead_somewhere(page):
+    assert broken_links(page, text_of(page)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "broken"),
+    [
+        ("[a](README.md) [b](docs/errors.md#errors) [c](https://x.org/#y)", []),
+        ("[a](no_such.md)", ["no_such.md"]),
+        ("[a](README.md#no-such)", ["README.md#no-such"]),
+        ("[a](LICENSE#x)", ["LICENSE#x"]),
+        ("[a\nb](no_such.md 'title')", ["no_such.md"]),
+        ("![a](no_such.png)", ["no_such.png"]),
+        ("[a][b]\n\n[b]: no_such.md", ["no_such.md"]),
+        ('<img alt="a" src="no_such.png">', ["no_such.png"]),
+        ("# `x_y`: A\n## B\n## B\n[1](#x_y-a) [2](#b) [3](#b-1)", []),
+        ("```python\n# title\n```\n[a](#title)", ["#title"]),
+        ("`x[a](b)`\n```c\nx[a](b)\n```", []),
+    ],
+)
+def test_the_check_of_links_itself(text, broken):
+    assert broken_links(ROOT / "page.md", text) == broken
+
+
+# --- names and files --------------------------------------------------------------
+
+
+def public_classes() -> dict[type, str]:
+    """Return the classes that mpidist exports, each with its public name."""
+    found: dict[type, str] = {}
+    for name in MODULES:
+        module = getattr(mpidist, name) if name else mpidist
+        for attribute in module.__all__:
+            value = getattr(module, attribute)
+            if isinstance(value, type):
+                path = f"mpidist.{name}.{attribute}" if name else attribute
+                found.setdefault(value, path)
+    return found
+
+
+def test_the_api_page_has_what_classes_inherit():
+    """autodoc leaves out what comes from a base, which may have no entry of its own."""
+    page = text_of(ROOT / "docs" / "api.md")
+    entries = re.findall(r"^\.\. autoclass:: (\w+).*\n((?: +:.*\n)*)", page, re.M)
+    options = dict(entries)
+    classes = public_classes()
+    for public, name in classes.items():
+        shown = {a for c in public.__mro__ if c in classes for a in vars(c)}
+        hidden = {
+            attribute
+            for base in public.__mro__
+            if base.__module__.startswith("mpidist") and base not in classes
+            for attribute in vars(base)
+            if attribute not in shown and not attribute.startswith("_")
+        }
+        if hidden:
+            assert ":inherited-members:" in options[name], f"{name}: {hidden}"
+
+
+@by_page
+def test_names_exist(page):
+    for name in re.findall(r"`mpidist\.([A-Za-z_]\w*(?:\.\w+)*)", text_of(page)):
+        found: Any = mpidist
+        for part in name.split("."):
+            assert hasattr(found, part), f"mpidist.{name} does not exist"
+            found = getattr(found, part)
+
+
+@by_page
+def test_files_in_code_exist(page):
+    text = text_of(page)
+    folders = "docs|examples|launch|mpidist|pytest_mpidist|tests"
+    for name in re.findall(rf"`((?:{folders})/[\w./-]*)`", text):
+        assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def test_files_that_comments_name_exist():
+    """Comments and messages send people to pages, scripts and tests by their path."""
+    pattern = re.compile(
+        r"(?<![\w./-])"
+        r"((?:docs|examples|tests|(?:pytest_)?mpidist)/[\w/.-]*?\.(?:py|md|c|h)\b"
+        r"|launch/[\w/.-]*\w)"
+    )
+    examples = {"tests/test_x.py", "examples/no_such_file.py", "launch/tset"}
+    missing = set()
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*"):
+            kinds = ("", ".py", ".c", ".h", ".sh", ".sbatch", ".yml", ".toml")
+            if not path.is_file() or path.suffix not in kinds:
+                continue
+            text = path.read_text(encoding="utf-8", errors="replace")
+            for name in pattern.findall(text):
+                if not (ROOT / name).exists() and name not in examples:
+                    missing.add(f"{path.relative_to(ROOT)}: {name}")
+    assert sorted(missing) == []
+
+
+# --- exceptions -------------------------------------------------------------------
+
+
+def public_exceptions() -> dict[type[BaseException], str]:
+    """Return the exceptions that mpidist exports, each with its public name."""
+    return {c: n for c, n in public_classes().items() if issubclass(c, BaseException)}
+
+
+def tree_of(names: dict[type[BaseException], str]) -> str:
+    """Draw the exceptions below the built-in ones that they come from.
+
+    Beside each is the first line of its docstring.
+    """
+    children: dict[type, list[type[BaseException]]] = {}
+    for error in names:
+        for base in error.__bases__:
+            children.setdefault(base, []).append(error)
+    roots = [base for base in children if base not in names]
+    drawn: list[tuple[str, str]] = []
+
+    def draw(error: type, before: str) -> None:
+        below = sorted(children.get(error, []), key=lambda child: names[child])
+        for child in below:
+            branch, indent = (
+                ("└── ", "    ") if child is below[-1] else ("├── ", "│   ")
+            )
+            first, *_ = (child.__doc__ or "").splitlines()
+            drawn.append((before + branch + names[child], first.replace("`", "")))
+            draw(child, before + indent)
+
+    for root in sorted(roots, key=lambda root: (-len(children[root]), root.__name__)):
+        drawn.append((root.__name__, ""))
+        draw(root, "")
+    width = max(len(left) for left, _ in drawn)
+    return "".join(f"{left:{width}}  {right}".rstrip() + "\n" for left, right in drawn)
+
+
+def test_the_tree_of_exceptions_is_that_of_the_code():
+    """The page has what `tree_of` draws; after a change, paste what this test shows."""
+    names = public_exceptions()
+    # An exported error whose base is not exported would be a root of its own.
+    for error in names:
+        for base in error.__bases__:
+            assert base in names or base.__module__ == "builtins", error
+    shown = re.search(
+        r"^```text\n(.*?)^```$", text_of(ROOT / "docs/errors.md"), re.M | re.S
+    )
+    assert shown is not None
+    tree = tree_of(names)
+    assert shown[1] == tree, f"docs/errors.md has to have:\n{tree}"
+
+
+def test_the_drawing_of_trees_itself():
+    class A(ValueError):  # noqa: N818 - short names show the drawing
+        """First."""
+
+    class B(A):
+        """Second of `A`.
+
+        More.
+        """
+
+    class C(ValueError):  # noqa: N818
+        """Third."""
+
+    class D(A):
+        """Fourth."""
+
+    assert tree_of({A: "A", B: "x.B", C: "C", D: "D"}) == (
+        "ValueError\n"
+        "├── A        First.\n"
+        "│   ├── D    Fourth.\n"
+        "│   └── x.B  Second of A.\n"
+        "└── C        Third.\n"
+    )
+
+
+# --- tools ------------------------------------------------------------------------
+
+
+def test_the_hooks_have_the_versions_of_the_extras():
+    """At each commit run the tools that launch/test runs, from the same version on."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    text = setup["options"]["install_requires"]
+    text += "".join(setup["options.extras_require"].values())
+    known = {line.partition(";")[0].strip() for line in text.splitlines()}
+    lists = re.findall(
+        r"additional_dependencies: \[(.*)\]", text_of(ROOT / ".pre-commit-config.yaml")
+    )
+    assert lists
+    for packages in lists:
+        assert set(re.findall(r'"([^"]+)"', packages)) <= known
