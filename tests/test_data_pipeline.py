@@ -373,9 +373,9 @@ def test_repr_tells_the_pipeline():
 )
 def test_the_plan_for_many_replicas(replicas, batch, policy, note, table):
     rows = Dataset.from_tensor_slices(np.arange(60000)).batch(batch)
-    strategy = types.SimpleNamespace(num_replicas_in_sync=replicas)
+    group = types.SimpleNamespace(num_replicas=replicas)
     policy = mpidist.data.AutoShardPolicy[policy]
-    text = describe_feed(Feed(strategy, DatasetSource(rows), 1, policy, True))
+    text = describe_feed(Feed(group, DatasetSource(rows), 1, policy, True))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert ("note" in text) == bool(note)
     assert note in " ".join(lines)

@@ -11,15 +11,16 @@ import mpidist
 from mpidist._base import function_codec
 from mpidist._merge import wire as _commands
 from mpidist._merge.object_names import Names
+from mpidist._strategy.strategy import group_of
 
 
 class Wire:
     """Rank 0 and another rank, in one process."""
 
     def __init__(self, names=None, others=None):
-        strategy = mpidist.get_strategy()
-        self.writer = _commands.Writer(strategy, self._no_values, names)
-        self.reader = _commands.Reader(strategy, others)
+        group = group_of(mpidist.get_strategy())
+        self.writer = _commands.Writer(group, self._no_values, names)
+        self.reader = _commands.Reader(group, others)
         self.writer.codes, self.reader._codes = (
             function_codec.Codes(),
             function_codec.Codes(),
