@@ -1,46 +1,4 @@
-"""merge_call: rank 0 commands, the other ranks follow.
-
-The protocol
-------------
-1. *Entry.* All ranks agree on the structure of the arguments (one header). Arrays and
-   numbers become `PerReplica` handles; each rank keeps its component under the same
-   key. Other objects are compared by a fingerprint that rides in the same header
-   (`argument_equality`): equal ones stay as they are; if any differ, all ranks
-   exchange the fingerprints, and those that differ become PerReplica of objects. The
-   code of merge_fn is compared in the same way. Where it is the same, every rank looks
-   which objects its merge_fn can reach: these have names (`object_names`).
-2. *Commands.* Rank 0 runs merge_fn. Each cross-replica verb that it calls is one
-   message to the followers: name and arguments, where what every rank has is named and
-   not copied (`wire`). Then every rank runs the verb
-   (`dispatch.execute`), which does its own agreement and moves its own data, and
-   registers its results under the same keys. *Updates* are messages too, but rank 0
-   does not wait for the others; they end together (`updates`).
-3. *End.* The last message says what merge_fn returned or raised. Values that the
-   ranks have are named by key, arrays that rank 0 made are broadcast from their
-   buffers, PerReplica that rank 0 made are scattered, the rest is in the message.
-
-When something fails
---------------------
-- merge_fn raises: the last message carries the exception; all ranks raise.
-- A verb fails: verbs fail on all ranks or on none (see `collectives`). Rank 0 raises
-  inside merge_fn, which may catch it, so the followers keep quiet and wait for the
-  next message. If merge_fn lets it through, they raise what they had, or rank 0's.
-- An update fails on a follower: it waits at the join that ends the updates. Rank 0
-  learns of it there, at the next message that is no update, or earlier: the join also
-  comes when the messages since the last one fill the ring of the core, since a rank
-  that waits there does not read them, and after a quarter of a second. Over MPI each
-  update ends with a join, since messages are collective calls there.
-- A follower can not even read a message (a function that is not importable there): it
-  joins the verb's agreement with its error flag up.
-- Rank 0 takes too long: the followers' wait for a message has the guard's deadline.
-
-Memory: when rank 0 drops a handle, its key rides along with the next command, and the
-followers drop theirs. At the end of the merge_call all are dropped.
-
-Rejected: gathering the arguments on rank 0 (the one thing that this module avoids);
-running merge_fn on every rank, as TensorFlow's multi-worker strategy does (side effects
-happen N times, and code that looks at one replica's values diverges silently).
-"""
+"""Rank 0's side of a merge_call: it runs merge_fn, and commands the other ranks."""
 
 from __future__ import annotations
 
@@ -48,22 +6,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
-import numpy as np
-
 from mpidist import _native
 from mpidist._agreement.mismatch import (
-    ErrorKind,
-    call_of,
     dump_exception,
-    load_exception,
 )
 from mpidist._base import backend, nest
-from mpidist._base.errors import CollectiveError, format_exception, on_rank
-from mpidist._base.fingerprint import fingerprint_of_numbers
-from mpidist._base.indexed_slices import IndexedSlices
+from mpidist._base.errors import format_exception
 from mpidist._merge import object_names, wire
-from mpidist._merge.argument_equality import likeness_of, print_of
-from mpidist._merge.updates import Stretch, check_update, describe, wrap
+from mpidist._merge.updates import Stretch, check_update, wrap
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0, check_arguments
 from mpidist._runtime.group import ReplicaGroup
@@ -71,17 +21,11 @@ from mpidist._runtime.registry import Key
 from mpidist._values.distributed import (
     DistributedValues,
     Mirrored,
-    PerReplica,
     own_component,
 )
-from mpidist._values.synchronization import component_of
 from mpidist._values.variable import Variable
 
-_NO_ARGUMENTS: Final = nest.flatten(((), {}))[1]
-_WITHOUT_ARGUMENTS: Final = call_of(f"merge_call {_NO_ARGUMENTS.render([])}")
-_NUMBERS: Final = "biufc"  # kinds of dtypes
 _RESERVE: Final = 256  # bytes of the ring, for a message that ends a stretch
-_NO_NAMES: Final[dict[str, Any]] = {}
 _WITH_FUNCTIONS: Final = {"update": "update", "call_for_each_replica": "run"}
 
 
@@ -362,149 +306,20 @@ def _check_mirrored(value: Mirrored) -> None:
         )
 
 
-# --- one merge_call, from all sides -------------------------------------------------
-
-
-def merge_call(
-    group: ReplicaGroup,
-    merge_fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Run ``merge_fn`` on rank 0; return this replica's part of its result.
-
-    Collective.
-    """
-    collectives = group.collectives
-    arguments, held, names = _enter(group, merge_fn, args, kwargs)
-    if collectives.comm.rank == 0:
-        coordinator = Coordinator(group, names)
-        if held:
-            coordinator.watch_all(held)
-            held.clear()  # merge_fn alone keeps its arguments
-        return _lead(group, merge_fn, arguments, coordinator)
-    del arguments
-    return _follow(group, held, names)
-
-
-_Entered = tuple[list[Any], dict[Key, Any], object_names.Names | None]
-
-
-def _enter(
-    group: ReplicaGroup,
-    merge_fn: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> _Entered:
-    """Agree on the arguments.
-
-    Returns:
-        The arguments as merge_fn sees them, the handles among them, and the names of
-        what merge_fn can reach.
-    """
-    collectives = group.collectives
-    registry = group.registry
-    if not (args or kwargs) and callable(merge_fn):
-        alike = collectives.guard.agree_softly(_WITHOUT_ARGUMENTS, print_of(merge_fn))
-        registry.next_key()
-        names = _names_of(group, merge_fn, []) if alike else None
-        return [((), {})], {}, names
-    try:
-        if not callable(merge_fn):
-            raise TypeError(
-                f"merge_call: expected `merge_fn` to be a function, got {merge_fn!r}"
-            )
-        leaves, structure = nest.flatten((args, kwargs))
-        kinds = [
-            "component"
-            if type(leaf) is np.ndarray and leaf.dtype.kind in _NUMBERS
-            else _kind_of(leaf, group)
-            for leaf in leaves
-        ]
-        prints = [print_of(merge_fn)]
-        objects = [i for i, kind in enumerate(kinds) if kind == "object"]
-        if objects:
-            known = group.public_objects
-            prints += [
-                likeness_of(leaves[i], _argument(args, kwargs, i), known)
-                for i in objects
-            ]
-    except Exception as error:
-        collectives.invalid("merge_call", error)
-    combined = fingerprint_of_numbers(prints) if objects else prints[0]
-    call = call_of(f"merge_call {structure.render(kinds)}")
-    alike = collectives.guard.agree_softly(call, combined)
-    different: set[int] = set()
-    if not alike and objects:
-        rows = collectives.comm.all_gather_integers(prints)
-        same = [len({*column}) == 1 for column in zip(*rows, strict=True)]
-        alike = same[0]
-        different = {i for i, one in zip(objects, same[1:], strict=True) if not one}
-    number = registry.next_key()
-    held: dict[Key, Any] = {}
-    seen = []
-    given = []
-    for index, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
-        if kind == "component" or index in different:
-            key = (number, index)
-            leaf = registry.wrap(PerReplica, own_component(leaf), key)
-            held[key] = leaf
-        elif kind == "object" and type(leaf) not in wire.ATOMS:
-            given.append((index, leaf))
-        seen.append(leaf)
-    names = _names_of(group, merge_fn, given) if alike else None
-    # In a list, so that who takes them out is the only one to keep them.
-    return [structure.unflatten(seen)], held, names
-
-
-def _names_of(
-    group: ReplicaGroup, merge_fn: Any, given: list[tuple[int, Any]]
-) -> object_names.Names | None:
-    """Return the names of what merge_fn can reach, and of arguments that are alike."""
-    if group.collectives.comm.size == 1:
-        return None
-    if not (given or object_names.may_reach(merge_fn)):
-        return None
-    roots = [("merge_fn", merge_fn)]
-    roots += [(f"argument {index} of merge_call", leaf) for index, leaf in given]
-    known = group.public_objects
-    return object_names.Names(roots, object_names.home_of(merge_fn), known)
-
-
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> str:
-    """Return which argument the leaf with this number is of, for messages."""
-    named = [(f"args[{i}]", x) for i, x in enumerate(args)]
-    named += [(f"kwargs[{key!r}]", kwargs[key]) for key in sorted(kwargs)]
-    for name, part in named:
-        leaves = nest.flatten(part)[0]
-        if number < len(leaves):
-            return name if len(leaves) == 1 else f"{name}, leaf {number}"
-        number -= len(leaves)
-    return "of merge_call"
-
-
-def _kind_of(leaf: Any, group: ReplicaGroup) -> str:
-    """Return what becomes of an argument; the same text on all ranks, or a mismatch."""
-    if isinstance(leaf, Variable):
-        if leaf._group is not group:
-            raise ValueError(
-                f"merge_call: {leaf!r} belongs to {leaf._group}, not to {group}"
-            )
-        return f"Variable {leaf.name!r} #{leaf._key}"
-    if isinstance(leaf, (DistributedValues, IndexedSlices)):
-        return "component"
-    if backend.is_array(leaf) or backend.is_number(leaf):
-        backend.as_array(leaf, "merge_call")
-        return "component"
-    return "object"
-
-
-def _lead(
+def lead(
     group: ReplicaGroup,
     merge_fn: Callable[..., Any],
     arguments: list[Any],
     coordinator: Coordinator,
 ) -> Any:
+    """Run merge_fn here, for all ranks; return rank 0's part of its result. Collective.
+
+    Args:
+        group: the ranks.
+        merge_fn: the function.
+        arguments: a list of its arguments and keyword arguments, which is emptied.
+        coordinator: commands the others.
+    """
     collectives = group.collectives
     args, kwargs = arguments.pop()
     frame = context.Frame(group, context.Level.COORDINATOR, coordinator=coordinator)
@@ -545,219 +360,3 @@ def _part_of(leaf: Any, coordinator: Coordinator) -> Any:
     ):
         return leaf._own
     return leaf
-
-
-def _follow(
-    group: ReplicaGroup, held: dict[Key, Any], names: object_names.Names | None
-) -> Any:
-    """Run what rank 0 commands until it says that merge_fn has ended."""
-    follower = _Follower(group, held, names)
-    try:
-        return follower.follow()
-    finally:
-        follower.stretch.leave()
-
-
-class _Follower:
-    """Another rank's side of one merge_call."""
-
-    def __init__(
-        self,
-        group: ReplicaGroup,
-        held: dict[Key, Any],
-        names: object_names.Names | None,
-    ) -> None:
-        self._group = group
-        self._collectives = group.collectives
-        self._registry = group.registry
-        self._reader = wire.Reader(group, names)
-        self._held = held
-        # What the last command has raised here. Rank 0 has raised it too.
-        self._failure: BaseException | None = None
-        self.stretch = Stretch(group)
-
-    def follow(self) -> Any:
-        collectives, stretch = self._collectives, self.stretch
-        guard = collectives.guard
-        held, kept = self._held, self._registry.kept
-        while True:
-            try:
-                data = collectives.receive_bytes(
-                    "merge_call, waiting for merge_fn on rank 0", timeout=None
-                )
-            except MemoryError as error:  # rank 0 has raised it too, and decides
-                self._failed(error)
-                continue
-            joins, kind, dropped, news, *body = wire.load(data)
-            if news:
-                self._reader.receive_news(news)
-            # From before a join to which this rank came early: rank 0 has dropped it.
-            stale = joins < stretch.joins
-            if stale or stretch.open:
-                guard.uncount()
-            if kind == "update":
-                self._update(stale, *body)
-            elif not stale:
-                failed = False
-                if stretch.open:
-                    self._failure = stretch.end()
-                    failed = self._failure is not None
-                if kind == "do" and not failed:
-                    self._failed(self._obey(*body))
-                elif kind == "return" and not failed:
-                    return self._finish(*body)
-                elif kind == "raise":
-                    pickled, trace = body
-                    rank = collectives.comm.rank
-                    raise remote_error(rank, pickled, trace, self._failure)
-            for key in dropped:
-                held.pop(key, None)
-                kept.pop(key, None)
-
-    def _finish(self, head: Any, num_arrays: int) -> Any:
-        """Return this replica's part of what merge_fn has returned."""
-        arrays = self._collectives.receive_arrays() if num_arrays else []
-        if self._failure is not None and not self._collectives.guard.enabled:
-            raise self._failure  # nobody else knows
-        if type(head) is not tuple:
-            return head
-        result = self._reader.read(head, arrays)
-        return nest.map_structure(own_component, result)
-
-    def _update(
-        self,
-        stale: bool,
-        key: Key | None,
-        function: Any,
-        arguments: Any,
-        num_arrays: int,
-        grouped: bool,
-        last: bool,
-    ) -> None:
-        """Run an update, or drop it: its result is counted in both cases."""
-        number = self._registry.next_key()
-        if stale:
-            return
-        group, stretch = self._group, self.stretch
-        stretch.begin()
-        var = fn = None
-        kind: ErrorKind = "invalid"
-        self._failed(None)
-        try:
-            arrays = self._collectives.receive_arrays() if num_arrays else []
-            var = None if key is None else wire.value_of(key, group)
-            if arguments is None:
-                fn, args, kwargs = self._read(function, arrays)
-            else:
-                fn, kwargs = self._read(function, arrays), _NO_NAMES
-                args = self._reader.arguments(arguments)
-            kind = "raised"
-            result = stretch.run(number, var, fn, args, kwargs, grouped)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            if self._collectives.guard.broken:
-                raise
-            what = "an update" if kind == "invalid" else describe(var, fn)
-            if isinstance(error, CollectiveError):
-                kind = "agreed"
-            else:
-                rank = self._collectives.comm.rank
-                error.add_note(on_rank(rank, f"raised in {what}, called by merge_fn"))
-            self._failed(stretch.end(error, kind, what))
-            return
-        if result is not None and type(result) is not Variable:
-            self._hold(wrap(group, result, number, grouped))
-        if last and stretch.open:
-            self._failed(stretch.end())
-
-    def _read(self, head: Any, arrays: list[Any]) -> Any:
-        if head[0] == "fn":
-            return self._reader.read(head, arrays)
-        # What is unpickled may be the user's code.
-        with context.entered(self._group.cross_frame):
-            return self._reader.read(head, arrays)
-
-    def _failed(self, error: BaseException | None) -> None:
-        """Note what the last command has raised here."""
-        # With the guard off the first one: rank 0 goes on, and does not know.
-        if self._failure is None or self._collectives.guard.enabled:
-            self._failure = error
-
-    def _obey(self, name: str, head: Any, num_arrays: int) -> BaseException | None:
-        """Run one command. What it raises, rank 0 has raised too, and decides about."""
-        group, collectives = self._group, self._collectives
-        try:
-            arrays = collectives.receive_arrays() if num_arrays else []
-            with context.entered(group.cross_frame):
-                try:
-                    args = self._reader.read(head, arrays)
-                except Exception as error:
-                    collectives.invalid(f"the coordinator's {name}", error)
-                result = dispatch.execute(group, name, args)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            if collectives.guard.broken:
-                raise
-            return error
-        self._hold(result)
-        for value in args:
-            if isinstance(value, OnRank0) and isinstance(
-                value.value, DistributedValues
-            ):
-                self._held[value.value._key] = value.value
-        return None
-
-    def _hold(self, result: Any) -> None:
-        """Keep the values of a result, to which rank 0 may refer."""
-        for leaf in nest.flatten(result)[0]:
-            if isinstance(leaf, DistributedValues):
-                self._held[leaf._key] = leaf
-            elif isinstance(leaf, Variable):
-                # Rank 0 may keep it for later merge_calls, as an optimizer its slots.
-                self._registry.kept[leaf._key] = leaf
-
-
-def remote_error(
-    rank: int, data: bytes, trace: str, failure: BaseException | None
-) -> BaseException:
-    """Return what a follower raises when merge_fn has raised on rank 0."""
-    error = load_exception(data, trace)
-    own = failure is not None and not isinstance(failure, CollectiveError)
-    if own and isinstance(error, CollectiveError) and failure is not None:
-        return failure  # it was this rank's own function that failed
-    if error is None:
-        last = trace.strip().splitlines()[-1] if trace.strip() else "unknown"
-        return CollectiveError(
-            f"[rank {rank}] merge_fn raised on rank 0: {last}\n{trace}"
-        )
-    error.add_note(f"[rank {rank}] merge_fn raised this on rank 0, as shown above")
-    return error
-
-
-# --- the verbs that only the coordinator needs ----------------------------------------
-
-
-@dispatch.verb("collect")
-def _collect(group: ReplicaGroup, values: list[DistributedValues]) -> Any:
-    """Return the components of values: on rank 0, a column for each value."""
-    collectives = group.collectives
-    own = [component_of(value) for value in values]
-    rows = collectives.collect(own, "experimental_local_results")
-    return [list(column) for column in zip(*rows, strict=True)]
-
-
-@dispatch.verb("scatter")
-def _scatter(group: ReplicaGroup, marked: OnRank0, mirrored: bool) -> None:
-    """Give each rank its component of a value that rank 0 made."""
-    collectives = group.collectives
-    registry = group.registry
-    value = marked.value
-    rows = None if value is None else [[component] for component in value._all]
-    (own,) = collectives.scatter(rows, "scatter a PerReplica of the coordinator")
-    key = (registry.next_key(), 0)
-    if value is None:
-        marked.value = registry.wrap(Mirrored if mirrored else PerReplica, own, key)
-    else:
-        registry.add(key, value)

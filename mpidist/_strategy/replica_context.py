@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from mpidist._base.options import CommunicationOptions, ReduceOp, as_reduce_op
-from mpidist._merge import coordinator, updates
+from mpidist._merge import updates
+from mpidist._merge.merge_call import merge_call
 from mpidist._runtime import context
 from mpidist._runtime.dispatch import check_arguments
 from mpidist._runtime.group import ReplicaGroup
@@ -218,7 +219,7 @@ class ReplicaContext:
         if not group.is_mpi:
             with context.entered(group.cross_frame):
                 return merge_fn(self._strategy, *args, **kwargs)
-        return coordinator.merge_call(group, merge_fn, tuple(args), kwargs)
+        return merge_call(group, merge_fn, tuple(args), kwargs)
 
     def _require_current(self, call: str) -> None:
         frame = context.current()

@@ -1,0 +1,215 @@
+"""The other ranks' side of a merge_call: they run what rank 0 commands."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from mpidist._agreement.mismatch import (
+    ErrorKind,
+    load_exception,
+)
+from mpidist._base import nest
+from mpidist._base.errors import CollectiveError, on_rank
+from mpidist._merge import object_names, wire
+from mpidist._merge.updates import Stretch, describe, wrap
+from mpidist._runtime import context, dispatch
+from mpidist._runtime.dispatch import OnRank0
+from mpidist._runtime.group import ReplicaGroup
+from mpidist._runtime.registry import Key
+from mpidist._values.distributed import (
+    DistributedValues,
+    own_component,
+)
+from mpidist._values.variable import Variable
+
+_NO_NAMES: Final[dict[str, Any]] = {}
+
+
+def follow(
+    group: ReplicaGroup, held: dict[Key, Any], names: object_names.Names | None
+) -> Any:
+    """Run what rank 0 commands, until it says that merge_fn has ended."""
+    follower = Follower(group, held, names)
+    try:
+        return follower.follow()
+    finally:
+        follower.stretch.leave()
+
+
+class Follower:
+    """Another rank's side of one merge_call."""
+
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        held: dict[Key, Any],
+        names: object_names.Names | None,
+    ) -> None:
+        self._group = group
+        self._collectives = group.collectives
+        self._registry = group.registry
+        self._reader = wire.Reader(group, names)
+        self._held = held
+        # What the last command has raised here. Rank 0 has raised it too.
+        self._failure: BaseException | None = None
+        self.stretch = Stretch(group)
+
+    def follow(self) -> Any:
+        """Run commands until merge_fn has ended; return this replica's part."""
+        collectives, stretch = self._collectives, self.stretch
+        guard = collectives.guard
+        held, kept = self._held, self._registry.kept
+        while True:
+            try:
+                data = collectives.receive_bytes(
+                    "merge_call, waiting for merge_fn on rank 0", timeout=None
+                )
+            except MemoryError as error:  # rank 0 has raised it too, and decides
+                self._failed(error)
+                continue
+            joins, kind, dropped, news, *body = wire.load(data)
+            if news:
+                self._reader.receive_news(news)
+            # From before a join to which this rank came early: rank 0 has dropped it.
+            stale = joins < stretch.joins
+            if stale or stretch.open:
+                guard.uncount()
+            if kind == "update":
+                self._update(stale, *body)
+            elif not stale:
+                failed = False
+                if stretch.open:
+                    self._failure = stretch.end()
+                    failed = self._failure is not None
+                if kind == "do" and not failed:
+                    self._failed(self._obey(*body))
+                elif kind == "return" and not failed:
+                    return self._finish(*body)
+                elif kind == "raise":
+                    pickled, trace = body
+                    rank = collectives.comm.rank
+                    raise remote_error(rank, pickled, trace, self._failure)
+            for key in dropped:
+                held.pop(key, None)
+                kept.pop(key, None)
+
+    def _finish(self, head: Any, num_arrays: int) -> Any:
+        """Return this replica's part of what merge_fn has returned."""
+        arrays = self._collectives.receive_arrays() if num_arrays else []
+        if self._failure is not None and not self._collectives.guard.enabled:
+            raise self._failure  # nobody else knows
+        if type(head) is not tuple:
+            return head
+        result = self._reader.read(head, arrays)
+        return nest.map_structure(own_component, result)
+
+    def _update(
+        self,
+        stale: bool,
+        key: Key | None,
+        function: Any,
+        arguments: Any,
+        num_arrays: int,
+        grouped: bool,
+        last: bool,
+    ) -> None:
+        """Run an update, or drop it: its result is counted in both cases."""
+        number = self._registry.next_key()
+        if stale:
+            return
+        group, stretch = self._group, self.stretch
+        stretch.begin()
+        var = fn = None
+        kind: ErrorKind = "invalid"
+        self._failed(None)
+        try:
+            arrays = self._collectives.receive_arrays() if num_arrays else []
+            var = None if key is None else wire.value_of(key, group)
+            if arguments is None:
+                fn, args, kwargs = self._read(function, arrays)
+            else:
+                fn, kwargs = self._read(function, arrays), _NO_NAMES
+                args = self._reader.arguments(arguments)
+            kind = "raised"
+            result = stretch.run(number, var, fn, args, kwargs, grouped)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            if self._collectives.guard.broken:
+                raise
+            what = "an update" if kind == "invalid" else describe(var, fn)
+            if isinstance(error, CollectiveError):
+                kind = "agreed"
+            else:
+                rank = self._collectives.comm.rank
+                error.add_note(on_rank(rank, f"raised in {what}, called by merge_fn"))
+            self._failed(stretch.end(error, kind, what))
+            return
+        if result is not None and type(result) is not Variable:
+            self._hold(wrap(group, result, number, grouped))
+        if last and stretch.open:
+            self._failed(stretch.end())
+
+    def _read(self, head: Any, arrays: list[Any]) -> Any:
+        if head[0] == "fn":
+            return self._reader.read(head, arrays)
+        # What is unpickled may be the user's code.
+        with context.entered(self._group.cross_frame):
+            return self._reader.read(head, arrays)
+
+    def _failed(self, error: BaseException | None) -> None:
+        """Note what the last command has raised here."""
+        # With the guard off the first one: rank 0 goes on, and does not know.
+        if self._failure is None or self._collectives.guard.enabled:
+            self._failure = error
+
+    def _obey(self, name: str, head: Any, num_arrays: int) -> BaseException | None:
+        """Run one command. What it raises, rank 0 has raised too, and decides about."""
+        group, collectives = self._group, self._collectives
+        try:
+            arrays = collectives.receive_arrays() if num_arrays else []
+            with context.entered(group.cross_frame):
+                try:
+                    args = self._reader.read(head, arrays)
+                except Exception as error:
+                    collectives.invalid(f"the coordinator's {name}", error)
+                result = dispatch.execute(group, name, args)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            if collectives.guard.broken:
+                raise
+            return error
+        self._hold(result)
+        for value in args:
+            if isinstance(value, OnRank0) and isinstance(
+                value.value, DistributedValues
+            ):
+                self._held[value.value._key] = value.value
+        return None
+
+    def _hold(self, result: Any) -> None:
+        """Keep the values of a result, to which rank 0 may refer."""
+        for leaf in nest.flatten(result)[0]:
+            if isinstance(leaf, DistributedValues):
+                self._held[leaf._key] = leaf
+            elif isinstance(leaf, Variable):
+                # Rank 0 may keep it for later merge_calls, as an optimizer its slots.
+                self._registry.kept[leaf._key] = leaf
+
+
+def remote_error(
+    rank: int, data: bytes, trace: str, failure: BaseException | None
+) -> BaseException:
+    """Return what a follower raises when merge_fn has raised on rank 0."""
+    error = load_exception(data, trace)
+    own = failure is not None and not isinstance(failure, CollectiveError)
+    if own and isinstance(error, CollectiveError) and failure is not None:
+        return failure  # it was this rank's own function that failed
+    if error is None:
+        last = trace.strip().splitlines()[-1] if trace.strip() else "unknown"
+        return CollectiveError(
+            f"[rank {rank}] merge_fn raised on rank 0: {last}\n{trace}"
+        )
+    error.add_note(f"[rank {rank}] merge_fn raised this on rank 0, as shown above")
+    return error

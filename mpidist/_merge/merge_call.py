@@ -1,0 +1,238 @@
+"""merge_call: rank 0 commands, the other ranks follow.
+
+The protocol
+------------
+1. *Entry.* All ranks agree on the structure of the arguments (one header). Arrays and
+   numbers become `PerReplica` handles; each rank keeps its component under the same
+   key. Other objects are compared by a fingerprint that rides in the same header
+   (`argument_equality`): equal ones stay as they are; if any differ, all ranks
+   exchange the fingerprints, and those that differ become PerReplica of objects. The
+   code of merge_fn is compared in the same way. Where it is the same, every rank looks
+   which objects its merge_fn can reach: these have names (`object_names`).
+2. *Commands.* Rank 0 runs merge_fn. Each cross-replica verb that it calls is one
+   message to the followers: name and arguments, where what every rank has is named and
+   not copied (`wire`). Then every rank runs the verb
+   (`dispatch.execute`), which does its own agreement and moves its own data, and
+   registers its results under the same keys. *Updates* are messages too, but rank 0
+   does not wait for the others; they end together (`updates`).
+3. *End.* The last message says what merge_fn returned or raised. Values that the
+   ranks have are named by key, arrays that rank 0 made are broadcast from their
+   buffers, PerReplica that rank 0 made are scattered, the rest is in the message.
+
+When something fails
+--------------------
+- merge_fn raises: the last message carries the exception; all ranks raise.
+- A verb fails: verbs fail on all ranks or on none (see `collectives`). Rank 0 raises
+  inside merge_fn, which may catch it, so the followers keep quiet and wait for the
+  next message. If merge_fn lets it through, they raise what they had, or rank 0's.
+- An update fails on a follower: it waits at the join that ends the updates. Rank 0
+  learns of it there, at the next message that is no update, or earlier: the join also
+  comes when the messages since the last one fill the ring of the core, since a rank
+  that waits there does not read them, and after a quarter of a second. Over MPI each
+  update ends with a join, since messages are collective calls there.
+- A follower can not even read a message (a function that is not importable there): it
+  joins the verb's agreement with its error flag up.
+- Rank 0 takes too long: the followers' wait for a message has the guard's deadline.
+
+Memory: when rank 0 drops a handle, its key rides along with the next command, and the
+followers drop theirs. At the end of the merge_call all are dropped.
+
+Rejected: gathering the arguments on rank 0 (the one thing that this module avoids);
+running merge_fn on every rank, as TensorFlow's multi-worker strategy does (side effects
+happen N times, and code that looks at one replica's values diverges silently).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from mpidist._agreement.mismatch import (
+    call_of,
+)
+from mpidist._base import backend, nest
+from mpidist._base.fingerprint import fingerprint_of_numbers
+from mpidist._base.indexed_slices import IndexedSlices
+from mpidist._merge import object_names, wire
+from mpidist._merge.argument_equality import likeness_of, print_of
+from mpidist._merge.coordinator import Coordinator, lead
+from mpidist._merge.follower import follow
+from mpidist._runtime import dispatch
+from mpidist._runtime.dispatch import OnRank0
+from mpidist._runtime.group import ReplicaGroup
+from mpidist._runtime.registry import Key
+from mpidist._values.distributed import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    own_component,
+)
+from mpidist._values.synchronization import component_of
+from mpidist._values.variable import Variable
+
+_NO_ARGUMENTS: Final = nest.flatten(((), {}))[1]
+_WITHOUT_ARGUMENTS: Final = call_of(f"merge_call {_NO_ARGUMENTS.render([])}")
+_NUMBERS: Final = "biufc"  # kinds of dtypes
+
+
+def merge_call(
+    group: ReplicaGroup,
+    merge_fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run ``merge_fn`` on rank 0; return this replica's part of its result.
+
+    Collective.
+    """
+    collectives = group.collectives
+    arguments, held, names = _enter(group, merge_fn, args, kwargs)
+    if collectives.comm.rank == 0:
+        coordinator = Coordinator(group, names)
+        if held:
+            coordinator.watch_all(held)
+            held.clear()  # merge_fn alone keeps its arguments
+        return lead(group, merge_fn, arguments, coordinator)
+    del arguments
+    return follow(group, held, names)
+
+
+_Entered = tuple[list[Any], dict[Key, Any], object_names.Names | None]
+
+
+def _enter(
+    group: ReplicaGroup,
+    merge_fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> _Entered:
+    """Agree on the arguments.
+
+    Returns:
+        The arguments as merge_fn sees them, the handles among them, and the names of
+        what merge_fn can reach.
+    """
+    collectives = group.collectives
+    registry = group.registry
+    if not (args or kwargs) and callable(merge_fn):
+        alike = collectives.guard.agree_softly(_WITHOUT_ARGUMENTS, print_of(merge_fn))
+        registry.next_key()
+        names = _names_of(group, merge_fn, []) if alike else None
+        return [((), {})], {}, names
+    try:
+        if not callable(merge_fn):
+            raise TypeError(
+                f"merge_call: expected `merge_fn` to be a function, got {merge_fn!r}"
+            )
+        leaves, structure = nest.flatten((args, kwargs))
+        kinds = [
+            "component"
+            if type(leaf) is np.ndarray and leaf.dtype.kind in _NUMBERS
+            else _kind_of(leaf, group)
+            for leaf in leaves
+        ]
+        prints = [print_of(merge_fn)]
+        objects = [i for i, kind in enumerate(kinds) if kind == "object"]
+        if objects:
+            known = group.public_objects
+            prints += [
+                likeness_of(leaves[i], _argument(args, kwargs, i), known)
+                for i in objects
+            ]
+    except Exception as error:
+        collectives.invalid("merge_call", error)
+    combined = fingerprint_of_numbers(prints) if objects else prints[0]
+    call = call_of(f"merge_call {structure.render(kinds)}")
+    alike = collectives.guard.agree_softly(call, combined)
+    different: set[int] = set()
+    if not alike and objects:
+        rows = collectives.comm.all_gather_integers(prints)
+        same = [len({*column}) == 1 for column in zip(*rows, strict=True)]
+        alike = same[0]
+        different = {i for i, one in zip(objects, same[1:], strict=True) if not one}
+    number = registry.next_key()
+    held: dict[Key, Any] = {}
+    seen = []
+    given = []
+    for index, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
+        if kind == "component" or index in different:
+            key = (number, index)
+            leaf = registry.wrap(PerReplica, own_component(leaf), key)
+            held[key] = leaf
+        elif kind == "object" and type(leaf) not in wire.ATOMS:
+            given.append((index, leaf))
+        seen.append(leaf)
+    names = _names_of(group, merge_fn, given) if alike else None
+    # In a list, so that who takes them out is the only one to keep them.
+    return [structure.unflatten(seen)], held, names
+
+
+def _names_of(
+    group: ReplicaGroup, merge_fn: Any, given: list[tuple[int, Any]]
+) -> object_names.Names | None:
+    """Return the names of what merge_fn can reach, and of arguments that are alike."""
+    if group.collectives.comm.size == 1:
+        return None
+    if not (given or object_names.may_reach(merge_fn)):
+        return None
+    roots = [("merge_fn", merge_fn)]
+    roots += [(f"argument {index} of merge_call", leaf) for index, leaf in given]
+    known = group.public_objects
+    return object_names.Names(roots, object_names.home_of(merge_fn), known)
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> str:
+    """Return which argument the leaf with this number is of, for messages."""
+    named = [(f"args[{i}]", x) for i, x in enumerate(args)]
+    named += [(f"kwargs[{key!r}]", kwargs[key]) for key in sorted(kwargs)]
+    for name, part in named:
+        leaves = nest.flatten(part)[0]
+        if number < len(leaves):
+            return name if len(leaves) == 1 else f"{name}, leaf {number}"
+        number -= len(leaves)
+    return "of merge_call"
+
+
+def _kind_of(leaf: Any, group: ReplicaGroup) -> str:
+    """Return what becomes of an argument; the same text on all ranks, or a mismatch."""
+    if isinstance(leaf, Variable):
+        if leaf._group is not group:
+            raise ValueError(
+                f"merge_call: {leaf!r} belongs to {leaf._group}, not to {group}"
+            )
+        return f"Variable {leaf.name!r} #{leaf._key}"
+    if isinstance(leaf, (DistributedValues, IndexedSlices)):
+        return "component"
+    if backend.is_array(leaf) or backend.is_number(leaf):
+        backend.as_array(leaf, "merge_call")
+        return "component"
+    return "object"
+
+
+# --- the verbs that only the coordinator needs ----------------------------------------
+
+
+@dispatch.verb("collect")
+def _collect(group: ReplicaGroup, values: list[DistributedValues]) -> Any:
+    """Return the components of values: on rank 0, a column for each value."""
+    collectives = group.collectives
+    own = [component_of(value) for value in values]
+    rows = collectives.collect(own, "experimental_local_results")
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+@dispatch.verb("scatter")
+def _scatter(group: ReplicaGroup, marked: OnRank0, mirrored: bool) -> None:
+    """Give each rank its component of a value that rank 0 made."""
+    collectives = group.collectives
+    registry = group.registry
+    value = marked.value
+    rows = None if value is None else [[component] for component in value._all]
+    (own,) = collectives.scatter(rows, "scatter a PerReplica of the coordinator")
+    key = (registry.next_key(), 0)
+    if value is None:
+        marked.value = registry.wrap(Mirrored if mirrored else PerReplica, own, key)
+    else:
+        registry.add(key, value)
