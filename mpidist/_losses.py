@@ -54,7 +54,7 @@ def global_batch_size(batch: Any) -> int:
     return total
 
 
-@dispatch.verb(_SIZE)
+@dispatch.operation(_SIZE)
 def _global_batch_size(group: ReplicaGroup, batch: Any) -> int:
     try:
         leaves, structure = nest.flatten(batch)

@@ -11,7 +11,7 @@ from replicas import context, everywhere, own
 import mpidist
 from mpidist import _native
 from mpidist._mpi import collective_release
-from mpidist._mpi.collective_release import Holding
+from mpidist._mpi.collective_release import CollectiveResource
 from mpidist._strategy.strategy import group_of
 
 SHARED = mpidist.experimental.CommunicationImplementation.SHARED
@@ -40,15 +40,15 @@ def settle_with(*others):
         theirs = [pickle.dumps(other) for other in others] if len(rounds) == 1 else []
         return [mine, *theirs]
 
-    collective_release.settle(gather)
+    collective_release.release_unused(gather)
     return rounds
 
 
 def test_what_all_its_ranks_have_dropped_goes_in_the_order_of_keys(held):
     freed = []
     for key, ranks in ((b"c", 2), (b"a", 2), (b"b", 3), (b"d", 1)):
-        Holding(key, ranks, lambda: False, lambda key=key: freed.append(key))
-    Holding(b"e", 2, lambda: True, lambda: freed.append(b"e"))
+        CollectiveResource(key, ranks, lambda: False, lambda key=key: freed.append(key))
+    CollectiveResource(b"e", 2, lambda: True, lambda: freed.append(b"e"))
     settle_with([(b"a", 2), (b"b", 3), (b"e", 2)], [(b"c", 2)])
     # b lacks a rank, e is in use here.
     assert freed == [b"a", b"c", b"d"]
@@ -57,8 +57,10 @@ def test_what_all_its_ranks_have_dropped_goes_in_the_order_of_keys(held):
 
 def test_what_is_free_because_another_went_goes_in_the_same_settlement(held):
     freed = []
-    Holding(b"comm", 1, lambda: False, lambda: freed.append("comm"))
-    Holding(b"a window", 1, lambda: "comm" not in freed, lambda: freed.append("window"))
+    CollectiveResource(b"comm", 1, lambda: False, lambda: freed.append("comm"))
+    CollectiveResource(
+        b"a window", 1, lambda: "comm" not in freed, lambda: freed.append("window")
+    )
     rounds = settle_with()
     assert freed == ["comm", "window"]
     assert rounds == [[(b"comm", 1)], [(b"a window", 1)], []]
@@ -79,9 +81,9 @@ def segments():
     return sum("/dev/shm/mpidist-" in line for line in maps.splitlines())
 
 
-def settle(strategy):
+def release_unused(strategy):
     gc.collect()
-    group_of(strategy).communicator.settle()
+    group_of(strategy).communicator.release_unused()
 
 
 def needs_one_node(strategy):
@@ -98,7 +100,7 @@ def options(implementation=SHARED):
 @mpi
 @core
 def test_a_closed_strategy_gives_all_back(strategy, size):
-    settle(strategy)
+    release_unused(strategy)
     count, mapped = collective_release.count(), segments()
     one = mpidist.MPIStrategy(communication_options=options())
     assert collective_release.count() == count + 1
@@ -110,7 +112,7 @@ def test_a_closed_strategy_gives_all_back(strategy, size):
 @mpi
 @core
 def test_strategies_that_are_dropped_leak_nothing(strategy, rank, size):
-    settle(strategy)
+    release_unused(strategy)
     count, mapped = collective_release.count(), segments()
     most = 0
     for number in range(30):
@@ -125,7 +127,7 @@ def test_strategies_that_are_dropped_leak_nothing(strategy, rank, size):
     assert most <= count + 30
     reference = weakref.ref(one)
     del one, variable
-    settle(strategy)
+    release_unused(strategy)
     assert reference() is None
     assert (collective_release.count(), segments()) == (count, mapped)
 
@@ -135,7 +137,7 @@ def test_strategies_that_are_dropped_leak_nothing(strategy, rank, size):
 def test_groups_of_ranks(strategy, rank, size):
     from mpi4py import MPI
 
-    settle(strategy)
+    release_unused(strategy)
     count = collective_release.count()
     halves = MPI.COMM_WORLD.Split(rank % 2)
     pairs = MPI.COMM_WORLD.Split(rank // 2)
@@ -150,7 +152,7 @@ def test_groups_of_ranks(strategy, rank, size):
         gc.collect()
     if rank == 0:  # keeps one of its groups, which may not go on the others either
         kept = mpidist.MPIStrategy(MPI.COMM_SELF)
-    settle(strategy)
+    release_unused(strategy)
     assert collective_release.count() == count + (rank == 0)
     if rank == 0:
         kept.close()
@@ -161,7 +163,7 @@ def test_groups_of_ranks(strategy, rank, size):
 @mpi
 @core
 def test_what_one_rank_still_uses_stays_on_all(strategy, rank, size):
-    settle(strategy)
+    release_unused(strategy)
     count = collective_release.count()
     one = mpidist.MPIStrategy(communication_options=options())
     made = collective_release.count()
@@ -170,21 +172,21 @@ def test_what_one_rank_still_uses_stays_on_all(strategy, rank, size):
         made -= 1  # nobody uses the memory of this node, which rank 0 is not on
     if rank:
         del one
-    settle(strategy)
+    release_unused(strategy)
     assert collective_release.count() == made
     if rank == 0:
         del one
-    settle(strategy)
+    release_unused(strategy)
     assert collective_release.count() == count
 
 
 @mpi
 def test_one_that_could_not_be_made_is_given_back(strategy):
-    settle(strategy)
+    release_unused(strategy)
     count = collective_release.count()
     with pytest.raises(ValueError, match="expected `device`"):
         mpidist.MPIStrategy(device="tpu")
-    settle(strategy)
+    release_unused(strategy)
     assert collective_release.count() == count
 
 
@@ -192,7 +194,7 @@ def test_one_that_could_not_be_made_is_given_back(strategy):
 @core
 def test_buffers_keep_their_memory_after_the_strategy(strategy, rank, size):
     needs_one_node(strategy)
-    settle(strategy)
+    release_unused(strategy)
     count, mapped = collective_release.count(), segments()
     one = mpidist.MPIStrategy(communication_options=options())
     buffers = one.buffers_like({"a": np.zeros(5000), "b": np.zeros((3, 4), "f4")})
@@ -202,12 +204,12 @@ def test_buffers_keep_their_memory_after_the_strategy(strategy, rank, size):
     with pytest.raises(RuntimeError, match="closed"):
         one.run(lambda x=view: context().all_reduce("SUM", x))
     del one, buffers
-    settle(strategy)
+    release_unused(strategy)
     assert segments() > mapped or size == 1 or not _native.available()
     assert (view == rank).all()
     everywhere(None)  # nobody writes over what another still looks at
     del view
-    settle(strategy)
+    release_unused(strategy)
     assert (collective_release.count(), segments()) == (count, mapped)
 
 
@@ -224,5 +226,5 @@ def test_buffers_that_are_dropped_give_their_memory_back(strategy, new_strategy,
         assert (total[0] == one.num_replicas_in_sync).all()
         assert collective_release.count() <= count + 2
         del buffers
-    settle(one)
+    release_unused(one)
     assert (collective_release.count(), segments()) == (count, mapped)

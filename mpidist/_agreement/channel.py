@@ -30,13 +30,13 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from mpidist._mpi.header_words import (
+    FINGERPRINT,
     FLAG,
     LATENESS,
     MOST,
-    NOT_PRINT,
+    NOT_FINGERPRINT,
     NOT_SOFT,
     PATIENCE,
-    PRINT,
     SOFT,
     WORDS,
     pack,
@@ -217,7 +217,7 @@ class MessageChannel:
         words[FLAG] = flag
         words[LATENESS] = self._take_lateness()
         words[PATIENCE] = -(patience_ms or _FOR_EVER)
-        words[PRINT], words[NOT_PRINT] = fingerprint, ~fingerprint
+        words[FINGERPRINT], words[NOT_FINGERPRINT] = fingerprint, ~fingerprint
         words[SOFT], words[NOT_SOFT] = soft, ~soft
         words[MOST] = most
         self._request = self._comm.start_header(words)
@@ -272,7 +272,7 @@ class MessageChannel:
     def _judge(self) -> int:
         words = self._request.result
         flag = int(words[FLAG]) & 1
-        same = int(words[PRINT]) == ~int(words[NOT_PRINT])
+        same = int(words[FINGERPRINT]) == ~int(words[NOT_FINGERPRINT])
         soft = int(words[SOFT]) == ~int(words[NOT_SOFT])
         self.verdict = (flag, int(same), int(soft), 0, int(words[MOST]))
         if 2 * words[LATENESS] >= -words[PATIENCE]:

@@ -120,16 +120,16 @@ class Part:
 
     kind: ErrorKind = "invalid"
     text: str | Callable[[], str] = ""
-    print = 0
+    fingerprint = 0
 
-    def came_out(self, text: str | Callable[[], str], number: int) -> None:
+    def set_result(self, text: str | Callable[[], str], number: int) -> None:
         """Say what came out, which must be the same on all ranks.
 
         Args:
             text: it, or a function that gives it, for the message where it differs.
             number: 62 bits that differ where it does.
         """
-        self.text, self.print = text, number
+        self.text, self.fingerprint = text, number
 
 
 class _Leading:
@@ -181,8 +181,8 @@ class Guard:
         self.blocked = False
         self._broken = ""
         self._leading = False
-        # Sections that this rank is in: stretches that end with a `join`. Those above
-        # the floor are given up, because some rank is not in them.
+        # Sections that this rank is in: parts of the program that end with a `join`.
+        # Those above the floor are given up, because some rank is not in them.
         self.patience_ms = int(timeout_seconds * 1000)
         self._depth = 0
         self._floor = _NO_FLOOR
@@ -341,10 +341,10 @@ class Guard:
             status = exchange(patience)
         except BaseException as error:
             raise self.leave_payload(call, error) from None
-        self.settle(status, exchange)
+        self.conclude(status, exchange)
         return bool(channel.verdict[3])
 
-    def settle(self, status: int | None, exchange: Callable[[int], int]) -> None:
+    def conclude(self, status: int | None, exchange: Callable[[int], int]) -> None:
         """Deal with the status of a header exchanged after `enter`. Collective.
 
         Args:
@@ -486,7 +486,7 @@ class Guard:
         return self._floor < self._depth
 
     def enter_section(self) -> None:
-        """Enter a stretch of the program that every rank enters, and ends by `join`."""
+        """Enter a part of the program that every rank enters, and ends by `join`."""
         self._depth += 1
         if self._floor is not _NO_FLOOR:
             self._look_at_blocks()
@@ -522,7 +522,7 @@ class Guard:
                 error = raised
                 if isinstance(error, CollectiveError):
                     part.kind = "agreed"
-            error = self.join(call, error, part.kind, part.text, part.print)
+            error = self.join(call, error, part.kind, part.text, part.fingerprint)
         finally:
             self.leave_section()
         if error is not None:

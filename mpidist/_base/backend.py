@@ -63,7 +63,7 @@ def select_device(request: object, local_rank: int) -> Device:
 
     Args:
         request: "auto", "cpu", "gpu" or "gpu:K".
-        local_rank: this rank's number on its node; ranks are dealt to GPUs in turn.
+        local_rank: this rank's number on its node; ranks are dealt to GPUs in seed.
 
     Raises:
         TypeError, ValueError: for another request.
@@ -363,16 +363,16 @@ def sample(x: Any) -> str:
     return f"{describe(x)} with checksum {checksum:x}"
 
 
-def print_of(x: Any, turn: int) -> int:
+def fingerprint_of_array(x: Any, seed: int) -> int:
     """Return a fingerprint that differs where values or dtypes differ, as a rule.
 
     It is the same on every rank, and for arrays on the host and on a GPU. Of arrays of
     more than 64 KiB it looks at the ends, and at some words that are spread over the
-    array: at others in another turn.
+    array: at others in another seed.
 
     Args:
         x: the array.
-        turn: a number that is the same on all ranks.
+        seed: a number that is the same on all ranks.
     """
     raw = value_bytes(x)
     char = ord(x.dtype.char)
@@ -381,7 +381,7 @@ def print_of(x: Any, turn: int) -> int:
     words = raw[: raw.size // 8 * 8].view(np.uint64)
     if words.size > _MOST_WORDS:
         step = max(_LEAST_STEP, int(words.size) // _MOST_WORDS)
-        words = words[turn % step :: step]
+        words = words[seed % step :: step]
     total = int(words.sum(dtype=np.uint64))
     ends = to_host(raw[:_END_BYTES]), to_host(raw[-_END_BYTES:])
     return _mixed(char, zlib.crc32(ends[1], zlib.crc32(ends[0])), total)
@@ -392,8 +392,8 @@ def _mixed(char: int, ends: int, total: int) -> int:
     return (total * 0x9E3779B97F4A7C15 + (char << 32 | ends)) & 0x3FFFFFFFFFFFFFFF
 
 
-def printer(x: Any) -> Callable[[int], int]:
-    """Return a function that gives `print_of` for a turn.
+def fingerprinter(x: Any) -> Callable[[int], int]:
+    """Return a function that gives `fingerprint_of_array` for a seed.
 
     For arrays that live long: views of the array are made once.
 
@@ -401,12 +401,12 @@ def printer(x: Any) -> Callable[[int], int]:
         x: an array in C order, which keeps its address.
     """
     if is_device_array(x) or x.dtype.char in "gG":
-        return lambda turn: print_of(x, turn)
+        return lambda seed: fingerprint_of_array(x, seed)
     raw, char = as_bytes(x), ord(x.dtype.char)
     checksum = zlib.crc32
     if raw.size <= _SMALL_BYTES:
         view = memoryview(raw)
-        return lambda turn: char << 32 | checksum(view)
+        return lambda seed: char << 32 | checksum(view)
     words = raw[: raw.size // 8 * 8].view(np.uint64)
     step = 1
     if words.size > _MOST_WORDS:
@@ -414,8 +414,8 @@ def printer(x: Any) -> Callable[[int], int]:
     first, last = memoryview(raw[:_END_BYTES]), memoryview(raw[-_END_BYTES:])
     add = np.add.reduce
 
-    def look(turn: int) -> int:
-        total = int(add(words[turn % step :: step] if step > 1 else words))
+    def look(seed: int) -> int:
+        total = int(add(words[seed % step :: step] if step > 1 else words))
         return _mixed(char, checksum(last, checksum(first)), total)
 
     return look

@@ -1,9 +1,9 @@
-"""The verbs: each collective once, for whoever calls it.
+"""The collectives: each collective once, for whoever calls it.
 
 Replica code, cross-replica code and the coordinator's commands all end here. Every
-verb goes the same way: look at the arguments, agree with the other ranks (`Guard`),
-move the bytes (`Transports`), and wrap the result. What can fail on one rank alone
-happens before the agreement, and its failure is told to all ranks.
+collective goes the same way: look at the arguments, agree with the other ranks
+(`Guard`), move the bytes (`Transports`), and wrap the result. What can fail on one rank
+alone happens before the agreement, and its failure is told to all ranks.
 """
 
 from __future__ import annotations
@@ -88,19 +88,19 @@ def describe_compression(compression: _Compressed) -> str:
 
 
 def timed(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Count the time that a verb takes in the statistics."""
+    """Count the time that a collective takes in the statistics."""
 
     @functools.wraps(method)
-    def verb(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         collectives: Any = args[0]
         with collectives.comm.traffic.timed():
             return method(*args, **kwargs)
 
-    return verb
+    return call
 
 
 class Collectives:
-    """The verbs of one group of replicas."""
+    """The collectives of one group of replicas."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Collectives:
         # and the rest. It takes none before it is used.
         self._message_room = np.empty(_MESSAGE_ROOM, np.uint8)
         self.compression = self._compression_of(options)
-        # GPU buffers go as wholes until the ranks have met (`settle`).
+        # GPU buffers go as wholes until `decide_device_transports`.
         wanted = self.implementation
         if wanted is CommunicationImplementation.NCCL:
             wanted = CommunicationImplementation.STAGED
@@ -170,7 +170,7 @@ class Collectives:
             return self._environment.implementation
         return wanted
 
-    def settle(self, timeout_seconds: float) -> None:
+    def decide_device_transports(self, timeout_seconds: float) -> None:
         """Have all ranks take the same way for GPU buffers. Collective, and once.
 
         Args:
@@ -179,7 +179,7 @@ class Collectives:
         Raises:
             ValueError: on all ranks, for what can not be.
         """
-        self.devices.settle(
+        self.devices.decide(
             self.implementation, self.transports.host, timeout_seconds or None
         )
         self.transports = self._choose(self.options)
@@ -287,7 +287,7 @@ class Collectives:
             tree: a nest of arrays and numbers; the same structure, shapes and dtypes
                 on all ranks.
             options: of this call.
-            call: the name of the verb in messages.
+            call: the name of the call in messages.
             root: the one rank that wants the results (MPI Reduce); None: all do.
 
         Returns:
@@ -440,7 +440,7 @@ class Collectives:
                 ranks in their size along ``axis``, and only there.
             axis: the axis to concatenate along, negative from the end.
             options: of this call.
-            call: the name of the verb in messages.
+            call: the name of the call in messages.
 
         Returns:
             The nest of results, on all ranks, in rank order.
@@ -532,7 +532,7 @@ class Collectives:
                 dtypes on all ranks.
             root: the rank whose values count.
             options: of this call.
-            call: the name of the verb in messages.
+            call: the name of the call in messages.
         """
         try:
             merged = self.merge_options(options)
@@ -695,7 +695,7 @@ class Collectives:
 
         Args:
             values: on rank 0 a list of values for each rank; elsewhere None.
-            call: the name of the verb in messages.
+            call: the name of the call in messages.
         """
         heads: list[list[_ArrayHead]] = []
         joined = np.empty(0, np.uint8)

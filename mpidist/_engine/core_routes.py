@@ -218,9 +218,9 @@ class CoreReduce:
     def _agreed(
         self, status: int, call: Call, again: Callable[[int], int], results: list[Any]
     ) -> list[Any]:
-        """Return the results of a call that has this status; see `Guard.settle`."""
+        """Return the results of a call that has this status; see `Guard.conclude`."""
         if status:
-            self._guard.settle(status, again)
+            self._guard.conclude(status, again)
         else:
             self._guard.count()
         if self._to_root:  # the core counts those that all want

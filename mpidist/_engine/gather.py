@@ -164,7 +164,7 @@ class CoreGather:
         except BaseException as error:
             raise guard.leave_payload(call, error) from None
         if status:
-            guard.settle(status, lambda ms: meet(sources, lengths, number, ms))
+            guard.conclude(status, lambda ms: meet(sources, lengths, number, ms))
         else:
             guard.count()
         totals = self._core.totals()

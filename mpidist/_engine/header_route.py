@@ -113,7 +113,7 @@ class HeaderReduce:
             except BaseException as error:
                 raise guard.leave_payload(call, error) from None
             if status:
-                guard.settle(status, lambda ms: channel.meet_with(number, ms, nbytes))
+                guard.conclude(status, lambda ms: channel.meet_with(number, ms, nbytes))
             else:
                 guard.count()
         try:

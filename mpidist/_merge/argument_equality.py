@@ -34,7 +34,7 @@ from mpidist._values.variable import Variable
 _PACKAGE: Final = "mpidist"
 
 
-def likeness_of(x: Any, where: str, known: tuple[Any, ...]) -> int:
+def fingerprint_of_argument(x: Any, where: str, known: tuple[Any, ...]) -> int:
     """Return a fingerprint that is the same on all ranks for equal objects.
 
     Args:
@@ -74,7 +74,7 @@ def _is_ours(kind: type) -> bool:
     return str(kind.__module__).partition(".")[0] == _PACKAGE
 
 
-def print_of(merge_fn: Any) -> int:
+def fingerprint_of_function(merge_fn: Any) -> int:
     """Return a fingerprint of which function it is: of its code, not its closure."""
     while True:
         if type(merge_fn) is types.MethodType:
@@ -83,14 +83,14 @@ def print_of(merge_fn: Any) -> int:
             merge_fn = merge_fn.func
         else:
             break
-    return _print_of_code(merge_fn)
+    return _fingerprint_of_code(merge_fn)
 
 
 _prints: dict[int, tuple[types.CodeType, int]] = {}
 _MOST_PRINTS: Final = 512
 
 
-def _print_of_code(function: Any) -> int:
+def _fingerprint_of_code(function: Any) -> int:
     if type(function) is not types.FunctionType:
         return fingerprint(_name_of(function))
     code = function.__code__

@@ -13,7 +13,7 @@ from mpidist._agreement.mismatch import (
 from mpidist._base import backend, nest
 from mpidist._base.errors import format_exception
 from mpidist._merge import object_names, wire
-from mpidist._merge.updates import Stretch, check_update, wrap
+from mpidist._merge.updates import UpdateBatch, check_update, wrap
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0, check_arguments
 from mpidist._runtime.group import ReplicaGroup
@@ -25,7 +25,7 @@ from mpidist._values.distributed import (
 )
 from mpidist._values.variable import Variable
 
-_RESERVE: Final = 256  # bytes of the ring, for a message that ends a stretch
+_RESERVE: Final = 256  # bytes of the ring, for a message that ends a batch
 _WITH_FUNCTIONS: Final = {"update": "update", "call_for_each_replica": "run"}
 
 
@@ -45,23 +45,23 @@ class Coordinator:
         self._registry = group.registry
         self._dropped: list[Key] = []
         self._fetched: list[weakref.ref[DistributedValues]] = []
-        self._stretch = Stretch(group)
+        self._batch = UpdateBatch(group)
         self._writer = wire.Writer(group, self.key_of, names)
         # The others come to the next join by themselves. Also after an interrupt, when
-        # `fail` ends the stretch.
+        # `fail` ends the batch.
         self._awaited = False
 
     def command(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Have all ranks run a verb; return rank 0's result.
+        """Have all ranks run an operation; return rank 0's result.
 
-        What a stretch of updates before it has raised on some rank is raised here, on
-        all ranks, and the verb is not run.
+        What a batch of updates before it has raised on some rank is raised here, on
+        all ranks, and the operation is not run.
         """
         if self._collectives.comm.size == 1:
             return self._execute(name, args)
         head, buffers = self._write(name, args)
         self._send("do", name, head, len(buffers))
-        if self._stretch.open:
+        if self._batch.open:
             self._join()
         if buffers:
             self._collectives.send_arrays(buffers, name)
@@ -90,7 +90,7 @@ class Coordinator:
         if self._collectives.comm.size == 1:
             return self._execute("update", (var, fn, args, kwargs, grouped))
         guard = self._collectives.guard
-        stretch = self._stretch
+        batch = self._batch
         key = None if var is None else self.key_of(var)
         buffers: list[Any] = []
         function = None if arguments is None else writer.function(fn)
@@ -99,26 +99,26 @@ class Coordinator:
             function, buffers = self._write("update", (fn, tuple(args), kwargs))
         # Where messages are collective calls of MPI all ranks have to read them.
         last = not grouped or bool(buffers) or self._collectives.ring is None
-        if stretch.open and buffers:
-            self.settle()
+        if batch.open and buffers:
+            self.end_updates()
         self._send("update", key, function, arguments, len(buffers), grouped, last)
         self._awaited = last
         number = self._registry.next_key()
         try:
             with guard.with_all_ranks():
-                stretch.begin()
+                batch.begin()
                 if buffers:
                     self._collectives.send_arrays(buffers, "update")
-                result = stretch.run(number, var, fn, args, kwargs, grouped)
+                result = batch.run(number, var, fn, args, kwargs, grouped)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            self.settle(error)
+            self.end_updates(error)
             raise
         if last:
             self._join()
-        elif stretch.long:
-            self.settle()
+        elif batch.long:
+            self.end_updates()
         if result is None or type(result) is Variable:
             return result
         result = wrap(group, result, number, grouped)
@@ -126,7 +126,7 @@ class Coordinator:
         return result
 
     def _write(self, name: str, args: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-        """Take the arguments of a verb apart; say which one can not be sent."""
+        """Take the arguments of an operation apart; say which one can not be sent."""
         try:
             return self._writer.write(args)
         except _NotThereError:
@@ -159,45 +159,45 @@ class Coordinator:
         return dropped
 
     def _send(self, kind: str, *body: Any) -> None:
-        """Send a message; end a stretch before, where the others might not read it."""
+        """Send a message; end a batch before, where the others might not read it."""
         collectives = self._collectives
-        guard, stretch = collectives.guard, self._stretch
+        guard, batch = collectives.guard, self._batch
         with guard.with_all_ranks():
             guard.check_late()
         dropped = self._take_dropped() if kind != "return" else []
         news = self._writer.take_news()
-        data = wire.dump((stretch.joins, kind, dropped, news, *body))
+        data = wire.dump((batch.joins, kind, dropped, news, *body))
         ring = collectives.ring
-        if stretch.open and ring is not None:
+        if batch.open and ring is not None:
             # Who waits at the join does not read: what is sent until then must fit.
-            used = ring.moved - stretch.ring_start + _RESERVE
+            used = ring.moved - batch.ring_start + _RESERVE
             core = _native.core
             long = len(data) >= core.MESSAGE_BYTES
             if long or used + len(data) > core.RING_BYTES:
                 try:
-                    self.settle()
+                    self.end_updates()
                 except BaseException:
                     self._dropped += dropped
                     self._writer.return_news(news)
                     raise
-                data = wire.dump((stretch.joins, kind, dropped, news, *body))
-        if stretch.open:
+                data = wire.dump((batch.joins, kind, dropped, news, *body))
+        if batch.open:
             collectives.send_bytes(data)
             guard.uncount()
         else:
             if ring is not None:
-                stretch.ring_start = ring.moved
+                batch.ring_start = ring.moved
             collectives.send_bytes(data)
 
-    def settle(self, error: BaseException | None = None) -> None:
-        """End a stretch of updates on all ranks; raise what it has raised on any.
+    def end_updates(self, error: BaseException | None = None) -> None:
+        """End a batch of updates on all ranks; raise what it has raised on any.
 
         Args:
             error: what rank 0's own function has raised, which it goes on raising.
         """
-        if self._stretch.open:
+        if self._batch.open:
             if not self._awaited:
-                data = wire.dump((self._stretch.joins, "settle", (), ()))
+                data = wire.dump((self._batch.joins, "join", (), ()))
                 self._collectives.send_bytes(data)
                 self._collectives.guard.uncount()
             self._join(error)
@@ -205,7 +205,7 @@ class Coordinator:
     def _join(self, error: BaseException | None = None) -> None:
         guard = self._collectives.guard
         with guard.with_all_ranks():
-            found = self._stretch.end(error)
+            found = self._batch.end(error)
             self._awaited = False
         if found is not None and found is not error:
             raise found
@@ -231,27 +231,27 @@ class Coordinator:
         if type(result) not in wire.ATOMS:
             head, buffers = self._writer.write(result, named=False)
         self._send("return", head, len(buffers))
-        if self._stretch.open:
+        if self._batch.open:
             self._join()
         return buffers
 
     def fail(self, error: BaseException) -> None:
         """Tell the others what merge_fn has raised."""
         try:
-            self.settle()
+            self.end_updates()
         except BaseException:
             # Of an update, which merge_fn has not heard of: what it raises counts.
             if self._collectives.guard.broken:
                 raise
         if not self._collectives.guard.broken:
             data, trace = dump_exception(error), format_exception(error)
-            message = (self._stretch.joins, "raise", (), (), data, trace)
+            message = (self._batch.joins, "raise", (), (), data, trace)
             self._collectives.send_bytes(wire.dump(message))
 
     def close(self) -> None:
         """Forget what was gathered: the arrays may change until the next merge_call."""
-        if self._stretch.open:
-            self._stretch.leave()
+        if self._batch.open:
+            self._batch.leave()
         self._writer.close()
         for reference in self._fetched:
             if (value := reference()) is not None:

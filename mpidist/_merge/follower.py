@@ -11,7 +11,7 @@ from mpidist._agreement.mismatch import (
 from mpidist._base import nest
 from mpidist._base.errors import CollectiveError, on_rank
 from mpidist._merge import object_names, wire
-from mpidist._merge.updates import Stretch, describe, wrap
+from mpidist._merge.updates import UpdateBatch, describe, wrap
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
@@ -33,7 +33,7 @@ def follow(
     try:
         return follower.follow()
     finally:
-        follower.stretch.leave()
+        follower.batch.leave()
 
 
 class Follower:
@@ -52,11 +52,11 @@ class Follower:
         self._held = held
         # What the last command has raised here. Rank 0 has raised it too.
         self._failure: BaseException | None = None
-        self.stretch = Stretch(group)
+        self.batch = UpdateBatch(group)
 
     def follow(self) -> Any:
         """Run commands until merge_fn has ended; return this replica's part."""
-        collectives, stretch = self._collectives, self.stretch
+        collectives, batch = self._collectives, self.batch
         guard = collectives.guard
         held, kept = self._held, self._registry.kept
         while True:
@@ -71,15 +71,15 @@ class Follower:
             if news:
                 self._reader.receive_news(news)
             # From before a join to which this rank came early: rank 0 has dropped it.
-            stale = joins < stretch.joins
-            if stale or stretch.open:
+            stale = joins < batch.joins
+            if stale or batch.open:
                 guard.uncount()
             if kind == "update":
                 self._update(stale, *body)
             elif not stale:
                 failed = False
-                if stretch.open:
-                    self._failure = stretch.end()
+                if batch.open:
+                    self._failure = batch.end()
                     failed = self._failure is not None
                 if kind == "do" and not failed:
                     self._failed(self._obey(*body))
@@ -117,8 +117,8 @@ class Follower:
         number = self._registry.next_key()
         if stale:
             return
-        group, stretch = self._group, self.stretch
-        stretch.begin()
+        group, batch = self._group, self.batch
+        batch.begin()
         var = fn = None
         kind: ErrorKind = "invalid"
         self._failed(None)
@@ -131,7 +131,7 @@ class Follower:
                 fn, kwargs = self._read(function, arrays), _NO_NAMES
                 args = self._reader.arguments(arguments)
             kind = "raised"
-            result = stretch.run(number, var, fn, args, kwargs, grouped)
+            result = batch.run(number, var, fn, args, kwargs, grouped)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -143,12 +143,12 @@ class Follower:
             else:
                 rank = self._collectives.comm.rank
                 error.add_note(on_rank(rank, f"raised in {what}, called by merge_fn"))
-            self._failed(stretch.end(error, kind, what))
+            self._failed(batch.end(error, kind, what))
             return
         if result is not None and type(result) is not Variable:
             self._hold(wrap(group, result, number, grouped))
-        if last and stretch.open:
-            self._failed(stretch.end())
+        if last and batch.open:
+            self._failed(batch.end())
 
     def _read(self, head: Any, arrays: list[Any]) -> Any:
         if head[0] == "fn":

@@ -9,12 +9,12 @@ The protocol
    exchange the fingerprints, and those that differ become PerReplica of objects. The
    code of merge_fn is compared in the same way. Where it is the same, every rank looks
    which objects its merge_fn can reach: these have names (`object_names`).
-2. *Commands.* Rank 0 runs merge_fn. Each cross-replica verb that it calls is one
+2. *Commands.* Rank 0 runs merge_fn. Each cross-replica operation that it calls is one
    message to the followers: name and arguments, where what every rank has is named and
-   not copied (`wire`). Then every rank runs the verb
-   (`dispatch.execute`), which does its own agreement and moves its own data, and
-   registers its results under the same keys. *Updates* are messages too, but rank 0
-   does not wait for the others; they end together (`updates`).
+   not copied (`wire`). Then every rank runs the operation (`dispatch.execute`), which
+   does its own agreement and moves its own data, and registers its results under the
+   same keys. *Updates* are messages too, but rank 0 does not wait for the others; they
+   end together (`updates`).
 3. *End.* The last message says what merge_fn returned or raised. Values that the
    ranks have are named by key, arrays that rank 0 made are broadcast from their
    buffers, PerReplica that rank 0 made are scattered, the rest is in the message.
@@ -22,16 +22,16 @@ The protocol
 When something fails
 --------------------
 - merge_fn raises: the last message carries the exception; all ranks raise.
-- A verb fails: verbs fail on all ranks or on none (see `collectives`). Rank 0 raises
-  inside merge_fn, which may catch it, so the followers keep quiet and wait for the
-  next message. If merge_fn lets it through, they raise what they had, or rank 0's.
+- An operation fails: on all ranks or on none (see `collectives`). Rank 0 raises inside
+  merge_fn, which may catch it, so the followers keep quiet and wait for the next
+  message. If merge_fn lets it through, they raise what they had, or rank 0's.
 - An update fails on a follower: it waits at the join that ends the updates. Rank 0
   learns of it there, at the next message that is no update, or earlier: the join also
   comes when the messages since the last one fill the ring of the core, since a rank
   that waits there does not read them, and after a quarter of a second. Over MPI each
   update ends with a join, since messages are collective calls there.
 - A follower can not even read a message (a function that is not importable there): it
-  joins the verb's agreement with its error flag up.
+  joins the operation's agreement with its error flag up.
 - Rank 0 takes too long: the followers' wait for a message has the guard's deadline.
 
 Memory: when rank 0 drops a handle, its key rides along with the next command, and the
@@ -56,7 +56,10 @@ from mpidist._base import backend, nest
 from mpidist._base.fingerprint import fingerprint_of_numbers
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._merge import object_names, wire
-from mpidist._merge.argument_equality import likeness_of, print_of
+from mpidist._merge.argument_equality import (
+    fingerprint_of_argument,
+    fingerprint_of_function,
+)
 from mpidist._merge.coordinator import Coordinator, lead
 from mpidist._merge.follower import follow
 from mpidist._runtime import dispatch
@@ -117,7 +120,9 @@ def _enter(
     collectives = group.collectives
     registry = group.registry
     if not (args or kwargs) and callable(merge_fn):
-        alike = collectives.guard.agree_softly(_WITHOUT_ARGUMENTS, print_of(merge_fn))
+        alike = collectives.guard.agree_softly(
+            _WITHOUT_ARGUMENTS, fingerprint_of_function(merge_fn)
+        )
         registry.next_key()
         names = _names_of(group, merge_fn, []) if alike else None
         return [((), {})], {}, names
@@ -133,22 +138,22 @@ def _enter(
             else _kind_of(leaf, group)
             for leaf in leaves
         ]
-        prints = [print_of(merge_fn)]
+        fingerprints = [fingerprint_of_function(merge_fn)]
         objects = [i for i, kind in enumerate(kinds) if kind == "object"]
         if objects:
             known = group.public_objects
-            prints += [
-                likeness_of(leaves[i], _argument(args, kwargs, i), known)
+            fingerprints += [
+                fingerprint_of_argument(leaves[i], _argument(args, kwargs, i), known)
                 for i in objects
             ]
     except Exception as error:
         collectives.invalid("merge_call", error)
-    combined = fingerprint_of_numbers(prints) if objects else prints[0]
+    combined = fingerprint_of_numbers(fingerprints) if objects else fingerprints[0]
     call = call_of(f"merge_call {structure.render(kinds)}")
     alike = collectives.guard.agree_softly(call, combined)
     different: set[int] = set()
     if not alike and objects:
-        rows = collectives.comm.all_gather_integers(prints)
+        rows = collectives.comm.all_gather_integers(fingerprints)
         same = [len({*column}) == 1 for column in zip(*rows, strict=True)]
         alike = same[0]
         different = {i for i, one in zip(objects, same[1:], strict=True) if not one}
@@ -211,10 +216,10 @@ def _kind_of(leaf: Any, group: ReplicaGroup) -> str:
     return "object"
 
 
-# --- the verbs that only the coordinator needs ----------------------------------------
+# --- the operations that only the coordinator needs -----------------------------------
 
 
-@dispatch.verb("collect")
+@dispatch.operation("collect")
 def _collect(group: ReplicaGroup, values: list[DistributedValues]) -> Any:
     """Return the components of values: on rank 0, a column for each value."""
     collectives = group.collectives
@@ -223,7 +228,7 @@ def _collect(group: ReplicaGroup, values: list[DistributedValues]) -> Any:
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-@dispatch.verb("scatter")
+@dispatch.operation("scatter")
 def _scatter(group: ReplicaGroup, marked: OnRank0, mirrored: bool) -> None:
     """Give each rank its component of a value that rank 0 made."""
     collectives = group.collectives

@@ -1,28 +1,28 @@
 """Updates: a function runs on every rank, and changes its copies of variables.
 
-There is one way to run them, a `Stretch`: updates one after the other, and a join at
-the end. It is a section (`guard`), which ends when it has ended on all ranks. What
+There is one way to run them, an `UpdateBatch`: updates one after the other, and a join
+at the end. It is a section (`guard`), which ends when it has ended on all ranks. What
 each update has written and returned becomes a few numbers; the header of the join
 carries the fingerprint of them all, and so says whether it was the same on all ranks.
 What fails on some rank is raised on all, and all copies that were written are made
 equal to rank 0's again.
 
-At program level an update is a stretch of one: every rank makes it with arguments of
+At program level an update is a batch of one: every rank makes it with arguments of
 its own, so these are compared too.
 
 In ``merge_fn`` there may be many, and nothing but rank 0's commands makes the ranks
 meet. Rank 0 sends an update and runs it, without waiting for the other ranks, which run
-it when they come to it. The stretch ends before the next command that is no update, at
+it when they come to it. The batch ends before the next command that is no update, at
 the end of merge_fn, or when it has become long (`coordinator`).
 
-- Rank 0's own exception is raised at once: the stretch ends there.
+- Rank 0's own exception is raised at once: the batch ends there.
 - A rank on which a function raises goes to the join at once, and waits there for
   the others, as at the end of any section. So functions that communicate (few do)
   learn of it by their headers. The exception is raised on all ranks by the call that
-  ends the stretch. What rank 0 has sent in the meantime that rank drops: each message
+  ends the batch. What rank 0 has sent in the meantime that rank drops: each message
   has the number of joins that were before it.
-- All variables that were written in the stretch are made equal then: rank 0's copies,
-  on which all updates of the stretch have run.
+- All variables that were written in the batch are made equal then: rank 0's copies,
+  on which all updates of the batch have run.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from mpidist._values.distributed import Mirrored, PerReplica, argument_of
 from mpidist._values.synchronization import differs
 from mpidist._values.variable import Variable
 
-_STRETCH: Final = Call("the end of updates in merge_fn")
+_BATCH: Final = Call("the end of updates in merge_fn")
 _LONGEST_SECONDS: Final = 0.25
 _LEAF: Final = str(nest.flatten(None)[1])
-_LEAF_PRINT: Final = fingerprint(_LEAF)
+_LEAF_FINGERPRINT: Final = fingerprint(_LEAF)
 # Arguments that a function gets as they are.
 _AS_THEY_ARE: Final = frozenset(
     (np.ndarray, float, int, bool, str, type(None), np.float32, np.float64)
@@ -65,21 +65,21 @@ class _Effect:
     var: Any
     fn: Any
     structure: str  # of the result
-    written: list[tuple[Any, int]]  # variables and their prints
+    written: list[tuple[Any, int]]  # variables and fingerprints of their values
     returned: list[Any]
     arguments: str  # where each rank has its own
 
 
-class Stretch:
+class UpdateBatch:
     """Updates of a ``merge_fn`` on this rank, between two joins.
 
     Attributes:
         open: whether there were any since the last join.
         joins: how many joins there were.
-        ring_start: for rank 0: where its messages were when the stretch began.
+        ring_start: for rank 0: where its messages were when the batch began.
     """
 
-    # What is set when the stretch begins: most merge_calls have none.
+    # What is set when the batch begins: most merge_calls have none.
     _frame: context.Frame
     _began: float
     _outer: list[Any]
@@ -161,17 +161,17 @@ class Stretch:
         """Add what an update has left to what is compared at the join."""
         if len(written) > 1:
             written = _by_key(written)
-        turn = _turn_of(number)
+        seed = _seed_of(number)
         numbers, text = self._numbers, effect.structure
-        numbers.append(_LEAF_PRINT if text is _LEAF else fingerprint(text))
+        numbers.append(_LEAF_FINGERPRINT if text is _LEAF else fingerprint(text))
         if effect.arguments:
             numbers.append(fingerprint_of_bytes(effect.arguments.encode()))
         for v in written:
-            one = v._print(turn)
+            one = v._fingerprinter(seed)
             numbers += (v._key[0], one)
             effect.written.append((v, one))
         for x in effect.returned:
-            numbers.append(backend.print_of(_array(x), turn))
+            numbers.append(backend.fingerprint_of_array(_array(x), seed))
         self._effects.append(effect)
 
     def end(
@@ -180,7 +180,7 @@ class Stretch:
         kind: ErrorKind = "raised",
         call: str = "",
     ) -> BaseException | None:
-        """Wait for the end of the stretch on all ranks; return what to raise.
+        """Wait for the end of the batch on all ranks; return what to raise.
 
         Collective.
 
@@ -195,7 +195,7 @@ class Stretch:
         if isinstance(error, CollectiveError):
             kind = "agreed"
         guard.record(self._written)
-        what = call_of(call) if call else _STRETCH
+        what = call_of(call) if call else _BATCH
         try:
             number = fingerprint_of_numbers(self._numbers)
             return guard.join(what, error, kind, self._describe, number)
@@ -256,31 +256,31 @@ def describe(var: Any, fn: Any) -> str:
     return f"update of Variable {var.name!r} [#{var._key[0]}]"
 
 
-@dispatch.verb("update")
+@dispatch.operation("update")
 def _update(
     group: ReplicaGroup, var: Any, fn: Any, args: Any, kwargs: Any, grouped: bool
 ) -> Any:
-    """Run an update that all ranks make: a stretch of one."""
+    """Run an update that all ranks make: a batch of one."""
     registry = group.registry
-    stretch = Stretch(group)
+    batch = UpdateBatch(group)
     error: BaseException | None = None
     result: Any = None
     kind: ErrorKind = "invalid"
-    stretch.begin()
+    batch.begin()
     try:
         check_arguments("update", args, kwargs)
         leaves = nest.flatten((tuple(args), kwargs))[0]
         check_update(var, fn, leaves)
-        plain = [x for x in leaves if _is_value(x)] if stretch.open else []
+        plain = [x for x in leaves if _is_value(x)] if batch.open else []
         texts = ", ".join([backend.summarize(_array(x)) for x in plain])
         kind = "raised"
-        result = stretch.run(registry.count, var, fn, args, kwargs, grouped, texts)
+        result = batch.run(registry.count, var, fn, args, kwargs, grouped, texts)
     except KeyboardInterrupt:
-        stretch.leave()
+        batch.leave()
         raise
     except BaseException as raised:
         error = raised
-    error = stretch.end(error, kind, describe(var, fn))
+    error = batch.end(error, kind, describe(var, fn))
     if error is not None:
         raise error
     # Counted now: where it has failed, some rank may not have made this call.
@@ -344,11 +344,11 @@ def _texts_of(values: list[Any]) -> str:
 
 
 def _is_large(variable: Any) -> bool:
-    """Whether the text of its values may not show what its print does."""
+    """Whether the text of its values may not show what its fingerprint does."""
     return bool(variable._array.nbytes >= backend.SAMPLED_BYTES)
 
 
-def _turn_of(number: int) -> int:
+def _seed_of(number: int) -> int:
     """Return which words of large arrays are compared in the call with this number."""
     return (number * 0x9E3779B1 & 0xFFFFFFFF) >> 12  # looks random: calls come in steps
 

@@ -116,7 +116,7 @@ class Writer:
         """Take a message apart; return its plain part, and arrays that travel apart.
 
         Args:
-            message: a tuple of what a verb gets, or what merge_fn has returned.
+            message: a tuple of what an operation gets, or what merge_fn has returned.
             named: whether objects that merge_fn can reach are sent by name.
         """
         names = self.names if named else None

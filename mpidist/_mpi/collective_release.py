@@ -3,36 +3,36 @@
 MPI frees a communicator in a collective call, but Python collects objects
 at another moment on each rank, and in the middle of any call. So nothing that is run by
 the garbage collector calls MPI. What is not used any more is only marked, and given
-back at the next *settlement*: a moment that all ranks of a communicator reach together
+back at the next *release*: a moment that all ranks of a communicator reach together
 (making a strategy, closing one).
 
-The protocol. Each holding has a key that its first rank has drawn when it was made, and
-that all of its ranks have. In a settlement
+The protocol. Each resource has a key that its first rank has drawn when it was made,
+and that all of its ranks have. In a release
 
-1. every rank sends the keys of its holdings that it does not use any more, and for each
-   the number of ranks that made it;
-2. all ranks count the same answer: a holding is free if as many ranks have sent its key
-   as have made it;
+1. every rank sends the keys of its resources that it does not use any more, and for
+   each the number of ranks that made it;
+2. all ranks count the same answer: a resource is free if as many ranks have sent its
+   key as have made it;
 3. every rank gives its free ones back, in the order of their keys; this is collective
-   over the ranks of the holding alone;
-4. where anything was free, once more, since one holding may be the last user of
+   over the ranks of the resource alone;
+4. where anything was free, once more, since one resource may be the last user of
    another.
 
 Why it is sound:
 
-- *Nobody is left out.* A rank sends a key once, and only ranks that made a holding have
-  its key. If as many have sent it as made it, all of them are in this settlement and
+- *Nobody is left out.* A rank sends a key once, and only ranks that made a resource
+  have its key. If as many have sent it as made it, all of them are in this release and
   have read the same answer, so all give it back. Otherwise nobody does, and it stays
-  for a later settlement, perhaps of a larger group. Ranks that are in other settlements
+  for a later release, perhaps of a larger group. Ranks that are in other releases
   at the same time do not matter: one that is not here has not sent its key here.
 - *No deadlock.* All ranks give back in one order. Of those that are not yet given back
   take the one with the smallest key: each of its ranks has finished all smaller ones,
   so all of them are at it.
-- *Nothing in use goes.* A holding is sent by a rank only when its objects there are
-  dead (of a communicator: its verbs). What is dead on all ranks takes part in no call,
-  so calls of it have ended everywhere. What is dead can not come to life again.
+- *Nothing in use goes.* A resource is sent by a rank only when its objects there are
+  dead (of a communicator: its collectives). What is dead on all ranks takes part in no
+  call, so calls of it have ended everywhere. What is dead can not come to life again.
 - *Different moments of collection* only delay it: the rank that collects last decides.
-  Strategies are parts of cycles, so before a settlement a rank that has many holdings
+  Strategies are parts of cycles, so before a release a rank that has many resources
   collects its garbage.
 
 A strategy that gave up on a missing rank is never freed: an operation of it may still
@@ -49,11 +49,11 @@ from typing import Final
 
 _FEW: Final = 16
 
-_held: dict[bytes, Holding] = {}
+_held: dict[bytes, CollectiveResource] = {}
 _many = _FEW
 
 
-class Holding:
+class CollectiveResource:
     """A communicator, until its ranks have given it back.
 
     Args:
@@ -83,11 +83,11 @@ class Holding:
 
 
 def count() -> int:
-    """Return how many holdings this rank has."""
+    """Return how many resources this rank has."""
     return len(_held)
 
 
-def settle(gather: Callable[[bytes], list[bytes]]) -> None:
+def release_unused(gather: Callable[[bytes], list[bytes]]) -> None:
     """Give back what no rank uses any more. Collective.
 
     Args:

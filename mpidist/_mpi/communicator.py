@@ -210,10 +210,10 @@ class Communicator:
         crowded = self.machine_size > (os.cpu_count() or 1)
         self._headers = self._agreed(lambda: self._make_headers(crowded))
         key = self._agreed(lambda: os.urandom(_KEY_BYTES))
-        self._holding = collective_release.Holding(
+        self._resource = collective_release.CollectiveResource(
             self._gather_objects(key)[0], self.size, self._in_use, self._free
         )
-        collective_release.settle(self._gather_objects)
+        collective_release.release_unused(self._gather_objects)
 
     def _find_node(self, simulated_nodes: int) -> None:
         """Find this rank's place on its machine, and on its node. Collective."""
@@ -320,22 +320,22 @@ class Communicator:
     def drop(self) -> None:
         """Say that this rank does not use it any more. Not collective.
 
-        It is freed when all ranks have said so, at their next settlement.
+        It is freed when all ranks have said so, at their next release.
         """
         self.traffic.leave_core()
         self._dropped = True
 
-    def settle(self) -> None:
+    def release_unused(self) -> None:
         """Give back to MPI what its ranks do not use any more. Collective."""
-        collective_release.settle(self.all_gather_objects)
+        collective_release.release_unused(self.all_gather_objects)
 
     def free(self) -> None:
         """Give the communicator, and what it shares, back to MPI. Collective.
 
-        Memory that an array still views stays until a later settlement.
+        Memory that an array still views stays until a later release.
         """
-        self.settle()
-        self._holding.give_back()
+        self.release_unused()
+        self._resource.give_back()
 
     def _in_use(self) -> bool:
         return not self._dropped or self._must_stay()

@@ -9,7 +9,9 @@ from __future__ import annotations
 import struct
 from typing import Final
 
-FLAG, PRINT, NOT_PRINT, SOFT, NOT_SOFT, LATENESS, PATIENCE, MOST, WORDS = range(9)
+FLAG, FINGERPRINT, NOT_FINGERPRINT, SOFT, NOT_SOFT, LATENESS, PATIENCE, MOST, WORDS = (
+    range(9)
+)
 
 pack: Final = struct.Struct("5q").pack
 """Make the words of a header that are compared: flags, print, soft, patience, most."""

@@ -1,8 +1,9 @@
-"""From a cross-replica call to its verb: at once, or as a command of the coordinator.
+"""Carries out cross-replica calls: at once, or as commands of the coordinator.
 
-A verb is a function ``verb(group, *args)`` that every rank runs, with the same
-effect on all. At program level all ranks call it. Inside ``merge_fn`` only rank 0
-does: there the call becomes a command, and then every rank runs the very same verb.
+An *operation* is a function ``operation(group, *args)`` that every rank runs, with the
+same effect on all. At program level all ranks call it. Inside ``merge_fn`` only rank 0
+does: there the call becomes a command, and then every rank runs the very same
+operation.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from mpidist._runtime.group import ReplicaGroup
 
 
 class OnRank0:
-    """An argument of a verb of which only rank 0's counts: no command carries it."""
+    """An argument of which only rank 0's counts: no command carries it."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -24,14 +25,14 @@ class OnRank0:
         return (OnRank0, (None,))
 
 
-_verbs: dict[str, Callable[..., Any]] = {}
+_operations: dict[str, Callable[..., Any]] = {}
 
 
-def verb(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as the verb of that name."""
+def operation(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as the operation of that name."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        _verbs[name] = function
+        _operations[name] = function
         return function
 
     return register
@@ -42,8 +43,8 @@ def perform(group: ReplicaGroup, name: str, *args: Any, call: str = "") -> Any:
 
     Args:
         group: whose call it is.
-        name: of the verb.
-        args: of the verb.
+        name: of the operation.
+        args: of the operation.
         call: the name that the user wrote, where it is another.
 
     Raises:
@@ -56,8 +57,8 @@ def perform(group: ReplicaGroup, name: str, *args: Any, call: str = "") -> Any:
 
 
 def execute(group: ReplicaGroup, name: str, args: tuple[Any, ...]) -> Any:
-    """Run the verb on this rank."""
-    return _verbs[name](group, *args)
+    """Run the operation on this rank."""
+    return _operations[name](group, *args)
 
 
 def check_arguments(call: str, args: object, kwargs: object) -> None:

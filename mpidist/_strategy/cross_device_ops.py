@@ -368,7 +368,7 @@ def _empty_result(op: ReduceOp, own: Any, call: str) -> Any:
     return backend.restore(result, kind)
 
 
-# --- what the verbs share with the classes above --------------------------------------
+# --- what the operations share with the classes above ---------------------------------
 
 
 def all_reduce(
@@ -502,7 +502,7 @@ def _on_all(
                 result = body()
             if guard.checks:
                 text = ", ".join(_describe_result(x) for x in same(result))
-                part.came_out(text, fingerprint(text))
+                part.set_result(text, fingerprint(text))
         except Exception:
             raise
         except BaseException:  # such as sys.exit: no error for the others to repeat

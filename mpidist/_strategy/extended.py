@@ -1,7 +1,7 @@
-"""StrategyExtended: the cross-replica verbs beneath `Strategy`.
+"""StrategyExtended: the cross-replica operations beneath `Strategy`.
 
 Each method checks its arguments' form and hands over to `dispatch.perform`, which runs
-the verb of the same name here, or commands it where rank 0 is in ``merge_fn``.
+the operation of the same name here, or commands it where rank 0 is in ``merge_fn``.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class MPIStrategy(Strategy):
         )
         communicator.on_free(lambda: process_exit.forget(guard))
         weakref.finalize(collectives, communicator.drop).atexit = False
-        collectives.settle(timeout)
+        collectives.decide_device_transports(timeout)
         guard.compare_calls(enabled)
         group = ReplicaGroup(collectives, number=next(_numbers.get()), is_mpi=True)
         super().__init__(group)
@@ -196,7 +196,7 @@ def _make_collectives(
     cross_device_ops: object,
     memory: SharedMemory,
 ) -> Collectives:
-    """Check the arguments of MPIStrategy on all ranks, and build its verbs."""
+    """Check the arguments of MPIStrategy on all ranks, and build its operations."""
     try:
         if options is not None and not isinstance(options, CommunicationOptions):
             raise TypeError(

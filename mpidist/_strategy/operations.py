@@ -1,4 +1,4 @@
-"""The cross-replica verbs: what every rank runs, at program level or on command.
+"""The cross-replica operations: what every rank runs, at program level or on command.
 
 `StrategyExtended` and `Strategy` perform them by name (`dispatch`).
 """
@@ -39,12 +39,12 @@ from mpidist._values.synchronization import component_of, differs, is_same
 from mpidist._values.variable import Variable
 
 _LEAF: Final = str(nest.flatten(None)[1])
-_LEAF_PRINT: Final = fingerprint(_LEAF)
+_LEAF_FINGERPRINT: Final = fingerprint(_LEAF)
 # Reducing one value that is the same everywhere: these leave it as it is.
 _IDEMPOTENT: Final = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 
 
-@dispatch.verb("call_for_each_replica")
+@dispatch.operation("call_for_each_replica")
 def _call_for_each_replica(group: ReplicaGroup, fn: Any, args: Any, kwargs: Any) -> Any:
     registry = group.registry
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
@@ -65,7 +65,7 @@ def _call_for_each_replica(group: ReplicaGroup, fn: Any, args: Any, kwargs: Any)
         # ranks.
         keys = registry.count
         if result is None:
-            part.came_out(lambda: f"{_LEAF} [#{keys}]", _LEAF_PRINT ^ keys)
+            part.set_result(lambda: f"{_LEAF} [#{keys}]", _LEAF_FINGERPRINT ^ keys)
             return None
         if isinstance(result, (types.GeneratorType, types.CoroutineType)):
             raise TypeError(
@@ -73,14 +73,14 @@ def _call_for_each_replica(group: ReplicaGroup, fn: Any, args: Any, kwargs: Any)
                 "begun when it returns; write a plain function"
             )
         text = str(nest.flatten(result)[1])
-        part.came_out(lambda: f"{text} [#{keys}]", fingerprint(text) ^ keys)
+        part.set_result(lambda: f"{text} [#{keys}]", fingerprint(text) ^ keys)
         return result
 
     result = group.collectives.guard.run_section(call, body)
     return registry.wrap_tree(PerReplica, result)
 
 
-@dispatch.verb("reduce")
+@dispatch.operation("reduce")
 def _reduce(group: ReplicaGroup, reduce_op: Any, value: Any, axis: Any) -> Any:
     collectives = group.collectives
     custom = group.custom_ops
@@ -240,7 +240,7 @@ def _reduce_parts(
     return results
 
 
-@dispatch.verb("reduce_to")
+@dispatch.operation("reduce_to")
 def _reduce_to(
     group: ReplicaGroup, reduce_op: Any, value: Any, destinations: Any, options: Any
 ) -> Any:
@@ -249,7 +249,7 @@ def _reduce_to(
     )[0]
 
 
-@dispatch.verb("batch_reduce_to")
+@dispatch.operation("batch_reduce_to")
 def _batch_reduce_to(
     group: ReplicaGroup, reduce_op: Any, pairs: Any, options: Any
 ) -> list[Any]:
@@ -345,7 +345,7 @@ def _check_pairs(pairs: Any, call: str) -> list[tuple[Any, Any]]:
     )
 
 
-@dispatch.verb("broadcast_to")
+@dispatch.operation("broadcast_to")
 def _broadcast_to(group: ReplicaGroup, marked: Any, destinations: Any) -> Any:
     ops = group.custom_ops
     if ops is not None:
@@ -359,7 +359,7 @@ def _broadcast_to(group: ReplicaGroup, marked: Any, destinations: Any) -> Any:
     return broadcast_value(group, get)
 
 
-@dispatch.verb("gather")
+@dispatch.operation("gather")
 def _gather(group: ReplicaGroup, value: Any, axis: Any) -> Any:
     collectives = group.collectives
     try:
@@ -388,7 +388,7 @@ def _gather(group: ReplicaGroup, value: Any, axis: Any) -> Any:
     return plain
 
 
-@dispatch.verb("distribute_values")
+@dispatch.operation("distribute_values")
 def _distribute_values(group: ReplicaGroup, value_fn: Any) -> Any:
     value_context = ValueContext(group.replica_id, group.num_replicas)
     call = Call("experimental_distribute_values_from_function")
@@ -397,7 +397,7 @@ def _distribute_values(group: ReplicaGroup, value_fn: Any) -> Any:
         part.kind = "raised"
         value = value_fn(value_context)
         text = str(nest.flatten(value)[1])
-        part.came_out(text, fingerprint(text))
+        part.set_result(text, fingerprint(text))
         return value
 
     value = group.collectives.guard.run_section(call, body)

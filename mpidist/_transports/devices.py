@@ -190,7 +190,7 @@ class Devices:
         # Until the ranks have met, and for who never does: what fits with all.
         self.decision = Decision("staged", "staged: one replica", mixed=True)
 
-    def settle(
+    def decide(
         self,
         wanted: CommunicationImplementation,
         host: DirectTransport,

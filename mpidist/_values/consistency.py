@@ -70,7 +70,7 @@ def _check_variables(group: ReplicaGroup, leaves: list[Any]) -> None:
         check_owner(group, "check_in_sync", leaf)
 
 
-@dispatch.verb("check_in_sync")
+@dispatch.operation("check_in_sync")
 def _check(group: ReplicaGroup, variables: list[Variable]) -> None:
     collectives = group.collectives
     digests = [_digest(variable._array) for variable in variables]

@@ -40,7 +40,7 @@ class VariableStorage(ArrayLike):
     _attributes: Attributes
     _array: Any
     _view: Any  # of the array; read-only, where it is on the host
-    _print: Any  # gives the fingerprint of the array
+    _fingerprinter: Any  # gives the fingerprint of the array
     _key: tuple[int, int]
 
     @property

@@ -150,7 +150,7 @@ def _require_readable(variable: VariableStorage) -> None:
         )
 
 
-@dispatch.verb("read_variable")
+@dispatch.operation("read_variable")
 def _read_variable(group: ReplicaGroup, variable: VariableStorage) -> Any:
     """Return what the copies of an ON_READ variable make together. Collective."""
     collectives = group.collectives
@@ -165,7 +165,7 @@ def _read_variable(group: ReplicaGroup, variable: VariableStorage) -> Any:
     return result
 
 
-@dispatch.verb("assign_variable")
+@dispatch.operation("assign_variable")
 def _assign_variable(
     group: ReplicaGroup, variable: VariableStorage, how: str, value: Any
 ) -> None:
@@ -183,7 +183,7 @@ def _assign_variable(
     variable._policy.store(variable, how, prepared)
 
 
-@dispatch.verb("scatter_variable")
+@dispatch.operation("scatter_variable")
 def _scatter_variable(
     group: ReplicaGroup, variable: VariableStorage, how: Scatter, value: Any
 ) -> None:

@@ -96,7 +96,7 @@ class Variable(VariableStorage):
         shape: tuple[int, ...] | None = None,
     ) -> None:
         """Compute the initial value on rank 0 and copy it to all. Collective."""
-        if type(initial_value) is _Given:  # by the verbs below
+        if type(initial_value) is _Given:  # by the operations below
             self._set_up(initial_value)
             return
         frame = context.current()
@@ -142,7 +142,7 @@ class Variable(VariableStorage):
         self._view = self._array.view()
         if not backend.is_device_array(self._array):
             self._view.flags.writeable = False
-        self._print = backend.printer(self._array)
+        self._fingerprinter = backend.fingerprinter(self._array)
         registry = group.registry
         registry.add((registry.next_key(), 0), self)
 
@@ -440,7 +440,7 @@ class Variable(VariableStorage):
             frame.written.append(self)
 
 
-@dispatch.verb("create_variable")
+@dispatch.operation("create_variable")
 def _create_variable(
     group: ReplicaGroup, value: Any, attributes: Attributes, marked: OnRank0
 ) -> Variable:
@@ -460,7 +460,7 @@ def _create_variable(
     return variable
 
 
-@dispatch.verb("copy_variable")
+@dispatch.operation("copy_variable")
 def _copy_variable(group: ReplicaGroup, variable: Variable, text: str) -> Variable:
     group.collectives.guard.agree(Call(text))
     return Variable(_Given(group, variable._array, variable._attributes))

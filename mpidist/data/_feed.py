@@ -115,7 +115,7 @@ class Feed:
 
     @property
     def collectives(self) -> Collectives:
-        """The verbs of the strategy."""
+        """The operations of the strategy."""
         return self.group.collectives
 
     @property

@@ -11,8 +11,8 @@ How gradients are applied
    here can fail on one rank alone, and nothing is communicated.
 
 `merge_call` is not needed for that, nor is the function of ``update``: no code of the
-user runs. In cross-replica context it is one verb (`dispatch`), so one command inside
-``merge_fn``, which every rank carries out with its own optimizer.
+user runs. In cross-replica context it is one operation (`dispatch`), so one command
+inside ``merge_fn``, which every rank carries out with its own optimizer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from mpidist.optimizers._clipping import (
     global_norm,
     norm_scratch,
 )
-from mpidist.optimizers._reduction import Reduction
+from mpidist.optimizers._gradient_sum import GradientSum
 from mpidist.optimizers._schedules import LearningRate
 
 _BUILD: Final = "Optimizer.build"
@@ -422,7 +422,7 @@ class Optimizer:
         return _Reference(self._iterations, self._number, self._text)
 
     def _collectives(self, given: Any) -> Collectives:
-        """Return the verbs by which other ranks learn of a wrong argument.
+        """Return the operations by which other ranks learn of a wrong argument.
 
         Outside every scope, and before the first `build`, what was given says whose
         ranks they are.
@@ -580,7 +580,7 @@ class Optimizer:
             alone = collectives.comm.size == 1
             kept = {i: x for i, x in arrays.items() if alone or i not in moving}
             arrays |= apart(kept, variables)
-            reduction = Reduction(
+            reduction = GradientSum(
                 group,
                 [arrays[i] for i in moving],
                 [variables[i] for i in moving],
@@ -677,7 +677,7 @@ def _identity(iterations: Variable) -> Any:
 
 
 def _is_cross_replica(group: ReplicaGroup) -> bool:
-    """Whether a call is a verb here, and not made by each replica by itself."""
+    """Whether a call is an operation here, and not made by each replica by itself."""
     if not group.is_mpi:
         return False
     frame = context.current()
@@ -688,7 +688,7 @@ def _zeros_for(variable: Variable) -> Callable[[], Any]:
     return lambda: np.zeros(variable.shape, compute_dtype(variable.dtype))
 
 
-@dispatch.verb(APPLY)
+@dispatch.operation(APPLY)
 def _apply_gradients(
     group: ReplicaGroup,
     reference: _Reference,
@@ -703,7 +703,7 @@ def _apply_gradients(
     optimizer._apply(group, gradients, variables, in_replica=False, skip=skip)
 
 
-@dispatch.verb("build_optimizer")
+@dispatch.operation("build_optimizer")
 def _build_optimizer(
     group: ReplicaGroup, reference: _Reference, variables: list[Variable]
 ) -> None:

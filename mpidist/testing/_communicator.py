@@ -96,7 +96,7 @@ class ThreadCommunicator:
     def drop(self) -> None:
         """Do nothing: what is shared goes when nobody refers to it."""
 
-    def settle(self) -> None:
+    def release_unused(self) -> None:
         """Do nothing."""
 
     def free(self) -> None:

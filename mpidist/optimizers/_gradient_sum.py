@@ -15,7 +15,7 @@ from mpidist._values.variable import Variable
 from mpidist.optimizers._arguments import APPLY, as_gradient
 
 
-class Reduction:
+class GradientSum:
     """The fused sum of gradients: all that can fail, then all that moves."""
 
     def __init__(
