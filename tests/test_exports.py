@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from launching import ROOT
 
 import mpidist
 from mpidist import data, experimental, optimizers, testing
@@ -320,3 +323,52 @@ def test_names_of_tensorflow_say_what_to_write():
         mpidist.MirroredStrategy  # noqa: B018
     with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
         mpidist.nothing  # noqa: B018
+
+
+PROGRAM = """
+import numpy as np
+import mpidist
+
+strategy = mpidist.MPIStrategy()
+with strategy.scope():
+    v = mpidist.Variable(np.zeros(3))
+
+
+def assign(v: mpidist.Variable, y: float) -> None:
+    v.assign(y)
+
+
+def step(x: float) -> float:
+    ctx = mpidist.get_replica_context()
+    total: float = ctx.all_reduce("SUM", x)
+
+    def merge(strategy: mpidist.Strategy, x: mpidist.PerReplica) -> None:
+        y = strategy.extended.reduce_to("MEAN", x, v)
+        strategy.extended.update(v, assign, args=(y,))
+
+    ctx.merge_call(merge, args=(total,))
+    count: int = ctx.strategy.num_replicas_in_sync
+    return total / count
+
+
+strategy.run(step, args=(1.0,))
+wrong: str = mpidist.get_strategy().num_replicas_in_sync
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_users_program_type_checks(tmp_path):
+    pytest.importorskip("mypy")
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM, encoding="utf-8")
+    result = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--no-pretty", str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    wrong = len(PROGRAM.splitlines())
+    errors = [line for line in result.stdout.splitlines() if ": error: " in line]
+    assert len(errors) == 1, result.stdout + result.stderr
+    assert f"program.py:{wrong}: error: Incompatible types" in errors[0]

@@ -175,15 +175,15 @@ class Guard:
             self._watch(channel, lambda guard: guard._call.text)
         self.timeout_seconds = timeout_seconds
         self._stall = stall_seconds
-        self.enabled = enabled
-        self.sequence = 0
+        self.enabled: bool = enabled
+        self.sequence: int = 0
         # Whether a call needs a look at the next three before it may begin.
-        self.blocked = False
+        self.blocked: bool = False
         self._broken = ""
         self._leading = False
         # Sections that this rank is in: parts of the program that end with a `join`.
         # Those above the floor are given up, because some rank is not in them.
-        self.patience_ms = int(timeout_seconds * 1000)
+        self.patience_ms: int = int(timeout_seconds * 1000)
         self._depth = 0
         self._floor = _NO_FLOOR
         self._given_up: BaseException | None = None
@@ -192,7 +192,7 @@ class Guard:
         # ranks make copies equal again (given keys) where an update has failed.
         self._written: list[Any] = []
         self.repair: Callable[[list[Any]], None] | None = None
-        self.closed = False
+        self.closed: bool = False
         # The call that this rank is in, or made last; the one before; and how long it
         # waits for the others in it.
         self._call = self._before = Call("making the strategy")

@@ -32,8 +32,8 @@ class Call:
     __slots__ = ("fingerprint", "text")
 
     def __init__(self, text: str) -> None:
-        self.text = text
-        self.fingerprint = fingerprint(text)
+        self.text: str = text
+        self.fingerprint: int = fingerprint(text)
 
 
 @functools.lru_cache(maxsize=1024)

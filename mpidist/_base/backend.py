@@ -412,7 +412,7 @@ def fingerprinter(x: Any) -> Callable[[int], int]:
     if words.size > _MOST_WORDS:
         step = max(_LEAST_STEP, words.size // _MOST_WORDS)
     first, last = memoryview(raw[:_END_BYTES]), memoryview(raw[-_END_BYTES:])
-    add = np.add.reduce
+    add: Any = np.add.reduce  # NumPy types its overloads by version
 
     def look(seed: int) -> int:
         total = int(add(words[seed % step :: step] if step > 1 else words))

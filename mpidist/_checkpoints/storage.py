@@ -103,7 +103,7 @@ def encode(value: Any, where: str) -> Any:
     """
     if value is None or isinstance(value, bool) or type(value) is int:
         return value
-    if isinstance(value, np.generic) and not isinstance(value, (str, bytes)):
+    if isinstance(value, np.generic) and not isinstance(value, (np.str_, np.bytes_)):
         return {"$scalar": _encode_array(np.asarray(value), where)}
     if isinstance(value, str):
         return str(value)

@@ -25,7 +25,10 @@ from mpidist._transports import (
     Transports,
 )
 
-_NUMPY_COMBINE: Final = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
+_NUMPY_COMBINE: Final[dict[ReduceOp, Any]] = {
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -120,7 +120,9 @@ class Collectives:
         self.device = device
         self._environment = environment
         self._transports: dict[Any, _transports.Transports] = {}
-        self.devices = _transports.Devices(comm, device, environment)
+        self.devices: _transports.Devices = _transports.Devices(
+            comm, device, environment
+        )
         # All-gathers, and those of single arrays by dtype and shape.
         self._gathers: Cache[Any, Any] = Cache(_MOST_PLANS)
         self._array_gathers: Cache[Any, Any] = Cache(_MOST_PLANS)
@@ -128,16 +130,16 @@ class Collectives:
         # For messages that are long, but not very: no memory fails between their head
         # and the rest. It takes none before it is used.
         self._message_room = np.empty(_MESSAGE_ROOM, np.uint8)
-        self.compression = self._compression_of(options)
+        self.compression: _Compressed = self._compression_of(options)
         # GPU buffers go as wholes until `decide_device_transports`.
         wanted = self.implementation
         if wanted is CommunicationImplementation.NCCL:
             wanted = CommunicationImplementation.STAGED
-        self.transports = _transports.choose(
+        self.transports: _transports.Transports = _transports.choose(
             comm, wanted, memory.transport, self.devices, memory.problem
         )
         self._staging: Staging | None = None
-        self.plans = self._new_plans()
+        self.plans: Plans = self._new_plans()
 
     def _new_plans(self) -> Plans:
         if self._staging is not None:

@@ -44,7 +44,7 @@ class Pool:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.nbytes = 0
+        self.nbytes: int = 0
         # By size: the blocks, and where in them results begin.
         self._kept: dict[int, list[tuple[Any, int]]] = {}
 

@@ -110,7 +110,7 @@ class _Areas:
 
     def __init__(self, memory: Any) -> None:
         half = memory.nbytes // 2
-        self.turns = memory[:half], memory[half:]
+        self.turns: tuple[Any, Any] = memory[:half], memory[half:]
         self.slot: Any = None
         self._unlock: Any = None
         try:

@@ -187,7 +187,7 @@ class Communicator:
         self._wait: Callable[[Transfers], None] = lambda t: wait(t, "MPIStrategy(...)")
         # Gives up data that this rank has left in the middle; returns what to raise.
         self.interrupted: Callable[[BaseException], BaseException] = _as_it_is
-        self.traffic = Traffic()
+        self.traffic: Traffic = Traffic()
         self._peers: list[Peers] = []
         # Called when the communicator has been freed; whether it must not be.
         self._when_freed: Callable[[], None] = _nothing
@@ -200,7 +200,7 @@ class Communicator:
         wait(self._comm.Ibarrier(), "MPIStrategy(...)")
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
-        self.agreement = self._agree(wait, problem)
+        self.agreement: versions.Agreement = self._agree(wait, problem)
         self._messages = Messages(self._comm, lambda transfers: self._wait(transfers))
         self._find_node(simulated_nodes)
         # The fewest ranks of a node, and the number of nodes: alike on all ranks.
@@ -671,7 +671,7 @@ class SelfCommunicator:
 
     def __init__(self) -> None:
         self.chunk_elements = CHUNK_ELEMENTS
-        self.traffic = Traffic()
+        self.traffic: Traffic = Traffic()
         self.interrupted: Callable[[BaseException], BaseException] = _as_it_is
 
     def supervise(self, supervisor: Supervisor, seconds: float) -> None:

@@ -74,8 +74,8 @@ class Headers:
         self._exchange = exchange
         self._tests = _TESTS_BETWEEN if crowded else _TESTS
         self._forms: dict[bytes, bytes] = {}
-        self.headers = 0  # that were published; the same number on all ranks
-        self.room = exchange.room
+        self.headers: int = 0  # that were published; the same number on all ranks
+        self.room: int = exchange.room
         """The most bytes of a payload that travels with a header."""
 
     def meet(self, data: bytes, lateness: int, nbytes: int = 0) -> bool | None:
@@ -178,9 +178,9 @@ class Rows:
         if room is None:
             room = _ROOM_OF_ALL // max(2, self.size) // 64 * 64
         self.room = room
-        self.rows = np.zeros((self.size, _HEAD_BYTES + room), np.uint8)
+        self.rows: Any = np.zeros((self.size, _HEAD_BYTES + room), np.uint8)
         """For each rank its row: `HEAD_BYTES`, and its payload."""
-        self.payload_rows = self.rows[:, _HEAD_BYTES:]
+        self.payload_rows: Any = self.rows[:, _HEAD_BYTES:]
         self._words = [memoryview(row).cast("B").cast("q") for row in self.rows]
         self._mine = self._words[self.rank]
         self._head = memoryview(self.rows[self.rank]).cast("B")[: 8 * WORDS]
@@ -285,6 +285,8 @@ class Maximum:
 
     room = 0
     payload_rows: Any = ()
+    test: Callable[[], bool]
+    free: Callable[[], None]
 
     def __init__(self, prepare: Prepare) -> None:
         send, receive = np.zeros(WORDS, np.int64), np.zeros(WORDS, np.int64)

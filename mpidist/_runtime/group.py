@@ -78,14 +78,14 @@ class ReplicaGroup:
         self.communicator = comm
         self.guard: Guard = collectives.guard
         self.device: Device = collectives.device
-        self.replica_id = comm.rank
-        self.num_replicas = comm.size
-        self.device_name = self.device.name_on(comm.rank)
+        self.replica_id: int = comm.rank
+        self.num_replicas: int = comm.size
+        self.device_name: str = self.device.name_on(comm.rank)
         mine = f"{self.device_name}\n{comm.host_name}".encode()
         rows = [row.decode().split("\n") for row in comm.all_gather_objects(mine)]
-        self.device_names = tuple(device for device, _ in rows)
-        self.host_names = tuple(host for _, host in rows)
-        self.registry = Registry(self, comm.rank, comm.size)
+        self.device_names: tuple[str, ...] = tuple(device for device, _ in rows)
+        self.host_names: tuple[str, ...] = tuple(host for _, host in rows)
+        self.registry: Registry = Registry(self, comm.rank, comm.size)
         self.custom_ops = custom_ops
         self.all_reduce: Callable[..., Any] = collectives.all_reduce
 

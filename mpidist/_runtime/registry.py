@@ -47,13 +47,13 @@ class Registry:
         self._replica_id = replica_id
         self._num_replicas = num_replicas
         self._values: dict[Key, _Reference] = {}
-        self.count = 0
+        self.count: int = 0
         # Variables that the coordinator made: the followers keep them until rank 0
         # has dropped its own, and said so.
         self.kept: dict[Key, Any] = {}
         self.dropped: list[Key] = []
         # Of functions, which the coordinator has sent.
-        self.codes = Codes()
+        self.codes: Codes = Codes()
         registry = weakref.ref(self)
 
         def forget(reference: Any) -> None:  # a `_Reference`

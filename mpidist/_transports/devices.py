@@ -188,7 +188,7 @@ class Devices:
         self._staged: dict[str, StagedTransport] = {}
         self._nccl: NcclTransport | None = None
         # Until the ranks have met, and for who never does: what fits with all.
-        self.decision = Decision("staged", "staged: one replica", mixed=True)
+        self.decision: Decision = Decision("staged", "staged: one replica", mixed=True)
 
     def decide(
         self,

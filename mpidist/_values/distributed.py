@@ -201,7 +201,7 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
     `__array_ufunc__`. `value` gives the CuPy array where a function insists on one.
     """
 
-    __array_priority__ = 1000.0
+    __array_priority__: float = 1000.0
 
     def _read(self) -> Any:
         """Return the array that operations see; not to be written to."""

@@ -34,7 +34,7 @@ class ThreadGroup:
         self._comm = ThreadCommunicator(channel, rank, place)
         self._place = place
         self.rank = rank
-        self.size = channel.size
+        self.size: int = channel.size
 
     def __repr__(self) -> str:
         return f"<mpidist.testing.ThreadGroup: replica {self.rank} of {self.size}>"

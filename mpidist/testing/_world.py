@@ -56,10 +56,10 @@ class World:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.condition = threading.Condition()
+        self.condition: threading.Condition = threading.Condition()
         self.returned: set[int] = set()
         self.ended: set[int] = set()
-        self.stopped = ""
+        self.stopped: str = ""
 
     def stop(self, why: str) -> None:
         """End the run: every wait raises from now on. The first reason counts."""
@@ -104,12 +104,12 @@ class Round:
     __slots__ = ("done", "error", "kind", "missing", "parts", "result")
 
     def __init__(self, kind: str, size: int) -> None:
-        self.kind = kind
+        self.kind: str = kind
         self.parts: list[Any] = [None] * size
-        self.missing = set(range(size))
+        self.missing: set[int] = set(range(size))
         self.result: Any = None
-        self.error = ""
-        self.done = False
+        self.error: str = ""
+        self.done: bool = False
 
 
 class Channel:
@@ -127,7 +127,7 @@ class Channel:
     ) -> None:
         self.world = world
         self.members = members
-        self.size = len(members)
+        self.size: int = len(members)
         self._gone = world.returned if of_program else world.ended
         self._rounds: dict[int, Round] = {}
         self.notices: list[collections.deque[bytes]] = [
