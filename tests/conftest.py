@@ -140,4 +140,5 @@ def size(strategy: mpidist.MPIStrategy) -> int:
 @pytest.fixture
 def same_folder(rank: int, tmp_path: Path) -> Path:
     """A folder of rank 0's, on all ranks."""
-    return everywhere(tmp_path)[0]
+    folder: Path = everywhere(tmp_path)[0]
+    return folder

@@ -14,6 +14,7 @@ import inspect
 import pathlib
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -222,7 +223,8 @@ def array_attributes() -> dict[str, str]:
 
 def parse(text: str, method: bool = False) -> inspect.Signature:
     """Return a signature that tests/record_cupy.py wrote down; of Cython's, too."""
-    found, kind = [], inspect.Parameter.POSITIONAL_OR_KEYWORD
+    found = []
+    kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
     for part in re.split(r",\s*", text.strip()[1:-1]) if text != "()" else []:
         before, equals, _ = part.partition("=")
         name = before.split()[-1]

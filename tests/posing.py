@@ -444,7 +444,8 @@ def empty_pinned(shape: Any, dtype: Any = float, order: str = "C") -> np.ndarray
     nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
     free = _blocks.setdefault(nbytes, [])
     block = free.pop() if free else (ctypes.c_char * max(nbytes, 1))()
-    memory = np.ndarray(shape, dtype, buffer=block, order=order)  # type: ignore[call-overload]
+    layout: Any = order
+    memory = np.ndarray(shape, dtype, buffer=block, order=layout)
     address = memory.ctypes.data
     ctypes.memset(address, 0xEE, nbytes)
     _pinned[address] = nbytes
@@ -467,8 +468,9 @@ def is_pinned(x: np.ndarray) -> bool:
 def _at_address(x: np.ndarray) -> np.ndarray:
     """Return the memory of ``x``, by its address: it is not kept for that."""
     assert x.flags.c_contiguous
-    raw = (ctypes.c_char * x.nbytes).from_address(x.ctypes.data)
-    return np.frombuffer(raw, np.uint8).view(x.dtype).reshape(x.shape)
+    raw: Any = (ctypes.c_char * x.nbytes).from_address(x.ctypes.data)
+    shared: np.ndarray = np.frombuffer(raw, np.uint8).view(x.dtype).reshape(x.shape)
+    return shared
 
 
 def host_register(ptr: int, size: int, flags: int) -> None:
@@ -556,7 +558,8 @@ class NcclCommunicator:
     ) -> None:
         from mpi4py import MPI
 
-        if type(commId) is not nccl.id_type:
+        given: Any = commId  # whose type is narrowed here
+        if type(given) is not nccl.id_type:
             raise TypeError(
                 "Argument 'commId' has incorrect type (expected "
                 f"{nccl.id_type.__name__}, got {type(commId).__name__})"
@@ -571,7 +574,7 @@ class NcclCommunicator:
             nccl.waits.wait()
             raise OSError("the other ranks have gone")
         self._nccl = nccl
-        self._comm = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group)
+        self._comm: Any = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group)
         nccl.open += 1
 
     def _call(
@@ -600,22 +603,47 @@ class NcclCommunicator:
         else:
             nccl.grouped.append(work)
 
-    def allReduce(self, sendbuf, recvbuf, count, datatype, op, stream):  # noqa: N802
+    def allReduce(  # noqa: N802
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        count: int,
+        datatype: int,
+        op: int,
+        stream: Any,
+    ) -> None:
         from mpi4py import MPI
 
         x, y = _at(sendbuf, count, datatype), _at(recvbuf, count, datatype)
         how = getattr(MPI, Nccl.OPS[op])
         self._call("allReduce", stream, y, lambda z: self._comm.Allreduce(x, z, how))
 
-    def reduce(self, sendbuf, recvbuf, count, datatype, op, root, stream):
+    def reduce(
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        count: int,
+        datatype: int,
+        op: int,
+        root: int,
+        stream: Any,
+    ) -> None:
         from mpi4py import MPI
 
         x, y = _at(sendbuf, count, datatype), _at(recvbuf, count, datatype)
         how = getattr(MPI, Nccl.OPS[op])
-        y = y if self._comm.rank == root else None
-        self._call("reduce", stream, y, lambda z: self._comm.Reduce(x, z, how, root))
+        mine = y if self._comm.rank == root else None
+        self._call("reduce", stream, mine, lambda z: self._comm.Reduce(x, z, how, root))
 
-    def broadcast(self, sendbuff, recvbuff, count, datatype, root, stream):
+    def broadcast(
+        self,
+        sendbuff: Any,
+        recvbuff: Any,
+        count: int,
+        datatype: int,
+        root: int,
+        stream: Any,
+    ) -> None:
         x, y = _at(sendbuff, count, datatype), _at(recvbuff, count, datatype)
 
         def move(z: Any) -> None:
@@ -625,7 +653,9 @@ class NcclCommunicator:
 
         self._call("broadcast", stream, y, move)
 
-    def allGather(self, sendbuf, recvbuf, count, datatype, stream):  # noqa: N802
+    def allGather(  # noqa: N802
+        self, sendbuf: Any, recvbuf: Any, count: int, datatype: int, stream: Any
+    ) -> None:
         x = _at(sendbuf, count, datatype)
         y = _at(recvbuf, count * self._comm.size, datatype)
         self._call("allGather", stream, y, lambda z: self._comm.Allgather(x, z))
@@ -646,8 +676,9 @@ class NcclCommunicator:
 def _at(address: int, count: int, kind: int) -> np.ndarray:
     address, count, kind = map(operator.index, (address, count, kind))
     dtype = np.dtype(Nccl.DTYPES[kind])
-    raw = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-    return np.frombuffer(raw, dtype)
+    raw: Any = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    shared: np.ndarray = np.frombuffer(raw, dtype)
+    return shared
 
 
 def _make_module(num_devices: int) -> types.ModuleType:
