@@ -29,7 +29,7 @@ from launching import (
     rank_environment,
     run_ranks,
 )
-from replicas import split
+from replicas import set_deadline, split
 
 import mpidist
 from mpidist import VariableAggregation, VariableSynchronization
@@ -570,12 +570,15 @@ def test_a_limit_on_the_file_size_is_met_amid_an_array(strategy, folder, rank):
 
 @pytest.mark.mpi
 def test_the_others_wait_for_a_slow_disk(new_strategy, folder, rank, monkeypatch):
-    strategy = new_strategy(timeout_seconds=1)
+    strategy = new_strategy()
     v = variable(strategy, 1.0)
     if rank == 0:
-        monkeypatch.setattr(os, "fsync", lambda fd: time.sleep(0.6))
+        monkeypatch.setattr(os, "fsync", lambda fd: time.sleep(0.9))
     checkpoint = mpidist.Checkpoint(v=v)
-    checkpoint.save(folder / "a")  # longer than the deadline
+    set_deadline(strategy, 2.0)
+    start = time.monotonic()
+    checkpoint.save(folder / "a")
+    assert time.monotonic() - start > 2  # longer than the deadline
     total = strategy.reduce("SUM", strategy.run(lambda: 1), axis=None)
     assert total == strategy.num_replicas_in_sync
 
@@ -1217,16 +1220,17 @@ def test_all_ranks_save_at_the_same_step(strategy, folder, rank, size, how):
 
     step.assign(0)
     again = mpidist.experimental.PreemptionCheckpointHandler(
-        None, manager, termination_config=config(grace_period=0.2)
+        None, manager, termination_config=config(grace_period=1.0)
     )
     assert again.total_run_calls == 4
     assert step.numpy() == 4
+    start = time.monotonic()  # before it counts on rank 0
+    strategy.extended._collectives.comm.all_gather_objects(b"")
     if rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)
-    start = time.monotonic()
     with pytest.raises(InterruptedError):
-        list(iter(lambda: again.run(time.sleep, 0.02), "never"))
-    assert time.monotonic() - start >= 0.2
+        list(iter(lambda: again.run(time.sleep, 0.1), "never"))
+    assert time.monotonic() - start >= 1
     assert 4 < again.total_run_calls < 20
     with pytest.raises(TypeError, match=r"or a `mpidist\.Checkpoint` and"):
         mpidist.experimental.PreemptionCheckpointHandler(None, manager.checkpoint)
