@@ -19,7 +19,8 @@ from typing import IO
 ROOT = Path(__file__).resolve().parents[1]
 
 _MARK = "MPIDIST_TEST_JOB"  # by which the processes of a job are found again
-_LAUNCHER_FAULT = "listener thread failed to start"  # of PMIx, in Open MPI's mpirun
+# Of PMIx, in Open MPI's mpirun: once in some hundred times, before any rank is there.
+LAUNCHER_FAULT = "listener thread failed to start"
 
 # What mpirun gives its ranks. If pytest is one, these would make another mpirun believe
 # that it is part of the same job.
@@ -62,7 +63,7 @@ def run_ranks(
     """
     command = [find_mpirun(), "-n", str(n), sys.executable, *map(os.fspath, argv)]
     result = _run_once(command, timeout, env, cwd)
-    if _LAUNCHER_FAULT in result.stderr:
+    if LAUNCHER_FAULT in result.stderr:
         # mpirun itself, on a machine with much to do; no rank was started.
         result = _run_once(command, timeout, env, cwd)
     return result
