@@ -803,7 +803,7 @@ assert "mpi4py.MPI" not in sys.modules
         env=rank_environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert result.returncode == 0, result.stderr

@@ -628,7 +628,7 @@ print(digest.hexdigest())
 def test_results_are_the_same_bits_from_run_to_run(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM, encoding="utf-8")
-    runs = [run_ranks(3, [program], timeout=60) for _ in range(2)]
+    runs = [run_ranks(3, [program], timeout=100) for _ in range(2)]
     for one in runs:
         assert one.returncode == 0, one.stderr
     lines = [line for one in runs for line in one.stdout.split()]
@@ -659,6 +659,6 @@ print(int(found.sum() + buffer.sum()), flush=True)
 
 @pytest.mark.parametrize("how", ["", "close"])
 def test_results_outlive_mpi(how):
-    done = run_ranks(2, ["-c", FINALIZE % how], timeout=60)
+    done = run_ranks(2, ["-c", FINALIZE % how], timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["120000"] * 2
