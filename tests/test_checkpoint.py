@@ -1125,7 +1125,7 @@ while True:
 KILLS = int(os.environ.get("CHECKPOINT_TEST_KILLS", "2"))
 
 
-@pytest.mark.timeout(60 + 20 * KILLS)
+@pytest.mark.timeout(120 + 80 * KILLS)
 def test_a_job_that_is_killed_at_any_time(tmp_path):
     """The issue asks for 50 kills: CHECKPOINT_TEST_KILLS=50."""
     rng = random.Random(0)
