@@ -120,6 +120,12 @@ def find_mpirun() -> str:
     return found
 
 
+def plain_environment() -> dict[str, str]:
+    """Return the environment without what changes the output of a pytest in it."""
+    of_pytest = ("CI", "BUILD_NUMBER", "FORCE_COLOR", "PY_COLORS", "PYTEST_ADDOPTS")
+    return {k: v for k, v in os.environ.items() if k not in of_pytest}
+
+
 def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment to start mpirun in."""
     env = dict(os.environ)

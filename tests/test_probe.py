@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpidist import _probe
-from mpidist._probe import child_environment, probe_direct
+from mpidist._probe import child_environment
 
 TESTS = str(Path(__file__).parent)
 
@@ -25,6 +25,12 @@ sys.modules["cupy"] = cupy
 def poses(folder, change=""):
     (folder / "cupy.py").write_text(POSES.format(tests=TESTS, change=change))
     return {"PYTHONPATH": os.pathsep.join([str(folder), str(Path(TESTS).parent)])}
+
+
+def probe_direct(*args, **kwargs):
+    """Probe; again where Open MPI's launcher failed before any child was there."""
+    found = _probe.probe_direct(*args, **kwargs)
+    return _probe.probe_direct(*args, **kwargs) if found.outcome == "no mpi" else found
 
 
 # What the arrays tell MPI of their address.

@@ -24,7 +24,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launching import LAUNCHER_FAULT, ROOT, rank_environment, run_ranks
+from launching import (
+    LAUNCHER_FAULT,
+    ROOT,
+    plain_environment,
+    rank_environment,
+    run_ranks,
+)
 
 import mpidist
 from mpidist import _dtypes, _options
@@ -218,7 +224,7 @@ def alone(command: Command, program: str, *arguments: str) -> Any:
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=command.folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**plain_environment(), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=SECONDS,

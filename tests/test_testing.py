@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from launching import plain_environment
 
 import mpidist
 from mpidist import testing
@@ -726,7 +727,7 @@ class TestInAClass:
 def pytest_of(tmp_path, *sources):
     """Run pytest on files of tests, with the plugin alone."""
     # On CI pytest has whole messages in its summary; here it is the same everywhere.
-    env = {k: v for k, v in os.environ.items() if k not in ("CI", "BUILD_NUMBER")}
+    env = plain_environment()
     for k, source in enumerate(sources):
         (tmp_path / f"test_{k}.py").write_text(textwrap.dedent(source))
     options = ["-p", "pytest_mpidist", "-p", "no:cacheprovider", "-q", "-rA", "-c"]
