@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from replicas import everywhere
 
@@ -24,6 +25,16 @@ import mpidist
 from mpidist.testing import each_replica
 
 pytest_plugins = ["pytest_mpidist"]
+
+# Its limits of time (0.2 s for an example) are those of a machine with nothing else to
+# do.
+hypothesis.settings.register_profile(
+    "busy machine",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("busy machine")
+
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 LAUNCHED = any(name in os.environ for name in RANK_VARIABLES)
 RANK = next((int(os.environ[n]) for n in RANK_VARIABLES if n in os.environ), 0)

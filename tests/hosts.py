@@ -148,8 +148,8 @@ class Hosts:
         end = time.monotonic() + _READY_SECONDS
         while not (found := children.read_text().split()):
             if holder.poll() is not None or time.monotonic() > end:
-                log = (self._own / f"log.{name}").read_text()
-                raise RuntimeError(f"host {name} did not start: {log}")
+                text = (self._own / f"log.{name}").read_text()
+                raise RuntimeError(f"host {name} did not start: {text}")
             time.sleep(0.01)
         self._pids[name] = int(found[0])
         (self._own / f"pid.{name}").write_text(found[0])
@@ -182,8 +182,8 @@ class Hosts:
         end = time.monotonic() + _READY_SECONDS
         while not ready.exists():
             if time.monotonic() > end or self._holders[name].poll() is not None:
-                log = (self._own / f"log.{name}").read_text()
-                raise RuntimeError(f"host {name} did not start: {log}")
+                text = (self._own / f"log.{name}").read_text()
+                raise RuntimeError(f"host {name} did not start: {text}")
             time.sleep(0.01)
         port, inside = self._port(name), f"{self._address(name)}/24"
         self._switch(
@@ -294,7 +294,7 @@ class Hosts:
         environment = launching.rank_environment(env)
         environment[launching._MARK] = f"{environment.get(launching._MARK, '')} {mark}"
         command = self._launcher(names, per_host, environment)
-        command += [sys.executable, *map(os.fspath, argv)]
+        command += [sys.executable, *[os.fspath(x) for x in argv]]
         with (
             launching._output_file() as out,
             launching._output_file() as err,

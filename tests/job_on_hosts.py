@@ -38,7 +38,14 @@ def main() -> None:
         command = [sys.executable, *sys.argv, "inner"]
         code = subprocess.call(command, close_fds=False)
         rank = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))
-        (folder / f"code.{rank}").write_text(str(code))
+        write(folder / f"code.{rank}", str(code))
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file that the test waits for: it sees all of it, or nothing."""
+    unfinished = path.with_name(f".{path.name}")
+    unfinished.write_text(text)
+    unfinished.rename(path)
 
 
 def right() -> None:
@@ -97,7 +104,7 @@ def loop(
     def interfere(*args: Any) -> None:
         """In the middle of the data of a call: all ranks are in it."""
         Messages._start = start_messages  # type: ignore[method-assign]
-        (folder / f"in.{rank}").write_text(str(os.getpid()))
+        write(folder / f"in.{rank}", str(os.getpid()))
         if fault == "cut":
             while not (folder / "cut").exists():
                 time.sleep(0.01)
@@ -105,14 +112,14 @@ def loop(
             os.kill(os.getpid(), signal.SIGSTOP)
         start_messages(*args)
 
-    Messages._start = interfere  # type: ignore[method-assign]
+    Messages._start = interfere  # type: ignore[method-assign, assignment]
     start = time.monotonic()
     try:
         while True:
             strategy.run(reduce)
     except mpidist.CollectiveTimeoutError as error:
         seconds = time.monotonic() - start
-        (folder / f"error.{rank}").write_text(json.dumps([seconds, str(error)]))
+        write(folder / f"error.{rank}", json.dumps([seconds, str(error)]))
         sys.exit(CODE)
 
 

@@ -19,7 +19,8 @@ from typing import IO
 ROOT = Path(__file__).resolve().parents[1]
 
 _MARK = "MPIDIST_TEST_JOB"  # by which the processes of a job are found again
-_LAUNCHER_FAULT = "listener thread failed to start"  # of PMIx, in Open MPI's mpirun
+# Of PMIx, in Open MPI's mpirun: once in some hundred times, before any rank is there.
+LAUNCHER_FAULT = "listener thread failed to start"
 
 # What mpirun gives its ranks. If pytest is one, these would make another mpirun believe
 # that it is part of the same job.
@@ -60,9 +61,10 @@ def run_ranks(
     Raises:
         TimeoutError: at the deadline, with what was written until then.
     """
-    command = [find_mpirun(), "-n", str(n), sys.executable, *map(os.fspath, argv)]
+    program = [os.fspath(x) for x in argv]
+    command = [find_mpirun(), "-n", str(n), sys.executable, *program]
     result = _run_once(command, timeout, env, cwd)
-    if _LAUNCHER_FAULT in result.stderr:
+    if LAUNCHER_FAULT in result.stderr:
         # mpirun itself, on a machine with much to do; no rank was started.
         result = _run_once(command, timeout, env, cwd)
     return result
@@ -117,6 +119,12 @@ def find_mpirun() -> str:
     if found is None:
         raise FileNotFoundError("no mpirun beside this Python, and none on the PATH")
     return found
+
+
+def plain_environment() -> dict[str, str]:
+    """Return the environment without what changes the output of a pytest in it."""
+    of_pytest = ("CI", "BUILD_NUMBER", "FORCE_COLOR", "PY_COLORS", "PYTEST_ADDOPTS")
+    return {k: v for k, v in os.environ.items() if k not in of_pytest}
 
 
 def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

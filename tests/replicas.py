@@ -5,14 +5,16 @@ They are the ranks of ``mpirun``, or threads (``@pytest.mark.replicas``).
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 import mpidist
 from mpidist import testing
+from mpidist._strategy.strategy import group_of
 
 NONE = mpidist.VariableAggregation.NONE
 SUM = mpidist.VariableAggregation.SUM
@@ -48,6 +50,31 @@ def split(color: int, key: int = 0) -> Any:
 
         return MPI.COMM_WORLD.Split(color, key)
     return group.split(color, key)
+
+
+@contextlib.contextmanager
+def after_the_others(late: bool) -> Iterator[None]:
+    """Begin on the ranks that are late when the same block has ended on all others.
+
+    Instead of a sleep, which is too short where the others come late themselves.
+    """
+    if late:
+        everywhere(None)
+    try:
+        yield
+    finally:
+        if not late:
+            everywhere(None)
+
+
+def set_deadline(strategy: mpidist.Strategy, seconds: float) -> None:
+    """Give this rank another deadline from now on, and meet the other ranks.
+
+    A strategy that is made with a short one may fail already while it is made.
+    """
+    guard = group_of(strategy).guard
+    guard.timeout_seconds, guard.patience_ms = seconds, int(1000 * seconds)
+    everywhere(None)
 
 
 def raises_everywhere(kind: type[BaseException], call: Callable[[], Any]) -> list[str]:

@@ -391,8 +391,9 @@ def prefetch_threads():
 
 
 def wait_for_no_thread():
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 30
     while prefetch_threads() and time.monotonic() < deadline:
+        gc.collect()  # an iterator of another test may not be collected yet
         time.sleep(0.01)
     assert prefetch_threads() == []
 
@@ -404,7 +405,7 @@ def test_prefetch_reads_ahead_but_not_farther():
     iterator = iter(dataset)
     assert read == []
     assert next(iterator) == 0
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 30
     while len(read) < 5 and time.monotonic() < deadline:
         time.sleep(0.01)
     # One given out, three ready, and one in the thread's hands.

@@ -289,7 +289,7 @@ def test_none_of_this_starts_mpi_or_loads_cupy():
         env=os.environ | {"PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert result.returncode == 0, result.stderr

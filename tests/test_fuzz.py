@@ -434,7 +434,7 @@ class Runner:
     def replica_one_has_options(self, node: Node, value: Any, handle: Any) -> None:
         options = None
         if node.choice % self.strategy.num_replicas_in_sync == self.world.rank:
-            options = mpidist.experimental.CommunicationOptions(timeout_seconds=7)
+            options = mpidist.experimental.CommunicationOptions(timeout_seconds=40)
         count = COUNTS[node.choice // 7 % len(COUNTS)]
         x = np.full(count, self.own(node), value.dtype)
         for one in (None, options, None):
@@ -615,7 +615,7 @@ def _seeds() -> range:
 @pytest.mark.parametrize("start", _seeds()[::SEEDS_PER_TEST])
 def test_no_program_hangs_or_diverges(new_strategy, start, tmp_path_factory):
     folder = everywhere(str(tmp_path_factory.mktemp("fuzz")))[0]
-    world = World(new_strategy(timeout_seconds=8), folder)
+    world = World(new_strategy(timeout_seconds=45), folder)
     size = world.strategy.num_replicas_in_sync
     seeds = _seeds()
     endings: dict[str, int] = {}

@@ -22,10 +22,10 @@ import pytest
 
 JOB = Path(__file__).with_name("job_on_hosts.py")
 TIMEOUT = 6.0  # of the strategies, in seconds
-LATER = 8.0  # what may be added to it on a machine with much to do
+LATER = 20.0  # what may be added to it on a machine with much to do
 STALL = {"MPIDIST_STALL_SECONDS": "2"}
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture
@@ -78,8 +78,8 @@ def check_given_up(
 ) -> None:
     """Check that ranks raise in time, name who is missing, and end with their code."""
     await_files(folder, "error.*", len(missing), TIMEOUT + LATER, job)
-    await_files(folder, "code.*", len(missing), LATER, job)
-    assert time.monotonic() - start < TIMEOUT + 2 * LATER
+    await_files(folder, "code.*", len(missing), 2 * LATER, job)
+    assert time.monotonic() - start < TIMEOUT + 3 * LATER
     for rank, names in missing.items():
         seconds, text = json.loads((folder / f"error.{rank}").read_text())
         assert seconds < TIMEOUT + LATER
@@ -120,7 +120,7 @@ def test_a_stopped_rank_on_one_node_is_reported(tmp_path, elements):
     arguments = ["loop", str(elements), str(TIMEOUT), "DIRECT", "stop", "1"]
     program = [JOB, tmp_path, *arguments]
     try:
-        done = launching.run_ranks(3, program, timeout=60, env=STALL)
+        done = launching.run_ranks(3, program, timeout=100, env=STALL)
         errors = done.stderr
     finally:
         stopped = tmp_path / "in.1"

@@ -54,7 +54,7 @@ if strategy.replica_id == 0:
     print("core", _native.available(), host)
 """
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def copy_of_the_checkout(folder: pathlib.Path) -> pathlib.Path:

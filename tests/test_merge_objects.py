@@ -60,7 +60,7 @@ GLOBAL = Slotted(None)
 
 @pytest.fixture(params=["SHARED", "DIRECT"])
 def strategy(request, new_strategy):
-    return new_strategy(implementation=request.param, timeout_seconds=10)
+    return new_strategy(implementation=request.param)
 
 
 @pytest.fixture

@@ -7,7 +7,14 @@ import time
 import numpy as np
 import posing
 import pytest
-from replicas import context, everywhere, make, own, raises_everywhere
+from replicas import (
+    after_the_others,
+    context,
+    everywhere,
+    make,
+    own,
+    raises_everywhere,
+)
 
 import mpidist
 from mpidist import _native
@@ -294,13 +301,15 @@ def test_the_guard_and_merge_calls_work_between_nodes(on_nodes, rank, size):
 @mpi
 @pytest.mark.parametrize("away", ["first", "last"])
 def test_a_rank_that_stays_away_is_named(on_nodes, rank, size, away):
-    strategy = on_nodes(timeout_seconds=1.0)
+    strategy = on_nodes()
     missing = 0 if away == "first" else size - 1
+    # Long enough for the others to come in time on a busy machine.
+    short = mpidist.experimental.CommunicationOptions(timeout_seconds=3)
+    everywhere(None)
 
     def late():
-        if rank == missing:
-            time.sleep(2.5)
-        context().all_reduce("SUM", 1.0)
+        with after_the_others(rank == missing):
+            context().all_reduce("SUM", 1.0, None if rank == missing else short)
 
     messages = raises_everywhere(
         mpidist.CollectiveTimeoutError, lambda: strategy.run(late)
@@ -341,7 +350,7 @@ def test_an_interrupt_between_nodes_ends_the_call_everywhere(
     start = time.monotonic()
     with pytest.raises(SignalError if is_hit else mpidist.CollectiveTimeoutError):
         strategy.run(reduce)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 40  # not by the deadline
     with pytest.raises(mpidist.CollectiveTimeoutError, match="interrupted"):
         strategy.run(reduce)
 

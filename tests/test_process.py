@@ -9,7 +9,7 @@ import textwrap
 import time
 
 import pytest
-from launching import find_mpirun, rank_environment, run_ranks
+from launching import LAUNCHER_FAULT, find_mpirun, rank_environment, run_ranks
 
 pytestmark = pytest.mark.core
 
@@ -36,7 +36,7 @@ def program(body):
     return PROLOGUE + textwrap.dedent(body)
 
 
-def end_of(body, n=3, timeout=40, prologue=True, **env):
+def end_of(body, n=3, timeout=100, prologue=True, **env):
     """Run a program; return its exit code, stdout, stderr and seconds after start."""
     text = program(body) if prologue else textwrap.dedent(body)
     result = run_ranks(n, ["-c", text], timeout=timeout, env=env)
@@ -53,7 +53,7 @@ def test_an_uncaught_exception_on_one_rank_ends_the_job(n, others):
     waiting = {
         "wait in run": "strategy.run(step)",
         "wait in reduce": "strategy.reduce('SUM', strategy.run(step), axis=None)",
-        "sleep": "time.sleep(60)",
+        "sleep": "time.sleep(600)",
     }[others]
     body = f"""
     if rank == size - 1:
@@ -67,7 +67,8 @@ def test_an_uncaught_exception_on_one_rank_ends_the_job(n, others):
     assert err.count("LookupError: no such key") == 1
     assert count_tracebacks(err) == 1
     assert f"mpidist: rank {n - 1} raised an exception" in err
-    assert ended - float(out.split("failing at ")[1].split()[0]) < 5
+    # At once, but for what a busy machine adds; those that wait do so for much longer.
+    assert ended - float(out.split("failing at ")[1].split()[0]) < 60
 
 
 def test_an_uncaught_exception_inside_run_is_printed_once():
@@ -182,10 +183,10 @@ def test_abort_can_be_left_to_the_user():
 def test_a_time_out_that_is_not_caught_ends_the_job():
     body = """
     if rank == 1:
-        time.sleep(60)
+        time.sleep(600)
     strategy.run(step)
     """
-    code, _, err = end_of(body, MPIDIST_TIMEOUT="2", MPIDIST_STALL_SECONDS="0.5")
+    code, _, err = end_of(body, MPIDIST_TIMEOUT="5", MPIDIST_STALL_SECONDS="0.5")
     assert code != 0
     assert "rank 1 did not come to call" in err
     assert "CollectiveTimeoutError" in err
@@ -193,14 +194,17 @@ def test_a_time_out_that_is_not_caught_ends_the_job():
 
 def test_a_time_out_that_is_caught_lets_the_program_end():
     body = """
+    from mpi4py import MPI
     if rank == 1:
-        time.sleep(3)
+        MPI.COMM_WORLD.Barrier()  # until the others have given up
     try:
         strategy.run(step)
     except mpidist.CollectiveTimeoutError as error:
         print("caught", flush=True)
+    if rank != 1:
+        MPI.COMM_WORLD.Barrier()
     """
-    code, out, err = end_of(body, MPIDIST_TIMEOUT="1")
+    code, out, err = end_of(body, MPIDIST_TIMEOUT="4")
     assert code == 0, err
     assert out.split() == ["caught"] * 3
 
@@ -210,30 +214,37 @@ def test_ctrl_c(target):
     body = """
     print("pid", os.getpid(), flush=True)
     if rank == 0:
-        time.sleep(60)
+        time.sleep(600)
     strategy.run(step)
     """
     command = [find_mpirun(), "-n", "3", sys.executable, "-c", program(body)]
-    job = subprocess.Popen(
-        command,
-        env=rank_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+
+    def start_job():
+        return subprocess.Popen(
+            command,
+            env=rank_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    job = start_job()
     try:
-        pids = [int(job.stdout.readline().split()[1]) for _ in range(3)]
+        first = job.stdout.readline()
+        if not first and LAUNCHER_FAULT in job.communicate(timeout=60)[1]:
+            job = start_job()
+            first = job.stdout.readline()
+        lines = [first, *(job.stdout.readline() for _ in range(2))]
+        pids = [int(line.split()[1]) for line in lines]
         time.sleep(0.5)
-        start = time.monotonic()
         os.kill(job.pid if target == "mpirun" else pids[1], signal.SIGINT)
-        _, err = job.communicate(timeout=30)
+        _, err = job.communicate(timeout=60)  # rank 0 would sleep for longer
     finally:
         job.kill()
-    assert time.monotonic() - start < 10
     assert job.returncode != 0
     assert count_tracebacks(err) == 0, err
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while alive := [pid for pid in pids if os.path.exists(f"/proc/{pid}/exe")]:
         assert time.monotonic() < deadline, f"processes are left: {alive}"
         time.sleep(0.1)
@@ -271,7 +282,7 @@ def test_a_thread_that_uses_the_strategy_ends_the_job_when_it_raises():
     thread.start()
     thread.join()
     if rank == 1:
-        time.sleep(60)  # a main thread that goes on
+        time.sleep(600)  # a main thread that goes on
     """
     code, _, err = end_of(body)
     assert code != 0
@@ -330,7 +341,7 @@ def test_a_hook_of_the_users_own_shows_the_exception():
     strategy = mpidist.MPIStrategy()
     if strategy.replica_id == 1:
         raise LookupError("no such key")
-    time.sleep(60)
+    time.sleep(600)
     """
     code, _, err = end_of(body, 2, prologue=False)
     assert code != 0

@@ -123,7 +123,7 @@ if MPI.COMM_WORLD.rank == 1:
     versions.describe = lambda: {**real(), "byte order": "middle"}
 sys.exit(main(["check"]))
 """
-    result = run_ranks(2, ["-c", code], timeout=60)
+    result = run_ranks(2, ["-c", code], timeout=100)
     assert result.returncode == 1
     assert "byte order is middle here" in result.stdout
     assert "the ranks do not have the same software" in result.stdout

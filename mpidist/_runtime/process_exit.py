@@ -69,8 +69,10 @@ _SHORT: Final = 0.0005
 _LONG: Final = 0.02
 # The rank that failed prints and aborts; the others, which raise because of it, wait
 # for that, so that a person reads one traceback.
-_OTHERS_FIRST_SECONDS: Final = 1.5
-_TURN_SECONDS: Final = 0.2
+_OTHERS_FIRST_SECONDS: Final = 3.0
+# Long enough for one that aborts first to end the next, also on a busy machine.
+_TURN_SECONDS: Final = 0.4
+_OTHERS_TURN_SECONDS: Final = 1.0
 _FORWARD_SECONDS: Final = 0.3
 _INTERRUPTED: Final = 130  # what a shell reports after Ctrl-C
 _ABORT_SECONDS: Final = 5.0
@@ -227,8 +229,9 @@ def _end_job(
             error.__cause__, RemoteTraceback
         )
         wait = _OTHERS_FIRST_SECONDS if because_of_others else 0.0
+        turn = _OTHERS_TURN_SECONDS if because_of_others else _TURN_SECONDS
         # Several ranks may fail at once: the lowest prints, and ends the job.
-        time.sleep(wait + (_TURN_SECONDS * (1 + min(rank, 4)) if rank else 0.0))
+        time.sleep(wait + (turn * (1 + min(rank, 4)) if rank else 0.0))
         text = f"mpidist: rank {rank} raised an exception{where}, ending the job:\n"
         if show is None:
             text += format_exception(error)
