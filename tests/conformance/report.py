@@ -124,9 +124,9 @@ dtypes, shapes, and the classes of errors. This page is written by
 launch/conformance
 ```
 
-and `tests/test_conformance.py` fails where a result is not what the programs declare:
-with TensorFlow on 2, 3 and 4 replicas, and without it against what it gave on 3 when
-this page was written.
+and `tests/project/test_conformance.py` fails where a result is not what the programs
+declare: with TensorFlow on 2, 3 and 4 replicas, and without it against what it gave on
+3 when this page was written.
 Where the two libraries differ on purpose, the program says what each of them gives, and
 why; both are checked, so that a change on either side is found.
 

@@ -19,7 +19,7 @@ import tempfile
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 NATIVE = ROOT / "mpidist" / "_native"
 STRESS = ROOT / "tests" / "native" / "stress.c"
 SOURCES = ("channel.c", "algorithms.c")

@@ -24,7 +24,7 @@ import pytest
 from mpidist._base.options import ReduceOp
 from mpidist._engine import dtypes
 
-SOURCE = pathlib.Path(__file__).parents[1] / "mpidist" / "_native" / "kernels.c"
+SOURCE = pathlib.Path(__file__).parents[2] / "mpidist" / "_native" / "kernels.c"
 FLAGS = "-O3 -std=c11 -ffp-contract=off -fno-math-errno -fno-trapping-math"
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 COUNTS = (0, 1, 7, 4095, 4096, 4097, 100003)

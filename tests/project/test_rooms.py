@@ -114,6 +114,13 @@ def test_the_table_lists_every_room_once():
     assert sorted(ROOMS) == sorted({room_of(name) for name in FILES})
 
 
+def test_every_room_has_tests_in_a_folder_of_its_name():
+    for room in ROOMS:
+        if (PACKAGE / room).is_dir():
+            tests = ROOT / "tests" / room.removeprefix("_")
+            assert list(tests.glob("test_*.py")), tests
+
+
 EXTENSIONS = {"mpidist._native._core"}  # of C, in the folder that imports it
 
 

@@ -1,23 +1,16 @@
-"""Options, buckets, reports and messages, without MPI."""
+"""Options and environment variables."""
 
 import dataclasses
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import mpidist
-from mpidist._agreement import mismatch
-from mpidist._base import errors, options
-from mpidist._engine import buckets, dtypes
+from mpidist._base import options
 from mpidist.experimental import (
     CollectiveHints,
     CommunicationImplementation,
     CommunicationOptions,
 )
-
-# --- options ------------------------------------------------------------------------
 
 
 def test_reduce_op_names_in_any_case():
@@ -123,94 +116,3 @@ def test_environment(monkeypatch):
     monkeypatch.setenv("MPIDIST_GUARD", "perhaps")
     with pytest.raises(ValueError, match="MPIDIST_GUARD"):
         options.read_environment()
-
-
-# --- buckets ------------------------------------------------------------------------
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 50),
-            st.sampled_from("fdeilg"),
-            st.sampled_from(["SUM", "MAX"]),
-        ),
-        max_size=30,
-    ),
-    st.integers(0, 600),
-)
-def test_every_leaf_is_in_one_place_of_one_bucket(rows, limit):
-    leaves = [
-        buckets.Leaf(
-            (n,), dtypes.reduction(np.dtype(c), mpidist.ReduceOp[op], "f"), False
-        )
-        for n, c, op in rows
-    ]
-    made = buckets.plan_buckets(leaves, limit)
-    assert sorted(i for b in made for i in b.leaves) == list(range(len(leaves)))
-    for bucket in made:
-        wire = leaves[bucket.leaves[0]].reduction.wire
-        taken = np.zeros(bucket.size, bool)
-        for index, offset in zip(bucket.leaves, bucket.offsets, strict=True):
-            leaf = leaves[index]
-            assert leaf.reduction.wire == wire
-            assert leaf.reduction.mpi == leaves[bucket.leaves[0]].reduction.mpi
-            assert not taken[offset : offset + leaf.size].any()
-            taken[offset : offset + leaf.size] = True
-        assert taken.all()
-        assert len(bucket.leaves) == 1 or bucket.size * wire.itemsize <= max(
-            limit, wire.itemsize
-        )
-
-
-# --- messages -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([2], "rank 2"),
-        ([0, 1, 2], "ranks 0-2"),
-        ([5, 0, 1, 3], "ranks 0-1, 3, 5"),
-        ([1, 3], "ranks 1, 3"),
-    ],
-)
-def test_format_ranks(ranks, text):
-    assert errors.format_ranks(ranks) == text
-
-
-@given(st.text(), st.text())
-def test_fingerprints_fit_the_header(one, other):
-    a, b = mismatch.fingerprint(one), mismatch.fingerprint(other)
-    assert 0 <= a < 2**62
-    assert np.int64(~a) == ~a
-    assert (a == b) == (one == other)
-
-
-def test_exceptions_that_do_not_come_back_from_pickle():
-    class StrangeError(Exception):
-        def __init__(self, a, b):
-            super().__init__(a)
-
-    assert mismatch.dump_exception(StrangeError(1, 2)) == b""
-    data = mismatch.dump_exception(KeyError("k"))
-    error = mismatch.load_exception(data, "the trace")
-    assert type(error) is KeyError
-    assert "the trace" in str(error.__cause__)
-    assert mismatch.load_exception(b"no pickle", "") is None
-
-
-def test_tracebacks_show_the_users_frames(monkeypatch):
-    def user_code():
-        mpidist.experimental_set_strategy("no strategy")
-
-    def text():
-        try:
-            user_code()
-        except TypeError as error:
-            return errors.format_exception(error)
-
-    assert "in user_code" in text()
-    assert "_strategy/scopes.py" not in text()
-    monkeypatch.setenv("MPIDIST_DEBUG", "1")
-    assert "_strategy/scopes.py" in text()

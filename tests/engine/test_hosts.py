@@ -20,7 +20,7 @@ import hosts as virtual
 import launching
 import pytest
 
-JOB = Path(__file__).with_name("job_on_hosts.py")
+JOB = Path(__file__).parents[1] / "job_on_hosts.py"
 TIMEOUT = 6.0  # of the strategies, in seconds
 LATER = 20.0  # what may be added to it on a machine with much to do
 STALL = {"MPIDIST_STALL_SECONDS": "2"}

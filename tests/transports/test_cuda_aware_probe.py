@@ -9,7 +9,7 @@ import pytest
 from mpidist._transports import cuda_aware_probe
 from mpidist._transports.cuda_aware_probe import child_environment
 
-TESTS = str(Path(__file__).parent)
+TESTS = str(Path(__file__).parents[1])
 
 # A `cupy` for children: host memory that poses as a GPU array.
 POSES = """

@@ -1,0 +1,43 @@
+"""Which leaves are fused."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mpidist
+from mpidist._engine import buckets, dtypes
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 50),
+            st.sampled_from("fdeilg"),
+            st.sampled_from(["SUM", "MAX"]),
+        ),
+        max_size=30,
+    ),
+    st.integers(0, 600),
+)
+def test_every_leaf_is_in_one_place_of_one_bucket(rows, limit):
+    leaves = [
+        buckets.Leaf(
+            (n,), dtypes.reduction(np.dtype(c), mpidist.ReduceOp[op], "f"), False
+        )
+        for n, c, op in rows
+    ]
+    made = buckets.plan_buckets(leaves, limit)
+    assert sorted(i for b in made for i in b.leaves) == list(range(len(leaves)))
+    for bucket in made:
+        wire = leaves[bucket.leaves[0]].reduction.wire
+        taken = np.zeros(bucket.size, bool)
+        for index, offset in zip(bucket.leaves, bucket.offsets, strict=True):
+            leaf = leaves[index]
+            assert leaf.reduction.wire == wire
+            assert leaf.reduction.mpi == leaves[bucket.leaves[0]].reduction.mpi
+            assert not taken[offset : offset + leaf.size].any()
+            taken[offset : offset + leaf.size] = True
+        assert taken.all()
+        assert len(bucket.leaves) == 1 or bucket.size * wire.itemsize <= max(
+            limit, wire.itemsize
+        )
