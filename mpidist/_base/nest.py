@@ -17,6 +17,8 @@ from typing import Any, Final
 import numpy as np
 import optree
 
+from mpidist._base.cache import Cache
+
 NAMESPACE: Final = "mpidist"
 _LEAF: Final = "\0"  # stands for a leaf in a text: no repr of a key contains it
 
@@ -86,8 +88,6 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
     structure = _structures.get(spec)
     if structure is None:
-        if len(_structures) >= _MOST_STRUCTURES:
-            _structures.clear()
         structure = _structures[spec] = Structure(spec)
     return structure.sort(leaves), structure
 
@@ -118,7 +118,7 @@ _PLAIN: Final = frozenset(
 # A training loop sees a handful of structures; the limit is for programs that
 # make new ones for ever.
 _MOST_STRUCTURES: Final = 1024
-_structures: dict[optree.PyTreeSpec, Structure] = {}
+_structures: Cache[optree.PyTreeSpec, Structure] = Cache(_MOST_STRUCTURES)
 
 
 def _describe(spec: optree.PyTreeSpec, first: int, order: list[int]) -> str:

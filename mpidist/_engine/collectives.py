@@ -24,6 +24,7 @@ from mpidist._agreement.mismatch import Call, call_of
 from mpidist._base import backend, nest
 from mpidist._base.cache import Cache
 from mpidist._base.indexed_slices import IndexedSlices
+from mpidist._base.memory import LINE, round_up
 from mpidist._base.options import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -59,7 +60,6 @@ _MESSAGE_ROOM: Final = 2**20
 _Compressed = tuple[str, bool]
 """The format in which sums go between nodes, and whether errors are fed back."""
 
-_LINE: Final = 64
 _SENDING: Final = Call("a message to all ranks")
 _UNCOMPRESSED: Final[_Compressed] = ("none", False)
 
@@ -367,7 +367,7 @@ class Collectives:
         for x in like:
             starts.append(end)
             if not backend.is_device_array(x):
-                end += -(-x.nbytes // _LINE) * _LINE
+                end += round_up(x.nbytes, LINE)
         block = None
         if self.node is not None and end:
             block = self.node.pool.take(end)

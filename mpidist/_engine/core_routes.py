@@ -22,6 +22,7 @@ import numpy as np
 from mpidist import _native
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
+from mpidist._base.memory import round_up
 from mpidist._base.options import ReduceOp
 from mpidist._engine.buckets import Leaf
 from mpidist._engine.node import Node
@@ -81,7 +82,7 @@ def fits_header(means: Means, signature: Signature) -> bool:
     if means.node.channel.tree:
         room = _EAGER_BYTES_CROWDED
     line = _native.core.LINE
-    total = sum(-(-nbytes_of(means, x) // line) * line for x in signature.leaves)
+    total = sum(round_up(nbytes_of(means, x), line) for x in signature.leaves)
     return bool(total <= room)
 
 

@@ -32,6 +32,7 @@ from mpidist import _native
 from mpidist._agreement.channel import LEFT, LeftError
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
+from mpidist._base.memory import round_up
 from mpidist._engine.core_routes import (
     CoreReduce,
     EagerReduce,
@@ -133,7 +134,7 @@ class StagedEager:
             backend.start_copy_to_host(raw, host, backend.current_stream())
             kept.append(raw)
             hosts.append(backend.from_bytes(host, x.dtype, tuple(x.shape)))
-            at += -(-raw.size // _native.core.LINE) * _native.core.LINE
+            at += round_up(raw.size, _native.core.LINE)
         backend.synchronize(near)
         return hosts
 

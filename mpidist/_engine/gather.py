@@ -34,11 +34,11 @@ from mpidist._agreement.channel import LEFT, LeftError
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call, fingerprint
 from mpidist._base import backend
+from mpidist._base.memory import LINE, round_up
 from mpidist._engine.node import Node
 from mpidist._engine.pool import Pool
 from mpidist._transports import Transports
 
-_LINE: Final = 64
 # Arrays of a nest that are smaller on average, and in all, are packed for MPI.
 _PACKED_BYTES: Final = 16 * 1024
 _PACKED_BYTES_IN_ALL: Final = 2**20
@@ -105,7 +105,7 @@ def make(
     """
     if node is not None and not anywhere and transports.host.name == "shared":
         room = _native.core.EAGER_BYTES - 8 * len(leaves)
-        if room > _LINE:
+        if room > LINE:
             return CoreGather(guard, call, leaves, transports, node)
     return MpiGather(guard, call, leaves, transports, pool, packs=not anywhere)
 
@@ -218,7 +218,7 @@ class CoreGather:
             total = sum(row[i] for row in rows)
             starts.append(end)
             shapes.append(leaf.shape(total))
-            end += -(-leaf.row_bytes * total // _LINE) * _LINE
+            end += round_up(leaf.row_bytes * total, LINE)
         block = self._node.pool.take(end)
         dtypes = [leaf.dtype for leaf in self._leaves]
         if block is None:

@@ -17,11 +17,12 @@ import numpy as np
 
 from mpidist._agreement.channel import MessageChannel
 from mpidist._agreement.mismatch import Call
+from mpidist._base.memory import round_up
 from mpidist._base.options import ReduceOp
 from mpidist._engine.plans import Means, Signature
 from mpidist._mpi.messages import COMBINE
 
-_LINE: Final = 16  # what the dtypes need
+_ALIGNMENT: Final = 16  # what the dtypes need
 
 
 def header(means: Means, signature: Signature) -> HeaderReduce | None:
@@ -36,7 +37,7 @@ def header(means: Means, signature: Signature) -> HeaderReduce | None:
     if any(x.on_device or x.reduction.mpi == "gather" for x in signature.leaves):
         return None
     nbytes = [leaf.size * leaf.reduction.wire.itemsize for leaf in signature.leaves]
-    if not 0 < sum(-(-n // _LINE) * _LINE for n in nbytes) <= channel.room:
+    if not 0 < sum(round_up(n, _ALIGNMENT) for n in nbytes) <= channel.room:
         return None
     return HeaderReduce(means, signature, channel)
 
@@ -76,7 +77,7 @@ class HeaderReduce:
                 )
             )
             self._payload += nbytes
-            at += -(-nbytes // _LINE) * _LINE
+            at += round_up(nbytes, _ALIGNMENT)
         self._nbytes = at
 
     def one(self, x: Any) -> Any:

@@ -27,10 +27,10 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from mpidist import _native
+from mpidist._base.memory import PAGE
 from mpidist._mpi.communicator import AnyCommunicator, Communicator, SelfCommunicator
 
 _FOLDER: Final = "/dev/shm"
-_PAGE: Final = 4096
 # Of a piece area: two of each rank, and the piece itself, are in a core's cache. On
 # nodes of many ranks they take no more than so much memory in all.
 _LARGEST_AREA: Final = 512 * 1024
@@ -135,7 +135,7 @@ def area_bytes_for(size: int, *, alone: bool = True) -> int:
     if not alone:
         largest = max(_AREA_BETWEEN_NODES, _SLICE_BETWEEN_NODES * size)
         most = _AREAS_BYTES_BETWEEN_NODES
-    return min(largest, most // (2 * size + 2) // _PAGE * _PAGE)
+    return min(largest, most // (2 * size + 2) // PAGE * PAGE)
 
 
 def arena_bytes_for(comm: AnyCommunicator) -> int:
@@ -144,7 +144,7 @@ def arena_bytes_for(comm: AnyCommunicator) -> int:
     Half of what the node has free, dealt to its ranks. None of it is taken yet.
     """
     room = free_bytes() // 2 // comm.local_size
-    return comm.all_min(min(room, _LARGEST_ARENA)) // _PAGE * _PAGE
+    return comm.all_min(min(room, _LARGEST_ARENA)) // PAGE * PAGE
 
 
 def free_bytes() -> int:

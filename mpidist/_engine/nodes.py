@@ -25,19 +25,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from mpidist import _native
 from mpidist._agreement.channel import LEFT, LeftError
 from mpidist._agreement.guard import Guard
+from mpidist._base.memory import LINE, round_up
 from mpidist._engine.node import Node, open_node
 from mpidist._mpi.communicator import Communicator, Peers
 from mpidist._mpi.messages import Transfers
 from mpidist._transports import Compression
-
-_LINE: Final = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +98,9 @@ def open_nodes(
     if node is None:
         return None, opened.problem
     peers, slices = comm.split_peers(), comm.smallest_node
-    lines = node.piece_bytes // _LINE // slices + comm.num_nodes + 2
+    lines = node.piece_bytes // LINE // slices + comm.num_nodes + 2
     scratch = comm.together(
-        lambda: np.empty(lines * _LINE, np.uint8), "MPIStrategy(...)"
+        lambda: np.empty(lines * LINE, np.uint8), "MPIStrategy(...)"
     )
     return Nodes(node, comm.node_ranks, peers, slices, scratch), ""
 
@@ -185,7 +184,7 @@ class Across:
         if peers.size == 2:
             self._parts = [(0, piece), (0, piece)]
         mine = self._parts[me][1]
-        step = -(-mine.size // _LINE) * _LINE
+        step = round_up(mine.size, LINE)
         self._rows = [
             scratch[k * step : k * step + mine.size] for k in range(peers.size)
         ]
@@ -251,5 +250,5 @@ class Across:
 
 def _cut(nbytes: int, count: int) -> list[int]:
     """Return where ``count`` equal parts of so many bytes begin and end, at lines."""
-    lines = nbytes // _LINE
-    return [lines * k // count * _LINE for k in range(count + 1)]
+    lines = nbytes // LINE
+    return [lines * k // count * LINE for k in range(count + 1)]

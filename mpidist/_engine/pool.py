@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
-_PAGE: Final = 4096
+from mpidist._base.memory import PAGE
+
 SMALLEST: Final = 64 * 1024
 
 
@@ -60,11 +61,11 @@ class Pool:
         if self.nbytes + nbytes > self.limit:
             del kept
             self._release(self.nbytes + nbytes - self.limit)
-        block = np.empty(nbytes + _PAGE, np.uint8)
+        block = np.empty(nbytes + PAGE, np.uint8)
         # Half a page after a page begins. At the same place in their pages as other
         # arrays are, loads wait for stores that have nothing to do with them ("4K
         # aliasing"): a sum took 2.5 times as long.
-        start = (_PAGE // 2 - block.ctypes.data) % _PAGE
+        start = (PAGE // 2 - block.ctypes.data) % PAGE
         if self.nbytes + nbytes <= self.limit:
             self._kept.setdefault(nbytes, []).append((block, start))
             self.nbytes += nbytes

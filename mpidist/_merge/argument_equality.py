@@ -25,6 +25,7 @@ import types
 from typing import Any, Final
 
 from mpidist._base import function_codec
+from mpidist._base.cache import Cache
 from mpidist._base.fingerprint import fingerprint, fingerprint_of_bytes
 from mpidist._merge import object_names
 from mpidist._merge.wire import ATOMS, Pickler
@@ -86,21 +87,19 @@ def fingerprint_of_function(merge_fn: Any) -> int:
     return _fingerprint_of_code(merge_fn)
 
 
-_prints: dict[int, tuple[types.CodeType, int]] = {}
-_MOST_PRINTS: Final = 512
+_MOST_FUNCTIONS: Final = 512
+_known: Cache[int, tuple[types.CodeType, int]] = Cache(_MOST_FUNCTIONS)
 
 
 def _fingerprint_of_code(function: Any) -> int:
     if type(function) is not types.FunctionType:
         return fingerprint(_name_of(function))
     code = function.__code__
-    known = _prints.get(id(code))
+    known = _known.get(id(code))
     if known is None:
-        if len(_prints) >= _MOST_PRINTS:
-            _prints.clear()
         text = f"{_name_of(function)} {code.co_firstlineno} {code.co_names}"
         number = fingerprint_of_bytes(text.encode() + code.co_code)
-        known = _prints[id(code)] = (code, number)
+        known = _known[id(code)] = (code, number)
     return known[1]
 
 

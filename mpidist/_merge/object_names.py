@@ -47,6 +47,7 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist._base import function_codec
+from mpidist._base.cache import Cache
 
 MOST: Final = 512
 """How many objects have names, in one `merge_call`."""
@@ -98,7 +99,7 @@ _VALUES: Final = (
     np.ufunc,
 )
 
-_roles: dict[type, _Role] = {}
+_roles: Cache[type, _Role] = Cache(_MOST_KINDS)
 
 
 def register_values(*kinds: type) -> None:
@@ -116,8 +117,6 @@ def _role(kind: type) -> _Role:
 
 
 def _role_of(kind: type) -> _Role:
-    if len(_roles) >= _MOST_KINDS:
-        _roles.clear()
     role = _roles[kind] = _find_role(kind)
     return role
 

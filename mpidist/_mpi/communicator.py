@@ -35,6 +35,7 @@ import numpy as np
 
 from mpidist._base import threads
 from mpidist._base.errors import on_rank
+from mpidist._base.memory import leak
 from mpidist._mpi import collective_release, versions
 from mpidist._mpi.headers import FEW, Headers, Maximum, Rows
 from mpidist._mpi.messages import CHUNK_ELEMENTS, Buffer, Messages, Transfers
@@ -292,8 +293,7 @@ class Communicator:
             request = comm.Iallgatherv(text, [texts, (counts, offsets[:-1])])
             wait(request, "MPIStrategy(...)")
         except BaseException:
-            # MPI may still write to them.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffers))
+            leak(buffers)
             raise
         agreement, error = versions.judge(
             self.rank, [texts[i:j].tobytes() for i, j in itertools.pairwise(offsets)]
@@ -621,8 +621,7 @@ class _Pending:
         return self._read()
 
     def leak(self) -> None:
-        # MPI may write to them until it has ended, which is after Python has.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        leak(self)
 
 
 def take_together(

@@ -26,7 +26,6 @@ plan.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import struct
 from collections.abc import Callable
@@ -34,6 +33,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from mpidist._base.cache import Cache
+from mpidist._base.memory import leak
 from mpidist._mpi.header_words import LATENESS, PATIENCE, WORDS
 
 FEW: Final = 8
@@ -73,7 +74,7 @@ class Headers:
     def __init__(self, exchange: Rows | Maximum, *, crowded: bool) -> None:
         self._exchange = exchange
         self._tests = _TESTS_BETWEEN if crowded else _TESTS
-        self._forms: dict[bytes, bytes] = {}
+        self._forms: Cache[bytes, bytes] = Cache(_MOST_FORMS)
         self.headers: int = 0  # that were published; the same number on all ranks
         self.room: int = exchange.room
         """The most bytes of a payload that travels with a header."""
@@ -142,8 +143,7 @@ class Headers:
 
     def leak(self) -> None:
         """Keep the buffers for ever: what is under way will not be waited for."""
-        # MPI may write to them until it has ended, which is after Python has.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        leak(self)
 
     def free(self) -> None:
         """Give back what was prepared. No header is under way."""
@@ -153,8 +153,6 @@ class Headers:
         """Return the words of `pack` in the form that goes over MPI."""
         flag, text, soft, patience, most = _unpack(data)
         form = _pack_all(flag, text, ~text, soft, ~soft, 0, patience, most)
-        if len(self._forms) >= _MOST_FORMS:
-            self._forms.clear()
         self._forms[data] = form
         return form
 

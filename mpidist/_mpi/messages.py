@@ -36,7 +36,6 @@ and 0.5 to 0.7 at 16 MiB with Open MPI, 0.5 and 0.6 with MPICH.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 from collections.abc import Callable, Sequence
@@ -45,6 +44,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from mpidist._base import backend
+from mpidist._base.memory import LINE, leak, round_up
 
 Buffer = Any  # a one-dimensional, C-contiguous NumPy or CuPy array
 MPIOp = Literal["SUM", "PROD", "MIN", "MAX"]
@@ -61,7 +61,6 @@ FEW: Final = 8
 # MPI 3 takes counts as C ints. A power of two keeps the pieces aligned.
 CHUNK_ELEMENTS: Final = 2**30
 _TAG: Final = 8
-_LINE: Final = 64
 _PIECE_BYTES: Final = 2 * 2**20
 _WHOLE_BYTES_OF_TWO: Final = 512 * 1024
 _WHOLE_BYTES: Final = 64 * 1024  # that a rank gets from all others together
@@ -156,8 +155,7 @@ class Transfers:
 
     def leak(self) -> None:
         """Keep the buffers for ever: they will not be waited for any more."""
-        # MPI may write to them until it has ended, which is after Python has.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        leak(self)
 
 
 class Messages:
@@ -186,7 +184,7 @@ class Messages:
         # Everybody begins with the next one, so that not all send to the same.
         self._others = [(self.rank + k) % self.size for k in range(1, self.size)]
         # Takes no memory before it is used.
-        room = 2 * (_PIECE_BYTES + 4 * _LINE * (self.size + 1))
+        room = 2 * (_PIECE_BYTES + 4 * LINE * (self.size + 1))
         self._host_scratch = np.empty(room, np.uint8)
         self._device_scratch: Any = None
 
@@ -280,8 +278,8 @@ class Messages:
             half: 1 for the second half.
         """
         scratch = self._scratch(like)
-        scratch = scratch[half * (scratch.size // 2 // _LINE * _LINE) :]
-        step = -(-nbytes // _LINE) * _LINE
+        scratch = scratch[half * (scratch.size // 2 // LINE * LINE) :]
+        step = round_up(nbytes, LINE)
         return [
             scratch[k * step : k * step + nbytes].view(like.dtype) for k in range(count)
         ]
@@ -331,7 +329,7 @@ class Messages:
         most = min(self.chunk_elements, max(1, _PIECE_BYTES // buffer.itemsize))
         count = -(-buffer.size // most)
         step = -(-buffer.size // count)  # equal ones
-        step = min(most, -(-step // _LINE) * _LINE)
+        step = min(most, round_up(step, LINE))
         return [slice(i, i + step) for i in range(0, buffer.size, step)]
 
     def _exchange_with_one(
@@ -451,7 +449,7 @@ class Messages:
         )
 
     def _slices(self, buffer: Buffer) -> list[slice]:
-        line = max(1, _LINE // buffer.itemsize)
+        line = max(1, LINE // buffer.itemsize)
         lines = -(-buffer.size // line)
         cuts = [
             min(lines * k // self.size * line, buffer.size)

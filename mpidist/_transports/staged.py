@@ -30,13 +30,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from mpidist._base import backend
+from mpidist._base.memory import LINE, round_up
 from mpidist._mpi.communicator import MPIOp
 from mpidist._transports.direct import DirectTransport
 
 # At least this, where a buffer is cut so that there is something to overlap.
 SMALLEST_PIECE_BYTES: Final = 256 * 1024
 _SLOTS: Final = 3
-_LINE: Final = 64
 _SMALLEST_SHARE: Final = 16 * 1024
 
 _Load = Callable[[int, Any, Any], None]  # of piece, slot's memory, stream
@@ -177,8 +177,8 @@ class StagedTransport:
         if self._piece_bytes is not None:
             # At least four pieces, unless they would be small.
             room = max(-(-count // 4), SMALLEST_PIECE_BYTES // dtype.itemsize)
-            line = max(1, _LINE // dtype.itemsize)
-            room = -(-room // line) * line
+            line = max(1, LINE // dtype.itemsize)
+            room = round_up(room, line)
             room = max(1, min(room, self._piece_bytes // dtype.itemsize))
         return [slice(i, min(i + room, count)) for i in range(0, count, room)]
 
@@ -188,7 +188,7 @@ class StagedTransport:
         if self._piece_bytes is None:
             return longest
         share = max(self._piece_bytes // (size + 1), _SMALLEST_SHARE)
-        return min(share // _LINE * _LINE, longest)
+        return min(share // LINE * LINE, longest)
 
     def _run(
         self,
