@@ -136,7 +136,7 @@ def compute_average_loss(
         0 where no replica has a row.
 
     Raises:
-        TypeError, ValueError: for arguments that are none of these.
+        TypeError, ValueError: for invalid arguments.
         RuntimeError: in cross-replica context.
     """
     frame = context.current()

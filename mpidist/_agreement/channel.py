@@ -102,7 +102,7 @@ class Channel(Protocol):
             fingerprint: of the call.
             soft: a number that may differ.
             most: a number of which all learn the largest.
-            patience_ms: how long this rank would wait; 0: for ever.
+            patience_ms: how long this rank would wait; 0: forever.
             place: where its results are, for the core.
         """
 
@@ -186,7 +186,7 @@ class MessageChannel:
 
         Args:
             fingerprint: of the call.
-            patience_ms: how long this rank would wait; 0: for ever.
+            patience_ms: how long this rank would wait; 0: forever.
             nbytes: of the payload, which is in this rank's `payload_rows`: at most
                 `room`, and as many as on all other ranks.
         """

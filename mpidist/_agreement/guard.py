@@ -165,7 +165,7 @@ class Guard:
         Args:
             comm: the ranks.
             channel: where they exchange headers; None for one rank.
-            timeout_seconds: how long a rank waits for the others; 0: for ever.
+            timeout_seconds: how long a rank waits for the others; 0: forever.
             stall_seconds: after which the missing ranks are named on stderr.
             enabled: whether calls are compared.
         """
@@ -301,7 +301,7 @@ class Guard:
             timeout: seconds to wait for the others; None: the strategy's.
 
         Returns:
-            For how many milliseconds this rank waits for the others; 0: for ever.
+            For how many milliseconds this rank waits for the others; 0: forever.
         """
         if self.blocked:
             self.require_section()
@@ -318,7 +318,7 @@ class Guard:
 
         Args:
             call: what it is.
-            timeout: seconds to wait; None: the strategy's; 0: for ever.
+            timeout: seconds to wait; None: the strategy's; 0: forever.
         """
         self._before, self._call = self._call, call
         self._timeout = self.timeout_seconds if timeout is None else timeout
@@ -417,7 +417,7 @@ class Guard:
             raise self._given_up
 
     def fail(self, call: Call, error: BaseException, kind: ErrorKind) -> BaseException:
-        """Tell all ranks that this one can not go on; return what to raise.
+        """Tell all ranks that this one cannot go on; return what to raise.
 
         Collective in effect: the header of the other ranks' next call meets this one.
         """
@@ -743,7 +743,7 @@ class Guard:
         if not self.broken:
             self.broken = (
                 f"rank {self._comm.rank} was interrupted by {type(error).__name__} in "
-                f"{what}; this strategy can not be used any more"
+                f"{what}; this strategy cannot be used any more"
             )
             self._post_notice(what, self.broken)
             if self.channel is not None:
@@ -777,7 +777,7 @@ class Guard:
             else:
                 self.broken = (
                     f"rank {error.rank} has left {call.text} before its end; this "
-                    "strategy can not be used any more"
+                    "strategy cannot be used any more"
                 )
                 self._post_notice(call.text, self.broken)
                 error = self._broken_error()
@@ -846,9 +846,9 @@ class Guard:
             raise RuntimeError(
                 on_rank(
                     self._comm.rank,
-                    "merge_fn runs on this rank alone, so it can not take part in a "
+                    "merge_fn runs on this rank alone, so it cannot take part in a "
                     "collective call of the replicas, nor can a thread that it starts, "
-                    "and it can not close the strategy; call the methods of the "
+                    "and it cannot close the strategy; call the methods of the "
                     "`strategy` that it got",
                 )
             )
@@ -930,7 +930,7 @@ class Guard:
 
     def _give_up(self, what: str, timeout: float) -> CollectiveTimeoutError:
         facts = (
-            f"{self._describe_wait(what, timeout)}. This strategy can not be used any "
+            f"{self._describe_wait(what, timeout)}. This strategy cannot be used any "
             "more, since the missing rank may still be on its way; variables and "
             "arrays are as they were before the call. "
         )

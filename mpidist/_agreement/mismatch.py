@@ -87,7 +87,7 @@ def _describe_exception(error: BaseException) -> str:
     try:
         return format_exception(error)
     except Exception:  # its __str__ raises
-        return f"{type(error).__qualname__}, which can not be printed\n"
+        return f"{type(error).__qualname__}, which cannot be printed\n"
 
 
 def judge(rank: int, reports: list[Report]) -> BaseException:

@@ -217,7 +217,7 @@ def check_dtype(dtype: Any, call: str) -> None:
     if dtype.kind in _REAL_AND_COMPLEX or is_bfloat16(dtype):
         return
     raise TypeError(
-        f"{call}: arrays of dtype {dtype} can not be communicated; expected a bool, "
+        f"{call}: arrays of dtype {dtype} cannot be communicated; expected a bool, "
         "integer, floating or complex dtype. Write `x.astype(float)` if the array "
         "holds numbers"
     )

@@ -61,7 +61,7 @@ class CollectiveMismatchError(CollectiveError):
 class CollectiveTimeoutError(CollectiveError):
     """Some ranks did not arrive at a collective within ``timeout_seconds``.
 
-    The message names the missing ranks. The strategy that timed out can not be
+    The message names the missing ranks. The strategy that timed out cannot be
     used any more; the arrays of each rank are as they were before the call.
     """
 

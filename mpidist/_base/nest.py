@@ -116,7 +116,7 @@ _PLAIN: Final = frozenset(
     [np.ndarray, np.float32, np.float64, int, float, bool, str, type(None)]
 )
 # A training loop sees a handful of structures; the limit is for programs that
-# make new ones for ever.
+# make new ones forever.
 _MOST_STRUCTURES: Final = 1024
 _structures: Cache[optree.PyTreeSpec, Structure] = Cache(_MOST_STRUCTURES)
 

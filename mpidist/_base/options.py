@@ -81,9 +81,9 @@ class CommunicationImplementation(enum.Enum):
     memory that the ranks share where all are on one node; where there are several,
     small ones go by MPI, and large ones in slices through the memory of each node.
     ``DIRECT`` gives MPI the buffer as it stands (for a GPU array the MPI must be
-    CUDA-aware). ``SHARED`` is what AUTO does for host arrays, and an error where it can
-    not be. ``STAGED`` copies GPU arrays through host memory, in pieces. ``NCCL`` moves
-    GPU arrays by NCCL, and needs a GPU for each rank; where that can not be it is an
+    CUDA-aware). ``SHARED`` is what AUTO does for host arrays, and an error where it
+    cannot be. ``STAGED`` copies GPU arrays through host memory, in pieces. ``NCCL`` moves
+    GPU arrays by NCCL, and needs a GPU for each rank; where that cannot be it is an
     error on all ranks, and not a warning as in TensorFlow. For GPU arrays ``AUTO`` is
     NCCL where it can be, else direct where MPI is CUDA-aware, else staged. ``RING`` is
     TensorFlow's name, and means ``AUTO``, since MPI and NCCL choose their own
@@ -275,7 +275,7 @@ def read_environment() -> Environment:
     """Read the variables ``MPIDIST_*``.
 
     Raises:
-        ValueError: for a value that can not be read, naming the variable.
+        ValueError: for a value that cannot be read, naming the variable.
     """
     return Environment(
         abort=_flag("MPIDIST_ABORT", True) is not False,

@@ -88,7 +88,7 @@ class Checkpoint:
         objects: the objects, by name.
 
     Raises:
-        TypeError: for an object that can not be saved; the message says what to write.
+        TypeError: for an object that cannot be saved; the message says what to write.
     """
 
     def __init__(self, **objects: Any) -> None:
@@ -150,7 +150,7 @@ class Checkpoint:
                 rank; if the ranks save different objects.
             ValueError: for an ON_READ variable with aggregation NONE.
             FileExistsError: if there is something other than a checkpoint at ``path``.
-            OSError: if rank 0 can not write it. The previous checkpoint is whole.
+            OSError: if rank 0 cannot write it. The previous checkpoint is whole.
             RuntimeError: in a replica function or in ``merge_fn``.
         """
         return self._save(path, format, "Checkpoint.save")[0]

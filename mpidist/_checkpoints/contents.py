@@ -106,7 +106,7 @@ def collect(objects: Mapping[str, Any], early: bool = False) -> list[Item]:
             of an optimizer raise RuntimeError before it has made them.
 
     Raises:
-        TypeError: for what can not be saved and restored.
+        TypeError: for what cannot be saved and restored.
         ValueError: where two items would have one name.
     """
     items: dict[str, Item] = {}
@@ -210,18 +210,18 @@ def _explain(name: str, value: Any) -> str:
     if isinstance(value, (bool, int, float, complex)) or backend.is_array(value):
         what = "an array" if backend.is_array(value) and value.ndim else "a number"
         return (
-            f"{start}: {what} can not be restored in place. In the scope of the "
+            f"{start}: {what} cannot be restored in place. In the scope of the "
             f"strategy make a variable of it, `{name} = mpidist.Variable("
             f"{'array' if what == 'an array' else repr(value)})`, and change it by "
             "`assign` or `assign_add`"
         )
     if isinstance(value, DistributedValues):
         return (
-            f"{start}: it can not be restored in place. Make a variable of it, or an "
+            f"{start}: it cannot be restored in place. Make a variable of it, or an "
             "object with `state()` and `restore(state)`"
         )
     return (
-        f"{start}, which can not be saved; expected a `mpidist.Variable`, an object "
+        f"{start}, which cannot be saved; expected a `mpidist.Variable`, an object "
         "with `variables` (an optimizer), a `numpy.random.Generator`, an object with "
         "`state()` and `restore(state)` (an iterator), or a list, tuple or dict of "
         "these. For numbers, strings and lists write a small class with these two "
@@ -269,7 +269,7 @@ def choose_state(
             return item.merge([storage.decode(value) for value in values])
         raise CheckpointError(
             f"{item.name!r} was saved with another state on each of {len(values)} "
-            f"replicas, and can not be restored on {size}; restore it on "
+            f"replicas, and cannot be restored on {size}; restore it on "
             f"{len(values)}, give the object a method `merge_states(states)` that "
             "makes one state of all, or write `restore(path, partial=True)` with a "
             "Checkpoint without it"

@@ -36,7 +36,7 @@ class CheckpointManager:
         format: of the file of arrays, as for `Checkpoint.save`.
 
     Raises:
-        TypeError, ValueError: for arguments that are none of these, on all ranks.
+        TypeError, ValueError: for invalid arguments, on all ranks.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class CheckpointManager:
                     continue
                 except OSError as error:
                     warnings.warn(
-                        f"{name}: the old checkpoint {entry.path!r} can not be "
+                        f"{name}: the old checkpoint {entry.path!r} cannot be "
                         f"deleted: {error}",
                         RuntimeWarning,
                         stacklevel=2,

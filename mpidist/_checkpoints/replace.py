@@ -48,7 +48,7 @@ def replace(path: str, write: Callable[[str, int], None]) -> None:
 
     Raises:
         FileExistsError: for a path where there is something else, which stays.
-        OSError: if it can not be written; the previous checkpoint is as it was.
+        OSError: if it cannot be written; the previous checkpoint is as it was.
     """
     path = os.path.realpath(path)
     parent = os.path.dirname(path)

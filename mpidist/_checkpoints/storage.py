@@ -126,7 +126,7 @@ def encode(value: Any, where: str) -> Any:
         return {"$dict": pairs}
     raise TypeError(
         f"{where}: its state has {value!r:.80} of type {type(value).__name__}, which "
-        "can not be saved; a state is made of None, bools, numbers, strings, bytes and "
+        "cannot be saved; a state is made of None, bools, numbers, strings, bytes and "
         "NumPy arrays, in lists, tuples and dicts"
     )
 
@@ -160,7 +160,7 @@ def _encode_array(x: Any, where: str) -> dict[str, Any]:
     x = np.asarray(x)
     if x.dtype.kind not in "biufc":
         raise TypeError(
-            f"{where}: its state has an array of dtype {x.dtype}, which can not be "
+            f"{where}: its state has an array of dtype {x.dtype}, which cannot be "
             "saved; expected a bool, integer, floating or complex dtype"
         )
     data = base64.b64encode(x.tobytes()).decode()

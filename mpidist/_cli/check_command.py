@@ -297,7 +297,7 @@ class _Checks:
         try:
             status = os.statvfs("/dev/shm")
         except OSError:
-            return "there is no /dev/shm: ranks of a node can not share memory"
+            return "there is no /dev/shm: ranks of a node cannot share memory"
         free = status.f_bavail * status.f_frsize
         if self._job.local_size > 1 and free < _NEEDED_SHM:
             return (

@@ -189,7 +189,7 @@ def _strategy_facts(device: str) -> tuple[dict[str, Any] | None, str | None]:
     try:
         strategy = mpidist.MPIStrategy(device=device)
     except (ValueError, TypeError, RuntimeError) as error:  # the same on all ranks
-        return None, f"MPIStrategy can not be made: {error}"
+        return None, f"MPIStrategy cannot be made: {error}"
     environment = read_environment()
     facts = {
         "devices": strategy.extended.worker_devices,

@@ -234,7 +234,7 @@ def _reduce_compressed(buffer: Any, compression: Any, comm: Any) -> None:
 def _reduce_gathered(
     x: Any, reduction: dtypes.Reduction, transports: Transports
 ) -> Any:
-    """Reduce what MPI can not: gather all values, combine them in rank order."""
+    """Reduce what MPI cannot: gather all values, combine them in rank order."""
     size = transports.host.comm.size
     send = backend.as_bytes(backend.contiguous(x))
     receive = backend.empty_like(send, (send.size * size,), np.uint8)

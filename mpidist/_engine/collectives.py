@@ -179,7 +179,7 @@ class Collectives:
             timeout_seconds: how long NCCL may look for the ranks; 0: no limit.
 
         Raises:
-            ValueError: on all ranks, for what can not be.
+            ValueError: on all ranks, for what cannot be.
         """
         self.devices.decide(
             self.implementation, self.transports.host, timeout_seconds or None
@@ -244,7 +244,7 @@ class Collectives:
         merged = self.options.merge(options)
         if options.guard is not None and options.guard != self.guard.enabled:
             raise ValueError(
-                "`guard` can not be changed for one call, since the ranks would wait "
+                "`guard` cannot be changed for one call, since the ranks would wait "
                 "for different things; write `MPIStrategy(communication_options="
                 "CommunicationOptions(guard=...))`"
             )
@@ -809,7 +809,7 @@ class Collectives:
 
         Args:
             what: this rank waits for, in the messages of the deadline.
-            timeout: seconds to wait; None: the strategy's; 0: for ever.
+            timeout: seconds to wait; None: the strategy's; 0: forever.
         """
         comm, ring = self.comm, self.ring
         self.guard.count()

@@ -3,7 +3,7 @@
 A piece of a nest goes from the GPU straight into this rank's piece area, and its sum
 from the node's area for sums straight back: no copy on the host. For that these areas
 are page-locked, in each process, at its first use of them. Where the driver or a limit
-refuses (RLIMIT_MEMLOCK, a system that can not page-lock shared memory), a page-locked
+refuses (RLIMIT_MEMLOCK, a system that cannot page-lock shared memory), a page-locked
 slot lies between: one copy on the host more, and everything else the same.
 
 What orders the copies of a `Lane` (CUDA C++ Programming Guide, "Streams", "Events"):

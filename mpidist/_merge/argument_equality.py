@@ -6,14 +6,14 @@ argument arrives in merge_fn as it is. It is made
 
 1. for an object that holds variables or a strategy (a model, an optimizer): of its
    class, and of the first variable that it holds. Such an object is one of the program,
-   of which each rank has its own; it can not be copied. It is found through attributes,
+   of which each rank has its own; it cannot be copied. It is found through attributes,
    slots, lists, tuples and dicts, as names are (`object_names`);
 2. for any other: of what pickle makes of it, in a form that does not depend on the
    process: the order of sets and dicts and the identity of strings do not count;
 3. for an object of this package that refuses to be pickled (an optimizer before its
    first step, an iterator): of its class, as for 1.
 
-What is left (a lock, an open file, a generator) can not be compared: an error on all
+What is left (a lock, an open file, a generator) cannot be compared: an error on all
 ranks, which names the argument. A merge_fn that closes over it gets it all the same.
 """
 
@@ -44,7 +44,7 @@ def fingerprint_of_argument(x: Any, where: str, known: tuple[Any, ...]) -> int:
         known: what belongs to the strategy: an object that holds it is of the program.
 
     Raises:
-        TypeError: for what can not be compared.
+        TypeError: for what cannot be compared.
     """
     kind = type(x)
     if kind in ATOMS:
@@ -61,8 +61,8 @@ def fingerprint_of_argument(x: Any, where: str, known: tuple[Any, ...]) -> int:
             return fingerprint(f"one {name}")
         why = str(error).rstrip(".")
         raise TypeError(
-            f"merge_call: argument {where}, a {name.removeprefix('builtins.')}, can "
-            f"not be compared with that of the other ranks: {why}. Let merge_fn "
+            f"merge_call: argument {where}, a {name.removeprefix('builtins.')}, "
+            f"cannot be compared with that of the other ranks: {why}. Let merge_fn "
             "close over it, or pass what it is made from"
         ) from error
 
@@ -127,7 +127,7 @@ def _canonical(x: Any) -> bytes:
     try:
         return _pickled(x, _CanonicalPickler)
     except Exception:
-        # It may refer to itself. What can not be pickled at all fails again.
+        # It may refer to itself. What cannot be pickled at all fails again.
         return _pickled(x, _CyclicPickler)
 
 

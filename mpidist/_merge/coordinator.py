@@ -126,7 +126,7 @@ class Coordinator:
         return result
 
     def _write(self, name: str, args: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-        """Take the arguments of an operation apart; say which one can not be sent."""
+        """Take the arguments of an operation apart; say which one cannot be sent."""
         try:
             return self._writer.write(args)
         except _NotThereError:
@@ -140,7 +140,7 @@ class Coordinator:
                 raise
             why = str(error).rstrip(".")
             raise TypeError(
-                f"{call}: {culprit} which can not be sent to the other ranks: {why}. "
+                f"{call}: {culprit} which cannot be sent to the other ranks: {why}. "
                 "Make it on every rank, before `merge_call`, and let merge_fn close "
                 "over it: then each rank uses its own; or make it in the function that "
                 f"`{call}` runs"

@@ -30,7 +30,7 @@ When something fails
   comes when the messages since the last one fill the ring of the core, since a rank
   that waits there does not read them, and after a quarter of a second. Over MPI each
   update ends with a join, since messages are collective calls there.
-- A follower can not even read a message (a function that is not importable there): it
+- A follower cannot even read a message (a function that is not importable there): it
   joins the operation's agreement with its error flag up.
 - Rank 0 takes too long: the followers' wait for a message has the guard's deadline.
 

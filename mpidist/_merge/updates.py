@@ -296,7 +296,7 @@ def wrap(group: ReplicaGroup, result: Any, number: int, grouped: bool) -> Any:
 
 
 def check_update(var: Any, fn: Any, leaves: list[Any]) -> None:
-    """Raise for what can not be updated so.
+    """Raise for what cannot be updated so.
 
     Args:
         var: the variable, or None.

@@ -283,7 +283,7 @@ class Writer:
         return keys
 
     def culprit(self, fn: Any, args: Any, kwargs: Any) -> str:
-        """Return which part of a function and its arguments can not be sent.
+        """Return which part of a function and its arguments cannot be sent.
 
         For a message; "" if each can be sent by itself.
         """

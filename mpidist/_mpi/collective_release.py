@@ -30,7 +30,7 @@ Why it is sound:
   so all of them are at it.
 - *Nothing in use goes.* A resource is sent by a rank only when its objects there are
   dead (of a communicator: its collectives). What is dead on all ranks takes part in no
-  call, so calls of it have ended everywhere. What is dead can not come to life again.
+  call, so calls of it have ended everywhere. What is dead cannot come to life again.
 - *Different moments of collection* only delay it: the rank that collects last decides.
   Strategies are parts of cycles, so before a release a rank that has many resources
   collects its garbage.

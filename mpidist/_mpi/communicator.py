@@ -73,7 +73,7 @@ class Request(Protocol):
         """Return whether it has completed, and move it along."""
 
     def leak(self) -> None:
-        """Keep its buffers for ever: it will not be waited for any more."""
+        """Keep its buffers forever: it will not be waited for any more."""
 
     @property
     def result(self) -> Any:
@@ -176,7 +176,7 @@ class Communicator:
             wait: called with the pending duplication and what it is.
             simulated_nodes: how many nodes each machine plays, for tests. Where ranks
                 say different numbers the largest counts.
-            problem: why this rank can not take part; "": it can.
+            problem: why this rank cannot take part; "": it can.
 
         Raises:
             ValueError: on all ranks, where one of them has a problem.
@@ -308,7 +308,7 @@ class Communicator:
 
         Args:
             supervisor: the guard. While it is broken the communicator is not freed.
-            seconds: how long replicas in threads wait for each other; 0: for ever.
+            seconds: how long replicas in threads wait for each other; 0: forever.
         """
         self._wait, self.interrupted = supervisor.wait_data, supervisor.interrupted
         self._must_stay = lambda: bool(supervisor.broken)
@@ -788,7 +788,7 @@ def check_communicator(comm: object) -> Any:
     """Return ``comm``, or COMM_WORLD for None.
 
     Raises:
-        TypeError, ValueError: for what is no intra-communicator.
+        TypeError, ValueError: if it is not an intra-communicator.
     """
     mpi = mpi_module()
     if comm is None:

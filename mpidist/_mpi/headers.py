@@ -142,7 +142,7 @@ class Headers:
         return self._exchange.largest()
 
     def leak(self) -> None:
-        """Keep the buffers for ever: what is under way will not be waited for."""
+        """Keep the buffers forever: what is under way will not be waited for."""
         leak(self)
 
     def free(self) -> None:
@@ -328,5 +328,5 @@ class HeaderByMPI:
         return self._headers.result()
 
     def leak(self) -> None:
-        """Keep its buffers for ever: it will not be waited for any more."""
+        """Keep its buffers forever: it will not be waited for any more."""
         self._headers.leak()

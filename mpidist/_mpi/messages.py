@@ -25,7 +25,7 @@ directly between each pair, or for small parts of many ranks in log2 steps.
 **Invariants.** All ranks of the communicator call the same method with the same sizes:
 the guard has seen to that. Messages between two ranks do not overtake each other, so
 one tag is enough. No array is allocated on the host after a method has begun. A wait
-that ends with an exception keeps its buffers for ever (MPI may still write to them),
+that ends with an exception keeps its buffers forever (MPI may still write to them),
 and no call follows on this communicator.
 
 Rejected: `Iallreduce` and the like. Open MPI's cost 1.5 times the blocking ones between
@@ -154,7 +154,7 @@ class Transfers:
         """What they give: nothing."""
 
     def leak(self) -> None:
-        """Keep the buffers for ever: they will not be waited for any more."""
+        """Keep the buffers forever: they will not be waited for any more."""
         leak(self)
 
 
@@ -202,7 +202,7 @@ class Messages:
             receives: the same.
 
         Raises:
-            CollectiveTimeoutError: from `wait`; the buffers are then kept for ever.
+            CollectiveTimeoutError: from `wait`; the buffers are then kept forever.
         """
         self.finish(self.begin(sends, receives))
 
@@ -224,7 +224,7 @@ class Messages:
         """Wait for what `begin` began.
 
         Raises:
-            CollectiveTimeoutError: from `wait`; the buffers are then kept for ever.
+            CollectiveTimeoutError: from `wait`; the buffers are then kept forever.
         """
         try:
             self._wait(transfers)

@@ -109,7 +109,7 @@ def write(problem: str = "") -> bytes:
     """Return the text that this rank sends.
 
     Args:
-        problem: why it can not take part, which all ranks are to raise; "": it can.
+        problem: why it cannot take part, which all ranks are to raise; "": it can.
     """
     must, core = {}, False
     try:
@@ -135,13 +135,13 @@ def judge(rank: int, texts: list[bytes]) -> tuple[Agreement, Exception | None]:
     agreement = Agreement(all(one.core for one in ranks))
     for other, one in enumerate(ranks):
         if one.problem:
-            message = f"{_CALL}: rank {other} can not take part: {one.problem}"
+            message = f"{_CALL}: rank {other} cannot take part: {one.problem}"
             return agreement, ValueError(on_rank(rank, message))
     lines = _differences(ranks)
     if lines:
         listed = "\n".join(f"  {line}" for line in lines)
         message = (
-            f"{_CALL}: the ranks do not have the same software, so they can not work "
+            f"{_CALL}: the ranks do not have the same software, so they cannot work "
             f"together:\n{listed}\nFunctions, arrays and headers go between the ranks "
             f"in forms that depend on it; {ADVICE}. `mpidist check` compares them"
         )

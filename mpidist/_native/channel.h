@@ -67,7 +67,7 @@ typedef struct {
   int32_t lateness;    /* ms since the header before */
   int64_t fingerprint; /* of the call; must be the same on all ranks */
   int64_t soft;        /* may differ; `same_soft` says whether it does */
-  int64_t patience;    /* ms that this rank would wait; INT64_MAX: for ever */
+  int64_t patience;    /* ms that this rank would wait; INT64_MAX: forever */
   int64_t most;        /* all ranks learn the largest */
   int64_t place;       /* where this rank's results are in its arena, or MD_NOWHERE */
   int64_t base;        /* where its first array is in its arena, or MD_NOWHERE */

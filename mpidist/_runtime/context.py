@@ -116,7 +116,7 @@ def scope(group: ReplicaGroup) -> Iterator[None]:
     if group is _defaults[0].group:
         if _stack.frames:
             raise RuntimeError(
-                "Must not nest Strategy scopes: the default strategy's scope can not "
+                "Must not nest Strategy scopes: the default strategy's scope cannot "
                 f"be entered inside that of {current().group}"
             )
         frame = Frame(group, Level.CROSS_REPLICA)

@@ -62,7 +62,7 @@ def execute(group: ReplicaGroup, name: str, args: tuple[Any, ...]) -> Any:
 
 
 def check_arguments(call: str, args: object, kwargs: object) -> None:
-    """Raise for ``args`` or ``kwargs`` that can not be passed on.
+    """Raise for ``args`` or ``kwargs`` that cannot be passed on.
 
     Raises:
         ValueError: if ``args`` is no list or tuple (as TensorFlow has it).

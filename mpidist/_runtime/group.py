@@ -94,5 +94,5 @@ class ReplicaGroup:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"{self} can not be pickled or copied: it is a group of processes"
+            f"{self} cannot be pickled or copied: it is a group of processes"
         )

@@ -1,6 +1,6 @@
 """What happens to the job when one of its processes ends, well or badly.
 
-MPI has no rule for a process that ends early: the others wait for it for ever. So,
+MPI has no rule for a process that ends early: the others wait for it forever. So,
 while a process has an `MPIStrategy`,
 
 - an uncaught exception prints its traceback, with the rank, and aborts the job; also
@@ -9,7 +9,7 @@ while a process has an `MPIStrategy`,
   rank that still waits in a collective learns that this one has left: by
   `sys.exit(code)`, or by finishing;
 - a process that has given up on a rank (`CollectiveTimeoutError`) can still save and
-  end with its own exit code: MPI_Finalize and MPI_Abort may then wait for ever for what
+  end with its own exit code: MPI_Finalize and MPI_Abort may then wait forever for what
   is gone. So it waits for the ends of those that are there, and of all for a moment;
   where some do not come, it ends without MPI_Finalize, after all handlers of `atexit`
   that were registered after the import of mpidist.
@@ -38,7 +38,7 @@ strategy, or in a call of one, is where the program makes its collective calls (
 thread at a time does): the other ranks wait for the next call, which does not come.
 They would learn of it by the deadline only, which is half an hour away.
 
-Rejected: an audit hook (there is no event for sys.exit, and it can not be removed);
+Rejected: an audit hook (there is no event for sys.exit, and it cannot be removed);
 keeping the SystemExit to see at the end how far it came (its traceback keeps the
 frames, and so all arrays of a program that has caught it).
 """

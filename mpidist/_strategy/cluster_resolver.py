@@ -48,7 +48,7 @@ class MPIClusterResolver:
         """Return the host of a task; by default that of rank 0, the coordinator.
 
         Raises:
-            ValueError: for a job other than "worker", or a task that there is not.
+            ValueError: for a job other than "worker", or a task that does not exist.
         """
         number = 0 if task_id is None else task_id
         if task_type not in (None, "worker") or not 0 <= number < len(self._hosts):

@@ -73,7 +73,8 @@ class CrossDeviceOps:
             on the others.
 
         Raises:
-            ValueError: for what is no PerReplica, or destinations that are none.
+            ValueError: if the value is not a PerReplica, or the destinations are
+                invalid.
         """
         pairs = [(per_replica_value, destinations)]
         return self.batch_reduce(reduce_op, pairs, options)[0]
@@ -466,7 +467,7 @@ def root_of(group: ReplicaGroup, destinations: Any) -> int | None:
 
 
 def check_destinations(group: ReplicaGroup, destinations: Any, call: str) -> None:
-    """Raise a ValueError for destinations that are none."""
+    """Raise a ValueError if the destinations are invalid."""
     if isinstance(destinations, Variable):
         check_owner(group, call, destinations)
         return

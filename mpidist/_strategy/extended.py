@@ -94,7 +94,7 @@ class StrategyExtended:
         Those made outside every scope belong to the default strategy.
 
         Raises:
-            TypeError: for what is no variable.
+            TypeError: if ``v`` is not a variable.
         """
         if not isinstance(v, Variable):
             raise TypeError(
@@ -112,7 +112,7 @@ class StrategyExtended:
 
         Raises:
             RuntimeError: outside the scope of this strategy.
-            ValueError: for what is no variable of this strategy.
+            ValueError: if it is not a variable of this strategy.
         """
         if context.current().group is not self._group:
             raise RuntimeError(
@@ -371,7 +371,7 @@ class StrategyExtended:
             ValueError: for a PerReplica among the arguments, which would make the
                 copies differ; in ``merge_fn`` also where a rank does not have an object
                 that ``fn`` refers to, or has one of another type.
-            TypeError: in ``merge_fn``, for what it has made itself and can not be
+            TypeError: in ``merge_fn``, for what it has made itself and cannot be
                 sent, such as a lock.
             ReplicaError: if ``fn`` raised on another replica. Then all copies of what
                 it wrote are made equal to rank 0's again.

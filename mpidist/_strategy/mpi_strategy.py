@@ -54,8 +54,8 @@ class MPIStrategy(Strategy):
             class on all ranks. None is `CollectiveAllReduce`.
 
     Raises:
-        TypeError, ValueError: for arguments that are none of these, or a setting that
-            can not be read; on every rank.
+        TypeError, ValueError: for invalid arguments, or a setting that
+            cannot be read; on every rank.
         CollectiveMismatchError: if the ranks' versions of Python, mpidist, NumPy or
             cloudpickle do not fit each other, or their numbers do not have the same
             bytes, or the ranks were given other arguments; on every rank.
@@ -169,7 +169,7 @@ class MPIStrategy(Strategy):
     def close(self) -> None:
         """Give the communicator, and what the ranks share, back to MPI. Collective.
 
-        The strategy can not be used afterwards; its variables can still be read, and
+        The strategy cannot be used afterwards; its variables can still be read, and
         so can results and `buffers_like` buffers, whose memory stays as they do. One
         that is not closed, but collected as garbage on every rank, is given back when
         these ranks make or close another one.

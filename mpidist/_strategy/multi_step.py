@@ -101,10 +101,10 @@ def _all_of(strategy: Any, output: Any) -> tuple[Any, ...]:
 
 
 def check_iterations(iterations: object) -> None:
-    """Raise for a number of steps that is none.
+    """Raise if a number of steps is invalid.
 
     Raises:
-        TypeError: for what is no int.
+        TypeError: if it is not an int.
         ValueError: for fewer than one.
     """
     if isinstance(iterations, bool) or not isinstance(iterations, (int, np.integer)):

@@ -50,7 +50,7 @@ class ReplicaContext:
         if given is not None and int(given) != own:
             raise ValueError(
                 f"ReplicaContext: this rank hosts replica {own} of {strategy}, and "
-                f"can not be in the context of replica {given}; write None for its own"
+                f"cannot be in the context of replica {given}; write None for its own"
             )
         self._strategy = strategy
         self._replica_id = own
@@ -204,7 +204,7 @@ class ReplicaContext:
 
         Raises:
             RuntimeError: outside this replica context.
-            TypeError: for an argument that can not be compared, such as a lock or an
+            TypeError: for an argument that cannot be compared, such as a lock or an
                 open file; ``merge_fn`` may close over it.
             Exception: what ``merge_fn`` raises, on every replica.
             CollectiveMismatchError: if the replicas' calls differ.

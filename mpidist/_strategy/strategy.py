@@ -66,7 +66,7 @@ class Strategy:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"{self} can not be pickled or copied: it is a group of processes. Make it "
+            f"{self} cannot be pickled or copied: it is a group of processes. Make it "
             "once, and call `mpidist.get_strategy()` where it is needed"
         )
 
@@ -195,7 +195,7 @@ class Strategy:
             not per replica comes back as it is.
 
         Raises:
-            TypeError, ValueError: for what is no array, or an axis out of range.
+            TypeError, ValueError: if it is not an array, or the axis is out of range.
             CollectiveMismatchError: if shapes differ elsewhere, or dtypes differ.
         """
         return self._perform("gather", value, axis)
@@ -227,7 +227,7 @@ class Strategy:
             of it left), and for GPU arrays, these are ordinary arrays.
 
         Raises:
-            TypeError: for what is no array or number.
+            TypeError: if a leaf is not an array or a number.
             RuntimeError: in a replica function, and in ``merge_fn``, which one rank
                 runs for all: make them at program level, and pass them on.
             CollectiveMismatchError: if structures, shapes or dtypes differ.

@@ -87,7 +87,7 @@ def choose(
         why_not_shared: why the ranks of a node share no memory.
 
     Raises:
-        ValueError: for an implementation that there is not.
+        ValueError: if the implementation is not available here.
     """
     wanted = implementation
     why_not_shared = why_not_shared or "see /dev/shm"

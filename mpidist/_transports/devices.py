@@ -109,7 +109,7 @@ def decide(findings: list[Finding]) -> Decision:
 
     Raises:
         ValueError: if ranks were asked for different things by their environment, or
-            for NCCL where it can not be.
+            for NCCL where it cannot be.
     """
     first = findings[0]
     for name, values in (
@@ -128,7 +128,7 @@ def decide(findings: list[Finding]) -> Decision:
     no_nccl, loads = _why_no_nccl(findings)
     if first.wanted == "NCCL" and no_nccl:
         raise ValueError(
-            f"MPIStrategy: `CommunicationImplementation.NCCL` can not be: {no_nccl}. "
+            f"MPIStrategy: `CommunicationImplementation.NCCL` cannot be: {no_nccl}. "
             f"TensorFlow would take AUTO here, with a warning; {_INSTEAD}"
         )
     automatic = first.wanted in ("AUTO", "RING")
@@ -156,7 +156,7 @@ def decide(findings: list[Finding]) -> Decision:
 
 
 def _why_no_nccl(findings: list[Finding]) -> tuple[str, bool]:
-    """Return why the ranks can not use NCCL, and whether it is not for its library.
+    """Return why the ranks cannot use NCCL, and whether it is not for its library.
 
     The reason is "" if they can, as far as is known.
     """
@@ -204,7 +204,7 @@ class Devices:
             deadline: seconds for NCCL to connect the ranks; None: no limit.
 
         Raises:
-            ValueError: on all ranks, for what can not be.
+            ValueError: on all ranks, for what cannot be.
         """
         mine = look(wanted, self._device, self._comm.host_name, self._environment)
         rows = self._comm.all_gather_objects(
@@ -222,7 +222,7 @@ class Devices:
         communicator, problem = connect(self._comm, self._device, deadline)
         if problem and wanted is CommunicationImplementation.NCCL:
             raise ValueError(
-                "MPIStrategy: `CommunicationImplementation.NCCL` can not be: NCCL did "
+                "MPIStrategy: `CommunicationImplementation.NCCL` cannot be: NCCL did "
                 f"not connect the ranks ({problem}). NCCL_DEBUG=INFO makes it say "
                 f"more; {_INSTEAD}"
             )

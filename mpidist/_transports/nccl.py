@@ -49,7 +49,7 @@ _LATE: Final = "it did not find all ranks within"
 
 
 class NcclTransport:
-    """Moves GPU buffers by NCCL, and those that it can not reduce by another transport.
+    """Moves GPU buffers by NCCL, and those that it cannot reduce by another transport.
 
     Args:
         communicator: an `NcclCommunicator` of all ranks.
@@ -168,7 +168,7 @@ class NcclTransport:
                 f"({error}); what it was to give is not there. The usual reasons are a "
                 "rank that has died, a network that has failed, and an error of an "
                 "earlier kernel; NCCL_DEBUG=INFO makes NCCL say more. This strategy "
-                "can not use NCCL any more: make a new one, or write "
+                "cannot use NCCL any more: make a new one, or write "
                 "MPIDIST_IMPLEMENTATION=staged"
             ) from error
 
@@ -178,7 +178,7 @@ class NcclTransport:
         self._communicator.destroy()
 
     def _type_of(self, dtype: Any, op: MPIOp) -> tuple[int, int] | None:
-        """Return NCCL's type and how many make an element; None: it can not."""
+        """Return NCCL's type and how many make an element; None: it cannot."""
         name, parts = _TYPES.get(dtype.name, ("", 0))
         if parts == 0 or (parts > 1 and op != "SUM"):
             return None

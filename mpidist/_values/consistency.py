@@ -24,7 +24,7 @@ def check_in_sync(variables: Any) -> None:
 
     Collective, at every level. Each rank computes a checksum (BLAKE2b, of 128 bits)
     of its copies; the ranks compare them in one message, whatever the number of
-    variables. mpidist keeps copies equal; what it can not see is code that writes to
+    variables. mpidist keeps copies equal; what it cannot see is code that writes to
     a CuPy array that `Variable.value` gave, a function of `update` that computes
     other bits on another machine, or a broken memory module.
 
@@ -34,7 +34,7 @@ def check_in_sync(variables: Any) -> None:
     Raises:
         OutOfSyncError: on every rank, if copies differ. The message names the
             variables, the ranks that drifted, and where they first differ.
-        TypeError: for what is no variable.
+        TypeError: if a leaf is not a variable.
         ValueError: for an ON_READ variable, whose copies may differ.
     """
     leaves = nest.flatten(variables)[0]

@@ -130,7 +130,7 @@ class DistributedValues(Registered):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} can not be pickled: its components are on other "
+            f"{type(self).__name__} cannot be pickled: its components are on other "
             "ranks. Write `strategy.experimental_local_results(value)[0]` for this "
             "rank's component, or `strategy.gather(value, axis=0)` for all of them"
         )
@@ -243,7 +243,7 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
         Not collective, except of an ON_READ variable in cross-replica context, where it
         is a new array: what the copies make together.
 
-        A NumPy array is read-only. A CuPy array can not be: do not write to it.
+        A NumPy array is read-only. A CuPy array cannot be: do not write to it.
         """
         return self._read()
 

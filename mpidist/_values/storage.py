@@ -159,7 +159,7 @@ class VariableStorage(ArrayLike):
         call = f"Variable {self.name!r}.{how}"
         if self.dtype.kind == "b" and how in ("assign_sub", "scatter_sub"):
             raise ValueError(
-                f"{call}: bool can not be subtracted; write `variable.assign(variable "
+                f"{call}: bool cannot be subtracted; write `variable.assign(variable "
                 "& ~value)`, or make the variable with an integer dtype"
             )
         shape = self.shape if shape is None else shape

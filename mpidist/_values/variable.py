@@ -194,7 +194,7 @@ class Variable(VariableStorage):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"Variable {self.name!r} can not be pickled: it has a copy on each rank; "
+            f"Variable {self.name!r} cannot be pickled: it has a copy on each rank; "
             "write `variable.numpy()` for its value"
         )
 
@@ -312,7 +312,7 @@ class Variable(VariableStorage):
         Raises:
             ValueError: for an index out of range, rows of another shape, a dtype
                 that does not fit, and in a replica context with aggregation NONE.
-            TypeError: for what is no `IndexedSlices`.
+            TypeError: if it is not an `IndexedSlices`.
             NotImplementedError: for an ON_READ variable.
             CollectiveMismatchError: in cross-replica context, for rows that are not
                 the same on all ranks.

@@ -43,7 +43,7 @@ def as_leaf(x: Any, call: str) -> Any:
         call: for the message.
 
     Raises:
-        TypeError: for what is no array and no number.
+        TypeError: if a leaf is neither an array nor a number.
     """
     if type(x) is np.ndarray and x.dtype.isnative:
         return x  # by far the most: one for each row of a `map`
@@ -71,7 +71,7 @@ def _from_dlpack(x: Any, call: str) -> Any:
     except Exception as error:
         kind = type(x)
         raise TypeError(
-            f"{call}: can not take a {kind.__module__}.{kind.__qualname__} of dtype "
+            f"{call}: cannot take a {kind.__module__}.{kind.__qualname__} of dtype "
             f"{getattr(x, 'dtype', '?')} over DLPack ({error}); convert it to a dtype "
             "that NumPy has, on the host or, where CuPy is in use, on the GPU"
         ) from error

@@ -51,7 +51,7 @@ class Dataset:
                 a grain MapDataset or a torch dataset.
 
         Raises:
-            TypeError: for what is none of these.
+            TypeError: if it is none of these.
             ValueError: if the first dimensions differ, or there is none.
         """
         name = "Dataset.from_tensor_slices"

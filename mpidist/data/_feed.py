@@ -142,7 +142,7 @@ class Feed:
         if not self.to_device or device.kind == "cpu" or backend.is_device_array(leaf):
             return leaf
         if leaf.dtype.kind not in "biufcV":
-            return leaf  # of strings and the like: a GPU can not hold it
+            return leaf  # of strings and the like: a GPU cannot hold it
         return backend.place(leaf, device)
 
     def element_spec(self) -> Any:
@@ -201,7 +201,7 @@ class Feed:
 
 
 def require_program_level(group: ReplicaGroup, call: str) -> None:
-    """Raise where an iterator can not be used: anywhere but at program level."""
+    """Raise where an iterator cannot be used: anywhere but at program level."""
     frame = context.current()
     if context.depth() and frame.level is context.Level.REPLICA:
         if call in ("next(iterator)", "get_next", "get_next_as_optional"):

@@ -219,7 +219,7 @@ class DistributedIterator:
         feed.iterations = iteration + 1
 
     def _spoil(self, stream: Stream | None) -> None:
-        """After a restore that failed: what can not be opened again is lost."""
+        """After a restore that failed: what cannot be opened again is lost."""
         if stream is not None and self._feed.source.one_shot:
             self._failure = (
                 "its `restore` failed, and its source can be gone through only once; "
@@ -390,7 +390,7 @@ class DistributedIterator:
         self._stream, self._waiting = None, False
         if not self._feed.source.again:
             self._failure = (
-                f"its input raised a {type(error).__name__} and can not go on; make a "
+                f"its input raised a {type(error).__name__} and cannot go on; make a "
                 "new iterator with `iter(dataset)`, or `restore` a state"
             )
 

@@ -102,7 +102,7 @@ class InputContext:
         """Return the rows of one replica for a global batch size.
 
         Raises:
-            ValueError: if the rows can not be divided evenly.
+            ValueError: if the rows cannot be divided evenly.
         """
         size, rest = divmod(global_batch_size, self._replicas)
         if rest:

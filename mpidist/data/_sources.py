@@ -214,7 +214,7 @@ class _IteratorStream:
         if position < self._position:
             raise RuntimeError(
                 f"restore: this iterator has read {self._position} elements of a "
-                "source that can be gone through only once, and can not go back to "
+                "source that can be gone through only once, and cannot go back to "
                 f"{position}; restore a new iterator of a new source"
             )
         while self._position < position:
@@ -290,7 +290,7 @@ def source_of(dataset: Any, call: str) -> Source:
 
     Raises:
         TypeError: for arrays and nests of arrays, which would be taken apart in the
-            wrong way, and for what can not be iterated over.
+            wrong way, and for what cannot be iterated over.
     """
     if isinstance(dataset, Dataset):
         return DatasetSource(dataset)

@@ -39,7 +39,7 @@ def clip_by_global_norm(grads: Any, clip_norm: float) -> tuple[Any, Any]:
         clipping: a float64 scalar, computed in float64, on the gradients' device.
 
     Raises:
-        TypeError: for what is no array, a PerReplica among them.
+        TypeError: if a gradient is not an array; a PerReplica is not.
         ValueError: for a ``clip_norm`` that is not above 0.
     """
     call = "clip_by_global_norm"

@@ -176,7 +176,7 @@ class Optimizer:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"{self!r} can not be pickled or copied: its variables have a copy on each "
+            f"{self!r} cannot be pickled or copied: its variables have a copy on each "
             "rank. Save `optimizer.variables`, and assign to them after "
             "`optimizer.build(variables)`"
         )
@@ -315,8 +315,8 @@ class Optimizer:
             `iterations`, which counts this step.
 
         Raises:
-            TypeError, ValueError: for what is no pair, a gradient of another shape or
-                dtype, a variable that is given twice or was not there when the state
+            TypeError, ValueError: for what is not a pair, a gradient of another shape
+                or dtype, a variable that is given twice or was not there when the state
                 was made, None for all, or a learning rate that is no number.
             RuntimeError: for variables of another strategy, and inside the function
                 of ``update``.

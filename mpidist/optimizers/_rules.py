@@ -37,7 +37,7 @@ class SGD(Optimizer):
         name: default "sgd".
 
     Raises:
-        TypeError, ValueError: for arguments that are none of these.
+        TypeError, ValueError: for invalid arguments.
         RuntimeError: inside ``merge_fn``, which only rank 0 runs.
     """
 
@@ -123,7 +123,7 @@ class Adam(Optimizer):
         name: default "adam".
 
     Raises:
-        TypeError, ValueError: for arguments that are none of these.
+        TypeError, ValueError: for invalid arguments.
         RuntimeError: inside ``merge_fn``, which only rank 0 runs.
     """
 
@@ -213,7 +213,7 @@ class AdamW(Adam):
         name: default "adamw".
 
     Raises:
-        TypeError, ValueError: for arguments that are none of these.
+        TypeError, ValueError: for invalid arguments.
         RuntimeError: inside ``merge_fn``, which only rank 0 runs.
     """
 

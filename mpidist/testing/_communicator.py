@@ -80,7 +80,7 @@ class ThreadCommunicator:
         self.node_ranks = list(range(channel.size))
         self.traffic = Traffic()
         self.meeting = _ThreadHeaders(self)
-        self._patience = 0.0  # seconds to wait for the others in a payload; 0: for ever
+        self._patience = 0.0  # seconds to wait for the others in a payload; 0: forever
         self._when_freed: Callable[[], None] = _nothing
 
     # --- how long it lives ------------------------------------------------------

@@ -155,7 +155,7 @@ def run(
         BaseException: what a replica has raised, itself: of several the lowest one that
             did not raise because of another. Notes say which, and what others raised.
         KeyboardInterrupt: after Ctrl-C, when all replicas have ended.
-        TypeError, ValueError: for arguments that are none of these.
+        TypeError, ValueError: for invalid arguments.
     """
     if isinstance(num_replicas, bool) or not isinstance(num_replicas, int):
         raise TypeError(
@@ -186,7 +186,7 @@ def run(
         for one in replicas:
             one.thread.start()
         world.wait_until(lambda: bool(world.stopped) or len(world.ended) == world.size)
-    except BaseException as error:  # Ctrl-C, or a thread that can not be started
+    except BaseException as error:  # Ctrl-C, or a thread that cannot be started
         world.stop(f"the run was ended by {_describe(error)}")
         _end(world, [one for one in replicas if one.thread.ident is not None])
         raise

@@ -460,7 +460,7 @@ def test_a_rank_that_sleeps(new_strategy, rank, size, capfd, monkeypatch):
     assert f"rank {sleeper} did not come to call" in message
     assert "all_reduce SUM float64 (7,)" in message  # what the others wait in
     assert "all_reduce SUM float64 ()" in message  # what the missing one called last
-    assert "can not be used any more" in message
+    assert "cannot be used any more" in message
     with pytest.raises(mpidist.CollectiveTimeoutError, match="did not come"):
         strategy.run(lambda: 1.0)
     lines = [x for x in capfd.readouterr().err.splitlines() if "did not come" in x]
@@ -526,7 +526,7 @@ def test_guard_off(new_strategy, rank, size):
     np.testing.assert_array_equal(a, np.full(3, size * (size + 1) / 2))
     np.testing.assert_array_equal(b, np.full(2, float(size)))
     options = mpidist.experimental.CommunicationOptions(guard=True)
-    with pytest.raises(ValueError, match="`guard` can not be changed for one call"):
+    with pytest.raises(ValueError, match="`guard` cannot be changed for one call"):
         strategy.run(lambda: context().all_reduce("SUM", 1.0, options))
 
 

@@ -83,7 +83,7 @@ class Iterator:
 
     def restore(self, state):
         if state["position"] < 0:
-            raise ValueError("this iterator can not go back")
+            raise ValueError("this iterator cannot go back")
         self.position = state["position"]
 
 
@@ -734,7 +734,7 @@ def test_variables_on_a_gpu(new_strategy, folder, rank, monkeypatch):
         (2.5, r"step = mpidist.Variable\(2.5\)"),
         (np.zeros(3), r"step = mpidist.Variable\(array\)"),
         ("text", "a small class with these two methods"),
-        (len, "can not be saved; expected a `mpidist.Variable`"),
+        (len, "cannot be saved; expected a `mpidist.Variable`"),
         ({(1, 2): 3}, r"the keys of 'step' to be str or int, got \(1, 2\)"),
         (type("M", (), {"variables": [3]})(), r"`step.variables` to be a list"),
     ],

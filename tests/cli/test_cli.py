@@ -160,7 +160,7 @@ def test_info_says_when_the_launcher_is_of_another_mpi():
 def test_info_says_when_there_can_be_no_strategy():
     result = alone("info", "--device", "gpu:999")
     assert result.returncode == 1
-    assert "problems     MPIStrategy can not be made: " in result.stdout
+    assert "problems     MPIStrategy cannot be made: " in result.stdout
     assert "gpu:999" in result.stdout
 
 

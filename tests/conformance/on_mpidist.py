@@ -131,7 +131,7 @@ class MPIDist(Adapter):
 
 
 def make_strategy() -> Any:
-    """Make a strategy that does not wait for ever."""
+    """Make a strategy that does not wait forever."""
     options = mpidist.experimental.CommunicationOptions(timeout_seconds=SECONDS)
     return mpidist.MPIStrategy(device="cpu", communication_options=options)
 

@@ -466,7 +466,7 @@ def test_elements_that_differ_between_ranks_are_an_error(strategy, rank, size):
 def test_what_one_rank_raises_all_ranks_raise(strategy, rank, size, depth):
     def fail(x):
         if x == 5:
-            raise KeyError("row 5 can not be read")
+            raise KeyError("row 5 cannot be read")
         return x
 
     dataset = Dataset.from_tensor_slices(np.arange(12)).map(fail).batch(4)
@@ -483,7 +483,7 @@ def test_what_one_rank_raises_all_ranks_raise(strategy, rank, size, depth):
             with pytest.raises(KeyError, match="row 5"):
                 next(iterator)
         else:
-            with pytest.raises(mpidist.ReplicaError, match="row 5 can not be read"):
+            with pytest.raises(mpidist.ReplicaError, match="row 5 cannot be read"):
                 next(iterator)
     assert strategy.reduce("SUM", strategy.run(lambda: 1), axis=None) == size
 
@@ -502,7 +502,7 @@ def test_a_generator_that_raises_in_the_middle(strategy, rank, size):
     with pytest.raises(error, match="the disk is gone"):
         next(iterator)
     # The others' batches are not lost silently: this iterator does not go on.
-    with pytest.raises(RuntimeError, match="its input raised a OSError and can not"):
+    with pytest.raises(RuntimeError, match="its input raised a OSError and cannot"):
         next(iterator)
 
 

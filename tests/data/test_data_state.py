@@ -202,7 +202,7 @@ def test_a_generator_can_not_go_back(strategy):
     state = iterator.state()
     iterator.restore(state)  # it is there
     assert gathered(strategy, iterator, 1) == [[12, 13, 14, 15]]
-    with pytest.raises(RuntimeError, match="can not go back to 0"):
+    with pytest.raises(RuntimeError, match="cannot go back to 0"):
         iterator.restore(start)
 
 
@@ -256,7 +256,7 @@ def test_a_mismatch_loses_no_batch(new_strategy, rank, size):
     assert found == pieces(strategy, ROWS, BATCH)[1]
 
 
-# --- what can not be restored --------------------------------------------------------
+# --- what cannot be restored --------------------------------------------------------
 
 
 @core
@@ -350,7 +350,7 @@ def test_a_restore_that_fails_on_one_rank_moves_no_rank(
     strategy, rank, size, kind, fault
 ):
     if size == 1:
-        pytest.skip("one rank can not differ")
+        pytest.skip("one rank cannot differ")
     iterator = iter(strategy.experimental_distribute_dataset(KINDS[kind]()))
     gathered(strategy, iterator, 1)
     state = iterator.state()

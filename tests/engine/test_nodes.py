@@ -360,7 +360,7 @@ def test_an_interrupt_between_nodes_ends_the_call_everywhere(
 def test_an_interrupt_while_a_slice_travels_keeps_its_memory(
     on_nodes, nodes, rank, size, monkeypatch
 ):
-    """MPI may still write to it, so it is kept for ever."""
+    """MPI may still write to it, so it is kept forever."""
     strategy = on_nodes(timeout_seconds=50)
     if group_of(strategy).collectives.nodes is None:
         pytest.skip("nodes of one rank send no slices")

@@ -517,7 +517,7 @@ def test_without_the_guard(new_strategy, rank, size):
     assert same_everywhere(slotted.count) == STEPS
 
 
-# --- what can not be sent, and not be compared ----------------------------------------
+# --- what cannot be sent, and not be compared ----------------------------------------
 
 
 class Refuses:
@@ -604,7 +604,7 @@ def test_arguments_that_can_not_be_compared(strategy, rank, kind, ranks, tmp_pat
     assert {name for name, _ in rows} == {"TypeError"}, rows
     for _, text in rows:
         assert "merge_call: argument args[1]" in text
-        assert "can not be compared" in text
+        assert "cannot be compared" in text
     assert_usable(strategy)
 
 

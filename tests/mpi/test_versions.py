@@ -89,7 +89,7 @@ def test_the_problem_of_one_rank_is_raised_on_all():
         _, error = versions.judge(rank, texts({}, {"problem": "no luck"}))
         assert type(error) is ValueError
         assert str(error).startswith(f"[rank {rank}] ")
-        assert "rank 1 can not take part: no luck" in str(error)
+        assert "rank 1 cannot take part: no luck" in str(error)
 
 
 def test_what_fails_while_a_rank_looks_at_itself_is_a_problem(monkeypatch):
@@ -169,7 +169,7 @@ def test_a_setting_that_one_rank_can_not_read_is_told_to_all(
             patch.setenv("MPIDIST_TIMEOUT", "soon")
         messages = raises_everywhere(ValueError, mpidist.MPIStrategy)
     for message in messages:
-        assert f"rank {size - 1} can not take part" in message
+        assert f"rank {size - 1} cannot take part" in message
         assert "MPIDIST_TIMEOUT is 'soon'" in message
     assert "MPIDIST_TIMEOUT" not in os.environ
     mpidist.MPIStrategy().close()

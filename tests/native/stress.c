@@ -11,7 +11,7 @@
    element or by a sanitizer.  In some rounds a rank leaves in the middle, or a wait is
    ended by its `pause`: then the others must be told, within one call.
 
-   Exits 0, or 1 with what went wrong, or 3 where ranks wait for ever. */
+   Exits 0, or 1 with what went wrong, or 3 where ranks wait forever. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
@@ -573,7 +573,7 @@ static long play(Round *round) {
 }
 
 static void hang(int signal) {
-  static const char text[] = "stress: ranks wait for ever\n";
+  static const char text[] = "stress: ranks wait forever\n";
   (void)signal;
   if (write(1, text, sizeof text - 1) < 0) _exit(2);
   _exit(3);

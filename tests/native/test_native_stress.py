@@ -290,5 +290,5 @@ def test_what_is_left_out_is_found(name: str, tmp_path: pathlib.Path) -> None:
     ran = run(*made_with.prefix, program, *arguments, seconds=2 * FIND_SECONDS + 60)
     assert ran.returncode in (1, 3, 66), "nothing was found"
     output = ran.stdout + ran.stderr
-    signs = ("ThreadSanitizer: data race", "round ", "ranks wait for ever")
+    signs = ("ThreadSanitizer: data race", "round ", "ranks wait forever")
     assert any(sign in output for sign in signs), output

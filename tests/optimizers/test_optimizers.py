@@ -764,7 +764,7 @@ def test_reduced_gradients_that_are_views_of_variables(strategy):
 @pytest.mark.replicas(2, 3)
 def test_plain_gradients_have_to_be_the_same(strategy, rank, size):
     if size == 1:
-        pytest.skip("one rank can not differ")
+        pytest.skip("one rank cannot differ")
     with strategy.scope():
         w = mpidist.Variable(np.zeros(2), name="w")
     optimizer = SGD(1.0)
@@ -829,7 +829,7 @@ def test_a_mistake_on_one_rank_is_raised_on_all(
     wrong, match = WRONG[what]
     harmless_alone = ("count", "order", "none", "rate", "setting")
     if size == 1 and what in harmless_alone:
-        pytest.skip("one rank can not differ")
+        pytest.skip("one rank cannot differ")
     a, b = two_variables(strategy)
     other = new_strategy()
     with other.scope():
@@ -902,7 +902,7 @@ def test_an_optimizer_of_merge_fn_is_refused(strategy):
 @pytest.mark.replicas(2, 3)
 def test_other_numbers_of_optimizers_are_found(strategy, rank, size):
     if size == 1:
-        pytest.skip("one rank can not differ")
+        pytest.skip("one rank cannot differ")
     a, _ = two_variables(strategy)
     extra = Adam(0.1) if rank == 0 else None
     optimizer = SGD(0.5)

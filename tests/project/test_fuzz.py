@@ -75,10 +75,10 @@ class FaultError(Exception):
 
 
 class UnpicklableError(Exception):
-    """One that other ranks can not rebuild."""
+    """One that other ranks cannot rebuild."""
 
     def __init__(self, one: Any, two: Any) -> None:
-        super().__init__("can not travel")
+        super().__init__("cannot travel")
         self.one, self.two = one, two
 
 

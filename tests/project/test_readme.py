@@ -101,7 +101,7 @@ def treat(block: Block, blocks: list[Block], folder: Path) -> None:
     in_readme = block.page == README
     if language == "python":
         ast.parse(block.text, str(block))
-        assert block.program or not in_readme, "not a program: it can not be run"
+        assert block.program or not in_readme, "not a program: it cannot be run"
         if block.program:
             following = blocks[blocks.index(block) + 1 :]
             assert following, f"no block shows how to start {block.program}"

@@ -239,7 +239,7 @@ def test_it_is_not_copied(default):
     import pickle
 
     for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="can not be pickled or copied"):
+        with pytest.raises(TypeError, match="cannot be pickled or copied"):
             attempt(default)
 
 

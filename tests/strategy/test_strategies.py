@@ -131,7 +131,7 @@ def test_bad_arguments_on_one_rank(strategy, rank, size):
 
 def test_what_a_strategy_says_of_itself(strategy, rank, size):
     assert f"replica {rank} of {size}, on /rank:{rank}/device:" in repr(strategy)
-    with pytest.raises(TypeError, match="can not be pickled or copied"):
+    with pytest.raises(TypeError, match="cannot be pickled or copied"):
         __import__("copy").copy(strategy)
 
 

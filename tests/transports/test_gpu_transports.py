@@ -187,13 +187,13 @@ def test_copies_overlap_mpi(cupy, staged, size, monkeypatch):
         return
     events = []
     for name in ("start_copy_to_host", "start_copy_to_device"):
-        known = getattr(staged_module._arrays, name)
+        known = getattr(staged_module.backend, name)
 
         def copy(*args, known=known, name=name):
             events.append(name[11:])
             return known(*args)
 
-        monkeypatch.setattr(staged_module._arrays, name, copy)
+        monkeypatch.setattr(staged_module.backend, name, copy)
     reduce = staged._host.allreduce_in_place
     monkeypatch.setattr(
         staged._host,
@@ -249,7 +249,7 @@ def test_no_pinned_memory_is_told_to_all(cupy, monkeypatch, rank, size):
         raise MemoryError("no page-locked memory left")
 
     if rank == size - 1:
-        monkeypatch.setattr(staged_module._arrays, "pinned_empty", refuse)
+        monkeypatch.setattr(staged_module.backend, "pinned_empty", refuse)
     raises_everywhere(MemoryError, lambda: mpidist.MPIStrategy(device="gpu"))
 
 
@@ -513,7 +513,7 @@ def test_the_id_passes_through_the_real_nccl(strategy, rank, size):
     if count:
         pytest.skip("launch/gpu-check has NCCL connect where there are GPUs")
     try:
-        _nccl._arrays.nccl_module()
+        _nccl.backend.nccl_module()
     except ImportError as error:
         pytest.skip(str(error))
     comm = group_of(strategy).communicator

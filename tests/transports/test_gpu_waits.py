@@ -511,7 +511,7 @@ def test_copies_from_the_gpu_on_another_stream_are_missed(
         def current_stream(self):
             return posing.Stream.null if other == "null" else backend.new_stream()
 
-    monkeypatch.setattr(module, "_arrays", Elsewhere())
+    monkeypatch.setattr(module, "backend", Elsewhere())
     assert found_by(monkeypatch, new_strategy, ROUTES[:1], of_strategy) is not None
 
 
@@ -555,5 +555,5 @@ def test_nccl_on_another_stream_is_missed(monkeypatch, new_strategy):
         def current_stream(self):
             return posing.Stream.null
 
-    monkeypatch.setattr(nccl_module, "_arrays", Elsewhere())
+    monkeypatch.setattr(nccl_module, "backend", Elsewhere())
     assert found_by(monkeypatch, new_strategy, ["nccl"]) is not None

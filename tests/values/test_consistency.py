@@ -213,7 +213,7 @@ def test_on_a_device(monkeypatch, new_strategy):
     mpidist.check_in_sync(v)
     if size > 1:
         if rank == size - 1:
-            v.value()[2, 3] = np.float32(7)  # a CuPy array can not be read-only
+            v.value()[2, 3] = np.float32(7)  # a CuPy array cannot be read-only
         message = raises_everywhere(
             mpidist.OutOfSyncError, lambda: mpidist.check_in_sync(v)
         )[0]
@@ -226,7 +226,7 @@ def test_an_update_that_some_ranks_do_not_make_is_undone(
     new_strategy, rank, size, odd, others
 ):
     if size == 1:
-        pytest.skip("one rank can not differ")
+        pytest.skip("one rank cannot differ")
     strategy = new_strategy(timeout_seconds=20)
     variable = make(strategy, np.ones(3))
     ones = strategy.run(lambda: np.ones(3))

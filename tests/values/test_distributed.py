@@ -292,7 +292,7 @@ def test_distributed_values_are_not_pickled(strategy, attempt):
     per_replica = strategy.run(lambda: np.ones(2))
     mirrored = mirrored_of(strategy, np.ones(2))
     for value in (per_replica, mirrored):
-        with pytest.raises(TypeError, match="can not be pickled") as caught:
+        with pytest.raises(TypeError, match="cannot be pickled") as caught:
             attempt(value)
         assert "experimental_local_results(value)[0]" in str(caught.value)
 

@@ -248,7 +248,7 @@ def test_what_is_no_rows(strategy, rank):
         ),
         (
             ValueError,
-            "bool can not be subtracted",
+            "bool cannot be subtracted",
             lambda: flags.scatter_sub(mpidist.IndexedSlices([True], [0])),
         ),
     ]

@@ -822,7 +822,7 @@ def test_it_is_not_pickled_or_copied_in_part(v):
     import pickle
 
     for attempt in (pickle.dumps, copy.copy):
-        with pytest.raises(TypeError, match="can not be pickled") as caught:
+        with pytest.raises(TypeError, match="cannot be pickled") as caught:
             attempt(v)
         assert "variable.numpy()" in str(caught.value)
 

@@ -277,7 +277,7 @@ def dataset_cardinality(d):
 
 @iterating.program
 def dataset_no_indexing(d):
-    """A distributed dataset can not be indexed."""
+    """A distributed dataset cannot be indexed."""
     distributed = d.distribute(rows(d, 4).batch(2))
     return d.refused(lambda: distributed[0])
 

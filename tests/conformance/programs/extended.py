@@ -573,7 +573,7 @@ for _aggregation in ("SUM", "MEAN", "ONLY_FIRST_REPLICA"):
 
 @others.program
 def value_context(d):
-    """ValueContext: its numbers and defaults; they can not be set."""
+    """ValueContext: its numbers and defaults; they cannot be set."""
     context = d.experimental.ValueContext(2, 4)
     default = d.experimental.ValueContext()
     return [

@@ -394,7 +394,7 @@ def all_gather_negative_axis(d):
 
 @gathering.program
 def all_gather_scalar(d):
-    """A scalar can not be gathered."""
+    """A scalar cannot be gathered."""
     result = d.attempt(lambda: d.strategy.run(lambda: all_gather(d, d.own(float), 0)))
     return isinstance(result, Raised)
 
@@ -466,7 +466,7 @@ def gather_in_scope(d):
 
 @gathering.program
 def gather_scalars(d):
-    """Scalars can not be gathered."""
+    """Scalars cannot be gathered."""
     x = d.arrays(float)
     return isinstance(d.attempt(lambda: d.strategy.gather(x, axis=0)), Raised)
 

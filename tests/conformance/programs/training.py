@@ -221,7 +221,7 @@ _checkpoint_on_read("SUM", "int32")
 
 @saving.program
 def checkpoint_on_read_none(d):
-    """A sync-on-read variable without an aggregation can not be saved: ValueError."""
+    """A sync-on-read variable without an aggregation cannot be saved: ValueError."""
     v = d.on_read(0.0, "NONE")
     with d.folder() as folder:
         return d.attempt(lambda: bool(d.save(folder, v=v)))
@@ -266,7 +266,7 @@ def checkpoint_optimizer(d):
 
 @saving.program
 def checkpoint_of_another_shape(d):
-    """A value of another shape can not be restored."""
+    """A value of another shape cannot be restored."""
     v, w = d.in_scope([1.0, 2.0]), d.in_scope([1.0, 2.0, 3.0])
     with d.folder() as folder:
         path = d.save(folder, v=v)

@@ -100,7 +100,7 @@ ON_WRITE: dict[tuple[str, str], Difference] = {
         mpidist=lambda n: refused(n, "ValueError"),
     ),
     ("replica_number", "SUM"): differs(
-        "TensorFlow can not reduce a Python number; in mpidist it is combined like an "
+        "TensorFlow cannot reduce a Python number; in mpidist it is combined like an "
         "array.",
         tensorflow=lambda n: refused(n, "ValueError"),
         mpidist=lambda n: written(n, [4.0 * n] * n),
@@ -525,7 +525,7 @@ def variable_of_another_strategy(d):
 
 @creating.program
 def assign_to_variable_of_another_strategy(d):
-    """A variable of another strategy can not be written in this one's scope."""
+    """A variable of another strategy cannot be written in this one's scope."""
     other = d.new_strategy()
     with other.scope():
         v = d.variable([1.0, 2.0])
