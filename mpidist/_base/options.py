@@ -82,9 +82,9 @@ class CommunicationImplementation(enum.Enum):
     small ones go by MPI, and large ones in slices through the memory of each node.
     ``DIRECT`` gives MPI the buffer as it stands (for a GPU array the MPI must be
     CUDA-aware). ``SHARED`` is what AUTO does for host arrays, and an error where it
-    cannot be. ``STAGED`` copies GPU arrays through host memory, in pieces. ``NCCL`` moves
-    GPU arrays by NCCL, and needs a GPU for each rank; where that cannot be it is an
-    error on all ranks, and not a warning as in TensorFlow. For GPU arrays ``AUTO`` is
+    cannot be. ``STAGED`` copies GPU arrays through host memory, in pieces. ``NCCL``
+    moves GPU arrays by NCCL, and needs a GPU for each rank; where that cannot be it is
+    an error on all ranks, and not a warning as in TensorFlow. For GPU arrays ``AUTO`` is
     NCCL where it can be, else direct where MPI is CUDA-aware, else staged. ``RING`` is
     TensorFlow's name, and means ``AUTO``, since MPI and NCCL choose their own
     algorithms.
