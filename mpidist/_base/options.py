@@ -84,9 +84,9 @@ class CommunicationImplementation(enum.Enum):
     CUDA-aware). ``SHARED`` is what AUTO does for host arrays, and an error where it
     cannot be. ``STAGED`` copies GPU arrays through host memory, in pieces. ``NCCL``
     moves GPU arrays by NCCL, and needs a GPU for each rank; where that cannot be it is
-    an error on all ranks, and not a warning as in TensorFlow. For GPU arrays ``AUTO`` is
-    NCCL where it can be, else direct where MPI is CUDA-aware, else staged. ``RING`` is
-    TensorFlow's name, and means ``AUTO``, since MPI and NCCL choose their own
+    an error on all ranks, and not a warning as in TensorFlow. For GPU arrays ``AUTO``
+    is NCCL where it can be, else direct where MPI is CUDA-aware, else staged. ``RING``
+    is TensorFlow's name, and means ``AUTO``, since MPI and NCCL choose their own
     algorithms.
     """
 
