@@ -30,7 +30,7 @@ from mpidist._engine.core_routes import CoreReduce, nbytes_of, takes
 from mpidist._engine.nodes import Nodes
 from mpidist._engine.plans import Means, Signature
 from mpidist._engine.pool import SMALLEST
-from mpidist._mpi.communicator import Traffic
+from mpidist._mpi.traffic import Traffic
 from mpidist._transports import COMPRESSED_BYTES
 
 LEAST_BYTES: Final = 64 * 1024

@@ -15,9 +15,10 @@ import numpy as np
 
 from mpidist._base import backend
 from mpidist._base.errors import CollectiveTimeoutError, format_ranks, on_rank
-from mpidist._mpi.communicator import MPIOp, Request, Supervisor, Traffic, take_together
+from mpidist._mpi.communicator import MPIOp, Request, Supervisor, take_together
 from mpidist._mpi.headers import HeaderByMPI, Headers, Maximum
 from mpidist._mpi.messages import Buffer
+from mpidist._mpi.traffic import Traffic
 from mpidist.testing._world import Channel, Combine, Pending
 
 _UFUNCS: Final[dict[MPIOp, np.ufunc]] = {
