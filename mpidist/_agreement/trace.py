@@ -52,7 +52,8 @@ class Record:
         number: of the call, as in the messages of the guard.
         start: when this rank came to it.
         section: the one that it ends.
-        raised: what it raised, where it returns that.
+        raised: the name of the exception that it ended with. Not the exception, whose
+            traceback has the frames that keep the record.
     """
 
     nbytes: int
@@ -61,12 +62,16 @@ class Record:
     number: int = 0
     start: float = dataclasses.field(default_factory=time.perf_counter)
     section: Section | None = None
-    raised: BaseException | None = None
+    raised: str = ""
 
     @property
     def seconds(self) -> float:
         """How long it is under way."""
         return time.perf_counter() - self.start
+
+    def ends_with(self, error: BaseException | None) -> None:
+        """Say which exception the call ends with, if any."""
+        self.raised = "" if error is None else type(error).__name__
 
 
 @dataclasses.dataclass(eq=False)
@@ -133,7 +138,7 @@ class Trace:
         try:
             yield record
         except BaseException as error:
-            record.raised = error
+            record.ends_with(error)
             raise
         finally:
             self._open = None
@@ -189,7 +194,7 @@ class Trace:
             with self.section(record, text, number() + 1):
                 yield
         except BaseException as error:
-            record.raised = error
+            record.ends_with(error)
             raise
         finally:
             record.number = number()
@@ -227,9 +232,7 @@ class Trace:
         text = " ".join(record.text.split())
         if len(text) > _LONGEST_TEXT:
             text = f"{text[:_LONGEST_TEXT]} ..."
-        raised = ""
-        if event == "end" and record.raised is not None:
-            raised = f"raised={type(record.raised).__name__} "
+        raised = f"raised={record.raised} " if record.raised else ""
         _logger.info(
             "%s call=%d %s bytes=%d route=%s %s%s%s",
             self._who,

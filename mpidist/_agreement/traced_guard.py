@@ -92,7 +92,8 @@ class TracedGuard(Guard):
         if isinstance(error, CollectiveError):
             return super().fail(call, error, kind)  # without a header
         with self._header(call) as record:
-            record.raised = found = super().fail(call, error, kind)
+            found = super().fail(call, error, kind)
+            record.ends_with(found)
         return found
 
     def join(
@@ -108,7 +109,7 @@ class TracedGuard(Guard):
         with self._header(call, NO_ROUTE if section is None else SECTION) as record:
             record.section = section
             found = super().join(call, error, kind, result, number)
-            record.raised = found
+            record.ends_with(found)
         return found
 
     def run_section(self, call: Call, body: Callable[[Part], _R]) -> _R:
