@@ -4,12 +4,18 @@ import logging
 import re
 import sys
 import textwrap
-import time
 
 import numpy as np
 import pytest
 from launching import run_ranks
-from replicas import SUM, context, everywhere, make, own
+from replicas import (
+    SUM,
+    after_the_others,
+    context,
+    everywhere,
+    make,
+    own,
+)
 
 import mpidist
 from mpidist._agreement.guard import Guard
@@ -278,14 +284,14 @@ class TestLines:
 def test_a_long_wait_has_a_line(new_strategy, listener, rank, size, monkeypatch):
     monkeypatch.setenv("MPIDIST_TRACE", "1")
     monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.2")
-    strategy = new_strategy(timeout_seconds=1.0)
+    strategy = new_strategy()
+    short = mpidist.experimental.CommunicationOptions(timeout_seconds=3)
     everywhere(None)
     listener.take(rank)
 
     def step():
-        if rank == size - 1:
-            time.sleep(2.5)
-        context().all_reduce("SUM", np.ones(7))
+        with after_the_others(rank == size - 1):
+            context().all_reduce("SUM", np.ones(7), short)
 
     with pytest.raises(mpidist.CollectiveTimeoutError):
         strategy.run(step)
