@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import pickle
 import sys
@@ -85,6 +86,8 @@ _QUIET_SECONDS: Final = 0.5
 _NO_FLOOR: Final = sys.maxsize
 
 _ALONE: Final = (0, 1, 1, 0, 0)
+
+_logger: Final = logging.getLogger("mpidist")
 
 _R = TypeVar("_R")
 
@@ -903,8 +906,7 @@ class Guard:
         waiting, missing = self._waiting_and_missing()
         if not missing or not waiting or waiting[0] != self._comm.rank:
             return
-        print(f"mpidist: {self._describe_wait(what, waited)}", file=sys.stderr)
-        sys.stderr.flush()
+        _logger.warning("mpidist: %s", self._describe_wait(what, waited))
 
     def _describe_wait(self, what: str, waited: float) -> str:
         waiting, missing = self._waiting_and_missing()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 import pickle
 import sys
@@ -23,6 +24,7 @@ from mpidist._base.fingerprint import fingerprint as fingerprint
 
 _THREADING: Final = os.path.abspath(threading.__file__)  # begins every thread
 _LONGEST_CALL: Final = 360
+_logger: Final = logging.getLogger("mpidist")
 ErrorKind = Literal["none", "raised", "invalid", "agreed", "exit"]
 
 
@@ -117,10 +119,12 @@ def judge(rank: int, reports: list[Report]) -> BaseException:
 def _judge_exit(rank: int, reports: list[Report], left: list[Report]) -> BaseException:
     for report in left:
         if report.exit_code:
-            print(
-                f"mpidist: rank {rank}: rank {report.rank} left the program by "
-                f"sys.exit({report.exit_code!r}); this rank leaves too",
-                file=sys.stderr,
+            _logger.warning(
+                "mpidist: rank %d: rank %d left the program by sys.exit(%r); this rank "
+                "leaves too",
+                rank,
+                report.rank,
+                report.exit_code,
             )
             return SystemExit(report.exit_code)
     return CollectiveMismatchError(on_rank(rank, _describe_mismatch(reports)))

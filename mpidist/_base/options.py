@@ -256,6 +256,8 @@ class Environment:
             (``MPIDIST_ERROR_FEEDBACK``).
         simulated_nodes: how many nodes each machine plays, for tests of several nodes
             on one machine (``MPIDIST_SIMULATED_NODES``).
+        trace: 1: a line for each collective call; 2: and for its begin
+            (``MPIDIST_TRACE``).
     """
 
     abort: bool = True
@@ -269,6 +271,7 @@ class Environment:
     compression: Compression = "none"
     error_feedback: bool = False
     simulated_nodes: int = 1
+    trace: int = 0
 
 
 def read_environment() -> Environment:
@@ -291,6 +294,7 @@ def read_environment() -> Environment:
         compression=_compression("MPIDIST_COMPRESSION"),
         error_feedback=_flag("MPIDIST_ERROR_FEEDBACK", False) is True,
         simulated_nodes=max(1, int(_number("MPIDIST_SIMULATED_NODES", 1))),
+        trace=_trace("MPIDIST_TRACE"),
     )
 
 
@@ -401,6 +405,19 @@ def _compression(name: str) -> Compression:
         f"the environment variable {name} is {text!r}; expected one of "
         f"{', '.join(COMPRESSIONS)}, or unset it"
     )
+
+
+def _trace(name: str) -> int:
+    text = os.environ.get(name, "").strip()
+    if text == "2":
+        return 2
+    try:
+        return int(_flag(name, False) is True)
+    except ValueError:
+        raise ValueError(
+            f"the environment variable {name} is {text!r}; expected 0, 1 or 2, or "
+            "unset it"
+        ) from None
 
 
 def _number(name: str, default: float) -> float:

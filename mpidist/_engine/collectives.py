@@ -48,6 +48,7 @@ from mpidist._engine import (
     leaves_of,
     make_gather,
 )
+from mpidist._engine.plans import Route
 from mpidist._engine.pool import Pool
 from mpidist._mpi.communicator import AnyCommunicator
 
@@ -101,6 +102,8 @@ def timed(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 class Collectives:
     """The collectives of one group of replicas."""
+
+    routes: tuple[Route, ...] = ROUTES
 
     def __init__(
         self,
@@ -157,7 +160,7 @@ class Collectives:
         )
         return Plans(
             means,
-            ROUTES,
+            self.routes,
             self._describe,
             self.merge_options,
             self.invalid,

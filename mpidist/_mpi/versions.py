@@ -37,6 +37,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import logging
 import marshal
 import pickle
 import struct
@@ -48,6 +49,8 @@ import numpy as np
 from mpidist import _native
 from mpidist._base.errors import CollectiveMismatchError, format_ranks, on_rank
 from mpidist._version import __version__
+
+_logger: Final = logging.getLogger("mpidist")
 
 _FORMAT: Final = 1
 _CALL: Final = "MPIStrategy(...)"
@@ -189,14 +192,13 @@ def _differences(ranks: list[_Rank]) -> list[str]:
 
 
 def _tell_without_core(lacking: list[int], ranks: list[_Rank]) -> None:
-    """Say on stderr that some ranks make the others do without the native core."""
+    """Tell the user that some ranks make the others do without the native core."""
     if len(lacking) == len(ranks):
         return
     verb = "has" if len(lacking) == 1 else "have"
-    print(
-        f"mpidist: {format_ranks(lacking)} {verb} no native core, which the others "
-        "have; all ranks go on without it, and are slower. Install mpidist there with "
-        "a C compiler at hand",
-        file=sys.stderr,
-        flush=True,
+    _logger.warning(
+        "mpidist: %s %s no native core, which the others have; all ranks go on without "
+        "it, and are slower. Install mpidist there with a C compiler at hand",
+        format_ranks(lacking),
+        verb,
     )

@@ -50,6 +50,8 @@ class ReplicaGroup:
         custom_ops: the user's `CrossDeviceOps`; None where there are none.
         all_reduce: a nest of this rank's components, by the user's ops where there are
             some: ``all_reduce(op, tree, options=None, call=...)``. Collective.
+        merge_call: ``merge_call(group, merge_fn, args, kwargs)``, which makes rank 0
+            the coordinator. Collective. Set by the strategy.
         public_objects: what users may hold of the strategy, and pass to a command: the
             same on all ranks, in one order. Set by the strategy.
         cross_frame: the `context.Frame` of code in cross-replica context.
@@ -60,6 +62,7 @@ class ReplicaGroup:
     public_objects: tuple[Any, ...]
     cross_frame: Any
     replica_frame: Any
+    merge_call: Callable[..., Any]
 
     def __init__(
         self,

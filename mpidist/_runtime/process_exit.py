@@ -237,6 +237,8 @@ def _end_job(
             text += format_exception(error)
         code = 1
     with contextlib.suppress(Exception, SystemExit):
+        # Not by `logging`: it must be out before MPI_Abort ends the process, and a
+        # handler may keep it, or be off.
         sys.stdout.flush()
         sys.stderr.write(text)
         if show is not None:

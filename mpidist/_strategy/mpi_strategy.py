@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from mpidist._agreement import mismatch
 from mpidist._agreement.channel import Channel, MessageChannel
 from mpidist._agreement.guard import Guard, poll
+from mpidist._agreement.traced_guard import TracedGuard
 from mpidist._base import backend, threads
 from mpidist._base.options import (
     CommunicationImplementation,
@@ -18,6 +21,7 @@ from mpidist._base.options import (
 )
 from mpidist._engine import SharedMemory, open_shared_memory
 from mpidist._engine.collectives import Collectives, describe_compression
+from mpidist._engine.traced import TracedCollectives
 from mpidist._mpi.communicator import (
     Communicator,
     check_communicator,
@@ -136,7 +140,10 @@ class MPIStrategy(Strategy):
         if communicator.size > 1:
             node = memory.node
             channel = MessageChannel(communicator) if node is None else node.channel
-        guard = Guard(
+        make_guard: Callable[..., Guard] = Guard
+        if environment.trace:
+            make_guard = functools.partial(TracedGuard, begins=environment.trace > 1)
+        guard = make_guard(
             communicator,
             channel,
             timeout_seconds=timeout,
@@ -213,9 +220,10 @@ def _make_collectives(
         settings = CommunicationOptions().merge(options)
         chosen = backend.select_device(device, local_rank(communicator))
         chosen.activate()
-        collectives = Collectives(
-            communicator, guard, settings, environment, chosen, memory
-        )
+        make: Callable[..., Collectives] = Collectives
+        if isinstance(guard, TracedGuard):
+            make = TracedCollectives
+        collectives = make(communicator, guard, settings, environment, chosen, memory)
     except Exception as error:
         raise guard.fail(mismatch.Call("MPIStrategy(...)"), error, "invalid") from None
     ops = ""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mpidist._agreement.traced_guard import TracedGuard
 from mpidist._base.options import CommunicationOptions, ReduceOp, as_reduce_op
 from mpidist._merge import updates
 from mpidist._merge.merge_call import merge_call
@@ -219,7 +220,7 @@ class ReplicaContext:
         if not group.is_mpi:
             with context.entered(group.cross_frame):
                 return merge_fn(self._strategy, *args, **kwargs)
-        return merge_call(group, merge_fn, tuple(args), kwargs)
+        return group.merge_call(group, merge_fn, tuple(args), kwargs)
 
     def _require_current(self, call: str) -> None:
         frame = context.current()
@@ -256,13 +257,28 @@ def attach(strategy: Strategy, ops: CrossDeviceOps | None) -> None:
     if ops is not None:
         group.custom_ops = ops
         group.all_reduce = functools.partial(all_reduce, group)
+    guard = group.guard
+    group.merge_call = merge_call
+    if isinstance(guard, TracedGuard):
+        group.merge_call = _trace_merge_call(guard)
     replica_context = ReplicaContext(strategy, None)
     group.public_objects = (strategy, strategy.extended, replica_context)
     group.cross_frame = context.Frame(group, context.Level.CROSS_REPLICA)
     group.replica_frame = context.Frame(
         group, context.Level.REPLICA, replica_context=replica_context
     )
-    group.guard.repair = _repairer(group)
+    guard.repair = _repairer(group)
+
+
+def _trace_merge_call(guard: TracedGuard) -> Callable[..., Any]:
+    """Return the function that makes a merge_call with a line in the trace."""
+
+    def traced(group: ReplicaGroup, merge_fn: Any, args: Any, kwargs: Any) -> Any:
+        name = getattr(merge_fn, "__qualname__", type(merge_fn).__qualname__)
+        with guard.whole(f"the end of merge_call({name})"):
+            return merge_call(group, merge_fn, args, kwargs)
+
+    return traced
 
 
 def _repairer(group: ReplicaGroup) -> Callable[[list[Any]], None]:

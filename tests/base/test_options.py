@@ -96,6 +96,7 @@ def test_environment(monkeypatch):
         "COMPRESSION": "FP16",
         "ERROR_FEEDBACK": "1",
         "SIMULATED_NODES": "2",
+        "TRACE": "2",
     }.items():
         monkeypatch.setenv(f"MPIDIST_{name}", value)
     assert options.read_environment() == options.Environment(
@@ -108,6 +109,7 @@ def test_environment(monkeypatch):
         compression="fp16",
         error_feedback=True,
         simulated_nodes=2,
+        trace=2,
     )
     monkeypatch.setenv("MPIDIST_COMPRESSION", "zip")
     with pytest.raises(ValueError, match="none, fp16, bf16"):
@@ -115,4 +117,15 @@ def test_environment(monkeypatch):
     monkeypatch.setenv("MPIDIST_COMPRESSION", "")
     monkeypatch.setenv("MPIDIST_GUARD", "perhaps")
     with pytest.raises(ValueError, match="MPIDIST_GUARD"):
+        options.read_environment()
+
+
+@pytest.mark.parametrize(
+    ("text", "level"), [("", 0), ("0", 0), ("off", 0), ("1", 1), ("on", 1), ("2", 2)]
+)
+def test_levels_of_the_trace(monkeypatch, text, level):
+    monkeypatch.setenv("MPIDIST_TRACE", text)
+    assert options.read_environment().trace == level
+    monkeypatch.setenv("MPIDIST_TRACE", "3")
+    with pytest.raises(ValueError, match="MPIDIST_TRACE is '3'; expected 0, 1 or 2"):
         options.read_environment()

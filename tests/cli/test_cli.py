@@ -209,6 +209,20 @@ def test_check_finds_what_differs_between_ranks():
     assert lines[-1].endswith("checks failed")
 
 
+def test_check_lets_one_rank_alone_write_a_trace():
+    program = (
+        "import os\n"
+        "from mpidist import _cli\n"
+        "from mpidist._cli.speaking import launched_rank\n"
+        "os.environ['MPIDIST_TRACE'] = str(launched_rank())\n"
+        "_cli.run()\n"
+    )
+    result = run_ranks(2, ["-c", program, "check"], timeout=TIMEOUT)
+    assert result.returncode == 0, result.stdout
+    assert " rank=1/2 " in result.stderr
+    assert " rank=0/2 " not in result.stderr
+
+
 @pytest.mark.parametrize(
     ("outcome", "transport", "state", "advice"),
     [

@@ -1,0 +1,288 @@
+"""The trace: a line for each collective call of a rank (``MPIDIST_TRACE``).
+
+A rank that is traced has a `TracedGuard` and `TracedCollectives`, which are made in
+place of the plain ones when the strategy is made. Without it there is not one test more
+in a call.
+
+A line is about a *call*, from where the rank comes to it until it returns, with the
+wait for the others. Who knows its bytes and its route opens it (`Trace.call`); the
+guard names it, by the text that its own messages have. What calls do inside, such as
+the header of a broadcast, has no line. A *section* has calls inside, such as `run`:
+these have their lines.
+
+Rejected: tests in the calls themselves (they cost when nobody looks); methods put on
+instances (mypy does not see them, and they make cycles, so that strategies are
+collected later).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from mpidist._base import threads
+
+NO_ROUTE: Final = "agreement"
+"""The route of calls that are a header and nothing else."""
+
+SECTION: Final = "section"
+"""That of sections."""
+
+# So that a line is one write, also through a pipe (PIPE_BUF is 4,096 bytes).
+_LONGEST_TEXT: Final = 1024
+
+_logger: Final = logging.getLogger("mpidist.trace")
+_made = threads.ReplicaLocal(lambda: itertools.count(1))
+
+
+@dataclasses.dataclass(eq=False)
+class Record:
+    """A call that is under way.
+
+    Attributes:
+        nbytes: of this rank's buffers.
+        route: how they move.
+        text: of the call; "" before it is known.
+        number: of the call, as in the messages of the guard.
+        start: when this rank came to it.
+        section: the one that it ends.
+        raised: the name of the exception that it ended with. Not the exception, whose
+            traceback has the frames that keep the record.
+    """
+
+    nbytes: int
+    route: str
+    text: str = ""
+    number: int = 0
+    start: float = dataclasses.field(default_factory=time.perf_counter)
+    section: Section | None = None
+    raised: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it is under way."""
+        return time.perf_counter() - self.start
+
+    def ends_with(self, error: BaseException | None) -> None:
+        """Say which exception the call ends with, if any."""
+        self.raised = "" if error is None else type(error).__name__
+
+
+@dataclasses.dataclass(eq=False)
+class Section:
+    """A stretch that has calls inside.
+
+    Attributes:
+        key: what tells its end from that of others.
+        start: when this rank entered it.
+    """
+
+    key: object
+    start: float = dataclasses.field(default_factory=time.perf_counter)
+
+    @property
+    def seconds(self) -> float:
+        """How long this rank is in it."""
+        return time.perf_counter() - self.start
+
+
+class Trace:
+    """What writes the lines of one strategy on one rank.
+
+    Args:
+        rank: of this process.
+        size: how many ranks there are.
+        begins: whether calls have a line when they begin, too.
+        stall_seconds: of a wait, after which it has a line.
+    """
+
+    def __init__(
+        self, rank: int, size: int, *, begins: bool, stall_seconds: float
+    ) -> None:
+        number = next(_made.get())
+        self._who = f"rank={rank}/{size}"
+        if number > 1:
+            self._who += f" strategy={number}"
+        self._begins = begins
+        self._stall = stall_seconds
+        self._open: Record | None = None
+        self._sections: list[Section] = []
+        self._waited = 0.0
+        self._told = False
+        _prepare_logger()
+
+    @contextlib.contextmanager
+    def call(
+        self, nbytes: int, route: str, text: str = "", number: int = 0
+    ) -> Iterator[Record]:
+        """Write a line for what is done inside; none, if that is part of a call.
+
+        Args:
+            nbytes: of this rank's buffers.
+            route: how they move.
+            text: of the call; "": the guard will say it (`name`).
+            number: of the call, with a text.
+        """
+        if self._open is not None:
+            yield self._open
+            return
+        record = self._open = Record(nbytes, route)
+        if text:
+            self.name(text, number)
+        try:
+            yield record
+        except BaseException as error:
+            record.ends_with(error)
+            raise
+        finally:
+            self._open = None
+            if record.text:  # else the ranks have not met
+                self._end(record)
+
+    def name(self, text: str, number: int) -> None:
+        """Say which call it is that is under way, if that is not known yet."""
+        record = self._open
+        if record is None or record.text:
+            return
+        record.text, record.number = text, number
+        if self._begins:
+            self._write("begin", record)
+
+    @contextlib.contextmanager
+    def section(self, key: object, text: str, number: int) -> Iterator[None]:
+        """Give the calls inside lines of their own.
+
+        Args:
+            key: what `ends` gets.
+            text: of its end.
+            number: of the first call that may be inside.
+        """
+        outer, self._open = self._open, None
+        section = Section(key)
+        if self._begins:
+            begin = text.removeprefix("the end of ")
+            self._write("begin", Record(0, SECTION, begin, number))
+        self._sections.append(section)
+        try:
+            yield
+        finally:
+            self._sections.pop()
+            self._open = outer
+
+    def ends(self, key: object) -> Section | None:
+        """Return the innermost section, if it is the one with this key."""
+        if self._sections and self._sections[-1].key is key:
+            return self._sections[-1]
+        return None
+
+    @contextlib.contextmanager
+    def whole(self, text: str, number: Callable[[], int]) -> Iterator[None]:
+        """Write a line for a section that does not end with a call of its own.
+
+        Args:
+            text: of the line.
+            number: gives that of the call which is the last when it ends.
+        """
+        record = Record(0, SECTION, text)
+        try:
+            with self.section(record, text, number() + 1):
+                yield
+        except BaseException as error:
+            record.ends_with(error)
+            raise
+        finally:
+            record.number = number()
+            self._end(record)
+
+    def look(self, what: str, waited: float, number: int) -> None:
+        """Write a line, once, where a wait is long.
+
+        Args:
+            what: this rank waits for.
+            waited: for so many seconds, until now.
+            number: of the call, if none is under way.
+        """
+        if waited < self._waited:  # another wait than last time
+            self._told = False
+        self._waited = waited
+        if self._told or waited < self._stall:
+            return
+        self._told = True
+        record = Record(0, NO_ROUTE, what, number)
+        if self._open is not None:  # what is waited for may be a part of it
+            record.nbytes, record.route = self._open.nbytes, self._open.route
+            record.number = self._open.number or number
+        self._write("waits", record, f"seconds={waited:.6f} ")
+
+    def _end(self, record: Record) -> None:
+        if record.section is None:
+            seconds = f"seconds={record.seconds:.6f} "
+        else:
+            whole = record.section.seconds
+            seconds = f"seconds={whole:.6f} waited={record.seconds:.6f} "
+        self._write("end", record, seconds)
+
+    def _write(self, event: str, record: Record, seconds: str = "") -> None:
+        text = " ".join(record.text.split())
+        if len(text) > _LONGEST_TEXT:
+            text = f"{text[:_LONGEST_TEXT]} ..."
+        raised = f"raised={record.raised} " if record.raised else ""
+        _logger.info(
+            "%s call=%d %s bytes=%d route=%s %s%s%s",
+            self._who,
+            record.number,
+            event,
+            record.nbytes,
+            record.route,
+            seconds,
+            raised,
+            text,
+        )
+
+
+class _StderrHandler(logging.StreamHandler[Any]):
+    """Writes to stderr, as it is at that moment, where there is no other handler."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+        self.setFormatter(
+            logging.Formatter(
+                "mpidist.trace %(asctime)s.%(msecs)03d %(message)s", "%H:%M:%S"
+            )
+        )
+
+    @property
+    def stream(self) -> Any:
+        """The stderr of this moment, which programs and tests replace."""
+        return sys.stderr
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line, in one write, and flush; nothing where the user listens."""
+        if not _is_heard(self):
+            super().emit(record)
+
+
+def _is_heard(but: logging.Handler) -> bool:
+    """Whether another handler gets the lines: of this logger or of one above it."""
+    logger: logging.Logger | None = _logger
+    while logger is not None:
+        if any(handler is not but for handler in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
+
+
+_stderr: Final = _StderrHandler()
+
+
+def _prepare_logger() -> None:
+    if _logger.level == logging.NOTSET:
+        _logger.setLevel(logging.INFO)
+    if _stderr not in _logger.handlers:
+        _logger.addHandler(_stderr)

@@ -1,0 +1,202 @@
+"""Collectives and plans with lines in the trace; see `mpidist._agreement.trace`.
+
+The routes of `TracedCollectives` make plans that open a call of the trace, so neither
+`Plans.all_reduce` nor the optimizers, which run plans by themselves, know of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpidist._agreement.mismatch import Call
+from mpidist._agreement.trace import NO_ROUTE, Trace
+from mpidist._agreement.traced_guard import TracedGuard
+from mpidist._base import backend, nest
+from mpidist._base.indexed_slices import IndexedSlices
+from mpidist._base.options import CommunicationOptions, Environment
+from mpidist._engine import ROUTES, Means, Plan, SharedMemory, Signature
+from mpidist._engine.collectives import Collectives
+from mpidist._engine.plans import Route
+from mpidist._mpi.communicator import AnyCommunicator
+
+
+class TracedPlan:
+    """A plan whose runs have a line.
+
+    It does not find out by itself whether arrays are of its signature
+    (`plans.QuickPlan`), since a call that did not take place would have begun.
+
+    Args:
+        plan: what does the work.
+        route: its name.
+        trace: of the strategy.
+    """
+
+    def __init__(self, plan: Plan, route: str, trace: Trace) -> None:
+        self.call: Call = plan.call
+        self._plan = plan
+        self._route = route
+        self._trace = trace
+
+    def __call__(
+        self, arrays: list[Any], call: Call | None = None, timeout: float | None = None
+    ) -> list[Any]:
+        """Agree with the other ranks, and reduce; see `Plan`."""
+        with self._trace.call(sum(int(x.nbytes) for x in arrays), self._route):
+            return self._plan(arrays, call, timeout)
+
+    def one(self, x: Any) -> Any:
+        """As a call with a nest of one array."""
+        with self._trace.call(int(x.nbytes), self._route):
+            return self._plan.one(x)
+
+
+def _traced(route: Route, trace: Trace) -> Route:
+    name = getattr(route, "__name__", "unknown")
+
+    def make(means: Means, signature: Signature) -> Plan | None:
+        plan = route(means, signature)
+        return None if plan is None else TracedPlan(plan, name, trace)
+
+    return make
+
+
+class TracedCollectives(Collectives):
+    """The operations of one group of replicas, each with a line.
+
+    An all-reduce has that of its plan.
+    """
+
+    def __init__(
+        self,
+        comm: AnyCommunicator,
+        guard: TracedGuard,
+        options: CommunicationOptions,
+        environment: Environment,
+        device: backend.Device,
+        memory: SharedMemory,
+    ) -> None:
+        self._trace = guard.trace
+        self.routes = tuple(_traced(route, guard.trace) for route in ROUTES)
+        super().__init__(comm, guard, options, environment, device, memory)
+
+    def buffers_like(self, tree: Any) -> Any:
+        """As that of `Collectives`."""
+        with self._trace.call(_bytes_of(tree), NO_ROUTE):
+            return super().buffers_like(tree)
+
+    def all_gather(
+        self,
+        tree: Any,
+        axis: int,
+        options: CommunicationOptions | None = None,
+        call: str = "all_gather",
+    ) -> Any:
+        """As that of `Collectives`."""
+        with self._trace.call(_bytes_of(tree), self._way(tree, options)):
+            return super().all_gather(tree, axis, options, call)
+
+    def broadcast(
+        self,
+        tree: Any,
+        root: int = 0,
+        options: CommunicationOptions | None = None,
+        call: str = "broadcast",
+    ) -> Any:
+        """As that of `Collectives`."""
+        with self._trace.call(_bytes_of(tree), self._way(tree, options)):
+            return super().broadcast(tree, root, options, call)
+
+    def share(self, make: Callable[[], list[Any]], text: str) -> list[Any]:
+        """As that of `Collectives`."""
+        with self._trace.call(0, self._way(None)) as record:
+            values = super().share(make, text)
+            record.nbytes = _bytes_of(values)
+        return values
+
+    def collect(self, values: list[Any], call: str) -> list[list[Any]]:
+        """As that of `Collectives`."""
+        with self._trace.call(_bytes_of(values), self._way(None)):
+            return super().collect(values, call)
+
+    def scatter(self, values: list[list[Any]] | None, call: str) -> list[Any]:
+        """As that of `Collectives`."""
+        with self._trace.call(_bytes_of(values), self._way(None)) as record:
+            own = super().scatter(values, call)
+            record.nbytes = record.nbytes or _bytes_of(own)
+        return own
+
+    def send_arrays(self, values: list[Any], call: str) -> None:
+        """As that of `Collectives`."""
+        text, number = f"arrays of {call} to all ranks", self.guard.sequence + 1
+        with self._trace.call(_bytes_of(values), self._way(values), text, number):
+            super().send_arrays(values, call)
+
+    def receive_arrays(self, call: str = "a message from rank 0") -> list[Any]:
+        """As that of `Collectives`."""
+        way, number = self._way(None), self.guard.sequence + 1
+        with self._trace.call(0, way, call, number) as record:
+            values = super().receive_arrays(call)
+            record.nbytes = _bytes_of(values)
+        return values
+
+    def send_bytes(self, data: bytes) -> None:
+        """As that of `Collectives`."""
+        text, number = "a message to all ranks", self.guard.sequence + 1
+        with self._trace.call(len(data), self._way_of_messages, text, number):
+            super().send_bytes(data)
+
+    def receive_bytes(
+        self, what: str = "a message from rank 0", timeout: float | None = None
+    ) -> bytes:
+        """As that of `Collectives`."""
+        way, number = self._way_of_messages, self.guard.sequence + 1
+        with self._trace.call(0, way, what, number) as record:
+            data = super().receive_bytes(what, timeout)
+            record.nbytes = len(data)
+        return data
+
+    @property
+    def _way_of_messages(self) -> str:
+        return "mpi" if self.ring is None else "shared"
+
+    def _way(self, tree: Any, options: CommunicationOptions | None = None) -> str:
+        """Return the names of the ways of these arrays: those of the transports."""
+        try:
+            chosen = self.transports
+            if options is not None:
+                chosen = self._choose(self.merge_options(options))
+            on_device = {*map(backend.is_device_array, _leaves_of(tree))} or {False}
+        except Exception:  # which the operation tells all ranks
+            return "unknown"
+        ways = []
+        if False in on_device:
+            is_shared = self.node is not None and chosen.host.name == "shared"
+            ways.append("shared" if is_shared else "mpi")
+        if True in on_device:
+            ways.append(chosen.device.name)
+        return "+".join(ways)
+
+
+def _leaves_of(tree: Any) -> list[Any]:
+    return nest.flatten(tree)[0]
+
+
+def _bytes_of(tree: Any) -> int:
+    """Return the bytes of the arrays and numbers of a nest; 0 where it is none."""
+    try:
+        return sum(map(_nbytes, _leaves_of(tree)))
+    except Exception:  # which the operation tells all ranks
+        return 0
+
+
+def _nbytes(leaf: Any) -> int:
+    if isinstance(leaf, IndexedSlices):
+        return _nbytes(leaf.values) + _nbytes(leaf.indices)
+    if backend.is_array(leaf):
+        return int(leaf.nbytes)
+    is_number = backend.is_number(leaf) or isinstance(leaf, bool)
+    return int(np.asarray(leaf).nbytes) if is_number else 0

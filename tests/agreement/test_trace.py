@@ -1,0 +1,441 @@
+"""MPIDIST_TRACE: a line for each collective call, and nothing without it."""
+
+import logging
+import re
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from launching import run_ranks
+from replicas import (
+    SUM,
+    after_the_others,
+    context,
+    everywhere,
+    make,
+    own,
+)
+
+import mpidist
+from mpidist._agreement.guard import Guard
+from mpidist._agreement.trace import Trace
+from mpidist._engine.collectives import Collectives
+from mpidist._strategy.strategy import group_of
+from mpidist.testing import each_replica
+
+on_replicas = [pytest.mark.mpi, pytest.mark.replicas(1, 2, 3)]
+
+LINE = re.compile(
+    r"rank=(?P<rank>\d+)/(?P<size>\d+) (?:strategy=(?P<strategy>\d+) )?"
+    r"call=(?P<call>\d+) (?P<event>begin|waits|end) bytes=(?P<bytes>\d+) "
+    r"route=(?P<route>[a-z+]+) (?:seconds=(?P<seconds>\d+\.\d{6}) )?"
+    r"(?:waited=(?P<waited>\d+\.\d{6}) )?(?:raised=(?P<raised>\w+) )?(?P<text>.*)"
+)
+
+
+def parse(text):
+    found = LINE.fullmatch(text)
+    assert found is not None, text
+    return found.groupdict()
+
+
+class Listener(logging.Handler):
+    """Keeps what the trace says; replicas that are threads say it to each other's."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        assert record.levelno == logging.INFO
+        self.lines.append(record.getMessage())
+
+    def take(self, rank):
+        """Return the lines of this rank, and forget all."""
+        lines = [parse(line) for line in self.lines]
+        self.lines = []
+        return [line for line in lines if int(line["rank"]) == rank]
+
+
+@each_replica
+@pytest.fixture
+def listener():
+    logger, handler = logging.getLogger("mpidist.trace"), Listener()
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+@pytest.fixture
+def traced(new_strategy, listener, monkeypatch):
+    """A strategy with a trace, whose first lines have been taken."""
+    monkeypatch.setenv("MPIDIST_TRACE", "1")
+    strategy = new_strategy()
+    everywhere(None)
+    listener.take(strategy.replica_id)
+    return strategy
+
+
+def shown(lines):
+    return [(line["text"], line["route"], int(line["bytes"])) for line in lines]
+
+
+# --- what lines say -------------------------------------------------------------------
+
+
+class TestLines:
+    pytestmark = on_replicas
+
+    def test_each_call_has_one(self, traced, listener, rank, size):
+        variable = make(traced, np.zeros(3), name="w", aggregation=SUM)
+        listener.take(rank)
+
+        def step():
+            context().all_reduce("SUM", np.ones(10))
+            context().all_reduce("SUM", np.ones(10))
+            context().all_reduce("MEAN", {"a": 1.0, "b": [np.ones((2, 3)), 7]})
+            context().all_gather(np.ones((rank + 1, 2)), 0)
+            variable.assign_add(np.ones(3))
+
+        traced.run(step)
+        lines = listener.take(rank)
+        assert {line["event"] for line in lines} == {"end"}
+        assert {line["size"] for line in lines} == {str(size)}
+        nest = "{'a': float64 (), 'b': [float64 (2, 3), int64 ()]}"
+        assert [(line["text"], int(line["bytes"])) for line in lines] == [
+            ("all_reduce SUM float64 (10,)", 80),
+            ("all_reduce SUM float64 (10,)", 80),
+            (f"all_reduce MEAN {nest}", 64),
+            ("all_gather axis=0 float64 (*, 2)", 16 * (rank + 1)),
+            ("Variable 'w'.assign_add [#1] SUM float64 (3,)", 24),
+            (f"the end of run({step.__qualname__})", 0),
+        ]
+        assert lines[-1]["route"] == "section"
+        whole, waited = float(lines[-1]["seconds"]), float(lines[-1]["waited"])
+        inside = sum(float(line["seconds"]) for line in lines[:-1])
+        assert whole >= inside + waited
+        numbers = everywhere([line["call"] for line in lines])
+        assert all(row == numbers[0] for row in numbers)
+
+    def test_routes_are_those_of_the_plans(self, traced, listener, rank):
+        def step():
+            context().all_reduce("SUM", np.ones(10))
+            context().all_reduce("SUM", np.ones(200_000))
+
+        traced.run(step)
+        routes = [route for _, route, _ in shown(listener.take(rank))]
+        plans = group_of(traced).collectives.plans
+        names = {
+            "EagerReduce": "eager",
+            "SharedReduce": "shared",
+            "HierarchicalReduce": "hierarchical",
+            "HeaderReduce": "header",
+            "MpiReduce": "mpi",
+        }
+        made = {p.call.text: type(p._plan).__name__ for p in plans._plans.values()}
+        assert routes[:2] == [
+            names[made[f"all_reduce SUM float64 ({n},)"]] for n in (10, 200_000)
+        ]
+
+    def test_verbs_of_the_program(self, traced, listener, rank, size):
+        values = traced.experimental_distribute_values_from_function(
+            lambda value: np.ones(4)
+        )
+        traced.reduce("SUM", values, axis=None)
+        traced.gather(values, axis=0)
+        variable = make(traced, np.zeros(3), name="w")
+        traced.extended.update(variable, lambda v, x: v.assign(x), args=(np.ones(3),))
+        lines = listener.take(rank)
+        texts = [line["text"] for line in lines]
+        assert texts[0] == "experimental_distribute_values_from_function"
+        assert texts[1] == "Strategy.reduce SUM float64 (4,)"
+        assert texts[2] == "Strategy.gather axis=0 float64 (*,)"
+        assert texts[3].startswith("Variable 'w' (")
+        if size > 1:  # else nobody has to be waited for
+            assert texts[4].startswith("update of Variable 'w' [#")
+        assert [int(line["bytes"]) for line in lines[:4]] == [0, 32, 32, 24]
+
+    def test_merge_call_and_its_commands(self, traced, listener, rank, size):
+        def merge_fn(strategy, x):
+            return strategy.extended.reduce_to("SUM", x, x)
+
+        traced.run(lambda: context().merge_call(merge_fn, args=(np.ones(4),)))
+        texts = [line["text"] for line in listener.take(rank)]
+        message = "merge_call, waiting for merge_fn on rank 0"
+        if rank == 0:
+            message = "a message to all ranks"
+        messages = [message] if size > 1 else []
+        assert texts[:-1] == [
+            "merge_call ((component,), {})",
+            *messages,
+            "reduce_to SUM [float64 (4,)]",
+            *messages,
+            f"the end of merge_call({merge_fn.__qualname__})",
+        ]
+
+    def test_the_plan_of_an_optimizer(self, traced, listener, rank, size):
+        variable = make(traced, np.zeros(3), name="w", aggregation=SUM)
+        with traced.scope():
+            optimizer = mpidist.optimizers.SGD(0.1)
+
+        def step():
+            optimizer.apply_gradients([(np.ones(3), variable)])
+
+        traced.run(step)
+        lines = [x for x in listener.take(rank) if "apply_gradients" in x["text"]]
+        if size > 1:
+            assert lines[-1]["text"].startswith("apply_gradients of SGD")
+            assert lines[-1]["text"].endswith("SUM [float64 (3,)] for #1")
+            assert int(lines[-1]["bytes"]) == 24
+        np.testing.assert_allclose(variable.numpy(), -0.1 * size)
+
+    def test_what_raises(self, traced, listener, rank):
+        def step():
+            context().all_reduce("SUM", "text")
+
+        with pytest.raises(TypeError):
+            traced.run(step)
+        call, end = listener.take(rank)
+        assert call["text"] == "all_reduce with invalid arguments"
+        assert end["text"] == f"the end of run({step.__qualname__})"
+        assert [call["raised"], end["raised"]] == ["TypeError", "TypeError"]
+
+    def test_begins(self, new_strategy, listener, rank, monkeypatch):
+        monkeypatch.setenv("MPIDIST_TRACE", "2")
+        strategy = new_strategy()
+        everywhere(None)
+        listener.take(rank)
+
+        def step():
+            context().all_reduce("SUM", np.ones(10))
+            context().all_gather(np.ones(2), 0)
+
+        strategy.run(step)
+        lines = listener.take(rank)
+        reduced, gathered = (
+            "all_reduce SUM float64 (10,)",
+            "all_gather axis=0 float64 (*,)",
+        )
+        assert [(line["event"], line["text"]) for line in lines] == [
+            ("begin", f"run({step.__qualname__})"),
+            ("begin", reduced),
+            ("end", reduced),
+            ("begin", gathered),
+            ("end", gathered),
+            ("begin", f"the end of run({step.__qualname__})"),
+            ("end", f"the end of run({step.__qualname__})"),
+        ]
+        for begin, end in zip(lines[1::2], lines[2::2], strict=True):
+            assert begin["seconds"] is None
+            assert begin["call"] == end["call"]
+            assert begin["route"] == end["route"]
+
+    @pytest.mark.parametrize("level", ["1", "2"])
+    def test_results_are_those_without_it(
+        self, new_strategy, listener, rank, size, monkeypatch, level
+    ):
+        x = {
+            "a": np.arange(1000.0)[::2] * (rank + 1) / 3,
+            "b": np.full((300, 300), rank, np.int32),
+        }
+
+        def step():
+            ctx = context()
+            return [
+                ctx.all_reduce("SUM", x),
+                ctx.all_reduce("SUM", x),
+                ctx.all_reduce("SUM", x["a"]),
+                ctx.all_reduce("MEAN", rank + 1),
+                ctx.all_gather(x["a"][: rank + 2], 0),
+            ]
+
+        plain = new_strategy()
+        assert type(group_of(plain).guard) is Guard
+        assert type(group_of(plain).collectives) is Collectives
+        expected = own(plain, plain.run(step))
+        everywhere(None)
+        assert listener.take(rank) == []
+        monkeypatch.setenv("MPIDIST_TRACE", level)
+        everywhere(None)
+        traced = new_strategy()
+        found = own(traced, traced.run(step))
+        np.testing.assert_equal(found, expected)
+        assert listener.take(rank) != []
+
+    def test_calls_that_the_guard_does_not_check(
+        self, new_strategy, listener, rank, monkeypatch
+    ):
+        monkeypatch.setenv("MPIDIST_TRACE", "1")
+        strategy = new_strategy(guard=False)
+        everywhere(None)
+        listener.take(rank)
+        strategy.run(lambda: context().all_reduce("SUM", np.ones(10)))
+        texts = [text for text, _, _ in shown(listener.take(rank))]
+        assert texts[0] == "all_reduce SUM float64 (10,)"
+        assert texts[1].startswith("the end of run(")
+
+
+# --- a rank that does not come --------------------------------------------------------
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.replicas(2, 3)
+def test_a_long_wait_has_a_line(new_strategy, listener, rank, size, monkeypatch):
+    monkeypatch.setenv("MPIDIST_TRACE", "1")
+    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.2")
+    strategy = new_strategy()
+    short = mpidist.experimental.CommunicationOptions(timeout_seconds=3)
+    everywhere(None)
+    listener.take(rank)
+
+    def step():
+        with after_the_others(rank == size - 1):
+            context().all_reduce("SUM", np.ones(7), short)
+
+    with pytest.raises(mpidist.CollectiveTimeoutError):
+        strategy.run(step)
+    lines = listener.take(rank)
+    call = [x for x in lines if x["text"] == "all_reduce SUM float64 (7,)"]
+    assert call[-1]["raised"] == "CollectiveTimeoutError"
+    if rank < size - 1:
+        waits, end = call
+        assert (waits["event"], end["event"]) == ("waits", "end")
+        assert waits["call"] == end["call"]
+        assert float(waits["seconds"]) >= 0.2
+        assert int(waits["bytes"]) == 56
+
+
+# --- where lines go -----------------------------------------------------------------
+
+
+PROGRAM = """
+import logging, sys
+import numpy as np
+import mpidist
+
+strategy = mpidist.MPIStrategy()
+strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", np.ones(10)))
+"""
+
+
+def lines_of(program, n=2, **env):
+    source = textwrap.dedent(program)
+    done = run_ranks(n, ["-c", source], timeout=60, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stderr.splitlines()
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_lines_go_to_stderr(n):
+    lines = lines_of(PROGRAM, n, MPIDIST_TRACE="1", PYTHONUNBUFFERED="1")
+    reduced = []
+    for line in lines:
+        name, clock, rest = line.split(" ", 2)
+        assert name == "mpidist.trace"
+        assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3}", clock)
+        found = parse(rest)
+        assert int(found["size"]) == n
+        if found["text"] == "all_reduce SUM float64 (10,)":
+            reduced.append(int(found["rank"]))
+    assert sorted(reduced) == list(range(n))
+
+
+def test_without_it_nothing_is_written():
+    assert lines_of(PROGRAM) == []
+    assert lines_of(PROGRAM, MPIDIST_TRACE="0") == []
+
+
+def test_it_may_be_for_some_ranks_only():
+    program = 'import os; os.environ["MPIDIST_TRACE"] = str(int(RANK == 1))\n' + PROGRAM
+    program = "from mpi4py import MPI; RANK = MPI.COMM_WORLD.rank\n" + program
+    lines = lines_of(program)
+    assert {parse(line.split(" ", 2)[2])["rank"] for line in lines} == {"1"}
+
+
+def test_handlers_of_the_user_get_them_and_nobody_else():
+    program = f"""
+import logging, sys
+logging.basicConfig(stream=sys.stderr, format="mine %(name)s %(message)s")
+{PROGRAM}
+"""
+    lines = lines_of(program, MPIDIST_TRACE="1")
+    assert lines
+    for line in lines:
+        assert line.startswith("mine mpidist.trace rank=")
+
+
+def test_a_user_can_turn_it_off():
+    program = "import logging; logging.getLogger('mpidist.trace').setLevel('ERROR')\n"
+    assert lines_of(program + PROGRAM, MPIDIST_TRACE="1") == []
+
+
+# --- the lines by themselves ----------------------------------------------------------
+
+
+@pytest.fixture
+def trace(listener):
+    return Trace(0, 1, begins=False, stall_seconds=1.0)
+
+
+def test_what_a_call_does_inside_is_part_of_it(trace, listener):
+    with trace.call(8, "mpi"):
+        trace.name("outer", 1)
+        with trace.call(4, "shared"):
+            trace.name("inner", 2)
+    assert shown(listener.take(0)) == [("outer", "mpi", 8)]
+
+
+def test_calls_in_a_section_have_lines_of_their_own(trace, listener):
+    with trace.call(8, "mpi"):
+        trace.name("outer", 1)
+        with trace.section("key", "section", 2), trace.call(4, "shared"):
+            trace.name("inner", 2)
+    assert shown(listener.take(0)) == [("inner", "shared", 4), ("outer", "mpi", 8)]
+
+
+def test_a_call_that_never_meets_the_others_has_none(trace, listener):
+    with pytest.raises(ZeroDivisionError), trace.call(8, "mpi"):
+        raise ZeroDivisionError
+    assert listener.take(0) == []
+
+
+def test_long_waits_are_said_once_each(trace, listener):
+    for waited in (0.5, 1.5, 2.5, 0.1, 0.9, 1.1, 3.0):
+        trace.look("something", waited, 7)
+    assert [x["seconds"] for x in listener.take(0)] == ["1.500000", "1.100000"]
+
+
+def test_long_texts_and_those_of_several_lines(trace, listener):
+    with trace.call(8, "mpi"):
+        trace.name("a\nb " + 10_000 * "x", 1)
+    (line,) = listener.take(0)
+    assert line["text"].startswith("a b xxx")
+    assert line["text"].endswith("x ...")
+    assert len(line["text"]) < 2000
+
+
+class _Counting:
+    """A stream that keeps what each write has."""
+
+    def __init__(self):
+        self.writes = []
+
+    def write(self, text):
+        self.writes.append(text)
+
+    def flush(self):
+        self.writes.append("flush")
+
+
+def test_a_line_is_one_write(monkeypatch):
+    logger = logging.getLogger("mpidist.trace")
+    trace = Trace(0, 1, begins=False, stall_seconds=1.0)
+    monkeypatch.setattr(logger, "propagate", False)  # pytest listens further up
+    stream = _Counting()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with trace.call(8, "mpi"):
+        trace.name("call", 1)
+    line, flushed = stream.writes
+    assert line.endswith(" call\n")
+    assert flushed == "flush"
