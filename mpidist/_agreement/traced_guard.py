@@ -37,7 +37,7 @@ class TracedGuard(Guard):
         Args:
             comm: the ranks.
             channel: where they exchange headers; None for one rank.
-            timeout_seconds: how long a rank waits for the others; 0: for ever.
+            timeout_seconds: how long a rank waits for the others; 0: forever.
             stall_seconds: after which the missing ranks are named.
             begins: whether calls have a line when they begin, too.
         """
