@@ -194,7 +194,7 @@ class Guard:
         # What the update that runs here has written to this rank's copies, and how all
         # ranks make copies equal again (given keys) where an update has failed.
         self._written: list[Any] = []
-        self.repair: Callable[[list[Any]], None] | None = None
+        self._repair: Callable[[list[Any]], None] | None = None
         self.closed: bool = False
         # The call that this rank is in, or made last; the one before; and how long it
         # waits for the others in it.
@@ -247,8 +247,10 @@ class Guard:
 
     def lead(self, leading: bool) -> bool:
         """Say whether merge_fn runs here; return what was so before."""
-        before, self._leading = self._leading, leading
-        self._look_at_blocks()
+        before = self._leading
+        if before is not leading:
+            self._leading = leading
+            self.blocked = leading or bool(self._broken) or self._floor < self._depth
         return before
 
     def count(self) -> None:
@@ -259,10 +261,14 @@ class Guard:
         """Take back the count of a message that some rank may not read."""
         self.sequence -= 1
 
+    def repair_with(self, repair: Callable[[list[Any]], None]) -> None:
+        """Have a function of keys make copies equal where an update has failed."""
+        self._repair = repair
+
     def record(self, written: list[Any]) -> list[Any]:
         """Have an update append to a list which variables it writes on this rank.
 
-        Where the ranks then differ, these are made equal again (`repair`).
+        Where the ranks then differ, these are made equal again (`repair_with`).
 
         Returns:
             The list that was in use before.
@@ -646,8 +652,8 @@ class Guard:
         # All ranks are here now, whatever each was about to do: the only moment at
         # which an update that some of them did not make can be undone.
         written = sorted({key for report in reports for key in report.written})
-        if written and self.repair is not None:
-            self.repair(written)
+        if written and self._repair is not None:
+            self._repair(written)
         return found
 
     def _exchange_bytes(self, data: bytes, what: str) -> list[bytes]:

@@ -63,7 +63,7 @@ def select_device(request: object, local_rank: int) -> Device:
 
     Args:
         request: "auto", "cpu", "gpu" or "gpu:K".
-        local_rank: this rank's number on its node; ranks are dealt to GPUs in seed.
+        local_rank: this rank's number on its node; ranks are dealt to GPUs in turn.
 
     Raises:
         TypeError, ValueError: for another request.
@@ -368,7 +368,7 @@ def fingerprint_of_array(x: Any, seed: int) -> int:
 
     It is the same on every rank, and for arrays on the host and on a GPU. Of arrays of
     more than 64 KiB it looks at the ends, and at some words that are spread over the
-    array: at others in another seed.
+    array: at others with another seed.
 
     Args:
         x: the array.

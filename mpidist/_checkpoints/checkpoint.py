@@ -101,7 +101,7 @@ class Checkpoint:
                 )
         self._objects = dict(objects)
         items = contents.collect(self._objects, early=True)
-        self._nearest = _strategy_of(items, "Checkpoint") or context.current().group
+        self._nearest = _group_of(items, "Checkpoint") or context.current().group
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -273,7 +273,7 @@ class Checkpoint:
         """Find the items, which may have changed, and their strategy."""
         try:
             items = contents.collect(self._objects)
-            group = _strategy_of(items, name)
+            group = _group_of(items, name)
         except Exception as error:
             Job(self._nearest, name).collectives.invalid(name, error)
         if group is None:
@@ -307,7 +307,7 @@ class Checkpoint:
         return job, items
 
 
-def _strategy_of(items: list[Item], name: str) -> ReplicaGroup | None:
+def _group_of(items: list[Item], name: str) -> ReplicaGroup | None:
     """Return the strategy of the variables; None where all are plain ones."""
     found: dict[int, ReplicaGroup] = {}
     for item in items:

@@ -14,4 +14,4 @@ FLAG, FINGERPRINT, NOT_FINGERPRINT, SOFT, NOT_SOFT, LATENESS, PATIENCE, MOST, WO
 )
 
 pack: Final = struct.Struct("5q").pack
-"""Make the words of a header that are compared: flags, print, soft, patience, most."""
+"""Make the words that are compared: flags, fingerprint, soft, patience, most."""

@@ -31,7 +31,7 @@ class Commander(Protocol):
         """Have all ranks run an operation; return rank 0's result."""
         ...
 
-    def update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+    def update(self, var: Any, fn: Any, args: Any, kwargs: Any, grouped: bool) -> Any:
         """Have all ranks run an update; return rank 0's result."""
         ...
 

@@ -30,7 +30,7 @@ class ReplicaGroup:
     """One rank's view of the replicas that run together. Making one is collective.
 
     A strategy has one, and shows it to its users by other names. Its attributes are
-    public in the package, and set once.
+    public in the package, and set while the strategy is made.
 
     Attributes:
         strategy: the `mpidist.Strategy`, or None until it has taken the group. For
@@ -52,8 +52,9 @@ class ReplicaGroup:
             some: ``all_reduce(op, tree, options=None, call=...)``. Collective.
         merge_call: ``merge_call(group, merge_fn, args, kwargs)``, which makes rank 0
             the coordinator. Collective. Set by the strategy.
-        public_objects: what users may hold of the strategy, and pass to a command: the
-            same on all ranks, in one order. Set by the strategy.
+        public_objects: what users may hold of the strategy, also in objects such as
+            datasets, and pass to a command: the same on all ranks, in one order. Set by
+            the strategy.
         cross_frame: the `context.Frame` of code in cross-replica context.
         replica_frame: the `context.Frame` of code in a replica function.
     """
@@ -70,7 +71,6 @@ class ReplicaGroup:
         *,
         number: int,
         is_mpi: bool,
-        custom_ops: BatchReducer | None = None,
     ) -> None:
         """Tell the other ranks this one's device and host. Collective."""
         self.strategy: Any = None
@@ -89,7 +89,7 @@ class ReplicaGroup:
         self.device_names: tuple[str, ...] = tuple(device for device, _ in rows)
         self.host_names: tuple[str, ...] = tuple(host for _, host in rows)
         self.registry: Registry = Registry(self, comm.rank, comm.size)
-        self.custom_ops = custom_ops
+        self.custom_ops: BatchReducer | None = None
         self.all_reduce: Callable[..., Any] = collectives.all_reduce
 
     def __repr__(self) -> str:
@@ -97,5 +97,6 @@ class ReplicaGroup:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"{self} cannot be pickled or copied: it is a group of processes"
+            f"{self} cannot be pickled or copied: it is a group of processes. Make it "
+            "once, and call `mpidist.get_strategy()` where it is needed"
         )

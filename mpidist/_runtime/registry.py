@@ -35,7 +35,7 @@ class _Reference(weakref.ref[Any]):
 
 
 class Registry:
-    """The distributed values of a strategy by key: the same key on every rank.
+    """The distributed values of a group by key: the same key on every rank.
 
     Keys are counted by collective calls, which all ranks make in the same order.
     Values live as long as the user's program keeps them; those of a ``merge_call``

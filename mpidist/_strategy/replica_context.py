@@ -76,6 +76,10 @@ class ReplicaContext:
         """Restore the context that was current before."""
         self._entered.pop().__exit__(kind, error, trace)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What merge_fn returns: on each rank the context of its own replica.
+        return (ReplicaContext, (self._strategy, None))
+
     def __repr__(self) -> str:
         return (
             f"<mpidist.ReplicaContext: replica {self._replica_id} of "
@@ -262,12 +266,12 @@ def attach(strategy: Strategy, ops: CrossDeviceOps | None) -> None:
     if isinstance(guard, TracedGuard):
         group.merge_call = _trace_merge_call(guard)
     replica_context = ReplicaContext(strategy, None)
-    group.public_objects = (strategy, strategy.extended, replica_context)
+    group.public_objects = (strategy, strategy.extended, replica_context, group)
     group.cross_frame = context.Frame(group, context.Level.CROSS_REPLICA)
     group.replica_frame = context.Frame(
         group, context.Level.REPLICA, replica_context=replica_context
     )
-    guard.repair = _repairer(group)
+    guard.repair_with(_repairer(group))
 
 
 def _trace_merge_call(guard: TracedGuard) -> Callable[..., Any]:

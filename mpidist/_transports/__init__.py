@@ -75,7 +75,7 @@ def choose(
     implementation: CommunicationImplementation,
     shared: DirectTransport | None,
     devices: Devices,
-    why_not_shared: str = "",
+    why_not_shared: str,
 ) -> Transports:
     """Pick the transports, and say why.
 

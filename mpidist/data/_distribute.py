@@ -216,7 +216,7 @@ def _distribute_from_function(
 ) -> DistributedDataset:
     require_program_level(group, call)
     guard = group.collectives.guard
-    context = InputContext(
+    input_context = InputContext(
         group.num_replicas,
         group.replica_id,
         group.num_replicas,
@@ -243,7 +243,7 @@ def _distribute_from_function(
                 "`strategy.experimental_distribute_dataset(dataset)`"
             )
         part.kind = "raised"
-        return chosen, _source_of_function(dataset_fn(context), call, functions)
+        return chosen, _source_of_function(dataset_fn(input_context), call, functions)
 
     chosen, source = guard.run_section(Call(call), make)
     return DistributedDataset(

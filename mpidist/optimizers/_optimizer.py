@@ -251,7 +251,7 @@ class Optimizer:
         try:
             given.extend(variables)
             check_variables(given, _BUILD, self._index)
-            group = self._strategy_of(given, _BUILD)
+            group = self._group_of(given, _BUILD)
         except Exception as error:
             self._collectives(given).invalid(_BUILD, error)
         if _is_cross_replica(group):
@@ -329,7 +329,7 @@ class Optimizer:
             pairs.extend(grads_and_vars)
             gradients, variables = split_pairs(pairs)
             check_variables(variables, APPLY, self._index)
-            group = self._strategy_of(variables, APPLY)
+            group = self._group_of(variables, APPLY)
         except Exception as error:
             self._collectives(pairs).invalid(APPLY, error)
         skip = bool(skip_gradients_aggregation)
@@ -436,7 +436,7 @@ class Optimizer:
         collectives: Collectives = group.collectives
         return collectives
 
-    def _strategy_of(self, variables: list[Variable], call: str) -> ReplicaGroup:
+    def _group_of(self, variables: list[Variable], call: str) -> ReplicaGroup:
         """Return whose variables these are, if that strategy may use them here."""
         frame = context.current()
         group = variables[0]._group

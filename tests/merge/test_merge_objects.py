@@ -660,3 +660,22 @@ def test_functions_as_arguments(strategy, rank):
         return "done"
 
     assert merge(strategy, merge_fn, local, differs, np.sum) == "done"
+
+
+@pytest.mark.parametrize("kind", ["dataset", "checkpoint", "context"])
+def test_objects_that_hold_the_strategy_are_returned(strategy, kind):
+    v = make(strategy, np.zeros(2))
+    whole = mpidist.data.Dataset.from_tensor_slices(np.arange(12.0)).batch(4)
+    held = {
+        "dataset": lambda: strategy.experimental_distribute_dataset(whole),
+        "checkpoint": lambda: mpidist.Checkpoint(v=v),
+        "context": lambda: mpidist.ReplicaContext(strategy, None),
+    }[kind]()
+    found = merge(strategy, lambda s: held)
+    assert {*everywhere(type(found).__name__)} == {type(held).__name__}
+    if kind == "dataset":
+        rows = [strategy.gather(x, axis=0) for x in found]
+        np.testing.assert_array_equal(np.concatenate(rows), np.arange(12.0))
+    elif kind == "context":
+        assert found.strategy is strategy
+    assert_usable(strategy)
