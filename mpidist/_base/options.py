@@ -241,6 +241,8 @@ class Environment:
 
     Attributes:
         abort: end the whole job on an uncaught exception (``MPIDIST_ABORT``).
+        alone: whether a process may be alone that its launcher started with others
+            (``MPIDIST_ALONE``).
         cuda_aware: whether MPI takes GPU buffers; None: ask MPI
             (``MPIDIST_CUDA_AWARE``).
         guard: check every collective (``MPIDIST_GUARD``).
@@ -261,6 +263,7 @@ class Environment:
     """
 
     abort: bool = True
+    alone: bool = False
     cuda_aware: bool | None = None
     guard: bool = True
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
@@ -282,6 +285,7 @@ def read_environment() -> Environment:
     """
     return Environment(
         abort=_flag("MPIDIST_ABORT", True) is not False,
+        alone=_flag("MPIDIST_ALONE", False) is True,
         cuda_aware=_flag("MPIDIST_CUDA_AWARE", None),
         guard=_flag("MPIDIST_GUARD", True) is not False,
         timeout_seconds=_number("MPIDIST_TIMEOUT", DEFAULT_TIMEOUT_SECONDS),

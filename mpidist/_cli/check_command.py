@@ -17,8 +17,8 @@ import numpy as np
 
 import mpidist
 from mpidist import _bench, _native
-from mpidist._cli.info_command import core_facts, gpu_facts, strangers
-from mpidist._cli.speaking import Parser, launched_size, say
+from mpidist._cli.info_command import core_facts, describe_stranger, gpu_facts
+from mpidist._cli.speaking import Parser, say
 from mpidist._mpi import versions
 from mpidist._strategy.strategy import group_of
 from mpidist._transports.cuda_aware_probe import probe_direct
@@ -97,15 +97,16 @@ class _Checks:
 
     def ranks(self) -> str:
         """Find each other."""
-        job, wanted = self._job, launched_size()
-        if wanted is not None and wanted > job.size == 1:
-            raise _FailedError(strangers(wanted).partition(". ")[0], strangers(wanted))
+        job = self._job
+        alone = describe_stranger(job.size)
+        if alone:
+            raise _FailedError(alone.partition(": ")[0], alone)
         total = job.comm.allreduce(job.rank)
         if total != job.size * (job.size - 1) // 2:
             raise _FailedError(f"the sum of all ranks is {total}", _LIBRARY)
-        alone = "; start more with mpirun -n N" if job.size == 1 else ""
+        more = "; start more with mpirun -n N" if job.size == 1 else ""
         nodes = f"{job.nodes} node{'s' * (job.nodes != 1)}"
-        return f"{job.size} rank{'s' * (job.size != 1)} on {nodes}{alone}"
+        return f"{job.size} rank{'s' * (job.size != 1)} on {nodes}{more}"
 
     def versions(self) -> str:
         """Have the same software on all ranks."""
@@ -139,6 +140,8 @@ class _Checks:
 
     def strategy(self) -> str:
         """Make a strategy."""
+        if describe_stranger(self._job.size):
+            raise _FailedError("the ranks do not know each other", "see above")
         self._made = mpidist.MPIStrategy(
             communication_options=mpidist.experimental.CommunicationOptions(
                 timeout_seconds=self._timeout

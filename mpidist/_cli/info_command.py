@@ -14,8 +14,8 @@ from mpidist import _bench, _native
 from mpidist._base import backend
 from mpidist._base.errors import format_ranks
 from mpidist._base.options import read_environment
-from mpidist._cli.speaking import Parser, launched_size, say
-from mpidist._mpi import communicator, versions
+from mpidist._cli.speaking import Parser, say
+from mpidist._mpi import communicator, launcher, versions
 from mpidist._strategy.strategy import group_of
 
 ABOUT: Final = "what this job is: ranks, nodes, libraries, transports, settings"
@@ -159,9 +159,9 @@ def _nodes(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _problems(ranks: Sequence[dict[str, Any]], size: int) -> list[str]:
     problems = []
-    wanted = launched_size()
-    if wanted is not None and wanted > size == 1:
-        problems.append(strangers(wanted))
+    alone = describe_stranger(size)
+    if alone:
+        problems.append(alone)
     for kind in ("software", "environment"):
         for one in ranks[1:]:
             for key in sorted({*ranks[0][kind], *one[kind]}):
@@ -175,13 +175,20 @@ def _problems(ranks: Sequence[dict[str, Any]], size: int) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
-def strangers(wanted: int) -> str:
-    """Return what to say where the launcher started ranks that MPI knows not of."""
-    return (
-        f"the launcher started {wanted} processes, but to mpi4py each is alone: it "
-        "uses another MPI library than this launcher. Use the mpirun of the "
-        "environment that mpi4py is in (under srun, --mpi=pmix or --mpi=pmi2)"
-    )
+def describe_stranger(size: int) -> str:
+    """Return what to say where the launcher started ranks that MPI knows not of.
+
+    Args:
+        size: how many ranks MPI knows.
+
+    Returns:
+        A text; "" where all is well.
+    """
+    launch = launcher.find_launch()
+    if size > 1 or launch is None or (launch.size or 1) == 1:
+        return ""
+    version = communicator.mpi_module().Get_library_version()
+    return launcher.describe_alone(launch, version)
 
 
 def _strategy_facts(device: str) -> tuple[dict[str, Any] | None, str | None]:

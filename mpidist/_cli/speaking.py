@@ -8,23 +8,14 @@ the others at once.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from typing import Final, NoReturn
 
 from mpidist._bench import UsageError
-from mpidist._mpi import communicator
+from mpidist._mpi import communicator, launcher
 
 EXIT_USAGE: Final = 2
-_RANK_VARIABLES: Final = (
-    "OMPI_COMM_WORLD_RANK",  # Open MPI
-    "PMIX_RANK",  # launchers with PMIx
-    "PMI_RANK",  # MPICH, Intel MPI
-    "MV2_COMM_WORLD_RANK",  # MVAPICH2
-    "SLURM_PROCID",  # srun
-)
-_SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 _PATIENCE_SECONDS: Final = 10.0
 _FORWARD_SECONDS: Final = 0.3
 
@@ -43,12 +34,8 @@ class Parser(argparse.ArgumentParser):
 
 def launched_rank() -> int | None:
     """Return this process's rank as its launcher says; None if started alone."""
-    return _first_number(_RANK_VARIABLES)
-
-
-def launched_size() -> int | None:
-    """Return the number of ranks as the launcher says; None if it does not."""
-    return _first_number(_SIZE_VARIABLES)
+    launch = launcher.find_launch()
+    return None if launch is None else launch.rank
 
 
 def say(text: str) -> None:
@@ -78,11 +65,3 @@ def complain(command: str, message: str) -> None:
     while not request.Test() and time.monotonic() < end:
         time.sleep(0.001)
     time.sleep(_FORWARD_SECONDS)  # for the launcher to pass the text on
-
-
-def _first_number(names: tuple[str, ...]) -> int | None:
-    for name in names:
-        text = os.environ.get(name, "")
-        if text.isdigit():
-            return int(text)
-    return None

@@ -33,7 +33,7 @@ import numpy as np
 from mpidist._base import threads
 from mpidist._base.errors import on_rank
 from mpidist._base.memory import leak
-from mpidist._mpi import collective_release, versions
+from mpidist._mpi import collective_release, launcher, versions
 from mpidist._mpi.headers import FEW, Headers, Maximum, Rows
 from mpidist._mpi.messages import CHUNK_ELEMENTS, Buffer, Messages, Transfers
 from mpidist._mpi.messages import MPIOp as MPIOp
@@ -744,6 +744,27 @@ def check_communicator(comm: object) -> Any:
             "`MPIStrategy(comm.Merge())`"
         )
     return comm
+
+
+def check_not_alone(comm: Any) -> None:
+    """Raise for COMM_WORLD of one rank, where the launcher started several processes.
+
+    Raises:
+        RuntimeError: then, with what to write instead.
+    """
+    mpi = mpi_module()
+    if comm != mpi.COMM_WORLD or comm.Get_size() > 1:
+        return
+    launch = launcher.find_launch()
+    if launch is None or launch.size is None or launch.size == 1:
+        return
+    which = "" if launch.rank is None else f"process {launch.rank}: "
+    raise RuntimeError(
+        f"MPIStrategy: {which}"
+        f"{launcher.describe_alone(launch, mpi.Get_library_version())}. Each would be "
+        "a program of one replica, and all would write the same files. If that is "
+        f"meant, set {launcher.ALLOW_ALONE}=1, or pass `comm=MPI.COMM_SELF`"
+    )
 
 
 def world_rank() -> int | None:

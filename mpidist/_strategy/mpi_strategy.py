@@ -25,6 +25,7 @@ from mpidist._engine.traced import TracedCollectives
 from mpidist._mpi.communicator import (
     Communicator,
     check_communicator,
+    check_not_alone,
     local_rank,
 )
 from mpidist._runtime import context, process_exit
@@ -63,7 +64,9 @@ class MPIStrategy(Strategy):
         CollectiveMismatchError: if the ranks' versions of Python, mpidist, NumPy or
             cloudpickle do not fit each other, or their numbers do not have the same
             bytes, or the ranks were given other arguments; on every rank.
-        RuntimeError: for "gpu" where there is none; on every rank.
+        RuntimeError: for "gpu" where there is none; on every rank. For COMM_WORLD of
+            one rank where the launcher started several processes: then each would be
+            a program of one replica. ``MPIDIST_ALONE=1`` allows it.
         ImportError: where there is no MPI library.
     """
 
@@ -101,8 +104,11 @@ class MPIStrategy(Strategy):
         if replica is not None:
             communicator = replica.connect(comm, wait)
         else:
+            world = check_communicator(comm)
+            if not environment.alone:
+                check_not_alone(world)
             communicator = Communicator(
-                check_communicator(comm),
+                world,
                 wait,
                 environment.simulated_nodes,
                 problem,

@@ -287,7 +287,7 @@ def test_a_source_distribution_can_be_built_from(tmp_path: pathlib.Path) -> None
             "SECURITY.md",
             "CITATION.cff",
         } <= names
-        assert {"launch/test", ".ci/run", "tests/native/stress.c"} <= names
+        assert {"launch/test", ".ci/run", "tests/_native/stress.c"} <= names
         assert "CITATION.cff" in names
         assert {"docs/architecture.md", "examples/train_digits.py"} <= names
         assert not any("_build" in name or name.endswith(".pyc") for name in names)

@@ -117,8 +117,14 @@ def test_the_table_lists_every_room_once():
 def test_every_room_has_tests_in_a_folder_of_its_name():
     for room in ROOMS:
         if (PACKAGE / room).is_dir():
-            tests = ROOT / "tests" / room.removeprefix("_")
+            tests = ROOT / "tests" / room
             assert list(tests.glob("test_*.py")), tests
+
+
+def test_no_folder_of_tests_has_the_name_of_a_mark():
+    # pytest-mpi takes all tests in a folder "mpi" for marked, and skips them.
+    folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert not folders & {"mpi", "mpi_skip", "gpu", "core", "replicas", "tensorflow"}
 
 
 EXTENSIONS = {"mpidist._native._core"}  # of C, in the folder that imports it

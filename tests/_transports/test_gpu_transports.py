@@ -2,7 +2,7 @@
 
 All of it on host memory that poses as a GPU, whose streams do their work as late as
 they may, as early, or at random (tests/posing.py): a copy that nothing waits for gives
-wrong data. tests/transports/test_gpu_waits.py has more of that.
+wrong data. tests/_transports/test_gpu_waits.py has more of that.
 """
 
 import functools

@@ -154,7 +154,8 @@ def test_info_on_ranks():
 def test_info_says_when_the_launcher_is_of_another_mpi():
     result = alone("info", env={"MV2_COMM_WORLD_SIZE": "2"})
     assert result.returncode == 1
-    assert "the launcher started 2 processes, but to mpi4py each is" in result.stdout
+    assert "mpirun of MVAPICH2 started 2 processes, but to mpi4py" in result.stdout
+    assert "use the mpirun of the environment that mpi4py is in" in result.stdout
 
 
 def test_info_says_when_there_can_be_no_strategy():

@@ -1,6 +1,6 @@
 """The native core under sanitizers, and with fences left out on purpose.
 
-``tests/native/stress.c`` is compiled with the core, without Python; its ranks are
+``tests/_native/stress.c`` is compiled with the core, without Python; its ranks are
 threads of one process. ThreadSanitizer and AddressSanitizer must find nothing, and
 nothing may be suppressed. Then single orderings and waits are taken out of the core:
 each must be found, by ThreadSanitizer or by wrong results.
@@ -21,7 +21,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 NATIVE = ROOT / "mpidist" / "_native"
-STRESS = ROOT / "tests" / "native" / "stress.c"
+STRESS = ROOT / "tests" / "_native" / "stress.c"
 SOURCES = ("channel.c", "algorithms.c")
 FLAGS = ("-std=c11", "-g", "-Wall", "-Wextra", "-ffp-contract=off")
 THREADS = ("-O1", "-fsanitize=thread")
@@ -134,7 +134,7 @@ def needed(compiler: str, flags: tuple[str, ...]) -> Tools:
 )
 def test_nothing_is_found(compiler: str, flags: tuple[str, ...]) -> None:
     made_with = needed(compiler, flags)
-    seed = "1"  # other seeds: tests/native/stress.c says how
+    seed = "1"  # other seeds: tests/_native/stress.c says how
     ran = run(*made_with.prefix, build(made_with), seed, str(RUN_SECONDS))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "all right" in ran.stdout

@@ -1,0 +1,91 @@
+"""What the launcher says of this process, before MPI has been started.
+
+Launchers tell it in environment variables. Those of mpirun come first: where mpirun is
+used inside a SLURM job, the task variables of SLURM describe its daemon, not the ranks.
+A batch script itself has ``SLURM_NTASKS``, and no variable of a step, so that a program
+which it starts without a launcher is not taken for one of many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+
+ALLOW_ALONE = "MPIDIST_ALONE"
+"""The environment variable that allows ranks which MPI does not know of each other."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """How this process was started.
+
+    Attributes:
+        launcher: its name, for messages.
+        rank: of this process; None where the launcher does not say.
+        size: how many processes it started together; None where it does not say.
+    """
+
+    launcher: str
+    rank: int | None
+    size: int | None
+
+
+_LAUNCHERS = (
+    ("mpirun of Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("mpirun of MVAPICH2", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("mpirun of MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE"),
+)
+
+
+def find_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
+    """Return how this process was started; None if by no launcher of several.
+
+    Args:
+        environment: the variables; None: those of this process.
+    """
+    variables = os.environ if environment is None else environment
+    step = _number(variables, "SLURM_STEP_NUM_TASKS")
+    for name, rank, size in _LAUNCHERS:
+        if rank in variables or size in variables:
+            if step is not None and name.endswith("Intel MPI"):
+                kind = variables.get("SLURM_MPI_TYPE", "")
+                if kind.startswith("pmi"):  # else it is mpirun in a SLURM job
+                    name = f"srun --mpi={kind}"
+            return Launch(name, _number(variables, rank), _number(variables, size))
+    if step is not None:
+        kind = variables.get("SLURM_MPI_TYPE", "none")
+        return Launch(f"srun --mpi={kind}", _number(variables, "SLURM_PROCID"), step)
+    own = _number(variables, "PMIX_RANK")
+    return None if own is None else Launch("a launcher with PMIx", own, None)
+
+
+def describe_alone(launch: Launch, library: str) -> str:
+    """Return what to say where MPI does not know the others that were started.
+
+    Args:
+        launch: with a size of more than 1.
+        library: the MPI library that mpi4py uses.
+    """
+    mpich = "mpich" in library.lower()
+    kind = "pmi2" if mpich else "pmix"
+    if launch.launcher.startswith("srun"):
+        cure = (
+            f"SLURM did not tell MPI of the others; write `srun --mpi={kind}` "
+            "(`srun --mpi=list` says what this SLURM has)"
+        )
+    else:
+        cure = (
+            "the launcher is that of another MPI library; use the mpirun of the "
+            "environment that mpi4py is in"
+        )
+    return (
+        f"{launch.launcher} started {launch.size} processes, but to mpi4py "
+        f"({library.partition(',')[0].partition(chr(10))[0].strip()}) each is alone: "
+        f"{cure}"
+    )
+
+
+def _number(variables: Mapping[str, str], name: str) -> int | None:
+    text = variables.get(name, "")
+    return int(text) if text.isdigit() else None

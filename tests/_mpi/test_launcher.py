@@ -1,0 +1,116 @@
+"""What the launcher says of this process; programs that are alone and should not be."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from launching import rank_environment
+
+from mpidist._mpi.launcher import Launch, describe_alone, find_launch
+
+# What each launcher sets, as measured: the batch script of a job has SLURM_NTASKS, and
+# no variable of a step; under mpirun in a job those of SLURM are its daemon's.
+SLURM_JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
+STEP = {**SLURM_JOB, "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        (SLURM_JOB, None),
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3"},
+            ("mpirun of Open MPI", 1, 3),
+        ),
+        (
+            {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6", **STEP},
+            ("mpirun of Open MPI", 5, 6),
+        ),
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "2"},
+            ("mpirun of MPICH or Intel MPI", 0, 2),
+        ),
+        (
+            {"PMI_RANK": "3", "PMI_SIZE": "6", **STEP},
+            ("mpirun of MPICH or Intel MPI", 3, 6),
+        ),
+        (
+            {"PMI_RANK": "2", "PMI_SIZE": "4", "SLURM_MPI_TYPE": "pmi2", **STEP},
+            ("srun --mpi=pmi2", 2, 4),
+        ),
+        (
+            {"PMIX_RANK": "2", "SLURM_MPI_TYPE": "pmix", **STEP},
+            ("srun --mpi=pmix", 2, 4),
+        ),
+        (STEP, ("srun --mpi=none", 2, 4)),
+        ({"PMIX_RANK": "2"}, ("a launcher with PMIx", 2, None)),
+        ({"PMI_RANK": "no number", "PMI_SIZE": ""}, None),
+    ],
+)
+def test_launchers(variables, expected):
+    found = find_launch(variables)
+    if expected is None:
+        assert found is None or found.size is None
+    else:
+        assert found == Launch(*expected)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "library", "cure"),
+    [
+        ("srun --mpi=none", "Open MPI v5.0.11, package: x", "`srun --mpi=pmix`"),
+        ("srun --mpi=none", "MPICH Version:      5.0.2\nMPICH", "`srun --mpi=pmi2`"),
+        ("mpirun of Open MPI", "MPICH Version: 5.0.2", "use the mpirun of the env"),
+    ],
+)
+def test_the_text_says_what_to_write(launcher, library, cure):
+    text = describe_alone(Launch(launcher, 2, 4), library)
+    assert text.startswith(f"{launcher} started 4 processes")
+    assert cure in text
+    assert "\n" not in text
+
+
+def run_alone(program, **variables):
+    return subprocess.run(
+        [sys.executable, "-c", f"import mpidist\n{program}"],
+        env={**rank_environment(), **variables},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_a_program_that_is_alone_and_should_not_be():
+    step = {**STEP, "SLURM_PROCID": "3"}
+    done = run_alone("mpidist.MPIStrategy()", **step)
+    assert done.returncode == 1
+    assert "process 3: srun --mpi=none started 4 processes" in done.stderr
+    assert "MPIDIST_ALONE=1" in done.stderr
+    for allowed in (
+        run_alone("print(mpidist.MPIStrategy())", **step, MPIDIST_ALONE="1"),
+        run_alone("print(mpidist.MPIStrategy())", **SLURM_JOB),
+        run_alone(
+            "from mpi4py import MPI; print(mpidist.MPIStrategy(MPI.COMM_SELF))", **step
+        ),
+        run_alone("print(mpidist.testing.run(2, mpidist.MPIStrategy)[1])", **step),
+    ):
+        assert allowed.returncode == 0, allowed.stderr
+        assert "replica" in allowed.stdout
+
+
+def test_mpidist_check_says_so():
+    done = subprocess.run(
+        [sys.executable, "-m", "mpidist", "check"],
+        env={**rank_environment(), **STEP},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "srun --mpi=none started 4 processes" in done.stdout
+    assert "this should not happen" not in done.stdout
+    assert os.linesep + "strategy" in done.stdout
