@@ -40,7 +40,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -727,6 +727,16 @@ def _make_module(num_devices: int) -> types.ModuleType:
 class _Interface:
     def __init__(self, interface: dict[str, Any]) -> None:
         self.__array_interface__ = {**interface, "version": 3}
+
+
+def refuse(*args: Any) -> NoReturn:
+    """Raise what CUDA does where a call is not supported."""
+    raise CUDARuntimeError("cudaErrorNotSupported")
+
+
+def to_host(x: Any) -> Any:
+    """Return a NumPy array; what is none of the stand-in's as it is."""
+    return x.get() if isinstance(x, ndarray) else x
 
 
 def install(

@@ -6,9 +6,10 @@ They are the ranks of ``mpirun``, or threads (``@pytest.mark.replicas``).
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -77,16 +78,38 @@ def set_deadline(strategy: mpidist.Strategy, seconds: float) -> None:
     everywhere(None)
 
 
-def raises_everywhere(kind: type[BaseException], call: Callable[[], Any]) -> list[str]:
-    """Check that ``call`` raises this very kind on every rank; return the messages."""
+class SignalError(Exception):
+    """What the handler of a signal raises, at any place."""
+
+
+class Outcome(NamedTuple):
+    """What a call raised on one rank; "NoneType" is the name where it returned."""
+
+    name: str
+    message: str
+    notes: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.message}\n{self.notes}"
+
+
+def outcomes(call: Callable[[], Any]) -> list[Outcome]:
+    """Return what ``call`` raises on each rank, on every rank; SystemExit, too."""
     error: BaseException | None = None
     try:
         call()
-    except Exception as raised:
+    except BaseException as raised:
         error = raised
-    outcomes = everywhere((type(error).__name__, str(error)))
-    assert {name for name, _ in outcomes} == {kind.__name__}, outcomes
-    return [message for _, message in outcomes]
+    notes = "\n".join(getattr(error, "__notes__", []))
+    return everywhere(Outcome(type(error).__name__, str(error), notes))
+
+
+def raises_everywhere(kind: type[BaseException], call: Callable[[], Any]) -> list[str]:
+    """Check that ``call`` raises this very kind on every rank; return the messages."""
+    rows = outcomes(call)
+    assert {row.name for row in rows} == {kind.__name__}, rows
+    return [row.message for row in rows]
 
 
 def own(strategy: mpidist.Strategy, value: Any) -> Any:
@@ -100,6 +123,48 @@ def local(strategy: mpidist.Strategy, fn: Callable[[], Any]) -> Any:
     return own(strategy, strategy.run(fn))
 
 
+def all_reduce(
+    strategy: mpidist.Strategy,
+    op: str,
+    x: Any,
+    options: mpidist.experimental.CommunicationOptions | None = None,
+) -> Any:
+    """Return what this rank gets of an all_reduce in a run of its own."""
+    return local(strategy, lambda: context().all_reduce(op, x, options))
+
+
+def from_replicas(strategy: mpidist.Strategy, function: Callable[[int], Any]) -> Any:
+    """Return a PerReplica of what ``function`` gives for the replica's number."""
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: function(context.replica_id_in_sync_group)
+    )
+
+
+def mirrored_of(strategy: mpidist.Strategy, x: Any) -> Any:
+    """Return a Mirrored that holds ``x``."""
+    return strategy.extended.reduce_to("MAX", strategy.run(lambda: x), np.zeros(1))
+
+
+def sample(rank: int, count: int, dtype: Any) -> Any:
+    """Return a rank's numbers, of all magnitudes: the order of a sum shows."""
+    rng = np.random.default_rng([rank, count])
+    x = rng.normal(size=count) * 10.0 ** rng.integers(-3, 4, count)
+    return x.astype(dtype)
+
+
+def fuzz_seeds(default: int) -> range:
+    """Return those of $MPIDIST_FUZZ: how many, or "from:to"."""
+    text = os.environ.get("MPIDIST_FUZZ", "")
+    start, colon, stop = text.partition(":")
+    if colon:
+        return range(int(start), int(stop))
+    return range(int(text or default))
+
+
+def no_room(*sizes: Any) -> NoReturn:
+    raise OSError("no room here")
+
+
 def make(strategy: mpidist.Strategy, *args: Any, **kwargs: Any) -> mpidist.Variable:
     with strategy.scope():
         return mpidist.Variable(*args, **kwargs)
@@ -109,6 +174,11 @@ def context() -> mpidist.ReplicaContext:
     found = mpidist.get_replica_context()
     assert found is not None
     return found
+
+
+def this_replica() -> int:
+    """Return this rank's number, at every level."""
+    return mpidist.get_strategy().replica_id
 
 
 def merge(strategy: mpidist.Strategy, merge_fn: Callable[..., Any], *args: Any) -> Any:
@@ -136,7 +206,31 @@ def assert_copies(
 def assert_mirrored(
     strategy: mpidist.Strategy, variable: mpidist.Variable, expected: Any
 ) -> None:
-    """Check the value on every rank, and that all copies have the same bytes."""
-    found = copies_of(strategy, variable)
+    """Check the value on every rank, and that all copies have the same bytes.
+
+    Those of the rank's own component, and those that are read.
+    """
+    found = [*copies_of(strategy, variable), *everywhere(variable.numpy())]
     assert len({copy.tobytes() for copy in found}) == 1, found
     np.testing.assert_array_equal(found[0], expected)
+    np.testing.assert_array_equal(variable.numpy(), expected)
+    for copy in found:
+        assert (copy.dtype, copy.shape) == (variable.dtype, variable.shape)
+
+
+def assert_usable(strategy: mpidist.Strategy) -> None:
+    """Check calls of every kind after an error, and that all ranks count the same."""
+    assert not mpidist.has_strategy()
+    n = strategy.num_replicas_in_sync
+    total = merge(strategy, lambda s, x: s.reduce("SUM", x, axis=None), np.ones(3))
+    np.testing.assert_array_equal(own(strategy, total), np.full(3, float(n)))
+    v = make(strategy, np.zeros(2))
+    merge(strategy, lambda s: s.extended.update(v, lambda v: v.assign(np.full(2, n))))
+    assert_mirrored(strategy, v, [n, n])
+    total = all_reduce(strategy, "SUM", np.ones(3))
+    np.testing.assert_array_equal(total, np.full(3, float(n)))
+    assert strategy.reduce("SUM", strategy.run(lambda: 1), axis=None) == n
+    group = group_of(strategy)
+    assert len({*everywhere(group.guard.sequence)}) == 1
+    assert len({*everywhere(group.registry.count)}) == 1
+    assert group.guard._depth == 0

@@ -5,7 +5,7 @@ import traceback
 
 import numpy as np
 import pytest
-from replicas import after_the_others, context, everywhere, set_deadline
+from replicas import after_the_others, assert_usable, context, everywhere, set_deadline
 
 import mpidist
 from mpidist._strategy.strategy import group_of
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.core, pytest.mark.replica
 
 
 def outcome(strategy, fn):
-    """Run a replica function; return the exception of each rank, as text."""
+    """Run a replica function; return what it raises on this rank, or None."""
     error = None
     try:
         strategy.run(fn)
@@ -27,16 +27,6 @@ def on_all(strategy, error):
     """Return, on every rank, (type name, message) of each rank's error."""
     text = (type(error).__name__, str(error))
     return group_of(strategy).communicator.all_gather_objects(repr(text).encode())
-
-
-def assert_usable(strategy):
-    n = strategy.num_replicas_in_sync
-
-    def step():
-        return mpidist.get_replica_context().all_reduce("SUM", np.ones(3))
-
-    (result,) = strategy.experimental_local_results(strategy.run(step))
-    np.testing.assert_array_equal(result, np.full(3, float(n)))
 
 
 def expect_mismatch(strategy, fn, *parts):

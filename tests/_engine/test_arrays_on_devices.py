@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import posing
 import pytest
-from replicas import context
+from replicas import all_reduce, context, local
 
 import mpidist
 from mpidist._base import backend
@@ -52,10 +52,6 @@ def where(request, monkeypatch, new_strategy):
 
 def host(x):
     return x if isinstance(x, (np.ndarray, np.generic)) else x.get()
-
-
-def local(strategy, fn):
-    return strategy.experimental_local_results(strategy.run(fn))[0]
 
 
 def values_of(dtype, rank):
@@ -292,7 +288,7 @@ def test_min_and_max_with_nan_and_signed_zeros(new_strategy, dtype):
     columns = np.array(list(itertools.product(special, repeat=2)), dtype)
     x = columns[:, rank % 2].copy()
     for op, fn in (("MIN", np.minimum), ("MAX", np.maximum)):
-        result = local(strategy, lambda op=op: context().all_reduce(op, x))
+        result = all_reduce(strategy, op, x)
         wide = columns.astype(np.float64)
         want = wide[:, 0] if size == 1 else fn(wide[:, 0], wide[:, 1])
         np.testing.assert_array_equal(result.astype(float), want)
@@ -315,7 +311,7 @@ def test_half_precision_accumulates_in_float32(new_strategy):
     rank = strategy.replica_id
     # 2048 + 1 + 1 + 1 is 2048 in float16 added one by one, and 2051 -> 2052 at once.
     x = np.float16(2048 if rank == 0 else 1)
-    total = local(strategy, lambda: context().all_reduce("SUM", x))
+    total = all_reduce(strategy, "SUM", x)
     assert total == np.float16(2048 + size - 1)
     assert type(total) is np.float16
 
@@ -323,7 +319,7 @@ def test_half_precision_accumulates_in_float32(new_strategy):
 def test_int_mean_does_not_overflow(new_strategy):
     strategy = new_strategy()
     x = np.array([127, -128], np.int8)
-    mean = local(strategy, lambda: context().all_reduce("MEAN", x))
+    mean = all_reduce(strategy, "MEAN", x)
     assert mean.dtype == np.float64
     np.testing.assert_array_equal(mean, [127.0, -128.0])
 
@@ -332,7 +328,7 @@ def test_other_byte_orders_come_back_native(new_strategy):
     strategy = new_strategy()
     size = strategy.num_replicas_in_sync
     x = np.arange(3, dtype=">f4")
-    total = local(strategy, lambda: context().all_reduce("SUM", x))
+    total = all_reduce(strategy, "SUM", x)
     assert total.dtype == np.dtype("=f4")
     np.testing.assert_array_equal(total, np.arange(3) * size)
 

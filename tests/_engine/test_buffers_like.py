@@ -8,7 +8,15 @@ import warnings
 import numpy as np
 import posing
 import pytest
-from replicas import context, everywhere, local, merge, own, raises_everywhere
+from replicas import (
+    all_reduce,
+    context,
+    everywhere,
+    local,
+    merge,
+    own,
+    raises_everywhere,
+)
 
 import mpidist
 from mpidist import _native
@@ -120,10 +128,8 @@ def test_results_are_those_of_ordinary_arrays(shared, rank, size, op):
         values = sample(rank, like, step)
         write(buffers, values)
         with np.errstate(all="ignore"):
-            found, count = in_place(
-                shared, lambda: local(shared, lambda: context().all_reduce(op, buffers))
-            )
-            known = local(shared, lambda v=values: context().all_reduce(op, v))
+            found, count = in_place(shared, lambda: all_reduce(shared, op, buffers))
+            known = all_reduce(shared, op, values)
         known["number"] = np.asarray(known["number"])
         assert_same(found, known)
         # Means of integers are made floats first: then nothing is read in place.
@@ -151,11 +157,9 @@ def test_views_in_any_order_are_reduced_in_place(shared, rank, size):
         ([a.copy(), b, np.ones(3)], False),
         ([b, b], True),
     ):
-        found, count = in_place(
-            shared, lambda n=nest: local(shared, lambda: context().all_reduce("SUM", n))
-        )
+        found, count = in_place(shared, lambda n=nest: all_reduce(shared, "SUM", n))
         copies = [x.copy() for x in nest]
-        known = local(shared, lambda c=copies: context().all_reduce("SUM", c))
+        known = all_reduce(shared, "SUM", copies)
         assert count == (size > 1 and fit)
         for x, y in zip(found, known, strict=True):
             assert x.tobytes() == y.tobytes()
@@ -174,9 +178,7 @@ def test_ranks_that_pass_different_arrays_get_the_right_sums(shared, rank, size)
         (buffers[::-1] if last else buffers, 0),
         (buffers, 1),
     ):
-        found, count = in_place(
-            shared, lambda n=nest: local(shared, lambda: context().all_reduce("SUM", n))
-        )
+        found, count = in_place(shared, lambda n=nest: all_reduce(shared, "SUM", n))
         assert all((x == expected).all() for x in found)
         assert count == (0 if size == 1 else places)
     # Buffers of another call may do on some rank, if they lie in the same order.
@@ -185,9 +187,7 @@ def test_ranks_that_pass_different_arrays_get_the_right_sums(shared, rank, size)
         x[:] = 10**rank
     found, count = in_place(
         shared,
-        lambda: local(
-            shared, lambda: context().all_reduce("SUM", other if last else buffers)
-        ),
+        lambda: all_reduce(shared, "SUM", other if last else buffers),
     )
     assert all((x == expected).all() for x in found)
     assert count == (size > 1)
@@ -207,7 +207,7 @@ def test_a_call_of_other_shapes_is_the_usual_error(shared, rank, size):
         lambda: shared.buffers_like(np.zeros(3 + rank)),
     )
     raises_everywhere(TypeError, lambda: shared.buffers_like({"x": "text"}))
-    total = local(shared, lambda: context().all_reduce("SUM", buffers))
+    total = all_reduce(shared, "SUM", buffers)
     assert not total[0].any()
 
 
@@ -322,7 +322,7 @@ def test_everywhere_else_they_are_ordinary_arrays(
         x[:] = rank
     nest = [x.copy() for x in buffers] if rank == 0 else buffers
     for given in (nest, buffers):
-        found = local(one, lambda g=given: context().all_reduce("SUM", g))
+        found = all_reduce(one, "SUM", given)
         assert all((x == size * (size - 1) / 2).all() for x in found)
 
 
@@ -333,9 +333,7 @@ def test_without_room_they_are_ordinary_arrays(shared, rank, size, monkeypatch):
         monkeypatch.setattr(group_of(shared).collectives, "node", without)
     (buffer,) = shared.buffers_like([np.zeros(10_000)])
     buffer[:] = 1
-    found, count = in_place(
-        shared, lambda: local(shared, lambda: context().all_reduce("SUM", buffer))
-    )
+    found, count = in_place(shared, lambda: all_reduce(shared, "SUM", buffer))
     assert count == 0
     assert (found == size).all()
 
@@ -346,7 +344,7 @@ def test_one_call_with_another_implementation(shared, rank, size):
     buffer[:] = 1
     found, count = in_place(
         shared,
-        lambda: local(shared, lambda: context().all_reduce("SUM", buffer, options)),
+        lambda: all_reduce(shared, "SUM", buffer, options),
     )
     assert count == 0
     assert (found == size).all()
@@ -361,7 +359,7 @@ def test_gpu_arrays_have_gpu_buffers(monkeypatch, new_strategy, rank, size):
     assert type(buffers["host"]) is np.ndarray
     buffers["x"][...] = float(rank)
     buffers["host"][...] = rank
-    found = local(one, lambda: context().all_reduce("SUM", buffers))
+    found = all_reduce(one, "SUM", buffers)
     assert isinstance(found["x"], posing.ndarray)
     assert (found["x"].get() == size * (size - 1) / 2).all()
     assert (found["host"] == size * (size - 1) / 2).all()

@@ -11,7 +11,7 @@ import weakref
 import numpy as np
 import posing
 import pytest
-from replicas import context, everywhere, local, raises_everywhere
+from replicas import all_reduce, everywhere, raises_everywhere
 
 import mpidist
 from mpidist._base import backend
@@ -40,10 +40,6 @@ def environment(monkeypatch):
     monkeypatch.setattr(core_routes, "_EAGER_BYTES_CROWDED", 4096)
 
 
-def refuse(*args):
-    raise posing.CUDARuntimeError("cudaErrorNotSupported")
-
-
 def values(rank, count, dtype, seed=0):
     """Return numbers with both signs, zeros and, of floats, NaN and infinities."""
     x = np.random.default_rng([seed, rank, count]).integers(-3, 4, count)
@@ -61,12 +57,8 @@ def defined(op, dtype):
     return not (dtype.startswith("c") and op in ("MIN", "MAX"))
 
 
-def to_host(x):
-    return x.get() if isinstance(x, posing.ndarray) else x
-
-
 def same_bits(found, want):
-    found, want = np.asarray(to_host(found)), np.asarray(want)
+    found, want = np.asarray(posing.to_host(found)), np.asarray(want)
     alike = (found.dtype, found.shape) == (want.dtype, want.shape)
     return alike and found.tobytes() == want.tobytes()
 
@@ -95,7 +87,7 @@ def test_the_bits_are_those_of_host_arrays(
 ):
     xp = posing.install(monkeypatch, order=order, seed=rank)
     if not locked:
-        monkeypatch.setattr(xp.cuda.runtime, "hostRegister", refuse)
+        monkeypatch.setattr(xp.cuda.runtime, "hostRegister", posing.refuse)
     on_gpu = new_strategy(device="gpu", implementation="STAGED")
     on_host = new_strategy(device="cpu")
     wrong = []
@@ -103,8 +95,8 @@ def test_the_bits_are_those_of_host_arrays(
         for op, make in nests():
             mine = make(rank)
             arrays = [xp.asarray(x) for x in mine]
-            want = local(on_host, lambda: context().all_reduce(op, mine))  # noqa: B023
-            got = local(on_gpu, lambda: context().all_reduce(op, arrays))  # noqa: B023
+            want = all_reduce(on_host, op, mine)
+            got = all_reduce(on_gpu, op, arrays)
             wrong += [
                 (op, x.dtype, x.shape)
                 for x, y, w in zip(mine, got, want, strict=True)
@@ -129,7 +121,7 @@ def test_ranks_with_a_gpu_meet_ranks_without(
             arrays = [xp.asarray(x) for x in both[rank]]
             if k % 3 == 0:  # of the host everywhere
                 arrays = both[rank]
-            found = local(strategy, lambda: context().all_reduce(op, arrays))  # noqa: B023
+            found = all_reduce(strategy, op, arrays)
             if op in ("SUM", "MIN", "MAX"):
                 function = {"SUM": np.add, "MIN": np.minimum, "MAX": np.maximum}[op]
                 for y, *parts in zip(found, *both, strict=True):
@@ -139,10 +131,10 @@ def test_ranks_with_a_gpu_meet_ranks_without(
                     if parts[0].dtype == np.float16:
                         continue  # which is not rounded in between
                     if not np.array_equal(
-                        to_host(y), want, equal_nan=want.dtype.kind == "f"
+                        posing.to_host(y), want, equal_nan=want.dtype.kind == "f"
                     ):
                         wrong.append((k, op, want.dtype, want.shape))
-            crcs = [np.asarray(to_host(y)).tobytes() for y in found]
+            crcs = [np.asarray(posing.to_host(y)).tobytes() for y in found]
             if len(set(everywhere(tuple(crcs)))) > 1:
                 wrong.append((k, op, "not alike"))
     assert everywhere(wrong) == [[]] * size
@@ -157,12 +149,12 @@ def test_leaves_on_both_sides(monkeypatch, new_strategy, rank, size):
             for r in range(size)
         ]
         tree = [xp.asarray(x) if k % 2 else x for k, x in enumerate(hosts[rank])]
-        found = local(strategy, lambda: context().all_reduce("SUM", tree))  # noqa: B023
+        found = all_reduce(strategy, "SUM", tree)
         kinds = [isinstance(y, posing.ndarray) for y in found]
         assert kinds == [bool(k % 2) for k in range(len(counts))]
         for k, y in enumerate(found):
             want = sum(row[k] for row in hosts)
-            np.testing.assert_array_equal(to_host(y), want)
+            np.testing.assert_array_equal(posing.to_host(y), want)
 
 
 @pytest.mark.parametrize("count", [10, 50_003])
@@ -197,7 +189,7 @@ def test_no_copy_on_the_host(monkeypatch, new_strategy, rank, size):
     watch("start_copy_to_host", "to", 1)
     watch("start_copy_to_device", "from", 0)
     x = xp.asarray(values(rank, 50_003, "float32"))
-    local(strategy, lambda: context().all_reduce("SUM", x))
+    all_reduce(strategy, "SUM", x)
     whole = np.frombuffer(node.memory, np.uint8)
     for kind in ("to", "from"):
         assert all(np.shares_memory(part, whole) for part in seen[kind])
@@ -209,7 +201,7 @@ def test_no_copy_on_the_host(monkeypatch, new_strategy, rank, size):
 
 def large(strategy, xp):
     x = xp.asarray(np.ones(50_003, np.float32))
-    return local(strategy, lambda: context().all_reduce("SUM", x))
+    return all_reduce(strategy, "SUM", x)
 
 
 def test_memory_is_unlocked_with_the_strategy(monkeypatch, new_strategy):
@@ -250,7 +242,7 @@ def test_no_page_locked_memory_at_all_is_told_to_all(
 
     with monkeypatch.context() as patch:
         if rank == size - 1:
-            patch.setattr(xp.cuda.runtime, "hostRegister", refuse)
+            patch.setattr(xp.cuda.runtime, "hostRegister", posing.refuse)
             patch.setattr(backend, "pinned_empty", none)
         raises_everywhere(MemoryError, lambda: large(strategy, xp))
         small = xp.zeros(3)
@@ -312,7 +304,9 @@ def test_an_error_of_small_arrays_is_told_to_all(
     error = None
     with monkeypatch.context() as patch:
         if rank == size - 1:
-            patch.setattr(posing.ndarray, name, lambda self, *args, **how: refuse())
+            patch.setattr(
+                posing.ndarray, name, lambda self, *args, **how: posing.refuse()
+            )
         try:
             reduce(mpidist.ReduceOp.SUM, x)
             reduce(mpidist.ReduceOp.SUM, np.ones(3))

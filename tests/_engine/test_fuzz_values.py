@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import posing
 import pytest
-from replicas import context, everywhere
+from replicas import context, everywhere, fuzz_seeds
 
 import mpidist
 from mpidist._base import backend
@@ -152,10 +152,6 @@ def _form(rng: Any, x: Any, buffer: Any) -> Any:
         inside[...] = x
         return inside
     return x
-
-
-def _host(x: Any) -> Any:
-    return x.get() if isinstance(x, posing.ndarray) else x
 
 
 def _close(x: Any, y: Any) -> bool:
@@ -310,10 +306,10 @@ class Calls:
             with _floating_errors(how):
                 return context().all_reduce(op, tree, options)
 
-        before = [_raw(_host(x)) for x in own]
+        before = [_raw(posing.to_host(x)) for x in own]
         value = self.strategy.run(replica)
         (found,) = self.strategy.experimental_local_results(value)
-        results = [_host(x) for x in ([found] if len(own) == 1 else found)]
+        results = [posing.to_host(x) for x in ([found] if len(own) == 1 else found)]
         wrong = self._misplaced(own, [found] if len(own) == 1 else found)
         crcs = [zlib.crc32(backend.value_bytes(np.asarray(x))) for x in results]
         if len({*map(tuple, everywhere(crcs))}) > 1:
@@ -335,10 +331,10 @@ class Calls:
                     wrong += f"{text}: {x} for {expected}; "
             elif self.exact and _raw(x) not in [_raw(y) for y in (expected, *more)]:
                 wrong += f"{text}: {x} for {expected}; "
-            if _raw(_host(own[i])) != before[i]:
+            if _raw(posing.to_host(own[i])) != before[i]:
                 wrong += f"{text}: what was passed was changed; "
             if isinstance(results[i], np.ndarray):
-                if np.shares_memory(results[i], _host(own[i])):
+                if np.shares_memory(results[i], posing.to_host(own[i])):
                     wrong += f"{text}: shares memory with what was passed; "
                 if self.mine.integers(2) and results[i].size:
                     results[i][...] = 1  # its owner may
@@ -406,10 +402,10 @@ class Calls:
             options = mpidist.experimental.CommunicationOptions(timeout_seconds=40)
         given = own[0] if len(own) == 1 else own
         axis -= 3 * int(self.rng.integers(2))
-        before = [_raw(_host(x)) for x in own]
+        before = [_raw(posing.to_host(x)) for x in own]
         value = self.strategy.run(lambda: context().all_gather(given, axis, options))
         (found,) = self.strategy.experimental_local_results(value)
-        results = [_host(x) for x in ([found] if len(own) == 1 else found)]
+        results = [posing.to_host(x) for x in ([found] if len(own) == 1 else found)]
         wrong = self._misplaced(own, [found] if len(own) == 1 else found)
         for i, (shapes, dtype) in enumerate(leaves):
             text = f"gather of {dtype} {shapes} along {axis}"
@@ -419,9 +415,9 @@ class Calls:
                 wrong += f"{text}: {x.dtype} {x.shape} for {expected.dtype}; "
             elif not x.flags.c_contiguous or _raw(x) != _raw(expected):
                 wrong += f"{text}: {x} for {expected}; "
-            if _raw(_host(own[i])) != before[i]:
+            if _raw(posing.to_host(own[i])) != before[i]:
                 wrong += f"{text}: what was passed was changed; "
-            if np.shares_memory(x, _host(own[i])):
+            if np.shares_memory(x, posing.to_host(own[i])):
                 wrong += f"{text}: shares memory with what was passed; "
             if self.mine.integers(2) and x.size:
                 x[...] = 1  # its owner may
@@ -475,14 +471,6 @@ class Calls:
         return "" if error is not None else f"{op} with fault {kind} did not raise"
 
 
-def _seeds() -> range:
-    text = os.environ.get("MPIDIST_FUZZ", "")
-    start, colon, stop = text.partition(":")
-    if colon:
-        return range(int(start), int(stop))
-    return range(int(text or DEFAULT_SEEDS))
-
-
 @pytest.mark.mpi
 @pytest.mark.replicas(2, 3)
 @pytest.mark.core
@@ -521,8 +509,8 @@ def test_all_ways_give_the_same_between_nodes(new_strategy, monkeypatch, where, 
 
 
 def _run(new_strategy, where="host", **how):
-    for seed in _seeds():
-        if seed % 50 == 0 or seed == _seeds().start:
+    for seed in fuzz_seeds(DEFAULT_SEEDS):
+        if seed % 50 == 0 or seed == fuzz_seeds(DEFAULT_SEEDS).start:
             guarded = new_strategy(timeout_seconds=20, **how)
             unguarded = new_strategy(timeout_seconds=20, guard=False, **how)
         strategy = unguarded if seed % 4 > 1 else guarded

@@ -8,12 +8,15 @@ import numpy as np
 import posing
 import pytest
 from replicas import (
+    SignalError,
     after_the_others,
+    all_reduce,
     context,
     everywhere,
     make,
     own,
     raises_everywhere,
+    sample,
 )
 
 import mpidist
@@ -155,12 +158,6 @@ def on_nodes(nodes, new_strategy, monkeypatch):
     return lambda **options: new_strategy(implementation=SHARED, **options)
 
 
-def sample(rank, count, dtype):
-    rng = np.random.default_rng([rank, count])
-    x = rng.normal(size=count) * 10.0 ** rng.integers(-3, 4, count)
-    return x.astype(dtype)
-
-
 def sum_by_nodes(nodes, count, dtype):
     sums = []
     for ranks in nodes:
@@ -169,10 +166,6 @@ def sum_by_nodes(nodes, count, dtype):
             total = total + sample(rank, count, dtype)
         sums.append(total)
     return sums
-
-
-def all_reduce(strategy, op, x, options=None):
-    return own(strategy, strategy.run(lambda: context().all_reduce(op, x, options)))
 
 
 @mpi
@@ -219,10 +212,8 @@ def test_nests_of_all_kinds(on_nodes, strategy, rank):
     }
     one = on_nodes()
     for op in ("SUM", "MEAN", "PROD"):
-        found = own(one, one.run(lambda op=op: context().all_reduce(op, nest)))
-        known = own(
-            strategy, strategy.run(lambda op=op: context().all_reduce(op, nest))
-        )
+        found = all_reduce(one, op, nest)
+        known = all_reduce(strategy, op, nest)
         for key in nest:
             a, b = found[key], known[key]
             for x, y in zip(
@@ -233,10 +224,8 @@ def test_nests_of_all_kinds(on_nodes, strategy, rank):
                 np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * largest)
     pair = {"x": sample(rank, 50_000, "float32"), "flag": np.array([rank == 0, True])}
     for op in ("MIN", "MAX"):
-        found = own(one, one.run(lambda op=op: context().all_reduce(op, pair)))
-        known = own(
-            strategy, strategy.run(lambda op=op: context().all_reduce(op, pair))
-        )
+        found = all_reduce(one, op, pair)
+        known = all_reduce(strategy, op, pair)
         for key in pair:
             np.testing.assert_array_equal(found[key], known[key])
 
@@ -315,10 +304,6 @@ def test_a_rank_that_stays_away_is_named(on_nodes, rank, size, away):
         mpidist.CollectiveTimeoutError, lambda: strategy.run(late)
     )
     assert all(f"rank {missing} did not come" in message for message in messages)
-
-
-class SignalError(Exception):
-    """What the handler of a signal raises, at any place."""
 
 
 @mpi
@@ -566,7 +551,7 @@ def test_only_sums_of_floats_are_compressed(on_nodes, rank, size):
     strategy = on_nodes(compression="bf16")
     ints = np.arange(100_000) * 1_001 + rank
     nest = {"ints": ints, "floats": np.full(100_000, 1 + 2.0**-12, "float64")}
-    mean = own(strategy, strategy.run(lambda: context().all_reduce("MEAN", nest)))
+    mean = all_reduce(strategy, "MEAN", nest)
     np.testing.assert_array_equal(
         mean["ints"], np.arange(100_000) * 1_001 + (size - 1) / 2
     )

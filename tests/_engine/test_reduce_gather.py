@@ -8,7 +8,7 @@ import types
 
 import numpy as np
 import pytest
-from replicas import everywhere, own, raises_everywhere
+from replicas import assert_usable, everywhere, from_replicas, own, raises_everywhere
 
 import mpidist
 from mpidist._base import backend
@@ -28,23 +28,11 @@ REDUCERS = {
 DTYPES = ["int8", "uint16", "int64", "float16", "float32", "float64", "longdouble"]
 
 
-def from_replicas(strategy, function):
-    """Return a PerReplica of what ``function`` gives for the replica's number."""
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: function(context.replica_id_in_sync_group)
-    )
-
-
 def assert_same_on_all(x):
     x = np.asarray(x)
     # Not the padding of longdouble, in which anything may be.
     rows = everywhere((x.shape, x.dtype.str, backend.value_bytes(x).tobytes()))
     assert rows == [rows[0]] * len(rows)
-
-
-def assert_usable(strategy):
-    n = strategy.num_replicas_in_sync
-    assert strategy.reduce("SUM", strategy.run(lambda: 1), axis=None) == n
 
 
 def sample(i, shape, dtype="float64"):

@@ -15,12 +15,16 @@ import numpy as np
 import pytest
 from launching import run_ranks
 from replicas import (
+    SignalError,
     after_the_others,
+    all_reduce,
     context,
     everywhere,
+    local,
     make,
     own,
     raises_everywhere,
+    sample,
 )
 
 import mpidist
@@ -66,10 +70,6 @@ def channel_of(strategy):
     return None if node is None else node.channel
 
 
-def run(strategy, function):
-    return own(strategy, strategy.run(function))
-
-
 SIZES = [9_000, 16_384, 100_001, 300_000, 1_234_567]
 
 
@@ -91,7 +91,7 @@ def test_results_are_those_in_the_order_of_the_ranks(shared, rank, size, size_, 
         expected = expected / np.float32(size)
     x = rows[rank].copy()
     for _ in range(3):
-        found = run(shared, lambda: context().all_reduce(op, x))
+        found = all_reduce(shared, op, x)
         assert found.tobytes() == expected.tobytes()
         assert found.flags.c_contiguous
         assert found.flags.writeable
@@ -115,7 +115,7 @@ def test_a_nest_of_many_dtypes_and_sizes(shared, rank, size):
 
     nest = {f"{k:02}": leaf(rank, k, *kind) for k, kind in kinds}
     for _ in range(2):
-        found = run(shared, lambda: context().all_reduce("SUM", nest))
+        found = all_reduce(shared, "SUM", nest)
         for k, (dtype, shape) in kinds:
             x = found[f"{k:02}"]
             expected = sum(leaf(r, k, dtype, shape) for r in range(size))
@@ -137,7 +137,7 @@ def test_results_stay_as_they_are_for_as_long_as_they_are_kept(shared, rank, siz
         count = (9_000, 20_000, 70_000)[k % 3]
         x = np.full(count, k * size + rank, "f4")
         tree = [x, x[:1000].copy()] if k % 5 == 0 else x
-        found = run(shared, lambda tree=tree: context().all_reduce("SUM", tree))
+        found = all_reduce(shared, "SUM", tree)
         total = sum(k * size + r for r in range(size))
         result, small = found if isinstance(found, list) else (found, None)
         assert (result == total).all()
@@ -158,7 +158,7 @@ def test_results_stay_as_they_are_for_as_long_as_they_are_kept(shared, rank, siz
 def test_results_outlive_their_strategy(new_strategy, rank, size):
     strategy = new_strategy(implementation=SHARED)
     x = np.full(30_000, rank + 1.0)
-    kept = [run(strategy, lambda: context().all_reduce("SUM", x)) for _ in range(3)]
+    kept = [all_reduce(strategy, "SUM", x) for _ in range(3)]
     strategy.close()
     del strategy
     gc.collect()
@@ -186,7 +186,7 @@ def test_ways_may_differ_from_rank_to_rank(new_strategy, rank, size, guard):
             single = context().all_reduce("SUM", mine, some)
             return single, context().all_reduce("SUM", {"a": mine, "b": [mine]}, some)
 
-        single, nest = run(strategy, reduce)
+        single, nest = local(strategy, reduce)
         for found in (single, nest["a"], nest["b"][0]):
             assert (found == total).all()
 
@@ -209,12 +209,6 @@ def test_update_reads_what_was_reduced(shared, rank, size):
     assert (variable.numpy() == 20 * size * (size + 1) / 2).all()
 
 
-def sample(rank, count, dtype):
-    rng = np.random.default_rng([rank, count])
-    x = rng.normal(size=count) * 10.0 ** rng.integers(-3, 4, count)
-    return x.astype(dtype)
-
-
 @mpi
 @core
 @pytest.mark.parametrize("count", [0, 1, 3, 1000, 9_000, 70_000, 2_500_000])
@@ -226,7 +220,7 @@ def test_sums_are_those_in_the_order_of_the_ranks(shared, rank, size, count):
         for other in range(1, size):
             expected = expected + sample(other, count, dtype)
         for _ in range(3):
-            total = own(shared, shared.run(lambda x=x: context().all_reduce("SUM", x)))
+            total = all_reduce(shared, "SUM", x)
             assert total.tobytes() == expected.tobytes()
         assert x.tobytes() == before.tobytes()
 
@@ -244,10 +238,7 @@ def test_nests_of_all_kinds(shared, strategy, rank, size):
         "fortran": np.asfortranarray(sample(rank, 600, "float64").reshape(20, 30)),
     }
     for op in ("SUM", "MEAN", "PROD"):
-        found, known = (
-            own(one, one.run(lambda op=op: context().all_reduce(op, nest)))
-            for one in (shared, strategy)
-        )
+        found, known = (all_reduce(one, op, nest) for one in (shared, strategy))
         for key in nest:
             a, b = found[key], known[key]
             for x, y in zip(
@@ -258,10 +249,7 @@ def test_nests_of_all_kinds(shared, strategy, rank, size):
                 np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * largest)
     pair = {"x": sample(rank, 5000, "float32"), "flag": np.array([rank == 0, True])}
     for op in ("MIN", "MAX"):
-        found, known = (
-            own(one, one.run(lambda op=op: context().all_reduce(op, pair)))
-            for one in (shared, strategy)
-        )
+        found, known = (all_reduce(one, op, pair) for one in (shared, strategy))
         for key in pair:
             np.testing.assert_array_equal(found[key], known[key])
 
@@ -361,7 +349,7 @@ def test_overflow_is_infinite_and_no_error(strategy, rank, size, count):
     x = np.full(count, 3e38, np.float32)
     with np.errstate(all="raise" if rank == 0 else "warn"):
         for _ in range(3):
-            total = own(strategy, strategy.run(lambda: context().all_reduce("SUM", x)))
+            total = all_reduce(strategy, "SUM", x)
             assert (total == (x[0] if size == 1 else np.inf)).all()
 
 
@@ -420,18 +408,18 @@ def test_a_rank_without_room_takes_all_ranks_the_other_way(
         many = context().all_gather(x, 0)
         return [single, *context().all_reduce("SUM", nest), many]
 
-    expected = run(strategy, reduce)
+    expected = local(strategy, reduce)
     for culprit in range(size):
         blocks = []
         while rank == culprit and (block := node.pool.take(2**16)) is not None:
             blocks.append(block)
         before = channel.placed
-        found = run(strategy, reduce)
+        found = local(strategy, reduce)
         for got, want in zip(found, expected, strict=True):
             assert got.tobytes() == want.tobytes()
         assert channel.placed == before
         del blocks, found
-        run(strategy, reduce)
+        local(strategy, reduce)
         assert channel.placed == before + 2
 
 
@@ -451,7 +439,7 @@ def test_arrays_in_the_arena_are_read_where_they_are(shared, rank, size):
     total = size * size * (size + 1) / 2 + size * (size - 1) / 2
     for _ in range(3):
         before = channel.based
-        assert (run(shared, twice) == total).all()
+        assert (local(shared, twice) == total).all()
         assert channel.based == before + 1
 
 
@@ -464,7 +452,7 @@ def test_a_loss_that_is_kept_does_not_keep_its_gradients(shared, rank, size):
     losses = []
     for k in range(10):
         nest = {"gradient": np.full(30_000, 1.0), "loss": np.array(float(k + rank))}
-        found = run(shared, lambda nest=nest: context().all_reduce("SUM", nest))
+        found = all_reduce(shared, "SUM", nest)
         losses.append(found["loss"])
         del found
     assert pool.used == 0
@@ -484,13 +472,13 @@ def test_a_rank_without_memory_tells_all(shared, rank, size, monkeypatch, count)
     def reduce():
         return context().all_reduce("SUM", x)
 
-    run(shared, reduce)
+    local(shared, reduce)
     for victim in range(size):
         if rank == victim:
             no_memory_once(shared, monkeypatch)
         raises_everywhere(MemoryError, lambda: shared.run(reduce))
         monkeypatch.undo()
-        assert (run(shared, reduce) == size * (size + 1) / 2).all()
+        assert (local(shared, reduce) == size * (size + 1) / 2).all()
 
 
 def no_memory_once(strategy, monkeypatch):
@@ -534,9 +522,7 @@ def test_what_fails_on_one_rank_takes_all_ranks_to_mpi(
                 patch.setattr(node_module, step, fail)
             one = new_strategy()
         assert group_of(one).collectives.transports.host.name == "direct"
-        assert own(one, one.run(lambda: context().all_reduce("SUM", rank))) == sum(
-            range(size)
-        )
+        assert all_reduce(one, "SUM", rank) == sum(range(size))
         with monkeypatch.context() as patch:
             if rank == culprit:
                 patch.setattr(node_module, step, fail)
@@ -555,10 +541,6 @@ def test_memory_is_unlinked_at_once(files_made, shared, rank, size):
 
 
 # --- exceptions from outside --------------------------------------------------------
-
-
-class SignalError(Exception):
-    """What the handler of a signal raises, at any place."""
 
 
 @pytest.fixture

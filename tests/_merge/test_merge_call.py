@@ -9,7 +9,16 @@ import weakref
 
 import numpy as np
 import pytest
-from replicas import context, everywhere, make, own
+from replicas import (
+    assert_mirrored,
+    assert_usable,
+    context,
+    everywhere,
+    make,
+    outcomes,
+    own,
+    this_replica,
+)
 
 import mpidist
 from mpidist._strategy.strategy import group_of
@@ -34,11 +43,6 @@ class ModuleError(Exception):
         self.code = code
 
 
-def this_replica():
-    """Return this rank's number, at every level."""
-    return mpidist.get_strategy().replica_id
-
-
 def merge(strategy, merge_fn, *args, **kwargs):
     """Run one merge_call in one run; return this replica's part of its result."""
     part = strategy.run(lambda: [Box(context().merge_call(merge_fn, args, kwargs))])
@@ -50,29 +54,6 @@ class Box:
 
     def __init__(self, value):
         self.value = value
-
-
-def outcomes(call):
-    """Return (type name, message, notes) of what ``call`` raises on each rank."""
-    error = None
-    try:
-        call()
-    except Exception as raised:
-        error = raised
-    notes = "\n".join(getattr(error, "__notes__", []))
-    return everywhere((type(error).__name__, str(error), notes))
-
-
-def assert_copies(strategy, variable, expected):
-    raw = variable.numpy().tobytes()
-    assert len({*everywhere(raw)}) == 1
-    np.testing.assert_array_equal(variable.numpy(), expected)
-
-
-def assert_usable(strategy):
-    n = strategy.num_replicas_in_sync
-    total = merge(strategy, lambda s, x: s.reduce("SUM", x, axis=None), np.ones(3))
-    np.testing.assert_array_equal(total, [n] * 3)
 
 
 class Traffic:
@@ -433,7 +414,7 @@ def test_update_with_a_reduced_value_moves_nothing_more(strategy, rank, size):
     moved = traffic.bytes
     assert moved.pop("Allreduce") == x.nbytes
     assert sum(moved.values()) < 50_000
-    assert_copies(strategy, v, np.full(v.shape, -size * (size + 1) / 2))
+    assert_mirrored(strategy, v, np.full(v.shape, -size * (size + 1) / 2))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -494,7 +475,7 @@ def test_all_verbs_in_merge_fn(strategy, rank, size):
     np.testing.assert_array_equal(results["nest"]["a"][0], [size, ids])
     if size > 1:
         np.testing.assert_allclose(results["reduce axis"], every_row.mean(axis=0))
-    assert_copies(strategy, v, [1.0, 2.0])
+    assert_mirrored(strategy, v, [1.0, 2.0])
 
 
 @pytest.mark.parametrize("verb", ["update", "assign", "reduce", "reduce_to", "return"])
@@ -520,7 +501,7 @@ def test_a_mirrored_made_by_hand_in_merge_fn(new_strategy, size, verb):
     result = merge(strategy, merge_fn)
     np.testing.assert_array_equal(result, np.arange(20.0))
     if result is v:
-        assert_copies(strategy, v, np.arange(20.0))
+        assert_mirrored(strategy, v, np.arange(20.0))
     assert_usable(strategy)
 
 
@@ -853,7 +834,7 @@ def test_a_lambda_that_closes_over_local_values(strategy, rank, size):
 
     merge(strategy, merge_fn, np.ones(2))
     expected = [1.5 + 4950 + 50 + 10 + size, 0.75 + 14950 + 50 + 20 + size]
-    assert_copies(strategy, v, expected)
+    assert_mirrored(strategy, v, expected)
 
 
 def test_a_function_that_closes_over_an_argument_of_merge_fn(strategy, rank, size):
@@ -900,7 +881,7 @@ def test_functions_of_the_module_and_callable_objects(strategy, rank):
         update(v, Step(2.0))
 
     merge(strategy, merge_fn)
-    assert_copies(strategy, v, [103.0, 103.0])
+    assert_mirrored(strategy, v, [103.0, 103.0])
 
 
 def test_functions_by_reference_see_this_ranks_globals(strategy, rank):
@@ -912,7 +893,7 @@ def test_functions_by_reference_see_this_ranks_globals(strategy, rank):
         merge(strategy, lambda s: s.extended.update(v, module_level, args=(1.0 * v,)))
     finally:
         NUMBERS["offset"] = before
-    assert_copies(strategy, v, [5.0])
+    assert_mirrored(strategy, v, [5.0])
 
 
 @pytest.mark.mpi(min_size=2)
@@ -965,11 +946,11 @@ def test_a_variable_made_in_merge_fn(strategy, rank, size):
     assert isinstance(w, mpidist.Variable)
     assert w.name == "w"
     assert rank or w is made[0]
-    assert_copies(strategy, w, 2 * np.arange(20.0) + 2)
+    assert_mirrored(strategy, w, 2 * np.arange(20.0) + 2)
     strategy.run(lambda: w.assign_add(np.ones(20)))
     w.assign_add(np.ones(20))
     merge(strategy, lambda s, w: w.assign_add(np.ones(20)), w)
-    assert_copies(strategy, w, 2 * np.arange(20.0) + 4 + size)
+    assert_mirrored(strategy, w, 2 * np.arange(20.0) + 4 + size)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -988,7 +969,7 @@ def test_a_variable_made_in_merge_fn_and_kept_on_rank_0_only(strategy, rank):
     merge(strategy, make_one)
     gc.collect()
     slot = merge(strategy, use)
-    assert_copies(strategy, slot, 5.0)
+    assert_mirrored(strategy, slot, 5.0)
     key = slot._key
     del slot
     alive = group_of(strategy).registry.kept
@@ -1164,7 +1145,7 @@ def test_a_handle_after_its_merge_call(new_strategy, rank, kind, use):
     )
     for _, message, _ in rows:
         assert "merge_call` as an argument" in message  # what to do
-    assert_copies(strategy, v, np.zeros(3))
+    assert_mirrored(strategy, v, np.zeros(3))
     assert_usable(strategy)
 
 
@@ -1299,7 +1280,7 @@ def test_merge_fn_catches_what_fails_and_goes_on(strategy, rank, size):
     ]
     if size > 1:
         assert log[::2] == expected
-    assert_copies(strategy, v, 1.0)
+    assert_mirrored(strategy, v, 1.0)
     assert_usable(strategy)
 
 
@@ -1343,7 +1324,7 @@ def test_the_function_of_update_raises_on_one_follower(strategy, rank, size, cau
             assert f"raised in update of Variable 'v' [#{v._key[0]}]" in message
         assert f"[rank {size - 1}] raised in update of Variable 'v'" in rows[-1][2]
     # Rank 0's copy, on all.
-    assert_copies(strategy, v, np.full(20, 2.0 if caught == "not" else 3.0))
+    assert_mirrored(strategy, v, np.full(20, 2.0 if caught == "not" else 3.0))
     assert_usable(strategy)
 
 
@@ -1362,7 +1343,7 @@ def test_update_raises_on_one_rank_at_program_level(strategy, rank, size):
 
     rows = outcomes(call)
     assert [name for name, _, _ in rows] == ["ReplicaError"] * (size - 1) + ["KeyError"]
-    assert_copies(strategy, v, np.ones((3, 2)))
+    assert_mirrored(strategy, v, np.ones((3, 2)))
     assert_usable(strategy)
 
 
@@ -1453,8 +1434,8 @@ def test_update_that_raises_after_writing_another_variable(strategy, size):
 
     rows = outcomes(lambda: merge(strategy, merge_fn))
     assert [name for name, _, _ in rows] == ["ReplicaError"] * (size - 1) + ["KeyError"]
-    assert_copies(strategy, v, np.ones(3))
-    assert_copies(strategy, slot, np.ones(3))
+    assert_mirrored(strategy, v, np.ones(3))
+    assert_mirrored(strategy, slot, np.ones(3))
 
 
 # --- without the guard ----------------------------------------------------------------
@@ -1479,7 +1460,7 @@ def test_merge_call_without_the_guard(new_strategy, rank, size):
     assert texts == [f"t{i}" for i in range(size)]
     np.testing.assert_array_equal(made, np.full(10, rank))
     np.testing.assert_array_equal(total, np.full(10, size * (size - 1) // 2))
-    assert_copies(strategy, v, np.full(20, size * (size + 1) // 2))
+    assert_mirrored(strategy, v, np.full(20, size * (size + 1) // 2))
     rows = outcomes(lambda: merge(strategy, raising(KeyError("on purpose")), 1.0))
     assert {name for name, _, _ in rows} == {"KeyError"}
     assert_usable(strategy)

@@ -6,7 +6,15 @@ import threading
 
 import numpy as np
 import pytest
-from replicas import everywhere, make, merge
+from replicas import (
+    assert_mirrored,
+    assert_usable,
+    everywhere,
+    make,
+    merge,
+    outcomes,
+    this_replica,
+)
 
 import mpidist
 from mpidist._strategy.strategy import group_of
@@ -15,10 +23,6 @@ pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
 STEPS = 3
 COUNTERS = {"global": 0}
-
-
-def this_replica():
-    return mpidist.get_strategy().replica_id
 
 
 class Optimizer:
@@ -68,31 +72,6 @@ def size():
     return len(everywhere(None))
 
 
-def outcomes(call):
-    """Return (type name, message and notes) of what ``call`` raises on each rank."""
-    error = None
-    try:
-        call()
-    except Exception as raised:
-        error = raised
-    notes = "\n".join(getattr(error, "__notes__", []))
-    return everywhere((type(error).__name__, f"{error}\n{notes}"))
-
-
-def assert_usable(strategy):
-    n = strategy.num_replicas_in_sync
-    v = make(strategy, np.zeros(2))
-    merge(strategy, lambda s: s.extended.update(v, lambda v: v.assign(np.full(2, n))))
-    assert_equal_copies(v, [n, n])
-    assert len({*everywhere(group_of(strategy).guard.sequence)}) == 1
-    assert len({*everywhere(group_of(strategy).registry.count)}) == 1
-
-
-def assert_equal_copies(v, expected):
-    assert len({*everywhere(v.numpy().tobytes())}) == 1
-    np.testing.assert_array_equal(v.numpy(), expected)
-
-
 def same_everywhere(x):
     found = everywhere(x)
     assert all(one == found[0] for one in found), found
@@ -135,7 +114,7 @@ def test_an_optimizer_counts_on_all_ranks(strategy, how):
     assert same_everywhere(optimizer.count) == STEPS * len(variables)
     assert same_everywhere([m.tolist() for m in optimizer.momenta])[0][0] == STEPS * n
     for v in variables:
-        assert_equal_copies(v, np.full(5, -0.5 * n * STEPS * (STEPS + 1) / 2))
+        assert_mirrored(strategy, v, np.full(5, -0.5 * n * STEPS * (STEPS + 1) / 2))
     assert_usable(strategy)
 
 
@@ -174,7 +153,7 @@ def test_the_optimizer_is_not_copied(new_strategy):
         merge(strategy, merge_fn)
     finally:
         del collectives.send_bytes
-    assert_equal_copies(v, np.full(5, 10.0))
+    assert_mirrored(strategy, v, np.full(5, 10.0))
     if sent:
         assert max(sent) < 2000
         again = sent[len(sent) // 2 :]
@@ -247,8 +226,8 @@ def test_what_functions_close_over(strategy, rank):
     assert same_everywhere(first) == [0, 1, 2]
     assert same_everywhere(dict(table)) == {"locked": 0}
     assert same_everywhere(Local.count) == 2
-    assert_equal_copies(v, [9.0, 9.0])
-    assert_equal_copies(w, [1.0, 1.0])
+    assert_mirrored(strategy, v, [9.0, 9.0])
+    assert_mirrored(strategy, w, [1.0, 1.0])
     assert_usable(strategy)
 
 
@@ -278,7 +257,7 @@ def test_globals_are_each_ranks_own(strategy):
     merge(strategy, merge_fn)
     assert same_everywhere(COUNTERS["global"] - before[0]) == 2
     assert same_everywhere(GLOBAL.count - before[1]) == 2
-    assert_equal_copies(v, [2.0, 2.0])
+    assert_mirrored(strategy, v, [2.0, 2.0])
     assert_usable(strategy)
 
 
@@ -295,7 +274,7 @@ def test_numbers_are_those_of_rank_0(strategy, rank):
         distribution.extended.update(v, use)
 
     merge(strategy, merge_fn)
-    assert_equal_copies(v, [1.0, 1.0])
+    assert_mirrored(strategy, v, [1.0, 1.0])
 
 
 def test_what_merge_fn_makes_is_sent(strategy, rank):
@@ -309,7 +288,7 @@ def test_what_merge_fn_makes_is_sent(strategy, rank):
         distribution.extended.update(v, lambda v: v.assign(np.full(2, plan[0])))
 
     merge(strategy, merge_fn)
-    assert_equal_copies(v, [3.0, 3.0])
+    assert_mirrored(strategy, v, [3.0, 3.0])
 
 
 def test_arrays_in_arguments_are_those_of_rank_0(strategy, rank):
@@ -324,7 +303,7 @@ def test_arrays_in_arguments_are_those_of_rank_0(strategy, rank):
         v.assign_add(mine["x"][0])
 
     merge(strategy, merge_fn)
-    assert_equal_copies(v, np.full(20, 3.0))
+    assert_mirrored(strategy, v, np.full(20, 3.0))
 
 
 def test_what_a_nested_run_closes_over(strategy, rank):
@@ -352,7 +331,7 @@ def test_state_that_only_rank_0_has_changed_is_found(strategy, rank):
         distribution.extended.update(v, lambda v: v.assign(v + state["scale"]))
 
     rows = outcomes(lambda: merge(strategy, merge_fn))
-    assert {name for name, _ in rows} == {"CollectiveMismatchError"}
+    assert {row.name for row in rows} == {"CollectiveMismatchError"}
     assert len({*everywhere(v.numpy().tobytes())}) == 1
     assert_usable(strategy)
 
@@ -399,10 +378,10 @@ def test_other_graphs_are_an_error_on_all_ranks(strategy, rank, how, caught):
     }[how]
     rows = outcomes(lambda: merge(strategy, merge_fn))
     if caught:
-        assert {name for name, _ in rows} == {"NoneType"}, rows
+        assert {row.name for row in rows} == {"NoneType"}, rows
     else:
-        assert {name for name, _ in rows} == {"ValueError"}, rows
-        for _, text in rows:
+        assert {row.name for row in rows} == {"ValueError"}, rows
+        for text in (row.text for row in rows):
             assert message in text, text
             assert "merge_fn.<closure parts>['" in text
     assert len({*everywhere(v.numpy().tobytes())}) == 1
@@ -422,7 +401,7 @@ def test_merge_fns_of_other_code_have_no_names(strategy, rank):
 
     merge(strategy, dummy if rank else merge_fn, "text")
     merge(strategy, dummy if rank else merge_fn, 1.0)
-    assert_equal_copies(v, [2.0, 2.0])
+    assert_mirrored(strategy, v, [2.0, 2.0])
     assert slotted.count == (0 if rank else 2)
     assert_usable(strategy)
 
@@ -454,7 +433,7 @@ def test_an_error_in_encoding_does_not_lose_what_was_told(strategy, rank):
 
     merge(strategy, merge_fn)
     merge(strategy, merge_fn)
-    assert_equal_copies(v, [4.0, 4.0])
+    assert_mirrored(strategy, v, [4.0, 4.0])
     assert same_everywhere(slotted.count) == 4
     assert_usable(strategy)
 
@@ -489,7 +468,7 @@ def test_what_was_told_with_an_update_that_a_rank_has_dropped(strategy, rank, si
         return "not"
 
     assert merge(strategy, merge_fn) == "caught"
-    assert_equal_copies(v, [2.0, 2.0])
+    assert_mirrored(strategy, v, [2.0, 2.0])
     assert_usable(strategy)
 
 
@@ -513,7 +492,7 @@ def test_without_the_guard(new_strategy, rank, size):
     for _ in range(STEPS):
         fn = merge_fn if size > 1 else alone
         assert merge(strategy, fn, "text") == "done"
-    assert_equal_copies(v, [STEPS, STEPS])
+    assert_mirrored(strategy, v, [STEPS, STEPS])
     assert same_everywhere(slotted.count) == STEPS
 
 
@@ -566,7 +545,7 @@ def test_what_can_not_be_sent_is_named(strategy, verb, what, where):
             distribution.extended.update(v, use, args)
 
     rows = outcomes(lambda: merge(strategy, merge_fn))
-    assert {name for name, _ in rows} == {"TypeError"}, rows
+    assert {row.name for row in rows} == {"TypeError"}, rows
     kind = {"lock": "_thread.lock", "generator": "generator", "refuses": "Refuses"}[
         what
     ]
@@ -576,7 +555,7 @@ def test_what_can_not_be_sent_is_named(strategy, verb, what, where):
         "argument": "it gets args[0]",
         "object": "closes over `broken`",
     }[where]
-    for _, text in rows:
+    for text in (row.text for row in rows):
         assert f"{verb}: " in text
         assert named in text, text
         assert kind in text
@@ -601,8 +580,8 @@ def test_arguments_that_can_not_be_compared(strategy, rank, kind, ranks, tmp_pat
         rows = outcomes(
             lambda: merge(strategy, lambda s, *args: 1, 1.0, bad if odd else good)
         )
-    assert {name for name, _ in rows} == {"TypeError"}, rows
-    for _, text in rows:
+    assert {row.name for row in rows} == {"TypeError"}, rows
+    for text in (row.text for row in rows):
         assert "merge_call: argument args[1]" in text
         assert "cannot be compared" in text
     assert_usable(strategy)

@@ -10,7 +10,18 @@ import time
 
 import numpy as np
 import pytest
-from replicas import ON_READ, SUM, assert_mirrored, everywhere, make, merge, own
+from replicas import (
+    ON_READ,
+    SUM,
+    assert_mirrored,
+    assert_usable,
+    everywhere,
+    make,
+    merge,
+    outcomes,
+    own,
+    this_replica,
+)
 
 import mpidist
 from mpidist._strategy.strategy import group_of
@@ -19,10 +30,6 @@ pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
 LAST = "the last rank raises"
 calls = collections.Counter()  # of this rank's functions
-
-
-def this_replica():
-    return mpidist.get_strategy().replica_id
 
 
 def last_replica():
@@ -46,45 +53,15 @@ def strategy(request, new_strategy):
     return new_strategy(implementation=request.param)
 
 
-@pytest.fixture
-def size(strategy):
-    return strategy.num_replicas_in_sync
-
-
-def outcomes(call):
-    """Return (type name, message and notes) of what ``call`` raises on each rank."""
-    error = None
-    try:
-        call()
-    except BaseException as raised:
-        error = raised
-    notes = "\n".join(getattr(error, "__notes__", []))
-    return everywhere((type(error).__name__, f"{error}\n{notes}"))
-
-
 def names_of(rows):
-    return [name for name, _ in rows]
+    return [row.name for row in rows]
 
 
 def assert_raised_by_last(rows):
     assert names_of(rows) == ["ReplicaError"] * (len(rows) - 1) + ["ArithmeticError"]
-    for _, text in rows:
+    for text in (row.text for row in rows):
         assert LAST in text
         assert "raised in update of Variable 'v' [#" in text, text
-
-
-def assert_usable(strategy):
-    n = strategy.num_replicas_in_sync
-    total = strategy.run(
-        lambda: mpidist.get_replica_context().merge_call(
-            lambda s, x: s.reduce("SUM", x, axis=None), args=(np.ones(3),)
-        )
-    )
-    np.testing.assert_array_equal(own(strategy, total), [n] * 3)
-    guard = group_of(strategy).guard
-    assert len({*everywhere(guard.sequence)}) == 1
-    assert len({*everywhere(group_of(strategy).registry.count)}) == 1
-    assert guard._depth == 0
 
 
 def run_merge(strategy, merge_fn, *args):
@@ -441,7 +418,7 @@ def test_what_differs_is_found_and_named(strategy, size, how):
 
     rows = run_merge(strategy, merge_fn)
     assert {*names_of(rows)} == {"CollectiveMismatchError"}
-    for _, text in rows:
+    for text in (row.text for row in rows):
         assert "must be the same on all replicas" in text
         assert f"update of Variable 'w' [#{w._key[0]}]" in text
         differing = [line for line in text.splitlines() if "[#" in line]

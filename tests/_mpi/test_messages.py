@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import context, everywhere, local, make, merge, raises_everywhere
+from replicas import (
+    all_reduce,
+    context,
+    everywhere,
+    make,
+    merge,
+    raises_everywhere,
+)
 
 import mpidist
 from mpidist._agreement import guard
@@ -149,11 +156,11 @@ def test_payloads_of_ranks_whose_arrays_lie_otherwise(new_strategy, rank, size):
     x = np.arange(10.0) + rank
     expected = sum(np.arange(10.0) + k for k in range(size))
     for _ in range(3):
-        found = local(strategy, lambda: context().all_reduce("SUM", x))
+        found = all_reduce(strategy, "SUM", x)
         np.testing.assert_array_equal(found, expected)
     strided = np.repeat(x, 2)[::2] if rank == 0 else x
     for _ in range(3):
-        found = local(strategy, lambda: context().all_reduce("SUM", strided))
+        found = all_reduce(strategy, "SUM", strided)
         np.testing.assert_array_equal(found, expected)
 
 
@@ -166,7 +173,7 @@ def test_many_ranks_take_the_maximum(new_strategy, rank, monkeypatch):
     assert isinstance(headers, Headers)
     assert isinstance(headers._exchange, Maximum)
     for _ in range(3):
-        found = local(strategy, lambda: context().all_reduce("MAX", float(rank)))
+        found = all_reduce(strategy, "MAX", float(rank))
         assert found == max(everywhere(rank))
 
 
@@ -192,7 +199,7 @@ def test_integers_wrap_as_in_numpy(new_strategy, rank, size, dtype, op):
         want = combined(parts, op)
         mine = parts[rank]
         for _ in range(2):  # the short way, once it has been made
-            found = local(strategy, lambda mine=mine: context().all_reduce(op, mine))
+            found = all_reduce(strategy, op, mine)
             assert found.dtype == want.dtype
             np.testing.assert_array_equal(found, want)
 
@@ -263,9 +270,9 @@ def test_no_memory_on_one_rank_is_raised_on_all(
         if fails_there:
             messages = raises_everywhere(MemoryError, call)
             assert all("injected" in message for message in messages)
-    assert local(strategy, lambda: context().all_reduce("SUM", 1.0)) == size
+    assert all_reduce(strategy, "SUM", 1.0) == size
     call()
-    assert local(strategy, lambda: context().all_reduce("SUM", 1.0)) == size
+    assert all_reduce(strategy, "SUM", 1.0) == size
 
 
 # --- set-up that fails on one rank --------------------------------------------------

@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 import pytest
-from replicas import own
+from replicas import assert_usable, context, own
 
 import mpidist
 from mpidist._strategy.strategy import group_of
@@ -14,10 +14,6 @@ pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 IN_CROSS_REPLICA = "Method requires being in cross-replica context"
 MISMATCHING = "Mismatching .*Strategy objects"
 MIXING = "Mixing different .*Strategy objects"
-
-
-def context():
-    return mpidist.get_replica_context()
 
 
 def facts():
@@ -34,7 +30,10 @@ def facts():
 def replica_facts():
     """Return the same in numbers, from a function that travels."""
     strategy, has, replica_strategy, cross = facts()
-    replica_id = -1 if context() is None else context().replica_id_in_sync_group
+    replica_context = mpidist.get_replica_context()
+    replica_id = -1
+    if replica_context is not None:
+        replica_id = replica_context.replica_id_in_sync_group
     return np.array(
         [
             group_of(strategy).number,
@@ -43,14 +42,6 @@ def replica_facts():
             cross,
             replica_id,
         ]
-    )
-
-
-def assert_usable(strategy):
-    assert not mpidist.has_strategy()
-    total = strategy.run(lambda: context().all_reduce("SUM", np.ones(2)))
-    np.testing.assert_array_equal(
-        own(strategy, total), np.full(2, strategy.num_replicas_in_sync)
     )
 
 
@@ -159,7 +150,9 @@ def test_exactly_one_of_the_two_contexts(strategy):
     """b.1: in_cross_replica_context, or a replica context; never both, never none."""
 
     def exactly_one():
-        return mpidist.in_cross_replica_context() != (context() is not None)
+        return mpidist.in_cross_replica_context() != (
+            mpidist.get_replica_context() is not None
+        )
 
     seen = [exactly_one()]
     with strategy.scope():

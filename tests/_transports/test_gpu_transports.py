@@ -13,7 +13,7 @@ import warnings
 import numpy as np
 import posing
 import pytest
-from replicas import context, local, raises_everywhere
+from replicas import all_reduce, context, local, no_room, raises_everywhere
 
 import mpidist
 from mpidist._base.backend import Device
@@ -41,10 +41,6 @@ def cupy(request, monkeypatch, rank):
     monkeypatch.setattr(staged_module, "SMALLEST_PIECE_BYTES", 4096)
     monkeypatch.setenv("MPIDIST_STAGING_MB", str(PIECE / 2**20))
     return posing.install(monkeypatch, order=request.param, seed=rank)
-
-
-def no_room(*sizes):
-    raise OSError("no room here")
 
 
 @pytest.fixture(params=["direct", "shared"])
@@ -172,7 +168,7 @@ def test_a_call_on_another_stream_waits_for_the_buffers(cupy, new_strategy, size
     for k in range(6):
         with streams[k % 2]:
             x = [on_gpu(cupy, counting(k, n)) for n in (10, 30_000)]
-            total = local(strategy, lambda x=x: context().all_reduce("SUM", x))
+            total = all_reduce(strategy, "SUM", x)
             readers.append((k, streams[k % 2], [Reader(x) for x in total]))
     for k, stream, seen in readers:
         stream.synchronize()
@@ -307,7 +303,7 @@ def test_nccl_moves_what_it_has_types_for(own_gpus, nccl, new_strategy, rank, si
     def sum_of(values, op="SUM"):
         nccl.calls.clear()
         x = xp.asarray(values)
-        result = local(strategy, lambda: context().all_reduce(op, x))
+        result = all_reduce(strategy, op, x)
         return result.get(), nccl.calls.copy()
 
     pairs = []
@@ -480,7 +476,7 @@ def test_the_id_of_nccl_is_passed_on_as_it_is(
     strategy = new_strategy(implementation="NCCL" if size == 1 else "AUTO")
     assert group_of(strategy).collectives.transports.device.name == "nccl"
     x = xp.full(5, rank + 1.0)
-    total = local(strategy, lambda: context().all_reduce("SUM", x))
+    total = all_reduce(strategy, "SUM", x)
     check([(total.get(), np.full(5, size * (size + 1) / 2))])
 
 
@@ -533,7 +529,7 @@ def test_nccl_for_one_call(own_gpus, nccl, new_strategy, strategy, size):
     )
     options = mpidist.experimental.CommunicationOptions(implementation="STAGED")
     nccl.calls.clear()
-    staged = local(automatic, lambda: context().all_reduce("SUM", x, options))
+    staged = all_reduce(automatic, "SUM", x, options)
     assert nccl.calls == []
     np.testing.assert_array_equal(staged.get(), np.full(3, size))
     options = mpidist.experimental.CommunicationOptions(implementation="NCCL")
@@ -652,7 +648,7 @@ def test_what_a_strategy_takes(
     assert transports.device.name == way
     assert reason in transports.reason
     x = strategy.array_module.ones(3)
-    total = local(strategy, lambda: context().all_reduce("SUM", x))
+    total = all_reduce(strategy, "SUM", x)
     np.testing.assert_array_equal(
         total.get(), np.full(3, strategy.num_replicas_in_sync)
     )

@@ -17,7 +17,7 @@ import types
 import numpy as np
 import posing
 import pytest
-from replicas import context, everywhere, local
+from replicas import all_reduce, context, everywhere, local, no_room
 
 from mpidist._base import backend
 from mpidist._engine import (
@@ -210,12 +210,12 @@ def of_strategy(strategy, rank, size):
     def hosts_of(start, count):
         return [host_array(start + 31 * r, count) for r in range(size)]
 
-    def all_reduce(program):
+    def single(program):
         hosts = hosts_of(program.random.randrange(99), program.random.choice(COUNTS))
         x = program.array(hosts[0].size)
 
         def call():
-            return [(local(strategy, lambda: context().all_reduce("SUM", x)), total)]
+            return [(all_reduce(strategy, "SUM", x), total)]
 
         total = sum(hosts)
         return [(x, hosts[rank])], [], call
@@ -232,7 +232,7 @@ def of_strategy(strategy, rank, size):
         arrays = {f"{k}": program.array(n) for k, n in enumerate(counts)}
 
         def call():
-            found = local(strategy, lambda: context().all_reduce("SUM", arrays))
+            found = all_reduce(strategy, "SUM", arrays)
             return [(found[f"{k}"], sum(one)) for k, one in enumerate(hosts)]
 
         inputs = [(x, hosts[int(k)][rank]) for k, x in arrays.items()]
@@ -278,7 +278,7 @@ def of_strategy(strategy, rank, size):
 
     # Nests have a buffer that is kept, in which calls can meet: they come often.
     often = [nest, nest, nest, small, small]
-    return [all_reduce, *often, all_gather, broadcast, host_sum]
+    return [single, *often, all_gather, broadcast, host_sum]
 
 
 # --- the ways -------------------------------------------------------------------------
@@ -289,14 +289,6 @@ WAYS = [
     "staged as a whole",
 ]
 ROUTES = ["staged", "staged unlocked"]  # through the core, with all their waits
-
-
-def refuse(*args):
-    raise posing.CUDARuntimeError("cudaErrorNotSupported")
-
-
-def no_room(*sizes):
-    raise OSError("no room here")
 
 
 def install(monkeypatch, way, order, seed, rank, size):
@@ -318,7 +310,9 @@ def set_up(monkeypatch, new_strategy, way):
         monkeypatch.setattr(node_module, "_AREA_BETWEEN_NODES", PIECE)
         monkeypatch.setattr(node_module, "_SLICE_BETWEEN_NODES", PIECE // 4)
     if way == "staged unlocked":
-        monkeypatch.setattr(sys.modules["cupy"].cuda.runtime, "hostRegister", refuse)
+        monkeypatch.setattr(
+            sys.modules["cupy"].cuda.runtime, "hostRegister", posing.refuse
+        )
     name = way.partition(" ")[0]
     strategy = new_strategy(device="gpu", implementation=name)
     transport = group_of(strategy).collectives.transports.device

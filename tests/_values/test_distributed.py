@@ -6,18 +6,13 @@ import pickle
 
 import numpy as np
 import pytest
-from replicas import own
+from replicas import mirrored_of, own
 
 import mpidist
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
 Pair = collections.namedtuple("Pair", "first second")
-
-
-def mirrored_of(strategy, x):
-    """Return a Mirrored that holds ``x``."""
-    return strategy.extended.reduce_to("MAX", strategy.run(lambda: x), np.zeros(1))
 
 
 # --- what run gives -------------------------------------------------------------------

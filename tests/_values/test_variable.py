@@ -4,7 +4,15 @@ import gc
 
 import numpy as np
 import pytest
-from replicas import context, everywhere, make, own, raises_everywhere
+from replicas import (
+    assert_mirrored,
+    context,
+    everywhere,
+    make,
+    mirrored_of,
+    own,
+    raises_everywhere,
+)
 
 import mpidist
 from mpidist._strategy.strategy import group_of
@@ -15,22 +23,6 @@ NONE = mpidist.VariableAggregation.NONE
 SUM = mpidist.VariableAggregation.SUM
 MEAN = mpidist.VariableAggregation.MEAN
 FIRST = mpidist.VariableAggregation.ONLY_FIRST_REPLICA
-
-
-def mirrored_of(strategy, x):
-    return strategy.extended.reduce_to("MAX", strategy.run(lambda: x), np.zeros(1))
-
-
-def assert_copies(strategy, variable, expected):
-    """Check the value on every rank, and that all copies have the same bytes."""
-    raw = np.frombuffer(variable.numpy().tobytes(), np.uint8)
-    rows = strategy.gather(strategy.run(lambda: raw[None]), axis=0)
-    assert rows.shape == (
-        strategy.num_replicas_in_sync,
-        variable.dtype.itemsize * variable.size,
-    )
-    assert (rows == rows[0]).all()
-    np.testing.assert_array_equal(variable.numpy(), expected)
 
 
 # --- creation -------------------------------------------------------------------------
@@ -45,12 +37,12 @@ def test_the_initial_function_is_called_on_rank_0_only(strategy, rank):
 
     v = make(strategy, initial)
     assert len(calls) == (1 if rank == 0 else 0)
-    assert_copies(strategy, v, np.arange(3.0))
+    assert_mirrored(strategy, v, np.arange(3.0))
 
 
 def test_initial_values_that_differ_are_those_of_rank_0(strategy, rank):
     v = make(strategy, np.random.default_rng(rank).normal(size=5))
-    assert_copies(strategy, v, np.random.default_rng(0).normal(size=5))
+    assert_mirrored(strategy, v, np.random.default_rng(0).normal(size=5))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -59,7 +51,7 @@ def test_initial_values_may_differ_in_shape_and_dtype(strategy, rank):
     initial = np.ones((2, 2), np.float32) if rank == 0 else "no array at all"
     v = make(strategy, initial)
     assert (v.shape, v.dtype) == ((2, 2), np.float32)
-    assert_copies(strategy, v, np.ones((2, 2)))
+    assert_mirrored(strategy, v, np.ones((2, 2)))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +77,7 @@ def test_initial_values(strategy, initial, dtype, expected):
     v = make(strategy, initial, dtype=dtype)
     assert v.dtype == expected.dtype
     assert v.shape == expected.shape
-    assert_copies(strategy, v, expected)
+    assert_mirrored(strategy, v, expected)
 
 
 def test_bfloat16(strategy, rank, size):
@@ -93,9 +85,9 @@ def test_bfloat16(strategy, rank, size):
     v = make(strategy, [1.0, 2.0], dtype=ml_dtypes.bfloat16, aggregation=SUM)
     strategy.run(lambda: v.assign_add(np.ones(2, ml_dtypes.bfloat16)))
     assert v.dtype == ml_dtypes.bfloat16
-    assert_copies(strategy, v, np.array([1.0 + size, 2.0 + size], v.dtype))
+    assert_mirrored(strategy, v, np.array([1.0 + size, 2.0 + size], v.dtype))
     v.assign([3.0, 4.0])
-    assert_copies(strategy, v, np.array([3.0, 4.0], v.dtype))
+    assert_mirrored(strategy, v, np.array([3.0, 4.0], v.dtype))
     assert "bfloat16" in repr(v)
 
 
@@ -103,7 +95,7 @@ def test_the_users_initial_array_stays_the_users(strategy):
     initial = np.ones(3)
     v = make(strategy, initial)
     initial[...] = 7.0
-    assert_copies(strategy, v, np.ones(3))
+    assert_mirrored(strategy, v, np.ones(3))
     v.assign(np.zeros(3))
     np.testing.assert_array_equal(initial, [7.0] * 3)
 
@@ -113,8 +105,8 @@ def test_initial_values_from_variables_and_mirrored(strategy):
     w = make(strategy, v)
     x = make(strategy, mirrored_of(strategy, 3.0))
     v.assign([5.0, 6.0])
-    assert_copies(strategy, w, [1.0, 2.0])
-    assert_copies(strategy, x, 3.0)
+    assert_mirrored(strategy, w, [1.0, 2.0])
+    assert_mirrored(strategy, x, 3.0)
 
 
 def test_attributes(strategy, rank):
@@ -179,7 +171,7 @@ def test_bad_arguments(strategy, arguments, kind, part):
 
     for message in raises_everywhere(kind, call):
         assert part in message
-    assert_copies(strategy, make(strategy, 1.0), 1.0)
+    assert_mirrored(strategy, make(strategy, 1.0), 1.0)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -190,7 +182,7 @@ def test_bad_arguments_on_one_rank(strategy, rank):
 
     for message in raises_everywhere(ValueError, call):
         assert "aggregation" in message
-    assert_copies(strategy, make(strategy, 1.0), 1.0)
+    assert_mirrored(strategy, make(strategy, 1.0), 1.0)
 
 
 def test_an_initial_function_that_raises(strategy):
@@ -199,7 +191,7 @@ def test_an_initial_function_that_raises(strategy):
 
     messages = raises_everywhere(ZeroDivisionError, lambda: make(strategy, initial))
     assert {*messages} == {"on purpose"}
-    assert_copies(strategy, make(strategy, 1.0), 1.0)
+    assert_mirrored(strategy, make(strategy, 1.0), 1.0)
 
 
 def test_a_per_replica_initial_value(strategy):
@@ -222,7 +214,7 @@ def test_made_in_a_replica_function(strategy, rank):
     v = strategy.run(lambda: mpidist.Variable(float(rank + 1), aggregation=SUM))
     assert isinstance(v, mpidist.Variable)
     assert v.distribute_strategy is strategy
-    assert_copies(strategy, v, 1.0)
+    assert_mirrored(strategy, v, 1.0)
 
 
 # --- assignment in a replica context --------------------------------------------------
@@ -255,7 +247,7 @@ def test_in_a_replica_context(strategy, rank, size, how, aggregation):
 
     here = own(strategy, strategy.run(step))
     np.testing.assert_array_equal(here, result)
-    assert_copies(strategy, v, result)
+    assert_mirrored(strategy, v, result)
 
 
 def test_in_a_replica_context_as_on_the_page(strategy, rank, size):
@@ -264,7 +256,7 @@ def test_in_a_replica_context_as_on_the_page(strategy, rank, size):
         v = make(strategy, 1.0, aggregation=aggregation)
         strategy.run(lambda v: v.assign(3.0 + 2 * rank), args=(v,))
         if size == 2:
-            assert_copies(strategy, v, expected)
+            assert_mirrored(strategy, v, expected)
 
 
 def test_python_numbers_in_a_replica_context(strategy, size):
@@ -272,7 +264,7 @@ def test_python_numbers_in_a_replica_context(strategy, size):
     for aggregation, expected in ((SUM, 4.0 * size), (MEAN, 4.0), (FIRST, 4.0)):
         v = make(strategy, 1.0, aggregation=aggregation, dtype=np.float32)
         strategy.run(lambda v: v.assign(4), args=(v,))
-        assert_copies(strategy, v, expected)
+        assert_mirrored(strategy, v, expected)
         assert v.dtype == np.float32
 
 
@@ -287,21 +279,21 @@ def test_aggregation_none_in_a_replica_context(strategy, how):
         assert "You must specify an aggregation method" in message
         assert "aggregation=mpidist.VariableAggregation.MEAN" in message
         assert "unaggregated" in message
-    assert_copies(strategy, v, [1.0, 2.0])
+    assert_mirrored(strategy, v, [1.0, 2.0])
 
 
 def test_integers(strategy, rank, size):
     v = make(strategy, np.array([1, 2], np.int32), aggregation=SUM)
     strategy.run(lambda: v.assign_add(np.array([rank, 1], np.int32)))
     assert v.dtype == np.int32
-    assert_copies(strategy, v, [1 + size * (size - 1) // 2, 2 + size])
+    assert_mirrored(strategy, v, [1 + size * (size - 1) // 2, 2 + size])
 
 
 def test_first_replica_with_a_mirrored_variable_as_value(strategy, rank):
     v = make(strategy, [1.0, 2.0], aggregation=FIRST)
     w = make(strategy, [7.0, 8.0])
     strategy.run(lambda: v.assign(w))
-    assert_copies(strategy, v, [7.0, 8.0])
+    assert_mirrored(strategy, v, [7.0, 8.0])
 
 
 def test_values_that_do_not_fit_in_a_replica_context(strategy):
@@ -313,7 +305,7 @@ def test_values_that_do_not_fit_in_a_replica_context(strategy):
         (None, TypeError),
     ):
         raises_everywhere(kind, lambda bad=bad: strategy.run(lambda: v.assign(bad)))
-        assert_copies(strategy, v, [1.0, 2.0])
+        assert_mirrored(strategy, v, [1.0, 2.0])
 
 
 @pytest.mark.mpi(min_size=2)
@@ -324,7 +316,7 @@ def test_a_value_that_does_not_fit_on_one_replica(strategy, rank, size):
         ValueError, lambda: strategy.run(lambda: v.assign(bad))
     ):
         assert "shape (2,)" in message
-    assert_copies(strategy, v, [1.0, 2.0])
+    assert_mirrored(strategy, v, [1.0, 2.0])
 
 
 # --- assignment in cross-replica context ----------------------------------------------
@@ -346,7 +338,7 @@ def test_a_plain_value(strategy, aggregation, in_scope):
             write()
     else:
         write()
-    assert_copies(strategy, v, [7.0, 6.0])
+    assert_mirrored(strategy, v, [7.0, 6.0])
 
 
 def test_read_value(strategy):
@@ -354,7 +346,7 @@ def test_read_value(strategy):
     assert v.assign(2.0, read_value=False) is None
     assert v.assign_add(2.0, True, "name", False) is None
     assert strategy.run(lambda: v.assign_sub(1.0, read_value=False)) is None
-    assert_copies(strategy, v, 3.0)
+    assert_mirrored(strategy, v, 3.0)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -374,9 +366,9 @@ def test_a_plain_value_that_differs(strategy, rank, size, how, length):
     for message in messages:
         assert f"Variable 'v'.{how}" in message
         assert f"rank {size - 1}" in message
-    assert_copies(strategy, v, np.ones(shape))
+    assert_mirrored(strategy, v, np.ones(shape))
     v.assign(np.zeros(shape))
-    assert_copies(strategy, v, np.zeros(shape))
+    assert_mirrored(strategy, v, np.zeros(shape))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -387,9 +379,9 @@ def test_zeros_of_another_sign_and_nan(strategy, rank):
         mpidist.CollectiveMismatchError,
         lambda: v.assign(-0.0 if rank else 0.0),
     )
-    assert_copies(strategy, v, 1.0)
+    assert_mirrored(strategy, v, 1.0)
     v.assign(np.nan)
-    assert_copies(strategy, v, np.nan)
+    assert_mirrored(strategy, v, np.nan)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -399,7 +391,7 @@ def test_another_value_on_each_rank_as_mirrored_is_a_contradiction(strategy, ran
     with strategy.scope():
         m = mpidist.Mirrored([float(rank)] * strategy.num_replicas_in_sync)
     raises_everywhere(mpidist.CollectiveMismatchError, lambda: v.assign(m))
-    assert_copies(strategy, v, 1.0)
+    assert_mirrored(strategy, v, 1.0)
 
 
 def test_a_per_replica_is_refused(strategy, rank):
@@ -410,9 +402,9 @@ def test_a_per_replica_is_refused(strategy, rank):
             TypeError, lambda how=how: getattr(v, how)(value)
         ):
             assert f"variable.{how}(strategy.reduce(" in message
-    assert_copies(strategy, v, 1.0)
+    assert_mirrored(strategy, v, 1.0)
     v.assign(strategy.reduce("MAX", value, axis=None))
-    assert_copies(strategy, v, strategy.num_replicas_in_sync - 1)
+    assert_mirrored(strategy, v, strategy.num_replicas_in_sync - 1)
 
 
 def test_mirrored_and_variables_are_accepted(strategy, size):
@@ -420,11 +412,11 @@ def test_mirrored_and_variables_are_accepted(strategy, size):
     w = make(strategy, [3.0, 4.0])
     reduced = strategy.extended.reduce_to("SUM", strategy.run(lambda: np.ones(2)), v)
     v.assign(reduced)
-    assert_copies(strategy, v, [size, size])
+    assert_mirrored(strategy, v, [size, size])
     v.assign_add(w)
-    assert_copies(strategy, v, [3.0 + size, 4.0 + size])
+    assert_mirrored(strategy, v, [3.0 + size, 4.0 + size])
     v.assign_sub(v)
-    assert_copies(strategy, v, [0.0, 0.0])
+    assert_mirrored(strategy, v, [0.0, 0.0])
 
 
 # --- in update and in merge_fn --------------------------------------------------------
@@ -444,7 +436,7 @@ def test_in_update_each_copy_takes_its_own(strategy, size, aggregation):
     with strategy.scope():
         strategy.extended.update(v, fn, args=(np.array([3.0, 4.0]),))
     assert strategy.communication_statistics().calls.get("Allreduce", 0) == before
-    assert_copies(strategy, v, [5.0, 7.0])
+    assert_mirrored(strategy, v, [5.0, 7.0])
 
 
 def test_another_variable_in_update(strategy):
@@ -459,8 +451,8 @@ def test_another_variable_in_update(strategy):
         for _ in range(2):
             strategy.extended.update(v, fn, args=(np.ones(3),))
     slot_value = 0.9 * np.ones(3) + 1.0
-    assert_copies(strategy, slot, slot_value)
-    assert_copies(strategy, v, np.ones(3) - 0.1 * np.ones(3) - 0.1 * slot_value)
+    assert_mirrored(strategy, slot, slot_value)
+    assert_mirrored(strategy, v, np.ones(3) - 0.1 * np.ones(3) - 0.1 * slot_value)
 
 
 def test_in_merge_fn(strategy, rank, size):
@@ -481,7 +473,7 @@ def test_in_merge_fn(strategy, rank, size):
 
     assert strategy.run(step) is v
     total = size * (size + 1) / 2
-    assert_copies(strategy, v, np.array([1.0, 2.0]) + total - [5.0, 6.0] + [1.0, 2.0])
+    assert_mirrored(strategy, v, np.array([1.0, 2.0]) + total - [5.0, 6.0] + [1.0, 2.0])
 
 
 def test_a_variable_made_in_merge_fn_is_one_object_with_one_array(strategy, rank):
@@ -529,7 +521,7 @@ def test_a_variable_that_can_not_be_made_in_merge_fn_is_not_there(strategy, rank
         assert "expected an initial value of shape (3,)" in message
     counts = everywhere(group_of(strategy).registry.count - before)
     assert counts == [counts[0]] * len(counts)
-    assert_copies(strategy, make(strategy, 1.0), 1.0)
+    assert_mirrored(strategy, make(strategy, 1.0), 1.0)
 
 
 def test_a_per_replica_in_merge_fn_is_refused(strategy, rank):
@@ -545,7 +537,7 @@ def test_a_per_replica_in_merge_fn_is_refused(strategy, rank):
         ),
     ):
         assert "reduce_to" in message
-    assert_copies(strategy, v, 1.0)
+    assert_mirrored(strategy, v, 1.0)
 
 
 def test_aggregation_does_not_matter_in_merge_fn(strategy, size):
@@ -554,7 +546,7 @@ def test_aggregation_does_not_matter_in_merge_fn(strategy, size):
         strategy.run(
             lambda v: context().merge_call(lambda s, v: v.assign(6.0), (v,)), (v,)
         )
-        assert_copies(strategy, v, 6.0)
+        assert_mirrored(strategy, v, 6.0)
 
 
 # --- what fits ------------------------------------------------------------------------
@@ -580,7 +572,7 @@ def test_values_that_fit(strategy, initial, value, expected):
     v = make(strategy, initial)
     v.assign(value)
     assert v.dtype == initial.dtype
-    assert_copies(strategy, v, np.asarray(expected, initial.dtype))
+    assert_mirrored(strategy, v, np.asarray(expected, initial.dtype))
 
 
 @pytest.mark.parametrize(
@@ -606,14 +598,14 @@ def test_values_that_do_not_fit(strategy, initial, value, kind):
     v = make(strategy, initial, name="target")
     for message in raises_everywhere(kind, lambda: v.assign(value)):
         assert "Variable 'target'.assign" in message
-    assert_copies(strategy, v, initial)
+    assert_mirrored(strategy, v, initial)
 
 
 def test_a_python_int_that_is_too_large_for_the_dtype(strategy):
     """It must not wrap around silently: 300 is not 44."""
     v = make(strategy, np.zeros((), np.int8), name="small")
     raises_everywhere(ValueError, lambda: v.assign(300))
-    assert_copies(strategy, v, 0)
+    assert_mirrored(strategy, v, 0)
 
 
 def test_lists_that_do_not_fit(strategy):
@@ -621,7 +613,7 @@ def test_lists_that_do_not_fit(strategy):
     v = make(strategy, np.zeros(2, np.int32), name="ints")
     for value in ([1.5, 2.5], [2**40, 0]):
         raises_everywhere(ValueError, lambda value=value: v.assign(value))
-        assert_copies(strategy, v, [0, 0])
+        assert_mirrored(strategy, v, [0, 0])
 
 
 # --- as an array ----------------------------------------------------------------------
@@ -903,17 +895,17 @@ def test_the_address_stays_for_life(strategy, rank, v, x):
     strategy.run(lambda: context().merge_call(lambda s: v.assign(x + 3)))
     raises_everywhere(ValueError, lambda: v.assign(np.ones(3)))
     assert address() == before
-    assert_copies(strategy, v, x + 3)
+    assert_mirrored(strategy, v, x + 3)
 
 
 def test_assigning_its_own_views(strategy, v, x):
     """The value may overlap the variable: the result is as if it had been copied."""
     v.assign(v.T)
-    assert_copies(strategy, v, x.T)
+    assert_mirrored(strategy, v, x.T)
     v.assign_add(v[::-1])
-    assert_copies(strategy, v, x.T + x.T[::-1])
+    assert_mirrored(strategy, v, x.T + x.T[::-1])
     v.assign(np.asarray(v)[::-1, ::-1])
-    assert_copies(strategy, v, (x.T + x.T[::-1])[::-1, ::-1])
+    assert_mirrored(strategy, v, (x.T + x.T[::-1])[::-1, ::-1])
 
 
 def test_in_collectives(strategy, rank, size, v, x):
@@ -932,7 +924,7 @@ def test_in_collectives(strategy, rank, size, v, x):
     np.testing.assert_array_equal(gathered, np.concatenate([x] * size))
     total[...] = 0.0
     gathered[...] = 0.0
-    assert_copies(strategy, v, x)
+    assert_mirrored(strategy, v, x)
 
 
 # --- the copies stay equal ------------------------------------------------------------
@@ -948,8 +940,8 @@ def test_many_updates_keep_the_copies_equal(strategy, rank, size):
             np.float32
         )
         strategy.run(lambda x: (v.assign_add(x), w.assign_sub(x * 1e-3))[:0], args=(x,))
-    assert_copies(strategy, v, v.numpy())
-    assert_copies(strategy, w, w.numpy())
+    assert_mirrored(strategy, v, v.numpy())
+    assert_mirrored(strategy, w, w.numpy())
     assert np.isfinite(v).all()
 
 
@@ -967,4 +959,4 @@ def test_update_with_arguments_that_differ(strategy, rank, value):
             strategy.extended.update(v, lambda v, x: v.assign(x), args=(rank * value,))
 
     raises_everywhere(mpidist.CollectiveMismatchError, call)
-    assert_copies(strategy, v, 0.0 * value)
+    assert_mirrored(strategy, v, 0.0 * value)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import posing
 import pytest
+from replicas import own
 
 import mpidist
 from mpidist import data
@@ -29,11 +30,6 @@ OFF = mpidist.InputOptions(auto_shard_policy=AutoShardPolicy.OFF)
 def batches(rows, size):
     """Return a list of global batches of the numbers from 0."""
     return [np.arange(i, min(i + size, rows)) for i in range(0, rows, size)]
-
-
-def own(strategy, element):
-    """Return this rank's component of each leaf."""
-    return strategy.experimental_local_results(element)[0]
 
 
 def mine(strategy, dataset):

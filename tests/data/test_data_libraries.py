@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_data_distribute import mine, own
+from replicas import own
+from test_data_distribute import mine
 from test_data_state import flat, gathered
 
 from mpidist.data import Dataset

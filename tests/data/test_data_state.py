@@ -8,8 +8,8 @@ import pickle
 
 import numpy as np
 import pytest
-from replicas import split
-from test_data_distribute import as_list, own, pieces
+from replicas import own, split
+from test_data_distribute import as_list, pieces
 
 import mpidist
 from mpidist._strategy.strategy import group_of

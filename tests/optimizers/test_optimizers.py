@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import posing
 import pytest
-from replicas import own
+from replicas import from_replicas, own
 
 import mpidist
 from mpidist._strategy.strategy import group_of
@@ -395,12 +395,6 @@ OPTIMIZERS = {
 }
 
 
-def per_replica(strategy, function):
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: function(context.replica_id_in_sync_group)
-    )
-
-
 def assert_equal_copies(strategy, variables):
     """See that the copies of all ranks are the same, bit for bit."""
     gathered = strategy.gather(
@@ -483,7 +477,7 @@ def test_training_is_the_same_on_any_number_of_ranks(strategy, rank, size, kind,
     losses = []
     for _ in range(3):
         for batch in problem.batches(rank, size):
-            batch = per_replica(strategy, lambda _, b=batch: b)
+            batch = from_replicas(strategy, lambda _, b=batch: b)
             loss, gradients = strategy.run(step, args=batch)
             if where == "program":
                 with strategy.scope():
@@ -1033,7 +1027,7 @@ def test_the_batch_size_of_a_step(strategy, rank, size):
     # 5, 0, 5, 10 ... rows
     rows = 5 if rank == 0 else 5 * (rank - 1)
     total = 5 + 5 * sum(range(size - 1))
-    batch = per_replica(
+    batch = from_replicas(
         strategy, lambda _: {"x": np.ones((rows, 2)), "y": np.arange(rows)}
     )
 

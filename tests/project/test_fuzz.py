@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import FIRST, MEAN, NONE, ON_READ, SUM, everywhere
+from replicas import FIRST, MEAN, NONE, ON_READ, SUM, everywhere, fuzz_seeds
 
 import mpidist
 from mpidist._base import threads
@@ -601,23 +601,15 @@ def _check(world: World, program: Program, name: str, text: str) -> str:
     return "\n".join([*problems, str(program), *parts])
 
 
-def _seeds() -> range:
-    text = os.environ.get("MPIDIST_FUZZ", "")
-    start, colon, stop = text.partition(":")
-    if colon:
-        return range(int(start), int(stop))
-    return range(int(text or DEFAULT_SEEDS))
-
-
 @pytest.mark.mpi
 @pytest.mark.replicas(2, 3)
 @pytest.mark.core
-@pytest.mark.parametrize("start", _seeds()[::SEEDS_PER_TEST])
+@pytest.mark.parametrize("start", fuzz_seeds(DEFAULT_SEEDS)[::SEEDS_PER_TEST])
 def test_no_program_hangs_or_diverges(new_strategy, start, tmp_path_factory):
     folder = everywhere(str(tmp_path_factory.mktemp("fuzz")))[0]
     world = World(new_strategy(timeout_seconds=45), folder)
     size = world.strategy.num_replicas_in_sync
-    seeds = _seeds()
+    seeds = fuzz_seeds(DEFAULT_SEEDS)
     endings: dict[str, int] = {}
     for seed in range(start, min(start + SEEDS_PER_TEST, seeds.stop)):
         program = Program(seed, size)

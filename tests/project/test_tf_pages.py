@@ -5,7 +5,7 @@ Each docstring names the page. What the pages show for two replicas is written f
 
 import numpy as np
 import pytest
-from replicas import own
+from replicas import from_replicas, own
 
 import mpidist
 
@@ -18,13 +18,6 @@ MEAN = mpidist.ReduceOp.MEAN
 def copies(strategy, variable):
     """Return the copy of each replica, stacked, on every rank."""
     return strategy.gather(strategy.run(lambda: variable.numpy()[None]), axis=0)
-
-
-def from_replicas(strategy, function):
-    """Return a PerReplica of what ``function`` gives for the replica's number."""
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: function(context.replica_id_in_sync_group)
-    )
 
 
 # --- ValueContext ---------------------------------------------------------------------

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from launching import plain_environment
+from replicas import own
 
 import mpidist
 from mpidist import testing
@@ -28,11 +29,6 @@ LONG = 600.0  # a deadline that no test waits for
 
 def all_reduce(x, op="SUM"):
     return mpidist.get_replica_context().all_reduce(op, x)
-
-
-def own(strategy, value):
-    (result,) = strategy.experimental_local_results(value)
-    return result
 
 
 def python(source, *, cwd=ROOT, check=True):
