@@ -1,6 +1,6 @@
-"""The share that a replica has in a loss: sums over its rows, by all rows of the step.
+"""A replica's share of a loss: its sum over rows, divided by the step's row count.
 
-One choice holds everywhere: gradients are SUMMED over the replicas, and each replica
+One rule holds everywhere: gradients are SUMMED over the replicas, and each replica
 divides its loss by the number of rows of the whole step.
 """
 
@@ -21,25 +21,24 @@ _LOSS = "compute_average_loss"
 
 
 def global_batch_size(batch: Any) -> int:
-    """Return the number of rows that all replicas have in this step.
+    """Return the total number of rows of all replicas in this step.
 
     Collective: one header and one Allreduce of 8 bytes. In a replica function every
     replica passes its own part; in cross-replica context all ranks pass the same
-    PerReplica (inside ``merge_fn`` rank 0 does). Replicas may have different numbers
-    of rows, and none at all.
+    PerReplica (inside ``merge_fn`` rank 0 does). Replicas may have different numbers of
+    rows, or none.
 
     Args:
-        batch: an array with one row per example, or a nest of such arrays, which all
-            have the same number of rows. In cross-replica context a PerReplica, or a
-            nest of them.
+        batch: an array with one row per example, or a nest of such arrays with the same
+            number of rows. In cross-replica context a PerReplica, or a nest of them.
 
     Returns:
-        The sum of the replicas' numbers of rows; 0 where nobody has any.
+        The sum of the replicas' numbers of rows; 0 if no replica has any.
 
     Raises:
-        TypeError: for what has no rows, and in cross-replica context for what is not
-            per replica.
-        ValueError: for a nest without arrays, or with different numbers of rows.
+        TypeError: if the batch has no row dimension or, in cross-replica context, is
+            not per replica.
+        ValueError: if the nest has no arrays, or they have different numbers of rows.
         RuntimeError: inside the function of ``update``.
     """
     frame = context.current()
@@ -119,21 +118,21 @@ def compute_average_loss(
     `mpidist.optimizers` does. For replica functions, and outside every scope.
 
     Collective, unless ``global_batch_size`` is given: one header and one Allreduce of
-    8 bytes tell the number of rows. (``tf.nn.compute_average_loss`` takes this
-    replica's rows times the number of replicas instead, which is wrong for an uneven
-    batch.)
+    8 bytes determine the number of rows. (``tf.nn.compute_average_loss`` uses this
+    replica's number of rows times the number of replicas instead, which is wrong for an
+    uneven batch.)
 
     Args:
-        per_example_loss: an array with one row per example, on this replica; with
-            more axes the sum runs over these too, and divides by the rows only.
+        per_example_loss: an array with one row per example, on this replica; any
+            further axes are summed too, but the divisor is only the number of rows.
         sample_weight: None, a number, or an array of the shape of the losses, or of
-            their leading axes. The divisor stays the number of rows.
+            their leading axes. The divisor is still the number of rows.
         global_batch_size: the rows of all replicas, from
-            `mpidist.global_batch_size`; the same on all replicas. None asks for it.
+            `mpidist.global_batch_size`; the same on all replicas. None: it is computed.
 
     Returns:
-        A scalar of the dtype of the loss (float64 for integers), on its device. It is
-        0 where no replica has a row.
+        A scalar of the dtype of the loss (float64 for integers), on its device. It is 0
+        if no replica has any rows.
 
     Raises:
         TypeError, ValueError: for invalid arguments.
@@ -170,7 +169,7 @@ def compute_average_loss(
     wide = losses.dtype if is_float and losses.dtype.itemsize > 2 else np.float32
     result = losses.dtype if is_float else np.dtype(np.float64)
     share = losses.sum(dtype=wide if is_float else result)
-    # Nobody has a row: the sum of none is 0, and so is its share.
+    # No replica has any rows: the empty sum is 0, and so is each share.
     return (share / max(total, 1)).astype(result)
 
 
@@ -183,7 +182,7 @@ def _expand(sample_weight: Any, losses: Any) -> Any:
             f"{tuple(losses.shape)} or its leading axes, got "
             f"{backend.describe(weights)}"
         )
-    if not shape:  # a number, which leaves the dtype of the losses alone
+    if not shape:  # a number, which does not change the dtype of the losses
         return weights.item()
     expanded = weights.reshape(shape + (1,) * (losses.ndim - len(shape)))
     is_float = losses.dtype.kind == "f" or backend.is_bfloat16(losses.dtype)

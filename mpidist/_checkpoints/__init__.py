@@ -1,4 +1,4 @@
-"""Checkpoints: what a run has to go on with, in a directory, always whole."""
+"""Checkpoints: the state needed to continue a run, in a directory, always complete."""
 
 from mpidist._checkpoints.checkpoint import Checkpoint as Checkpoint
 from mpidist._checkpoints.manager import CheckpointManager as CheckpointManager

@@ -1,16 +1,17 @@
-"""Checkpoint: saves objects together, and restores them together.
+"""Checkpoint: saves and restores objects together.
 
-A save goes, on all ranks: find the items; agree that all have the same; take their
-values (which is collective for some: an ON_READ variable is aggregated, an iterator
-may communicate); see that the copies of mirrored variables are equal, and which
-states are; then rank 0 writes while the others wait for its word.
+Steps of a save, on all ranks: find the items; agree that all ranks have the same; read
+their values (which is collective for some: an ON_READ variable is aggregated, an
+iterator may communicate); check that the copies of mirrored variables are equal, and
+which states are equal; then rank 0 writes while the others wait for its result.
 
-A restore goes: find the items; agree; rank 0 reads everything, verifies it, and sees
-that it fits, while the others wait. Only then is anything changed: first the states,
-since a `restore` of the user's may refuse (then those before it get their old state
-back), then the variables, whose arrays rank 0 sends one at a time.
+Steps of a restore: find the items; agree; rank 0 reads everything, verifies it, and
+checks that it matches the objects, while the others wait. Only then does anything
+change: first the states, because a user's `restore` may raise (then the objects
+restored before it get their old state back), then the variables, whose arrays rank 0
+sends one at a time.
 
-What rank 0 finds is told to all, also with the guard off (`Job.on_rank_0`).
+Errors on rank 0 are raised on all ranks, also with the guard off (`Job.on_rank_0`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _MOST_NAMES: Final = 20  # in a message
 
 @dataclasses.dataclass(frozen=True)
 class _Read:
-    """What was read of a checkpoint, and what it is for."""
+    """The data read from a checkpoint, and the items it is for."""
 
     job: Job
     by_name: dict[str, Any]
@@ -58,25 +59,26 @@ class _Read:
 
 
 class Checkpoint:
-    """Saves variables, and whatever else a run has to go on with, as one whole.
+    """Saves variables, and other state needed to continue a run, as one unit.
 
-    Objects are given by name, and may be:
+    Objects are passed by name. Each can be:
 
-    - a `Variable`. Mirrored ones are saved once; ON_READ ones by aggregation, and
-      restored so that reading them gives what was saved;
+    - a `Variable`. Mirrored ones are saved once; ON_READ ones are aggregated, and
+      restored so that reading them returns the saved value;
     - an optimizer: anything with a list ``variables`` of `Variable`;
     - a `numpy.random.Generator` (or its bit generator). One that is the same on all
-      ranks is saved once, else one for each; `restore` says what more or fewer ranks
-      get;
+      ranks is saved once, otherwise one for each rank; `restore` describes what a
+      different number of ranks gets;
     - an iterator, or anything with ``state()`` and ``restore(state)``, or with
       ``get_state`` and ``set_state``, or ``state_dict`` and ``load_state_dict``. Its
-      state is made of None, bools, numbers, strings, bytes and NumPy arrays, in
-      lists, tuples and dicts. State that differs between ranks is saved for each.
-      On another number of ranks it can be restored only if the object has
-      ``merge_states(states)``, which makes one state of those of all ranks;
+      state may contain None, bools, numbers, strings, bytes and NumPy arrays, in lists,
+      tuples and dicts. State that differs between ranks is saved for each rank. It can
+      be restored on a different number of ranks only if the object has
+      ``merge_states(states)``, which merges the states of all ranks into one;
     - a list, tuple or dict of these, or another Checkpoint.
 
-    They are its attributes too: ``checkpoint.step``. Making one communicates nothing.
+    They are also its attributes: ``checkpoint.step``. Creating one does not
+    communicate.
 
     Example::
 
@@ -88,11 +90,11 @@ class Checkpoint:
         objects: the objects, by name.
 
     Raises:
-        TypeError: for an object that cannot be saved; the message says what to write.
+        TypeError: if an object cannot be saved; the message suggests an alternative.
     """
 
     def __init__(self, **objects: Any) -> None:
-        """Name the objects; nothing is read yet."""
+        """Store the objects by name; nothing is read yet."""
         for name in objects:
             if hasattr(Checkpoint, name):
                 raise ValueError(
@@ -132,15 +134,16 @@ class Checkpoint:
     ) -> str:
         """Save all objects to a directory. Collective, at program level.
 
-        At any moment, also if the job is killed, there is the previous checkpoint at
-        ``path`` or the new one, whole. Rank 0 writes; the others need no access to
-        the file system. First the copies of each mirrored variable are compared.
+        At any moment, even if the job is killed, ``path`` contains either the previous
+        checkpoint or the new one, complete. Rank 0 writes; the others need no access to
+        the file system. Before writing, the copies of each mirrored variable are
+        compared.
 
         Args:
-            path: of the directory to write, on rank 0. A checkpoint that is there is
-                replaced; parent directories are made.
-            format: of the file of arrays: "npz", or "safetensors", for other
-                programs to read (it has no complex numbers).
+            path: the path of the directory to write, on rank 0. An existing checkpoint
+                is replaced; parent directories are created.
+            format: the format of the array file: "npz", or "safetensors", which other
+                programs can read (it does not support complex numbers).
 
         Returns:
             The path, as rank 0 has it.
@@ -150,7 +153,7 @@ class Checkpoint:
                 rank; if the ranks save different objects.
             ValueError: for an ON_READ variable with aggregation NONE.
             FileExistsError: if there is something other than a checkpoint at ``path``.
-            OSError: if rank 0 cannot write it. The previous checkpoint is whole.
+            OSError: if rank 0 cannot write it. The previous checkpoint stays complete.
             RuntimeError: in a replica function or in ``merge_fn``.
         """
         return self._save(path, format, "Checkpoint.save")[0]
@@ -167,12 +170,12 @@ class Checkpoint:
         """Save; return the path and the time in the manifest.
 
         Args:
-            path: of the directory.
-            file_format: of the file of arrays.
-            name: of the call.
-            more: what else has to be the same on all ranks.
-            after: the time in the manifest is later, in ns.
-            then: what rank 0 does when the checkpoint is whole.
+            path: the path of the directory.
+            file_format: the format of the array file.
+            name: the name of the call.
+            more: other data that must be the same on all ranks.
+            after: the time in the manifest must be later than this, in ns.
+            then: a function that rank 0 calls when the checkpoint is complete.
         """
         job, items = self._begin(name, path, more)
         arrays, states = _take(job, items)
@@ -193,31 +196,32 @@ class Checkpoint:
         return job.on_rank_0(write)
 
     def restore(self, path: str | os.PathLike[str], partial: bool = False) -> list[str]:
-        """Give all objects what a checkpoint has of them. Collective.
+        """Restore all objects from a checkpoint. Collective.
 
-        At program level. Rank 0 reads, and sends what it has read to the others. The
-        number of ranks may be another than at saving. Either all objects are
-        restored, or, with an error on all ranks, none is.
+        At program level. Rank 0 reads the checkpoint and sends the data to the others.
+        The number of ranks may differ from that at saving. Either all objects are
+        restored or, with an error on all ranks, none.
 
-        A random generator that was the same on all ranks is so again. If each rank
-        had its own, rank i gets the i-th state back; on more ranks than before, the
-        further ones get new streams, which follow from the saved states and are
-        independent of them; on fewer, the last ones are dropped. From a checkpoint of
-        one rank, all get its state if their generators are equal before, and else
-        rank 0 does, and the others get new streams.
+        A random generator that was the same on all ranks is restored to the same state
+        on all. If each rank had its own, rank i gets the i-th state. With more ranks
+        than before, the additional ones get new streams, which are derived from the
+        saved states and independent of them; with fewer, the last ones are dropped.
+        From a checkpoint of one rank, all ranks get its state if their generators are
+        equal before restoring; otherwise rank 0 gets it, and the others get new
+        streams.
 
         Args:
-            path: of the directory, on rank 0.
-            partial: whether to leave alone what is missing in the checkpoint, and
-                to ignore what only the checkpoint has.
+            path: the path of the directory, on rank 0.
+            partial: whether to leave objects that the checkpoint lacks unchanged, and
+                to ignore items that only the checkpoint has.
 
         Returns:
-            The names of what was restored, such as "optimizer/momentum".
+            The names of the restored items, such as "optimizer/momentum".
 
         Raises:
             FileNotFoundError: if there is no checkpoint at ``path``.
-            CheckpointError: if a file is damaged (it names the file and the array),
-                or if names, shapes or dtypes do not fit.
+            CheckpointError: if a file is damaged (the message names the file and the
+                array), or if names, shapes or dtypes do not match.
             RuntimeError: in a replica function or in ``merge_fn``.
         """
         return self._restore(path, partial, "Checkpoint.restore")
@@ -252,7 +256,7 @@ class Checkpoint:
         return _Read(job, by_name, alike, arrays, order, states, saved_on)
 
     def _put(self, found: _Read) -> list[str]:
-        """Give the objects what was read. Collective."""
+        """Restore the objects from the data read. Collective."""
         job, by_name = found.job, found.by_name
         received = found.order if job.rank else []
         buffer = job.attempt(lambda: _buffer_for(received, by_name))
@@ -278,7 +282,7 @@ class Checkpoint:
             Job(self._nearest, name).collectives.invalid(name, error)
         if group is None:
             group = context.current().group
-            # Restoring plain variables is each process's own affair.
+            # Each process restores plain variables by itself.
             saves = name != "Checkpoint.restore"
             if saves and not group.is_mpi and communicator.world_size() > 1:
                 raise RuntimeError(
@@ -289,7 +293,7 @@ class Checkpoint:
         return Job(group, name), items
 
     def _begin(self, name: str, path: Any, more: str = "") -> tuple[Job, list[Item]]:
-        """Find the items, and see that all ranks have the same."""
+        """Find the items, and check that all ranks have the same."""
         job, items = self._find(name)
 
         def check() -> None:
@@ -308,7 +312,7 @@ class Checkpoint:
 
 
 def _group_of(items: list[Item], name: str) -> ReplicaGroup | None:
-    """Return the strategy of the variables; None where all are plain ones."""
+    """Return the strategy of the variables; None if all are plain variables."""
     found: dict[int, ReplicaGroup] = {}
     for item in items:
         if isinstance(item, VariableItem):
@@ -329,7 +333,7 @@ def _group_of(items: list[Item], name: str) -> ReplicaGroup | None:
 def _take(
     job: Job, items: list[Item]
 ) -> tuple[list[tuple[str, Any]], dict[str, list[Any]]]:
-    """Return arrays and states as they are now; those of all ranks, on rank 0."""
+    """Return the current arrays and states; on rank 0 those of all ranks."""
 
     def read() -> tuple[dict[str, Any], dict[str, Any]]:
         arrays: dict[str, Any] = {}
@@ -369,14 +373,14 @@ def _take(
 def _checksum(x: Any) -> int:
     dtype = x.dtype
     if dtype.kind in "fc" and dtype.char in "gG" and np.finfo(dtype).nmant == 63:
-        # Ten bytes of sixteen are the number; the rest is whatever was there before.
+        # The number is ten bytes of sixteen; the rest is uninitialized.
         parts = np.ascontiguousarray(x).reshape(-1).view(np.uint8).reshape(-1, 16)
         x = np.ascontiguousarray(parts[:, :10])
     return mismatch.fingerprint(backend.summarize(x))
 
 
 def _drifted(job: Job, name: str, column: tuple[int, ...]) -> str:
-    """Return the message for a variable whose copies differ: who is in the minority."""
+    """Return the message for a variable whose copies differ; name the minority."""
     groups: dict[int, list[int]] = {}
     for rank, number in enumerate(column):
         groups.setdefault(number, []).append(rank)
@@ -448,7 +452,7 @@ def _fit(
     job: Job,
     alike: dict[str, bool],
 ) -> list[Item]:
-    """Return the items that are restored; raise with a list of what does not fit."""
+    """Return the items to restore; raise with a list of those that do not match."""
     states = files.content["states"]
     wrong: list[str] = []
     missing: list[str] = []
@@ -460,7 +464,7 @@ def _fit(
             wrong.append(problem)
         else:
             fitting.append(item)
-            if isinstance(item, StateItem):  # which may refuse the number of ranks
+            if isinstance(item, StateItem):  # which may not support the number of ranks
                 values, saved_on = (
                     states[item.name]["values"],
                     files.content["replicas"],
@@ -500,7 +504,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _problem(item: Item, files: storage.Files) -> str:
-    """Return what is wrong with what the checkpoint has of an item, or nothing."""
+    """Return the problem with an item's data in the checkpoint, or ""."""
     if isinstance(item, StateItem):
         if item.name in files.arrays:
             return f"{item.name!r}: expected a state, got an array"
@@ -526,7 +530,7 @@ def _put_states(
     by_name: dict[str, Any],
     alike: dict[str, bool],
 ) -> None:
-    """Restore all states; if one is refused, give the others their old one back."""
+    """Restore all states; if one raises, set the others back to their old state."""
     before: list[tuple[StateItem, Any]] = []
     try:
         for name, values in states.items():
@@ -570,7 +574,7 @@ def _view(buffer: Any, item: VariableItem, order: Order) -> Any:
 
 
 def _send(job: Job, x: Any) -> None:
-    """Send an array of rank 0 to the others, which have room for it."""
+    """Send an array of rank 0 to the others, which have memory for it."""
     raw = backend.as_bytes(x if x.flags.c_contiguous else x.T)
     if raw.size:
         job.comm.broadcast(raw, 0)

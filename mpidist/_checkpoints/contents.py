@@ -1,7 +1,7 @@
-"""What a checkpoint is made of: variables, random generators, and objects with a state.
+"""The items of a checkpoint: variables, random generators, objects with a state.
 
-The objects that a user names are taken apart into *items*, each with a name such as
-``optimizer/momentum``. All ranks find the same ones, in the order of their names.
+The user's objects are decomposed into *items*, each with a name such as
+``optimizer/momentum``. All ranks find the same items, in the order of their names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpidist._checkpoints import storage
 from mpidist._values.distributed import DistributedValues
 from mpidist._values.variable import Variable
 
-# How objects of different libraries give their state, and take it back.
+# The methods of different libraries for getting and setting an object's state.
 _PAIRS: Final = (
     ("state", "restore"),  # iterators of mpidist
     ("get_state", "set_state"),  # iterators of grain, numpy.random.RandomState
@@ -48,17 +48,17 @@ class VariableItem:
 
     @property
     def on_read(self) -> bool:
-        """Whether each replica has a value of its own."""
+        """Whether each replica has its own value."""
         return self.variable.synchronization is VariableSynchronization.ON_READ
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes; asking an ON_READ variable itself is collective."""
+        """The size in bytes, without a read, which is collective for ON_READ."""
         shape, dtype = self.variable.shape, self.variable.dtype
         return math.prod(shape) * int(dtype.itemsize)
 
     def check(self) -> None:
-        """Raise a ValueError for a variable that has no one value."""
+        """Raise a ValueError if the variable does not have a single value."""
         if self.on_read and self.variable.aggregation is VariableAggregation.NONE:
             raise ValueError(
                 f"Checkpoint: Could not save {self.name!r}: an ON_READ variable with "
@@ -72,12 +72,12 @@ class StateItem:
     """An object with a small state, which is saved in the manifest.
 
     Attributes:
-        name: in the checkpoint.
+        name: its name in the checkpoint.
         kind: "generator" for one of `numpy.random`, "object" for another.
         get: returns its state.
-        set: gives it a state.
-        merge: makes one state for any number of replicas of those of all, if the
-            object can do that.
+        set: sets its state.
+        merge: merges the states of all replicas into one for any number of replicas, if
+            the object supports it.
     """
 
     name: str
@@ -98,16 +98,16 @@ Item = VariableItem | StateItem
 
 
 def collect(objects: Mapping[str, Any], early: bool = False) -> list[Item]:
-    """Take objects apart, and return the items in the order of their names.
+    """Decompose objects, and return the items in the order of their names.
 
     Args:
-        objects: by name.
-        early: whether to leave out what an object does not have yet: the ``variables``
-            of an optimizer raise RuntimeError before it has made them.
+        objects: the objects, by name.
+        early: whether to skip items that an object does not have yet: the
+            ``variables`` of an optimizer raise RuntimeError before it has created them.
 
     Raises:
-        TypeError: for what cannot be saved and restored.
-        ValueError: where two items would have one name.
+        TypeError: if an object cannot be saved and restored.
+        ValueError: if two items would have the same name.
     """
     items: dict[str, Item] = {}
     for name, value in objects.items():
@@ -175,7 +175,7 @@ def _children(name: str, value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _variables_of(name: str, variables: Any) -> Iterator[Item]:
-    """Yield the variables of an optimizer, whose names are made unique by a number."""
+    """Yield the variables of an optimizer, with names made unique by a number."""
     used: set[str] = set()
     for variable in variables:
         if not isinstance(variable, Variable):
@@ -229,7 +229,7 @@ def _explain(name: str, value: Any) -> str:
     )
 
 
-# --- random generators, on another number of ranks ----------------------------------
+# --- random generators, on a different number of ranks ------------------------------
 
 
 def choose_state(
@@ -238,26 +238,25 @@ def choose_state(
     """Return the state that a replica restores.
 
     A state that was the same on all replicas has one value, and all get it. Otherwise
-    replica i gets the i-th value. Generators that were not saved, on more replicas
-    than before, get streams of their own: those of the `numpy.random.SeedSequence`
-    whose entropy is the SHA-256 of all saved states, and whose ``spawn_key`` is
-    ``(i,)``, as `SeedSequence.spawn` makes them.
+    replica i gets the i-th value. On additional replicas, generators that were not
+    saved get new streams: those of the `numpy.random.SeedSequence` whose entropy is the
+    SHA-256 of all saved states, and whose ``spawn_key`` is ``(i,)``, as
+    `SeedSequence.spawn` makes them.
 
-    A checkpoint of one replica does not tell whether its generator was to be the same
-    on all. Then what the generators are before restoring tells it.
+    A checkpoint of one replica does not show whether its generator should be the same
+    on all replicas. In this case the generators' states before restoring determine it.
 
     Args:
-        item: what is restored.
+        item: the item to restore.
         values: the saved states, as JSON.
         saved_on: the number of replicas that saved it.
-        rank: this replica.
+        rank: the number of this replica.
         size: the number of replicas.
         alike: whether the state is the same on all replicas now.
 
     Raises:
-        CheckpointError: for an object other than a generator that was saved with a
-            state for each replica, on another number of replicas, unless it can merge
-            them.
+        CheckpointError: if an object other than a generator was saved with a state for
+            each replica, on a different number of replicas, and cannot merge them.
     """
     one_for_all = len(values) == 1 and (
         saved_on > 1 or alike or item.kind != "generator"
@@ -290,7 +289,7 @@ def choose_state(
 
 
 def check_generator(item: StateItem, values: list[Any]) -> str:
-    """Return what is wrong with a saved generator, or nothing."""
+    """Return the problem with a saved generator, or ""."""
     if item.kind != "generator":
         return ""
     saved = values[0].get("bit_generator") if isinstance(values[0], dict) else None

@@ -1,4 +1,4 @@
-"""A call that all ranks of a strategy make together, of which rank 0 does a part."""
+"""A call that all ranks of a strategy make together; rank 0 does a part alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _R = TypeVar("_R")
 
 
 class Job:
-    """A call that all ranks of a strategy make, of which rank 0 does a part."""
+    """A call that all ranks of a strategy make; rank 0 does a part alone."""
 
     def __init__(self, group: ReplicaGroup, name: str) -> None:
         _require_program_level(group, name)
@@ -33,20 +33,20 @@ class Job:
         self.size: int = self.comm.size
 
     def attempt(self, work: Callable[[], _R]) -> _R:
-        """Do what may fail on this rank; if it does, all ranks raise it."""
+        """Run code that may fail on this rank; if it does, all ranks raise it."""
         try:
             return work()
         except Exception as error:
             self.collectives.invalid(self.name, error)
 
     def agree(self, text: str) -> None:
-        """See that all ranks do the same. Collective."""
+        """Check that all ranks do the same. Collective."""
         self.guard.agree(Call(f"{self.name}{text}"))
 
     def same(self, numbers: list[int]) -> list[list[int]] | None:
-        """Return None where all ranks have the same numbers, else those of each.
+        """Return None if all ranks have the same numbers, else those of each rank.
 
-        Collective. All ranks have as many numbers.
+        Collective. All ranks pass equally many numbers.
         """
         soft = mismatch.fingerprint(",".join(map(str, numbers)))
         if self.guard.agree_softly(Call(f"{self.name}, comparing"), soft):
@@ -54,13 +54,13 @@ class Job:
         return self.comm.all_gather_integers(numbers)
 
     def together(self, work: Callable[[], _R], *, scope: bool = True) -> _R:
-        """Do work that may raise on some ranks, and may be collective. Collective.
+        """Run code that may raise on some ranks, and may be collective. Collective.
 
-        All ranks wait for all to be done; where one raised, all raise.
+        All ranks wait until all have finished; if one raised, all raise.
 
         Args:
-            work: what to do.
-            scope: whether in the scope of the strategy.
+            work: the function to call.
+            scope: whether to call it in the scope of the strategy.
         """
 
         def body(_: Part) -> _R:
@@ -70,10 +70,10 @@ class Job:
         return self.guard.run_section(Call(f"{self.name}, taking part"), body)
 
     def on_rank_0(self, work: Callable[[], _R]) -> _R:
-        """Return on all ranks what ``work`` returns on rank 0, or raise what it raises.
+        """Return the result of ``work`` on rank 0 on all ranks, or raise its exception.
 
         Collective. The other ranks wait without a deadline, since disks are slow.
-        What travels is pickled; it comes from this program, not from a file.
+        The data sent is pickled; it comes from this program, not from a file.
         """
         if self.rank == 0:
             try:
@@ -108,14 +108,14 @@ class Job:
         return contextlib.nullcontext()
 
     def assign(self, item: VariableItem, value: Any) -> None:
-        """Assign what all ranks have; collective for ON_READ variables."""
+        """Assign a value that all ranks have; collective for ON_READ variables."""
         variable = item.variable
         if item.on_read:
             with self.scope():
                 variable.assign(value)
             return
         frame = context.Frame(variable._group, context.Level.UPDATE)
-        with context.entered(frame):  # this copy, as the function of an update does
+        with context.entered(frame):  # only this copy, like the function of an update
             variable.assign(value)
 
 

@@ -1,4 +1,4 @@
-"""CheckpointManager: numbered checkpoints in a directory, of which some are kept."""
+"""CheckpointManager: keeps a number of checkpoints in a directory."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from mpidist._checkpoints.checkpoint import Checkpoint
 
 
 class _Entry(NamedTuple):
-    saved_at: int  # in ns; never the same in a directory
+    saved_at: int  # in ns; unique within a directory
     number: int
     path: str
 
 
 class CheckpointManager:
-    """Saves numbered checkpoints in a directory, and finds the newest whole one.
+    """Saves numbered checkpoints in a directory, and finds the newest complete one.
 
-    The directory gets ``ckpt-1``, ``ckpt-2`` and so on. An old one is deleted only
-    after a new one is whole. Rank 0 alone looks at the directory; all ranks know what
-    it found. The newest is the one that was saved last, whatever its number.
+    The directory contains ``ckpt-1``, ``ckpt-2`` and so on. An old checkpoint is
+    deleted only after a new one is complete. Only rank 0 reads the directory, and sends
+    the result to all ranks. The newest checkpoint is the one that was saved last,
+    regardless of its number.
 
-    Collective: making one reads the newest checkpoint, to verify it.
+    Collective: creating a manager reads the newest checkpoint, to verify it.
 
     Args:
-        checkpoint: what to save.
-        directory: where, on rank 0. It need not exist.
-        max_to_keep: how many checkpoints to keep; None keeps all.
-        checkpoint_name: what the names in the directory begin with.
-        format: of the file of arrays, as for `Checkpoint.save`.
+        checkpoint: the checkpoint to save.
+        directory: the path of the directory, on rank 0. It need not exist.
+        max_to_keep: the number of checkpoints to keep; None keeps all.
+        checkpoint_name: the prefix of the names in the directory.
+        format: the format of the array file, as for `Checkpoint.save`.
 
     Raises:
-        TypeError, ValueError: for invalid arguments, on all ranks.
+        TypeError, ValueError: if an argument is invalid; on all ranks.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class CheckpointManager:
         checkpoint_name: str = "ckpt",
         format: storage.FileFormat = "npz",
     ) -> None:
-        """Look at the directory. Collective, at program level."""
+        """Read the directory. Collective, at program level."""
         given: object = checkpoint
         if not isinstance(given, Checkpoint):
             raise TypeError(
@@ -79,24 +80,24 @@ class CheckpointManager:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What is saved."""
+        """The checkpoint to save."""
         return self._checkpoint
 
     @property
     def directory(self) -> str:
-        """Where, on rank 0."""
+        """The path of the directory, on rank 0."""
         return self._directory
 
     @property
     def checkpoints(self) -> list[str]:
-        """The paths of the checkpoints that are kept, in the order of their saving."""
+        """The paths of the kept checkpoints, in the order in which they were saved."""
         return [entry.path for entry in self._entries]
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The path of the newest whole checkpoint; None if there is none.
+        """The path of the newest complete checkpoint; None if there is none.
 
-        As it was when this was made, plus what it has saved since.
+        As of the creation of this manager, including checkpoints it has saved since.
         """
         return self._entries[-1].path if self._entries else None
 
@@ -113,7 +114,7 @@ class CheckpointManager:
             Its path, as rank 0 has it.
 
         Raises:
-            OSError: as `Checkpoint.save`, and the rest.
+            OSError: as for `Checkpoint.save`; also its other errors.
         """
         name = "CheckpointManager.save"
         number = self._highest + 1
@@ -156,16 +157,16 @@ class CheckpointManager:
         return path
 
     def restore_or_initialize(self) -> str | None:
-        """Restore the newest whole checkpoint, if there is one. Collective.
+        """Restore the newest complete checkpoint, if there is one. Collective.
 
-        At program level. One that has been damaged or deleted since this was made is
-        skipped, with a warning on rank 0.
+        At program level. A checkpoint that has been damaged or deleted since the
+        manager was created is skipped, with a warning on rank 0.
 
         Returns:
-            Its path; None if there is no checkpoint: then nothing has changed.
+            Its path; None if there is no checkpoint, and then nothing has changed.
 
         Raises:
-            CheckpointError: if it does not fit the objects.
+            CheckpointError: if it does not match the objects.
         """
         name = "CheckpointManager.restore_or_initialize"
         while self._entries:
@@ -179,8 +180,8 @@ class CheckpointManager:
                 self._checkpoint._job(name).on_rank_0(lambda: _warn(path, text))  # noqa: B023
                 self._entries.pop()
             else:
-                # Outside the `try`: what a `restore` of the user's raises is no reason
-                # to begin anew.
+                # Outside the `try`: an exception in a user's `restore` is no reason to
+                # start from the beginning.
                 self._checkpoint._put(found)
                 return path
         return None

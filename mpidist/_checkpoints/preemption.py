@@ -1,9 +1,9 @@
-"""PreemptionCheckpointHandler: a last checkpoint when the job is told to end.
+"""PreemptionCheckpointHandler: saves a last checkpoint before the job is ended.
 
-A batch system warns a job by a signal, some time before it kills it, and not all ranks
-get it, nor at the same step. So at each step all ranks agree, by a number that rides
-in one header of the guard (`Guard.agree_most`), whether one of them was told. Then all
-save at that step, and leave.
+A batch system sends a signal to a job some time before it kills it. Not all ranks get
+the signal, and not at the same step. So at each step all ranks agree, with a number in
+one header of the guard (`Guard.agree_most`), whether one of them was signalled. If so,
+all save at that step, and exit.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from mpidist._checkpoints.checkpoint import Checkpoint
 from mpidist._checkpoints.manager import CheckpointManager
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
-_EXIT_CODE: Final = 42  # that of TensorFlow
+_EXIT_CODE: Final = 42  # the same as TensorFlow's
 _GO_ON, _TOLD, _TIME_IS_UP = range(3)
 _COUNTER: Final = "total_run_calls"
 
 
 @dataclasses.dataclass(frozen=True)
 class TerminationConfig:
-    """What `PreemptionCheckpointHandler` does when the job is told to end.
+    """What `PreemptionCheckpointHandler` does when the job is asked to end.
 
     Attributes:
-        termination_watcher_fn: asked at each step, on each rank: whether the job is
-            to end. Beside the signals SIGTERM and SIGUSR1.
-        exit_fn: called on all ranks when the checkpoint is whole; None:
-            ``sys.exit(42)``, by which a job script knows to start the job again.
-        grace_period: seconds to go on before saving; 0 saves at the next step.
-        save_fn: called on all ranks in place of the manager's `save`. What it raises
-            on one rank, all raise, and none leaves.
+        termination_watcher_fn: called at each step, on each rank; returns whether the
+            job is to end. In addition to the signals SIGTERM and SIGUSR1.
+        exit_fn: called on all ranks when the checkpoint is complete; None:
+            ``sys.exit(42)``, which tells a job script to restart the job.
+        grace_period: seconds to continue before saving; 0 saves at the next step.
+        save_fn: called on all ranks in place of the manager's `save`. If it raises on
+            one rank, all raise, and none exits.
     """
 
     termination_watcher_fn: Callable[[], bool] | None = None
@@ -50,31 +50,31 @@ class TerminationConfig:
 
 
 class PreemptionCheckpointHandler:
-    """Saves a checkpoint on all ranks, at the same step, when any is told to end.
+    """Saves a checkpoint on all ranks, at the same step, when any is asked to end.
 
-    Ranks are told by SIGTERM or SIGUSR1; one is enough. (SLURM sends it with
-    ``--signal=USR1@120``; Open MPI's mpirun forwards SIGUSR1.) Making the handler
-    restores the newest checkpoint, and takes over these signals::
+    The signals are SIGTERM and SIGUSR1; one rank that gets one is enough. (SLURM sends
+    it with ``--signal=USR1@120``; Open MPI's mpirun forwards SIGUSR1.) Creating the
+    handler restores the newest checkpoint, and installs handlers for these signals::
 
         handler = mpidist.experimental.PreemptionCheckpointHandler(None, manager)
         while handler.total_run_calls < 1000:
             handler.run(train_step)
 
-    Collective: all ranks make it, at program level, in the main thread. Replicas that
-    are threads (`mpidist.testing`) get no signals: ``termination_watcher_fn`` tells
-    them.
+    Collective: all ranks create it, at program level, in the main thread. Replicas that
+    are threads (`mpidist.testing`) get no signals: use ``termination_watcher_fn``
+    there.
 
     Args:
-        cluster_resolver: taken and not used; MPI knows the ranks.
-        checkpoint_or_checkpoint_manager: a `CheckpointManager`; or a `Checkpoint`,
-            then ``checkpoint_dir`` is where to keep the newest one. The number of
-            calls of `run` is saved with it, as ``total_run_calls``.
-        checkpoint_dir: see there.
+        cluster_resolver: accepted and ignored; MPI provides the ranks.
+        checkpoint_or_checkpoint_manager: a `CheckpointManager`; or a `Checkpoint`, of
+            which the newest is kept in ``checkpoint_dir``. The number of calls of `run`
+            is saved with it, as ``total_run_calls``.
+        checkpoint_dir: the directory, if a `Checkpoint` is given.
         termination_config: a `TerminationConfig`.
 
     Raises:
-        TypeError, ValueError: for other arguments.
-        CheckpointError: if the newest checkpoint does not fit.
+        TypeError, ValueError: if an argument is invalid.
+        CheckpointError: if the newest checkpoint does not match.
     """
 
     def __init__(
@@ -125,16 +125,16 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """How often `run` was called, in the runs before this one too."""
+        """The number of calls of `run`, including those in earlier runs."""
         return self._calls
 
     def run(
         self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Save and leave if any rank was told to end, else call the function.
+        """Save and exit if any rank was asked to end, otherwise call the function.
 
-        Collective: all ranks call it for each step, at program level. Beside what the
-        function sends, it costs one header.
+        Collective: all ranks call it for each step, at program level. In addition to
+        the function's own communication, it costs one header.
 
         Args:
             distributed_train_function: one step of training, such as a function that
@@ -143,7 +143,7 @@ class PreemptionCheckpointHandler:
             kwargs: its keyword arguments.
 
         Returns:
-            What the function returns.
+            The result of the function.
         """
         self.save_checkpoint_if_preempted()
         result = distributed_train_function(*args, **kwargs)
@@ -151,13 +151,13 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        """Save and leave if any rank was told to end. Collective, as `run`.
+        """Save and exit if any rank was asked to end. Collective, like `run`.
 
         For loops that do not call `run`: call it between two steps.
 
         Args:
-            args: for the function that saves.
-            kwargs: likewise.
+            args: positional arguments for the function that saves.
+            kwargs: keyword arguments for the function that saves.
         """
         job = self._checkpoint._job("PreemptionCheckpointHandler")
         state = job.attempt(self._look)
@@ -194,7 +194,7 @@ class PreemptionCheckpointHandler:
 
     def _unwatch(self) -> None:
         for number, previous in self._previous.items():
-            with contextlib.suppress(TypeError):  # None: it was not Python's
+            with contextlib.suppress(TypeError):  # None: not set from Python
                 signal.signal(number, previous)
         self._previous = {}
 

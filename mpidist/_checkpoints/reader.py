@@ -1,4 +1,4 @@
-"""Looking at a checkpoint without MPI."""
+"""Reading a checkpoint without MPI."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mpidist._checkpoints import storage
 
 
 class CheckpointReader(collections.abc.Mapping[str, Any]):
-    """The arrays of a checkpoint by name, read when they are asked for.
+    """The arrays of a checkpoint by name, read when they are accessed.
 
-    `load_checkpoint` makes it. It needs no strategy and no MPI, communicates nothing,
-    and stays readable when the checkpoint is replaced or deleted meanwhile. Each array
-    is verified as it is read. ``print(reader)`` lists them.
+    `load_checkpoint` creates it. It needs no strategy and no MPI, does not communicate,
+    and stays readable if the checkpoint is replaced or deleted meanwhile. Each array is
+    verified as it is read. ``print(reader)`` lists them.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -61,7 +61,7 @@ class CheckpointReader(collections.abc.Mapping[str, Any]):
 
     @property
     def path(self) -> str:
-        """The directory that it was read from."""
+        """The directory that it is read from."""
         return self._files.path
 
     @property
@@ -71,17 +71,18 @@ class CheckpointReader(collections.abc.Mapping[str, Any]):
 
     @property
     def states(self) -> dict[str, tuple[Any, ...]]:
-        """The states by name: one, or where replicas had others, one for each."""
+        """The states by name: one, or one for each replica if they differed."""
         return {
             name: tuple(storage.decode(value) for value in entry["values"])
             for name, entry in self._files.content["states"].items()
         }
 
     def verify(self) -> None:
-        """Read everything, and compare all checksums.
+        """Read everything, and verify all checksums.
 
         Raises:
-            CheckpointError: naming the file and the array that is damaged.
+            CheckpointError: if something is damaged; the message names the file and the
+                array.
         """
         self._files.verify()
 
@@ -91,10 +92,10 @@ class CheckpointReader(collections.abc.Mapping[str, Any]):
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
-    """Open a checkpoint to look at its arrays, without MPI. Not collective.
+    """Open a checkpoint to read its arrays, without MPI. Not collective.
 
     Args:
-        path: of the directory.
+        path: the path of the directory.
 
     Returns:
         A mapping of names to NumPy arrays; ``dict(load_checkpoint(path))`` reads all.

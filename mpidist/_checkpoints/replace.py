@@ -1,26 +1,26 @@
-"""How a checkpoint comes to its path: at any moment there is a whole one, or none.
+"""Writing a checkpoint to its path: at any moment there is a complete one or none.
 
 A checkpoint is a directory of two files (`storage`); its manifest names the other.
-All is first written to a directory beside, ``.NAME.tmp-...`` in the same parent, and
-every file and that directory are synchronised to the disk. Then,
+Everything is first written to a temporary directory, ``.NAME.tmp-...`` in the same
+parent, and every file and that directory are synchronised to the disk. Then,
 
-- where there is nothing at the path, or an empty directory: ``rename(beside, path)``;
-- where there is a checkpoint: the file of arrays is renamed into its directory, under
-  a name that is not in use there, and the directory synchronised; then the new
-  manifest is renamed over the old one. With this last rename the new checkpoint takes
-  the place of the old. What the old one had is deleted after it.
+- if there is nothing at the path, or an empty directory: ``rename(beside, path)``;
+- if there is a checkpoint: the array file is renamed into its directory, under a name
+  that is not in use there, and the directory is synchronised; then the new manifest is
+  renamed over the old one. This last rename replaces the old checkpoint by the new one.
+  The old array file is deleted afterwards.
 
 Each step is one rename, which POSIX makes atomic, also over an existing file
 (https://pubs.opengroup.org/onlinepubs/9699919799/functions/rename.html). So a process
 that is killed, or a machine that stops, between any two steps leaves the previous or
-the new checkpoint, whole, with no recovery to do when it is read. What else it leaves
-(a directory beside; a file of arrays that no manifest names) the next save to this
-path deletes. One job at a time may save to a path.
+the new checkpoint, complete, and no recovery is needed to read it. The next save to
+this path deletes any other remains (a temporary directory; an array file that no
+manifest names). One job at a time may save to a path.
 
 Rejected: renaming a directory over another one (POSIX allows it over an empty one
-only), moving the old one away first (for a moment there is none), exchanging the two
-(``renameat2`` is Linux only, and NFS and Lustre refuse it), a symbolic link to
-numbered directories (one checkpoint would be a link and a directory, and is easily
+only), moving the old one away first (for a moment there would be none), exchanging the
+two (``renameat2`` is Linux only, and NFS and Lustre do not support it), a symbolic link
+to numbered directories (one checkpoint would be a link and a directory, and is easily
 copied in part).
 """
 
@@ -39,16 +39,17 @@ _MARK = ".tmp-"
 
 
 def replace(path: str, write: Callable[[str, int], None]) -> None:
-    """Make a checkpoint at ``path``, in place of one that may be there.
+    """Write a checkpoint to ``path``, replacing one that may be there.
 
     Args:
-        path: of the directory of the checkpoint.
-        write: writes the file of arrays and the manifest into the directory that it is
-            given. Its second argument is the number of the file of arrays.
+        path: the path of the checkpoint's directory.
+        write: writes the array file and the manifest into the directory passed to it.
+            Its second argument is the number of the array file.
 
     Raises:
-        FileExistsError: for a path where there is something else, which stays.
-        OSError: if it cannot be written; the previous checkpoint is as it was.
+        FileExistsError: if there is something else at the path, which is left
+            unchanged.
+        OSError: if it cannot be written; the previous checkpoint is unchanged.
     """
     path = os.path.realpath(path)
     parent = os.path.dirname(path)
@@ -69,13 +70,13 @@ def replace(path: str, write: Callable[[str, int], None]) -> None:
         shutil.rmtree(beside, ignore_errors=True)
         raise
     if number > 1:
-        # The new checkpoint is there: what is left over is no reason to fail.
+        # The new checkpoint is in place: leftover files are no reason to fail.
         shutil.rmtree(beside, ignore_errors=True)
         _delete_files(path, keep=number)
 
 
 def remove(path: str) -> None:
-    """Delete a checkpoint, of which no half is ever seen under its name."""
+    """Delete a checkpoint; a partial one is never visible under its name."""
     path = os.path.realpath(path)
     beside = _beside(path)
     os.rename(path, beside)
@@ -83,11 +84,11 @@ def remove(path: str) -> None:
 
 
 def clean(parent: str, name: str) -> None:
-    """Delete what killed jobs have left beside a checkpoint of that name.
+    """Delete the files that killed jobs left next to a checkpoint of that name.
 
     Args:
         parent: the directory that it is in.
-        name: its name; "step-*" for all that begin so.
+        name: its name; "step-*" for all names that begin with "step-".
     """
     start, star, _ = name.partition("*")
     with contextlib.suppress(OSError):
@@ -98,7 +99,7 @@ def clean(parent: str, name: str) -> None:
 
 
 def sync_directory(path: str) -> None:
-    """Have the disk know the names in a directory."""
+    """Synchronise the names in a directory to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -112,7 +113,7 @@ def _beside(path: str) -> str:
 
 
 def _make_directories(path: str) -> None:
-    """Make a directory and its parents, and have the disk know them."""
+    """Create a directory and its parents, and synchronise them to the disk."""
     missing = []
     while not os.path.isdir(path):
         missing.append(path)
@@ -129,7 +130,7 @@ def _make_directories(path: str) -> None:
 
 
 def _next_number(path: str) -> int:
-    """Return 1 where there is nothing, else a number that no file of arrays has."""
+    """Return 1 if there is nothing, else a number that no array file has."""
     try:
         names = os.listdir(path)
     except FileNotFoundError:

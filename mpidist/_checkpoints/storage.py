@@ -8,14 +8,14 @@
 
 The manifest lists each array with its dtype, shape, offset in the file and checksum,
 and holds the small states (random generators, iterators). Nothing is ever pickled.
-An npz is a zip file without compression, so an array is one piece of it, and is read
-from its offset straight into memory. The bytes between the pieces, which are the
-structure of the zip file, have a checksum of their own: every byte is covered once.
+An npz is a zip file without compression, so each array is contiguous in it, and is read
+from its offset directly into memory. The bytes between the arrays, which are the
+structure of the zip file, have a separate checksum: every byte is covered once.
 
-The checksum is CRC-32 (`zlib.crc32`): it finds every change of up to 32 bits in a row,
-and misses 1 in 2**32 of others. Measured on one core: 2.1 GB/s, where SHA-256 does 0.8;
-an adversary is not what it is for. (The form of npy: NumPy's NEP 1; of safetensors:
-https://github.com/huggingface/safetensors#format.)
+The checksum is CRC-32 (`zlib.crc32`): it detects every error burst of up to 32 bits,
+and misses 1 in 2**32 of other errors. Measured on one core: 2.1 GB/s, SHA-256: 0.8
+GB/s. It does not protect against deliberate changes. (The format of npy: NumPy's NEP 1;
+of safetensors: https://github.com/huggingface/safetensors#format.)
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ _SAFETENSORS: Final = {
 
 @dataclasses.dataclass(frozen=True)
 class ArrayInfo:
-    """Where an array is in the file of arrays, and what it is.
+    """The position of an array in the array file, and its description.
 
     Attributes:
-        dtype: its name, such as "float32" or "bfloat16".
+        dtype: the name of its dtype, such as "float32" or "bfloat16".
         shape: its shape.
-        order: "C" or "F": how its elements follow each other in the file.
-        offset: of its first byte in the file.
-        nbytes: number of bytes.
-        crc32: checksum of these bytes, as 8 hexadecimal digits.
+        order: "C" or "F": the order of its elements in the file.
+        offset: the offset of its first byte in the file.
+        nbytes: the number of bytes.
+        crc32: the checksum of these bytes, as 8 hexadecimal digits.
     """
 
     dtype: str
@@ -91,12 +91,12 @@ class ArrayInfo:
 
 
 def encode(value: Any, where: str) -> Any:
-    """Return a state as JSON that `decode` makes the same objects of.
+    """Return a state as JSON that `decode` converts back to equal objects.
 
     Args:
         value: None, bools, numbers, strings, bytes, NumPy arrays and scalars, in
             lists, tuples and dicts.
-        where: what it is the state of, for the message.
+        where: the name of the object with this state, for the message.
 
     Raises:
         TypeError: for anything else.
@@ -132,7 +132,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Return the state that `encode` was given."""
+    """Return the state that `encode` has encoded."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
@@ -178,7 +178,7 @@ def _decode_array(content: Any) -> Any:
 def write_arrays(
     file: IO[bytes], arrays: Sequence[tuple[str, Any]], file_format: FileFormat
 ) -> tuple[dict[str, ArrayInfo], str]:
-    """Write arrays, one after the other, without a second copy of any.
+    """Write arrays sequentially, without a second copy of any.
 
     Args:
         file: open for writing, at its beginning.
@@ -186,7 +186,7 @@ def write_arrays(
         file_format: "npz" or "safetensors".
 
     Returns:
-        What is where, and the checksum of the bytes in between.
+        The position of each array, and the checksum of the bytes in between.
     """
     write = _write_npz if file_format == "npz" else _write_safetensors
     infos = write(file, arrays)
@@ -196,7 +196,7 @@ def write_arrays(
 
 
 def check_format(arrays: Sequence[tuple[str, Any]], file_format: object) -> None:
-    """Raise for a format that is none, or that does not take one of the dtypes."""
+    """Raise if the format is unknown, or does not support one of the dtypes."""
     if file_format not in FORMATS:
         raise ValueError(
             f'Checkpoint.save: expected `format` to be "npz" or "safetensors", got '
@@ -214,7 +214,7 @@ def _write_npz(
     file: IO[bytes], arrays: Sequence[tuple[str, Any]]
 ) -> dict[str, ArrayInfo]:
     infos = {}
-    # Beyond numpy.savez: an array at a time, from its buffer, and we learn the offset.
+    # Unlike numpy.savez: one array at a time, from its buffer, with a known offset.
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, array in arrays:
             x, order = _in_one_piece(array)
@@ -245,7 +245,7 @@ def _write_safetensors(
     file.write(len(text).to_bytes(8, "little") + text)
     infos = {}
     for name, array in arrays:
-        # The format knows C order only.
+        # The format supports C order only.
         x = backend.to_host(backend.contiguous(array))
         infos[name] = _write_bytes(file, file.write, x, "C")
     return infos
@@ -290,10 +290,10 @@ def make_manifest(content: Mapping[str, Any]) -> bytes:
 
 
 def parse_manifest(data: bytes, path: str) -> dict[str, Any]:
-    """Return what a manifest says.
+    """Return the contents of a manifest.
 
     Raises:
-        CheckpointError: for one that is damaged, or of a later version.
+        CheckpointError: if it is damaged, or of a later version.
     """
     start, stop = len(_HEAD), len(_HEAD) + len(_NO_CHECKSUM)
     text = data[:start] + _NO_CHECKSUM.encode() + data[stop:].removesuffix(b"\n")
@@ -316,16 +316,16 @@ def parse_manifest(data: bytes, path: str) -> dict[str, Any]:
 class Files:
     """An open checkpoint.
 
-    It stays readable when the checkpoint is replaced or deleted meanwhile, since the
-    file of arrays is open.
+    It stays readable if the checkpoint is replaced or deleted meanwhile, because the
+    array file is open.
 
     Args:
-        path: of its directory.
+        path: the path of its directory.
 
     Raises:
-        FileNotFoundError: where there is none.
-        CheckpointError: if the manifest is damaged, or the file of arrays is missing
-            or has another size.
+        FileNotFoundError: if there is none.
+        CheckpointError: if the manifest is damaged, or the array file is missing or has
+            a different size.
     """
 
     def __init__(self, path: str) -> None:
@@ -345,7 +345,7 @@ class Files:
                 self._fd = os.open(self.data_path, os.O_RDONLY)
                 break
             except FileNotFoundError:
-                # Replaced between the two looks? Then there is a new manifest.
+                # Replaced between the two reads? Then there is a new manifest.
                 if data == seen:
                     raise CheckpointError._of_damage(
                         f"{self.data_path} is missing, but {MANIFEST} beside it names "
@@ -366,7 +366,7 @@ class Files:
             )
 
     def read(self, name: str, dtype: Any) -> Any:
-        """Return an array, whose checksum is verified."""
+        """Return an array, after verifying its checksum."""
         info = self.arrays[name]
         raw: Any = np.empty(info.nbytes, np.uint8)
         checksum = 0
@@ -378,10 +378,11 @@ class Files:
         return x.reshape(info.shape, order=info.order)
 
     def verify(self) -> None:
-        """Compare all checksums.
+        """Verify all checksums.
 
         Raises:
-            CheckpointError: naming the file and the array that is damaged.
+            CheckpointError: if something is damaged; the message names the file and the
+                array.
         """
         self.verify_structure()
         memory = memoryview(bytearray(_CHUNK_BYTES))
@@ -394,7 +395,7 @@ class Files:
             self._compare(checksum, name)
 
     def verify_structure(self) -> None:
-        """Compare the checksum of what is between the arrays."""
+        """Verify the checksum of the bytes between the arrays."""
         found = _checksum_between(self._fd, self.arrays.values(), self.data_path)
         if found != self.content["structure_crc32"]:
             raise CheckpointError._of_damage(
@@ -462,7 +463,7 @@ def _as_text(checksum: int) -> str:
 
 
 def dtype_of(name: str) -> Any:
-    """Return the dtype of that name; those of ml_dtypes once that is imported."""
+    """Return the dtype of that name; those of ml_dtypes if that is imported."""
     try:
         return np.dtype(name)
     except TypeError:

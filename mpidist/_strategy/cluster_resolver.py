@@ -1,4 +1,4 @@
-"""Who and where the processes of a strategy are, in the words of tf.distribute."""
+"""The processes of a strategy and their hosts, under tf.distribute's names."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 
 class MPIClusterResolver:
-    """What MPI knows of the processes: `Strategy.cluster_resolver` returns one.
+    """Describes the processes of a job; returned by `Strategy.cluster_resolver`.
 
     The names are those of ``tf.distribute.cluster_resolver.ClusterResolver``. There
-    is one job, ``"worker"``, with one task for each rank. Nothing has to be
-    configured, and there are no ports: an address is a host name.
+    is one job, ``"worker"``, with one task for each rank. No configuration is needed.
+    There are no ports: an address is a host name.
 
     Args:
         hosts: the name of each rank's host, in rank order.
-        rank: this process.
+        rank: the rank of this process.
         devices: the device string of each rank.
     """
 
@@ -25,7 +25,7 @@ class MPIClusterResolver:
     def __init__(
         self, hosts: tuple[str, ...], rank: int, devices: tuple[str, ...]
     ) -> None:
-        """Keep what MPI said when the strategy was made."""
+        """Store what MPI reported when the strategy was created."""
         self._hosts = hosts
         self._rank = rank
         self._devices = devices
@@ -45,7 +45,7 @@ class MPIClusterResolver:
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Return the host of a task; by default that of rank 0, the coordinator.
+        """Return the host of a task, by default of rank 0, the coordinator.
 
         Raises:
             ValueError: for a job other than "worker", or a task that does not exist.
@@ -66,7 +66,7 @@ class MPIClusterResolver:
     ) -> dict[str, int]:
         """Return how many GPUs a task uses: ``{"GPU": 1}``, or ``{}`` on the host.
 
-        By default of this process.
+        The default is the task of this process.
         """
         number = self._rank if task_id is None else task_id
         return {"GPU": 1} if "GPU" in self._devices[number] else {}

@@ -1,6 +1,6 @@
-"""The seam at which a user chooses, or writes, how values are reduced.
+"""The interface for choosing, or implementing, how values are reduced.
 
-`StrategyExtended.reduce_to` and all that is built on it (`Strategy.reduce`,
+`StrategyExtended.reduce_to` and everything built on it (`Strategy.reduce`,
 `ReplicaContext.all_reduce`) go through the strategy's `CrossDeviceOps`. Its methods run
 on every rank, in cross-replica context; each rank passes its own component.
 """
@@ -31,15 +31,16 @@ from mpidist._values.variable import Variable, check_owner
 
 
 class CrossDeviceOps:
-    """How per-replica values are reduced and copied between replicas.
+    """Defines how per-replica values are reduced and copied between replicas.
 
-    Pass one to `MPIStrategy`. Subclasses override `reduce_implementation`, and, to do
-    better than one value after the other, `batch_reduce_implementation` and
-    `broadcast_implementation`. Those run on every rank together, with the strategy in
-    force; they may call what is legal in cross-replica context (`Strategy.run`,
-    `Strategy.gather`), or the implementation of their base class. What they raise is
-    raised on all ranks. What they return must be the same on all ranks, which is
-    checked (by checksum) unless the guard is off.
+    Pass one to `MPIStrategy`. Subclasses override `reduce_implementation` and, to
+    handle several values more efficiently than one at a time,
+    `batch_reduce_implementation` and `broadcast_implementation`. These methods run on
+    every rank, with the strategy as the current one. They may call anything that is
+    legal in cross-replica context (`Strategy.run`, `Strategy.gather`), or the
+    implementation of their base class. An exception raised on one rank is raised on
+    all. The result must be the same on all ranks; a checksum verifies this unless the
+    guard is off.
 
     Example: sum in half precision::
 
@@ -66,7 +67,7 @@ class CrossDeviceOps:
             reduce_op: a `ReduceOp` or its name.
             per_replica_value: a `PerReplica` of arrays or numbers.
             destinations: as for `StrategyExtended.reduce_to`.
-            options: for this call.
+            options: communication options for this call.
 
         Returns:
             `Mirrored`; for a device string the array on that device's rank, and None
@@ -90,10 +91,10 @@ class CrossDeviceOps:
         Args:
             reduce_op: a `ReduceOp` or its name.
             value_destination_pairs: a list of (value, destinations).
-            options: for this call.
+            options: communication options for this call.
 
         Returns:
-            A list with what `reduce` gives for each pair.
+            A list with the result of `reduce` for each pair.
 
         Raises:
             ValueError: as for `reduce`.
@@ -138,14 +139,14 @@ class CrossDeviceOps:
         ]
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
-        """Give every replica the value that rank 0 has. Collective.
+        """Copy rank 0's value to every replica. Collective.
 
         Args:
-            tensor: an array or a Python number; rank 0's counts.
+            tensor: an array or a Python number; only rank 0's is used.
             destinations: as for `StrategyExtended.broadcast_to`.
 
         Returns:
-            `Mirrored`. Python numbers come back as they are.
+            `Mirrored`. Python numbers are returned unchanged.
         """
         group = _group_of([destinations, tensor])
         call = f"{type(self).__name__}.broadcast"
@@ -167,7 +168,7 @@ class CrossDeviceOps:
         destinations: Any,
         options: CommunicationOptions | None,
     ) -> Any:
-        """Combine one value; for subclasses to override. Collective."""
+        """Combine one value; subclasses override this. Collective."""
         raise NotImplementedError(
             f"{type(self).__name__} does not define reduce_implementation; derive "
             "from `mpidist.CollectiveAllReduce`, or define it"
@@ -179,19 +180,19 @@ class CrossDeviceOps:
         value_destination_pairs: list[tuple[Any, Any]],
         options: CommunicationOptions | None,
     ) -> list[Any]:
-        """Combine several values, by default one after the other. Collective."""
+        """Combine several values, by default one at a time. Collective."""
         return [
             self.reduce_implementation(reduce_op, value, destinations, options)
             for value, destinations in value_destination_pairs
         ]
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
-        """Copy rank 0's value to all, by default with MPI Bcast. Collective."""
+        """Copy rank 0's value to all ranks, by default with MPI Bcast. Collective."""
         return broadcast_value(context.current().group, lambda: tensor)
 
 
 class CollectiveAllReduce(CrossDeviceOps):
-    """MPI Allreduce of everything in few messages: what a strategy does by default."""
+    """Reduces all values with MPI Allreduce in few messages; the default."""
 
     def reduce_implementation(
         self,
@@ -220,10 +221,10 @@ class CollectiveAllReduce(CrossDeviceOps):
 
 class _Packed(CollectiveAllReduce):
     def __init__(self, num_packs: int = 1) -> None:
-        """Keep the number of packs.
+        """Store the number of packs.
 
         Raises:
-            ValueError: for a negative number.
+            ValueError: if the number is negative.
         """
         if isinstance(num_packs, bool) or not isinstance(num_packs, int):
             raise TypeError(
@@ -260,38 +261,38 @@ class _Packed(CollectiveAllReduce):
 
 
 class NcclAllReduce(_Packed):
-    """As `CollectiveAllReduce`, packed into a number of messages.
+    """Like `CollectiveAllReduce`, with values packed into ``num_packs`` messages.
 
-    The name is TensorFlow's. Which library moves the bytes is decided by
-    `mpidist.experimental.CommunicationOptions`, not by this class.
+    The name is TensorFlow's. `mpidist.experimental.CommunicationOptions` selects the
+    library that transfers the data, not this class.
 
     Args:
-        num_packs: into how many packs values are put; 0: one message for each.
+        num_packs: the number of packs; 0: one message for each value.
     """
 
 
 class HierarchicalCopyAllReduce(_Packed):
-    """As `CollectiveAllReduce`, packed into a number of messages.
+    """Like `CollectiveAllReduce`, with values packed into ``num_packs`` messages.
 
-    The name is TensorFlow's. The MPI library picks an algorithm for the machine.
+    The name is TensorFlow's. The MPI library chooses an algorithm for the machine.
 
     Args:
-        num_packs: into how many packs values are put; 0: one message for each.
+        num_packs: the number of packs; 0: one message for each value.
     """
 
 
 class ReductionToOneDevice(CrossDeviceOps):
-    """Reduce to one rank, and copy the result to the others from there.
+    """Reduces to one rank, which then broadcasts the result to the others.
 
-    Slower than an all-reduce, but it can combine values in a way of the user's own.
+    Slower than an all-reduce, but it can use a custom reduction function.
 
     Args:
         reduce_to_device: a device string of `StrategyExtended.worker_devices`;
             None: the first.
         accumulation_fn: a function of the list of all replicas' values, in replica
-            order, that returns their sum (by whatever definition). It is called on
-            the rank of that device. MEAN divides its result by the number of
-            replicas. None: MPI's own operation.
+            order, that returns their sum (in any definition). It is called on that
+            device's rank. MEAN divides its result by the number of replicas. None: the
+            MPI operation.
     """
 
     def __init__(
@@ -299,7 +300,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         reduce_to_device: str | None = None,
         accumulation_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        """Keep the device and the function."""
+        """Store the device and the function."""
         self._device = reduce_to_device
         self._accumulate = accumulation_fn
 
@@ -362,14 +363,14 @@ class ReductionToOneDevice(CrossDeviceOps):
 
 
 def _empty_result(op: ReduceOp, own: Any, call: str) -> Any:
-    """Return an array that is like the result of a reduction."""
+    """Return an empty array with the shape and dtype of a reduction's result."""
     x, kind = backend.as_array(own, call)
     result = backend.empty_like(x, x.shape, dtypes.reduction(x.dtype, op, call).result)
     result[...] = 0
     return backend.restore(result, kind)
 
 
-# --- what the operations share with the classes above ---------------------------------
+# --- shared by the operations and the classes above -----------------------------------
 
 
 def all_reduce(
@@ -379,7 +380,7 @@ def all_reduce(
     options: CommunicationOptions | None = None,
     call: str = "all_reduce",
 ) -> Any:
-    """All-reduce a nest of own components, by the user's ops where there are some."""
+    """All-reduce a nest of own components, with the user's ops if given."""
     ops = group.custom_ops
     if ops is None:
         return group.collectives.all_reduce(op, tree, options, call)
@@ -401,9 +402,9 @@ def reduce_pairs(
     options: CommunicationOptions | None,
     call: str,
 ) -> list[Any]:
-    """All-reduce nests of per-replica values, and reduce those for one rank to it.
+    """All-reduce nests of per-replica values; reduce those for one rank to it.
 
-    Those for all ranks are Mirrored.
+    Values for all ranks become Mirrored.
     """
     registry = group.registry
     results = reduce_components(group, op, pairs, options, call)
@@ -421,7 +422,7 @@ def reduce_components(
     options: CommunicationOptions | None,
     call: str,
 ) -> list[Any]:
-    """As `reduce_pairs`, with plain results, which the caller wraps."""
+    """Do the same as `reduce_pairs`, with plain results that the caller wraps."""
     collectives = group.collectives
     groups: dict[int | None, list[int]] = {}
     for i, (_, destinations) in enumerate(pairs):
@@ -450,7 +451,7 @@ def broadcast_value(group: ReplicaGroup, get: Callable[[], Any]) -> Any:
             return [value, True]
         if isinstance(value, ArrayLike):
             value = value._read()
-        # A copy: what happens to the array afterwards must not show on one rank.
+        # A copy: later changes to the array must not show on one rank only.
         return [backend.as_array(value, "broadcast_to")[0].copy(), False]
 
     value, is_number = group.collectives.share(make, "broadcast_to")
@@ -489,11 +490,11 @@ def _on_all(
     body: Callable[[], Any],
     same: Callable[[Any], list[Any]],
 ) -> Any:
-    """Run code that may be the user's, and wait until it has ended on all ranks.
+    """Run code that may be the user's, and wait until all ranks have finished.
 
-    Collective. What it raises on one rank is raised on all. Those of its results for
-    which ``same`` asks become Mirrored, whose components are trusted to be the same
-    from here on: so they are compared, unless the guard is off.
+    Collective. An exception on one rank is raised on all. The results that ``same``
+    selects become Mirrored. From then on their components are assumed to be the same,
+    so they are compared here, unless the guard is off.
     """
     guard = group.collectives.guard
 
@@ -506,7 +507,7 @@ def _on_all(
                 part.set_result(text, fingerprint(text))
         except Exception:
             raise
-        except BaseException:  # such as sys.exit: no error for the others to repeat
+        except BaseException:  # such as sys.exit: not repeated on other ranks
             part.kind = "raised"
             raise
         return result
@@ -517,7 +518,7 @@ def _on_all(
 def _mirror(group: ReplicaGroup, result: Any) -> Any:
     """Wrap a result that is the same on all ranks.
 
-    Also one that is wrapped already, on this rank: keys are counted on all.
+    Also if it is already wrapped on this rank, because all ranks count keys.
     """
     return group.registry.wrap_tree(Mirrored, own_component(result))
 
@@ -536,7 +537,7 @@ def _frame_of(group: ReplicaGroup) -> context.Frame:
 
 
 def _group_of(values: list[Any]) -> ReplicaGroup:
-    """Return the group that these values belong to; else the one in force."""
+    """Return the group that these values belong to, or else the current one."""
     for value in values:
         if isinstance(value, Variable):
             return value._group

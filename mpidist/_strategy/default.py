@@ -1,4 +1,4 @@
-"""The default strategy, of one replica without MPI: in force outside every scope."""
+"""The default strategy outside every scope: one replica, without MPI."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpidist._strategy.strategy import Strategy, group_of
 
 
 class DefaultStrategy(Strategy):
-    """What is in force outside every scope: one replica, on the host, no MPI."""
+    """The strategy outside every scope: one replica, on the host, no MPI."""
 
     _name = "default strategy"
 

@@ -1,7 +1,8 @@
-"""StrategyExtended: the cross-replica operations beneath `Strategy`.
+"""StrategyExtended: the cross-replica operations that `Strategy` builds on.
 
-Each method checks its arguments' form and hands over to `dispatch.perform`, which runs
-the operation of the same name here, or commands it where rank 0 is in ``merge_fn``.
+Each method validates its arguments and calls `dispatch.perform`, which runs the
+operation of the same name here or, when rank 0 is in ``merge_fn``, commands all ranks
+to run it.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from mpidist.data import Dataset
 
 
 class StrategyExtended:
-    """More of a strategy: for library writers and ported ``merge_fn`` code.
+    """Additional strategy methods, for libraries and ported ``merge_fn`` code.
 
     `Strategy.extended` returns it. All methods are for cross-replica context: at
     program level every rank must make the call (collective); inside ``merge_fn`` the
-    coordinator makes it for all.
+    coordinator calls them for all ranks.
     """
 
     def __init__(self, group: ReplicaGroup) -> None:
@@ -76,10 +77,10 @@ class StrategyExtended:
         return self._group.replica_id == 0
 
     def value_container(self, value: Any) -> Any:
-        """Return the variable that an array is the copy of, else ``value``.
+        """Return the variable that an array is a copy of, otherwise ``value``.
 
-        Not collective. What `Variable.value` and `Variable.values` give at program
-        level are copies; results of arithmetic are not.
+        Not collective. At program level `Variable.value` and `Variable.values` return
+        such copies; results of arithmetic are not copies.
         """
         if isinstance(value, Variable):
             return value
@@ -91,7 +92,7 @@ class StrategyExtended:
     def variable_created_in_scope(self, v: Any) -> bool:
         """Return whether a variable belongs to this strategy. Not collective.
 
-        Those made outside every scope belong to the default strategy.
+        Variables created outside every scope belong to the default strategy.
 
         Raises:
             TypeError: if ``v`` is not a variable.
@@ -105,13 +106,13 @@ class StrategyExtended:
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
-        """Make the variables inside live where another one lives. Not collective.
+        """Place the variables created inside with another one. Not collective.
 
-        They do anyway: every variable has a copy on each replica's device. The
-        arguments are checked as in TensorFlow.
+        This has no effect: every variable has a copy on each replica's device. The
+        arguments are validated as in TensorFlow.
 
         Raises:
-            RuntimeError: outside the scope of this strategy.
+            RuntimeError: if called outside the scope of this strategy.
             ValueError: if it is not a variable of this strategy.
         """
         if context.current().group is not self._group:
@@ -133,11 +134,11 @@ class StrategyExtended:
         """Return a variable's value in cross-replica context. Collective if ON_READ.
 
         Args:
-            v: a `Variable`. A plain array comes back as it is.
+            v: a `Variable`. A plain array is returned unchanged.
 
         Returns:
-            A new array: the value of a mirrored variable, or what the copies of an
-            ON_READ variable make together.
+            A new array: the value of a mirrored variable, or the combined copies of an
+            ON_READ variable.
 
         Raises:
             ValueError: for an ON_READ variable with aggregation NONE.
@@ -149,7 +150,7 @@ class StrategyExtended:
         return v
 
     def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
-        """Return the devices for state that belongs to no variable: all replicas'."""
+        """Return the devices for state without a variable: those of all replicas."""
         return self._group.device_names
 
     def update_non_slot(
@@ -162,22 +163,22 @@ class StrategyExtended:
     ) -> Any:
         """Run ``fn(*args, **kwargs)`` on every device. Collective.
 
-        As `update`, for state that belongs to no variable. Assignments in ``fn``
-        change the replica's own copies.
+        Like `update`, for state that does not belong to a variable. Assignments in
+        ``fn`` change the replica's own copies.
 
         Args:
             colocate_with: what `non_slot_devices` returned, or a variable.
             fn: the function.
             args: its positional arguments, the same on all replicas.
-            kwargs: its keyword arguments, likewise.
+            kwargs: its keyword arguments, the same on all replicas.
             group: as for `update`.
 
         Returns:
-            As `update`.
+            The same as for `update`.
 
         Raises:
-            ValueError: for a ``colocate_with`` that is neither, or a PerReplica among
-                the arguments.
+            ValueError: if ``colocate_with`` is neither of these, or an argument is a
+                PerReplica.
         """
         kwargs = {} if kwargs is None else kwargs
         frame = context.require_cross_replica(self._group, "update_non_slot")
@@ -198,12 +199,12 @@ class StrategyExtended:
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: Any = None
     ) -> Dataset:
-        """Make a dataset of the rows of arrays. Not collective.
+        """Create a dataset from the rows of arrays. Not collective.
 
         Args:
-            numpy_input: an array, or a tuple or dict of arrays with equally many rows.
-                A list of arrays is stacked: each of them is a row.
-            session: taken and not used.
+            numpy_input: an array, or a tuple or dict of arrays with the same number of
+                rows. A list of arrays is stacked: each array is a row.
+            session: accepted and ignored.
 
         Returns:
             A `mpidist.data.Dataset`; call ``batch`` on it before it is distributed.
@@ -225,14 +226,14 @@ class StrategyExtended:
             iterator: a `DistributedIterator`, or anything with ``get_next`` or
                 ``__next__``.
             iterations: how many elements to take, at least 1.
-            initial_loop_values: outputs that are there before the first step.
+            initial_loop_values: the outputs before the first step.
 
         Returns:
             The `MultiStepContext`, with the outputs of the last step.
 
         Raises:
-            ValueError: for fewer than one iteration.
-            OutOfRangeError: if the iterator ends before.
+            ValueError: if ``iterations`` is less than 1.
+            OutOfRangeError: if the iterator ends earlier.
         """
         call = "experimental_run_steps_on_iterator"
         frame = context.require_cross_replica(self._group, call)
@@ -268,21 +269,21 @@ class StrategyExtended:
         Args:
             reduce_op: a `ReduceOp`, its name, or `VariableAggregation` SUM or MEAN.
             value: a `PerReplica`, or a nest of them.
-            destinations: where the result is wanted. A variable (which does not
-                change), a distributed value or an array: on every replica. A device
-                string of `worker_devices`: on that rank alone (an MPI Reduce).
-            options: for this call.
+            destinations: where the result goes. A variable (which does not change), a
+                distributed value or an array: to every replica. A device string of
+                `worker_devices`: to that rank only (an MPI Reduce).
+            options: communication options for this call.
             experimental_hints: the older name of ``options``.
 
         Returns:
-            `Mirrored`, in the nest of ``value``. For a device string plain arrays on
-            that device's rank, and None on the others, as in mpi4py; in ``merge_fn``,
-            where the device is not rank 0's, a `PerReplica` of these. A value that is
-            the same on all replicas comes back as it is for MEAN, MIN and MAX.
+            `Mirrored`, in the nest of ``value``. For a device string: plain arrays on
+            that device's rank and None on the others, as in mpi4py; in ``merge_fn``, if
+            the device is not rank 0's, a `PerReplica` of these. A value that is the
+            same on all replicas is returned unchanged for MEAN, MIN and MAX.
 
         Raises:
-            ValueError: for SUM or PROD of a value that is not per replica, or a
-                destination that is none.
+            ValueError: for SUM or PROD of a value that is not per replica, or if a
+                destination is invalid.
         """
         options = _one_of("reduce_to", options, experimental_hints)
         result = self._perform("reduce_to", reduce_op, value, destinations, options)
@@ -301,11 +302,11 @@ class StrategyExtended:
         Args:
             reduce_op: as for `reduce_to`.
             value_destination_pairs: an iterable of (value, destinations).
-            options: for this call.
+            options: communication options for this call.
             experimental_hints: the older name of ``options``.
 
         Returns:
-            A list with what `reduce_to` gives for each pair, in order.
+            A list with the result of `reduce_to` for each pair, in order.
         """
         options = _one_of("batch_reduce_to", options, experimental_hints)
         if isinstance(value_destination_pairs, Iterator):
@@ -320,19 +321,19 @@ class StrategyExtended:
         ]
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """Give every replica the value that rank 0 has. Collective.
+        """Copy rank 0's value to every replica. Collective.
 
         Args:
             tensor: an array, or a Python number.
             destinations: as for `reduce_to`; every replica gets the value.
 
         Returns:
-            `Mirrored`. Python numbers and Mirrored values come back as they are.
+            `Mirrored`. Python numbers and Mirrored values are returned unchanged.
         """
         frame = context.require_cross_replica(self._group, "broadcast_to")
         if isinstance(tensor, Variable):
             try:
-                tensor = tensor._read()  # on all ranks, where it is ON_READ
+                tensor = tensor._read()  # on all ranks, if it is ON_READ
             except Exception as error:
                 if frame.coordinator is not None:
                     raise
@@ -349,44 +350,45 @@ class StrategyExtended:
     ) -> Any:
         """Run ``fn(var, *args, **kwargs)`` on every replica, to change its copy.
 
-        Collective. In ``fn``, `Variable.assign` and its kin change the replica's own
-        copy, with no communication. Mirrored arguments arrive as their value. In
-        ``merge_fn`` each rank runs ``fn`` with its own objects, where ``merge_fn`` can
-        reach them (through ``self``, closure, defaults, globals, arguments); numbers,
-        strings and what ``merge_fn`` makes itself are sent as rank 0 has them.
+        Collective. In ``fn``, `Variable.assign` and similar methods change the
+        replica's own copy, without communication. ``fn`` receives Mirrored arguments as
+        their value. In ``merge_fn`` each rank runs ``fn`` with its own objects, if
+        ``merge_fn`` can reach them (through ``self``, closure, defaults, globals,
+        arguments). Numbers, strings and objects that ``merge_fn`` creates are sent from
+        rank 0.
 
         Args:
             var: the variable.
             fn: the function.
-            args: its further positional arguments, the same on all replicas.
-            kwargs: its keyword arguments, likewise.
-            group: whether to return the results as one Mirrored.
+            args: its other positional arguments, the same on all replicas.
+            kwargs: its keyword arguments, the same on all replicas.
+            group: whether to return the results as a single Mirrored.
 
         Returns:
-            What ``fn`` returns, as `Mirrored`; with ``group=False`` as tuples of the
+            The result of ``fn`` as `Mirrored`; with ``group=False`` tuples of the
             replicas' results (those that `Strategy.experimental_local_results`
-            gives). For a ``var`` that is not distributed: ``fn(var, ...)``.
+            returns). If ``var`` is not distributed: ``fn(var, ...)``.
 
         Raises:
-            ValueError: for a PerReplica among the arguments, which would make the
-                copies differ; in ``merge_fn`` also where a rank does not have an object
-                that ``fn`` refers to, or has one of another type.
-            TypeError: in ``merge_fn``, for what it has made itself and cannot be
-                sent, such as a lock.
-            ReplicaError: if ``fn`` raised on another replica. Then all copies of what
-                it wrote are made equal to rank 0's again.
-            CollectiveMismatchError: if some rank did not make this call, for plain
-                arguments that are not the same on all replicas, and if ``fn`` left
-                other values in mirrored variables, or returned others, on some replica
-                (likewise). Of arrays of more than 64 KiB some words are compared,
-                others in each update; `check_in_sync` compares all. Not checked with
-                the guard off.
+            ValueError: if an argument is a PerReplica, which would make the copies
+                differ; in ``merge_fn`` also if a rank does not have an object that
+                ``fn`` refers to, or has one of another type.
+            TypeError: in ``merge_fn``, if an object that it created cannot be sent,
+                such as a lock.
+            ReplicaError: if ``fn`` raised on another replica. Then all copies of the
+                variables it wrote are reset to rank 0's.
+            CollectiveMismatchError: if some rank did not make this call, if plain
+                arguments are not the same on all replicas, or if ``fn`` left different
+                values in mirrored variables, or returned different values, on some
+                replica (all copies are then reset too). For arrays larger than 64 KiB a
+                sample of words is compared, a different one in each update;
+                `check_in_sync` compares all. Not checked with the guard off.
 
-        In ``merge_fn`` the coordinator goes on to the next update without waiting for
-        the other replicas. Errors of its own ``fn`` are raised here; ReplicaError and
-        CollectiveMismatchError may be raised, on all ranks, by a later call that
+        In ``merge_fn`` the coordinator continues with the next update without waiting
+        for the other replicas. Errors in its own ``fn`` are raised here; ReplicaError
+        and CollectiveMismatchError may be raised, on all ranks, by a later call that
         communicates, or by `ReplicaContext.merge_call`. To catch them inside
-        ``merge_fn``, write ``group=False``: then this call waits for all replicas.
+        ``merge_fn``, pass ``group=False``: this call then waits for all replicas.
         """
         kwargs = {} if kwargs is None else kwargs
         frame = context.require_cross_replica(self._group, "update")
@@ -407,7 +409,7 @@ class StrategyExtended:
         check_owner(self._group, "update", var)
         return self._update(frame, var, fn, args, kwargs, group)
 
-    # --- for the package ------------------------------------------------------
+    # --- internal to the package ------------------------------------------------------
 
     def _update(
         self,
@@ -431,7 +433,7 @@ class StrategyExtended:
         return nest.map_structure(_local_results_of, result)
 
     def _take_home(self, result: Any, destinations: Any) -> Any:
-        """Unwrap what was reduced to one rank, where that is for this code to see."""
+        """Unwrap a value that was reduced to one rank, if this code may see it."""
         if not isinstance(destinations, str) or not self._group.is_mpi:
             return result
         if (
@@ -467,7 +469,7 @@ def local_results(group: ReplicaGroup, value: Any) -> tuple[Any, ...]:
 
 
 def _fetch(coordinator: context.Commander | None, leaves: list[Any]) -> None:
-    """Gather all of these values at once, where this is the coordinator."""
+    """Gather all of these values at once, on the coordinator."""
     if coordinator is not None:
         coordinator.fetch([x for x in leaves if isinstance(x, DistributedValues)])
 

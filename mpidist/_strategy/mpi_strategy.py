@@ -40,34 +40,34 @@ _numbers = threads.ReplicaLocal(lambda: itertools.count(1))
 class MPIStrategy(Strategy):
     """One replica on each rank of an MPI communicator.
 
-    Collective: every rank of ``comm`` makes it. It communicates on a duplicate of
-    ``comm``, so strategies, and other users of the communicator, do not disturb each
-    other. The first one starts MPI if that has not been done, and installs the hooks
-    that end the whole job on an uncaught exception (``MPIDIST_ABORT=0``: does not);
-    closing the last one takes them away.
+    Collective: every rank of ``comm`` creates it. It communicates on a duplicate of
+    ``comm``, so strategies do not interfere with each other or with other users of the
+    communicator. The first strategy initializes MPI, if necessary, and installs hooks
+    that abort the whole job on an uncaught exception (``MPIDIST_ABORT=0`` disables
+    them). Closing the last strategy removes the hooks.
 
     Args:
         comm: an `mpi4py.MPI.Comm`; None is COMM_WORLD. Groups of ranks can have
             strategies of their own: ``MPIStrategy(MPI.COMM_WORLD.Split(color))``.
-            In the function of `mpidist.testing.run` a `mpidist.testing.ThreadGroup`;
+            In a function run by `mpidist.testing.run`, a `mpidist.testing.ThreadGroup`;
             None is all of its replicas.
-        device: "auto" is this rank's GPU (by its number on the node) where CuPy finds
-            one, and else the host; "cpu"; "gpu"; "gpu:K".
+        device: "auto" is this rank's GPU (by its number on the node) if CuPy finds one,
+            otherwise the host; "cpu"; "gpu"; "gpu:K".
         communication_options: `mpidist.experimental.CommunicationOptions`; the same
             on all ranks.
         cross_device_ops: how values are reduced: a `CrossDeviceOps`, of the same
             class on all ranks. None is `CollectiveAllReduce`.
 
     Raises:
-        TypeError, ValueError: for invalid arguments, or a setting that
-            cannot be read; on every rank.
+        TypeError, ValueError: if an argument is invalid, or a setting cannot be read;
+            on every rank.
         CollectiveMismatchError: if the ranks' versions of Python, mpidist, NumPy or
-            cloudpickle do not fit each other, or their numbers do not have the same
-            bytes, or the ranks were given other arguments; on every rank.
-        RuntimeError: for "gpu" where there is none; on every rank. For COMM_WORLD of
-            one rank where the launcher started several processes: then each would be
-            a program of one replica. ``MPIDIST_ALONE=1`` allows it.
-        ImportError: where there is no MPI library.
+            cloudpickle are incompatible, their number formats differ, or the ranks were
+            given different arguments; on every rank.
+        RuntimeError: for "gpu" if there is no GPU; on every rank. For a COMM_WORLD of
+            one rank if the launcher started several processes: each would then be a
+            separate program with one replica. ``MPIDIST_ALONE=1`` allows it.
+        ImportError: if there is no MPI library.
     """
 
     _name = "MPIStrategy"
@@ -83,7 +83,7 @@ class MPIStrategy(Strategy):
         problem = ""
         try:
             environment = read_environment()
-        except ValueError as error:  # perhaps on this rank alone: all hear of it
+        except ValueError as error:  # perhaps on this rank only: tell all ranks
             environment, problem = Environment(), str(error)
         replica = threads.current()
         if replica is not None:
@@ -157,8 +157,8 @@ class MPIStrategy(Strategy):
         )
         if memory.nodes is not None:
             guard.watch_steps(memory.nodes.node.channel)
-        # The communicator and the guard outlive the collectives: they go on all ranks
-        # together, when the last of them has collected its strategy.
+        # The communicator and the guard outlive the collectives: all ranks free them
+        # together, when the last rank has collected its strategy.
         collectives = _make_collectives(
             communicator,
             guard,
@@ -180,12 +180,12 @@ class MPIStrategy(Strategy):
             process_exit.watch(guard, waits=enabled)
 
     def close(self) -> None:
-        """Give the communicator, and what the ranks share, back to MPI. Collective.
+        """Free the communicator and the resources that the ranks share. Collective.
 
-        The strategy cannot be used afterwards; its variables can still be read, and
-        so can results and `buffers_like` buffers, whose memory stays as they do. One
-        that is not closed, but collected as garbage on every rank, is given back when
-        these ranks make or close another one.
+        The strategy cannot be used afterwards; its variables can still be read, and so
+        can results and `buffers_like` buffers, whose memory is kept as long as they
+        exist. A strategy that is not closed but garbage-collected on every rank is
+        freed when these ranks create or close another one.
         """
         group = self._group
         guard = group.guard
@@ -209,7 +209,7 @@ def _make_collectives(
     cross_device_ops: object,
     memory: SharedMemory,
 ) -> Collectives:
-    """Check the arguments of MPIStrategy on all ranks, and build its operations."""
+    """Check the arguments of MPIStrategy on all ranks; build its operations."""
     try:
         if options is not None and not isinstance(options, CommunicationOptions):
             raise TypeError(

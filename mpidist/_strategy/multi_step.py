@@ -1,4 +1,4 @@
-"""A loop of steps over an iterator, as tf.distribute's first version had it."""
+"""A loop of steps over an iterator, as in the first version of tf.distribute."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mpidist._values.distributed import PerReplica
 
 
 class MultiStepContext:
-    """Where the steps of a loop put their outputs.
+    """Collects the outputs of the steps of a loop.
 
-    `StrategyExtended.experimental_run_steps_on_iterator` makes one, passes it to each
+    `StrategyExtended.experimental_run_steps_on_iterator` creates one, passes it to each
     step, and returns it.
     """
 
@@ -28,33 +28,33 @@ class MultiStepContext:
 
     @property
     def last_step_outputs(self) -> dict[str, Any]:
-        """What `set_last_step_output` kept last, by name."""
+        """The values last stored by `set_last_step_output`, by name."""
         return self._last_step_outputs
 
     @property
     def non_tensor_outputs(self) -> dict[str, Any]:
-        """What `set_non_tensor_output` kept last, by name."""
+        """The values last stored by `set_non_tensor_output`, by name."""
         return self._non_tensor_outputs
 
     @property
     def run_op(self) -> None:
-        """None: there are no graphs whose operation it would be."""
+        """None: there are no graphs, so there is no operation."""
         return
 
     def set_last_step_output(
         self, name: str, output: Any, reduce_op: ReduceOp | str | None = None
     ) -> None:
-        """Keep an output of this step. Collective where there is a ``reduce_op``.
+        """Store an output of this step. Collective if there is a ``reduce_op``.
 
         Args:
-            name: to find it by.
-            output: a nest; in cross-replica context of `PerReplica`, if it is to be
-                reduced.
+            name: the key of the output.
+            output: a nest; in cross-replica context a nest of `PerReplica`, if it is to
+                be reduced.
             reduce_op: how it is combined over the replicas, element by element. None:
-                it is kept as it is. In a replica function it is required.
+                it is stored unchanged. Required in a replica function.
 
         Raises:
-            ValueError: in a replica function without ``reduce_op``.
+            ValueError: if ``reduce_op`` is missing in a replica function.
         """
         if reduce_op is None:
             if not context.in_cross_replica_context():
@@ -75,9 +75,9 @@ class MultiStepContext:
         self._last_step_outputs[name] = output
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
-        """Keep an output of any type. Collective in a replica function.
+        """Store an output of any type. Collective in a replica function.
 
-        There it keeps a tuple with the outputs of all replicas, on all of them.
+        There it stores a tuple with the outputs of all replicas, on all of them.
         """
         replica_context = context.current().replica_context
         if replica_context is not None:
@@ -105,7 +105,7 @@ def check_iterations(iterations: object) -> None:
 
     Raises:
         TypeError: if it is not an int.
-        ValueError: for fewer than one.
+        ValueError: if it is less than 1.
     """
     if isinstance(iterations, bool) or not isinstance(iterations, (int, np.integer)):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""The cross-replica operations: what every rank runs, at program level or on command.
+"""The cross-replica operations that ranks run, at program level or on command.
 
 `StrategyExtended` and `Strategy` perform them by name (`dispatch`).
 """
@@ -40,7 +40,7 @@ from mpidist._values.variable import Variable
 
 _LEAF: Final = str(nest.flatten(None)[1])
 _LEAF_FINGERPRINT: Final = fingerprint(_LEAF)
-# Reducing one value that is the same everywhere: these leave it as it is.
+# For a value that is the same on all replicas, these operations are the identity.
 _IDEMPOTENT: Final = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 
 
@@ -61,8 +61,7 @@ def _call_for_each_replica(group: ReplicaGroup, fn: Any, args: Any, kwargs: Any)
         part.kind = "raised"
         with context.entered(group.replica_frame):
             result = fn(*own_args, **own_kwargs)
-        # With the number of keys that were drawn: they must name the same values on all
-        # ranks.
+        # With the number of keys drawn: keys must name the same values on all ranks.
         keys = registry.count
         if result is None:
             part.set_result(lambda: f"{_LEAF} [#{keys}]", _LEAF_FINGERPRINT ^ keys)
@@ -124,7 +123,7 @@ def _reduce(group: ReplicaGroup, reduce_op: Any, value: Any, axis: Any) -> Any:
 
 
 def _plain_of(group: ReplicaGroup, leaves: list[Any]) -> list[Any]:
-    """Return the values that each rank has of its own, and that must be the same."""
+    """Return the values that are local to each rank but must be the same."""
     return [
         to_plain(own_component(x))
         for x in leaves
@@ -135,14 +134,14 @@ def _plain_of(group: ReplicaGroup, leaves: list[Any]) -> list[Any]:
 def _reduce_same(
     group: ReplicaGroup, op: ReduceOp, leaf: Any, axes: Any, call: str
 ) -> Any:
-    """Reduce a value that is no PerReplica: the same on all replicas."""
+    """Reduce a value that is not a PerReplica: the same on all replicas."""
     if isinstance(leaf, (list, tuple)) or leaf is None:
         raise TypeError(
             f"{call}: expected a PerReplica, got {leaf!r}; pass what `strategy.run` "
             "returned"
         )
     if not group.is_mpi and axes is None:
-        return own_component(leaf)  # of one replica, which needs no wrapping
+        return own_component(leaf)  # one replica: no wrapping needed
     if op not in _IDEMPOTENT and group.is_mpi:
         raise ValueError(
             f"{call}: A non-DistributedValues value {leaf!r:.80} cannot be reduced "
@@ -179,7 +178,7 @@ def _as_axes(axis: Any) -> tuple[int, ...] | None:
 
 
 def _reduce_axes(op: ReduceOp, x: Any, axes: tuple[int, ...]) -> tuple[Any, int]:
-    """Reduce one replica's array over its axes; return it and what was counted."""
+    """Reduce one replica's array over its axes; return it and the count."""
     entry = dtypes.reduction(x.dtype, op, "Strategy.reduce")
     for axis in axes:
         if not -x.ndim <= axis < x.ndim:
@@ -215,7 +214,7 @@ def _identity(op: ReduceOp, dtype: Any) -> Any:
 def _reduce_parts(
     collectives: Collectives, op: ReduceOp, parts: list[Any], pairs: list[Any]
 ) -> list[Any]:
-    """Reduce what each replica made of its own rows, and what it counted."""
+    """Reduce each replica's partial result and its count."""
     how = ReduceOp.SUM if op is ReduceOp.MEAN else op
     call = f"Strategy.reduce {op.name} over axes"
     arrays = [x for x, _ in parts]
@@ -259,9 +258,9 @@ def _batch_reduce_to(
 def _reduce_pairs(
     group: ReplicaGroup, reduce_op: Any, pairs: Any, options: Any, call: str
 ) -> list[Any]:
-    """Reduce pairs of values and destinations. Draws one key, by either way.
+    """Reduce pairs of values and destinations. Draws one key on either path.
 
-    Which way a rank goes depends on what it passes, such as a list in place of a tuple.
+    Ranks may take different paths, for example if one passes a list and not a tuple.
     """
     registry = group.registry
     if type(pairs) is list and group.custom_ops is None:
@@ -306,7 +305,7 @@ def _reduce_pairs(
     number = registry.next_key()
     for i, x in zip(moving, reduced, strict=True):
         if root_of(group, wanted[i]) is not None:
-            # For one rank: nothing on the others. See `StrategyExtended.reduce_to`.
+            # For one rank: None on the others. See `StrategyExtended.reduce_to`.
             x = registry.wrap(PerReplica, x, (number, i))
         elif not isinstance(x, Mirrored):
             x = registry.wrap(Mirrored, x, (number, i))
@@ -319,7 +318,7 @@ def _reduce_pairs(
 
 
 def _components(group: ReplicaGroup, pairs: list[Any]) -> list[Any] | None:
-    """Return this rank's values, if all are for variables, as they are most often."""
+    """Return this rank's values if all are for variables, the most common case."""
     registry = group.registry
     own = []
     for pair in pairs:
@@ -376,7 +375,7 @@ def _gather(group: ReplicaGroup, value: Any, axis: Any) -> Any:
                 f"{type(value).__name__}; gather its parts one by one, or write "
                 "`all_gather` in the replica function, which takes nests"
             )
-        # Not per replica: returned as it is, not n times (as in TensorFlow).
+        # Not per replica: returned unchanged, not n times (as in TensorFlow).
         plain = own_component(value)
         backend.as_array(to_plain(plain), "Strategy.gather")
     except Exception as error:

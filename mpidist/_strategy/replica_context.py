@@ -1,4 +1,4 @@
-"""What a replica function sees: its context, and the collectives it may call."""
+"""The context of a replica function, and the collectives it may call."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from mpidist._strategy.strategy import Strategy, group_of
 class ReplicaContext:
     """The replica that the code runs on, inside `Strategy.run`.
 
-    `mpidist.get_replica_context` returns it. It can also be made by hand, on every
+    `mpidist.get_replica_context` returns it. It can also be created directly, on every
     rank, and entered with ``with``.
 
     Args:
         strategy: the strategy.
-        replica_id_in_sync_group: the number of this rank's replica; None for it.
+        replica_id_in_sync_group: the number of this rank's replica, or None, which
+            means the same.
 
     Raises:
-        ValueError: for an id that is no int, or not that of this rank's replica.
+        ValueError: if the id is not an int, or not that of this rank's replica.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class ReplicaContext:
         self._entered.pop().__exit__(kind, error, trace)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What merge_fn returns: on each rank the context of its own replica.
+        # When merge_fn returns it: on each rank the context of its own replica.
         return (ReplicaContext, (self._strategy, None))
 
     def __repr__(self) -> str:
@@ -103,7 +104,7 @@ class ReplicaContext:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The device of this replica, as a tuple of one string."""
+        """The device of this replica, as a tuple with one string."""
         return (self._group.device_name,)
 
     def all_reduce(
@@ -112,28 +113,28 @@ class ReplicaContext:
         value: Any,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Reduce ``value`` over all replicas, and give all of them the result.
+        """Reduce ``value`` over all replicas; all of them get the result.
 
-        Collective: every replica must call this, in the same order. On one node
-        through shared memory; else one all-reduce by MPI for each dtype and
+        Collective: every replica must call this, in the same order. On one node it uses
+        shared memory; otherwise one MPI all-reduce for each dtype and
         ``bytes_per_pack``. On one node large results share one block of memory, which
-        stays for as long as one of them is kept.
+        is freed when the last of them is.
 
         Args:
             reduce_op: a `ReduceOp` or its name.
             value: a nest of arrays and numbers, of the same structure, shapes and
                 dtypes on all replicas. It is not changed.
-            options: for this call.
+            options: communication options for this call.
 
         Returns:
-            The same nest with the results, bit-identical on all replicas. SUM, MIN,
-            MAX and PROD keep the dtype, and so does MEAN, but of integers it is
+            The same nest with the results, bit-identical on all replicas. SUM, MIN, MAX
+            and PROD keep the dtype. So does MEAN, except that MEAN of integers is
             float64. Python numbers give Python numbers.
 
         Raises:
-            RuntimeError: outside this replica context.
-            TypeError: for leaves that are no arrays, or of a dtype that the
-                operation is not defined for.
+            RuntimeError: if called outside this replica context.
+            TypeError: if a leaf is not an array, or the operation is not defined for
+                its dtype.
             CollectiveMismatchError: if the replicas' calls differ.
 
         Example, on two replicas::
@@ -159,23 +160,24 @@ class ReplicaContext:
     ) -> Any:
         """Concatenate ``value`` of all replicas along an axis.
 
-        Collective: every replica must call this, in the same order. On one node
-        through shared memory; else one MPI Allgather (Allgatherv, if sizes differ)
-        for each leaf, or for all where they are small.
+        Collective: every replica must call this, in the same order. On one node it uses
+        shared memory; otherwise one MPI Allgather (Allgatherv if sizes differ) for each
+        leaf, or for all leaves together if they are small.
 
         Args:
             value: a nest of arrays of at least one dimension, of the same dtypes and
-                shapes on all replicas but for the size along ``axis`` (0 is allowed).
-            axis: the axis to concatenate along; negative from the end.
-            options: for this call.
+                shapes on all replicas, except for the size along ``axis`` (0 is
+                allowed).
+            axis: the axis to concatenate along; negative values count from the end.
+            options: communication options for this call.
 
         Returns:
             The same nest with the results, in the order of the replicas.
 
         Raises:
-            RuntimeError: outside this replica context.
-            TypeError, ValueError: for a leaf that is no array, or an axis that it
-                does not have.
+            RuntimeError: if called outside this replica context.
+            TypeError, ValueError: if a leaf is not an array, or the axis is out of
+                range.
             CollectiveMismatchError: if the replicas' calls differ.
         """
         self._require_current("all_gather")
@@ -196,22 +198,22 @@ class ReplicaContext:
         Args:
             merge_fn: the function.
             args: its positional arguments: nests of the same structure on all
-                replicas. Each array or number arrives as a `PerReplica`, of which
-                rank 0 has its own component and the others stay on their ranks until
-                they are looked at. Variables arrive as themselves; other objects
-                too, where they are equal on all replicas, and else as PerReplica.
+                replicas. Each array or number is passed as a `PerReplica`; rank 0 has
+                its own component, and the others stay on their ranks until they are
+                accessed. Variables are passed unchanged. So are other objects if they
+                are equal on all replicas; otherwise they are passed as a PerReplica.
                 Objects that hold variables are compared by class and first variable.
-            kwargs: its keyword arguments, likewise.
+            kwargs: its keyword arguments, treated in the same way.
 
         Returns:
-            This replica's part of what ``merge_fn`` returns: its component of
-            PerReplica and Mirrored values (nested too); all else as it is.
+            This replica's part of the result of ``merge_fn``: its component of
+            PerReplica and Mirrored values (also nested ones); anything else unchanged.
 
         Raises:
-            RuntimeError: outside this replica context.
-            TypeError: for an argument that cannot be compared, such as a lock or an
-                open file; ``merge_fn`` may close over it.
-            Exception: what ``merge_fn`` raises, on every replica.
+            RuntimeError: if called outside this replica context.
+            TypeError: if an argument cannot be compared, such as a lock or an open
+                file; ``merge_fn`` may close over it instead.
+            Exception: any exception that ``merge_fn`` raises, on every replica.
             CollectiveMismatchError: if the replicas' calls differ.
         """
         self._require_current("merge_call")
@@ -256,7 +258,7 @@ _INSTEAD = {
 
 
 def attach(strategy: Strategy, ops: CrossDeviceOps | None) -> None:
-    """Give the group of a strategy what is made of classes above it."""
+    """Set the attributes of a strategy's group that need higher-level classes."""
     group = group_of(strategy)
     if ops is not None:
         group.custom_ops = ops
@@ -275,7 +277,7 @@ def attach(strategy: Strategy, ops: CrossDeviceOps | None) -> None:
 
 
 def _trace_merge_call(guard: TracedGuard) -> Callable[..., Any]:
-    """Return the function that makes a merge_call with a line in the trace."""
+    """Return a function that does a merge_call and writes a line to the trace."""
 
     def traced(group: ReplicaGroup, merge_fn: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__qualname__)
@@ -286,9 +288,9 @@ def _trace_merge_call(guard: TracedGuard) -> Callable[..., Any]:
 
 
 def _repairer(group: ReplicaGroup) -> Callable[[list[Any]], None]:
-    """Return what makes copies of variables equal again, on all ranks.
+    """Return a function that makes copies of variables equal again, on all ranks.
 
-    The guard keeps it, and is kept itself until all ranks have collected the strategy.
+    The guard holds it, and is itself kept until all ranks have collected the strategy.
     """
     reference = weakref.ref(group)
     comm = group.communicator
@@ -297,7 +299,7 @@ def _repairer(group: ReplicaGroup) -> Callable[[list[Any]], None]:
         alive = reference()
         if alive is not None:
             updates.make_equal(alive, keys)
-        else:  # what the other ranks do first: ask who has the variables
+        else:  # as the other ranks do first: ask who has the variables
             comm.all_gather_integers([0] * len(keys))
 
     return repair

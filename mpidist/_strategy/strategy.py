@@ -1,4 +1,4 @@
-"""Strategy: what `MPIStrategy` and the default strategy share."""
+"""Strategy: the base class of `MPIStrategy` and the default strategy."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from mpidist.data import (
 
 @dataclasses.dataclass(frozen=True)
 class CommunicationStatistics:
-    """What a strategy has communicated so far, on this rank.
+    """Statistics of a strategy's communication so far, on this rank.
 
     Attributes:
-        seconds: time in collectives, waiting for other ranks included.
+        seconds: time in collectives, including waiting for other ranks.
         calls: number of MPI calls that moved arrays, by MPI name.
         bytes: bytes of this rank's buffers in them, by MPI name.
     """
@@ -45,14 +45,14 @@ class CommunicationStatistics:
 class Strategy:
     """Runs code on replicas and keeps their state together.
 
-    The methods are those of ``tf.distribute.Strategy``. Make an `MPIStrategy`; this
-    class is what it shares with the default strategy.
+    The methods are those of ``tf.distribute.Strategy``. Create an `MPIStrategy`; this
+    is the base class of it and of the default strategy.
     """
 
     _name = "Strategy"
 
     def __init__(self, group: ReplicaGroup) -> None:
-        """Take a group of replicas, and show it to users."""
+        """Wrap a group of replicas for users."""
         group.strategy = self
         self._group = group
         self._extended = StrategyExtended(group)
@@ -72,7 +72,7 @@ class Strategy:
 
     @property
     def extended(self) -> StrategyExtended:
-        """More methods, for library writers."""
+        """Additional methods, for libraries."""
         return self._extended
 
     @property
@@ -84,8 +84,8 @@ class Strategy:
     def replica_id(self) -> int:
         """The number of this process's replica, from 0: its rank.
 
-        At all levels; in a replica function it is what the replica context calls
-        ``replica_id_in_sync_group``. Beyond tf.distribute, where one process has
+        Available at all levels; in a replica function it equals the context's
+        ``replica_id_in_sync_group``. Not in tf.distribute, where one process has
         several replicas.
         """
         return self._group.replica_id
@@ -97,7 +97,7 @@ class Strategy:
 
     @property
     def cluster_resolver(self) -> MPIClusterResolver | None:
-        """What MPI knows of the processes; None for the default strategy."""
+        """A description of the processes; None for the default strategy."""
         group = self._group
         if not group.is_mpi:
             return None
@@ -106,7 +106,7 @@ class Strategy:
         )
 
     def communication_statistics(self) -> CommunicationStatistics:
-        """Return what was communicated so far, on this rank. Not collective."""
+        """Return statistics of this rank's communication so far. Not collective."""
         traffic = self._group.communicator.traffic
         return CommunicationStatistics(*traffic.total())
 
@@ -114,8 +114,8 @@ class Strategy:
     def scope(self) -> Iterator[Strategy]:
         """Make this the current strategy, in cross-replica context.
 
-        Not collective. Variables that are made inside are mirrored. May be entered
-        again inside itself.
+        Not collective. Variables created inside are mirrored. A scope may be nested in
+        itself.
 
         Raises:
             RuntimeError: inside the scope of another strategy, or in a replica
@@ -137,18 +137,18 @@ class Strategy:
 
         Args:
             fn: the replica function; every rank calls its own.
-            args: its positional arguments. PerReplica and Mirrored arguments (nested
-                too) arrive as the replica's component, variables as themselves.
-            kwargs: its keyword arguments, likewise.
-            options: taken and not used (``tf.distribute.RunOptions`` is for TPUs).
+            args: its positional arguments. PerReplica and Mirrored arguments (also
+                nested ones) are passed as the replica's component, variables unchanged.
+            kwargs: its keyword arguments, passed in the same way.
+            options: accepted and ignored (``tf.distribute.RunOptions`` is for TPUs).
 
         Returns:
-            What ``fn`` returns: each array or number of the nest as a `PerReplica`,
-            also with one replica; variables, None and other objects as they are.
+            The result of ``fn``: each array or number of the nest as a `PerReplica`,
+            also with one replica; variables, None and other objects unchanged.
 
         Raises:
-            Exception: what ``fn`` raised on this rank.
-            ReplicaError: if it raised on another rank.
+            Exception: the exception that ``fn`` raised on this rank.
+            ReplicaError: if ``fn`` raised on another rank.
             CollectiveMismatchError: if replicas made different collective calls, or
                 returned different structures.
             RuntimeError: in a replica function, or in another strategy's scope.
@@ -168,16 +168,16 @@ class Strategy:
             value: a `PerReplica`, or a nest of them.
             axis: None to combine the replicas' arrays element by element; an int or
                 a tuple of ints to reduce each array over these axes too. MEAN then
-                divides by the number of elements over all replicas, so that uneven
-                last batches, and empty ones, count as they should.
+                divides by the number of elements over all replicas, so uneven last
+                batches, and empty ones, are weighted correctly.
 
         Returns:
             One array or number, the same on all ranks, in the nest of ``value``. A
-            value that is not per replica comes back as it is for MEAN, MIN and MAX.
+            value that is not per replica is returned unchanged for MEAN, MIN and MAX.
 
         Raises:
-            ValueError: for an unknown operation, an axis out of range, or SUM or
-                PROD of a value that is not per replica.
+            ValueError: if the operation is unknown or the axis out of range, or for SUM
+                or PROD of a value that is not per replica.
             CollectiveMismatchError: if the ranks' arrays differ in shape or dtype.
         """
         return self._perform("reduce", reduce_op, value, axis)
@@ -188,48 +188,48 @@ class Strategy:
         Args:
             value: a `PerReplica` of arrays of at least one dimension, whose shapes
                 may differ along ``axis``.
-            axis: the axis to concatenate along; negative from the end.
+            axis: the axis to concatenate along; negative values count from the end.
 
         Returns:
-            One array, in the order of the replicas, on all ranks. A value that is
-            not per replica comes back as it is.
+            One array, in the order of the replicas, on all ranks. A value that is not
+            per replica is returned unchanged.
 
         Raises:
             TypeError, ValueError: if it is not an array, or the axis is out of range.
-            CollectiveMismatchError: if shapes differ elsewhere, or dtypes differ.
+            CollectiveMismatchError: if other dimensions or the dtypes differ.
         """
         return self._perform("gather", value, axis)
 
     def buffers_like(self, nest: Any) -> Any:
-        """Make arrays that are reduced where they are, without a copy. Collective.
+        """Create arrays that can be reduced without copying them first. Collective.
 
-        For what a program reduces again and again, such as gradients: make the buffers
-        once, write into them in each step (``buffers["w"][...] = g``, ``out=``), and
-        pass them, or the whole nest, to `ReplicaContext.all_reduce`, `reduce`,
-        ``batch_reduce_to`` or an optimizer. On one node they are in memory that the
-        ranks share: each rank reads the others' directly. That takes place if all
-        arrays of a call are buffers, which lie at the same distances from each other
-        on all ranks, and are too large to travel with the header; otherwise they are
-        copied as any array is. The result is a new array in both cases, with the same
-        bits, and the buffers keep their values. A buffer is yours again as soon as the
-        call has returned.
+        Use these for arrays that a program reduces repeatedly, such as gradients:
+        create the buffers once, write into them in each step
+        (``buffers["w"][...] = g``, ``out=``), and pass them, or the whole nest, to
+        `ReplicaContext.all_reduce`, `reduce`, ``batch_reduce_to`` or an optimizer. On
+        one node they are in shared memory: each rank reads the other ranks' buffers
+        directly. This applies if all arrays of a call are buffers, with the same
+        relative offsets on all ranks, and are too large to be sent with the header;
+        otherwise they are copied like any array. The result is a new array in both
+        cases, with the same bits, and the buffers keep their values. You can write to a
+        buffer again as soon as the call has returned.
 
-        Every rank has its own values in them: they are NumPy arrays like any other.
-        They outlive the strategy. Beyond tf.distribute.
+        Every rank has its own values in them: they are ordinary NumPy arrays. They
+        outlive the strategy. Not in tf.distribute.
 
         Args:
             nest: arrays, numbers or variables, of the same structure, shapes and
-                dtypes on all ranks. Of a `PerReplica` this rank's component counts.
+                dtypes on all ranks. For a `PerReplica` this rank's component is used.
 
         Returns:
-            The same structure, with zeros of the same shapes and dtypes. Where the
-            ranks share no memory (one rank, several nodes, no native core, not enough
-            of it left), and for GPU arrays, these are ordinary arrays.
+            The same structure, with zeros of the same shapes and dtypes. If the ranks
+            cannot share memory (one rank, several nodes, no native core, not enough
+            shared memory left), and for GPU arrays, these are ordinary arrays.
 
         Raises:
             TypeError: if a leaf is not an array or a number.
             RuntimeError: in a replica function, and in ``merge_fn``, which one rank
-                runs for all: make them at program level, and pass them on.
+                runs for all: create them at program level and pass them in.
             CollectiveMismatchError: if structures, shapes or dtypes differ.
         """
         frame = context.require_cross_replica(self._group, "buffers_like")
@@ -244,9 +244,9 @@ class Strategy:
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the components that this process can see, as a tuple.
 
-        At program level this rank's, as a tuple of one. In ``merge_fn`` those of all
-        replicas, in replica order; they are gathered then. A nest gives one nest per
-        replica; a value that is not distributed gives ``(value,)``.
+        At program level a tuple with this rank's component only. In ``merge_fn`` those
+        of all replicas, in replica order; this call gathers them. A nest gives one nest
+        per replica; a value that is not distributed gives ``(value,)``.
         """
         return local_results(self._group, value)
 
@@ -255,30 +255,30 @@ class Strategy:
         return self.experimental_local_results(value)
 
     def group(self, value: Any, name: str | None = None) -> None:
-        """Return None: results are there when a call returns, with nothing to wait for.
+        """Return None: calls are synchronous, so there is nothing to wait for.
 
         Args:
-            value: what a call returned.
-            name: taken and not used.
+            value: the result of a call.
+            name: accepted and ignored.
         """
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
-        """See `StrategyExtended.colocate_vars_with`, whose older place this is."""
+        """See `StrategyExtended.colocate_vars_with`; this is its older location."""
         with self._extended.colocate_vars_with(colocate_with_variable):
             yield
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
     ) -> Any:
-        """Make a `PerReplica` from a function. Collective.
+        """Create a `PerReplica` from a function. Collective.
 
         Args:
             value_fn: called with a `ValueContext`. At program level every rank calls
                 it for its own replica; in ``merge_fn`` rank 0 calls it for each.
 
         Returns:
-            A PerReplica for each leaf of what ``value_fn`` returns, of any type.
+            A PerReplica for each leaf of the result of ``value_fn``, of any type.
 
         Raises:
             ReplicaError: if ``value_fn`` raised on another rank.
@@ -308,28 +308,28 @@ class Strategy:
     ) -> DistributedDataset:
         """Split the global batches of a dataset over the replicas. Collective.
 
-        Every rank gives the same dataset. Each of its batches is one step, of which
-        each replica gets a piece, in order; by which rule says
-        `InputOptions.auto_shard_policy`. All rows come exactly once.
+        Every rank passes the same dataset. Each batch is one step, and each replica
+        gets a part of it, in order; `InputOptions.auto_shard_policy` sets the rule.
+        Every row is used exactly once.
 
         Args:
-            dataset: a `mpidist.data.Dataset` that went through ``batch``: a rank then
-                reads its own rows only. Or anything with ``__len__`` and
-                ``__getitem__``, or any iterable, whose items are global batches: nests
-                of arrays with a common first dimension. Every rank reads all of these,
-                and keeps its rows. Torch tensors become arrays without a copy.
+            dataset: a batched `mpidist.data.Dataset`, of which each rank reads only its
+                own rows. Or anything with ``__len__`` and ``__getitem__``, or any
+                iterable, whose items are global batches: nests of arrays with a common
+                first dimension. Every rank then reads all items and keeps its own rows.
+                Torch tensors become arrays without a copy.
             options: `mpidist.InputOptions`.
 
         Returns:
             The dataset of `PerReplica` elements.
 
         Raises:
-            TypeError: for an array, or a nest of arrays, which is not a dataset.
-            ValueError: for rows that are not in batches, or a policy that is not for
-                this.
+            TypeError: if it is an array or a nest of arrays, which is not a dataset.
+            ValueError: if the dataset is not batched, or the policy does not apply to
+                it.
             NotImplementedError: for `InputReplicationMode.PER_REPLICA`.
-            CollectiveMismatchError: if the ranks' datasets differ in what can be seen
-                of them: length, batch size, seeds, dtypes.
+            CollectiveMismatchError: if the visible properties of the ranks' datasets
+                differ: length, batch size, seeds, dtypes.
         """
         return DistributedDataset._of_batches(self._group, dataset, options)
 
@@ -338,13 +338,14 @@ class Strategy:
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
-        """Give each replica an input of its own. Collective.
+        """Give each replica its own input. Collective.
 
         Args:
             dataset_fn: called once on each rank, with its `InputContext`. It returns
-                what `experimental_distribute_dataset` takes, but with batches of this
-                replica alone, which come as they are. The ranks' inputs may differ in
-                length: a rank without rows gets empty arrays until all are done.
+                what `experimental_distribute_dataset` accepts, but with batches for
+                this replica only, which are used unchanged. The ranks' inputs may
+                differ in length: a rank without rows gets empty arrays until all have
+                finished.
             options: `mpidist.InputOptions`.
 
         Returns:
@@ -360,25 +361,25 @@ class Strategy:
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
-        """Do the same; see `distribute_datasets_from_function`, its name now."""
+        """The old name; see `distribute_datasets_from_function`."""
         return DistributedDataset._of_function(self._group, dataset_fn, options)
 
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: Any = None
     ) -> Dataset:
-        """Make a dataset of the rows of arrays. Not collective.
+        """Create a dataset from the rows of arrays. Not collective.
 
         Args:
             numpy_input: a nest of arrays with the same first dimension; a list of
-                arrays is stacked, so that each of them is a row.
-            session: taken and not used.
+                arrays is stacked, so that each array is a row.
+            session: accepted and ignored.
         """
         return Dataset._of_numpy(self._group, numpy_input)
 
     def make_dataset_iterator(self, dataset: Any) -> DistributedIterator:
         """Return an iterator over a dataset of global batches. Collective.
 
-        For code of TensorFlow 1: `experimental_distribute_dataset` and ``iter``.
+        For TensorFlow 1 code: `experimental_distribute_dataset` and ``iter``.
         """
         return iter(self.experimental_distribute_dataset(dataset))
 
@@ -389,15 +390,16 @@ class Strategy:
     ) -> DistributedIterator:
         """Return an iterator over inputs from a function. Collective.
 
-        For code of TensorFlow 1: `distribute_datasets_from_function` and ``iter``.
+        For TensorFlow 1 code: `distribute_datasets_from_function` and ``iter``.
 
         Args:
-            input_fn: as there; it may also return a function without arguments that
-                gives the next batch, and raises StopIteration at the end.
+            input_fn: as ``dataset_fn`` there; it may also return a function without
+                arguments that returns the next batch and raises StopIteration at the
+                end.
             replication_mode: `InputReplicationMode.PER_WORKER`.
 
         Raises:
-            ValueError: for another mode.
+            ValueError: if the mode is another one.
         """
         call = "make_input_fn_iterator"
         try:
@@ -417,11 +419,11 @@ class Strategy:
     ) -> Any:
         """Run ``fn`` on each replica, with the next element. Collective.
 
-        For code of TensorFlow 1: ``run(fn, args=(next(input_iterator),))``.
+        For TensorFlow 1 code: ``run(fn, args=(next(input_iterator),))``.
 
         Args:
             fn: the replica function.
-            input_iterator: gives its argument; None: it has none.
+            input_iterator: supplies its argument; None: no argument.
         """
         if input_iterator is None:
             return self.run(fn)
@@ -432,5 +434,5 @@ class Strategy:
 
 
 def group_of(strategy: Strategy) -> ReplicaGroup:
-    """Return the group of replicas that a strategy shows to its users."""
+    """Return the group of replicas that a strategy wraps."""
     return strategy._group

@@ -1,13 +1,13 @@
-"""Which replica a value is made for."""
+"""The replica that a value is created for."""
 
 from __future__ import annotations
 
 
 class ValueContext:
-    """Which replica a value is made for.
+    """The replica that a value is created for.
 
     `Strategy.experimental_distribute_values_from_function` passes one to its
-    ``value_fn``; it can also be made directly.
+    ``value_fn``; it can also be created directly.
 
     Args:
         replica_id_in_sync_group: the number of the replica.

@@ -1,4 +1,4 @@
-"""Proof that the copies of mirrored variables are equal, bit for bit."""
+"""Checks that the copies of mirrored variables are equal, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _MOST_NAMED = 5
 
 
 def check_in_sync(variables: Any) -> None:
-    """Prove that all replicas have the same copies of mirrored variables.
+    """Check that all replicas have the same copies of mirrored variables.
 
     Collective, at every level. Each rank computes a checksum (BLAKE2b, of 128 bits)
     of its copies; the ranks compare them in one message, whatever the number of
-    variables. mpidist keeps copies equal; what it cannot see is code that writes to
-    a CuPy array that `Variable.value` gave, a function of `update` that computes
-    other bits on another machine, or a broken memory module.
+    variables. mpidist keeps copies equal, but it cannot detect code that writes to a
+    CuPy array returned by `Variable.value`, a function of `update` that computes
+    different bits on another machine, or faulty memory.
 
     Args:
         variables: a `Variable` or a nest of them, the same on all ranks.
 
     Raises:
         OutOfSyncError: on every rank, if copies differ. The message names the
-            variables, the ranks that drifted, and where they first differ.
+            variables, the ranks that differ, and where they first differ.
         TypeError: if a leaf is not a variable.
         ValueError: for an ON_READ variable, whose copies may differ.
     """
@@ -103,9 +103,9 @@ def _digest(array: Any) -> bytes:
 
 
 def _describe(group: ReplicaGroup, variable: Variable, column: list[bytes]) -> str:
-    """Say which ranks have drifted, and where. Collective."""
+    """Describe which ranks differ, and where. Collective."""
     comm = group.collectives.comm
-    reference = max(column, key=column.count)  # the first of equally many
+    reference = max(column, key=column.count)  # in a tie, the first
     home = column.index(reference)
     drifted = [rank for rank, digest in enumerate(column) if digest != reference]
     mine = backend.contiguous(backend.to_host(variable._array))
@@ -133,7 +133,7 @@ def _describe(group: ReplicaGroup, variable: Variable, column: list[bytes]) -> s
 
 
 def _compare(mine: Any, theirs: Any) -> str:
-    """Write two numbers out, with their bytes where they look the same."""
+    """Format two numbers, with their bytes if they print the same."""
     texts = [str(x.item()) for x in (mine, theirs)]
     if texts[0] == texts[1]:
         texts = [

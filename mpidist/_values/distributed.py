@@ -1,4 +1,4 @@
-"""Values with one component per replica, and objects that act as arrays."""
+"""Values with one component per replica, and array-like objects."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ class DistributedValues(Registered):
     """A value with a component on each replica.
 
     Users get these from `Strategy.run`, from
-    `Strategy.experimental_distribute_values_from_function` and as the arguments of
-    a ``merge_fn``, and rarely make one. Each rank holds its own component; the
-    others are on their ranks. On the coordinator, inside ``merge_fn``, `values` has
-    them all.
+    `Strategy.experimental_distribute_values_from_function` and as the arguments of a
+    ``merge_fn``; they rarely create one. Each rank holds its own component; the others
+    are on their ranks. On the coordinator, inside ``merge_fn``, `values` contains all
+    of them.
 
     Args:
         values: one component per replica, in replica order; for a ``merge_fn`` that
-            makes a value for each replica.
+            creates a value for each replica.
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
         """Hold one component per replica of the strategy in force.
 
         Raises:
-            TypeError: if ``values`` is no list or tuple.
+            TypeError: if ``values`` is not a list or tuple.
             ValueError: if it does not have one component per replica.
         """
         name = type(self).__name__
@@ -92,7 +92,7 @@ class DistributedValues(Registered):
 
     @classmethod
     def _local(cls, own: Any, replica_id: int, num_replicas: int) -> Any:
-        """Hold the component of this rank, whose others are on their ranks."""
+        """Hold this rank's component; the others are on their own ranks."""
         value = cls.__new__(cls)
         value._own = own
         value._all = None
@@ -106,8 +106,8 @@ class DistributedValues(Registered):
     def values(self) -> tuple[Any, ...]:
         """The components that this process can see, in replica order.
 
-        In ``merge_fn`` all of them, gathered from their ranks at the first look; at
-        the other levels the one of this rank.
+        In ``merge_fn`` all of them, gathered from their ranks on first access; at other
+        levels only this rank's.
         """
         coordinator = context.current().coordinator
         if coordinator is not None and self._all is None:
@@ -139,13 +139,13 @@ class DistributedValues(Registered):
 class PerReplica(DistributedValues):
     """A value that is different on each replica.
 
-    It has no operators: what should ``x + 1`` be? Reduce it
+    It has no operators, because ``x + 1`` would be ambiguous. Reduce it
     (`Strategy.reduce`), gather it (`Strategy.gather`), pass it to
     `Strategy.run`, or take this rank's component with
     `Strategy.experimental_local_results`.
     """
 
-    # NumPy and CuPy arrays then leave operators to this class.
+    # Makes NumPy and CuPy arrays defer operators to this class.
     __array_ufunc__ = None
 
     def __bool__(self) -> bool:
@@ -191,20 +191,20 @@ _WAY_OUT: Final = (
 
 
 class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
-    """What acts as an array in arithmetic and in NumPy and CuPy functions.
+    """An object that acts as an array in arithmetic, NumPy and CuPy functions.
 
-    Results are plain arrays. In-place operators and item assignment are refused:
-    they would change one copy only.
+    Results are plain arrays. In-place operators and item assignment raise, because they
+    would change one copy only.
 
-    It has no ``__cuda_array_interface__``, on purpose: where CuPy sees one it takes
-    ``x @ variable`` for its own, and fails on the type. Without it CuPy hands over to
-    `__array_ufunc__`. `value` gives the CuPy array where a function insists on one.
+    It deliberately has no ``__cuda_array_interface__``: with one, CuPy would handle
+    ``x @ variable`` itself, and fail on the type. Without it CuPy defers to
+    `__array_ufunc__`. `value` returns the CuPy array for functions that require one.
     """
 
     __array_priority__: float = 1000.0
 
     def _read(self) -> Any:
-        """Return the array that operations see; not to be written to."""
+        """Return the array that operations use; do not write to it."""
         raise NotImplementedError
 
     def _refuse_write(self, what: str) -> NoReturn:
@@ -214,7 +214,7 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
         )
 
     def _array_view(self) -> Any:
-        """Return what it holds as an array, also where that is a number."""
+        """Return the value as an array, also if it is a number."""
         return backend.as_array(self._read(), type(self).__name__)[0]
 
     @property
@@ -240,8 +240,8 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
     def value(self) -> Any:
         """Return the array itself, without a copy.
 
-        Not collective, except of an ON_READ variable in cross-replica context, where it
-        is a new array: what the copies make together.
+        Not collective, except for an ON_READ variable in cross-replica context, where
+        it is a new array: the combined copies.
 
         A NumPy array is read-only. A CuPy array cannot be: do not write to it.
         """
@@ -250,7 +250,7 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
     def numpy(self) -> Any:
         """Return a copy, as a NumPy array on the host.
 
-        Not collective, except of an ON_READ variable in cross-replica context.
+        Not collective, except for an ON_READ variable in cross-replica context.
         """
         return np.array(backend.to_host(self._read()))
 
@@ -374,15 +374,15 @@ class Mirrored(DistributedValues, ArrayLike):
         return f"Mirrored(on {self._num_replicas} replicas: {self._own!r})"
 
     def __getattr__(self, name: str) -> Any:
-        # Any attribute of what it holds, as in TensorFlow; but no private ones,
-        # which pickle and copy look for before there is a component.
+        # Any attribute of its value, as in TensorFlow, except private ones: pickle and
+        # copy look them up before there is a component.
         if name.startswith("_"):
             raise AttributeError(f"'Mirrored' object has no attribute {name!r}")
         return getattr(self._read(), name)
 
 
 def to_plain(x: Any) -> Any:
-    """Return the array of an `ArrayLike`, and anything else as it is."""
+    """Return the array of an `ArrayLike`, and anything else unchanged."""
     return x._read() if isinstance(x, ArrayLike) else x
 
 
@@ -397,17 +397,17 @@ def _plain_arguments(x: Any) -> Any:
 def select_replica(tree: tuple[Any, ...] | dict[str, Any]) -> Any:
     """Replace PerReplica and Mirrored leaves by this rank's component.
 
-    That of a Mirrored is read-only on the host: it is the same on all replicas, and
-    must stay so.
+    The component of a Mirrored is read-only on the host, because it must stay the same
+    on all replicas.
     """
     return nest.map_structure(argument_of, tree) if tree else tree
 
 
 def argument_of(x: Any) -> Any:
-    """Return what a function gets for a leaf of its arguments."""
+    """Return the object that a function receives for a leaf of its arguments."""
     return x._read() if isinstance(x, Mirrored) else own_component(x)
 
 
 def own_component(x: Any) -> Any:
-    """Return this rank's component of a distributed value; all else as it is."""
+    """Return this rank's component of a distributed value; others unchanged."""
     return x._own if isinstance(x, DistributedValues) else x

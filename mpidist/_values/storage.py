@@ -1,4 +1,4 @@
-"""This rank's copy of a variable, and how values are made fit for it."""
+"""This rank's copy of a variable, and the conversion of values for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpidist._values.distributed import ArrayLike, Mirrored, PerReplica
 
 @dataclasses.dataclass(frozen=True)
 class Attributes:
-    """What a variable is called, and how its copies are combined."""
+    """The name of a variable, and how its copies are combined."""
 
     name: str
     trainable: bool
@@ -31,31 +31,31 @@ class Attributes:
 
 
 class VariableStorage(ArrayLike):
-    """The base of `mpidist.Variable`: what needs no communication.
+    """The base class of `mpidist.Variable`: everything without communication.
 
-    `synchronization` works on it, and says when copies are combined.
+    `synchronization` operates on it, and determines when copies are combined.
     """
 
     _group: ReplicaGroup
     _attributes: Attributes
     _array: Any
-    _view: Any  # of the array; read-only, where it is on the host
-    _fingerprinter: Any  # gives the fingerprint of the array
+    _view: Any  # of the array; read-only if it is on the host
+    _fingerprinter: Any  # computes the fingerprint of the array
     _key: tuple[int, int]
 
     @property
     def name(self) -> str:
-        """The name that was given, or "Variable"."""
+        """The given name, or "Variable"."""
         return self._attributes.name
 
     @property
     def trainable(self) -> bool:
-        """What was given as ``trainable``."""
+        """The value of the argument ``trainable``."""
         return self._attributes.trainable
 
     @property
     def synchronization(self) -> VariableSynchronization:
-        """When the copies are brought together."""
+        """When the copies are combined."""
         return self._attributes.synchronization
 
     @property
@@ -92,14 +92,14 @@ class VariableStorage(ArrayLike):
     def __len__(self) -> int:
         return len(self._array)
 
-    # --- making values fit, and writing them
+    # --- converting values, and writing them
 
     def _call(self, how: str) -> str:
         # With the key: names need not be unique.
         return f"Variable {self.name!r}.{how} [#{self._key[0]}]"
 
     def _prepare_slices(self, how: Scatter, value: Any) -> tuple[Any, Any]:
-        """Return indices and rows, fit for this variable."""
+        """Return indices and rows, converted for this variable."""
         call = f"Variable {self.name!r}.scatter_{how}"
         if isinstance(value, Mirrored):
             value = value._own
@@ -204,7 +204,7 @@ class VariableStorage(ArrayLike):
 def _fits(x: Any, dtype: Any, python_numbers: bool) -> bool:
     """Return whether values may be cast: to the same kind of dtype, or a wider one.
 
-    Integers that were written as Python numbers must be in the dtype's range.
+    Integers given as Python numbers must be in the dtype's range.
     """
     if backend.is_bfloat16(dtype):
         return x.dtype.kind in "biuf"

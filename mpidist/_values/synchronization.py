@@ -1,6 +1,6 @@
-"""When the copies of a variable come together: on write, or on read.
+"""When the copies of a variable are combined: on write, or on read.
 
-A policy says what reading and writing mean at each level. `Variable` prepares the
+A policy defines what reading and writing mean at each level. `Variable` prepares the
 values (dtype, shape, device) and changes this rank's copy; the policy communicates.
 """
 
@@ -26,14 +26,14 @@ _OPERATION: Final = {
 
 
 class OnWrite:
-    """All copies are always equal: what replicas write is combined first."""
+    """All copies are always equal: the replicas' values are combined first."""
 
     def write(self, variable: VariableStorage, how: str, value: Any) -> None:
         """Write in a replica context: combine, then change every copy. Collective."""
         variable._apply(how, self._aggregate(variable, how, value))
 
     def scatter(self, variable: VariableStorage, how: Scatter, value: Any) -> None:
-        """As `write`, for rows. Collective."""
+        """Do the same as `write`, for rows. Collective."""
         call = variable._call(f"scatter_{how}")
         _require_aggregation(variable, f"scatter_{how}")
         collectives = variable._group.collectives
@@ -51,7 +51,7 @@ class OnWrite:
         variable._apply_slices(how, indices, rows)
 
     def store(self, variable: VariableStorage, how: str, value: Any) -> None:
-        """Write in cross-replica context, a value that all ranks have."""
+        """Write a value that all ranks have, in cross-replica context."""
         variable._apply(how, value)
 
     def _aggregate(self, variable: VariableStorage, how: str, value: Any) -> Any:
@@ -59,7 +59,7 @@ class OnWrite:
         call = variable._call(how)
         collectives = variable._group.collectives
         try:
-            # A PerReplica that the function closes over, as one that is passed to it.
+            # Treat a PerReplica that the function closes over as an argument.
             own = value._own if isinstance(value, PerReplica) else value
             prepared = variable._prepare(how, own)
         except Exception as error:
@@ -75,7 +75,7 @@ class OnRead:
     """Each replica writes its own copy; cross-replica reading combines them."""
 
     def read(self, variable: VariableStorage, frame: context.Frame | None) -> Any:
-        """Return the own copy in a replica (None: at once), else what all make."""
+        """Return the own copy in a replica or without a frame, else all combined."""
         if frame is None:
             return variable._view
         if frame.level is not context.Level.REPLICA or not context.has_strategy():
@@ -87,13 +87,13 @@ class OnRead:
         return variable._view
 
     def write(self, variable: VariableStorage, how: str, value: Any) -> None:
-        """Write in a replica context: the own copy, without communication."""
+        """Write the own copy in a replica context, without communication."""
         if isinstance(value, PerReplica):
             value = value._own
         variable._apply(how, variable._prepare(how, value))
 
     def scatter(self, variable: VariableStorage, how: Scatter, value: Any) -> NoReturn:
-        """Raise: as in TensorFlow there is none."""
+        """Raise: not supported, as in TensorFlow."""
         raise NotImplementedError(
             f"Variable {variable.name!r}.scatter_{how}: ON_READ variables have no "
             "scatter operations; write `variable.assign(new)`, where `new` is a copy "
@@ -101,7 +101,7 @@ class OnRead:
         )
 
     def store(self, variable: VariableStorage, how: str, value: Any) -> None:
-        """Write in cross-replica context: so that reading gives what was written."""
+        """Write in cross-replica context, so that reading returns the written value."""
         if variable.aggregation is not VariableAggregation.SUM:
             variable._apply(how, value)
             return
@@ -110,7 +110,7 @@ class OnRead:
             share = _share_of(value, group.replica_id, group.num_replicas)
             variable._apply(how, share)
         elif group.replica_id == 0:
-            variable._apply(how, value)  # to one copy: the sum grows by it
+            variable._apply(how, value)  # to one copy: the sum changes by it
 
 
 ON_WRITE = OnWrite()
@@ -118,10 +118,10 @@ ON_READ = OnRead()
 
 
 def _share_of(value: Any, replica_id: int, num_replicas: int) -> Any:
-    """Return a replica's part of a sum. Those of integers add up to it exactly."""
+    """Return a replica's share of a sum. Shares of integers add up exactly."""
     if value.dtype.kind not in "iu":
         return value / value.dtype.type(num_replicas)
-    # There may be more replicas than an int8 can count.
+    # The number of replicas may exceed the range of an int8.
     wide = value.dtype if value.dtype.itemsize == 8 else np.dtype(np.int64)
     quotient, rest = np.divmod(value.astype(wide), wide.type(num_replicas))
     return (quotient + (rest > replica_id)).astype(value.dtype)
@@ -152,7 +152,7 @@ def _require_readable(variable: VariableStorage) -> None:
 
 @dispatch.operation("read_variable")
 def _read_variable(group: ReplicaGroup, variable: VariableStorage) -> Any:
-    """Return what the copies of an ON_READ variable make together. Collective."""
+    """Return the combined copies of an ON_READ variable. Collective."""
     collectives = group.collectives
     call = variable._call("reading, which all ranks have to do since it is ON_READ,")
     if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -161,7 +161,7 @@ def _read_variable(group: ReplicaGroup, variable: VariableStorage) -> Any:
         operation = _OPERATION[variable.aggregation]
         result = group.all_reduce(operation, variable._array, call=call)
     if isinstance(result, np.ndarray):
-        result.flags.writeable = False  # as of other variables; and no copy is hit
+        result.flags.writeable = False  # as for other variables; no copy is affected
     return result
 
 
@@ -169,7 +169,7 @@ def _read_variable(group: ReplicaGroup, variable: VariableStorage) -> Any:
 def _assign_variable(
     group: ReplicaGroup, variable: VariableStorage, how: str, value: Any
 ) -> None:
-    """Assign a value that is the same on all ranks, and see that it is."""
+    """Assign a value that is the same on all ranks, and check that it is."""
     collectives = group.collectives
     call = variable._call(how)
     try:
@@ -187,7 +187,7 @@ def _assign_variable(
 def _scatter_variable(
     group: ReplicaGroup, variable: VariableStorage, how: Scatter, value: Any
 ) -> None:
-    """Change rows to what is the same on all ranks, and see that it is."""
+    """Change rows with values that are the same on all ranks; check that they are."""
     collectives = group.collectives
     call = variable._call(f"scatter_{how}")
     try:

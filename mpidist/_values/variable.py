@@ -25,7 +25,7 @@ Assignment = Literal["assign", "assign_add", "assign_sub"]
 
 @dataclasses.dataclass(frozen=True)
 class _Given:
-    """What all ranks have for a variable: `Variable` takes it for an initial value."""
+    """Data that all ranks have for a variable; an initial value for `Variable`."""
 
     group: ReplicaGroup
     value: Any
@@ -35,54 +35,56 @@ class _Given:
 class Variable(VariableStorage):
     """An array with a copy on each replica.
 
-    Made in ``strategy.scope()`` or in a replica function it has a copy on each
-    replica: rank 0 computes the initial value, all get it. Outside every scope it is
-    a plain variable of one copy. It acts as an array in arithmetic and in NumPy and
-    CuPy functions; results are plain arrays. Its array keeps its address for life.
+    A variable created in ``strategy.scope()`` or in a replica function has a copy on
+    each replica: rank 0 computes the initial value and sends it to all. Outside every
+    scope it is a plain variable with one copy. It acts as an array in arithmetic and in
+    NumPy and CuPy functions; results are plain arrays. The address of its array never
+    changes.
 
-    It changes by `assign`, `assign_add`, `assign_sub` and the `scatter_add` family
-    only. What they do, and what reading gives, depends on ``synchronization``.
+    Only `assign`, `assign_add`, `assign_sub` and the `scatter_add` family change it.
+    Their effect, and the result of reading, depend on ``synchronization``.
 
-    ON_WRITE, which is the default: a *mirrored* variable, whose copies are always
-    equal. Reading it needs no communication.
+    ON_WRITE, the default: a *mirrored* variable, whose copies are always equal. Reading
+    it needs no communication.
 
-    - In a replica context the values of all replicas are first combined, as
-      ``aggregation`` says (the argument is combined, then the operation is applied
-      to every copy). With NONE that is an error.
+    - In a replica context the values of all replicas are first combined according to
+      ``aggregation`` (the argument is combined, then the operation is applied to every
+      copy). With NONE this is an error.
     - In cross-replica context the value must be the same on all ranks. A `Mirrored`
-      is; a plain value is checked (by checksum), unless the guard is off.
-    - In the function of ``strategy.extended.update`` each copy takes its own value.
+      always is; a plain value is checked by checksum, unless the guard is off.
+    - In the function of ``strategy.extended.update`` each copy is assigned its own
+      value.
 
-    ON_READ: a *sync-on-read* variable, such as a metric: each replica has a value of
-    its own.
+    ON_READ: a *sync-on-read* variable, such as a metric: each replica has its own
+    value.
 
-    - In a replica context reading and assigning concern the replica's own copy,
-      without communication.
+    - In a replica context reading and assigning use the replica's own copy, without
+      communication.
     - In cross-replica context reading it (`value`, `numpy`, operators, ...) is a
-      collective call, which combines the copies as ``aggregation`` says: the sum,
-      the mean, or replica 0's. With NONE that is an error.
-    - In cross-replica context `assign` makes that reading gives what was assigned:
-      under SUM each copy gets ``value / n`` (of integers a share, so that they add
-      up exactly), else ``value``. `assign_add` and `assign_sub` under SUM change
-      replica 0's copy only, so that the sum changes by the value; else all copies.
+      collective call that combines the copies according to ``aggregation``: the sum,
+      the mean, or replica 0's. With NONE this is an error.
+    - In cross-replica context, reading after `assign` returns the assigned value: with
+      SUM each copy gets ``value / n`` (integers are split into shares that add up
+      exactly), otherwise ``value``. With SUM, `assign_add` and `assign_sub` change only
+      replica 0's copy, so that the sum changes by the value; otherwise they change all
+      copies.
 
-    Collective: all replicas make a variable together, in the same order.
+    Collective: all replicas create a variable together, in the same order.
 
     Args:
         initial_value: an array, number or list, or a function that returns one.
             Only rank 0's is used, and only rank 0 calls the function.
-        trainable: kept for the user; default True, but False for ON_READ.
+        trainable: stored for the user; default True, but False for ON_READ.
         name: for messages.
-        dtype: of the array; default: of the initial value.
-        synchronization: AUTO, which is ON_WRITE, ON_WRITE or ON_READ; or its name.
+        dtype: the dtype of the array; default: that of the initial value.
+        synchronization: ON_WRITE, ON_READ or AUTO (the same as ON_WRITE); or its name.
         aggregation: how the replicas' values are combined; or its name.
-        shape: what the initial value's shape must be, if given.
+        shape: the required shape of the initial value, if given.
 
     Raises:
-        ValueError: for MEAN of a dtype that is not floating, SUM of bool, a
-            synchronization that is not supported, or an initial value of another
-            shape.
-        TypeError: for an initial value that is no array.
+        ValueError: for MEAN of a dtype that is not floating-point, SUM of bool, an
+            unsupported synchronization, or an initial value of another shape.
+        TypeError: if the initial value is not an array.
     """
 
     def __init__(
@@ -95,8 +97,8 @@ class Variable(VariableStorage):
         aggregation: VariableAggregation = VariableAggregation.NONE,
         shape: tuple[int, ...] | None = None,
     ) -> None:
-        """Compute the initial value on rank 0 and copy it to all. Collective."""
-        if type(initial_value) is _Given:  # by the operations below
+        """Compute the initial value on rank 0 and copy it to all ranks. Collective."""
+        if type(initial_value) is _Given:  # from the operations below
             self._set_up(initial_value)
             return
         frame = context.current()
@@ -107,7 +109,7 @@ class Variable(VariableStorage):
                 trainable, name, synchronization, aggregation
             )
             if isinstance(initial_value, Variable):
-                # On all ranks, where it is ON_READ.
+                # On all ranks, if it is ON_READ.
                 initial_value = initial_value._read()
         except Exception as error:
             if frame.coordinator is not None:
@@ -128,15 +130,15 @@ class Variable(VariableStorage):
         self._set_up(_Given(group, value, attributes))
 
     def _set_up(self, given: _Given) -> None:
-        """Make this rank's copy, and draw the key."""
+        """Create this rank's copy, and draw the key."""
         group, attributes = given.group, given.attributes
         device = group.collectives.device
         self._group = group
         self._attributes = attributes
         on_read = attributes.synchronization is VariableSynchronization.ON_READ
         self._policy = ON_READ if on_read else ON_WRITE
-        # A copy of its own: the user's initial array stays the user's. In C order on
-        # all ranks: a sum, for one, depends on the order in its last bits.
+        # A separate copy: the user keeps the initial array. In C order on all ranks,
+        # because the last bits of a sum, for example, depend on the order.
         host = np.array(backend.to_host(given.value), order="C")
         self._array = backend.place(host, device)
         self._view = self._array.view()
@@ -146,19 +148,19 @@ class Variable(VariableStorage):
         registry = group.registry
         registry.add((registry.next_key(), 0), self)
 
-    # --- what it is -----------------------------------------------------------
+    # --- properties -----------------------------------------------------------
 
     @property
     def distribute_strategy(self) -> Any:
-        """The strategy that it belongs to."""
+        """The strategy that the variable belongs to."""
         return self._group.strategy
 
     @property
     def values(self) -> tuple[Any, ...]:
         """The copies that this process can see: its own, read-only.
 
-        In ``merge_fn`` one for each replica; those of an ON_READ variable are
-        gathered from their ranks then.
+        In ``merge_fn`` one for each replica; for an ON_READ variable this gathers them
+        from their ranks.
         """
         coordinator = context.current().coordinator
         if coordinator is None:
@@ -172,7 +174,7 @@ class Variable(VariableStorage):
         return (self._view, *column[1:])
 
     def is_initialized(self) -> bool:
-        """Return True: a variable has its value from the beginning. Not collective."""
+        """Return True: a variable is initialized when created. Not collective."""
         return True
 
     def __repr__(self) -> str:
@@ -202,7 +204,7 @@ class Variable(VariableStorage):
         """Return a new variable with the same copies. Collective."""
         arguments = (self, f"deepcopy of {self._call('value')}")
         group = self._group
-        if not group.is_mpi:  # of one copy, so it can be made anywhere
+        if not group.is_mpi:  # with one copy, so it can be created anywhere
             copied = dispatch.execute(group, "copy_variable", arguments)
             memo[id(self)] = copied
             return copied  # type: ignore[no-any-return]
@@ -235,8 +237,8 @@ class Variable(VariableStorage):
     def read_value(self) -> Any:
         """Return a copy of the value, an array on this replica's device.
 
-        Of an ON_READ variable, in cross-replica context, what all copies make
-        together: then it is a collective call.
+        For an ON_READ variable in cross-replica context the combined copies; this is
+        then a collective call.
         """
         return self._read().copy()
 
@@ -252,20 +254,20 @@ class Variable(VariableStorage):
         """Replace the value. Collective, except in the function of ``update``.
 
         Args:
-            value: an array or number of this variable's shape; its dtype must be one
-                that NumPy casts to the variable's without changing its kind.
-            use_locking: taken and not used, as in TensorFlow 2.
-            name: likewise.
+            value: an array or number of this variable's shape; NumPy must be able to
+                cast its dtype to the variable's with same-kind casting.
+            use_locking: accepted and ignored, as in TensorFlow 2.
+            name: accepted and ignored, as in TensorFlow 2.
             read_value: whether to return the variable.
 
         Returns:
             This variable, which acts as its new value; None without ``read_value``.
 
         Raises:
-            ValueError: for another shape, for a dtype that does not fit, and in a
-                replica context with aggregation NONE.
-            CollectiveMismatchError: in cross-replica context, for a plain value that
-                is not the same on all ranks.
+            ValueError: if the shape or dtype does not match, and in a replica context
+                with aggregation NONE.
+            CollectiveMismatchError: in cross-replica context, if a plain value is not
+                the same on all ranks.
         """
         return self._write("assign", value, read_value)
 
@@ -276,7 +278,7 @@ class Variable(VariableStorage):
         name: str | None = None,
         read_value: bool = True,
     ) -> Variable | None:
-        """Add to the value. Collective, and the rest, as `assign`."""
+        """Add to the value. Collective; arguments and errors as for `assign`."""
         return self._write("assign_add", value, read_value)
 
     def assign_sub(
@@ -286,7 +288,7 @@ class Variable(VariableStorage):
         name: str | None = None,
         read_value: bool = True,
     ) -> Variable | None:
-        """Subtract from the value. Collective, and the rest, as `assign`."""
+        """Subtract from the value. Collective; arguments and errors as for `assign`."""
         return self._write("assign_sub", value, read_value)
 
     def scatter_add(
@@ -294,79 +296,81 @@ class Variable(VariableStorage):
     ) -> Variable:
         """Add rows to rows. Collective, except in the function of ``update``.
 
-        In a replica context the rows of all replicas are combined first, as the
-        aggregation says: with SUM those of all replicas are applied, with MEAN too,
-        each divided by the number of replicas; with ONLY_FIRST_REPLICA replica 0's.
-        The replicas may have different numbers of rows. A row that occurs several
-        times is applied several times.
+        In a replica context the rows of all replicas are first combined according to
+        the aggregation: SUM applies the rows of all replicas; MEAN does too, each
+        divided by the number of replicas; ONLY_FIRST_REPLICA applies replica 0's. The
+        replicas may have different numbers of rows. A row that occurs several times is
+        applied several times.
 
         Args:
-            sparse_delta: an `IndexedSlices`, whose rows have the shape of this
-                variable's rows. In cross-replica context the same on all ranks.
-            use_locking: taken and not used, as in TensorFlow 2.
-            name: likewise.
+            sparse_delta: an `IndexedSlices` whose rows have the shape of this
+                variable's rows. In cross-replica context it must be the same on all
+                ranks.
+            use_locking: accepted and ignored, as in TensorFlow 2.
+            name: accepted and ignored, as in TensorFlow 2.
 
         Returns:
             This variable.
 
         Raises:
-            ValueError: for an index out of range, rows of another shape, a dtype
-                that does not fit, and in a replica context with aggregation NONE.
+            ValueError: if an index is out of range, or the rows' shape or dtype does
+                not match, and in a replica context with aggregation NONE.
             TypeError: if it is not an `IndexedSlices`.
             NotImplementedError: for an ON_READ variable.
-            CollectiveMismatchError: in cross-replica context, for rows that are not
-                the same on all ranks.
+            CollectiveMismatchError: in cross-replica context, if the rows are not the
+                same on all ranks.
         """
         return self._scatter("add", sparse_delta)
 
     def scatter_sub(
         self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
     ) -> Variable:
-        """Subtract rows from rows. Collective, and the rest, as `scatter_add`."""
+        """Subtract from rows. Collective; arguments and errors as for `scatter_add`."""
         return self._scatter("sub", sparse_delta)
 
     def scatter_mul(
         self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
     ) -> Variable:
-        """Multiply rows by rows. Collective, and the rest, as `scatter_add`."""
+        """Multiply rows. Collective; arguments and errors as for `scatter_add`."""
         return self._scatter("mul", sparse_delta)
 
     def scatter_div(
         self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
     ) -> Variable:
-        """Divide rows by rows. Collective, and the rest, as `scatter_add`.
+        """Divide rows. Collective; arguments and errors as for `scatter_add`.
 
-        Not for integers: ValueError.
+        Raises a ValueError for integers.
         """
         return self._scatter("div", sparse_delta)
 
     def scatter_min(
         self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
     ) -> Variable:
-        """Take the minimum of rows and rows. Collective, as `scatter_add`.
+        """Set rows to the elementwise minimum. Collective, like `scatter_add`.
 
-        For aggregation NONE and ONLY_FIRST_REPLICA only: else NotImplementedError, as
-        in TensorFlow. A sum or mean of what replicas bound would be no bound.
+        Only for aggregation NONE and ONLY_FIRST_REPLICA; otherwise it raises
+        NotImplementedError, as in TensorFlow: a sum or mean of the replicas' bounds is
+        not a bound.
         """
         return self._scatter("min", sparse_delta)
 
     def scatter_max(
         self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
     ) -> Variable:
-        """Take the maximum of rows and rows. Collective, as `scatter_min`."""
+        """Set rows to the elementwise maximum. Collective, like `scatter_min`."""
         return self._scatter("max", sparse_delta)
 
     def scatter_update(
         self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
     ) -> Variable:
-        """Replace rows by rows. Collective, as `scatter_min`.
+        """Replace rows. Collective, like `scatter_min`.
 
-        Of a row that occurs several times the last one stays.
+        If a row occurs several times, the last value is used.
         """
         return self._scatter("update", sparse_delta)
 
     def _check_frame(self, how: str) -> context.Frame | None:
-        """Return the frame that counts for a call; None where only this copy does."""
+        """Return the frame that applies to a call; None if only this copy matters."""
         frame = context.current()
         group = self._group
         if not group.is_mpi:
@@ -383,7 +387,7 @@ class Variable(VariableStorage):
         return frame
 
     def _check_plain(self, how: str, frame: context.Frame) -> None:
-        """Raise where replicas write a variable whose scope was forgotten."""
+        """Raise if replicas write a variable that was created outside the scope."""
         if (
             how != "reading"
             and frame.level is context.Level.REPLICA
@@ -433,7 +437,7 @@ class Variable(VariableStorage):
         return self
 
     def _record(self) -> None:
-        """Tell the update that runs, if one does, that this copy is written."""
+        """Tell the running update, if any, that this copy is written."""
         frame = context.current()
         mirrored = self._policy is ON_WRITE
         if frame.written is not None and mirrored and frame.group is self._group:
@@ -444,13 +448,13 @@ class Variable(VariableStorage):
 def _create_variable(
     group: ReplicaGroup, value: Any, attributes: Attributes, marked: OnRank0
 ) -> Variable:
-    """Make the variable that merge_fn makes.
+    """Create the variable that merge_fn creates.
 
     Args:
-        group: whose it is.
+        group: the group that it belongs to.
         value: the initial array.
         attributes: its attributes.
-        marked: on rank 0 the variable whose constructor runs; nothing on the others.
+        marked: on rank 0 the variable whose constructor runs; unused on the others.
     """
     given = _Given(group, value, attributes)
     variable: Variable | None = marked.value
@@ -467,7 +471,7 @@ def _copy_variable(group: ReplicaGroup, variable: Variable, text: str) -> Variab
 
 
 def _member(kind: type[enum.Enum], value: object) -> object:
-    """Return the member of an enumeration that a name in any case means."""
+    """Return the member of an enumeration for a name (case-insensitive)."""
     if isinstance(value, str):
         return kind.__members__.get(value.upper(), value)
     return value
@@ -547,10 +551,10 @@ def _initial_array(
 
 
 def check_owner(group: ReplicaGroup, call: str, variable: Variable) -> None:
-    """Raise for a variable of another group.
+    """Raise if a variable belongs to another group.
 
     Raises:
-        RuntimeError: if it is.
+        RuntimeError: if it does.
     """
     if variable._group is not group:
         raise RuntimeError(

@@ -1,8 +1,8 @@
-"""Input: a small `Dataset`, and what distributed datasets are made of.
+"""Input: a small `Dataset`, and the types that distributed datasets use.
 
 ``Strategy.experimental_distribute_dataset`` and
-``Strategy.distribute_datasets_from_function`` take a `Dataset` of this module, and any
-other iterable too.
+``Strategy.distribute_datasets_from_function`` accept a `Dataset` of this module, or any
+other iterable.
 """
 
 from __future__ import annotations

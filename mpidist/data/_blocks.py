@@ -11,7 +11,7 @@ import numpy as np
 
 from mpidist._base import backend, nest
 
-_DLPACK_CPU: Final = (1, 3, 11)  # host memory, and host memory that is page-locked
+_DLPACK_CPU: Final = (1, 3, 11)  # host memory, and page-locked host memory
 
 
 @dataclasses.dataclass
@@ -35,18 +35,18 @@ class Block:
 
 
 def as_leaf(x: Any, call: str) -> Any:
-    """Return a leaf as a NumPy or CuPy array, without a copy where that is possible.
+    """Return a leaf as a NumPy or CuPy array, without a copy if possible.
 
     Args:
-        x: an array, a number, a torch tensor or another array that speaks DLPack, or
+        x: an array, a number, a torch tensor or another array that supports DLPack, or
             anything with ``__array__``.
-        call: for the message.
+        call: the name of the call, for the message.
 
     Raises:
         TypeError: if a leaf is neither an array nor a number.
     """
     if type(x) is np.ndarray and x.dtype.isnative:
-        return x  # by far the most: one for each row of a `map`
+        return x  # the most common case: one for each row of a `map`
     if backend.is_device_array(x):
         return x
     if isinstance(x, np.ma.MaskedArray):
@@ -62,7 +62,7 @@ def as_leaf(x: Any, call: str) -> Any:
 
 def _from_dlpack(x: Any, call: str) -> Any:
     if hasattr(x, "detach"):
-        x = x.detach()  # torch exports no tensor that wants a gradient
+        x = x.detach()  # torch does not export tensors that require a gradient
     module: Any = np
     if int(x.__dlpack_device__()[0]) not in _DLPACK_CPU:
         module = sys.modules.get("cupy", np)
@@ -83,7 +83,7 @@ def native(x: Any) -> Any:
 
 
 def block_of(element: Any, call: str) -> Block:
-    """Return an element of a source, its leaves as arrays."""
+    """Return an element of a source, with its leaves as arrays."""
     leaves, structure = nest.flatten(element)
     return Block([as_leaf(leaf, call) for leaf in leaves], structure)
 
@@ -118,7 +118,7 @@ def describe_block(block: Block) -> str:
 
 
 def stack(rows: Sequence[Any], call: str) -> Block:
-    """Put rows, which are nests, on top of each other.
+    """Stack rows, which are nests.
 
     Raises:
         ValueError: if they differ in structure or shape.
@@ -145,7 +145,7 @@ def stack(rows: Sequence[Any], call: str) -> Block:
 
 
 def join(blocks: Sequence[Block]) -> Block:
-    """Put blocks, one after the other, into one."""
+    """Concatenate blocks into one."""
     if len(blocks) == 1:
         return blocks[0]
     columns = zip(*(block.leaves for block in blocks), strict=True)
@@ -158,7 +158,7 @@ def join(blocks: Sequence[Block]) -> Block:
 def gather(x: Any, indices: Any) -> Any:
     """Read rows of an array, or of anything with ``shape`` and slices of rows.
 
-    Reads no other rows. The result is an array of its own.
+    Reads no other rows. The result is a new array.
 
     Args:
         x: a NumPy array (also a memmap), a CuPy array, an HDF5 dataset, ...
@@ -177,7 +177,7 @@ def gather(x: Any, indices: Any) -> Any:
         return x[backend.like(x, indices)]
     if isinstance(x, np.ndarray):
         return native(np.asarray(x[indices]))
-    # HDF5 wants increasing indices, others know slices only: read runs of rows.
+    # HDF5 needs increasing indices, others support only slices: read runs of rows.
     unique, places = np.unique(indices, return_inverse=True)
     breaks = np.flatnonzero(np.diff(unique) != 1) + 1
     runs = np.split(unique, breaks)

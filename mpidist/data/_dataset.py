@@ -18,18 +18,19 @@ from mpidist.data._stages import INFINITE, Stage
 
 
 class Dataset:
-    """Rows of arrays: in an order, in batches, over and over.
+    """Rows of arrays, which can be shuffled, batched and repeated.
 
-    It has what the pages of ``tf.distribute`` use of ``tf.data.Dataset``; beyond it
-    take any other library, since `Strategy.experimental_distribute_dataset` takes any
-    iterable. Datasets do not change: each method returns a new one. Nothing is read
-    before an element is asked for, and then only what it needs.
+    It has the part of ``tf.data.Dataset`` that the pages of ``tf.distribute`` use. For
+    anything else use another library, since `Strategy.experimental_distribute_dataset`
+    accepts any iterable. Datasets are immutable: each method returns a new one. Data is
+    read only when an element is requested, and only the part that it needs.
 
-    Start with `from_tensor_slices`. Iterating over a dataset starts it anew.
+    Start with `from_tensor_slices`. Each iteration over a dataset starts from the
+    beginning.
     """
 
     def __init__(self, stage: Stage) -> None:
-        """Not for users: write `Dataset.from_tensor_slices`."""
+        """Not for users: call `Dataset.from_tensor_slices`."""
         if not isinstance(stage, Stage):
             raise TypeError(
                 "Dataset: write `mpidist.data.Dataset.from_tensor_slices(arrays)`"
@@ -40,15 +41,15 @@ class Dataset:
 
     @staticmethod
     def from_tensor_slices(tensors: Any) -> Dataset:
-        """Make a dataset of the rows of arrays.
+        """Create a dataset from the rows of arrays.
 
         Args:
             tensors: an array, or a nest (tuples, dicts, lists) of arrays with the same
                 first dimension; element i has row i of each. Anything with ``shape``
-                and slices of rows will do for an array (``numpy.memmap``, an HDF5
+                and slices of rows is accepted as an array (``numpy.memmap``, an HDF5
                 dataset); a list of numbers becomes an array. Or one object with
-                ``__len__`` and ``__getitem__`` that gives a nest for each row, such as
-                a grain MapDataset or a torch dataset.
+                ``__len__`` and ``__getitem__`` that returns a nest for each row, such
+                as a grain MapDataset or a torch dataset.
 
         Raises:
             TypeError: if it is none of these.
@@ -74,22 +75,23 @@ class Dataset:
 
     @staticmethod
     def _of_numpy(group: ReplicaGroup, arrays: Any) -> Dataset:
-        """Run `Strategy.experimental_make_numpy_dataset`; no communication.
+        """Run `Strategy.experimental_make_numpy_dataset`, without communication.
 
         Args:
-            group: whose method it is.
+            group: the group of the strategy.
             arrays: a nest of arrays with the same first dimension; a list is stacked.
         """
         context.require_cross_replica(group, "experimental_make_numpy_dataset")
         return Dataset.from_tensor_slices(_stack_lists(arrays))
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
-        """Put each ``batch_size`` elements on top of each other.
+        """Combine each ``batch_size`` consecutive elements into a batch.
 
         Args:
-            batch_size: rows of a batch: for `Strategy.experimental_distribute_dataset`
-                those of all replicas together.
-            drop_remainder: whether to leave out a last batch of fewer rows.
+            batch_size: the number of rows in a batch; for
+                `Strategy.experimental_distribute_dataset` that of all replicas
+                together.
+            drop_remainder: whether to drop a last batch with fewer rows.
         """
         size = _as_count("batch", "batch_size", batch_size, least=1)
         return Dataset(_stages.Batch(self._stage, size, bool(drop_remainder)))
@@ -101,27 +103,27 @@ class Dataset:
         reshuffle_each_iteration: bool = True,
         buffer_size: int | None = None,
     ) -> Dataset:
-        """Put all elements in a random order: a full permutation.
+        """Shuffle all elements: a full permutation.
 
-        TensorFlow shuffles in a buffer; here nothing is held back, but the order takes
-        8 bytes for each element. It depends on the seed and on how often the dataset
-        was gone through, and is the same on all ranks. As in TensorFlow, rows mix
-        across the ends of a `repeat` only if that comes before.
+        TensorFlow shuffles in a buffer; here there is no buffer, but the order takes 8
+        bytes for each element. It depends on the seed and on the number of the
+        iteration over the dataset, and is the same on all ranks. As in TensorFlow, rows
+        mix across the rounds of a `repeat` only if that comes before.
 
-        Write ``shuffle(seed)``, or, as in TensorFlow, ``shuffle(size, seed=seed)``.
+        Call ``shuffle(seed)`` or, as in TensorFlow, ``shuffle(size, seed=seed)``.
 
         Args:
-            *args: the seed. With ``seed=`` the size of TensorFlow's buffer, which is
-                not used.
-            seed: 0 or more. There is none by default: without one, the ranks would
-                shuffle differently.
+            *args: the seed. With ``seed=``, the size of TensorFlow's buffer, which is
+                ignored.
+            seed: 0 or more. Required, because without a seed the ranks would shuffle
+                differently.
             reshuffle_each_iteration: whether each iteration over the dataset, and each
-                round of a later `repeat`, has another order.
-            buffer_size: taken and not used.
+                round of a later `repeat`, has a different order.
+            buffer_size: accepted and ignored.
 
         Raises:
-            TypeError: without a seed.
-            ValueError: for a dataset without end.
+            TypeError: if there is no seed.
+            ValueError: if the dataset is infinite.
         """
         if len(args) == 1 and seed is None and buffer_size is None:
             (seed,) = args
@@ -139,7 +141,7 @@ class Dataset:
         return Dataset(_stages.Shuffle(self._stage, seed, reshuffle_each_iteration))
 
     def repeat(self, count: int | None = None) -> Dataset:
-        """Go through the dataset ``count`` times; None or -1: without end."""
+        """Repeat the dataset ``count`` times; None or -1: infinitely."""
         if count is not None and count != -1:
             count = _as_count("repeat", "count", count, least=0)
         return Dataset(_stages.Repeat(self._stage, None if count == -1 else count))
@@ -147,9 +149,9 @@ class Dataset:
     def map(self, fn: Callable[..., Any]) -> Dataset:
         """Apply a function to each element.
 
-        Before `batch` it gets one row; after it a batch. Then a rank of a distributed
-        dataset has to read whole batches to get its rows of the result: prefer the
-        former.
+        Before `batch` the function gets one row; after `batch` it gets a batch. In the
+        second case each rank of a distributed dataset has to read whole batches to get
+        its rows of the result, so prefer the first.
 
         Args:
             fn: gets an element (the parts of a tuple as separate arguments) and returns
@@ -167,7 +169,7 @@ class Dataset:
         return Dataset(_stages.Take(self._stage, count))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
-        """Keep each ``num_shards``-th element, from number ``index`` on.
+        """Keep every ``num_shards``-th element, starting at number ``index``.
 
         For `Strategy.distribute_datasets_from_function`:
         ``dataset.shard(context.num_input_pipelines, context.input_pipeline_id)``.
@@ -181,10 +183,10 @@ class Dataset:
         return Dataset(_stages.Shard(self._stage, num_shards, index))
 
     def prefetch(self, buffer_size: int) -> Dataset:
-        """Read ahead in a thread, by ``buffer_size`` elements; 0: do not.
+        """Read up to ``buffer_size`` elements ahead in a thread; 0: do not.
 
-        Wherever it is written, the thread runs the whole pipeline. It never calls MPI.
-        Of a distributed dataset each rank reads its own rows ahead.
+        The thread runs the whole pipeline, wherever `prefetch` stands in it. It never
+        calls MPI. In a distributed dataset each rank reads its own rows ahead.
         """
         if buffer_size == -1:  # tf.data.AUTOTUNE
             buffer_size = 2
@@ -195,10 +197,10 @@ class Dataset:
     def element_spec(self) -> Any:
         """The nest of `ArraySpec` of an element.
 
-        Below a `map` it is known by applying its function to the first row.
+        After a `map` it is found by applying the function to the first row.
 
         Raises:
-            ValueError: if that is needed and there is no row.
+            ValueError: if this is needed and there is no row.
         """
         if self._spec is None:
             self._spec = self._stage.spec()
@@ -216,7 +218,7 @@ class Dataset:
         return self._spec
 
     def cardinality(self) -> int:
-        """Return the number of elements; `INFINITE_CARDINALITY` (-1) without end."""
+        """Return the number of elements; `INFINITE_CARDINALITY` (-1) if infinite."""
         size = self._stage.size
         return INFINITE_CARDINALITY if size >= INFINITE else size
 
@@ -267,7 +269,7 @@ def _stack_lists(tree: Any) -> Any:
 
 
 def _lists_to_arrays(tree: Any) -> Any:
-    """Make arrays of lists of numbers, wherever they are in a nest."""
+    """Convert lists of numbers in a nest to arrays."""
     if isinstance(tree, list):
         if _holds_numbers(tree):
             return np.asarray(tree)
@@ -297,7 +299,7 @@ def _is_row_source(x: Any) -> bool:
 
 
 def _as_array_like(x: Any, call: str) -> Any:
-    """Return a leaf as an array, or as it is where it gives slices of rows."""
+    """Return a leaf as an array, or unchanged if it supports slices of rows."""
     if isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray):
         return x
     if hasattr(x, "__dlpack__") or not (

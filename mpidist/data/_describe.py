@@ -1,4 +1,4 @@
-"""The plan of a distributed dataset, as a text to read before the run."""
+"""The plan of a distributed dataset, as text to check before a run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mpidist.data._feed import Feed
 from mpidist.data._records import AutoShardPolicy
 from mpidist.data._sources import DatasetSource
 
-# Of more batches only the first is described: each has to be opened for its rows.
+# With more batches only the first is described: each must be opened to count rows.
 _MOST_BATCHES: Final = 100_000
-# With more replicas than this, those with the same numbers share a row of the table.
+# With more replicas than this, replicas with the same numbers share a table row.
 _MOST_PLACES: Final = 16
 _WIDTH: Final = 92
 
@@ -65,7 +65,7 @@ def _own_steps(feed: Feed) -> str:
 
 
 def _batch_sizes(feed: Feed) -> dict[int, int] | None:
-    """Return how many batches of each number of rows an epoch has, or None."""
+    """Return the number of batches of each size in an epoch, or None."""
     source = feed.source
     if (
         not isinstance(source, DatasetSource)
@@ -160,7 +160,7 @@ def _table(feed: Feed, sizes: dict[int, int] | None) -> list[str]:
             )
         rows.append((replica, cells))
     if feed.replicas > _MOST_PLACES:
-        # Positions differ between all; what a person asks is how many rows each has.
+        # Positions always differ; the number of rows of each is what matters to users.
         rows = [
             (replica, [c.split(" ")[0] if isinstance(c, str) else c for c in cells])
             for replica, cells in rows

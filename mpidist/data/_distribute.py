@@ -1,4 +1,4 @@
-"""DistributedDataset, and the functions of a strategy that make one."""
+"""DistributedDataset, and the functions of a strategy that create one."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _NO_POLICY = (AutoShardPolicy.AUTO, AutoShardPolicy.OFF)
 
 
 class DistributedDataset:
-    """An input of all replicas. Iterating over it gives each step to all of them.
+    """An input of all replicas. Iterating over it gives each replica its part.
 
     `Strategy.experimental_distribute_dataset` and
-    `Strategy.distribute_datasets_from_function` make it. ``for element in dataset``
-    starts anew each time; every rank has to do it, since each step is a collective
-    call.
+    `Strategy.distribute_datasets_from_function` create it. Each
+    ``for element in dataset`` starts from the beginning; every rank must run it,
+    because each step is a collective call.
     """
 
     def __init__(self, feed: Feed) -> None:
@@ -64,12 +64,12 @@ class DistributedDataset:
         """Run `Strategy.distribute_datasets_from_function`. Collective.
 
         Args:
-            group: whose it is.
-            dataset_fn: makes this rank's input.
-            options: of the user.
-            call: what the user wrote, for messages.
-            functions: whether ``dataset_fn`` may return a function that gives elements,
-                and the mode of the options has to be PER_WORKER.
+            group: the group of the strategy.
+            dataset_fn: creates this rank's input.
+            options: the user's options.
+            call: the user's call, for messages.
+            functions: whether ``dataset_fn`` may return a function that returns
+                elements, and the mode in the options must be PER_WORKER.
         """
         return _distribute_from_function(
             group, dataset_fn, options, call, functions=functions
@@ -83,16 +83,16 @@ class DistributedDataset:
         """The nest of `mpidist.data.ArraySpec` of a replica's part of an element.
 
         Raises:
-            ValueError: for an iterable of which nothing was read yet.
+            ValueError: for an iterable from which nothing has been read yet.
         """
         return self._feed.element_spec()
 
     def cardinality(self) -> int:
-        """Return the number of steps of an epoch.
+        """Return the number of steps in an epoch.
 
-        `mpidist.data.INFINITE_CARDINALITY` (-1) without end,
-        `mpidist.data.UNKNOWN_CARDINALITY` (-2) where only reading tells. Where each
-        rank has an input of its own: that of this rank.
+        `mpidist.data.INFINITE_CARDINALITY` (-1) if infinite,
+        `mpidist.data.UNKNOWN_CARDINALITY` (-2) if it is known only after reading. If
+        each rank has its own input, the number for this rank.
         """
         return self._feed.source.cardinality()
 
@@ -110,10 +110,10 @@ class DistributedDataset:
         """Fold all elements into one value. Collective.
 
         Args:
-            initial_state: where it begins.
-            reduce_func: gets the state and an element, and returns the next state. It
-                runs in cross-replica context, on every rank; call `Strategy.run` and
-                `Strategy.reduce` there.
+            initial_state: the first state.
+            reduce_func: a function of the state and an element that returns the next
+                state. It runs in cross-replica context, on every rank; call
+                `Strategy.run` and `Strategy.reduce` there.
 
         Returns:
             The last state.
@@ -127,16 +127,16 @@ class DistributedDataset:
         return state
 
     def describe(self) -> None:
-        """Print who reads what, on rank 0: to look at before a long run.
+        """Print on rank 0 what each replica reads, to check before a long run.
 
-        Not collective. `shard_plan` is the text.
+        Not collective. `shard_plan` returns the text.
         """
         if self._feed.group.replica_id == 0:
             print(self.shard_plan, flush=True)
 
     @property
     def shard_plan(self) -> str:
-        """A text of who reads what: what `describe` prints."""
+        """The text that `describe` prints: what each replica reads."""
         return describe_feed(self._feed)
 
     def __repr__(self) -> str:

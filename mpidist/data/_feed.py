@@ -1,4 +1,4 @@
-"""What a distributed dataset and its iterators share."""
+"""The data that a distributed dataset and its iterators share."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from mpidist.data._sources import Source
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What the ranks' parts of an element have in common.
+    """The common properties of the ranks' parts of an element.
 
-    Row shapes may differ, between steps and between ranks; these are the last that
-    this rank has seen, or those of another where it has seen none.
+    Row shapes may differ between steps and between ranks; these are the last ones that
+    this rank has seen, or another rank's if it has seen none.
     """
 
     structure: nest.Structure
     dtypes: tuple[Any, ...]
-    shapes: tuple[tuple[int, ...], ...]  # whole, of an array with 0 rows
+    shapes: tuple[tuple[int, ...], ...]  # full shapes, of an array with 0 rows
 
     @classmethod
     def of(cls, block: Block) -> Spec:
-        """Return what a block of any number of rows says."""
+        """Return the spec of a block with any number of rows."""
         shapes = tuple((0, *map(int, leaf.shape[1:])) for leaf in block.leaves)
         return cls(block.structure, tuple(x.dtype for x in block.leaves), shapes)
 
@@ -77,9 +77,9 @@ def spec_from_nest(specs: Any) -> Spec | None:
 
 
 def describe(block: Block) -> str:
-    """Return what must be the same on all ranks: ``{'x': float32 (*, *)}``.
+    """Return the text that must be the same on all ranks: ``{'x': float32 (*, *)}``.
 
-    A scalar looks like a column here, since a rank without rows has a column for it.
+    A scalar is shown as a column, because a rank without rows has a column for it.
     """
     return block.structure.render(
         [
@@ -94,13 +94,13 @@ class Feed:
     """An input of all ranks.
 
     Attributes:
-        group: whose it is.
-        source: what this rank reads.
-        number: of the dataset, the same on all ranks.
-        policy: how global batches are split; None where each rank has its own input.
-        to_device: whether arrays are put on the replica's device.
-        spec: what elements are like, once all ranks know it.
-        iterations: how many iterators were made.
+        group: the group of the strategy.
+        source: the input that this rank reads.
+        number: the number of the dataset, the same on all ranks.
+        policy: how global batches are split; None if each rank has its own input.
+        to_device: whether arrays are moved to the replica's device.
+        spec: the spec of elements, once all ranks know it.
+        iterations: the number of iterators created.
         checked: whether global batches are compared (``MPIDIST_DEBUG``).
     """
 
@@ -124,7 +124,7 @@ class Feed:
         return self.group.num_replicas
 
     def split(self, rows: int, replica: int) -> tuple[int, int]:
-        """Return which rows of a global batch a replica gets."""
+        """Return the range of rows of a global batch that a replica gets."""
         if self.policy is AutoShardPolicy.OFF:
             return split_by_plan(
                 rows, self.replicas, replica, self.source.batch_size or rows
@@ -137,19 +137,19 @@ class Feed:
         return self.iterations - 1
 
     def place(self, leaf: Any) -> Any:
-        """Return an array where it is to be."""
+        """Return an array on the device where it belongs."""
         device = self.collectives.device
         if not self.to_device or device.kind == "cpu" or backend.is_device_array(leaf):
             return leaf
         if leaf.dtype.kind not in "biufcV":
-            return leaf  # of strings and the like: a GPU cannot hold it
+            return leaf  # of strings, for example: a GPU cannot hold it
         return backend.place(leaf, device)
 
     def element_spec(self) -> Any:
         """Return the nest of specs of a replica's part.
 
         Raises:
-            ValueError: if nothing was read yet, and only that would tell.
+            ValueError: if it is known only after reading, and nothing has been read.
         """
         if self.spec is not None:
             return self.spec.nest()
@@ -167,7 +167,7 @@ class Feed:
         )
 
     def learn(self, own: bytes) -> None:
-        """Tell all ranks what elements are like, where some may not know. Collective.
+        """Send the spec of elements to ranks that may not know it. Collective.
 
         Args:
             own: a pickled tuple of a `Spec` and its text, or of None for both.
@@ -201,7 +201,7 @@ class Feed:
 
 
 def require_program_level(group: ReplicaGroup, call: str) -> None:
-    """Raise where an iterator cannot be used: anywhere but at program level."""
+    """Raise unless called at program level, where iterators can be used."""
     frame = context.current()
     if context.depth() and frame.level is context.Level.REPLICA:
         if call in ("next(iterator)", "get_next", "get_next_as_optional"):

@@ -1,13 +1,13 @@
 """DistributedIterator: one header for each step, and nothing else.
 
-A step: read this rank's part; exchange a header that carries how many rows there are
-(plus one; 0: the input of this rank has ended), of which all ranks learn the largest;
-wrap. If the largest is 0, all inputs have ended, and all ranks stop. A rank that could
-not read says so in place of its header.
+A step: read this rank's part; exchange a header with its number of rows plus one (0:
+the input of this rank has ended), of which all ranks get the maximum; wrap the part. If
+the maximum is 0, all inputs have ended, and all ranks stop. A rank that could not read
+reports this in place of its header.
 
-In the first step over a source of which only reading tells what its elements are like,
-the ranks also exchange that, so that one without rows can make empty arrays of the
-right kind. From then on it is part of the fingerprint of each header.
+If the spec of a source's elements is known only after reading, the ranks also exchange
+it in the first step, so that a rank without rows can create matching empty arrays. From
+then on the spec is part of the fingerprint of each header.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ _NO_SPEC: Final = pickle.dumps((None, None))
 
 @dataclasses.dataclass
 class _Piece:
-    """What this rank has of an element.
+    """This rank's part of an element.
 
     Attributes:
-        rows: of the global batch; of the own one where each rank has its own input.
-        block: this rank's rows; None where there are none, of unknown kind.
-        mark: the state of the source behind this element, where it is cheap.
-        checksum: of the whole batch, where that is compared.
+        rows: rows of the global batch, or of this rank's batch if each rank has its own
+            input.
+        block: this rank's rows; None if there are none and their spec is unknown.
+        mark: the state of the source after this element, if it is cheap to get.
+        checksum: the checksum of the whole batch, if batches are compared.
     """
 
     rows: int
@@ -49,26 +50,26 @@ class _Piece:
 
 
 class DistributedIterator:
-    """Gives the elements of a `DistributedDataset`, one for each step.
+    """Iterates over the elements of a `DistributedDataset`, one for each step.
 
     An element has the structure of the dataset's, and each of its leaves is a
-    `PerReplica`. All ranks get one, or reach the end, together: a replica for which
-    there are no rows gets arrays of 0 rows.
+    `PerReplica`. All ranks get an element, or reach the end, together: a replica
+    without rows gets arrays with 0 rows.
     """
 
     def __init__(self, feed: Feed) -> None:
-        """Not for users: write ``iter(dataset)``."""
+        """Not for users: call ``iter(dataset)``."""
         self._feed = feed
         self._start(feed.next_iteration(), 0)
 
     def _start(self, iteration: int, position: int, mark: Any = None) -> None:
-        """Be before an element of an iteration."""
+        """Go to the position before an element of an iteration."""
         self._iteration = iteration
         self._position = position
         self._mark = mark
         self._stream: Stream | None = None
         self._ahead: Prefetcher[_Piece] | None = None
-        self._waiting = False  # a piece was read, and not given out
+        self._waiting = False  # a piece was read but not returned
         self._piece: _Piece | None = None
         self._failure = ""
         what = f"next(iterator) of dataset #{self._feed.number}, iteration {iteration}"
@@ -90,8 +91,8 @@ class DistributedIterator:
         """Return the next element. Collective.
 
         Raises:
-            OutOfRangeError: at the end of the input, on all ranks together. It is that
-                of `mpidist.data`.
+            OutOfRangeError: the one in `mpidist.data`, at the end of the input, on all
+                ranks together.
         """
         found, element = self._step("get_next")
         if not found:
@@ -103,7 +104,8 @@ class DistributedIterator:
     def get_next_as_optional(self) -> Optional:
         """Return the next element, or nothing at the end. Collective.
 
-        On all ranks alike: ``while (step := it.get_next_as_optional()).has_value():``.
+        The result is the same kind on all ranks:
+        ``while (step := it.get_next_as_optional()).has_value():``.
         """
         found, element = self._step("get_next_as_optional")
         return Optional(element, has_value=found)
@@ -116,7 +118,7 @@ class DistributedIterator:
     def initialize(self) -> list[Any]:
         """Start again at the first element. Collective.
 
-        For code of TensorFlow 1. Returns an empty list: there are no operations to run.
+        For TensorFlow 1 code. Returns an empty list: there are no operations to run.
         """
         require_program_level(self._feed.group, "initialize")
         self._close()
@@ -129,27 +131,27 @@ class DistributedIterator:
     def initializer(self) -> Callable[[], list[Any]]:
         """The method `initialize`: call it, on every rank, to start again.
 
-        Looking at it does nothing, and a new iterator is at its first element: where
-        code of TensorFlow 1 runs the initializer once before its loop, there is nothing
-        to do.
+        Accessing it has no effect, and a new iterator is at its first element:
+        TensorFlow 1 code that runs the initializer once before its loop does not need
+        it.
         """
         return self.initialize
 
-    # --- where it is ----------------------------------------------------------
+    # --- position -------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Return the position, as a small nest for JSON.
 
-        It counts elements that were given out, not those that a thread has read ahead,
-        and holds what the source says of itself, if it has ``get_state`` and
-        ``set_state`` as grain's iterators do. Give it to `restore`, in this run or
-        another. Not collective; in a checkpoint that of one rank is enough.
+        It counts the elements that were returned, not those that a thread has read
+        ahead, and includes the state of the source if that has ``get_state`` and
+        ``set_state``, like grain's iterators. Pass it to `restore`, in this run or
+        another. Not collective; in a checkpoint the state of one rank is enough.
         """
         source = self._feed.source
         own = self._mark
         if not source.again and self._stream is not None and not self._is_ahead():
             own = self._stream.state()
-        # Of global batches all ranks read the same: one state, on any number of ranks.
+        # All ranks read the same global batches: one state, for any number of ranks.
         each = self._feed.policy is None
         rank = self._feed.collectives.comm.rank if each else 0
         return {
@@ -167,22 +169,23 @@ class DistributedIterator:
         return self._waiting and self._piece is not None
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go to a position: the next element is the one after it. Collective.
+        """Restore a position: the next element is the one after it. Collective.
 
-        A `mpidist.data.Dataset` or a source with ``__getitem__`` goes there at once,
-        one with ``set_state`` by that. Any other is started anew and read up to
-        there. Positions of global batches hold on any number of ranks.
+        A `mpidist.data.Dataset` or a source with ``__getitem__`` goes there directly,
+        and one with ``set_state`` by calling it. Any other source is restarted and read
+        up to the position. Positions of global batches are valid for any number of
+        ranks.
 
         Args:
-            state: what `state` gave, the same on all ranks, but for what it says of
-                the sources themselves.
+            state: the result of `state`, the same on all ranks, except for the states
+                of the sources themselves.
 
         Raises:
-            ValueError: if it is no such state, or that of another dataset; on all
+            ValueError: if it is not such a state, or that of another dataset; on all
                 ranks. For `Strategy.distribute_datasets_from_function` also if it was
-                taken on another number of ranks. Whatever is raised, the iterator is
-                where it was, on all ranks; but a source that can be gone through only
-                once is lost.
+                taken on a different number of ranks. After any error the iterator keeps
+                its position, on all ranks; but a source that can be read only once is
+                lost.
         """
         feed = self._feed
         require_program_level(feed.group, "restore")
@@ -193,7 +196,7 @@ class DistributedIterator:
         source = feed.source
         stream = self._stream if source.one_shot else None
         try:
-            # Of what was read before nothing is let go until all ranks are there.
+            # Nothing that was read before is dropped until all ranks have got there.
             if stream is None:
                 stream = source.open(iteration)
             stream.seek(position, own)
@@ -219,7 +222,7 @@ class DistributedIterator:
         feed.iterations = iteration + 1
 
     def _spoil(self, stream: Stream | None) -> None:
-        """After a restore that failed: what cannot be opened again is lost."""
+        """After a failed restore, mark a source that cannot be reopened as lost."""
         if stream is not None and self._feed.source.one_shot:
             self._failure = (
                 "its `restore` failed, and its source can be gone through only once; "
@@ -290,7 +293,7 @@ class DistributedIterator:
             if feed.spec is None and piece is not None and piece.block is not None:
                 spec = pickle.dumps((Spec.of(piece.block), describe(piece.block)))
         except KeyboardInterrupt as error:
-            # Who catches it and goes on must not miss what was being read.
+            # Code that catches it and continues must not miss the element being read.
             self._forget_stream(error, wait=False)
             raise
         except BaseException as error:
@@ -318,7 +321,7 @@ class DistributedIterator:
         block = None if piece is None else piece.block
         if block is not None:
             if not _same_shapes(feed.spec, block):
-                feed.spec = Spec.of(block)  # of the row shapes, the last seen
+                feed.spec = Spec.of(block)  # with the row shapes seen last
         elif feed.spec is not None:
             block = feed.spec.empty()
         else:
@@ -333,7 +336,7 @@ class DistributedIterator:
         )
 
     def _call_for(self, piece: _Piece | None) -> Call:
-        """Return what this rank is about to do, with the kind of its elements."""
+        """Return the call that this rank is about to make, with its elements' spec."""
         spec = self._feed.spec
         if spec is None:
             return self._call
@@ -351,7 +354,7 @@ class DistributedIterator:
         return call
 
     def _differing(self, number: int) -> str:
-        """Say what each rank has, where all must have the same. Collective."""
+        """Describe what each rank has if they differ. Collective."""
         comm = self._feed.collectives.comm
         groups: dict[int, list[int]] = {}
         for rank, (other,) in enumerate(comm.all_gather_integers([number])):
@@ -385,7 +388,7 @@ class DistributedIterator:
         return next(self._ahead, None)
 
     def _forget_stream(self, error: BaseException, *, wait: bool = True) -> None:
-        """After an error: read this position again, or never again."""
+        """After an error, prepare to read this position again, or never again."""
         self._close(wait=wait)
         self._stream, self._waiting = None, False
         if not self._feed.source.again:
@@ -400,7 +403,7 @@ class DistributedIterator:
             self._ahead = None
 
     def _compare(self, name: str, piece: _Piece | None) -> None:
-        """See that all ranks have the same global batch (``MPIDIST_DEBUG=1``)."""
+        """Check that all ranks have the same global batch (``MPIDIST_DEBUG=1``)."""
         collectives = self._feed.collectives
         own = 0 if piece is None else piece.checksum
         call = Call(f"{self._call.text} (MPIDIST_DEBUG: the same batch on all ranks?)")
@@ -490,7 +493,7 @@ def _same_shapes(spec: Spec | None, block: Block) -> bool:
 
 
 def _no_stop(error: BaseException) -> BaseException:
-    """Return an error that no loop takes for the end of its iterator."""
+    """Return an error that no loop interprets as the end of its iterator."""
     if not isinstance(error, StopIteration):
         return error
     other = RuntimeError("the input raised StopIteration inside an element")

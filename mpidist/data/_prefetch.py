@@ -1,4 +1,4 @@
-"""A thread that reads ahead. It never calls MPI, and ends with its reader."""
+"""A thread that reads ahead. It never calls MPI, and ends with its consumer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 class _Shelf:
-    """What the thread and its reader share: a bounded queue, and the wish to stop."""
+    """A bounded queue and a stop flag, shared by the thread and its consumer."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -29,7 +29,7 @@ class _Shelf:
             self.changed.notify_all()
 
     def put(self, item: Any) -> bool:
-        """Add an item when there is room; return False to stop."""
+        """Add an item when there is space; return False to stop."""
         with self.changed:
             while len(self.ready) >= self.depth and not self.stopped:
                 self.changed.wait()
@@ -46,7 +46,7 @@ class _Shelf:
 
 
 def _fill(items: Iterator[Any], shelf: _Shelf) -> None:
-    """Run in the thread. It holds the shelf, not the reader, which can so go away."""
+    """Run in the thread. It refers to the shelf, so the consumer can be collected."""
     try:
         for item in items:
             if not shelf.put(item):
@@ -59,14 +59,15 @@ def _fill(items: Iterator[Any], shelf: _Shelf) -> None:
 
 
 class Prefetcher(Generic[_T]):
-    """Iterates over ``items``, which a thread reads up to ``depth`` ahead.
+    """Iterates over ``items``; a thread reads up to ``depth`` items ahead.
 
-    What they raise comes out in its place. The thread starts with the first `next`. It
-    ends at the end of ``items``, by `close`, and when the Prefetcher is collected.
+    An exception in ``items`` is raised at its position. The thread starts with the
+    first `next`. It ends at the end of ``items``, on `close`, and when the Prefetcher
+    is collected.
 
     Args:
-        items: to be read; nobody else may.
-        depth: how many may be ready, 1 or more.
+        items: the iterator to read; nothing else may read it.
+        depth: the maximum number of items that are ready, 1 or more.
     """
 
     def __init__(self, items: Iterator[_T], depth: int) -> None:
@@ -104,7 +105,7 @@ class Prefetcher(Generic[_T]):
         """Stop the thread, and wait until it has ended.
 
         Args:
-            wait: False: it ends by itself, after what it is reading now.
+            wait: False: do not wait; it ends by itself, after the current item.
         """
         self._stop()
         if self._started and wait:

@@ -1,4 +1,4 @@
-"""What describes an input: contexts, options, specs, and what an iterator gives."""
+"""Input contexts, options, specs, and the results of iterators."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ UNKNOWN_CARDINALITY: Final = -2
 class OutOfRangeError(LookupError):
     """`DistributedIterator.get_next` was called at the end of the input.
 
-    On all ranks together. It is no StopIteration, which a generator or a ``for`` loop
-    around the call would take for its own end.
+    On all ranks together. It is not a StopIteration, which a generator or a ``for``
+    loop around the call would interpret as its own end.
     """
 
 
@@ -29,11 +29,11 @@ class InputReplicationMode(enum.Enum):
 
 
 class AutoShardPolicy(enum.Enum):
-    """By which rule global batches are split over the replicas.
+    """The rule by which global batches are split over the replicas.
 
-    ``AUTO`` and ``DATA``: each batch as it comes is cut into pieces of
-    ceil(rows / replicas). ``OFF``: by a balanced plan for the full batch, whose pieces
-    differ by one row at most. ``FILE`` and ``HINT`` are TensorFlow's, and refused.
+    ``AUTO`` and ``DATA``: each batch is split separately into parts of ceil(rows /
+    replicas). ``OFF``: by a balanced plan for the full batch, whose parts differ by at
+    most one row. ``FILE`` and ``HINT`` exist in TensorFlow and are rejected.
     """
 
     OFF = -1
@@ -48,7 +48,7 @@ class ArraySpec:
     """Shape and dtype of an array in an element of a dataset.
 
     Attributes:
-        shape: the sizes; None for one that is not known, or differs between elements.
+        shape: the sizes; None for one that is unknown or differs between elements.
         dtype: the NumPy dtype.
     """
 
@@ -63,12 +63,13 @@ class ArraySpec:
 
 
 class InputContext:
-    """Which of the input pipelines a function makes.
+    """Tells an input function which of the input pipelines to create.
 
     Args:
-        num_input_pipelines: how many there are: the number of ranks.
+        num_input_pipelines: the number of input pipelines, which is the number of
+            ranks.
         input_pipeline_id: the number of this one, from 0: the rank.
-        num_replicas_in_sync: how many replicas share a step.
+        num_replicas_in_sync: the number of replicas that share a step.
     """
 
     __slots__ = ("_id", "_pipelines", "_replicas")
@@ -99,7 +100,7 @@ class InputContext:
         return self._replicas
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return the rows of one replica for a global batch size.
+        """Return the number of rows of one replica for a global batch size.
 
         Raises:
             ValueError: if the rows cannot be divided evenly.
@@ -131,13 +132,14 @@ class InputOptions:
     """Options of a distributed dataset.
 
     Attributes:
-        experimental_fetch_to_device: whether arrays come on the replica's device (the
-            default) or stay on the host.
+        experimental_fetch_to_device: whether arrays are moved to the replica's device
+            (the default) or stay on the host.
         experimental_replication_mode: an `InputReplicationMode`; both mean the same
-            here, but PER_REPLICA only goes with `distribute_datasets_from_function`.
-        experimental_place_dataset_on_device: taken only with PER_REPLICA, as in
-            TensorFlow, and of no effect: arrays are read on the host.
-        experimental_per_replica_buffer_size: taken and not used; write
+            here, but PER_REPLICA is only allowed for
+            `distribute_datasets_from_function`.
+        experimental_place_dataset_on_device: accepted only with PER_REPLICA, as in
+            TensorFlow, and without effect: arrays are read on the host.
+        experimental_per_replica_buffer_size: accepted and ignored; use
             `Dataset.prefetch`.
         auto_shard_policy: an `AutoShardPolicy` or its name. In TensorFlow it is an
             option of the dataset.
@@ -161,7 +163,7 @@ class InputOptions:
         *,
         experimental_prefetch_to_device: bool | None = None,
     ) -> None:
-        """Check and keep the options.
+        """Check and store the options.
 
         Args:
             experimental_fetch_to_device: see above; None means True.
@@ -172,8 +174,9 @@ class InputOptions:
             experimental_prefetch_to_device: the older name of the first.
 
         Raises:
-            TypeError: for both names of the first, or a mode that is none.
-            ValueError: for an unknown policy.
+            TypeError: if both names of the first option are given, or the mode is
+                invalid.
+            ValueError: if the policy is unknown.
         """
         if experimental_prefetch_to_device is not None:
             if experimental_fetch_to_device is not None:

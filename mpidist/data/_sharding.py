@@ -1,6 +1,6 @@
-"""Which rows of a global batch are whose: two rules, as numbers.
+"""The rows of a global batch that each replica gets: two rules.
 
-TensorFlow has both, and which one it takes depends on the auto-shard policy
+TensorFlow has both, and the auto-shard policy determines which one it uses
 (`tensorflow/python/data/experimental/ops/distribute.py` of 2.21:
 `_LegacyRebatchDataset` for AUTO and DATA, `_RebatchDataset` with
 `batch_sizes_for_worker` for OFF).
@@ -12,7 +12,7 @@ from __future__ import annotations
 def split_as_it_comes(rows: int, replicas: int, replica: int) -> tuple[int, int]:
     """Return the first row of a replica, and the one after its last.
 
-    Pieces of ceil(rows / replicas), until there are no more: 5 rows over 4 replicas
+    Parts of ceil(rows / replicas) rows, until there are no more: 5 rows over 4 replicas
     are 2, 2, 1, 0.
     """
     piece = -(-rows // replicas)
@@ -24,10 +24,10 @@ def split_by_plan(
 ) -> tuple[int, int]:
     """Return the first row of a replica, and the one after its last.
 
-    The full batch is cut into pieces whose sizes differ by one at most, the larger
-    ones first: 5 rows over 4 replicas are 2, 1, 1, 1. A smaller batch fills these
-    pieces in order: 6 rows of 8 over 3 replicas are 3, 3, 0. A batch of more rows than
-    the full one gets a plan of its own.
+    The full batch is split into parts whose sizes differ by at most one, the larger
+    ones first: 5 rows over 4 replicas are 2, 1, 1, 1. A smaller batch fills these parts
+    in order: 6 rows of 8 over 3 replicas are 3, 3, 0. A batch with more rows than the
+    full one gets its own plan.
     """
     piece, larger = divmod(max(rows, batch_size), replicas)
     start = replica * piece + min(replica, larger)

@@ -1,6 +1,6 @@
-"""What a distributed dataset reads from: a Dataset, a sequence, an iterable.
+"""The inputs of a distributed dataset: a Dataset, a sequence, an iterable.
 
-A source says what is known of it; a *stream* reads it from a position on.
+A source describes what is known about it; a *stream* reads it from a position.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from mpidist.data._stages import INFINITE, Opened, Stage
 
 
 class Stream(Protocol):
-    """Reads elements, one after the other."""
+    """Reads elements in order."""
 
     def seek(self, position: int, state: Any = None) -> None:
-        """Go to the element of this number; ``state`` is what `state` gave there."""
+        """Go to the element with this number; ``state`` is the `state` there."""
 
     def read(self) -> Opened | None:
         """Return the next element, or None at the end."""
 
     def state(self) -> Any:
-        """Return what the source itself says about its position; None: nothing."""
+        """Return the source's own state at its position; None if it has none."""
 
 
 class Source(Protocol):
-    """What is known of an input.
+    """What is known about an input.
 
     Attributes:
-        text: what it is, for people.
-        batch_size: rows of a full batch, None if not known (yet).
-        reads_whole: whether elements can be read only as a whole.
+        text: a description for users.
+        batch_size: the number of rows in a full batch, None if not known (yet).
+        reads_whole: whether elements can only be read as a whole.
         depth: how far a thread may read ahead.
         again: whether a position can be read again after an error.
-        one_shot: whether it can be read once only.
-        spec: the nest of specs of an element, or None if only reading tells.
+        one_shot: whether it can be read only once.
+        spec: the nest of specs of an element, or None if only known after reading.
     """
 
     text: str
@@ -108,7 +108,7 @@ class _StageStream:
 class SequenceSource:
     """Anything with ``__len__`` and ``__getitem__``: each item is an element.
 
-    None among the items is left out, as grain means it (its ``filter`` gives them).
+    None items are skipped, as in grain (its ``filter`` returns them).
     """
 
     reads_whole = True
@@ -148,7 +148,7 @@ class _SequenceStream:
             if element is not None:
                 opened = open_element(element, source.call)
                 if opened.whole is not None:
-                    # The item may be asked for again, so it must not be written to.
+                    # The item may be requested again, so it must not be written to.
                     opened.whole.leaves = [_read_only(x) for x in opened.whole.leaves]
                 return opened
         return None
@@ -246,7 +246,7 @@ _END = object()
 class FunctionSource:
     """A function without arguments that returns the next element.
 
-    It ends by StopIteration or OutOfRangeError.
+    StopIteration or OutOfRangeError ends it.
     """
 
     reads_whole = True
@@ -277,7 +277,7 @@ class FunctionSource:
 
 
 def open_element(element: Any, call: str) -> Opened:
-    """Return an element that was read as a whole, for taking some of its rows."""
+    """Return an element that was read as a whole, to read some of its rows."""
     block = block_of(element, call)
     rows = 1
     if block.leaves and block.leaves[0].ndim:
@@ -286,11 +286,11 @@ def open_element(element: Any, call: str) -> Opened:
 
 
 def source_of(dataset: Any, call: str) -> Source:
-    """Return the source for what a user calls a dataset.
+    """Return the source for a user's dataset.
 
     Raises:
-        TypeError: for arrays and nests of arrays, which would be taken apart in the
-            wrong way, and for what cannot be iterated over.
+        TypeError: for arrays and nests of arrays, which would be split incorrectly, and
+            for objects that are not iterable.
     """
     if isinstance(dataset, Dataset):
         return DatasetSource(dataset)

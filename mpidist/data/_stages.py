@@ -1,9 +1,9 @@
-"""The stages of a `Dataset`: each gives any of its elements, by number.
+"""The stages of a `Dataset`: each returns any of its elements, by number.
 
-So nothing is read that nobody asks for, a rank can read some rows of a batch, and a
-position in a dataset is a number. Elements are asked for with the *pass*: which
-iteration over the dataset it is, and which round of each `repeat` around the stage. A
-shuffle makes its order from its seed and the pass, alike on all ranks.
+So only requested elements are read, a rank can read some rows of a batch, and a
+position in a dataset is a number. Requests include the *pass*: the number of the
+iteration over the dataset and of the round of each `repeat` around the stage. A shuffle
+computes its order from its seed and the pass, identically on all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpidist.data._blocks import Block, block_of, gather, join, stack
 from mpidist.data._records import ArraySpec
 
 INFINITE: Final = sys.maxsize
-# How many rows the orders that a shuffle keeps may have together.
+# The maximum total number of rows in the orders that a shuffle caches.
 _ORDERS_ROWS: Final = 2**20
 Pass = tuple[int, ...]
 Route = list[tuple[Any, Pass]]
@@ -31,10 +31,10 @@ class Opened:
     """An element whose rows can be read in part.
 
     Attributes:
-        rows: how many.
-        read: gives the rows from a start to a stop; None where there are none and
-            what they would be like is not known.
-        whole: the element, where it has been read as a whole anyway.
+        rows: the number of rows.
+        read: returns the rows from a start to a stop; None if there are none and their
+            spec is unknown.
+        whole: the element, if it has been read as a whole anyway.
     """
 
     rows: int
@@ -46,11 +46,11 @@ class Stage:
     """A sequence of elements.
 
     Attributes:
-        size: how many elements; `INFINITE` or more without end.
-        batch_size: rows of a full batch; None before `batch`.
-        reads_whole: whether an element can be read only as a whole.
-        depth: how far a thread reads ahead; 0: there is none.
-        text: how it was made, for people and to compare ranks.
+        size: the number of elements; `INFINITE` or more if infinite.
+        batch_size: the number of rows in a full batch; None before `batch`.
+        reads_whole: whether an element can only be read as a whole.
+        depth: how far a thread reads ahead; 0: there is no thread.
+        text: how it was created, for users and for comparing ranks.
     """
 
     size: int
@@ -64,7 +64,7 @@ class Stage:
         raise NotImplementedError
 
     def fetch(self, indices: Any, turn: Pass) -> Block | None:
-        """Return elements on top of each other; None for none of unknown kind."""
+        """Return elements as a block; None if there are none, of unknown spec."""
         found = self.elements(indices, turn)
         return stack(found, "Dataset.batch") if found else None
 
@@ -75,7 +75,7 @@ class Stage:
         return Opened(rows, whole.part, whole)
 
     def spec(self) -> Any:
-        """Return the nest of specs of an element; None if only reading tells."""
+        """Return the nest of specs of an element; None if only known after reading."""
         return None
 
 
@@ -111,7 +111,7 @@ def _dtype_of(leaf: Any) -> Any:
 
 
 class Rows(Stage):
-    """What a source with ``__len__`` and ``__getitem__`` gives: one row each."""
+    """The items of a source with ``__len__`` and ``__getitem__``: one row each."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -134,7 +134,7 @@ class Via(Stage):
         self.text = f"{parent.text}{text}"
 
     def route(self, indices: Any, turn: Pass) -> Route:
-        """Return which elements of the parent these are."""
+        """Return the corresponding elements of the parent."""
         return [(indices, turn)]
 
     def elements(self, indices: Any, turn: Pass) -> list[Any]:
@@ -166,7 +166,7 @@ class Take(Via):
 
 
 class Shard(Via):
-    """Every n-th element, from a first one on."""
+    """Every n-th element, from a given one on."""
 
     def __init__(self, parent: Stage, shards: int, index: int) -> None:
         size = parent.size
@@ -180,7 +180,7 @@ class Shard(Via):
 
 
 class Prefetch(Via):
-    """A wish for a thread that reads ahead."""
+    """A request for a thread that reads ahead."""
 
     def __init__(self, parent: Stage, depth: int) -> None:
         super().__init__(parent, parent.size, f".prefetch({depth})")
@@ -188,7 +188,7 @@ class Prefetch(Via):
 
 
 class Repeat(Via):
-    """The parent over and over."""
+    """The parent, repeated."""
 
     def __init__(self, parent: Stage, count: int | None) -> None:
         size = parent.size
@@ -215,7 +215,7 @@ class Repeat(Via):
 
 
 class Shuffle(Via):
-    """The parent in an order of its own in each pass."""
+    """The parent in a different order in each pass."""
 
     def __init__(self, parent: Stage, seed: int, anew: bool) -> None:
         also = "" if anew else ", reshuffle_each_iteration=False"
@@ -230,7 +230,8 @@ class Shuffle(Via):
             if known == key:
                 return order
         # RandomState's streams do not change with the version of NumPy, so a run that
-        # is continued after an upgrade sees the same order. SeedSequence's neither.
+        # continues after an upgrade has the same order. The same holds for
+        # SeedSequence.
         words = np.random.SeedSequence([self._seed, len(key), *key])
         order = np.random.RandomState(np.random.MT19937(words)).permutation(self.size)
         # At least two: a batch may span the end of one pass and the start of the next.
@@ -245,7 +246,7 @@ class Shuffle(Via):
 
 
 class Map(Stage):
-    """What a function makes of each element."""
+    """The result of a function for each element."""
 
     def __init__(self, parent: Stage, fn: Callable[..., Any]) -> None:
         self.parent = parent
@@ -260,14 +261,14 @@ class Map(Stage):
         return [self._apply(x) for x in self.parent.elements(indices, turn)]
 
     def _apply(self, element: Any) -> Any:
-        # As in tf.data: a tuple is the arguments.
+        # As in tf.data: a tuple is passed as separate arguments.
         if type(element) is tuple:
             return self._fn(*element)
         return self._fn(element)
 
 
 class Batch(Stage):
-    """So many elements of the parent on top of each other."""
+    """A given number of elements of the parent, stacked."""
 
     def __init__(self, parent: Stage, rows: int, drop_remainder: bool) -> None:
         self.parent = parent
@@ -312,7 +313,7 @@ def spec_of(element: Any, batch: Sequence[int | None] | None) -> Any:
 
     Args:
         element: a nest of arrays.
-        batch: what to say of the first dimension: a list of one; None: what it is.
+        batch: a list with the first dimension to report; None: the actual one.
     """
     block = block_of(element, "element_spec")
     specs = [

@@ -1,7 +1,7 @@
 """Optimizers for mirrored variables: one fused reduction, then the update.
 
-Gradients are summed over the replicas, so each replica divides its loss by the rows of
-the whole step; see the guide "Sum or mean".
+Gradients are summed over the replicas, so each replica divides its loss by the number
+of rows in the whole step; see the guide "Sum or mean".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What users give to an optimizer: pairs, variables and gradients, and their checks."""
+"""Checks of optimizer arguments: pairs, variables and gradients."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ APPLY: Final = "apply_gradients"
 
 
 def array_of(variable: Variable) -> Any:
-    """Return this rank's copy of a variable, to be changed in place.
+    """Return this rank's copy of a variable, for changing it in place.
 
-    The only place that reaches into a variable. Only for changes that all ranks make
-    alike.
+    The only function that accesses a variable's internals. Use it only for changes that
+    are identical on all ranks.
     """
     return variable._array
 
 
 def compute_dtype(dtype: Any) -> Any:
-    """Return what a step is computed in, and slots are kept in."""
+    """Return the dtype that steps are computed in and slots are stored in."""
     return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
 
 
@@ -37,7 +37,7 @@ def listed(names: list[str]) -> str:
 
 
 def unique(names: list[str]) -> list[str]:
-    """Return the names, with a number behind those that have been there."""
+    """Return the names, with a number appended to repeated ones."""
     taken: set[str] = set()
     result = []
     for name in names:
@@ -60,19 +60,19 @@ def split_pairs(pairs: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def variables_among(given: list[Any]) -> list[Variable]:
-    """Return the variables of a strategy over MPI among what a user gave, or pairs."""
+    """Return the variables of an MPI strategy among given objects or pairs."""
     each = [x for g in given for x in (g if isinstance(g, (list, tuple)) else (g,))]
     return [x for x in each if isinstance(x, Variable) and x._group.is_mpi]
 
 
 def check_variables(variables: list[Any], call: str, known: dict[int, int]) -> None:
-    """Raise for anything but mirrored, floating variables of one strategy.
+    """Raise unless these are mirrored, floating-point variables of one strategy.
 
     Args:
-        variables: what the user gave.
+        variables: the user's argument.
         call: the name of the call.
-        known: those of an optimizer that has its state, by their id, which have been
-            looked at.
+        known: the variables, by id, of an optimizer that has its state; they are
+            already checked.
     """
     if not variables:
         raise ValueError(f"{call}: expected at least one variable, got none")
@@ -128,7 +128,7 @@ def as_gradient(
         and gradient.dtype == array.dtype
         and gradient.shape == array.shape
     ):
-        return gradient  # as most are
+        return gradient  # the most common case
     call = f"{APPLY}: the gradient of Variable {variable.name!r}"
     group.registry.check(APPLY, gradient)
     if isinstance(gradient, IndexedSlices):
@@ -174,10 +174,10 @@ def as_gradient(
 
 
 def apart(arrays: dict[int, Any], variables: list[Variable]) -> dict[int, Any]:
-    """Copy gradients that are views of variables, which the step changes.
+    """Copy gradients that are views of variables, because the step changes these.
 
-    Those that are not reduced, for example on one replica, have no buffers of their
-    own.
+    Gradients that are not reduced, for example on one replica, have no separate
+    buffers.
     """
     owners = {id(_owner(array_of(variable))) for variable in variables}
     return {i: x.copy() if id(_owner(x)) in owners else x for i, x in arrays.items()}

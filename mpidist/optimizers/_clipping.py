@@ -11,8 +11,8 @@ import numpy as np
 from mpidist._base import backend, nest
 from mpidist._values.distributed import PerReplica
 
-# Elements that are worked on at a time: on the host what fits into the cache of a
-# core, on a GPU what keeps it busy.
+# Elements processed at a time: on the host as many as fit into a core's cache, on a GPU
+# enough to keep it busy.
 HOST_BLOCK: Final = 1 << 15
 DEVICE_BLOCK: Final = 1 << 24
 
@@ -23,24 +23,24 @@ def clip_by_global_norm(grads: Any, clip_norm: float) -> tuple[Any, Any]:
     The formula is that of ``tf.clip_by_global_norm`` (Pascanu et al. 2013,
     https://arxiv.org/abs/1211.5063, algorithm 1): each gradient times
     ``clip_norm / max(global_norm, clip_norm)``, where ``global_norm`` is the square
-    root of the sum of the squares of all elements. Up to ``clip_norm`` nothing
-    changes. If the norm is infinite or NaN, all results are NaN.
+    root of the sum of the squares of all elements. If the norm is at most
+    ``clip_norm``, nothing changes. If the norm is infinite or NaN, all results are NaN.
 
-    Not a call that communicates: pass it gradients that are reduced already, and all
-    replicas get the same. Clipping each replica's own gradients before they are
-    summed is another algorithm, whose result depends on the number of replicas.
+    This function does not communicate: pass it gradients that are already reduced, and
+    all replicas get the same result. Clipping each replica's own gradients before they
+    are summed is a different algorithm, whose result depends on the number of replicas.
 
     Args:
-        grads: a nest of arrays and numbers; None for those without a gradient.
-        clip_norm: the largest norm, above 0.
+        grads: a nest of arrays and numbers; None where there is no gradient.
+        clip_norm: the maximum norm, greater than 0.
 
     Returns:
         The nest with new arrays of the same dtypes (None stays), and the norm before
         clipping: a float64 scalar, computed in float64, on the gradients' device.
 
     Raises:
-        TypeError: if a gradient is not an array; a PerReplica is not.
-        ValueError: for a ``clip_norm`` that is not above 0.
+        TypeError: if a gradient is not an array (a PerReplica is not one).
+        ValueError: if ``clip_norm`` is not greater than 0.
     """
     call = "clip_by_global_norm"
     clip = check_clip_norm(clip_norm, call, "clip_norm")
@@ -62,10 +62,10 @@ def clip_by_global_norm(grads: Any, clip_norm: float) -> tuple[Any, Any]:
 
 
 def check_clip_norm(clip_norm: Any, call: str, argument: str) -> float:
-    """Return a largest norm as a float.
+    """Return a maximum norm as a float.
 
     Raises:
-        TypeError, ValueError: for one that is not a number above 0.
+        TypeError, ValueError: if it is not a number greater than 0.
     """
     if isinstance(clip_norm, bool) or not isinstance(clip_norm, numbers.Real):
         raise TypeError(
@@ -79,7 +79,7 @@ def check_clip_norm(clip_norm: Any, call: str, argument: str) -> float:
 
 
 def blocks(x: Any) -> Iterator[slice]:
-    """Yield the slices of a flat array to work on, one after the other."""
+    """Yield the slices of a flat array to process, one at a time."""
     size = int(x.size)
     step = DEVICE_BLOCK if backend.is_device_array(x) else HOST_BLOCK
     for start in range(0, size, step):
@@ -87,7 +87,7 @@ def blocks(x: Any) -> Iterator[slice]:
 
 
 def norm_scratch(arrays: Sequence[Any]) -> Any:
-    """Return the memory that `global_norm` needs, or None for no arrays."""
+    """Return the scratch memory for `global_norm`, or None if there are no arrays."""
     if not arrays:
         return None
     largest = max(arrays, key=lambda x: int(x.size))
@@ -98,7 +98,7 @@ def norm_scratch(arrays: Sequence[Any]) -> Any:
 def global_norm(arrays: Sequence[Any], scratch: Any) -> Any:
     """Return the square root of the sum of all squares, in float64.
 
-    In an order that depends on the shapes only, so that equal arrays give equal bits.
+    The order of the sum depends only on the shapes, so equal arrays give equal bits.
     """
     sums = []
     for x in arrays:
@@ -112,7 +112,7 @@ def global_norm(arrays: Sequence[Any], scratch: Any) -> Any:
 
 
 def clip_scale(norm: Any, clip_norm: float) -> Any:
-    """Return what gradients of this norm are multiplied by; NaN for inf and NaN."""
+    """Return the factor for gradients of this norm; NaN for inf and NaN."""
     return clip_norm / np.maximum(norm, clip_norm) + (norm - norm)
 
 

@@ -16,7 +16,7 @@ from mpidist.optimizers._arguments import APPLY, as_gradient
 
 
 class GradientSum:
-    """The fused sum of gradients: all that can fail, then all that moves."""
+    """The fused sum of gradients: everything that can fail, then the transfer."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class GradientSum:
     def run(self, call: Call) -> list[Any]:
         """Return the sums, which are the same on all ranks. Collective.
 
-        Nothing is changed before all ranks have agreed.
+        Nothing changes before all ranks have agreed.
 
         Args:
-            call: what the header says.
+            call: the contents of the header.
         """
         if self._plan is not None:
             return self._plan(self._arrays, call)
@@ -53,7 +53,7 @@ class GradientSum:
         return self._arrays if ops is None else self._run_by_user(ops)
 
     def _run_by_user(self, ops: BatchReducer) -> list[Any]:
-        """Sum by the user's `CrossDeviceOps`, and see that all ranks got the same."""
+        """Sum with the user's `CrossDeviceOps`; check that all ranks got the same."""
         group = self._group
         collectives = group.collectives
         number = group.registry.next_key()
@@ -64,7 +64,7 @@ class GradientSum:
             )
         ]
         frame = context.Frame(self._group, context.Level.CROSS_REPLICA)
-        with context.entered(frame):  # what it raises, all ranks raise
+        with context.entered(frame):  # an exception is raised on all ranks
             sums = ops.batch_reduce(ReduceOp.SUM, pairs, None)
         try:
             results = [

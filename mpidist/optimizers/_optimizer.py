@@ -1,18 +1,18 @@
-"""What all optimizers share: state, one fused reduction, and updates in place.
+"""The base of all optimizers: state, one fused reduction, updates in place.
 
 How gradients are applied
 -------------------------
-1. Every rank looks at its arguments, evaluates the learning rate and allocates what it
-   will need. What it finds wrong it tells to all ranks.
+1. Every rank checks its arguments, evaluates the learning rate and allocates memory. It
+   reports errors to all ranks.
 2. One header: the ranks agree on the optimizer, the step, the learning rate, the
    variables, and the shapes and dtypes of the gradients.
 3. One fused all-reduce (SUM) of all gradients.
 4. Every rank changes its own copies, with the same operations on the same bits. Nothing
    here can fail on one rank alone, and nothing is communicated.
 
-`merge_call` is not needed for that, nor is the function of ``update``: no code of the
-user runs. In cross-replica context it is one operation (`dispatch`), so one command
-inside ``merge_fn``, which every rank carries out with its own optimizer.
+This needs neither `merge_call` nor the function of ``update``, because no user code
+runs. In cross-replica context it is one operation (`dispatch`), so inside ``merge_fn``
+it is one command, which every rank executes with its own optimizer.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ from mpidist.optimizers._schedules import LearningRate
 
 _BUILD: Final = "Optimizer.build"
 
-# An optimizer is the same object of the program on all ranks: it is known by the
-# variable that counts its steps, and before it has one by the number of its
-# construction. Replicas that are threads count for themselves.
+# An optimizer is the same object of the program on all ranks. It is identified by the
+# variable that counts its steps or, before that exists, by its construction number.
+# Replicas that are threads each have their own count.
 _Known = weakref.WeakValueDictionary[Any, "Optimizer"]
 _numbers = threads.ReplicaLocal(lambda: itertools.count(1))
 _made: Final = threads.ReplicaLocal[_Known](weakref.WeakValueDictionary)
@@ -71,7 +71,7 @@ _built: Final = threads.ReplicaLocal[_Known](weakref.WeakValueDictionary)
 
 @dataclasses.dataclass(frozen=True)
 class _Reference:
-    """How rank 0 names an optimizer to the other ranks."""
+    """How rank 0 identifies an optimizer to the other ranks."""
 
     iterations: Variable | None
     number: int
@@ -81,7 +81,7 @@ class _Reference:
         """Return this rank's optimizer.
 
         Raises:
-            RuntimeError: where this rank has none, or another one.
+            RuntimeError: if this rank has none, or a different one.
         """
         if self.iterations is not None:
             found = _built.get().get(_identity(self.iterations))
@@ -99,36 +99,37 @@ class _Reference:
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """A part of a variable that is worked on at a time, and the scratch for it."""
+    """A part of a variable that is processed at a time, and its scratch memory."""
 
     part: slice
     w: Any
     slots: tuple[Any, ...]
     t: Any
     u: Any
-    wide: Any  # None where the step is computed in the variable's own dtype
+    wide: Any  # None if the step is computed in the variable's own dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class _Target:
-    """One variable with its slots, laid out for the update: made once."""
+    """One variable with its slots, laid out for the update; created once."""
 
     variable: Variable
     index: int
     array: Any
-    copy: Any  # in C order, of an array that is not
+    copy: Any  # in C order, of an array that is not in C order
     blocks: tuple[_Block, ...]
 
 
 class Optimizer:
-    """What `SGD`, `Adam` and `AdamW` have in common.
+    """The base class of `SGD`, `Adam` and `AdamW`.
 
-    Gradients are summed over the replicas: divide the loss of each replica by the rows
-    of the whole step (`mpidist.compute_average_loss`, `mpidist.global_batch_size`).
+    Gradients are summed over the replicas: divide the loss of each replica by the
+    number of rows in the whole step (`mpidist.compute_average_loss`,
+    `mpidist.global_batch_size`).
 
-    An optimizer is made on all ranks, in or outside a scope, and belongs to the
-    strategy of the variables that it first sees. The state is mirrored variables:
-    `iterations` and, next to each variable, its slots.
+    Create an optimizer on all ranks, inside or outside a scope. It belongs to the
+    strategy of the first variables passed to it. Its state consists of mirrored
+    variables: `iterations` and, next to each variable, its slots.
     """
 
     _slot_names: ClassVar[tuple[str, ...]] = ()
@@ -165,7 +166,7 @@ class Optimizer:
         self._slots: list[tuple[Variable, ...]] = []
         self._index: dict[int, int] = {}
         self._decayed: list[bool] = []
-        # Buffers that are kept from step to step.
+        # Buffers that are reused in each step.
         self._targets: list[_Target] = []
         self._number = next(_numbers.get())
         _made.get()[self._number] = self
@@ -183,12 +184,12 @@ class Optimizer:
 
     @property
     def name(self) -> str:
-        """The name that was given, or that of the class; slots begin with it."""
+        """The given name, or that of the class; names of slots begin with it."""
         return self._name
 
     @property
     def iterations(self) -> Variable:
-        """The number of steps that were made: a mirrored int64 variable.
+        """The number of completed steps: a mirrored int64 variable.
 
         Raises:
             RuntimeError: before `build` or the first `apply_gradients`.
@@ -199,9 +200,9 @@ class Optimizer:
 
     @property
     def variables(self) -> list[Variable]:
-        """The whole state: `iterations`, and the slots of each variable in turn.
+        """The whole state: `iterations`, then the slots of each variable.
 
-        In the order of the variables that `build` got. Assigning to these, on all
+        The order is that of the variables passed to `build`. Assigning to these, on all
         ranks, restores an optimizer. Names are unique, such as
         ``"adam/momentum/weights"``. The learning rate is not among them: it is a
         setting, which a schedule computes from `iterations`.
@@ -217,9 +218,9 @@ class Optimizer:
     def learning_rate(self) -> float:
         """The learning rate of the next step; assign a number or a function.
 
-        All ranks must assign the same, and a function must return the same on all of
-        them: `apply_gradients` compares the number. Do not assign inside ``merge_fn``,
-        which only rank 0 runs.
+        All ranks must assign the same value, and a function must return the same value
+        on all of them: `apply_gradients` compares the number. Do not assign inside
+        ``merge_fn``, which only rank 0 runs.
         """
         count = self._iterations
         return self._rate(0 if count is None else int(count))
@@ -232,20 +233,20 @@ class Optimizer:
         self._learning_rate = learning_rate
 
     def build(self, variables: Iterable[Variable]) -> None:
-        """Make the state, all zero, for these variables.
+        """Create the state, all zero, for these variables.
 
-        Collective. Called before the state is restored from a checkpoint; otherwise
-        the first `apply_gradients` does it. It may be called again with the same
-        variables, and then does nothing.
+        Collective. Call it before restoring the state from a checkpoint; otherwise the
+        first `apply_gradients` does it. Calling it again with the same variables does
+        nothing.
 
         Args:
-            variables: mirrored variables of one strategy, of floating dtypes.
+            variables: mirrored variables of one strategy, of floating-point dtypes.
 
         Raises:
-            TypeError, ValueError: for other variables, one that is given twice, or
-                others than those it was built for.
-            RuntimeError: for variables of several strategies, or without one while a
-                strategy is in force.
+            TypeError, ValueError: for invalid variables, one that is given twice, or
+                variables other than those it was built for.
+            RuntimeError: for variables of several strategies, or plain variables while
+                a strategy is current.
         """
         given: list[Any] = []
         try:
@@ -266,17 +267,17 @@ class Optimizer:
         var_list: Iterable[Variable] | None = None,
         var_names: Iterable[str] | None = None,
     ) -> None:
-        """Let some variables have no weight decay, such as biases.
+        """Exclude some variables, such as biases, from weight decay.
 
-        On all ranks, before `build` and the first `apply_gradients`.
+        Call it on all ranks, before `build` and the first `apply_gradients`.
 
         Args:
             var_list: the variables.
-            var_names: regular expressions; each variable in whose name one of them is
-                found.
+            var_names: regular expressions; variables whose name one of them matches,
+                anywhere in it.
 
         Raises:
-            RuntimeError: when the state has been made.
+            RuntimeError: if the state has already been created.
         """
         if self._iterations is not None:
             raise RuntimeError(
@@ -292,36 +293,36 @@ class Optimizer:
         *,
         skip_gradients_aggregation: bool = False,
     ) -> Variable:
-        """Sum the gradients over the replicas, and make one step.
+        """Sum the gradients over the replicas, and apply one step.
 
         Collective: one header, and one fused Allreduce for all gradients together
-        (one for each dtype and ``bytes_per_pack``). The update itself communicates
-        nothing. The first call makes the state as well (`build`).
+        (one for each dtype and ``bytes_per_pack``). The update itself does not
+        communicate. The first call also creates the state (`build`).
 
         - In a replica function each replica passes its own gradients.
         - In cross-replica context, ``merge_fn`` included, a `PerReplica` is summed; a
-          `Mirrored` or a plain array, the same on all ranks, is the sum already.
+          `Mirrored` or a plain array, the same on all ranks, is used as the sum.
         - Outside every scope, with plain variables, there is one replica.
 
         Args:
-            grads_and_vars: pairs of a gradient and its variable. The gradient has
-                the variable's shape and dtype; None, on all replicas, leaves the
-                variable and its slots as they are.
-            skip_gradients_aggregation: in a replica function: the gradients are
-                reduced already, for example by ``all_reduce``, and the same on all
-                replicas (which is checked, by checksum).
+            grads_and_vars: pairs of a gradient and its variable. The gradient has the
+                variable's shape and dtype; None, on all replicas, leaves the variable
+                and its slots unchanged.
+            skip_gradients_aggregation: in a replica function, whether the gradients are
+                already reduced, for example by ``all_reduce``, and the same on all
+                replicas (checked by checksum).
 
         Returns:
-            `iterations`, which counts this step.
+            `iterations`, which includes this step.
 
         Raises:
-            TypeError, ValueError: for what is not a pair, a gradient of another shape
-                or dtype, a variable that is given twice or was not there when the state
-                was made, None for all, or a learning rate that is no number.
+            TypeError, ValueError: for an item that is not a pair, a gradient of another
+                shape or dtype, a variable that is given twice or that the state does
+                not include, None for all, or a learning rate that is not a number.
             RuntimeError: for variables of another strategy, and inside the function
                 of ``update``.
-            CollectiveMismatchError: where the replicas' variables, gradients, settings
-                or learning rates differ. All this is raised on all ranks, and before
+            CollectiveMismatchError: if the replicas' variables, gradients, settings or
+                learning rates differ. All these errors are raised on all ranks, before
                 anything has changed.
         """
         pairs: list[Any] = []
@@ -341,15 +342,15 @@ class Optimizer:
             self._apply(group, gradients, variables, in_replica=True, skip=skip)
         return self.iterations
 
-    # --- what a kind of optimizer defines ---------------------------------------
+    # --- to be defined by subclasses --------------------------------------------
 
     def _constants(self, step: int, rate: float, index: int) -> tuple[float, ...]:
         """Return the numbers that the update of a variable needs.
 
         Args:
-            step: of this step, from 1.
+            step: the number of this step, from 1.
             rate: its learning rate.
-            index: of the variable.
+            index: the index of the variable.
         """
         raise NotImplementedError
 
@@ -366,10 +367,11 @@ class Optimizer:
 
         Args:
             w: the block of the variable: flat, float32 or wider.
-            g: that of its gradient, not to be written to.
-            slots: those of its slots.
-            t: scratch of the same size.
-            u: likewise, but it may be ``g``: the last use of ``g`` may write to it.
+            g: the block of its gradient; do not write to it.
+            slots: the blocks of its slots.
+            t: scratch memory of the same size.
+            u: scratch memory of the same size, but possibly ``g`` itself: write to it
+                only in or after the last use of ``g``.
             constants: from `_constants`.
         """
         raise NotImplementedError
@@ -378,7 +380,7 @@ class Optimizer:
 
     @property
     def _text(self) -> str:
-        """All settings but the learning rate, which is the same on all ranks."""
+        """All settings except the learning rate, which is the same on all ranks."""
         settings = dict(self._settings)
         if self._global_clipnorm is not None:
             settings["global_clipnorm"] = self._global_clipnorm
@@ -422,10 +424,10 @@ class Optimizer:
         return _Reference(self._iterations, self._number, self._text)
 
     def _collectives(self, given: Any) -> Collectives:
-        """Return the operations by which other ranks learn of a wrong argument.
+        """Return the operations that report a wrong argument to the other ranks.
 
-        Outside every scope, and before the first `build`, what was given says whose
-        ranks they are.
+        Outside every scope, and before the first `build`, the given variables determine
+        the strategy.
         """
         group = context.current().group
         if not context.has_strategy():
@@ -437,7 +439,7 @@ class Optimizer:
         return collectives
 
     def _group_of(self, variables: list[Variable], call: str) -> ReplicaGroup:
-        """Return whose variables these are, if that strategy may use them here."""
+        """Return the group of these variables, if it may use them here."""
         frame = context.current()
         group = variables[0]._group
         if frame.level is context.Level.UPDATE:
@@ -469,7 +471,7 @@ class Optimizer:
     # --- state ------------------------------------------------------------------
 
     def _build(self, group: ReplicaGroup, variables: list[Variable]) -> None:
-        """Make the state. All ranks are here, at whatever level."""
+        """Create the state. All ranks call this, at any level."""
         collectives = group.collectives
         try:
             if self._iterations is not None:
@@ -539,7 +541,7 @@ class Optimizer:
         in_replica: bool,
         skip: bool,
     ) -> None:
-        """Make one step. All ranks are here, each with its own gradients."""
+        """Apply one step. All ranks call this, each with its own gradients."""
         collectives = group.collectives
         try:
             taken = [i for i, g in enumerate(gradients) if g is not None]
@@ -618,10 +620,10 @@ class Optimizer:
             np.add(count, 1, out=count)
 
     def _lay_out(self) -> list[_Target]:
-        """Cut all variables into blocks, with scratch that they share."""
+        """Divide all variables into blocks, with shared scratch memory."""
         scratch: dict[Any, list[Any]] = {}
         targets = []
-        # The largest first: its scratch is enough for all others of its dtype.
+        # The largest first: its scratch memory suffices for all others of its dtype.
         sizes = [variable.size for variable in self._variables]
         for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
             array = array_of(self._variables[index])
@@ -649,7 +651,7 @@ class Optimizer:
     def _update(
         self, target: _Target, gradient: Any, scale: Any, constants: tuple[float, ...]
     ) -> None:
-        """Make the step of one variable, block by block."""
+        """Apply the step to one variable, block by block."""
         array, copy = target.array, target.copy
         if copy is not None:
             copy[...] = array
@@ -677,7 +679,7 @@ def _identity(iterations: Variable) -> Any:
 
 
 def _is_cross_replica(group: ReplicaGroup) -> bool:
-    """Whether a call is an operation here, and not made by each replica by itself."""
+    """Whether a call is an operation here, not a call by each replica."""
     if not group.is_mpi:
         return False
     frame = context.current()

@@ -24,12 +24,12 @@ class SGD(Optimizer):
     These are the formulas of ``torch.optim.SGD`` with ``dampening=0`` (Sutskever et
     al. 2013, http://proceedings.mlr.press/v28/sutskever13.html, with the learning rate
     outside the momentum). Keras has it inside (``m = momentum * m - learning_rate *
-    g``), which is the same while the learning rate stays the same.
+    g``), which is equivalent while the learning rate is constant.
 
     Args:
         learning_rate: a number, or a function of the step (an int, from 0).
-        momentum: from 0 up to, but not 1; 0 keeps no slot.
-        nesterov: whether to look ahead, as Nesterov's method does.
+        momentum: at least 0 and less than 1; with 0 there is no slot.
+        nesterov: whether to use Nesterov momentum.
         weight_decay: the factor of an L2 penalty, added to the gradient.
         global_clipnorm: if given, gradients are clipped to this global norm, after
             they are summed and before ``weight_decay`` is added
@@ -51,7 +51,7 @@ class SGD(Optimizer):
         global_clipnorm: float | None = None,
         name: str | None = None,
     ) -> None:
-        """Check the settings; nothing is communicated."""
+        """Check the settings, without communication."""
         self._momentum = _number("SGD", "momentum", momentum, below=1.0)
         self._nesterov = bool(nesterov)
         self._decay = _number("SGD", "weight_decay", weight_decay or 0.0)
@@ -111,12 +111,12 @@ class Adam(Optimizer):
 
     Kingma and Ba 2015 (https://arxiv.org/abs/1412.6980), algorithm 1, as
     ``torch.optim.Adam``. Keras divides by ``sqrt(v) + epsilon`` and corrects the
-    learning rate instead, so its epsilon counts for more in the first steps.
+    learning rate instead, so its epsilon has more effect in the first steps.
 
     Args:
         learning_rate: a number, or a function of the step (an int, from 0).
-        beta_1: decay of the first moment, from 0 up to, but not 1.
-        beta_2: decay of the second moment, likewise.
+        beta_1: decay of the first moment, at least 0 and less than 1.
+        beta_2: decay of the second moment, at least 0 and less than 1.
         epsilon: added to the divisor. (torch's default is 1e-8.)
         global_clipnorm: if given, gradients are clipped to this global norm, after
             they are summed (`mpidist.optimizers.clip_by_global_norm`).
@@ -139,7 +139,7 @@ class Adam(Optimizer):
         global_clipnorm: float | None = None,
         name: str | None = None,
     ) -> None:
-        """Check the settings; nothing is communicated."""
+        """Check the settings, without communication."""
         kind = type(self).__name__
         self._beta_1 = _number(kind, "beta_1", beta_1, below=1.0)
         self._beta_2 = _number(kind, "beta_2", beta_2, below=1.0)
@@ -197,16 +197,16 @@ class Adam(Optimizer):
 class AdamW(Adam):
     """Adam with decoupled weight decay.
 
-    As `Adam`, with ``w *= 1 - learning_rate * weight_decay`` before the step:
+    Like `Adam`, with ``w *= 1 - learning_rate * weight_decay`` before the step:
     Loshchilov and Hutter 2019 (https://arxiv.org/abs/1711.05101), algorithm 2, in the
     form of ``torch.optim.AdamW`` and Keras, where the learning rate scales the decay.
 
     Args:
         learning_rate: a number, or a function of the step (an int, from 0).
-        weight_decay: the part of each weight that is taken off per step, in units of
-            the learning rate (torch's default is 0.01).
-        beta_1: decay of the first moment, from 0 up to, but not 1.
-        beta_2: decay of the second moment, likewise.
+        weight_decay: the fraction of each weight subtracted per step, in units of the
+            learning rate (torch's default is 0.01).
+        beta_1: decay of the first moment, at least 0 and less than 1.
+        beta_2: decay of the second moment, at least 0 and less than 1.
         epsilon: added to the divisor. (torch's default is 1e-8.)
         global_clipnorm: if given, gradients are clipped to this global norm, after
             they are summed (`mpidist.optimizers.clip_by_global_norm`).
@@ -228,7 +228,7 @@ class AdamW(Adam):
         global_clipnorm: float | None = None,
         name: str | None = None,
     ) -> None:
-        """Check the settings; nothing is communicated."""
+        """Check the settings, without communication."""
         self._decay = _number("AdamW", "weight_decay", weight_decay)
         super().__init__(
             learning_rate,

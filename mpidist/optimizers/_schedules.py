@@ -47,19 +47,20 @@ class _LinearWarmup:
 def cosine_decay(
     initial_learning_rate: float, decay_steps: int, alpha: float = 0.0
 ) -> Callable[[int], float]:
-    """Return a schedule that falls along half a cosine, and then stays.
+    """Return a schedule that falls along half a cosine, and then is constant.
 
-    ``initial * ((1 - alpha) * (1 + cos(pi * step / decay_steps)) / 2 + alpha)``, as
+    ``initial * ((1 - alpha) * (1 + cos(pi * step / decay_steps)) / 2 + alpha)``, like
     Keras' ``CosineDecay`` (Loshchilov and Hutter 2017,
     https://arxiv.org/abs/1608.03983).
 
     Args:
-        initial_learning_rate: at step 0.
-        decay_steps: where it stays at ``alpha * initial_learning_rate``; above 0.
-        alpha: the last learning rate as a part of the first.
+        initial_learning_rate: the learning rate at step 0.
+        decay_steps: from this step on it is ``alpha * initial_learning_rate``; greater
+            than 0.
+        alpha: the last learning rate as a fraction of the first.
 
     Raises:
-        ValueError: for ``decay_steps`` that are not above 0.
+        ValueError: if ``decay_steps`` is not greater than 0.
     """
     _check_steps("cosine_decay", "decay_steps", decay_steps)
     return _CosineDecay(float(initial_learning_rate), decay_steps, float(alpha))
@@ -68,17 +69,17 @@ def cosine_decay(
 def piecewise_constant(
     boundaries: Sequence[int], values: Sequence[float]
 ) -> Callable[[int], float]:
-    """Return a schedule of steps: as Keras' ``PiecewiseConstantDecay``.
+    """Return a step function, like Keras' ``PiecewiseConstantDecay``.
 
-    ``values[0]`` up to and with step ``boundaries[0]``, then ``values[1]`` up to and
-    with ``boundaries[1]``, and so on; the last value for good.
+    ``values[0]`` up to and including step ``boundaries[0]``, then ``values[1]`` up to
+    and including ``boundaries[1]``, and so on; then the last value.
 
     Args:
-        boundaries: steps, each above the one before.
-        values: learning rates, one more than boundaries.
+        boundaries: step numbers, strictly increasing.
+        values: learning rates, one more than ``boundaries``.
 
     Raises:
-        ValueError: for boundaries that do not grow, or another number of values.
+        ValueError: if the boundaries do not increase, or the number of values is wrong.
     """
     if len(values) != len(boundaries) + 1:
         raise ValueError(
@@ -96,18 +97,18 @@ def piecewise_constant(
 def linear_warmup(
     learning_rate: LearningRate, warmup_steps: int
 ) -> Callable[[int], float]:
-    """Return a schedule that grows to another one in its first steps.
+    """Return a schedule that increases linearly to another one.
 
-    Step k of the first ``warmup_steps`` has ``(k + 1) / warmup_steps`` of
-    ``learning_rate``. For large batches on many ranks (Goyal et al. 2017,
-    https://arxiv.org/abs/1706.02677, section 2.2).
+    In step k of the first ``warmup_steps`` the learning rate is
+    ``(k + 1) / warmup_steps`` times ``learning_rate``. For large batches on many ranks
+    (Goyal et al. 2017, https://arxiv.org/abs/1706.02677, section 2.2).
 
     Args:
-        learning_rate: a number or a schedule, which counts from the same step 0.
-        warmup_steps: from this step on it is ``learning_rate``; above 0.
+        learning_rate: a number or a schedule, which starts at the same step 0.
+        warmup_steps: from this step on it is ``learning_rate``; greater than 0.
 
     Raises:
-        ValueError: for ``warmup_steps`` that are not above 0.
+        ValueError: if ``warmup_steps`` is not greater than 0.
     """
     _check_steps("linear_warmup", "warmup_steps", warmup_steps)
     return _LinearWarmup(learning_rate, warmup_steps)

@@ -1,7 +1,7 @@
 """Replicas as threads of one process, for tests and notebooks: no mpirun, no MPI.
 
-`run` runs a program on some replicas. With pytest there are the fixture ``replicas``,
-which is `run`, and the mark ``replicas``, which runs a test on each of some numbers of
+`run` runs a program on some replicas. For pytest there are the fixture ``replicas``,
+which is `run`, and the mark ``replicas``, which runs a test with several numbers of
 replicas (see the guide, "Testing").
 """
 

@@ -1,6 +1,6 @@
-"""A communicator between threads: what `_mpi.communicator` does, without MPI.
+"""A communicator between threads: does the same as `_mpi.communicator`, without MPI.
 
-Sums are added up in the order of the ranks, by NumPy, once for all. Arrays on a GPU go
+Sums are computed once for all ranks, in rank order, by NumPy. GPU arrays are copied
 through the host.
 """
 
@@ -27,10 +27,10 @@ _UFUNCS: Final[dict[MPIOp, np.ufunc]] = {
     "MIN": np.minimum,
     "MAX": np.maximum,
 }
-# Bytes that go without a second message, as with MPI.
+# Number of bytes sent without a second message, as with MPI.
 _MESSAGE_BYTES: Final = 1016
-# How long a member waits for a header itself, before the guard does, with a deadline;
-# and how often a wait in a payload looks at what others say.
+# How long a member itself waits for a header, before the guard waits with a deadline;
+# and how often a wait in a payload checks for messages from the others.
 _HEADER_SECONDS: Final = 0.02
 _LOOK_SECONDS: Final = 0.05
 
@@ -40,7 +40,7 @@ def _nothing() -> None:
 
 
 def _copy(x: Any) -> Any:
-    """Return a NumPy array of its own with the values of ``x``."""
+    """Return a new NumPy array with the values of ``x``."""
     return np.array(backend.to_host(x))
 
 
@@ -62,8 +62,8 @@ class ThreadCommunicator:
     All methods that communicate are collective over the channel.
 
     Args:
-        channel: of this communicator alone.
-        rank: of this replica in it.
+        channel: the channel, used by this communicator only.
+        rank: the rank of this replica in it.
         place: the number of this replica among all threads of the run.
     """
 
@@ -84,24 +84,24 @@ class ThreadCommunicator:
         self._patience = 0.0  # seconds to wait for the others in a payload; 0: forever
         self._when_freed: Callable[[], None] = _nothing
 
-    # --- how long it lives ------------------------------------------------------
+    # --- lifetime ---------------------------------------------------------------
 
     def supervise(self, supervisor: Supervisor, seconds: float) -> None:
-        """Take the deadline of a guard; threads need no other help of it."""
+        """Set the deadline of a guard; threads need nothing else from it."""
         self._patience = seconds
 
     def on_free(self, function: Callable[[], None]) -> None:
-        """Have a function called when the strategy is closed."""
+        """Register a function to call when the strategy is closed."""
         self._when_freed = function
 
     def drop(self) -> None:
-        """Do nothing: what is shared goes when nobody refers to it."""
+        """Do nothing: shared objects are freed when nothing refers to them."""
 
     def release_unused(self) -> None:
         """Do nothing."""
 
     def free(self) -> None:
-        """Say that the strategy was closed."""
+        """Call the registered functions: the strategy was closed."""
         self._when_freed()
 
     # --- calls ------------------------------------------------------------------
@@ -114,7 +114,7 @@ class ThreadCommunicator:
         root: int | None = None,
         read: Callable[[Any], Any] | None = None,
     ) -> Pending:
-        """Post this member's part of the next call, see `Channel.post`."""
+        """Post this member's part of the next call; see `Channel.post`."""
         self._number += 1
         one = self._channel.post(self.rank, self._number, kind, part, combine, root)
         return Pending(self._channel, self.rank, one, read)
@@ -145,12 +145,12 @@ class ThreadCommunicator:
         return self.meeting.start_header(words)
 
     def start_message(self, data: bytes | None) -> Pending:
-        """Start sending bytes from rank 0 to all; None on those that wait for them."""
+        """Start sending bytes from rank 0 to all; ``data`` is None on the receivers."""
         self.traffic.count("Ibcast", self.message_bytes)
         return self.start("a message of rank 0", data, root=0)
 
     def post_notice(self, data: bytes, receiver: int) -> Request:
-        """Send a small message to one rank without waiting for it to look."""
+        """Send a small message to one rank without waiting for it to be read."""
         self._channel.notices[receiver].append(data)
         return _Sent()
 
@@ -171,11 +171,11 @@ class ThreadCommunicator:
         self.allreduce(buffer, buffer, op)
 
     def reducer(self, op: MPIOp) -> Callable[[Buffer, Buffer], None]:
-        """Return a function that reduces as `allreduce`, without counting it."""
+        """Return a function that reduces like `allreduce`, without counting it."""
         return lambda send, receive: self._all_reduce(send, receive, op)
 
     def _all_reduce(self, send: Buffer, receive: Buffer, op: MPIOp) -> None:
-        # Of a number some ranks may have one dimension, and some none.
+        # A number may have one dimension on some ranks and none on others.
         combine = functools.partial(_reduce, op)
         kind = f"an all-reduce ({op} of {send.size} {send.dtype})"
         result = self._call(kind, _copy(send).reshape(-1), combine)
@@ -191,11 +191,11 @@ class ThreadCommunicator:
             backend.fill(buffer, result)
 
     def all_min(self, number: int) -> int:
-        """Return the smallest number of all ranks."""
+        """Return the minimum of a number over all ranks."""
         return int(self._call("a minimum", number, min))
 
     def all_sum(self, number: int) -> int:
-        """Return the sum of a number of each rank."""
+        """Return the sum of a number over all ranks."""
         return int(self._call("a sum", number, sum))
 
     # --- copies -----------------------------------------------------------------
@@ -218,7 +218,7 @@ class ThreadCommunicator:
     def gather(
         self, send: Buffer, receive: Buffer | None, counts: list[int], root: int
     ) -> None:
-        """Concatenate bytes of all ranks, in rank order, on the root alone."""
+        """Concatenate bytes of all ranks, in rank order, on the root only."""
         self.traffic.count("Gatherv", send.nbytes)
         kind = f"a gather of {counts} bytes to rank {root}"
         if self.rank != root:
@@ -231,7 +231,7 @@ class ThreadCommunicator:
     def scatter(
         self, send: Buffer | None, receive: Buffer, counts: list[int], root: int
     ) -> None:
-        """Give each rank its part of the root's bytes."""
+        """Send each rank its part of the root's bytes."""
         self.traffic.count("Scatterv", receive.nbytes)
         kind = f"a scatter of {counts} bytes from rank {root}"
         part = None if send is None else _copy(send)
@@ -242,7 +242,7 @@ class ThreadCommunicator:
     # --- small messages ---------------------------------------------------------
 
     def together(self, step: Callable[[], _T], what: str) -> _T:
-        """Take a step that can fail on one rank, and go on if none has. Collective."""
+        """Run a step that may fail on one rank; continue if none failed. Collective."""
 
         def gather(data: bytes) -> list[bytes]:
             return list(self._call("an agreement on a step", data))
@@ -255,27 +255,27 @@ class ThreadCommunicator:
         return list(self._call("an exchange of bytes", data))
 
     def all_gather_integers(self, numbers: list[int]) -> list[list[int]]:
-        """Return the (equally many) integers of each rank, on all ranks."""
+        """Return the integers of each rank (the same number), on all ranks."""
         self.traffic.count("Allgather", 8 * len(numbers))
         rows = self._call("an exchange of integers", [int(n) for n in numbers])
         return [list(row) for row in rows]
 
     def start_gather_sizes(self, size: int) -> Pending:
-        """Start sending an integer to all ranks; the result has those of all."""
+        """Start sending an integer to all ranks; the result has one from each rank."""
         return self.start("an exchange of sizes", size, read=list)
 
     def start_gather_bytes(self, data: bytes, sizes: list[int]) -> Pending:
-        """Start sending bytes to all ranks; the result has those of all ranks."""
+        """Start sending bytes to all ranks; the result has the bytes of each rank."""
         return self.start("an exchange of reports", data, read=list)
 
 
 class _Sent:
-    """What is sent as soon as it is started."""
+    """A request that is complete as soon as it is started."""
 
     result = None
 
     def leak(self) -> None:
-        """Do nothing: it is done."""
+        """Do nothing: it is complete."""
 
     def Test(self) -> bool:  # noqa: N802 - mpi4py's name
         return True
@@ -307,21 +307,21 @@ class _ThreadHeaders(Headers):
         return start, test, _nothing
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the header that was published last, for at most so long."""
+        """Wait for the last published header, for at most ``seconds``."""
         pending = self._pending
         return pending is not None and pending.wait(seconds)
 
     def pending_header(self) -> HeaderByMPI:
-        """Return the header that this rank published last."""
+        """Return the last header that this rank published."""
         return _ThreadHeader(self)
 
     def start_header(self, words: list[int]) -> HeaderByMPI:
-        """Publish this rank's words; the request has the largest of all ranks."""
+        """Publish this rank's words; the result is their maximum over all ranks."""
         super().start_header(words)
         return _ThreadHeader(self)
 
     def leak(self) -> None:
-        """Do nothing: who posts last writes to no member's arrays."""
+        """Do nothing: the last member to post does not write to members' arrays."""
 
 
 def _largest(parts: list[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Fixtures that each replica of a test makes for itself; pytest is not imported."""
+"""Fixtures that each replica of a test creates; pytest is not imported."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _MARK: Final = "_mpidist_each_replica"  # the plugin, `pytest_mpidist`, looks fo
 
 
 def each_replica(fixture: _F) -> _F:
-    """Have each replica of a test make this fixture for itself.
+    """Make each replica of a test create this fixture separately.
 
-    For tests that are marked ``replicas``, whose other fixtures are made once, and
-    shared by the replicas. What depends on such a fixture is made by each replica too.
-    Written above ``@pytest.fixture`` or below it::
+    For tests marked ``replicas``, whose other fixtures are created once and shared by
+    the replicas. Each replica also creates the fixtures that depend on this one. Put it
+    above or below ``@pytest.fixture``::
 
         @mpidist.testing.each_replica
         @pytest.fixture

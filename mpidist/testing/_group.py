@@ -1,4 +1,4 @@
-"""Groups of replicas that are threads: what `MPIStrategy` takes in place of a comm."""
+"""Groups of thread replicas: `MPIStrategy` accepts one in place of a comm."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _WAIT_SECONDS = 0.1
 
 
 class ThreadGroup:
-    """Some replicas of a `run`, as one of them sees them.
+    """A group of replicas of a `run`, as seen by one of them.
 
-    `current_group` returns that of all replicas. ``MPIStrategy(comm=group)`` makes a
-    strategy over it, and ``MPIStrategy()`` one over all replicas.
+    `current_group` returns the group of all replicas. ``MPIStrategy(comm=group)``
+    creates a strategy over a group, and ``MPIStrategy()`` one over all replicas.
 
-    Its methods are for tests: they do not use what is tested. Objects are passed as
-    they are, not copied.
+    Its methods are for tests: they do not use the code under test. Objects are passed
+    without copying.
 
     Attributes:
         rank: the number of this replica in the group.
-        size: how many replicas the group has.
+        size: the number of replicas in the group.
     """
 
     def __init__(self, channel: Channel, rank: int, place: int) -> None:
@@ -40,7 +40,7 @@ class ThreadGroup:
         return f"<mpidist.testing.ThreadGroup: replica {self.rank} of {self.size}>"
 
     def all_gather(self, x: Any) -> list[Any]:
-        """Return the object of each replica, in their order. Collective."""
+        """Return the object of each replica, in replica order. Collective."""
         return list(self._comm._call("ThreadGroup.all_gather", x))
 
     def broadcast(self, x: Any, root: int = 0) -> Any:
@@ -48,19 +48,19 @@ class ThreadGroup:
         return self._comm._call(f"ThreadGroup.broadcast from {root}", x, root=root)
 
     def barrier(self) -> None:
-        """Wait until each replica has come here. Collective."""
+        """Wait until each replica has called this. Collective."""
         self._comm._call("ThreadGroup.barrier", None)
 
     def split(self, color: int | None, key: int = 0) -> ThreadGroup | None:
-        """Return the group of the replicas that give the same color. Collective.
+        """Return the group of the replicas with the same color. Collective.
 
         Args:
             color: an integer; None: this replica is in no group.
-            key: replicas of a group are ordered by it, and where it is the same by
-                their rank in this one.
+            key: replicas in a group are ordered by it, and with equal keys by their
+                rank in the original group.
 
         Returns:
-            The group; None without a color.
+            The group; None if there is no color.
         """
         members, world = self._channel.members, self._channel.world
 
@@ -86,7 +86,7 @@ class ThreadGroup:
         return ThreadGroup(channel, ranks.index(self.rank), self._place)
 
     def _connect(self, wait: Callable[[Any, str], None]) -> ThreadCommunicator:
-        """Return a communicator of its own over the group. Collective."""
+        """Return a new communicator over the group. Collective."""
         members, world = self._channel.members, self._channel.world
         made = self._comm.start(
             "MPIStrategy(...)", None, lambda _: Channel(world, members)
@@ -101,10 +101,10 @@ class Replica(threads.ThreadReplica):
 
     Args:
         world: the run.
-        channel: of the group of all replicas.
-        number: of this replica.
-        timeout_seconds: the deadline of strategies that do not say one; None: what the
-            environment says.
+        channel: the channel of the group of all replicas.
+        number: the number of this replica.
+        timeout_seconds: the deadline of strategies that do not set one; None: that of
+            the environment.
     """
 
     def __init__(
@@ -120,15 +120,15 @@ class Replica(threads.ThreadReplica):
         self._timeout = timeout_seconds
 
     def adapt(self, environment: Environment) -> Environment:
-        """Return what the environment says to replicas that are threads.
+        """Return the environment's settings for thread replicas.
 
-        Arrays on a GPU go directly: `ThreadCommunicator` takes them.
+        GPU arrays are passed directly: `ThreadCommunicator` accepts them.
         """
         kind = environment.implementation
         timeout = self._timeout
         return dataclasses.replace(
             environment,
-            abort=True,  # the end of this replica is told to the others
+            abort=True,  # the other replicas are notified when this one ends
             cuda_aware=True,
             implementation=(
                 CommunicationImplementation.DIRECT
@@ -145,7 +145,7 @@ class Replica(threads.ThreadReplica):
         """Return a communicator over the replicas of a group. Collective.
 
         Raises:
-            TypeError: for anything but a `ThreadGroup` or None.
+            TypeError: if ``comm`` is not a `ThreadGroup` or None.
         """
         group = self.group if comm is None else comm
         if not isinstance(group, ThreadGroup):
@@ -163,12 +163,12 @@ class Replica(threads.ThreadReplica):
 
 
 def current_group() -> ThreadGroup:
-    """Return the group of all replicas of the `run` that this thread is a replica of.
+    """Return the group of all replicas of the `run` that this thread belongs to.
 
     Not collective.
 
     Raises:
-        RuntimeError: outside the function that `run` runs.
+        RuntimeError: if called outside a function run by `run`.
     """
     replica = threads.current()
     if not isinstance(replica, Replica):

@@ -1,14 +1,15 @@
-"""`run`: a program on replicas that are threads, and how it ends.
+"""`run`: runs a program on thread replicas, and ends it.
 
-Each thread runs the program as a process would under ``mpirun``, and ends as one:
+Each thread runs the program as a process under ``mpirun`` would, and ends like one:
 
-- *It returns.* It waits until the others have, as at the end of a process; who still
-  waits in a collective learns that it has left (`mpidist._runtime.process_exit.leave`).
+- *It returns.* It waits until the others have returned, as at the end of a process;
+  replicas still waiting in a collective are told that it has left
+  (`mpidist._runtime.process_exit.leave`).
 - *It raises.* The run is stopped: every wait of the others raises, as `MPI_Abort` ends
-  processes. Who does not wait gets a `ReplicaStopped` a second later, which Python
-  raises between two lines of its code.
-- *It does not end then either*, since it is in a call that does not return: it is left
-  behind, and a note of the exception says where it is.
+  processes. A replica that is not waiting gets a `ReplicaStopped` a second later, which
+  Python raises between two lines of its code.
+- *It still does not end*, because it is in a call that does not return: it is
+  abandoned, and a note on the exception says where it is.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mpidist.testing._world import Channel, RunStoppedError, World
 
 DEFAULT_TIMEOUT_SECONDS: Final = 60.0
 _STOP_SECONDS: Final = 1.0  # between the end of a run and a `ReplicaStopped`
-_LEAVE_SECONDS: Final = 5.0  # after it, until a thread is left behind
+_LEAVE_SECONDS: Final = 5.0  # after that, until a thread is abandoned
 _LINES: Final = 100
 
 
@@ -40,7 +41,7 @@ class ReplicaStopped(BaseException):
 
 
 class _Replica:
-    """The thread of a replica, and what came of it."""
+    """The thread of a replica, and its result."""
 
     def __init__(
         self, replica: Replica, world: World, program: Callable[[], Any]
@@ -52,7 +53,7 @@ class _Replica:
         self._world = world
         self._program = program
         context = contextvars.copy_context()
-        # A daemon: one that is left behind does not keep the interpreter.
+        # A daemon: an abandoned thread does not keep the interpreter running.
         self.thread = threading.Thread(
             target=lambda: context.run(self._work),
             name=f"mpidist replica {self.number} of {world.size}",
@@ -67,14 +68,14 @@ class _Replica:
         try:
             self._try()
         except ReplicaStopped:
-            pass  # a second one, while it was ending
+            pass  # a second exception, while it was ending
         while True:
             try:
                 self._world.release()
                 self._world.note(self._world.returned, self.number)
                 self._world.note(self._world.ended, self.number)
                 for _ in range(_LINES):
-                    pass  # one that was sent before comes here
+                    pass  # an exception sent earlier is raised here
                 return
             except ReplicaStopped:
                 pass
@@ -126,8 +127,8 @@ def run(
     """Run a program on replicas that are threads of this process, without MPI.
 
     ``fn`` is the program: each replica calls it, as each process does under
-    ``mpirun``. ``MPIStrategy()`` in it is a strategy over all replicas, and everything
-    that is made from it works as under MPI. No MPI is started or needed::
+    ``mpirun``. In it ``MPIStrategy()`` is a strategy over all replicas, and everything
+    created from it works as under MPI. MPI is neither started nor needed::
 
         def program():
             strategy = mpidist.MPIStrategy()
@@ -136,24 +137,25 @@ def run(
 
         mpidist.testing.run(3, program)  # [3.0, 3.0, 3.0]
 
-    What processes have each for themselves, threads share: modules and their globals,
-    the environment, the working directory, `numpy.random` without a generator, and
-    what ``fn`` closes over.
+    Unlike processes, threads share modules and their globals, the environment, the
+    working directory, `numpy.random` without a generator, and the objects that ``fn``
+    closes over.
 
     Args:
-        num_replicas: how many.
+        num_replicas: the number of replicas.
         fn: the program.
         args: its positional arguments, the same objects on each replica.
-        timeout_seconds: the deadline of strategies that do not say one in their
-            options, in seconds; None: ``MPIDIST_TIMEOUT``.
+        timeout_seconds: the deadline, in seconds, of strategies that do not set one in
+            their options; None: ``MPIDIST_TIMEOUT``.
         kwargs: its keyword arguments.
 
     Returns:
-        What each replica returned, in their order. ``sys.exit(0)`` is None.
+        The result of each replica, in replica order. ``sys.exit(0)`` gives None.
 
     Raises:
-        BaseException: what a replica has raised, itself: of several the lowest one that
-            did not raise because of another. Notes say which, and what others raised.
+        BaseException: the exception that a replica raised; if several did, that of the
+            lowest one that did not raise because of another. Notes name the replica and
+            the exceptions of the others.
         KeyboardInterrupt: after Ctrl-C, when all replicas have ended.
         TypeError, ValueError: for invalid arguments.
     """
@@ -198,7 +200,7 @@ def run(
 
 
 def _end(world: World, replicas: list[_Replica]) -> None:
-    """Wait until all have ended; stop who does not, for as long as that may take."""
+    """Wait until all have ended; stop those that do not, within the time allowed."""
 
     def have_ended() -> bool:
         return all(one.has_ended for one in replicas)
@@ -210,7 +212,7 @@ def _end(world: World, replicas: list[_Replica]) -> None:
 
 
 def _error_of(replicas: list[_Replica], failed: list[_Replica]) -> BaseException:
-    """Return what `run` raises, with notes of who raised what."""
+    """Return the exception that `run` raises, with notes about each replica's."""
     own = [one for one in failed if not _is_because_of_others(one.error)]
     told = (RunStoppedError, ReplicaStopped)
     together = [one for one in failed if not isinstance(one.error, told)]
@@ -241,7 +243,7 @@ def _is_because_of_others(error: BaseException | None) -> bool:
 
 
 def _is_same(one: BaseException | None, other: BaseException) -> bool:
-    """Whether replicas have raised these together, or for the same reason."""
+    """Whether replicas raised these together, or for the same reason."""
     if isinstance(other, CollectiveError):
         return type(one) is type(other)
     return _describe(one) == _describe(other)

@@ -1,19 +1,19 @@
-"""What replicas that are threads share: calls in which their parts come together.
+"""The state that thread replicas share: calls that combine their parts.
 
-A `Channel` is what a communicator is for processes. Its calls are numbered by each
-member for itself, in the order in which it makes them, and calls of one number are one
-`Round`: each member *posts* its part and goes on, and whoever posts last combines all
-parts. So every call is non-blocking, as with MPI, and one that blocks is a wait behind
-it. Parts are copies: who has posted may change its arrays.
+A `Channel` corresponds to a communicator between processes. Each member numbers its own
+calls, in the order in which it makes them, and calls with the same number form one
+`Round`: each member *posts* its part and continues, and the last one to post combines
+all parts. So every call is non-blocking, as with MPI, and a blocking call is one
+followed by a wait. Parts are copies: after posting, a member may change its arrays.
 
 All members of a `World`, which is one run, wait on one condition. So a run can be
-ended: each wait of each member then raises. It also raises where a part that is
-waited for will never come, since its member has ended.
+ended: each wait of each member then raises. A wait also raises if a part will never
+come, because its member has ended.
 
 Rejected: queues between pairs of threads (each call would need its own protocol);
-barriers (a member that leaves breaks them for good, and none has a deadline that tells
-who is missing); polling (a thread that looks takes the interpreter from the one that it
-waits for).
+barriers (a member that leaves breaks them permanently, and they have no deadline that
+reports who is missing); polling (a polling thread takes the interpreter from the thread
+that it waits for).
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class RunStoppedError(ReplicaError):
 
 
 class World:
-    """One run: its condition, and who has ended.
+    """One run: its condition, and the replicas that have ended.
 
     Attributes:
         size: the number of replicas.
-        condition: held while anything here is changed; told of every change.
-        returned: replicas whose function has returned, and who may still wait for
-            the others.
-        ended: replicas that take part in nothing any more.
-        stopped: why the run was ended; "" while it goes on.
+        condition: held while anything here is changed; notified of every change.
+        returned: replicas whose function has returned, but which may still wait for the
+            others.
+        ended: replicas that no longer take part in anything.
+        stopped: why the run was ended; "" while it is running.
     """
 
     def __init__(self, size: int) -> None:
@@ -62,7 +62,7 @@ class World:
         self.stopped: str = ""
 
     def stop(self, why: str) -> None:
-        """End the run: every wait raises from now on. The first reason counts."""
+        """End the run: every wait raises from now on. The first reason is kept."""
         with self.condition:
             self.stopped = self.stopped or why
             self.condition.notify_all()
@@ -70,10 +70,10 @@ class World:
     def wait_until(
         self, predicate: Callable[[], bool], seconds: float = math.inf
     ) -> bool:
-        """Wait for changes here until something holds; return whether it does.
+        """Wait until a condition holds, for a limited time; return whether it does.
 
-        In slices: a signal that comes just before the main thread waits in a lock is
-        seen only when it wakes up.
+        The wait is divided into slices: a signal that arrives just before the main
+        thread waits for a lock is handled only when it wakes up.
         """
         end = time.monotonic() + seconds
         with self.condition:
@@ -82,12 +82,12 @@ class World:
             return predicate()
 
     def release(self) -> None:
-        """Let the lock go, which an exception from outside may have left locked.
+        """Release the lock if an asynchronous exception has left it locked.
 
-        Python raises `ReplicaStopped` anywhere, also between taking a lock and the
-        beginning of the ``with`` block.
+        Python may raise `ReplicaStopped` anywhere, even between acquiring a lock and
+        the start of the ``with`` block.
         """
-        with contextlib.suppress(RuntimeError):  # it is not this thread's
+        with contextlib.suppress(RuntimeError):  # another thread holds it, or none
             while True:
                 self.condition.release()
 
@@ -118,8 +118,8 @@ class Channel:
     Args:
         world: the run.
         members: their numbers among all replicas, in the order of their ranks here.
-        of_program: whether its calls are those of the program itself, so that a member
-            whose function has returned makes no more of them.
+        of_program: whether its calls are made by the program itself, so that a member
+            whose function has returned makes no more calls.
     """
 
     def __init__(
@@ -143,19 +143,20 @@ class Channel:
         combine: Combine | None = None,
         root: int | None = None,
     ) -> Round:
-        """Give this member's part of a call; return the call.
+        """Post this member's part of a call; return the call.
 
         Args:
-            rank: the member.
-            number: of the call.
-            kind: what it is; all members must say the same.
-            part: a copy, or what nobody changes.
-            combine: given all parts, returns the result. Run by the last member alone.
-            root: the one whose part is the result, whatever the others do; None: the
-                result is what ``combine`` returns.
+            rank: the rank of the member.
+            number: the number of the call.
+            kind: the kind of call; it must be the same for all members.
+            part: a copy, or an object that does not change.
+            combine: a function of all parts that returns the result. Only the last
+                member runs it.
+            root: the rank whose part is the result, whatever the others do; None: the
+                result is that of ``combine``.
 
         Raises:
-            RunStoppedError: where another replica has failed.
+            RunStoppedError: if another replica has failed.
         """
         self._require_running(rank)
         condition = self.world.condition
@@ -199,9 +200,9 @@ class Channel:
         """Whether a call has its result.
 
         Raises:
-            RunStoppedError: where another replica has failed.
-            CollectiveMismatchError: where a member that is missing will not come; or if
-                members have made different calls.
+            RunStoppedError: if another replica has failed.
+            CollectiveMismatchError: if a missing member will never post, or members
+                made different calls.
         """
         if one.done:
             if one.error:
@@ -222,7 +223,7 @@ class Channel:
 
 
 class Pending:
-    """A call that a member has posted its part of, until it has its result."""
+    """A call to which a member has posted its part, until the result is there."""
 
     __slots__ = ("_channel", "_rank", "_read", "_round")
 
@@ -239,11 +240,11 @@ class Pending:
         self._read = read
 
     def Test(self) -> bool:  # noqa: N802 - mpi4py's name
-        """Return whether it has its result; raise where it never will."""
+        """Return whether the result is there; raise if it never will be."""
         return self._channel.has_ended(self._round, self._rank)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for at most so long, then do as `Test`."""
+        """Wait for at most ``seconds``, then do the same as `Test`."""
         if not self.Test():
             condition = self._channel.world.condition
             with condition:
@@ -251,7 +252,7 @@ class Pending:
         return self.Test()
 
     def leak(self) -> None:
-        """Do nothing: who posts last writes to no member's arrays."""
+        """Do nothing: the last member to post does not write to members' arrays."""
 
     @property
     def missing(self) -> list[int]:
@@ -260,6 +261,6 @@ class Pending:
 
     @property
     def result(self) -> Any:
-        """What it gives this member, once it has its result."""
+        """The result for this member, once it is there."""
         result = self._round.result
         return result if self._read is None else self._read(result)
