@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
+from mpidist._mpi.communicator import is_crowded
 from mpidist._mpi.header_words import (
     FINGERPRINT,
     FLAG,
@@ -143,9 +144,7 @@ class MessageChannel:
         self.who = -1
         self.pause: Callable[[float], None] | None = None
         self.verdict: Verdict = (0, 1, 1, 0, 0)
-        # With more ranks than cores a spinning rank takes the core from the one that
-        # it waits for. Launchers bind ranks to cores, so affinity does not tell.
-        crowded = comm.machine_size > (os.cpu_count() or 1)
+        crowded = is_crowded(comm.machine_size)
         self._looks = 0 if crowded else _LOOKS
 
     @property

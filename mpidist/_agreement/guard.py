@@ -57,7 +57,7 @@ from mpidist._base.errors import (
     format_ranks,
     on_rank,
 )
-from mpidist._mpi.communicator import AnyCommunicator, Request
+from mpidist._mpi.communicator import AnyCommunicator, Request, is_crowded
 from mpidist._mpi.messages import Transfers
 
 # Waiting for requests: poll without pause, then give the core away between polls, then
@@ -203,9 +203,7 @@ class Guard:
         self._waited = 0.0
         self._published = self._warned = False
         self._verdict = _ALONE
-        # With more ranks than cores a spinning rank takes the core from the one that
-        # it waits for. Launchers bind ranks to cores, so affinity does not tell.
-        crowded = comm.machine_size > (os.cpu_count() or 1)
+        crowded = is_crowded(comm.machine_size)
         self._spins = 0 if crowded else _SPINS
         self._sent: list[Request] = []
         self._notices: dict[int, _Notice] = {}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Final
 
 from mpidist import _transports
 from mpidist._base import threads
 from mpidist._engine.node import Node, open_node
 from mpidist._engine.nodes import Nodes, open_nodes
-from mpidist._mpi.communicator import Communicator
+from mpidist._mpi.communicator import Communicator, is_crowded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +42,7 @@ def open_shared_memory(comm: Communicator, *, wanted: bool) -> SharedMemory:
     if threads.current() is not None:
         transport = _transports.DirectTransport(comm)
         return SharedMemory(None, None, transport, "replicas are threads")
-    crowded = comm.machine_size > (os.cpu_count() or 1)
+    crowded = is_crowded(comm.machine_size)
     # It decides how the ranks meet, so all must have the same answer.
     crowded = not comm.all_min(int(not crowded))
     if comm.num_nodes > 1:

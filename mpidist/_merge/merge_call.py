@@ -178,7 +178,7 @@ def _names_of(
     group: ReplicaGroup, merge_fn: Any, given: list[tuple[int, Any]]
 ) -> object_names.Names | None:
     """Return the names of what merge_fn can reach, and of arguments that are alike."""
-    if group.collectives.comm.size == 1:
+    if group.communicator.size == 1:
         return None
     if not (given or object_names.may_reach(merge_fn)):
         return None

@@ -86,7 +86,7 @@ class UpdateBatch:
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
-        self._guard = group.collectives.guard
+        self._guard = group.guard
         self.open = False
         self.joins = 0
         self.ring_start = 0

@@ -48,11 +48,6 @@ _MPIX_GPU_SUPPORT_CUDA: Final = 0  # of MPICH's mpi.h
 _MEMORY_KINDS: Final = "mpi_memory_alloc_kinds"
 _MESSAGE_HEAD: Final = 8
 _MESSAGE_BYTES: Final = 1024 - _MESSAGE_HEAD
-_LOCAL_RANK_VARIABLES: Final = (
-    "OMPI_COMM_WORLD_LOCAL_RANK",  # Open MPI
-    "MPI_LOCALRANKID",  # MPICH, Intel MPI
-    "SLURM_LOCALID",  # srun
-)
 
 
 def _nothing() -> None:
@@ -143,7 +138,7 @@ class Communicator:
         rows = self.all_gather_integers([self.local_size, int(self.local_rank == 0)])
         self.smallest_node: int = min(row[0] for row in rows)
         self.num_nodes: int = sum(row[1] for row in rows)
-        crowded = self.machine_size > (os.cpu_count() or 1)
+        crowded = is_crowded(self.machine_size)
         self._headers = self._agreed(lambda: self._make_headers(crowded))
         key = self._agreed(lambda: os.urandom(_KEY_BYTES))
         self._resource = collective_release.CollectiveResource(
@@ -795,11 +790,20 @@ def local_rank(communicator: Communicator) -> int:
     """
     if communicator.size == world_size():
         return communicator.machine_rank
-    for name in _LOCAL_RANK_VARIABLES:
-        value = os.environ.get(name, "")
-        if value.isdigit():
-            return int(value)
-    return communicator.machine_rank
+    found = launcher.find_local_rank()
+    return communicator.machine_rank if found is None else found
+
+
+def is_crowded(machine_size: int) -> bool:
+    """Return whether a machine has more ranks than cores.
+
+    Then a rank that spins takes the core from the one that it waits for. Launchers bind
+    ranks to cores, so affinity does not tell.
+
+    Args:
+        machine_size: the number of ranks on it.
+    """
+    return machine_size > (os.cpu_count() or 1)
 
 
 def abort(code: int) -> None:

@@ -36,6 +36,11 @@ _LAUNCHERS = (
     ("mpirun of MVAPICH2", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
     ("mpirun of MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE"),
 )
+_LOCAL_RANKS = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",  # Open MPI
+    "MPI_LOCALRANKID",  # MPICH, Intel MPI
+    "SLURM_LOCALID",  # srun
+)
 
 
 def find_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
@@ -58,6 +63,12 @@ def find_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
         return Launch(f"srun --mpi={kind}", _number(variables, "SLURM_PROCID"), step)
     own = _number(variables, "PMIX_RANK")
     return None if own is None else Launch("a launcher with PMIx", own, None)
+
+
+def find_local_rank() -> int | None:
+    """Return this process's number on its node; None where no launcher says it."""
+    numbers = (_number(os.environ, name) for name in _LOCAL_RANKS)
+    return next((number for number in numbers if number is not None), None)
 
 
 def describe_alone(launch: Launch, library: str) -> str:

@@ -496,11 +496,11 @@ def _on_all(
     selects become Mirrored. From then on their components are assumed to be the same,
     so they are compared here, unless the guard is off.
     """
-    guard = group.collectives.guard
+    guard = group.guard
 
     def checked(part: Part) -> Any:
         try:
-            with context.entered(_frame_of(group)):
+            with context.entered(group.cross_frame):
                 result = body()
             if guard.checks:
                 text = ", ".join(_describe_result(x) for x in same(result))
@@ -530,10 +530,6 @@ def _describe_result(x: Any) -> str:
     if backend.is_array(x) or backend.is_number(x):
         return backend.summarize(backend.as_array(x, "reduce")[0])
     return f"a {type(x).__name__}"
-
-
-def _frame_of(group: ReplicaGroup) -> context.Frame:
-    return context.Frame(group, context.Level.CROSS_REPLICA)
 
 
 def _group_of(values: list[Any]) -> ReplicaGroup:

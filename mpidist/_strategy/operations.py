@@ -75,7 +75,7 @@ def _call_for_each_replica(group: ReplicaGroup, fn: Any, args: Any, kwargs: Any)
         part.set_result(lambda: f"{text} [#{keys}]", fingerprint(text) ^ keys)
         return result
 
-    result = group.collectives.guard.run_section(call, body)
+    result = group.guard.run_section(call, body)
     return registry.wrap_tree(PerReplica, result)
 
 
@@ -348,7 +348,7 @@ def _check_pairs(pairs: Any, call: str) -> list[tuple[Any, Any]]:
 def _broadcast_to(group: ReplicaGroup, marked: Any, destinations: Any) -> Any:
     ops = group.custom_ops
     if ops is not None:
-        with context.entered(context.Frame(group, context.Level.CROSS_REPLICA)):
+        with context.entered(group.cross_frame):
             return ops.broadcast(marked.value, destinations)
 
     def get() -> Any:
@@ -399,7 +399,7 @@ def _distribute_values(group: ReplicaGroup, value_fn: Any) -> Any:
         part.set_result(text, fingerprint(text))
         return value
 
-    value = group.collectives.guard.run_section(call, body)
+    value = group.guard.run_section(call, body)
     registry = group.registry
     leaves, shape = nest.flatten(value)
     number = registry.next_key()

@@ -131,11 +131,6 @@ def decode(codec: Codec, packet: Any, out: Any) -> None:
             part *= scale
 
 
-def compresses(op: str, x: Any) -> bool:
-    """Return whether a buffer of a bucket that may be compressed is."""
-    return op == "SUM" and x.dtype.kind == "f" and int(x.nbytes) > LEAST_BYTES
-
-
 def packet_bytes(count: int) -> int:
     """Return the bytes of a packet of ``count`` floats: a multiple of 8."""
     return _HEAD_BYTES + (2 * count + 7) // 8 * 8

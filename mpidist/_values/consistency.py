@@ -104,7 +104,7 @@ def _digest(array: Any) -> bytes:
 
 def _describe(group: ReplicaGroup, variable: Variable, column: list[bytes]) -> str:
     """Describe which ranks differ, and where. Collective."""
-    comm = group.collectives.comm
+    comm = group.communicator
     reference = max(column, key=column.count)  # in a tie, the first
     home = column.index(reference)
     drifted = [rank for rank, digest in enumerate(column) if digest != reference]

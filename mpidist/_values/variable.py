@@ -466,7 +466,7 @@ def _create_variable(
 
 @dispatch.operation("copy_variable")
 def _copy_variable(group: ReplicaGroup, variable: Variable, text: str) -> Variable:
-    group.collectives.guard.agree(Call(text))
+    group.guard.agree(Call(text))
     return Variable(_Given(group, variable._array, variable._attributes))
 
 

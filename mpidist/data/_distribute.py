@@ -215,7 +215,7 @@ def _distribute_from_function(
     functions: bool,
 ) -> DistributedDataset:
     require_program_level(group, call)
-    guard = group.collectives.guard
+    guard = group.guard
     input_context = InputContext(
         group.num_replicas,
         group.replica_id,

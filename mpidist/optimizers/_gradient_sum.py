@@ -48,7 +48,7 @@ class GradientSum:
         """
         if self._plan is not None:
             return self._plan(self._arrays, call)
-        self._group.collectives.guard.agree(call)
+        self._group.guard.agree(call)
         ops = self._ops
         return self._arrays if ops is None else self._run_by_user(ops)
 
@@ -63,8 +63,7 @@ class GradientSum:
                 zip(self._arrays, self._variables, strict=True)
             )
         ]
-        frame = context.Frame(self._group, context.Level.CROSS_REPLICA)
-        with context.entered(frame):  # an exception is raised on all ranks
+        with context.entered(group.cross_frame):  # an exception is raised on all ranks
             sums = ops.batch_reduce(ReduceOp.SUM, pairs, None)
         try:
             results = [

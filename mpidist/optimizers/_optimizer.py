@@ -499,8 +499,7 @@ class Optimizer:
         def make(initial: Callable[[], Any], name: str) -> Variable:
             return Variable(initial, trainable=False, name=f"{self._name}/{name}")
 
-        frame = context.Frame(group, context.Level.CROSS_REPLICA)
-        with context.entered(frame):
+        with context.entered(group.cross_frame):
             iterations = make(lambda: np.zeros((), np.int64), "iterations")
             slots = []
             for variable, name in zip(variables, names, strict=True):
