@@ -1,0 +1,108 @@
+"""The types of arrays and nests that annotations name.
+
+An array is on the host (NumPy) or on a GPU (CuPy). CuPy is optional and has no types,
+so what the two have in common is a protocol, and each room says which of the three it
+takes: staging mistakes are then type errors.
+
+`Any` is the exception. It stands for what no type describes: objects of users that
+are passed through, and modules and objects of libraries without types. A nest is one
+of these: any container that optree knows, of any depth.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+DType: TypeAlias = np.dtype[Any]
+Shape: TypeAlias = tuple[int, ...]
+HostArray: TypeAlias = np.ndarray[Any, Any]
+"""A NumPy array, of any dtype and number of dimensions."""
+Nest: TypeAlias = Any
+"""Arrays, numbers and other leaves in nested containers, or one such leaf."""
+
+
+class Array(Protocol):
+    """A NumPy or CuPy array, of any dtype and number of dimensions."""
+
+    @property
+    def dtype(self) -> Any:
+        """Its dtype."""
+
+    @property
+    def shape(self) -> Shape:
+        """Its shape."""
+
+    @property
+    def ndim(self) -> int:
+        """The number of its dimensions."""
+
+    @property
+    def size(self) -> int:
+        """The number of its elements."""
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of one element."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements."""
+
+    @property
+    def flags(self) -> Any:
+        """What is known of its memory: ``c_contiguous`` and others."""
+
+    @property
+    def T(self) -> Array:  # noqa: N802  # NumPy's name
+        """It with its dimensions reversed."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, key: Any, /) -> Any: ...
+    def __setitem__(self, key: Any, value: Any, /) -> None: ...
+    def __add__(self, other: Any, /) -> Array: ...
+    def __sub__(self, other: Any, /) -> Array: ...
+    def __mul__(self, other: Any, /) -> Array: ...
+    def __truediv__(self, other: Any, /) -> Array: ...
+    def any(self, *args: Any, **kwargs: Any) -> Any:
+        """Return whether some element is true."""
+
+    def astype(self, *args: Any, **kwargs: Any) -> Array:
+        """Return it with another dtype."""
+
+    def copy(self, *args: Any, **kwargs: Any) -> Array:
+        """Return a copy."""
+
+    def fill(self, value: Any, /) -> None:
+        """Set all elements to one value."""
+
+    def item(self, *args: Any) -> Any:
+        """Return the one element, as a Python number."""
+
+    def ravel(self, *args: Any, **kwargs: Any) -> Array:
+        """Return it with one dimension."""
+
+    def reshape(self, *args: Any, **kwargs: Any) -> Array:
+        """Return it with another shape."""
+
+    def sum(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the sum of its elements."""
+
+    def view(self, *args: Any, **kwargs: Any) -> Array:
+        """Return the same memory, with another dtype."""
+
+
+class DeviceArray(Array, Protocol):
+    """A CuPy array, of any dtype and number of dimensions."""
+
+    @property
+    def data(self) -> Any:
+        """Its memory: a `cupy.cuda.MemoryPointer`."""
+
+    @property
+    def device(self) -> Any:
+        """The GPU that it is on."""
+
+    def get(self, *args: Any, **kwargs: Any) -> HostArray:
+        """Return a copy on the host."""
