@@ -337,6 +337,7 @@ def test_reduce_to_a_device(strategy, rank, size):
             assert result is None
 
 
+@pytest.mark.one_size
 @pytest.mark.parametrize("destinations", ["nowhere", "", None, 3, ["a"]])
 def test_reduce_to_refuses_other_destinations(strategy, rank, destinations):
     """StrategyExtended.reduce_to: the same error on every rank."""
@@ -586,6 +587,7 @@ def test_update_of_what_is_no_distributed_variable(strategy):
     assert result[2] == 2
 
 
+@pytest.mark.one_size
 def test_update_refuses_values_that_differ(strategy, rank, size):
     """StrategyExtended.update: no per-replica values among args and kwargs."""
     with strategy.scope():
