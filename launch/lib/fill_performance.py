@@ -1,6 +1,8 @@
-"""Fills docs/performance.md from docs/performance/*.json; launch/performance calls it.
+"""Fills the pages on performance from docs/performance/*.json.
 
-Between ``<!-- KIND: WORDS -->`` and ``<!-- end -->`` it puts what the marker asks for:
+launch/performance calls it with the folder docs/. The pages are docs/performance.md and
+docs/performance/tables.md. Between ``<!-- KIND: WORDS -->`` and
+``<!-- end -->`` it puts what the marker asks for:
 
     table: NAME...        the rows of NAME.json and the others, beside each other
     picture: FILE NAME... all_reduce of them, drawn to FILE.png
@@ -25,6 +27,7 @@ from mpidist import _bench, _cli
 MARKER = re.compile(
     r"(<!-- (table|picture|facts|model): ([^>]*?) -->\n)(.*?)(<!-- end -->)", re.S
 )
+PICTURES = "performance"  # the folder of results, as docs/performance.md links to it
 Records = Sequence[_bench.Record]
 
 
@@ -66,7 +69,7 @@ def model_of(results: Path, words: Sequence[str]) -> str | None:
             sys.exit(f"mpidist bench model {' '.join(arguments)} failed")
     text = out.getvalue().replace(f"written: {path}", "").strip("\n")
     draw_performance.model(path, path.with_suffix(".png"))
-    return f"```text\n{text}\n```\n\n![predicted times](performance/model.png)\n"
+    return f"```text\n{text}\n```\n\n![predicted times]({PICTURES}/model.png)\n"
 
 
 def replacement(results: Path, kind: str, words: list[str]) -> str | None:
@@ -83,20 +86,21 @@ def replacement(results: Path, kind: str, words: list[str]) -> str | None:
     if kind == "facts":
         return facts_of(records)
     draw_performance.all_reduce(records, results / f"{target}.png")
-    return f"![all_reduce, {', '.join(words)}](performance/{target}.png)\n"
+    return f"![all_reduce, {', '.join(words)}]({PICTURES}/{target}.png)\n"
 
 
 def main() -> None:
-    page = Path(sys.argv[1])
-    results = page.with_suffix("")
+    docs = Path(sys.argv[1])
+    results = docs / "performance"
 
     def fill(match: re.Match[str]) -> str:
         begin, kind, words, old, end = match.groups()
         text = replacement(results, kind, words.split())
         return f"{begin}{old if text is None else text}{end}"
 
-    text = page.read_text(encoding="utf-8")
-    page.write_text(MARKER.sub(fill, text), encoding="utf-8")
+    for page in (docs / "performance.md", results / "tables.md"):
+        text = page.read_text(encoding="utf-8")
+        page.write_text(MARKER.sub(fill, text), encoding="utf-8")
 
 
 main()

@@ -5,8 +5,11 @@ No test here uses the network: of links to other sites nothing is checked.
 
 from __future__ import annotations
 
+import ast
 import configparser
 import re
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +176,46 @@ def test_files_that_comments_name_exist():
     assert sorted(missing) == []
 
 
+# --- docstrings -------------------------------------------------------------------
+
+
+def docstrings() -> list[tuple[str, str]]:
+    """Return where each docstring of the package is, and its text."""
+    found = []
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for folder in ("mpidist", "pytest_mpidist"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(text_of(path))):
+                text = ast.get_docstring(node) if isinstance(node, kinds) else None
+                if text:
+                    name = getattr(node, "name", "")
+                    found.append((f"{path.relative_to(ROOT)}: {name}", text))
+    return found
+
+
+def test_there_are_no_doctests():
+    """Nothing would run them: programs are in the guides, where they are run."""
+    pages = [(str(page.relative_to(ROOT)), text_of(page)) for page in DOCUMENTS]
+    found = [w for w, text in docstrings() + pages if re.search(r"^ *>>> ", text, re.M)]
+    assert found == []
+
+
+def test_the_examples_in_docstrings_are_python():
+    """A block of lines that are indented after a line such as "Example::"."""
+    pattern = r"^( *)Example.*::\n\n((?:\1 +.*\n|\n)+)"
+    examples = [
+        (where, textwrap.dedent(match[2]))
+        for where, text in docstrings()
+        for match in re.finditer(pattern, text + "\n", re.M)
+    ]
+    assert len(examples) >= 3
+    for where, code in examples:
+        try:
+            ast.parse(code)
+        except SyntaxError as error:
+            pytest.fail(f"{where}: {error}\n{code}")
+
+
 # --- exceptions -------------------------------------------------------------------
 
 
@@ -261,8 +304,42 @@ def test_the_hooks_have_the_versions_of_the_extras():
     text += "".join(setup["options.extras_require"].values())
     known = {line.partition(";")[0].strip() for line in text.splitlines()}
     lists = re.findall(
-        r"additional_dependencies: \[(.*)\]", text_of(ROOT / ".pre-commit-config.yaml")
+        r"additional_dependencies:\s+\[(.*)\]",
+        text_of(ROOT / ".pre-commit-config.yaml"),
     )
     assert lists
     for packages in lists:
         assert set(re.findall(r'"([^"]+)"', packages)) <= known
+
+
+def test_the_hook_of_mypy_has_what_the_checked_files_import():
+    """It runs in an environment of its own, which has these packages and no others."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    (packages,) = re.findall(
+        r'additional_dependencies:\s+\[("mypy.*)\]',
+        text_of(ROOT / ".pre-commit-config.yaml"),
+    )
+    known = {re.split(r"\W", name)[0] for name in re.findall(r'"([^"]+)"', packages)}
+    absent = next(name for name in setup.sections() if name.startswith("mypy-"))
+    known |= {
+        name.partition(".")[0].removeprefix("mypy-") for name in absent.split(",")
+    }
+    checked = [ROOT / name.strip() for name in setup["mypy"]["files"].split(",")]
+    files = [
+        p
+        for path in checked
+        for p in ([path] if path.is_file() else path.rglob("*.py"))
+    ]
+    imported = set()
+    for file in files:
+        for node in ast.walk(ast.parse(text_of(file))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                imported.add(node.module.partition(".")[0])
+    ours = {path.stem for path in (ROOT / "tests").glob("*.py")} | {
+        "mpidist",
+        "pytest_mpidist",
+    }
+    assert imported - set(sys.stdlib_module_names) - ours - known == set()
