@@ -1,4 +1,4 @@
-"""The command line: `mpidist info`, `mpidist check` and `mpidist bench`."""
+"""The command line: `mpidist run`, `info`, `check` and `bench`."""
 
 from __future__ import annotations
 

@@ -10,10 +10,11 @@ from typing import Final
 import mpidist
 from mpidist._base.options import read_environment
 from mpidist._bench import UsageError, WrongResultError
-from mpidist._cli import bench_command, check_command, info_command
+from mpidist._cli import bench_command, check_command, info_command, run_command
 from mpidist._cli.speaking import EXIT_USAGE, Parser, complain, say
 
 _COMMANDS: Final[dict[str, tuple[Callable[[Sequence[str]], int], str]]] = {
+    "run": (run_command.run, run_command.ABOUT),
     "info": (info_command.info, info_command.ABOUT),
     "check": (check_command.check, check_command.ABOUT),
     "bench": (bench_command.bench, bench_command.ABOUT),
@@ -37,8 +38,9 @@ def main(arguments: Sequence[str]) -> int:
                     "commands:",
                     *(f"  {key:<7} {about}" for key, (_, about) in _COMMANDS.items()),
                     "",
-                    "Start it under mpirun or srun: it speaks of the ranks that it "
-                    "runs on. `mpidist COMMAND --help` says more.",
+                    "`run` starts ranks. Start the others under mpirun or srun: they "
+                    "describe the",
+                    "ranks that they run on. `mpidist COMMAND --help` says more.",
                 ]
             ),
             formatter_class=argparse.RawDescriptionHelpFormatter,

