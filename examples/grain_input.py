@@ -3,7 +3,7 @@
 Each rank reads every n-th image of one shuffled order, and no other. Needs the extra
 `examples`:
 
-    launch/mpirun -n 4 python examples/grain_input.py
+    mpidist run -n 4 examples/grain_input.py
 """
 
 from __future__ import annotations

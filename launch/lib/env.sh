@@ -57,18 +57,6 @@ prefer() {
   fi
 }
 
-# The first mpirun on the PATH that is not launch/mpirun.
-find_mpirun() {
-  local candidate
-  while read -r candidate; do
-    if [[ ! $candidate -ef $repo/launch/mpirun ]]; then
-      printf '%s\n' "$candidate"
-      return
-    fi
-  done < <(type -ap mpirun)
-  return 1
-}
-
 # make_venv DIR: a virtual environment in DIR, unless one that works is there.
 make_venv() {
   local base
@@ -112,7 +100,7 @@ name, version = MPI.get_vendor()
 if MPI.COMM_WORLD.rank == 0:
     print(f"{MPI.COMM_WORLD.size} ranks, {name}", ".".join(map(str, version)))'
   mpi="there is no mpirun"
-  mpirun=$(find_mpirun) || return 1
+  mpirun=$(type -P mpirun) || return 1
   mpi=$(timeout -k 5 120 "$mpirun" -n 2 "$python" -c "$program" </dev/null 2>&1) || return 1
   name=$(sed -n 's/^2 ranks, //p' <<<"$mpi")
   [[ -n $name ]] && mpi=$name

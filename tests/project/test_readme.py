@@ -233,20 +233,16 @@ def alone(command: Command, program: str, *arguments: str) -> Any:
     )
 
 
-def launch_mpirun(command: Command, ranks: str, program: str) -> None:
+def mpidist_run(command: Command, ranks: str, program: str) -> None:
     """Run a quick example; of other programs, see that they are there."""
     compile_file(program)
     if program != "examples/hello.py":
         return
-    env = rank_environment()
-    if sys.prefix != sys.base_prefix:
-        env["VIRTUAL_ENV"] = sys.prefix
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     for _ in range(2):
         result = subprocess.run(
-            shlex.split(command.text),
+            [sys.executable, "-m", *shlex.split(command.text)],
             cwd=ROOT,
-            env=env,
+            env=rank_environment(),
             capture_output=True,
             text=True,
             timeout=SECONDS,
@@ -318,9 +314,9 @@ COMMANDS: list[tuple[str, Callable[..., None]]] = [
         r"((?: \S+)*)",
         setting_up,
     ),
+    (r"mpidist run -n (\d+) (\S+\.py)", mpidist_run),
+    (r".venv/bin/mpidist run -n \d+ -m pytest (.*)", pytest_in_venv),
     (r"(?:(?:mpirun|srun) (?:-\S+ (?:\d+ )?)*)?mpidist (.*)", command_line),
-    (r"launch/mpirun -n (\d+) python (\S+\.py)", launch_mpirun),
-    (r"launch/mpirun -n \d+ .venv/bin/python -m pytest (.*)", pytest_in_venv),
     (r"((?:MPIDIST_\w+=\S+ )*)mpirun -n (\d+) python (\S+\.py)", mpirun),
     (r"python (\S+\.py)", python_alone),
     (r"python -m pytest -q (\S+\.py)", pytest_alone),
