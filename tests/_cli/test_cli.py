@@ -66,7 +66,7 @@ def test_help(arguments, texts, capsys):
 
 def test_without_a_command_it_helps(capsys):
     assert _cli.main([]) == 0
-    assert "commands:\n  info" in capsys.readouterr().out
+    assert "commands:\n  run" in capsys.readouterr().out
     assert _cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("mpidist ")
 
@@ -74,7 +74,7 @@ def test_without_a_command_it_helps(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bnech"], "mpidist: error: expected one of info, check, bench, got 'bnech'"),
+        (["bnech"], "mpidist: error: expected one of run, info, check, bench, got 'bnech'"),
         (["info", "-x"], "mpidist info: error: unrecognized arguments: -x"),
         (["check", "--timeout", "0"], "expected a time above 0, got '0'"),
         (["bench", "allreduce"], "expected one of all_reduce, nest, small_nest, all_"),
