@@ -35,17 +35,19 @@ from mpidist._runtime.context import (
     variable_sync_on_read_context as variable_sync_on_read_context,
 )
 from mpidist._strategy.cluster_resolver import MPIClusterResolver as MPIClusterResolver
-from mpidist._strategy.cross_device_ops import (
+from mpidist._strategy.cross_device_implementations import (
     CollectiveAllReduce as CollectiveAllReduce,
 )
-from mpidist._strategy.cross_device_ops import CrossDeviceOps as CrossDeviceOps
-from mpidist._strategy.cross_device_ops import (
+from mpidist._strategy.cross_device_implementations import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
 )
-from mpidist._strategy.cross_device_ops import NcclAllReduce as NcclAllReduce
-from mpidist._strategy.cross_device_ops import (
+from mpidist._strategy.cross_device_implementations import (
+    NcclAllReduce as NcclAllReduce,
+)
+from mpidist._strategy.cross_device_implementations import (
     ReductionToOneDevice as ReductionToOneDevice,
 )
+from mpidist._strategy.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from mpidist._strategy.extended import StrategyExtended as StrategyExtended
 from mpidist._strategy.mpi_strategy import MPIStrategy as MPIStrategy
 from mpidist._strategy.multi_step import MultiStepContext as MultiStepContext

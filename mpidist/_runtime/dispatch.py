@@ -9,7 +9,7 @@ operation.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
@@ -59,6 +59,16 @@ def perform(group: ReplicaGroup, name: str, *args: Any, call: str = "") -> Any:
 def execute(group: ReplicaGroup, name: str, args: tuple[Any, ...]) -> Any:
     """Run the operation on this rank."""
     return _operations[name](group, *args)
+
+
+def refuse(group: ReplicaGroup, call: str, error: Exception) -> NoReturn:
+    """Raise an error that a cross-replica call found in its arguments.
+
+    Inside ``merge_fn`` on rank 0, which runs it alone; otherwise on all ranks.
+    """
+    if context.current().coordinator is not None:
+        raise error
+    group.collectives.invalid(call, error)
 
 
 def check_arguments(call: str, args: object, kwargs: object) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 
 class MPIClusterResolver:
     """Describes the processes of a job; returned by `Strategy.cluster_resolver`.
@@ -62,7 +60,7 @@ class MPIClusterResolver:
         self,
         task_type: str | None = None,
         task_id: int | None = None,
-        config_proto: Any = None,
+        config_proto: object = None,
     ) -> dict[str, int]:
         """Return how many GPUs a task uses: ``{"GPU": 1}``, or ``{}`` on the host.
 

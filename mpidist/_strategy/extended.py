@@ -8,16 +8,23 @@ to run it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 from mpidist._base import nest
 from mpidist._base.options import CommunicationOptions, ReduceOp
+from mpidist._base.types import Nest
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
+from mpidist._strategy import local_results
 from mpidist._strategy import operations as operations  # registers them
-from mpidist._strategy.multi_step import MultiStepContext, check_iterations, run_steps
+from mpidist._strategy.multi_step import (
+    MultiStepContext,
+    Steps,
+    check_iterations,
+    run_steps,
+)
+from mpidist._strategy.reductions import Destination, Pair
 from mpidist._values.distributed import (
     DistributedValues,
     PerReplica,
@@ -76,7 +83,7 @@ class StrategyExtended:
         """Whether this process writes summaries: rank 0 does."""
         return self._group.replica_id == 0
 
-    def value_container(self, value: Any) -> Any:
+    def value_container(self, value: Nest) -> Nest:
         """Return the variable that an array is a copy of, otherwise ``value``.
 
         Not collective. At program level `Variable.value` and `Variable.values` return
@@ -89,7 +96,7 @@ class StrategyExtended:
         )
         return value if found is None else found
 
-    def variable_created_in_scope(self, v: Any) -> bool:
+    def variable_created_in_scope(self, v: object) -> bool:
         """Return whether a variable belongs to this strategy. Not collective.
 
         Variables created outside every scope belong to the default strategy.
@@ -105,7 +112,7 @@ class StrategyExtended:
         return v._group is self._group
 
     @contextlib.contextmanager
-    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+    def colocate_vars_with(self, colocate_with_variable: object) -> Iterator[None]:
         """Place the variables created inside with another one. Not collective.
 
         This has no effect: every variable has a copy on each replica's device. The
@@ -130,7 +137,7 @@ class StrategyExtended:
             )
         yield
 
-    def read_var(self, v: Any) -> Any:
+    def read_var(self, v: Nest) -> Nest:
         """Return a variable's value in cross-replica context. Collective if ON_READ.
 
         Args:
@@ -149,18 +156,18 @@ class StrategyExtended:
             return v.read_value()
         return v
 
-    def non_slot_devices(self, var_list: Any) -> tuple[str, ...]:
+    def non_slot_devices(self, var_list: object) -> tuple[str, ...]:
         """Return the devices for state without a variable: those of all replicas."""
         return self._group.device_names
 
     def update_non_slot(
         self,
-        colocate_with: Any,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...] | list[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        colocate_with: Variable | tuple[str, ...] | list[str],
+        fn: Callable[..., Nest],
+        args: tuple[Nest, ...] | list[Nest] = (),
+        kwargs: dict[str, Nest] | None = None,
         group: bool = True,
-    ) -> Any:
+    ) -> Nest:
         """Run ``fn(*args, **kwargs)`` on every device. Collective.
 
         Like `update`, for state that does not belong to a variable. Assignments in
@@ -191,13 +198,11 @@ class StrategyExtended:
                 "`non_slot_devices` returned, or a variable, got "
                 f"{colocate_with!r:.80}"
             )
-            if frame.coordinator is not None:
-                raise error
-            self._group.collectives.invalid("update_non_slot", error)
+            dispatch.refuse(self._group, "update_non_slot", error)
         return self._update(frame, None, fn, args, kwargs, group)
 
     def experimental_make_numpy_dataset(
-        self, numpy_input: Any, session: Any = None
+        self, numpy_input: Nest, session: object = None
     ) -> Dataset:
         """Create a dataset from the rows of arrays. Not collective.
 
@@ -213,10 +218,10 @@ class StrategyExtended:
 
     def experimental_run_steps_on_iterator(
         self,
-        fn: Callable[..., Any],
-        iterator: Any,
+        fn: Callable[[MultiStepContext, Nest], object],
+        iterator: Steps,
         iterations: int = 1,
-        initial_loop_values: dict[str, Any] | None = None,
+        initial_loop_values: dict[str, Nest] | None = None,
     ) -> MultiStepContext:
         """Call ``fn(context, element)`` for the next elements. Collective.
 
@@ -236,34 +241,32 @@ class StrategyExtended:
             OutOfRangeError: if the iterator ends earlier.
         """
         call = "experimental_run_steps_on_iterator"
-        frame = context.require_cross_replica(self._group, call)
+        context.require_cross_replica(self._group, call)
         try:
             check_iterations(iterations)
         except Exception as error:
-            if frame.coordinator is not None:
-                raise
-            self._group.collectives.invalid(call, error)
+            dispatch.refuse(self._group, call, error)
         return run_steps(self._group, fn, iterator, iterations, initial_loop_values)
 
     def call_for_each_replica(
         self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...] | list[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        fn: Callable[..., Nest],
+        args: tuple[Nest, ...] | list[Nest] = (),
+        kwargs: dict[str, Nest] | None = None,
+    ) -> Nest:
         """Run ``fn`` once per replica; see `Strategy.run`. Collective."""
         kwargs = {} if kwargs is None else kwargs
-        return self._perform("call_for_each_replica", fn, args, kwargs)
+        return dispatch.perform(self._group, "call_for_each_replica", fn, args, kwargs)
 
     def reduce_to(
         self,
         reduce_op: ReduceOp | str,
-        value: Any,
-        destinations: Any,
+        value: Nest,
+        destinations: Destination,
         options: CommunicationOptions | None = None,
         *,
         experimental_hints: CommunicationOptions | None = None,
-    ) -> Any:
+    ) -> Nest:
         """Combine a per-replica value over all replicas. Collective.
 
         Args:
@@ -286,17 +289,19 @@ class StrategyExtended:
                 destination is invalid.
         """
         options = _one_of("reduce_to", options, experimental_hints)
-        result = self._perform("reduce_to", reduce_op, value, destinations, options)
+        result = dispatch.perform(
+            self._group, "reduce_to", reduce_op, value, destinations, options
+        )
         return self._take_home(result, destinations)
 
     def batch_reduce_to(
         self,
         reduce_op: ReduceOp | str,
-        value_destination_pairs: Any,
+        value_destination_pairs: Iterable[Pair],
         options: CommunicationOptions | None = None,
         *,
         experimental_hints: CommunicationOptions | None = None,
-    ) -> list[Any]:
+    ) -> list[Nest]:
         """Combine several per-replica values, in one fused reduction. Collective.
 
         Args:
@@ -312,7 +317,9 @@ class StrategyExtended:
         if isinstance(value_destination_pairs, Iterator):
             value_destination_pairs = list(value_destination_pairs)
         pairs = value_destination_pairs
-        results: list[Any] = self._perform("batch_reduce_to", reduce_op, pairs, options)
+        results: list[Nest] = dispatch.perform(
+            self._group, "batch_reduce_to", reduce_op, pairs, options
+        )
         if not any(isinstance(destinations, str) for _, destinations in pairs):
             return results
         return [
@@ -320,7 +327,7 @@ class StrategyExtended:
             for result, (_, destinations) in zip(results, pairs, strict=True)
         ]
 
-    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+    def broadcast_to(self, tensor: Nest, destinations: Destination) -> Nest:
         """Copy rank 0's value to every replica. Collective.
 
         Args:
@@ -330,24 +337,24 @@ class StrategyExtended:
         Returns:
             `Mirrored`. Python numbers and Mirrored values are returned unchanged.
         """
-        frame = context.require_cross_replica(self._group, "broadcast_to")
+        context.require_cross_replica(self._group, "broadcast_to")
         if isinstance(tensor, Variable):
             try:
                 tensor = tensor._read()  # on all ranks, if it is ON_READ
             except Exception as error:
-                if frame.coordinator is not None:
-                    raise
-                self._group.collectives.invalid("broadcast_to", error)
-        return self._perform("broadcast_to", OnRank0(tensor), destinations)
+                dispatch.refuse(self._group, "broadcast_to", error)
+        return dispatch.perform(
+            self._group, "broadcast_to", OnRank0(tensor), destinations
+        )
 
     def update(
         self,
-        var: Any,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...] | list[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        var: Nest,
+        fn: Callable[..., Nest],
+        args: tuple[Nest, ...] | list[Nest] = (),
+        kwargs: dict[str, Nest] | None = None,
         group: bool = True,
-    ) -> Any:
+    ) -> Nest:
         """Run ``fn(var, *args, **kwargs)`` on every replica, to change its copy.
 
         Collective. In ``fn``, `Variable.assign` and similar methods change the
@@ -402,9 +409,7 @@ class StrategyExtended:
                     f"update: expected a `mpidist.Variable`, got a {type(var).__name__}"
                     "; use `strategy.run` to work on each replica's component"
                 )
-                if frame.coordinator is not None:
-                    raise error
-                self._group.collectives.invalid("update", error)
+                dispatch.refuse(self._group, "update", error)
             return fn(var, *select_replica(tuple(args)), **select_replica(kwargs))
         check_owner(self._group, "update", var)
         return self._update(frame, var, fn, args, kwargs, group)
@@ -415,11 +420,11 @@ class StrategyExtended:
         self,
         frame: context.Frame,
         var: Variable | None,
-        fn: Any,
-        args: Any,
-        kwargs: Any,
+        fn: Callable[..., Nest],
+        args: tuple[Nest, ...] | list[Nest],
+        kwargs: dict[str, Nest],
         group: bool,
-    ) -> Any:
+    ) -> Nest:
         if frame.coordinator is not None:
             result = frame.coordinator.update(var, fn, args, kwargs, group)
         else:
@@ -427,12 +432,12 @@ class StrategyExtended:
             result = dispatch.execute(self._group, "update", arguments)
         return result if group else self._ungrouped(frame, result)
 
-    def _ungrouped(self, frame: context.Frame, result: Any) -> Any:
+    def _ungrouped(self, frame: context.Frame, result: Nest) -> Nest:
         """Return the results of an update as tuples."""
-        _fetch(frame.coordinator, nest.flatten(result)[0])
-        return nest.map_structure(_local_results_of, result)
+        local_results.fetch(frame.coordinator, nest.flatten(result)[0])
+        return nest.map_structure(local_results.results_of_leaf, result)
 
-    def _take_home(self, result: Any, destinations: Any) -> Any:
+    def _take_home(self, result: Nest, destinations: Destination) -> Nest:
         """Unwrap a value that was reduced to one rank, if this code may see it."""
         if not isinstance(destinations, str) or not self._group.is_mpi:
             return result
@@ -445,46 +450,15 @@ class StrategyExtended:
             lambda x: x._own if isinstance(x, PerReplica) else x, result
         )
 
-    def _perform(self, name: str, *args: Any) -> Any:
-        return dispatch.perform(self._group, name, *args)
 
-
-def local_results(group: ReplicaGroup, value: Any) -> tuple[Any, ...]:
-    """Return the components that this process can see, one nest for each replica."""
-    leaves, structure = nest.flatten(value)
-    frame = context.current()
-    coordinator = frame.coordinator if frame.group is group else None
-    _fetch(coordinator, leaves)
-    columns = [_local_results_of(leaf) for leaf in leaves]
-    distributed = [
-        len(column)
-        for leaf, column in zip(leaves, columns, strict=True)
-        if isinstance(leaf, (DistributedValues, Variable))
-    ]
-    rows = max(distributed, default=1)
-    columns = [c if len(c) == rows else c * rows for c in columns]
-    return tuple(
-        structure.unflatten([column[i] for column in columns]) for i in range(rows)
-    )
-
-
-def _fetch(coordinator: context.Commander | None, leaves: list[Any]) -> None:
-    """Gather all of these values at once, on the coordinator."""
-    if coordinator is not None:
-        coordinator.fetch([x for x in leaves if isinstance(x, DistributedValues)])
-
-
-def _local_results_of(leaf: Any) -> tuple[Any, ...]:
-    if isinstance(leaf, (DistributedValues, Variable)):
-        return tuple(leaf.values)
-    return (leaf,)
-
-
-def _one_of(call: str, options: Any, hints: Any) -> CommunicationOptions | None:
+def _one_of(
+    call: str,
+    options: CommunicationOptions | None,
+    hints: CommunicationOptions | None,
+) -> CommunicationOptions | None:
     if options is not None and hints is not None:
         raise TypeError(
             f"{call}: got both `options` and its older name `experimental_hints`; "
             "write `options` only"
         )
-    chosen: CommunicationOptions | None = options if hints is None else hints
-    return chosen
+    return options if hints is None else hints

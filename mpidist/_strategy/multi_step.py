@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from mpidist._base import nest
 from mpidist._base.options import ReduceOp
+from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import PerReplica
+
+
+class _HasNext(Protocol):
+    def __next__(self) -> Nest: ...
+
+
+class _HasGetNext(Protocol):
+    def get_next(self) -> Nest:
+        """Return the next element."""
+
+
+Steps: TypeAlias = _HasNext | _HasGetNext
+"""The elements that a loop takes, one for each step."""
 
 
 class MultiStepContext:
@@ -23,16 +37,16 @@ class MultiStepContext:
 
     def __init__(self) -> None:
         """Start with no outputs."""
-        self._last_step_outputs: dict[str, Any] = {}
-        self._non_tensor_outputs: dict[str, Any] = {}
+        self._last_step_outputs: dict[str, Nest] = {}
+        self._non_tensor_outputs: dict[str, Nest] = {}
 
     @property
-    def last_step_outputs(self) -> dict[str, Any]:
+    def last_step_outputs(self) -> dict[str, Nest]:
         """The values last stored by `set_last_step_output`, by name."""
         return self._last_step_outputs
 
     @property
-    def non_tensor_outputs(self) -> dict[str, Any]:
+    def non_tensor_outputs(self) -> dict[str, Nest]:
         """The values last stored by `set_non_tensor_output`, by name."""
         return self._non_tensor_outputs
 
@@ -42,7 +56,7 @@ class MultiStepContext:
         return
 
     def set_last_step_output(
-        self, name: str, output: Any, reduce_op: ReduceOp | str | None = None
+        self, name: str, output: Nest, reduce_op: ReduceOp | str | None = None
     ) -> None:
         """Store an output of this step. Collective if there is a ``reduce_op``.
 
@@ -74,7 +88,7 @@ class MultiStepContext:
             output = replica_context.all_reduce(reduce_op, output)
         self._last_step_outputs[name] = output
 
-    def set_non_tensor_output(self, name: str, output: Any) -> None:
+    def set_non_tensor_output(self, name: str, output: Nest) -> None:
         """Store an output of any type. Collective in a replica function.
 
         There it stores a tuple with the outputs of all replicas, on all of them.
@@ -91,9 +105,10 @@ class MultiStepContext:
         )
 
 
-def _all_of(strategy: Any, output: Any) -> tuple[Any, ...]:
+# `Strategy` is defined in a module that imports this one.
+def _all_of(strategy: Any, output: Nest) -> tuple[Nest, ...]:
     leaves = nest.flatten(output)[0]
-    rows: tuple[Any, ...] = strategy.experimental_local_results(output)
+    rows: tuple[Nest, ...] = strategy.experimental_local_results(output)
     if any(isinstance(leaf, PerReplica) for leaf in leaves):
         return rows
     number: int = strategy.num_replicas_in_sync
@@ -121,16 +136,19 @@ def check_iterations(iterations: object) -> None:
 
 def run_steps(
     group: ReplicaGroup,
-    fn: Callable[..., Any],
-    iterator: Any,
+    fn: Callable[[MultiStepContext, Nest], object],
+    iterator: Steps,
     iterations: int,
-    initial_loop_values: dict[str, Any] | None,
+    initial_loop_values: dict[str, Nest] | None,
 ) -> MultiStepContext:
     """Call ``fn(context, next element)`` a number of times. Collective."""
     step_context = MultiStepContext()
     step_context.last_step_outputs.update(initial_loop_values or {})
     with context.scope(group):
         for _ in range(iterations):
-            take = getattr(iterator, "get_next", None)
-            fn(step_context, next(iterator) if take is None else take())
+            if hasattr(iterator, "get_next"):
+                element = iterator.get_next()
+            else:
+                element = next(iterator)
+            fn(step_context, element)
     return step_context

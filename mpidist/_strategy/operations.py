@@ -6,22 +6,22 @@
 from __future__ import annotations
 
 import itertools
-import math
 import types
-from typing import Any, Final
-
-import numpy as np
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from mpidist._agreement.guard import Part
 from mpidist._agreement.mismatch import Call, call_of, fingerprint
 from mpidist._base import backend, nest
-from mpidist._base.options import ReduceOp, as_reduce_op
-from mpidist._engine import dtypes
-from mpidist._engine.collectives import Collectives
+from mpidist._base.options import CommunicationOptions, ReduceOp, as_reduce_op
+from mpidist._base.types import Nest
 from mpidist._runtime import context, dispatch
-from mpidist._runtime.dispatch import check_arguments
+from mpidist._runtime.dispatch import OnRank0, check_arguments
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._strategy.cross_device_ops import (
+from mpidist._strategy import axis_reduction
+from mpidist._strategy.reductions import (
+    Destination,
+    Pair,
     broadcast_value,
     check_destinations,
     reduce_components,
@@ -45,12 +45,17 @@ _IDEMPOTENT: Final = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 
 
 @dispatch.operation("call_for_each_replica")
-def _call_for_each_replica(group: ReplicaGroup, fn: Any, args: Any, kwargs: Any) -> Any:
+def _call_for_each_replica(
+    group: ReplicaGroup,
+    fn: Callable[..., Nest],
+    args: tuple[Nest, ...] | list[Nest],
+    kwargs: dict[str, Nest],
+) -> Nest:
     registry = group.registry
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     call = call_of(f"the end of run({name})")
 
-    def body(part: Part) -> Any:
+    def body(part: Part) -> Nest:
         if not callable(fn):
             raise TypeError(f"run: expected `fn` to be a function, got {fn!r}")
         check_arguments("run", args, kwargs)
@@ -80,7 +85,9 @@ def _call_for_each_replica(group: ReplicaGroup, fn: Any, args: Any, kwargs: Any)
 
 
 @dispatch.operation("reduce")
-def _reduce(group: ReplicaGroup, reduce_op: Any, value: Any, axis: Any) -> Any:
+def _reduce(
+    group: ReplicaGroup, reduce_op: ReduceOp | str, value: Nest, axis: object
+) -> Nest:
     collectives = group.collectives
     custom = group.custom_ops
     if type(value) is PerReplica and axis is None and custom is None:
@@ -94,7 +101,7 @@ def _reduce(group: ReplicaGroup, reduce_op: Any, value: Any, axis: Any) -> Any:
         op = as_reduce_op(reduce_op, "Strategy.reduce")
         leaves, structure = nest.flatten(value)
         moving = [i for i, x in enumerate(leaves) if differs(x)]
-        axes = _as_axes(axis)
+        axes = axis_reduction.as_axes(axis)
         results = list(leaves)
         plain = _plain_of(group, leaves)
         for i, leaf in enumerate(leaves):
@@ -103,8 +110,12 @@ def _reduce(group: ReplicaGroup, reduce_op: Any, value: Any, axis: Any) -> Any:
                 results[i] = _reduce_same(group, op, leaf, axes, "Strategy.reduce")
         local = [component_of(leaves[i]) for i in moving]
         if axes is not None:
-            pairs = [backend.as_array(x, "Strategy.reduce") for x in local]
-            parts = [_reduce_axes(op, x, axes) for x, _ in pairs]
+            parts = [
+                axis_reduction.reduce_axes(
+                    op, backend.as_array(x, "Strategy.reduce")[0], axes
+                )
+                for x in local
+            ]
     except Exception as error:
         collectives.invalid("Strategy.reduce", error)
     if plain:
@@ -116,13 +127,13 @@ def _reduce(group: ReplicaGroup, reduce_op: Any, value: Any, axis: Any) -> Any:
     elif axes is None:
         reduced = collectives.all_reduce(op, local, call="Strategy.reduce")
     else:
-        reduced = _reduce_parts(collectives, op, parts, pairs)
+        reduced = axis_reduction.combine(collectives, op, parts)
     for i, x in zip(moving, reduced, strict=True):
         results[i] = x
     return structure.unflatten(results)
 
 
-def _plain_of(group: ReplicaGroup, leaves: list[Any]) -> list[Any]:
+def _plain_of(group: ReplicaGroup, leaves: list[Nest]) -> list[Nest]:
     """Return the values that are local to each rank but must be the same."""
     return [
         to_plain(own_component(x))
@@ -132,8 +143,12 @@ def _plain_of(group: ReplicaGroup, leaves: list[Any]) -> list[Any]:
 
 
 def _reduce_same(
-    group: ReplicaGroup, op: ReduceOp, leaf: Any, axes: Any, call: str
-) -> Any:
+    group: ReplicaGroup,
+    op: ReduceOp,
+    leaf: Nest,
+    axes: tuple[int, ...] | None,
+    call: str,
+) -> Nest:
     """Reduce a value that is not a PerReplica: the same on all replicas."""
     if isinstance(leaf, (list, tuple)) or leaf is None:
         raise TypeError(
@@ -153,96 +168,17 @@ def _reduce_same(
     leaf = own_component(leaf)
     if axes is None:
         return leaf
-    x, kind = backend.as_array(to_plain(leaf), call)
-    part, count = _reduce_axes(op, x, axes)
-    result = part / count if op is ReduceOp.MEAN else part
-    entry = dtypes.reduction(x.dtype, op, call)
-    return (
-        backend.restore(np.asarray(result, entry.result), kind)
-        if kind != ("array")
-        else backend.like(x, np.asarray(backend.to_host(result), entry.result))
-    )
-
-
-def _as_axes(axis: Any) -> tuple[int, ...] | None:
-    if axis is None:
-        return None
-    axes = axis if isinstance(axis, tuple) else (axis,)
-    for one in axes:
-        if isinstance(one, bool) or not isinstance(one, (int, np.integer)):
-            raise TypeError(
-                "Strategy.reduce: expected `axis` to be an int, a tuple of ints or "
-                f"None, got {axis!r}"
-            )
-    return tuple(int(one) for one in axes)
-
-
-def _reduce_axes(op: ReduceOp, x: Any, axes: tuple[int, ...]) -> tuple[Any, int]:
-    """Reduce one replica's array over its axes; return it and the count."""
-    entry = dtypes.reduction(x.dtype, op, "Strategy.reduce")
-    for axis in axes:
-        if not -x.ndim <= axis < x.ndim:
-            raise ValueError(
-                f"Strategy.reduce: expected -{x.ndim} <= axis < {x.ndim} for "
-                f"{backend.describe(x)}, got axis={axis}"
-            )
-    xp = backend.module_of(x)
-    count = math.prod(x.shape[axis] for axis in axes)
-    if op is ReduceOp.PROD:
-        return xp.prod(x, axis=axes, dtype=entry.compute), count
-    if op in (ReduceOp.SUM, ReduceOp.MEAN):
-        return xp.sum(x, axis=axes, dtype=entry.compute), count
-    if count == 0:
-        kept = [n for k, n in enumerate(x.shape) if k not in _positive(axes, x.ndim)]
-        return xp.full(kept, _identity(op, x.dtype), x.dtype), 0
-    return (xp.min if op is ReduceOp.MIN else xp.max)(x, axis=axes), count
-
-
-def _positive(axes: tuple[int, ...], ndim: int) -> set[int]:
-    return {axis % ndim for axis in axes}
-
-
-def _identity(op: ReduceOp, dtype: Any) -> Any:
-    if dtype.kind == "b":
-        return op is ReduceOp.MIN
-    if dtype.kind in "iu":
-        limits = np.iinfo(dtype)
-        return limits.max if op is ReduceOp.MIN else limits.min
-    return np.inf if op is ReduceOp.MIN else -np.inf
-
-
-def _reduce_parts(
-    collectives: Collectives, op: ReduceOp, parts: list[Any], pairs: list[Any]
-) -> list[Any]:
-    """Reduce each replica's partial result and its count."""
-    how = ReduceOp.SUM if op is ReduceOp.MEAN else op
-    call = f"Strategy.reduce {op.name} over axes"
-    arrays = [x for x, _ in parts]
-    counts = np.array([n for _, n in parts], np.int64)
-    if how is ReduceOp.SUM:
-        arrays, totals = collectives.all_reduce(how, (arrays, counts), call=call)
-    else:
-        totals = collectives.all_reduce(ReduceOp.SUM, counts, call=call)
-        arrays = collectives.all_reduce(how, arrays, call=call)
-    if op in (ReduceOp.MIN, ReduceOp.MAX) and not all(totals):
-        raise ValueError(
-            f"Strategy.reduce: {op.name} over an axis that has no elements on any "
-            "replica"
-        )
-    results = []
-    for reduced, total, (x, _) in zip(arrays, totals, pairs, strict=True):
-        entry = dtypes.reduction(x.dtype, op, "Strategy.reduce")
-        if op is ReduceOp.MEAN:
-            with np.errstate(invalid="ignore", divide="ignore"):
-                reduced = np.true_divide(reduced, entry.compute.type(total))
-        results.append(reduced.astype(entry.result, copy=False))
-    return results
+    return axis_reduction.reduce_same(op, to_plain(leaf), axes)
 
 
 @dispatch.operation("reduce_to")
 def _reduce_to(
-    group: ReplicaGroup, reduce_op: Any, value: Any, destinations: Any, options: Any
-) -> Any:
+    group: ReplicaGroup,
+    reduce_op: ReduceOp | str,
+    value: Nest,
+    destinations: Destination,
+    options: CommunicationOptions | None,
+) -> Nest:
     return _reduce_pairs(
         group, reduce_op, [(value, destinations)], options, "reduce_to"
     )[0]
@@ -250,14 +186,21 @@ def _reduce_to(
 
 @dispatch.operation("batch_reduce_to")
 def _batch_reduce_to(
-    group: ReplicaGroup, reduce_op: Any, pairs: Any, options: Any
-) -> list[Any]:
+    group: ReplicaGroup,
+    reduce_op: ReduceOp | str,
+    pairs: Sequence[Pair],
+    options: CommunicationOptions | None,
+) -> list[Nest]:
     return _reduce_pairs(group, reduce_op, pairs, options, "batch_reduce_to")
 
 
 def _reduce_pairs(
-    group: ReplicaGroup, reduce_op: Any, pairs: Any, options: Any, call: str
-) -> list[Any]:
+    group: ReplicaGroup,
+    reduce_op: ReduceOp | str,
+    pairs: Sequence[Pair],
+    options: CommunicationOptions | None,
+    call: str,
+) -> list[Nest]:
     """Reduce pairs of values and destinations. Draws one key on either path.
 
     Ranks may take different paths, for example if one passes a list and not a tuple.
@@ -317,7 +260,7 @@ def _reduce_pairs(
     ]
 
 
-def _components(group: ReplicaGroup, pairs: list[Any]) -> list[Any] | None:
+def _components(group: ReplicaGroup, pairs: list[Pair]) -> list[Nest] | None:
     """Return this rank's values if all are for variables, the most common case."""
     registry = group.registry
     own = []
@@ -333,7 +276,7 @@ def _components(group: ReplicaGroup, pairs: list[Any]) -> list[Any] | None:
     return own
 
 
-def _check_pairs(pairs: Any, call: str) -> list[tuple[Any, Any]]:
+def _check_pairs(pairs: object, call: str) -> list[Pair]:
     if isinstance(pairs, (list, tuple)) and all(
         isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
     ):
@@ -345,13 +288,15 @@ def _check_pairs(pairs: Any, call: str) -> list[tuple[Any, Any]]:
 
 
 @dispatch.operation("broadcast_to")
-def _broadcast_to(group: ReplicaGroup, marked: Any, destinations: Any) -> Any:
+def _broadcast_to(
+    group: ReplicaGroup, marked: OnRank0, destinations: Destination
+) -> Nest:
     ops = group.custom_ops
     if ops is not None:
         with context.entered(group.cross_frame):
             return ops.broadcast(marked.value, destinations)
 
-    def get() -> Any:
+    def get() -> Nest:
         check_destinations(group, destinations, "broadcast_to")
         return marked.value
 
@@ -359,7 +304,7 @@ def _broadcast_to(group: ReplicaGroup, marked: Any, destinations: Any) -> Any:
 
 
 @dispatch.operation("gather")
-def _gather(group: ReplicaGroup, value: Any, axis: Any) -> Any:
+def _gather(group: ReplicaGroup, value: Nest, axis: int) -> Nest:
     collectives = group.collectives
     try:
         group.registry.check("Strategy.gather", value)
@@ -388,11 +333,13 @@ def _gather(group: ReplicaGroup, value: Any, axis: Any) -> Any:
 
 
 @dispatch.operation("distribute_values")
-def _distribute_values(group: ReplicaGroup, value_fn: Any) -> Any:
+def _distribute_values(
+    group: ReplicaGroup, value_fn: Callable[[ValueContext], Nest]
+) -> Nest:
     value_context = ValueContext(group.replica_id, group.num_replicas)
     call = Call("experimental_distribute_values_from_function")
 
-    def body(part: Part) -> Any:
+    def body(part: Part) -> Nest:
         part.kind = "raised"
         value = value_fn(value_context)
         text = str(nest.flatten(value)[1])

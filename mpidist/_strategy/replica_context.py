@@ -6,18 +6,20 @@ import functools
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 
 from mpidist._agreement.traced_guard import TracedGuard
 from mpidist._base.options import CommunicationOptions, ReduceOp, as_reduce_op
+from mpidist._base.types import Nest
 from mpidist._merge import updates
 from mpidist._merge.merge_call import merge_call
 from mpidist._runtime import context
 from mpidist._runtime.dispatch import check_arguments
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._strategy.cross_device_ops import CrossDeviceOps, all_reduce
+from mpidist._runtime.registry import Key
+from mpidist._strategy.cross_device_ops import CrossDeviceOps
+from mpidist._strategy.reductions import all_reduce
 from mpidist._strategy.strategy import Strategy, group_of
 
 
@@ -56,7 +58,7 @@ class ReplicaContext:
             )
         self._strategy = strategy
         self._replica_id = own
-        self._entered: list[Any] = []
+        self._entered: list[context.entered] = []
         self._group = group
         self._all_reduce = group.all_reduce
 
@@ -77,7 +79,7 @@ class ReplicaContext:
         """Restore the context that was current before."""
         self._entered.pop().__exit__(kind, error, trace)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[ReplicaContext], tuple[Strategy, None]]:
         # When merge_fn returns it: on each rank the context of its own replica.
         return (ReplicaContext, (self._strategy, None))
 
@@ -110,9 +112,9 @@ class ReplicaContext:
     def all_reduce(
         self,
         reduce_op: ReduceOp | str,
-        value: Any,
+        value: Nest,
         options: CommunicationOptions | None = None,
-    ) -> Any:
+    ) -> Nest:
         """Reduce ``value`` over all replicas; all of them get the result.
 
         Collective: every replica must call this, in the same order. On one node it uses
@@ -154,10 +156,10 @@ class ReplicaContext:
 
     def all_gather(
         self,
-        value: Any,
+        value: Nest,
         axis: int,
         options: CommunicationOptions | None = None,
-    ) -> Any:
+    ) -> Nest:
         """Concatenate ``value`` of all replicas along an axis.
 
         Collective: every replica must call this, in the same order. On one node it uses
@@ -185,10 +187,10 @@ class ReplicaContext:
 
     def merge_call(
         self,
-        merge_fn: Callable[..., Any],
-        args: tuple[Any, ...] | list[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        merge_fn: Callable[..., Nest],
+        args: tuple[Nest, ...] | list[Nest] = (),
+        kwargs: dict[str, Nest] | None = None,
+    ) -> Nest:
         """Run ``merge_fn`` once, for all replicas, on the coordinator.
 
         Collective: every replica must call this, in the same order. All replicas
@@ -276,10 +278,15 @@ def attach(strategy: Strategy, ops: CrossDeviceOps | None) -> None:
     guard.repair_with(_repairer(group))
 
 
-def _trace_merge_call(guard: TracedGuard) -> Callable[..., Any]:
+def _trace_merge_call(guard: TracedGuard) -> Callable[..., Nest]:
     """Return a function that does a merge_call and writes a line to the trace."""
 
-    def traced(group: ReplicaGroup, merge_fn: Any, args: Any, kwargs: Any) -> Any:
+    def traced(
+        group: ReplicaGroup,
+        merge_fn: Callable[..., Nest],
+        args: tuple[Nest, ...],
+        kwargs: dict[str, Nest],
+    ) -> Nest:
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__qualname__)
         with guard.whole(f"the end of merge_call({name})"):
             return merge_call(group, merge_fn, args, kwargs)
@@ -287,7 +294,7 @@ def _trace_merge_call(guard: TracedGuard) -> Callable[..., Any]:
     return traced
 
 
-def _repairer(group: ReplicaGroup) -> Callable[[list[Any]], None]:
+def _repairer(group: ReplicaGroup) -> Callable[[list[Key]], None]:
     """Return a function that makes copies of variables equal again, on all ranks.
 
     The guard holds it, and is itself kept until all ranks have collected the strategy.
@@ -295,7 +302,7 @@ def _repairer(group: ReplicaGroup) -> Callable[[list[Any]], None]:
     reference = weakref.ref(group)
     comm = group.communicator
 
-    def repair(keys: list[Any]) -> None:
+    def repair(keys: list[Key]) -> None:
         alive = reference()
         if alive is not None:
             updates.make_equal(alive, keys)

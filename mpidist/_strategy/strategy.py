@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from types import ModuleType
+from typing import Any, NoReturn, TypeAlias
 
 from mpidist._base.nest import map_structure
-from mpidist._base.options import (
-    ReduceOp,
-)
+from mpidist._base.options import ReduceOp
+from mpidist._base.types import Nest
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.cluster_resolver import MPIClusterResolver
-from mpidist._strategy.extended import StrategyExtended, local_results
+from mpidist._strategy.extended import StrategyExtended
+from mpidist._strategy.local_results import local_results
 from mpidist._strategy.value_context import ValueContext
 from mpidist._values.distributed import PerReplica, own_component
 from mpidist.data import (
@@ -25,6 +26,9 @@ from mpidist.data import (
     InputOptions,
     InputReplicationMode,
 )
+
+# Any: datasets of other libraries, which may have `__getitem__` instead of `__iter__`.
+Batches: TypeAlias = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +95,10 @@ class Strategy:
         return self._group.replica_id
 
     @property
-    def array_module(self) -> Any:
+    def array_module(self) -> ModuleType:
         """NumPy or CuPy: the module for arrays on this replica's device."""
-        return self._group.device.array_module
+        module: ModuleType = self._group.device.array_module
+        return module
 
     @property
     def cluster_resolver(self) -> MPIClusterResolver | None:
@@ -126,11 +131,11 @@ class Strategy:
 
     def run(
         self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...] | list[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        options: Any = None,
-    ) -> Any:
+        fn: Callable[..., Nest],
+        args: tuple[Nest, ...] | list[Nest] = (),
+        kwargs: dict[str, Nest] | None = None,
+        options: object = None,
+    ) -> Nest:
         """Run ``fn`` once on every replica.
 
         Collective: every rank must call this, in the same order.
@@ -160,7 +165,12 @@ class Strategy:
 
     experimental_run_v2 = run
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Nest,
+        axis: int | tuple[int, ...] | None,
+    ) -> Nest:
         """Combine a per-replica value into one. Collective.
 
         Args:
@@ -180,9 +190,9 @@ class Strategy:
                 or PROD of a value that is not per replica.
             CollectiveMismatchError: if the ranks' arrays differ in shape or dtype.
         """
-        return self._perform("reduce", reduce_op, value, axis)
+        return dispatch.perform(self._group, "reduce", reduce_op, value, axis)
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: Nest, axis: int) -> Nest:
         """Concatenate a per-replica value along an axis. Collective.
 
         Args:
@@ -198,9 +208,9 @@ class Strategy:
             TypeError, ValueError: if it is not an array, or the axis is out of range.
             CollectiveMismatchError: if other dimensions or the dtypes differ.
         """
-        return self._perform("gather", value, axis)
+        return dispatch.perform(self._group, "gather", value, axis)
 
-    def buffers_like(self, nest: Any) -> Any:
+    def buffers_like(self, nest: Nest) -> Nest:
         """Create arrays that can be reduced without copying them first. Collective.
 
         Use these for arrays that a program reduces repeatedly, such as gradients:
@@ -241,7 +251,7 @@ class Strategy:
             )
         return self._group.collectives.buffers_like(map_structure(own_component, nest))
 
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+    def experimental_local_results(self, value: Nest) -> tuple[Nest, ...]:
         """Return the components that this process can see, as a tuple.
 
         At program level a tuple with this rank's component only. In ``merge_fn`` those
@@ -250,11 +260,11 @@ class Strategy:
         """
         return local_results(self._group, value)
 
-    def unwrap(self, value: Any) -> tuple[Any, ...]:
+    def unwrap(self, value: Nest) -> tuple[Nest, ...]:
         """Return the local components; see `experimental_local_results`."""
         return self.experimental_local_results(value)
 
-    def group(self, value: Any, name: str | None = None) -> None:
+    def group(self, value: Nest, name: str | None = None) -> None:
         """Return None: calls are synchronous, so there is nothing to wait for.
 
         Args:
@@ -263,14 +273,14 @@ class Strategy:
         """
 
     @contextlib.contextmanager
-    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+    def colocate_vars_with(self, colocate_with_variable: object) -> Iterator[None]:
         """See `StrategyExtended.colocate_vars_with`; this is its older location."""
         with self._extended.colocate_vars_with(colocate_with_variable):
             yield
 
     def experimental_distribute_values_from_function(
-        self, value_fn: Callable[[ValueContext], Any]
-    ) -> Any:
+        self, value_fn: Callable[[ValueContext], Nest]
+    ) -> Nest:
         """Create a `PerReplica` from a function. Collective.
 
         Args:
@@ -283,18 +293,15 @@ class Strategy:
         Raises:
             ReplicaError: if ``value_fn`` raised on another rank.
         """
-        frame = context.require_cross_replica(
-            self._group, "experimental_distribute_values_from_function"
-        )
+        call = "experimental_distribute_values_from_function"
+        frame = context.require_cross_replica(self._group, call)
         given: object = value_fn
         if not callable(given):
             error = TypeError(
-                "experimental_distribute_values_from_function: expected `value_fn` to "
-                f"be a function of a ValueContext, got {value_fn!r}"
+                f"{call}: expected `value_fn` to be a function of a ValueContext, got "
+                f"{value_fn!r}"
             )
-            if frame.coordinator is not None:
-                raise error
-            self._group.collectives.invalid("experimental_distribute_values", error)
+            dispatch.refuse(self._group, call, error)
         if frame.coordinator is None:
             return dispatch.execute(self._group, "distribute_values", (value_fn,))
         number = self._group.num_replicas
@@ -304,7 +311,7 @@ class Strategy:
     # --- datasets (mpidist.data) ------------------------------------------------
 
     def experimental_distribute_dataset(
-        self, dataset: Any, options: InputOptions | None = None
+        self, dataset: Batches, options: InputOptions | None = None
     ) -> DistributedDataset:
         """Split the global batches of a dataset over the replicas. Collective.
 
@@ -335,7 +342,7 @@ class Strategy:
 
     def distribute_datasets_from_function(
         self,
-        dataset_fn: Callable[[InputContext], Any],
+        dataset_fn: Callable[[InputContext], Batches],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
         """Give each replica its own input. Collective.
@@ -358,14 +365,14 @@ class Strategy:
 
     def experimental_distribute_datasets_from_function(
         self,
-        dataset_fn: Callable[[InputContext], Any],
+        dataset_fn: Callable[[InputContext], Batches],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
         """The old name; see `distribute_datasets_from_function`."""
         return DistributedDataset._of_function(self._group, dataset_fn, options)
 
     def experimental_make_numpy_dataset(
-        self, numpy_input: Any, session: Any = None
+        self, numpy_input: Nest, session: object = None
     ) -> Dataset:
         """Create a dataset from the rows of arrays. Not collective.
 
@@ -376,7 +383,7 @@ class Strategy:
         """
         return Dataset._of_numpy(self._group, numpy_input)
 
-    def make_dataset_iterator(self, dataset: Any) -> DistributedIterator:
+    def make_dataset_iterator(self, dataset: Batches) -> DistributedIterator:
         """Return an iterator over a dataset of global batches. Collective.
 
         For TensorFlow 1 code: `experimental_distribute_dataset` and ``iter``.
@@ -385,7 +392,7 @@ class Strategy:
 
     def make_input_fn_iterator(
         self,
-        input_fn: Callable[[InputContext], Any],
+        input_fn: Callable[[InputContext], Batches],
         replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
     ) -> DistributedIterator:
         """Return an iterator over inputs from a function. Collective.
@@ -414,9 +421,9 @@ class Strategy:
 
     def experimental_run(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., Nest],
         input_iterator: DistributedIterator | None = None,
-    ) -> Any:
+    ) -> Nest:
         """Run ``fn`` on each replica, with the next element. Collective.
 
         For TensorFlow 1 code: ``run(fn, args=(next(input_iterator),))``.
@@ -428,9 +435,6 @@ class Strategy:
         if input_iterator is None:
             return self.run(fn)
         return self.run(fn, args=(input_iterator.get_next(),))
-
-    def _perform(self, name: str, *args: Any) -> Any:
-        return dispatch.perform(self._group, name, *args)
 
 
 def group_of(strategy: Strategy) -> ReplicaGroup:

@@ -1,0 +1,122 @@
+"""`Strategy.reduce` over axes: each replica reduces its array, then all combine."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from mpidist._base import backend
+from mpidist._base.options import ReduceOp
+from mpidist._base.types import Array, DType, Nest
+from mpidist._engine import dtypes
+from mpidist._engine.collectives import Collectives
+
+_CALL = "Strategy.reduce"
+
+
+class Partial(NamedTuple):
+    """The array of one replica, reduced over axes."""
+
+    array: Array
+    elements: int  # the number that each of its elements combines
+    dtype: DType  # of the array before the reduction
+
+
+def as_axes(axis: object) -> tuple[int, ...] | None:
+    """Return the axes as a tuple; None for None.
+
+    Raises:
+        TypeError: if ``axis`` is not an int, a tuple of ints or None.
+    """
+    if axis is None:
+        return None
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    for one in axes:
+        if isinstance(one, bool) or not isinstance(one, (int, np.integer)):
+            raise TypeError(
+                f"{_CALL}: expected `axis` to be an int, a tuple of ints or None, got "
+                f"{axis!r}"
+            )
+    return tuple(int(one) for one in axes)
+
+
+def reduce_axes(op: ReduceOp, x: Array, axes: tuple[int, ...]) -> Partial:
+    """Reduce one replica's array over its axes. Not collective.
+
+    Raises:
+        ValueError: if an axis is out of range.
+    """
+    entry = dtypes.reduction(x.dtype, op, _CALL)
+    for axis in axes:
+        if not -x.ndim <= axis < x.ndim:
+            raise ValueError(
+                f"{_CALL}: expected -{x.ndim} <= axis < {x.ndim} for "
+                f"{backend.describe(x)}, got axis={axis}"
+            )
+    xp = backend.module_of(x)
+    count = math.prod(x.shape[axis] for axis in axes)
+    if op is ReduceOp.PROD:
+        result = xp.prod(x, axis=axes, dtype=entry.compute)
+    elif op in (ReduceOp.SUM, ReduceOp.MEAN):
+        result = xp.sum(x, axis=axes, dtype=entry.compute)
+    elif count == 0:
+        reduced = {axis % x.ndim for axis in axes}
+        kept = [n for k, n in enumerate(x.shape) if k not in reduced]
+        result = xp.full(kept, _identity(op, x.dtype), x.dtype)
+    else:
+        result = (xp.min if op is ReduceOp.MIN else xp.max)(x, axis=axes)
+    return Partial(result, count, x.dtype)
+
+
+def reduce_same(op: ReduceOp, leaf: object, axes: tuple[int, ...]) -> Nest:
+    """Reduce a value that is the same on all replicas over axes. Not collective."""
+    x, kind = backend.as_array(leaf, _CALL)
+    part = reduce_axes(op, x, axes)
+    result = part.array / part.elements if op is ReduceOp.MEAN else part.array
+    entry = dtypes.reduction(x.dtype, op, _CALL)
+    if kind == "array":
+        return backend.like(x, np.asarray(backend.to_host(result), entry.result))
+    return backend.restore(np.asarray(result, entry.result), kind)
+
+
+def combine(
+    collectives: Collectives, op: ReduceOp, parts: list[Partial]
+) -> list[Array]:
+    """Combine the partial results of all replicas. Collective.
+
+    Raises:
+        ValueError: for MIN and MAX, if no replica has any elements.
+    """
+    how = ReduceOp.SUM if op is ReduceOp.MEAN else op
+    call = f"{_CALL} {op.name} over axes"
+    arrays = [part.array for part in parts]
+    counts = np.array([part.elements for part in parts], np.int64)
+    if how is ReduceOp.SUM:
+        arrays, totals = collectives.all_reduce(how, (arrays, counts), call=call)
+    else:
+        totals = collectives.all_reduce(ReduceOp.SUM, counts, call=call)
+        arrays = collectives.all_reduce(how, arrays, call=call)
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and not all(totals):
+        raise ValueError(
+            f"{_CALL}: {op.name} over an axis that has no elements on any replica"
+        )
+    results = []
+    for reduced, total, part in zip(arrays, totals, parts, strict=True):
+        entry = dtypes.reduction(part.dtype, op, _CALL)
+        if op is ReduceOp.MEAN:
+            with np.errstate(invalid="ignore", divide="ignore"):
+                reduced = np.true_divide(reduced, entry.compute.type(total))
+        results.append(reduced.astype(entry.result, copy=False))
+    return results
+
+
+def _identity(op: ReduceOp, dtype: DType) -> bool | int | float:
+    """Return what MIN or MAX of no elements is."""
+    if dtype.kind == "b":
+        return op is ReduceOp.MIN
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return int(limits.max if op is ReduceOp.MIN else limits.min)
+    return np.inf if op is ReduceOp.MIN else -np.inf

@@ -1,0 +1,141 @@
+"""Reductions and broadcasts that go through the user's `CrossDeviceOps`, if any.
+
+Every rank calls these functions, each with its own components.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from mpidist._base import backend, nest
+from mpidist._base.options import CommunicationOptions, ReduceOp
+from mpidist._base.types import Array, Nest
+from mpidist._runtime.group import ReplicaGroup
+from mpidist._values.distributed import (
+    ArrayLike,
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    own_component,
+)
+from mpidist._values.synchronization import component_of
+from mpidist._values.variable import Variable, check_owner
+
+Destination: TypeAlias = DistributedValues | ArrayLike | Array | str
+"""Where a result goes: every replica or, for a device string, one of them."""
+Pair: TypeAlias = tuple[Nest, Destination]
+"""A value, and where its reduction goes."""
+
+
+def all_reduce(
+    group: ReplicaGroup,
+    op: ReduceOp,
+    tree: Nest,
+    options: CommunicationOptions | None = None,
+    call: str = "all_reduce",
+) -> Nest:
+    """All-reduce a nest of own components. Collective."""
+    ops = group.custom_ops
+    if ops is None:
+        return group.collectives.all_reduce(op, tree, options, call)
+    leaves, structure = nest.flatten(tree)
+    number = group.registry.next_key()
+    wrapped = [
+        group.registry.wrap(PerReplica, own_component(x), (number, i))
+        for i, x in enumerate(leaves)
+    ]
+    pairs = [(x, x) for x in wrapped]
+    results = ops.batch_reduce(op, pairs, options)
+    return structure.unflatten([own_component(x) for x in results])
+
+
+def reduce_pairs(
+    group: ReplicaGroup,
+    op: ReduceOp,
+    pairs: Sequence[Pair],
+    options: CommunicationOptions | None,
+    call: str,
+) -> list[Nest]:
+    """All-reduce nests of per-replica values; reduce those for one rank to it.
+
+    Collective. Results for all ranks become Mirrored.
+    """
+    registry = group.registry
+    results = reduce_components(group, op, pairs, options, call)
+    mirrored = [i for i, (_, to) in enumerate(pairs) if root_of(group, to) is None]
+    wrapped = registry.wrap_tree(Mirrored, [results[i] for i in mirrored])
+    for i, x in zip(mirrored, wrapped, strict=True):
+        results[i] = x
+    return results
+
+
+def reduce_components(
+    group: ReplicaGroup,
+    op: ReduceOp,
+    pairs: Sequence[Pair],
+    options: CommunicationOptions | None,
+    call: str,
+) -> list[Nest]:
+    """Do the same as `reduce_pairs`, but return plain results. Collective."""
+    collectives = group.collectives
+    groups: dict[int | None, list[int]] = {}
+    for i, (_, destinations) in enumerate(pairs):
+        groups.setdefault(root_of(group, destinations), []).append(i)
+    results: list[Nest] = [None] * len(pairs)
+    for root in sorted(groups, key=lambda r: -1 if r is None else r):
+        members = groups[root]
+        own = [nest.map_structure(component_of, pairs[i][0]) for i in members]
+        reduced = collectives.all_reduce(op, own, options, call, root)
+        for i, x in zip(members, reduced, strict=True):
+            results[i] = x
+    return results
+
+
+def broadcast_value(group: ReplicaGroup, get: Callable[[], Nest]) -> Nest:
+    """Copy the value that ``get`` returns on rank 0 to all ranks. Collective."""
+
+    def make() -> list[Nest]:  # the value, and whether it is a number
+        value = get()
+        if isinstance(value, PerReplica):
+            raise TypeError(
+                "broadcast_to: got a PerReplica, which is not one value; write "
+                "`strategy.extended.reduce_to(op, value, destinations)`"
+            )
+        if isinstance(value, (bool, int, float, complex)):
+            return [value, True]
+        if isinstance(value, ArrayLike):
+            value = value._read()
+        # A copy: later changes to the array must not show on one rank only.
+        return [backend.as_array(value, "broadcast_to")[0].copy(), False]
+
+    value, is_number = group.collectives.share(make, "broadcast_to")
+    if is_number:
+        return value
+    return group.registry.wrap_tree(Mirrored, value)
+
+
+def root_of(group: ReplicaGroup, destinations: Destination) -> int | None:
+    """Return the rank of a device string; None for all other destinations."""
+    if isinstance(destinations, str) and group.is_mpi:
+        return group.device_names.index(destinations)
+    return None
+
+
+def check_destinations(
+    group: ReplicaGroup, destinations: Destination, call: str
+) -> None:
+    """Raise a ValueError if the destinations are invalid."""
+    if isinstance(destinations, Variable):
+        check_owner(group, call, destinations)
+        return
+    if isinstance(destinations, (DistributedValues, ArrayLike)):
+        return
+    if backend.is_array(destinations):
+        return
+    if isinstance(destinations, str) and destinations in group.device_names:
+        return
+    raise ValueError(
+        f"{call}: destinations must be a `mpidist.Variable`, a distributed value, an "
+        f"array or one of {group.device_names}, got {destinations!r:.80}"
+    )
