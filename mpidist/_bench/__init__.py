@@ -1,9 +1,9 @@
 """The benchmark behind `mpidist bench`: raw mpi4py and mpidist in the same run.
 
-A benchmark is one function, which makes rows of the table: the code by hand and that
-with mpidist stand one below the other; both are checked, and then measured in turn
-(`timing`). Aims are in `aims`. Pictures and the tables of the documentation are made
-outside of the package, in launch/lib.
+Each benchmark is one function, which adds rows to the table. It contains the
+hand-written code and the code with mpidist, checks the results of both, and measures
+them alternately (`timing`). The aims are in `aims`. launch/lib makes the pictures and
+the tables of the documentation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 from mpidist._bench import calls, collectives, nests
 from mpidist._bench.aims import Aim as Aim
@@ -19,6 +19,8 @@ from mpidist._bench.aims import aim_of as aim_of
 from mpidist._bench.job import Job as Job
 from mpidist._bench.job import UsageError as UsageError
 from mpidist._bench.job import WrongResultError as WrongResultError
+from mpidist._bench.machine import MachineFacts as MachineFacts
+from mpidist._bench.machine import TransportFacts as TransportFacts
 from mpidist._bench.machine import is_crowded as is_crowded
 from mpidist._bench.machine import machine_facts as machine_facts
 from mpidist._bench.machine import software_facts as software_facts
@@ -32,6 +34,7 @@ from mpidist._bench.model import predict as predict
 from mpidist._bench.session import Session as Session
 from mpidist._bench.shapes import MODELS as MODELS
 from mpidist._bench.table import COLUMNS as COLUMNS
+from mpidist._bench.table import Facts as Facts
 from mpidist._bench.table import Record as Record
 from mpidist._bench.table import Row as Row
 from mpidist._bench.table import align as align
@@ -72,10 +75,10 @@ def run(
 
     Args:
         job: the ranks.
-        names: of `BENCHES`.
-        sizes: in bytes, for all_reduce and all_gather; None: their own.
+        names: names of `BENCHES`.
+        sizes: sizes in bytes for all_reduce and all_gather; None: the defaults.
         effort: how long to measure.
-        progress: called on all ranks with the name of what begins.
+        progress: called on all ranks with the name of each benchmark as it begins.
 
     Raises:
         WrongResultError: if a call gave a wrong result.
@@ -85,12 +88,12 @@ def run(
     for name in names:
         progress(name)
         BENCHES[name](session)
-    # Not after an exception, which may be that of one rank: closing waits for all.
+    # Not after an exception, which one rank may have alone: closing waits for all.
     session.close()
     return Record(facts, session.rows, session.notes)
 
 
-def _facts(session: Session) -> dict[str, Any]:
+def _facts(session: Session) -> Facts:
     job = session.job
     crowded = is_crowded(job)
     if crowded:

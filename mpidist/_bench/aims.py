@@ -1,14 +1,14 @@
-"""What mpidist is meant to reach, for the work and the ranks of a row.
+"""The project's aims for the work and the ranks of a row.
 
-The aims are those of the project, for host memory and the guard on. They were set on a
-machine with two cores, and are chosen by where the ranks are:
+They hold for host memory with the guard on, were set on a machine with two cores, and
+depend on where the ranks are:
 
 - "hosts": on several nodes;
-- "crowded": on one node with more ranks than cores, and more than 16 of them;
-- "shared cores": on one node with more ranks than cores, up to 16;
+- "crowded": on one node with more ranks than cores, and more than 16 ranks;
+- "shared cores": on one node with more ranks than cores, and up to 16 ranks;
 - "own cores": on one node with a core for each rank.
 
-A single rank has none: it does not communicate.
+A single rank has no aims: it does not communicate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KIB: Final = 2**10
 _MIB: Final = 2**20
 _FEW_RANKS: Final = 16
 
-# From so many bytes on: at most so many times what raw mpi4py takes.
+# (bytes, factor): from so many bytes on, at most factor times the time of raw mpi4py.
 _Steps = tuple[tuple[int, float], ...]
 _ALL_REDUCE: Final[dict[str, _Steps]] = {
     "own cores": (
@@ -35,8 +35,8 @@ _ALL_REDUCE: Final[dict[str, _Steps]] = {
     "crowded": ((0, 1.0),),
     "hosts": ((0, 1.5), (_MIB, 1.1)),
 }
-_SLICED: Final = (16 * _MIB, 0.8)  # hosts with several ranks on each send less
-# The others are for ranks with cores of their own.
+_SLICED: Final = (16 * _MIB, 0.8)  # with several ranks on each host, hosts send less
+# The other aims are for "own cores".
 _RATIOS: Final[dict[str, _Steps]] = {
     "nest": ((0, 0.28),),
     "nest in buffers_like": ((0, 0.24),),
@@ -53,8 +53,8 @@ class Aim:
     """The most time that a call may take: factor * raw + seconds.
 
     Attributes:
-        factor: of the time of the code by hand.
-        seconds: on top of it.
+        factor: a factor of the time of the hand-written code.
+        seconds: seconds to add.
     """
 
     factor: float
@@ -72,12 +72,12 @@ class Aim:
 
 
 def place_of(ranks: int, nodes: int, cores: int) -> str | None:
-    """Return which aims hold for ranks: a name of the module's list; None for one rank.
+    """Return where the ranks are, by the names above; None for one rank.
 
     Args:
-        ranks: in all, as many on each node.
-        nodes: that they are on.
-        cores: of each node.
+        ranks: the number of all ranks, with as many on each node.
+        nodes: the number of nodes.
+        cores: the number of cores of each node.
     """
     if ranks == 1:
         return None
@@ -89,14 +89,14 @@ def place_of(ranks: int, nodes: int, cores: int) -> str | None:
 
 
 def aim_of(kind: str, nbytes: int, ranks: int, nodes: int, cores: int) -> Aim | None:
-    """Return the aim of a row, or None where there is none.
+    """Return the aim of a row, or None if there is none.
 
     Args:
-        kind: of the row: "all_reduce", "run" and so on.
-        nbytes: of the array, if that counts.
-        ranks: in all, as many on each node.
-        nodes: that they are on.
-        cores: of each node.
+        kind: the kind of work: "all_reduce", "run" and so on.
+        nbytes: the bytes of the array, if the aim depends on them.
+        ranks: the number of all ranks, with as many on each node.
+        nodes: the number of nodes.
+        cores: the number of cores of each node.
     """
     place = place_of(ranks, nodes, cores)
     if place is None:

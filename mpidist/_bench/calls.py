@@ -1,12 +1,14 @@
-"""Calls that move little or nothing, and the update of variables in merge_fn."""
+"""Calls that move little or no data, and the update of variables in merge_fn."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
 import mpidist
+from mpidist._base.types import HostArray, Nest
 from mpidist._bench.session import Session
 
 _ANSWER: Final = 42
@@ -22,7 +24,7 @@ def run(session: Session) -> None:
     def nothing() -> None:
         pass
 
-    def ours() -> Any:
+    def ours() -> Nest:
         return strategy.run(nothing)
 
     session.check("empty run", mpidist=ours() is None)
@@ -30,23 +32,23 @@ def run(session: Session) -> None:
 
 
 def merge_call(session: Session) -> None:
-    """Have rank 0 find a number, against `Barrier` and `Bcast`. Collective."""
+    """Have rank 0 compute a number, against `Barrier` and `Bcast`. Collective."""
     comm, rank = session.job.comm, session.job.rank
     message = np.zeros(1, np.int64)
 
-    def by_hand() -> Any:
+    def by_hand() -> int:
         comm.Barrier()  # all replicas stop
         message[0] = _ANSWER if rank == 0 else 0
-        comm.Bcast(message, 0)  # and learn what rank 0 found
-        return message[0]
+        comm.Bcast(message, 0)  # and receive rank 0's number
+        return message[0]  # type: ignore[no-any-return]  # a NumPy integer
 
-    def answer(strategy: Any) -> int:
+    def answer(strategy: mpidist.Strategy) -> int:
         return _ANSWER
 
     def replica() -> None:
         context = session.context()
 
-        def ours() -> Any:
+        def ours() -> Nest:
             return context.merge_call(answer)
 
         work = "empty merge_call"
@@ -64,11 +66,11 @@ def reduce(session: Session) -> None:
     send, receive = np.array([mine]), np.empty(1)
     value = strategy.run(lambda: mine)
 
-    def by_hand() -> Any:
+    def by_hand() -> float:
         comm.Allreduce(send, receive, mpi.SUM)
-        return receive[0]
+        return receive[0]  # type: ignore[no-any-return]  # a NumPy float
 
-    def ours() -> Any:
+    def ours() -> Nest:
         return strategy.reduce("SUM", value, axis=None)
 
     work = "reduce of a number"
@@ -77,7 +79,7 @@ def reduce(session: Session) -> None:
 
 
 def update(session: Session) -> None:
-    """Descend on 20 variables in merge_fn, against the same by hand. Collective."""
+    """Update 20 variables by gradients, in merge_fn and by hand. Collective."""
     comm, mpi, strategy = session.job.comm, session.job.mpi, session.strategy
     gradients = [session.numbers(_COUNT) for _ in range(_VARIABLES)]
     arrays = [np.zeros(_COUNT, np.float32) for _ in range(_VARIABLES)]
@@ -85,30 +87,30 @@ def update(session: Session) -> None:
     with strategy.scope():
         variables = [mpidist.Variable(x) for x in arrays]
 
-    def by_hand() -> Any:
+    def by_hand() -> list[HostArray]:
         for array, gradient in zip(arrays, gradients, strict=True):
             comm.Allreduce(gradient, total, mpi.SUM)
             np.multiply(total, _RATE, out=total)
             np.subtract(array, total, out=array)
         return arrays
 
-    def descend(variable: Any, gradient: Any) -> None:
+    def descend(variable: mpidist.Variable, gradient: HostArray) -> None:
         variable.assign_sub(_RATE * gradient)
 
-    def merge_fn(strategy: Any, *per_replica: Any) -> None:
+    def merge_fn(strategy: mpidist.Strategy, *per_replica: mpidist.PerReplica) -> None:
         pairs = list(zip(per_replica, variables, strict=True))
         totals = strategy.extended.batch_reduce_to("SUM", pairs)
         for variable, gradient in zip(variables, totals, strict=True):
             strategy.extended.update(variable, descend, args=(gradient,))
 
-    def is_right(results: Any) -> bool:
+    def is_right(results: Sequence[HostArray | mpidist.Variable]) -> bool:
         after = -_RATE * session.total(_COUNT)
         return all(np.array_equal(np.asarray(x), after) for x in results)
 
     def replica() -> None:
         context = session.context()
 
-        def ours() -> Any:
+        def ours() -> list[mpidist.Variable]:
             context.merge_call(merge_fn, tuple(gradients))
             return variables
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
+from mpidist._base.types import HostArray, Nest
 from mpidist._bench.session import Session
 from mpidist._bench.units import show_size
 
@@ -31,11 +32,11 @@ def _all_reduce(session: Session, count: int) -> None:
     x, total = session.numbers(count), session.total(count)
     buffer = x.copy()
 
-    def by_hand() -> Any:
+    def by_hand() -> HostArray:
         comm.Allreduce(mpi.IN_PLACE, buffer, mpi.SUM)
         return buffer
 
-    def ours() -> Any:
+    def ours() -> Nest:
         return context.all_reduce("SUM", x)
 
     session.check(
@@ -61,11 +62,11 @@ def _all_gather(session: Session, count: int) -> None:
     x, whole = session.numbers(count), session.numbers_of_all(count)
     buffer = np.empty_like(whole)
 
-    def by_hand() -> Any:
+    def by_hand() -> HostArray:
         comm.Allgather(x, buffer)
         return buffer
 
-    def ours() -> Any:
+    def ours() -> Nest:
         return context.all_gather(x, 0)
 
     session.check(

@@ -1,18 +1,23 @@
-"""The ranks of a benchmark, on a communicator of mpi4py of their own."""
+"""The ranks of a benchmark, and their own mpi4py communicator."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from mpidist._mpi import communicator
 
+RawComm: TypeAlias = Any
+"""A communicator of mpi4py. One module imports mpi4py, so its types have no names."""
+_T = TypeVar("_T")
+
 
 class UsageError(Exception):
-    """What a person has to change about the command; all ranks raise the same."""
+    """The user has to change the command; all ranks raise the same error."""
 
 
 class WrongResultError(Exception):
@@ -25,7 +30,7 @@ class Job:
     Attributes:
         mpi: the module ``mpi4py.MPI``.
         comm: the communicator that hand-written code uses.
-        rank: of this process.
+        rank: the rank of this process.
         size: the number of ranks.
         nodes: the number of machines that they are on.
         local_rank: the number of this process on its machine.
@@ -34,8 +39,8 @@ class Job:
 
     def __init__(self) -> None:
         """Duplicate COMM_WORLD. Collective; starts MPI."""
-        self.mpi: Any = communicator.mpi_module()
-        self.comm: Any = self.mpi.COMM_WORLD.Dup()
+        self.mpi: ModuleType = communicator.mpi_module()
+        self.comm: RawComm = self.mpi.COMM_WORLD.Dup()
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()
         node = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED)
@@ -45,17 +50,17 @@ class Job:
         self.nodes: int = self.comm.allreduce(int(self.local_rank == 0))
 
     def free(self) -> None:
-        """Give the communicator back. Collective."""
+        """Free the communicator. Collective."""
         self.comm.Free()
 
     def require(self, problem: str | None) -> None:
-        """Raise on all ranks what any of them found. Collective.
+        """Raise on all ranks if any rank found a problem. Collective.
 
         Args:
-            problem: what a person has to change, or None.
+            problem: what the user has to change, or None.
 
         Raises:
-            UsageError: with the problem of the lowest rank that has one.
+            UsageError: if there is a problem: that of the lowest rank.
         """
         problems = self.comm.allgather(problem)
         for rank, found in enumerate(problems):
@@ -64,9 +69,10 @@ class Job:
                 where = "" if everywhere or self.size == 1 else f"rank {rank}: "
                 raise UsageError(where + found)
 
-    def from_root(self, value: Any) -> Any:
+    def from_root(self, value: _T) -> _T:
         """Return rank 0's value on all ranks. Collective."""
-        return self.comm.bcast(value, 0)
+        found: _T = self.comm.bcast(value, 0)
+        return found
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
         """Return the element-wise maximum over the ranks, on all. Collective."""
@@ -76,9 +82,9 @@ class Job:
         return [float(value) for value in receive]
 
     def cores(self) -> int:
-        """Return the cores of the node that has fewest. Collective."""
+        """Return the smallest number of cores of any node. Collective."""
         return int(self.comm.allreduce(os.cpu_count() or 1, self.mpi.MIN))
 
     def everywhere(self, truth: bool) -> bool:
-        """Return whether it is true on all ranks. Collective."""
+        """Return whether ``truth`` is true on all ranks. Collective."""
         return bool(self.comm.allreduce(bool(truth), self.mpi.LAND))

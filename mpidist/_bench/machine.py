@@ -6,7 +6,8 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from typing import Any
+from types import ModuleType
+from typing import TypedDict
 
 import numpy as np
 
@@ -15,7 +16,31 @@ from mpidist._bench.job import Job
 from mpidist._strategy.strategy import group_of
 
 
-def software_facts(mpi: Any) -> dict[str, str]:
+class MachineFacts(TypedDict):
+    """One rank's machine."""
+
+    host: str
+    processor: str
+    cores: int
+    cores_for_this_rank: int
+    architecture: str
+    system: str
+
+
+class TransportFacts(TypedDict):
+    """The transport of one kind of array.
+
+    ``area_bytes`` is the size of its area of shared memory, None if it has none;
+    ``text`` is all of it in one line.
+    """
+
+    name: str
+    reason: str
+    area_bytes: int | None
+    text: str
+
+
+def software_facts(mpi: ModuleType) -> dict[str, str]:
     """Return names and versions. Not collective.
 
     Args:
@@ -33,8 +58,8 @@ def software_facts(mpi: Any) -> dict[str, str]:
     }
 
 
-def machine_facts() -> dict[str, Any]:
-    """Return what this rank's machine is. Not collective."""
+def machine_facts() -> MachineFacts:
+    """Return facts about this rank's machine. Not collective."""
     return {
         "host": platform.node(),
         "processor": processor_name(),
@@ -63,15 +88,10 @@ def is_crowded(job: Job) -> bool:
     return not job.everywhere(job.local_size <= (os.cpu_count() or 1))
 
 
-def transport_facts(strategy: mpidist.Strategy) -> dict[str, dict[str, Any]]:
-    """Return which transport each kind of array takes, and why. Not collective.
-
-    Returns:
-        For "host" and "gpu": its "name", the "reason", the size of an area of shared
-        memory ("area_bytes") where it has some, and a "text" of all that.
-    """
+def transport_facts(strategy: mpidist.Strategy) -> dict[str, TransportFacts]:
+    """Return the transport of each kind of array ("host", "gpu"). Not collective."""
     chosen = group_of(strategy).collectives.transports
-    facts = {}
+    facts: dict[str, TransportFacts] = {}
     for kind, transport in (("host", chosen.host), ("gpu", chosen.device)):
         reason = getattr(
             chosen, f"{kind}_reason", chosen.reason if kind == "gpu" else ""

@@ -1,16 +1,16 @@
-"""How long an all_reduce takes on other numbers of ranks: an alpha-beta model.
+"""An alpha-beta model: how long an all_reduce takes on other numbers of ranks.
 
 A message of n bytes takes alpha + n beta (R. W. Hockney, "The Communication Challenge
-for MPP: Intel Paragon and Meiko CS-2", Parallel Computing 20 (3), 1994). From it follow
-the times of the algorithms that MPI libraries choose from (R. Thakur, R. Rabenseifner
-and W. Gropp, "Optimization of Collective Communication Operations in MPICH", Int. J.
-High Perform. Comput. Appl. 19 (1), 2005, section 4.5), here for N nodes with r ranks
-each, numbered node by node, whose r ranks share the node's link. docs/performance.md
-has the formulas as a table. The cost of adding is part of beta. The model knows neither
-congestion nor ranks that come late.
+for MPP: Intel Paragon and Meiko CS-2", Parallel Computing 20 (3), 1994). This gives the
+times of the algorithms that MPI libraries choose from (R. Thakur, R. Rabenseifner and
+W. Gropp, "Optimization of Collective Communication Operations in MPICH", Int. J. High
+Perform. Comput. Appl. 19 (1), 2005, section 4.5), here for N nodes with r ranks each,
+numbered node by node, whose r ranks share the node's link. docs/performance.md has the
+formulas as a table. The cost of adding is part of beta. The model ignores congestion
+and late ranks.
 
-A time is linear in the figures of a cluster: *terms* are the factors, by name. What is
-predicted is the fastest of several algorithms, each with its terms.
+A time is linear in the figures of a cluster: *terms* are the factors, by name. The
+prediction is the time of the fastest of several algorithms, each with its own terms.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
+from mpidist._base.types import HostArray
 from mpidist._bench.job import UsageError
 from mpidist._bench.table import Record, align
 from mpidist._bench.units import digits, show_seconds, show_size
 
 FIGURES: Final = {
     "alpha": "latency of a message between nodes",
-    "beta": "of a node's link to the network",
+    "beta": "bandwidth of a node's link to the network",
     "alpha_node": "latency of a message between ranks of a node, through MPI",
-    "beta_node": "between ranks of a node, through MPI",
-    "alpha_shared": "an all_reduce of nothing in shared memory",
-    "beta_shared": "of a copy in memory while all ranks copy",
-    "overhead": "what mpidist adds to a call of MPI",
+    "beta_node": "bandwidth between ranks of a node, through MPI",
+    "alpha_shared": "time of an empty all_reduce in shared memory",
+    "beta_shared": "bandwidth of a copy in memory while all ranks copy",
+    "overhead": "what mpidist adds to an MPI call",
 }
 Figures = dict[str, float]
 Terms = dict[str, float]
@@ -57,11 +58,11 @@ class Prediction:
     """The times of one all_reduce, in seconds.
 
     Attributes:
-        ranks: in all.
-        nodes: that they are on.
-        nbytes: of the array.
-        mpi4py: of a plain `Allreduce`.
-        mpidist: of mpidist.
+        ranks: the number of all ranks.
+        nodes: the number of nodes.
+        nbytes: the bytes of the array.
+        mpi4py: the time of a plain `Allreduce`.
+        mpidist: the time of mpidist.
     """
 
     ranks: int
@@ -73,7 +74,7 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One measured time of ``local`` ranks on each node."""
+    """One measured time, with ``local`` ranks on each node."""
 
     nodes: int
     local: int
@@ -85,7 +86,9 @@ def _steps(n: int) -> int:
     return math.ceil(math.log2(n))
 
 
-def mpi_ways(nodes: int, local: int, nbytes: int, figures: Figures) -> list[Terms]:
+def mpi_algorithms(
+    nodes: int, local: int, nbytes: int, figures: Figures
+) -> list[Terms]:
     """Return the algorithms of an `Allreduce`: doubling, Rabenseifner's, ring."""
     a, b, ranks = _steps(local), _steps(nodes), nodes * local
     around = 2 * (ranks - 1), 2 * (ranks - 1) / ranks * nbytes
@@ -109,12 +112,14 @@ def mpi_ways(nodes: int, local: int, nbytes: int, figures: Figures) -> list[Term
     ]
 
 
-def shared_ways(nodes: int, local: int, nbytes: int, figures: Figures) -> list[Terms]:
-    """Return the algorithms of mpidist where the ranks of a node share memory.
+def shared_algorithms(
+    nodes: int, local: int, nbytes: int, figures: Figures
+) -> list[Terms]:
+    """Return the algorithms of mpidist if the ranks of a node share memory.
 
-    On a node a rank copies all but its slice in, reduces its slice, and copies the
-    others out; small arrays are copied in whole, and every rank adds up all of them.
-    Between nodes the slices are reduced by messages, after a header.
+    On a node, each rank copies all but its slice in, reduces its slice, and copies the
+    other slices out; small arrays are copied in whole, and every rank adds up all of
+    them. Between nodes, the slices are reduced by messages, after a header.
     """
     small = nbytes <= _SMALL_BYTES
     slices = (local - 1) / local + (local + 1) / (2 * local)
@@ -136,25 +141,29 @@ def shared_ways(nodes: int, local: int, nbytes: int, figures: Figures) -> list[T
     ]
 
 
-def direct_ways(nodes: int, local: int, nbytes: int, figures: Figures) -> list[Terms]:
-    """Return the algorithms of mpidist where it goes by MPI."""
-    ways = mpi_ways(nodes, local, nbytes, figures)
-    return [{**terms, "overhead": 1} for terms in ways]
+def direct_algorithms(
+    nodes: int, local: int, nbytes: int, figures: Figures
+) -> list[Terms]:
+    """Return the algorithms of mpidist by MPI."""
+    algorithms = mpi_algorithms(nodes, local, nbytes, figures)
+    return [{**terms, "overhead": 1} for terms in algorithms]
 
 
-Ways = Callable[[int, int, int, Figures], list[Terms]]
+Algorithms = Callable[[int, int, int, Figures], list[Terms]]
 
 
 def _seconds(terms: Terms, figures: Figures) -> float:
     return sum(factor * figures[name] for name, factor in terms.items())
 
 
-def _fastest(ways: list[Terms], figures: Figures) -> Terms:
-    return min(ways, key=lambda terms: _seconds(terms, figures))
+def _fastest(algorithms: list[Terms], figures: Figures) -> Terms:
+    return min(algorithms, key=lambda terms: _seconds(terms, figures))
 
 
-def _time(ways: Ways, figures: Figures, nodes: int, local: int, nbytes: int) -> float:
-    terms = _fastest(ways(nodes, local, nbytes, figures), figures)
+def _time(
+    algorithms: Algorithms, figures: Figures, nodes: int, local: int, nbytes: int
+) -> float:
+    terms = _fastest(algorithms(nodes, local, nbytes, figures), figures)
     return _seconds(terms, figures)
 
 
@@ -164,20 +173,21 @@ def predict(
     """Predict times for 2, 4, 8 ... ranks; nodes are filled one after the other.
 
     Args:
-        figures: of the cluster, by the names of `FIGURES`.
-        sizes: of arrays, in bytes.
+        figures: the figures of the cluster, by the names of `FIGURES`.
+        sizes: the sizes of arrays, in bytes.
         ranks_per_node: the most ranks on a node.
-        most_ranks: where to end.
+        most_ranks: the largest number of ranks.
     """
     found = []
     for power in range(1, most_ranks.bit_length()):
         ranks = 2**power
         nodes = -(-ranks // ranks_per_node)
         local = -(-ranks // nodes)
-        ours = direct_ways if local == 1 else shared_ways
+        ours = direct_algorithms if local == 1 else shared_algorithms
         for nbytes in sizes:
             raw, own = (
-                _time(ways, figures, nodes, local, nbytes) for ways in (mpi_ways, ours)
+                _time(algorithms, figures, nodes, local, nbytes)
+                for algorithms in (mpi_algorithms, ours)
             )
             found.append(Prediction(ranks, nodes, nbytes, raw, own))
     return found
@@ -186,17 +196,18 @@ def predict(
 def fit(records: Sequence[Record]) -> tuple[Figures, dict[str, float]]:
     """Fit the figures to what ``mpidist bench all_reduce`` measured.
 
-    Least squares of the relative errors, not negative. Which algorithm is taken for a
-    size is the one that is fastest by the figures found so far, until that no longer
-    changes. Records of one node give the figures of a node, records of several nodes
-    those of the network. Runs with more ranks than cores are left out.
+    Minimises the squares of the relative errors, without negative figures. The fit is
+    repeated with the algorithm that the figures so far make the fastest for each size,
+    until that no longer changes. Records of one node give the figures of a node,
+    records of several nodes those of the network. Runs with more ranks than cores are
+    left out.
 
     Returns:
-        The figures that the records say something of; and for "mpi4py", "shared" and
-        "direct" the median distance of the model from what was measured, as a share.
+        The figures that the records determine; and for "mpi4py", "shared" and "direct"
+        the median relative distance of the model from the measurements.
 
     Raises:
-        UsageError: if no record has results of two ranks or more.
+        UsageError: if no record has results of at least two ranks.
     """
     raw = _points(records, "raw", ("shared", "direct"))
     if not raw:
@@ -206,21 +217,29 @@ def fit(records: Sequence[Record]) -> tuple[Figures, dict[str, float]]:
         )
     names = ["alpha_node", "beta_node"] * any(q.local > 1 for q in raw)
     names += ["alpha", "beta"] * any(q.nodes > 1 for q in raw)
-    groups: list[tuple[str, list[Point], Ways, list[str]]] = [
-        ("mpi4py", raw, mpi_ways, names),
+    groups: list[tuple[str, list[Point], Algorithms, list[str]]] = [
+        ("mpi4py", raw, mpi_algorithms, names),
         (
-            *("shared", _points(records, "ours", ("shared",)), shared_ways),
+            *("shared", _points(records, "ours", ("shared",)), shared_algorithms),
             ["alpha_shared", "beta_shared"],
         ),
-        ("direct", _points(records, "ours", ("direct",)), direct_ways, ["overhead"]),
+        (
+            "direct",
+            _points(records, "ours", ("direct",)),
+            direct_algorithms,
+            ["overhead"],
+        ),
     ]
     figures, fitted, errors = dict(ASSUMED), {}, {}
-    for title, points, ways, wanted in groups:
+    for title, points, algorithms, wanted in groups:
         if points:
-            fitted.update(_fit_group(points, ways, wanted, figures))
+            fitted.update(_fit_group(points, algorithms, wanted, figures))
             figures.update(fitted)
             distances = [
-                abs(_time(ways, figures, q.nodes, q.local, q.nbytes) / q.seconds - 1)
+                abs(
+                    _time(algorithms, figures, q.nodes, q.local, q.nbytes) / q.seconds
+                    - 1
+                )
                 for q in points
             ]
             errors[title] = float(np.median(distances))
@@ -246,13 +265,17 @@ def _points(
 
 
 def _fit_group(
-    points: Sequence[Point], ways: Ways, names: Sequence[str], start: Figures
+    points: Sequence[Point],
+    algorithms: Algorithms,
+    names: Sequence[str],
+    start: Figures,
 ) -> Figures:
-    """Return the figures with these names that suit the points best."""
+    """Return the figures with these names that fit the points best."""
     figures, before = dict(start), None
     for _ in range(_ROUNDS):
         chosen = [
-            _fastest(ways(q.nodes, q.local, q.nbytes, figures), figures) for q in points
+            _fastest(algorithms(q.nodes, q.local, q.nbytes, figures), figures)
+            for q in points
         ]
         if chosen == before:
             break
@@ -266,10 +289,10 @@ def _fit_group(
     return {name: figures[name] for name in names}
 
 
-def _not_negative(matrix: Any, target: Any) -> Any:
+def _not_negative(matrix: HostArray, target: HostArray) -> HostArray:
     """Return the least squares solution without negative entries.
 
-    Of few unknowns: the best over all choices of which are zero.
+    There are few unknowns: it is the best over all choices of which are zero.
     """
     unknowns = matrix.shape[1]
     best, least = np.zeros(unknowns), np.inf
@@ -292,9 +315,9 @@ def model_text(
     """Return figures and predictions as tables.
 
     Args:
-        figures: of the cluster.
-        origins: where each is from: "given", "fitted", "assumed".
-        predictions: of all sizes and numbers of ranks.
+        figures: the figures of the cluster.
+        origins: the origin of each figure: "given", "fitted", "assumed".
+        predictions: the predictions for all sizes and numbers of ranks.
     """
     rows = [["figure", "value", "", "from"]]
     for name, value in figures.items():

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
+from mpidist._base.types import HostArray, Nest, Shape
 from mpidist._bench.job import Job
 from mpidist._bench.session import Session
-from mpidist._bench.shapes import MODELS, Shape
+from mpidist._bench.shapes import MODELS
 
 _SMALL: Final[list[Shape]] = [(256,)] * 20
-_SLOWER: Final = 5.0  # networks are measured so many times as long as an array
+_SLOWER: Final = 5.0  # a network is measured this many times as long as an array
 
 
-def packed(job: Job, arrays: Sequence[Any]) -> Callable[[], list[Any]]:
-    """Return a function that packs, makes one `Allreduce` in place, and unpacks.
+def packed(job: Job, arrays: Sequence[HostArray]) -> Callable[[], list[HostArray]]:
+    """Return a function that packs, calls one `Allreduce` in place, and unpacks.
 
-    What a careful user writes by hand: the flat buffer and the arrays that the sums are
-    unpacked into are made once.
+    This is what a careful user writes by hand: the flat buffer and the arrays for the
+    sums are allocated once.
     """
     comm, in_place, add = job.comm, job.mpi.IN_PLACE, job.mpi.SUM
     flat = np.empty(sum(x.size for x in arrays), np.float32)
@@ -31,7 +32,7 @@ def packed(job: Job, arrays: Sequence[Any]) -> Callable[[], list[Any]]:
         for x, end in zip(arrays, ends, strict=True)
     ]
 
-    def call() -> list[Any]:
+    def call() -> list[HostArray]:
         for view, x in zip(views, arrays, strict=True):
             np.copyto(view, x)
         comm.Allreduce(in_place, flat, add)
@@ -43,14 +44,14 @@ def packed(job: Job, arrays: Sequence[Any]) -> Callable[[], list[Any]]:
 
 
 def small_nest(session: Session) -> None:
-    """Sum 20 arrays of 256 float32 numbers by one call. Collective."""
+    """Sum 20 arrays of 256 float32 numbers in one call. Collective."""
     arrays = [session.numbers(math.prod(shape)) for shape in _SMALL]
     by_hand = packed(session.job, arrays)
 
     def replica() -> None:
         context = session.context()
 
-        def ours() -> Any:
+        def ours() -> Nest:
             return context.all_reduce("SUM", arrays)
 
         work = f"{len(arrays)} arrays of 1 KiB"
@@ -67,7 +68,7 @@ def small_nest(session: Session) -> None:
 
 
 def nest(session: Session) -> None:
-    """Sum the gradients of ResNet-50 and of BERT-base, a list each. Collective."""
+    """Sum the gradients of ResNet-50 and of BERT-base, as lists. Collective."""
     for name, shapes in MODELS.items():
         nbytes = sum(4 * math.prod(shape) for shape in shapes())
         if session.has_room(name, nbytes, copies=8):
@@ -76,7 +77,7 @@ def nest(session: Session) -> None:
 
 def _network(session: Session, name: str, shapes: list[Shape]) -> None:
     gradients = [session.numbers(math.prod(shape)).reshape(shape) for shape in shapes]
-    buffers = session.strategy.buffers_like(gradients)  # where other ranks can read
+    buffers = session.strategy.buffers_like(gradients)  # other ranks read these
     for buffer, gradient in zip(buffers, gradients, strict=True):
         buffer[...] = gradient
     by_hand = packed(session.job, gradients)
@@ -84,10 +85,10 @@ def _network(session: Session, name: str, shapes: list[Shape]) -> None:
     def replica() -> None:
         context = session.context()
 
-        def ours() -> Any:
+        def ours() -> Nest:
             return context.all_reduce("SUM", gradients)
 
-        def in_buffers() -> Any:
+        def in_buffers() -> Nest:
             return context.all_reduce("SUM", buffers)
 
         session.check(
@@ -105,5 +106,5 @@ def _network(session: Session, name: str, shapes: list[Shape]) -> None:
     session.strategy.run(replica)
 
 
-def _are_sums(session: Session, arrays: Sequence[Any]) -> bool:
+def _are_sums(session: Session, arrays: Sequence[HostArray]) -> bool:
     return all(np.array_equal(x.reshape(-1), session.total(x.size)) for x in arrays)

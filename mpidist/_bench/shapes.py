@@ -1,7 +1,7 @@
-"""The shapes of the gradients of two known networks, from their definitions.
+"""The shapes of the gradients of two well-known networks, from their definitions.
 
-In the order in which torchvision's ``resnet50`` and Hugging Face's ``BertModel`` list
-their parameters.
+They are in the order in which torchvision's ``resnet50`` and Hugging Face's
+``BertModel`` list their parameters.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-Shape = tuple[int, ...]
+from mpidist._base.types import Shape
 
 
 def resnet50() -> list[Shape]:
@@ -22,7 +22,7 @@ def resnet50() -> list[Shape]:
 
     def convolution(outputs: int, inputs: int, width: int) -> None:
         shapes.append((outputs, inputs, width, width))
-        shapes.extend([(outputs,), (outputs,)])  # the batch normalisation behind it
+        shapes.extend([(outputs,), (outputs,)])  # the batch normalisation after it
 
     convolution(64, 3, 7)
     inputs = 64

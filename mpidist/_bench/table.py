@@ -1,4 +1,4 @@
-"""The rows of `mpidist bench`: as a table for a terminal, to JSON and back."""
+"""The rows of `mpidist bench`: as a table in a terminal, and as JSON."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 from mpidist._bench.aims import Aim
 from mpidist._bench.job import UsageError
+from mpidist._bench.machine import MachineFacts, TransportFacts
 from mpidist._bench.timing import Timing
 from mpidist._bench.units import show_seconds, show_size
 
@@ -20,13 +21,13 @@ COLUMNS: Final = ("work", "bytes", "raw", "mpidist", "ratio", "aim")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One work, by hand with mpi4py and by mpidist.
+    """One kind of work, by hand with mpi4py and by mpidist.
 
     Attributes:
         bench: the benchmark that made the row.
         work: what was done, such as "all_reduce" or "nest of ResNet-50".
-        nbytes: what each rank puts in; None where nothing counts by its size.
-        raw: the time of the code by hand.
+        nbytes: the bytes that each rank contributes; None if the work has no size.
+        raw: the time of the hand-written code.
         ours: the time of mpidist.
         aim: the most that ``ours`` should be; None if there is no aim.
     """
@@ -40,7 +41,7 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """The time of mpidist over that of the code by hand."""
+        """The time of mpidist divided by that of the hand-written code."""
         return self.ours.median / self.raw.median
 
     @property
@@ -50,17 +51,30 @@ class Row:
         return None if aim is None else aim.is_met(self.raw.median, self.ours.median)
 
 
+class Facts(TypedDict):
+    """Where and with what a record was made."""
+
+    date: str
+    ranks: int
+    nodes: int
+    crowded: bool
+    machine: MachineFacts
+    software: dict[str, str]
+    transports: dict[str, TransportFacts]
+    environment: dict[str, str]
+
+
 @dataclasses.dataclass(frozen=True)
 class Record:
     """A run of ``mpidist bench``.
 
     Attributes:
         facts: machine, software, ranks, transports and date.
-        rows: of all benchmarks.
-        notes: what a reader has to know, such as what was left out.
+        rows: the rows of all benchmarks.
+        notes: remarks for the reader, such as what was left out.
     """
 
-    facts: dict[str, Any]
+    facts: Facts
     rows: list[Row]
     notes: list[str]
 
@@ -79,7 +93,7 @@ def read_record(path: str) -> Record:
     """Read what `Record.to_json` wrote.
 
     Raises:
-        UsageError: if the file cannot be read, or is something else.
+        UsageError: if the file cannot be read, or has other contents.
     """
     try:
         whole = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -97,20 +111,23 @@ def read_record(path: str) -> Record:
         notes = list(whole.pop("notes"))
     except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path} is damaged: {error!r}") from None
-    facts = {k: v for k, v in whole.items() if k not in ("format", "version", "unit")}
+    facts: Any = dict(whole)  # what else is in the file
+    for key in ("format", "version", "unit"):
+        facts.pop(key, None)
     return Record(facts, rows, notes)
 
 
-def _row_from(row: dict[str, Any]) -> Row:
+def _row_from(row: Any) -> Row:
+    """Return the row that a JSON object describes."""
     aim = None if row["aim"] is None else Aim(**row["aim"])
     times = Timing(**row["raw"]), Timing(**row["ours"])
     return Row(row["bench"], row["work"], row["nbytes"], *times, aim)
 
 
 def text_of(record: Record) -> str:
-    """Return a record for a person: where it was made, the table, notes."""
+    """Return a record as text: where it was made, the table, notes."""
     table = [list(COLUMNS), *(cells_of(row) for row in record.rows)]
-    notes = ["Medians of samples that take turns; of each, the slowest rank's time."]
+    notes = ["Medians of alternating samples; of each, the slowest rank's time."]
     if any(one.is_met is False for one in record.rows):
         notes.append("*: the aim is not reached.")
     if any(one.raw.is_noisy or one.ours.is_noisy for one in record.rows):
@@ -131,7 +148,7 @@ def cells_of(row: Row) -> list[str]:
     ]
 
 
-def header_of(facts: dict[str, Any]) -> str:
+def header_of(facts: Facts) -> str:
     """Return some lines about where and with what a record was made."""
     machine, software = facts["machine"], facts["software"]
     nodes = "" if facts["nodes"] == 1 else f" on {facts['nodes']} nodes"
@@ -147,7 +164,12 @@ def header_of(facts: dict[str, Any]) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], heads: int) -> str:
-    """Return rows in columns: the first to the left, the others to the right."""
+    """Return rows in columns: the first left-aligned, the others right-aligned.
+
+    Args:
+        rows: the cells, with as many in each row.
+        heads: the number of rows above the line.
+    """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(

@@ -1,12 +1,12 @@
 """How calls that do the same work are timed against each other.
 
-- A **sample** is a batch of k calls in a row, from a barrier to the end of the last
-  one, by this rank's clock, divided by k. k is such that a batch takes a millisecond or
-  more, so that neither the clock nor the way in which ranks leave the barrier counts;
-  all ranks use the same k, that of the slowest.
-- The calls take turns, sample by sample, and which is first changes from round to
-  round: whatever else happens on the machine meets all of them alike.
-- Of each sample the time of the **slowest rank** counts: a collective is done when the
+- A **sample** is a batch of k consecutive calls, from a barrier to the end of the last
+  call, by this rank's clock, divided by k. k is chosen so that a batch takes at least
+  a millisecond, which makes the clock and the differences between ranks that leave the
+  barrier negligible. All ranks use the k of the slowest rank.
+- The calls alternate, sample by sample, and which is first changes from round to round,
+  so other activity on the machine affects all of them equally.
+- A sample counts as the time of the **slowest rank**: a collective is done when the
   last rank has its result (t_max of the Intel MPI Benchmarks; Hunold and Carpen-Amarie,
   "Reproducible MPI Benchmarking Is Still Not as Easy as You Think", IEEE Trans.
   Parallel Distrib. Syst. 27 (12), 2016).
@@ -28,17 +28,17 @@ import numpy as np
 from mpidist._bench.job import Job
 
 _MOST_CALLS: Final = 20_000
-_NOISE: Final = 0.3  # of the median, between the quartiles
+_NOISE: Final = 0.3  # the distance of the quartiles, as a share of the median
 
-Call = Callable[[], Any]
+Call = Callable[[], Any]  # its result, of any type, is dropped
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds for one call: of the slowest rank, over the samples.
+    """Seconds for one call: the slowest rank's, over the samples.
 
     Attributes:
-        median: of the samples.
+        median: the median of the samples.
         lower: the lower quartile.
         upper: the upper quartile.
         samples: how many samples were taken.
@@ -63,10 +63,10 @@ class Effort:
 
     Attributes:
         seconds: about how long one row of the table takes.
-        most: samples of each call.
-        fewest: samples of each call, however slow it is.
-        sample_seconds: how long a sample takes at least.
-        most_bytes: larger work is left out; None: nothing is.
+        most: the most samples of each call.
+        fewest: the fewest samples of each call, however slow it is.
+        sample_seconds: the least time of a sample.
+        most_bytes: larger work is left out; None: nothing is left out.
     """
 
     seconds: float = 1.0
@@ -82,29 +82,29 @@ QUICK: Final = Effort(
 
 
 def measure(job: Job, calls: Sequence[Call], effort: Effort) -> list[Timing]:
-    """Time calls in turn. Collective.
+    """Time calls alternately. Collective.
 
     Args:
         job: the ranks.
-        calls: each does the work once, and is collective.
-        effort: how long.
+        calls: collective functions that do the work once.
+        effort: how long to measure.
 
     Returns:
-        The timing of each, the same on all ranks.
+        The timing of each call, the same on all ranks.
     """
     batches = [_batch_size(job, call, effort) for call in calls]
     room = effort.seconds / sum(seconds for _, seconds in batches)
     rounds = max(effort.fewest, min(effort.most, int(room)))
     samples: list[list[float]] = [[] for _ in calls]
-    for turn in range(rounds):
+    for first in range(rounds):
         for step in range(len(calls)):
-            i = (turn + step) % len(calls)
+            i = (first + step) % len(calls)
             samples[i].append(_sample(job, calls[i], batches[i][0]))
     return [_summary(job.slowest(samples[i]), batches[i][0]) for i in range(len(calls))]
 
 
 def _batch_size(job: Job, call: Call, effort: Effort) -> tuple[int, float]:
-    """Return the calls of a sample, and how long it takes, after warming up."""
+    """Return the calls of a sample, and the seconds of a sample, after warming up."""
     size, seconds = 1, 0.0
     for _ in range(2):
         seconds = max(job.slowest([_sample(job, call, size)])[0], 1e-9)

@@ -1,4 +1,4 @@
-"""Sizes, times and rates as people write and read them."""
+"""Sizes, times and rates: reading them from text, and showing them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parse_size(text: str) -> int:
     """Return the bytes that a text such as ``64KiB``, ``1MB`` or ``4`` means.
 
     Raises:
-        ValueError: for another text, or a size below one byte.
+        ValueError: if the text has another form, or the size is below one byte.
     """
     match = re.fullmatch(rf"{_NUMBER}\s*([A-Za-z]*)", text.strip())
     scale = _BYTES.get(match[2].upper()) if match else None
@@ -36,7 +36,7 @@ def parse_seconds(text: str) -> float:
     """Return the seconds that a text such as ``1.5us`` or ``2e-6`` means.
 
     Raises:
-        ValueError: for another text, or a time below zero.
+        ValueError: if the text has another form, or the time is below zero.
     """
     match = re.fullmatch(rf"{_NUMBER}\s*([a-z]*)", text.strip())
     if match is None or match[2] not in _SECONDS:
@@ -45,10 +45,10 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_seconds_per_byte(text: str) -> float:
-    """Return seconds per byte, from ``12.5GB/s`` or from a plain number of them.
+    """Return seconds per byte, from ``12.5GB/s`` or from a plain number.
 
     Raises:
-        ValueError: for another text, or a bandwidth of zero.
+        ValueError: if the text has another form, or the bandwidth is zero.
     """
     rate = text.strip()
     if rate.endswith("/s"):
@@ -65,7 +65,7 @@ def parse_seconds_per_byte(text: str) -> float:
 
 
 def show_size(nbytes: int) -> str:
-    """Return for example ``64 KiB``, or ``102.2 MB`` where no power of two fits."""
+    """Return for example ``64 KiB``, or ``102.2 MB`` if no binary unit divides it."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if scale <= nbytes < 1024 * scale and nbytes % scale == 0:
             return f"{nbytes // scale} {unit}"
@@ -86,7 +86,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def digits(number: float) -> str:
-    """Return a number with three digits that count, never with an exponent."""
+    """Return a number with three significant digits, never with an exponent."""
     if number >= 99.95:
         return f"{number:,.0f}"
     return f"{number:.1f}" if number >= 9.995 else f"{number:.2f}"

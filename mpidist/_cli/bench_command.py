@@ -1,4 +1,4 @@
-"""`mpidist bench`: its arguments, and what it does with the results."""
+"""`mpidist bench`: its arguments, and the output of its results."""
 
 from __future__ import annotations
 
@@ -10,22 +10,28 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from mpidist import _bench
 from mpidist._bench import UsageError
-from mpidist._cli.speaking import Parser, launched_rank, say
+from mpidist._cli.speaking import (
+    Parser,
+    for_argparse,
+    launched_rank,
+    positive_seconds,
+    say,
+)
 
 ABOUT: Final = "time mpidist against raw mpi4py, on these ranks"
 _DESCRIPTION: Final = """\
-Times raw mpi4py and mpidist in the same processes, in turn, once both results are
-right, and prints one table: work, bytes, raw, mpidist, their ratio, and the aim of the
-project for such ranks. Start it on the ranks that you mean:
+Times raw mpi4py and mpidist alternately in the same processes, after comparing both
+results with the correct one, and prints one table: work, bytes, raw, mpidist, their
+ratio, and the project's aim for such ranks. Start it on the ranks to measure:
 
   mpirun -n 2 mpidist bench
   mpirun -n 4 mpidist bench all_reduce --sizes 4B,64KiB,16MiB --json F.json
 
-NAME (all of them, if none is given):
+NAME (default: all):
   all_reduce   the sum of one float32 array             raw: Allreduce in place
   nest         the gradients of ResNet-50 and of        raw: pack, Allreduce in place,
                BERT-base, plain and in buffers_like          unpack
@@ -41,47 +47,30 @@ and, on one process:
   mpidist bench model   predict times on more ranks (mpidist bench model --help)
 """
 _MODEL: Final = """\
-Predicts the time of an all_reduce against ranks and nodes, by an alpha-beta model, from
-figures of your cluster: given one by one, or fitted to what `mpidist bench all_reduce
---json` has measured there (on one node; and on several, for the network). Times are
-like 2us or 2e-6, bandwidths like 12.5GB/s, or seconds per byte like 8e-11. What is
-neither given nor fitted is assumed, and marked so. The formulas are in
-docs/performance.md.
+Predicts the time of an all_reduce on more ranks and nodes, by an alpha-beta model, from
+figures of your cluster: given as options, or fitted to measurements of `mpidist bench
+all_reduce --json` (on one node; and on several, for the network). Write times as 2us or
+2e-6, bandwidths as 12.5GB/s, or seconds per byte as 8e-11. Figures that are neither
+given nor fitted are assumed, and marked so. The formulas are in docs/performance.md.
 
   mpidist bench model --alpha 2us --beta 12.5GB/s --ranks-per-node 32
   mpidist bench model --fit one_node.json --fit two_nodes.json
 """
 
 
-def _reads(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return ``parse`` as argparse wants it: its message becomes that of the error."""
-
-    def read(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
-
-
+@for_argparse
 def _sizes(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(_bench.parse_size(part) for part in text.split(",")))
 
 
+@for_argparse
 def _positive(text: str) -> int:
     if not text.strip().isdigit() or int(text) < 1:
         raise ValueError(f"expected a number of at least 1, got {text!r}")
     return int(text)
 
 
-def _seconds(text: str) -> float:
-    seconds = _bench.parse_seconds(text)
-    if seconds <= 0:
-        raise ValueError(f"expected a time above 0, got {text!r}")
-    return seconds
-
-
+@for_argparse
 def _name(text: str) -> str:
     if text not in _bench.BENCHES:
         names = ", ".join(_bench.BENCHES)
@@ -96,25 +85,25 @@ def _bench_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("names", nargs="*", metavar="NAME", type=_reads(_name), help="as above")
+    add("names", nargs="*", metavar="NAME", type=_name, help="a benchmark, see above")
     add(
         "--sizes",
-        type=_reads(_sizes),
+        type=_sizes,
         metavar="LIST",
-        help="of the arrays of all_reduce and all_gather: 4B,64KiB,1MB",
+        help="sizes of the arrays of all_reduce and all_gather: 4B,64KiB,1MB",
     )
     effort = parser.add_mutually_exclusive_group()
     effort.add_argument(
         "--seconds",
-        type=_reads(_seconds),
+        type=positive_seconds,
         default=1.0,
         metavar="S",
-        help="about how long to measure a row; networks five times that (default: 1)",
+        help="about how long to measure a row; networks: five times that (default: 1)",
     )
     effort.add_argument(
         "--quick",
         action="store_true",
-        help="three samples of each at most: to see that it works, not how fast",
+        help="at most three samples of each: shows that it works, not how fast",
     )
     add("--json", metavar="FILE", help="write the results to FILE, with quartiles")
     return parser
@@ -147,7 +136,7 @@ def bench(arguments: Sequence[str]) -> int:
 
 
 def _file_problem(path: str | None) -> str | None:
-    """Return why a file cannot be written, before there is anything to write."""
+    """Return why a file cannot be written; None if it can, or if there is none."""
     if path is None:
         return None
     folder = Path(path).parent
@@ -159,7 +148,7 @@ def _file_problem(path: str | None) -> str | None:
 
 
 def _write(path: str | None, text: Callable[[], str]) -> str | None:
-    """Write a file, if there is one to write; return what went wrong."""
+    """Write a file, if one was requested; return what went wrong."""
     if path is None:
         return None
     try:
@@ -185,7 +174,7 @@ def _model_parser() -> Parser:
         shown = f"{1e-9 / value:g}GB/s" if rate else _bench.show_seconds(value)
         add(
             f"--{name.replace('_', '-')}",
-            type=_reads(
+            type=for_argparse(
                 _bench.parse_seconds_per_byte if rate else _bench.parse_seconds
             ),
             metavar="BANDWIDTH" if rate else "TIME",
@@ -200,20 +189,20 @@ def _model_parser() -> Parser:
     )
     add(
         "--ranks-per-node",
-        type=_reads(_positive),
+        type=_positive,
         metavar="N",
-        help="(default: those of the files of --fit; else 16)",
+        help="ranks on each node (default: as in the files of --fit, else 16)",
     )
     add(
         "--ranks",
-        type=_reads(_positive),
+        type=_positive,
         default=4096,
         metavar="N",
-        help="the most ranks to predict for (default: 4096)",
+        help="the largest number of ranks (default: 4096)",
     )
     add(
         "--sizes",
-        type=_reads(_sizes),
+        type=_sizes,
         default=(4, 2**20, 100 * 2**20),
         metavar="LIST",
         help="sizes of arrays (default: 4B,1MiB,100MiB)",
@@ -230,7 +219,7 @@ def _model(arguments: Sequence[str]) -> int:
     _raise(_file_problem(given.json))
     records = [_bench.read_record(path) for path in given.fit]
     if launched_rank():
-        return 0  # one is enough
+        return 0  # one process computes and prints
     fitted, errors = _bench.fit(records) if records else ({}, {})
     chosen = {k: v for k in _bench.FIGURES if (v := getattr(given, k)) is not None}
     figures = {**_bench.ASSUMED, **fitted, **chosen}

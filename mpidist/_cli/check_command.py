@@ -1,7 +1,7 @@
 """`mpidist check`: does mpidist work on these ranks?
 
-Each check runs on all ranks, and says what is wrong on this one; then the ranks tell
-each other, over a communicator of their own, and rank 0 prints one line.
+Each check runs on all ranks and finds what is wrong on this one. Then the ranks
+exchange their results over a separate communicator, and rank 0 prints one line.
 """
 
 from __future__ import annotations
@@ -11,29 +11,31 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
 import mpidist
 from mpidist import _bench, _native
+from mpidist._base.types import HostArray, Nest
 from mpidist._cli.info_command import core_facts, describe_stranger, gpu_facts
-from mpidist._cli.speaking import Parser, say
+from mpidist._cli.speaking import Parser, positive_seconds, say
 from mpidist._mpi import versions
 from mpidist._strategy.strategy import group_of
 from mpidist._transports.cuda_aware_probe import probe_direct
 
 ABOUT: Final = "a quick test of these ranks: does everything work here?"
 _DESCRIPTION: Final = """\
-Tries what a program needs on these ranks: that they find each other, that reductions,
-gathers, merge_call, variables and optimizers give right results, and that mistakes end
-in errors on all ranks, not in a hang. For a new cluster, before the first real job:
+Tests on these ranks what a program needs: that they find each other, that reductions,
+gathers, merge_call, variables and optimizers give right results, and that mistakes
+raise errors on all ranks instead of hanging. Run it on a new cluster before the first
+real job:
 
   mpirun -n 4 mpidist check
   srun -N 2 --ntasks-per-node 4 --mpi=pmix mpidist check
 
-Exits 0 if all is well, 1 if a check failed; a note is no failure. Nothing waits longer
-than --timeout.
+Exits 0 if all is well, 1 if a check failed; a note is not a failure. No check waits
+longer than --timeout.
 """
 _NEEDED_SHM: Final = 64 * 2**20
 _CUDA: Final = "CUDA-aware MPI"
@@ -42,10 +44,11 @@ _OK: Final = "ok"
 _NOTE: Final = "note"
 _FAILED: Final = "FAILED"
 _OF_ONE_RANK: Final = ("MPIDIST_TRACE",)  # may differ between ranks
+_T = TypeVar("_T")
 
 
 class _FailedError(Exception):
-    """What is wrong, and what to do about it."""
+    """A check failed; the message says what is wrong, ``advice`` what to do."""
 
     def __init__(self, wrong: str, advice: str) -> None:
         super().__init__(wrong)
@@ -54,18 +57,28 @@ class _FailedError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class _Outcome:
+    """The line of one check, the same on all ranks."""
+
     name: str
     state: str
     text: str
     advice: str = ""
 
 
+class _Finding(NamedTuple):
+    """What one rank found; ``wrong`` is None if nothing is wrong."""
+
+    text: str
+    wrong: str | None
+    advice: str
+
+
 _BUG: Final = (
     "this should not happen: please report it, with the output of `mpidist info`. "
-    "MPIDIST_IMPLEMENTATION=direct leaves everything to MPI"
+    "MPIDIST_IMPLEMENTATION=direct uses only MPI"
 )
 _LIBRARY: Final = (
-    "look at the MPI library first: `mpirun -n 2 python -m mpi4py.bench helloworld`"
+    "test the MPI library first: `mpirun -n 2 python -m mpi4py.bench helloworld`"
 )
 
 
@@ -96,7 +109,7 @@ class _Checks:
             self._made.close()
 
     def ranks(self) -> str:
-        """Find each other."""
+        """Check that the ranks find each other."""
         job = self._job
         alone = describe_stranger(job.size)
         if alone:
@@ -109,7 +122,7 @@ class _Checks:
         return f"{job.size} rank{'s' * (job.size != 1)} on {nodes}{more}"
 
     def versions(self) -> str:
-        """Have the same software on all ranks."""
+        """Check that all ranks have the same software."""
         facts = {**_bench.software_facts(self._job.mpi), **versions.describe()}
         first = self._job.from_root(facts)
         for key in dict.fromkeys([*facts, *first]):
@@ -121,7 +134,7 @@ class _Checks:
         return f"{facts['mpi']}, mpi4py {facts['mpi4py']}, NumPy {facts['numpy']}"
 
     def settings(self) -> str:
-        """Have the same environment variables on all ranks."""
+        """Check that all ranks have the same environment variables."""
         mine = {
             name: value
             for name, value in os.environ.items()
@@ -155,7 +168,7 @@ class _Checks:
         """Reduce arrays of several dtypes and sizes."""
         size, rank = self._job.size, self._job.rank
         factor = size * (size + 1) // 2
-        cases: dict[str, Any] = {
+        cases: dict[str, HostArray] = {
             "float32": np.ones(3, np.float32),
             "float64, 8 MB": np.ones(10**6),
             "int64": np.arange(5),
@@ -163,7 +176,7 @@ class _Checks:
             "complex128": np.full(4, 1j),
         }
 
-        def replica(ctx: mpidist.ReplicaContext) -> Any:
+        def replica(ctx: mpidist.ReplicaContext) -> tuple[Nest, Nest, Nest]:
             given = {k: x * (rank + 1) for k, x in cases.items()}
             sums = ctx.all_reduce("SUM", given)
             return (
@@ -198,25 +211,29 @@ class _Checks:
             w = mpidist.Variable(np.zeros(1000))
         calls = []
 
-        def merge_fn(strategy: Any, gradient: Any, number: Any) -> Any:
+        def merge_fn(
+            strategy: mpidist.Strategy,
+            gradient: mpidist.PerReplica,
+            number: mpidist.PerReplica,
+        ) -> int:
             calls.append(1)
             total = strategy.extended.reduce_to("SUM", gradient, w)
             strategy.extended.update(w, _assign, args=(total,))
             return sum(strategy.experimental_local_results(number))
 
-        def replica(ctx: mpidist.ReplicaContext) -> Any:
+        def replica(ctx: mpidist.ReplicaContext) -> Nest:
             return ctx.merge_call(merge_fn, (np.full(1000, float(rank)), rank))
 
         total = self._run(replica)
         expected = size * (size - 1) / 2
         if total != expected or not np.array_equal(w.numpy(), np.full(1000, expected)):
-            raise _FailedError(f"rank 0 found {total}, and not {expected}", _BUG)
+            raise _FailedError(f"rank 0 found {total}, expected {expected}", _BUG)
         if len(calls) != (rank == 0):
             raise _FailedError("merge_fn did not run once, on rank 0 alone", _BUG)
         return "merge_fn ran once, on rank 0; a variable was updated on all"
 
     def training(self) -> str:
-        """Make a step of an optimizer."""
+        """Take one step with an optimizer."""
         strategy, size = self._strategy, self._job.size
         with strategy.scope():
             w = mpidist.Variable(np.ones(100, np.float32))
@@ -229,14 +246,14 @@ class _Checks:
         return "the copies of the weights are in sync"
 
     def mismatch(self) -> str:
-        """Make different calls on purpose: an error on all ranks."""
+        """Make calls that differ: an error on all ranks."""
         size = self._job.size
         if size == 1:
-            return "not with one rank"
+            return "not tried: there is one rank"
         if not group_of(self._strategy).guard.enabled:
             return "not tried: MPIDIST_GUARD=0"
 
-        def replica(ctx: mpidist.ReplicaContext) -> Any:
+        def replica(ctx: mpidist.ReplicaContext) -> Nest:
             # One element more on the last rank.
             length = 3 + (ctx.replica_id_in_sync_group == size - 1)
             return ctx.all_reduce("SUM", np.ones(length))
@@ -250,12 +267,12 @@ class _Checks:
         )
 
     def exception(self) -> str:
-        """Raise on one rank on purpose: all ranks learn of it."""
+        """Raise on one rank: all ranks learn of it."""
         if not group_of(self._strategy).guard.enabled:
             return "not tried: MPIDIST_GUARD=0"
         last = self._job.size - 1
 
-        def replica(ctx: mpidist.ReplicaContext) -> Any:
+        def replica(ctx: mpidist.ReplicaContext) -> Nest:
             if ctx.replica_id_in_sync_group == last:
                 raise KeyError("on purpose")
             return ctx.all_reduce("SUM", 1.0)
@@ -270,13 +287,13 @@ class _Checks:
                 return f"raised on rank {last}, and all ranks learned of it"
         raise _FailedError(f"an exception on rank {last} did not reach this rank", _BUG)
 
-    def _run(self, replica: Callable[[mpidist.ReplicaContext], Any]) -> Any:
-        """Run on all replicas; return what this rank's gave."""
-        result: list[Any] = []
+    def _run(self, replica: Callable[[mpidist.ReplicaContext], _T]) -> _T:
+        """Run on all replicas; return the result of this rank's replica."""
+        result: list[_T] = []
 
         def keep() -> None:
             context = mpidist.get_replica_context()
-            if context is not None:  # as it is in a replica function
+            if context is not None:  # always so in a replica function
                 result.append(replica(context))
 
         self._strategy.run(keep)
@@ -285,13 +302,13 @@ class _Checks:
     # --- notes ------------------------------------------------------------------
 
     def cores(self) -> str | None:
-        """Return what to say about ranks and cores."""
+        """Return a note about ranks and cores; None if there is nothing to note."""
         threads = os.environ.get("OMP_NUM_THREADS", "")
         cores = os.cpu_count() or 1
         if self._job.local_size > cores:
             return (
-                f"{self._job.local_size} ranks on {cores} cores: they wait for each "
-                "other's core, and times will be many times those of one rank per core"
+                f"{self._job.local_size} ranks on {cores} cores: ranks wait for a "
+                "core, and calls take many times as long as with one rank per core"
             )
         if self._job.local_size > 1 and not threads:
             return (
@@ -301,7 +318,7 @@ class _Checks:
         return None
 
     def shared_memory(self) -> str | None:
-        """Return what to say about the memory that ranks can share."""
+        """Return a note about shared memory; None if there is nothing to note."""
         try:
             status = os.statvfs("/dev/shm")
         except OSError:
@@ -310,12 +327,12 @@ class _Checks:
         if self._job.local_size > 1 and free < _NEEDED_SHM:
             return (
                 f"/dev/shm has {free / 2**20:.0f} MiB: too little for ranks to share "
-                "memory well (containers: --shm-size 1g)"
+                "memory efficiently (containers: --shm-size 1g)"
             )
         return None
 
 
-def _assign(variable: Any, value: Any) -> None:
+def _assign(variable: mpidist.Variable, value: HostArray) -> None:
     variable.assign(value)
 
 
@@ -328,7 +345,7 @@ def check(arguments: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--timeout",
-        type=_seconds,
+        type=positive_seconds,
         default=60.0,
         metavar="S",
         help="seconds that ranks wait for each other (default: 60)",
@@ -384,41 +401,38 @@ def check(arguments: Sequence[str]) -> int:
 
 def _attempt(job: _bench.Job, name: str, one: Callable[[], str]) -> _Outcome:
     """Make a check on all ranks; return the same outcome on all. Collective."""
-    text, wrong, advice = "", None, ""
     try:
-        text = one()
+        mine = _Finding(one(), None, "")
     except _FailedError as failure:
-        wrong, advice = str(failure), failure.advice
+        mine = _Finding("", str(failure), failure.advice)
     except Exception as error:
-        wrong = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        advice = _BUG
-    everybody = job.comm.allgather((text, wrong, advice))
-    failures = [
-        (rank, w, a) for rank, (_, w, a) in enumerate(everybody) if w is not None
-    ]
-    if not failures:
-        return _Outcome(name, _OK, everybody[0][0])
-    rank, wrong, advice = failures[0]
-    others = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
-    return _Outcome(name, _FAILED, f"rank {rank}{others}: {wrong}", advice)
+        first_line = str(error).partition("\n")[0]
+        mine = _Finding("", f"{type(error).__name__}: {first_line}", _BUG)
+    findings: list[_Finding] = job.comm.allgather(mine)
+    failed = [rank for rank, found in enumerate(findings) if found.wrong is not None]
+    if not failed:
+        return _Outcome(name, _OK, findings[0].text)
+    first = findings[failed[0]]
+    others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+    text = f"rank {failed[0]}{others}: {first.wrong}"
+    return _Outcome(name, _FAILED, text, first.advice)
 
 
 def _cuda(job: _bench.Job, gpu_arrays: str) -> _Outcome:
-    """Try in child processes whether MPI takes GPU arrays. Collective.
+    """Test in child processes whether MPI accepts GPU arrays. Collective.
 
     Args:
         job: the ranks.
-        gpu_arrays: the name of the transport that the strategy took for them.
+        gpu_arrays: the name of the strategy's transport for GPU arrays.
     """
-    outcome = None
+    outcome = _Outcome(_CUDA, _OK, "")
     if job.rank == 0:
         facts = gpu_facts()
         if facts["gpus"]:
             outcome = _probe(min(job.size, 2), gpu_arrays)
         else:
             outcome = _Outcome(_CUDA, _OK, f"not tried: {facts['reason']}")
-    found: _Outcome = job.from_root(outcome)
-    return found
+    return job.from_root(outcome)
 
 
 def _probe(ranks: int, gpu_arrays: str) -> _Outcome:
@@ -426,19 +440,9 @@ def _probe(ranks: int, gpu_arrays: str) -> _Outcome:
     text = f"{found.outcome} on {ranks} rank{'s' * (ranks > 1)}: {found.detail}"
     works = found.outcome == "works"
     if gpu_arrays == "direct" and not works:
-        advice = "GPU arrays are given to MPI as they are; export MPIDIST_CUDA_AWARE=0"
+        advice = "GPU arrays are passed to MPI directly; export MPIDIST_CUDA_AWARE=0"
         return _Outcome(_CUDA, _FAILED, text, advice)
     if works and gpu_arrays == "staged":
-        text += "; but arrays go through the host: export MPIDIST_CUDA_AWARE=1"
+        text += "; but arrays are staged through the host: export MPIDIST_CUDA_AWARE=1"
         return _Outcome(_CUDA, _NOTE, text)
     return _Outcome(_CUDA, _OK, text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = _bench.parse_seconds(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if seconds <= 0:
-        raise argparse.ArgumentTypeError(f"expected a time above 0, got {text!r}")
-    return seconds

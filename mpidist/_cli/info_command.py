@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final, TypedDict
 
 import mpidist
 from mpidist import _bench, _native
@@ -21,14 +21,14 @@ from mpidist._strategy.strategy import group_of
 ABOUT: Final = "what this job is: ranks, nodes, libraries, transports, settings"
 _DESCRIPTION: Final = """\
 Shows what mpidist finds on these ranks: MPI, NumPy, CuPy and GPUs; ranks, nodes and
-cores; how each kind of array is moved, and why; the guard, its time-outs, and the
-environment variables that are set. Put its output into a bug report.
+cores; how each kind of array is moved, and why; the guard, its deadlines, and the
+environment variables that are set. Include its output in a bug report.
 
   mpidist info
   mpirun -n 4 mpidist info
   srun -n 4 --mpi=pmix mpidist info --json
 """
-# Of others, these change what mpidist does, or how fast.
+# Variables of other programs that change what mpidist does, or how fast.
 _OTHERS: Final = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -42,6 +42,71 @@ _OTHERS: Final = (
 )
 _SHOWN_NODES: Final = 16
 _WIDTH: Final = 12
+
+
+class CoreFacts(TypedDict):
+    """The ranks that lack the native core, why, and what to do."""
+
+    missing_on: list[int]
+    text: str
+    advice: str
+
+
+class GPUFacts(TypedDict):
+    """The version of CuPy, and how many GPUs it finds; the reason if none."""
+
+    cupy: str | None
+    gpus: int
+    reason: str
+
+
+class RankFacts(TypedDict):
+    """What one rank finds."""
+
+    rank: int
+    machine: _bench.MachineFacts
+    software: dict[str, str]
+    environment: dict[str, str]
+    gpu: GPUFacts
+    core: str
+
+
+class NodeFacts(TypedDict):
+    """One node, and the ranks on it."""
+
+    host: str
+    processor: str
+    cores: int
+    gpus: int
+    ranks: list[int]
+    cores_of_ranks: list[int]
+
+
+class StrategyFacts(TypedDict):
+    """How a strategy communicates."""
+
+    devices: tuple[str, ...]
+    transports: dict[str, _bench.TransportFacts]
+    guard: bool
+    stall_seconds: float
+    timeout_seconds: float
+    bytes_per_pack: int
+    abort: bool
+
+
+class JobFacts(TypedDict):
+    """All facts; those of a rank are rank 0's, and differences are problems."""
+
+    software: dict[str, str]
+    ranks: int
+    nodes: list[NodeFacts]
+    crowded: bool
+    native_core: CoreFacts
+    gpu: GPUFacts
+    cuda_aware: str
+    environment: dict[str, str]
+    problems: list[str]
+    strategy: StrategyFacts | None
 
 
 def info(arguments: Sequence[str]) -> int:
@@ -66,14 +131,14 @@ def info(arguments: Sequence[str]) -> int:
     return 1 if facts["problems"] else 0
 
 
-def facts_of_job(device: str) -> dict[str, Any]:
+def facts_of_job(device: str) -> JobFacts:
     """Return all facts, on all ranks. Collective.
 
     Args:
-        device: for the strategy that is made to find out.
+        device: the device of the strategy that is created to find out.
     """
     job = _bench.Job()
-    mine: dict[str, Any] = {
+    mine: RankFacts = {
         "rank": job.rank,
         "machine": _bench.machine_facts(),
         "software": {
@@ -85,8 +150,9 @@ def facts_of_job(device: str) -> dict[str, Any]:
         "gpu": gpu_facts(),
         "core": _native.missing,
     }
-    ranks = job.comm.allgather(mine)
-    facts: dict[str, Any] = {
+    ranks: list[RankFacts] = job.comm.allgather(mine)
+    strategy, problem = _strategy_facts(device)
+    facts: JobFacts = {
         "software": ranks[0]["software"],
         "ranks": job.size,
         "nodes": _nodes(ranks),
@@ -96,8 +162,8 @@ def facts_of_job(device: str) -> dict[str, Any]:
         "cuda_aware": communicator.query_cuda_support(),
         "environment": ranks[0]["environment"],
         "problems": _problems(ranks, job.size),
+        "strategy": strategy,
     }
-    facts["strategy"], problem = _strategy_facts(device)
     if problem is not None:
         facts["problems"].append(problem)
     job.free()
@@ -112,17 +178,17 @@ def _environment() -> dict[str, str]:
     }
 
 
-def core_facts(missing: Sequence[str]) -> dict[str, Any]:
-    """Return which ranks lack the native core, why, and what it means.
+def core_facts(missing: Sequence[str]) -> CoreFacts:
+    """Return which ranks lack the native core, why, and what to do.
 
     Args:
-        missing: for each rank why it has none; "" where it has.
+        missing: for each rank, why it lacks the core; "" if it has it.
     """
     lacking = [rank for rank, why in enumerate(missing) if why]
     if not lacking:
         return {"missing_on": [], "text": "present", "advice": ""}
     where = "" if len(lacking) == len(missing) else f" on {format_ranks(lacking)}"
-    means = "everything goes by MPI, right and slower"
+    means = "everything goes by MPI, correctly but more slowly"
     return {
         "missing_on": lacking,
         "text": f"{missing[lacking[0]]}{where}; {means}",
@@ -130,15 +196,15 @@ def core_facts(missing: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def gpu_facts() -> dict[str, Any]:
+def gpu_facts() -> GPUFacts:
     """Return the version of CuPy, and how many GPUs it finds. Not collective."""
     count, reason = backend._count_gpus()
     version = getattr(sys.modules.get("cupy"), "__version__", None)
     return {"cupy": version, "gpus": count, "reason": reason}
 
 
-def _nodes(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    nodes: dict[str, dict[str, Any]] = {}
+def _nodes(ranks: Sequence[RankFacts]) -> list[NodeFacts]:
+    nodes: dict[str, NodeFacts] = {}
     for one in ranks:
         machine = one["machine"]
         node = nodes.setdefault(
@@ -157,32 +223,37 @@ def _nodes(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(nodes.values())
 
 
-def _problems(ranks: Sequence[dict[str, Any]], size: int) -> list[str]:
+def _problems(ranks: Sequence[RankFacts], size: int) -> list[str]:
     problems = []
     alone = describe_stranger(size)
     if alone:
         problems.append(alone)
-    for kind in ("software", "environment"):
-        for one in ranks[1:]:
-            for key in sorted({*ranks[0][kind], *one[kind]}):
-                first, other = ranks[0][kind].get(key), one[kind].get(key)
-                if key in ("SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES") or first == other:
-                    continue
-                problems.append(
-                    f"{key} is {first or 'not set'} on rank 0, and "
-                    f"{other or 'not set'} on rank {one['rank']}"
-                )
+    first = ranks[0]
+    for one in ranks[1:]:
+        problems += _differences(one["rank"], one["software"], first["software"])
+    for one in ranks[1:]:
+        problems += _differences(one["rank"], one["environment"], first["environment"])
     return list(dict.fromkeys(problems))
 
 
+def _differences(rank: int, mine: dict[str, str], first: dict[str, str]) -> list[str]:
+    """Return the entries of a rank that differ from rank 0's, in sentences."""
+    return [
+        f"{key} is {first.get(key) or 'not set'} on rank 0, and "
+        f"{mine.get(key) or 'not set'} on rank {rank}"
+        for key in sorted({*first, *mine} - {"SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES"})
+        if first.get(key) != mine.get(key)
+    ]
+
+
 def describe_stranger(size: int) -> str:
-    """Return what to say where the launcher started ranks that MPI knows not of.
+    """Return a message if the launcher started ranks that MPI does not know of.
 
     Args:
-        size: how many ranks MPI knows.
+        size: the number of ranks that MPI knows.
 
     Returns:
-        A text; "" where all is well.
+        The message; "" if MPI knows all ranks.
     """
     launch = launcher.find_launch()
     if size > 1 or launch is None or (launch.size or 1) == 1:
@@ -191,14 +262,14 @@ def describe_stranger(size: int) -> str:
     return launcher.describe_alone(launch, version)
 
 
-def _strategy_facts(device: str) -> tuple[dict[str, Any] | None, str | None]:
-    """Make a strategy, and see what it chooses; or why not. Collective."""
+def _strategy_facts(device: str) -> tuple[StrategyFacts | None, str | None]:
+    """Create a strategy; return its choices, or why there is none. Collective."""
     try:
         strategy = mpidist.MPIStrategy(device=device)
     except (ValueError, TypeError, RuntimeError) as error:  # the same on all ranks
         return None, f"MPIStrategy cannot be made: {error}"
     environment = read_environment()
-    facts = {
+    facts: StrategyFacts = {
         "devices": strategy.extended.worker_devices,
         "transports": _bench.transport_facts(strategy),
         "guard": group_of(strategy).guard.enabled,
@@ -211,16 +282,16 @@ def _strategy_facts(device: str) -> tuple[dict[str, Any] | None, str | None]:
     return facts, None
 
 
-def text_of_facts(facts: dict[str, Any]) -> str:
-    """Return the facts for a person."""
+def text_of_facts(facts: JobFacts) -> str:
+    """Return the facts as text."""
     software, strategy = facts["software"], facts["strategy"]
-    core: dict[str, str] = facts["native_core"]
+    core = facts["native_core"]
     lines: list[tuple[str, str]] = [
         ("mpidist", f"{software['mpidist']}, Python {software['python']}"),
         ("MPI", f"{software['mpi']} (MPI {software['mpi_standard']})"),
         ("mpi4py", software["mpi4py"]),
         ("NumPy", software["numpy"]),
-        *_under("native core", list(filter(None, map(core.get, ("text", "advice"))))),
+        *_under("native core", list(filter(None, (core["text"], core["advice"])))),
         ("GPU", _gpu_text(facts)),
         ("ranks", _ranks_text(facts)),
         *_node_lines(facts["nodes"]),
@@ -238,7 +309,7 @@ def text_of_facts(facts: dict[str, Any]) -> str:
             ),
         ]
     variables = [f"{k}={v}" for k, v in facts["environment"].items()]
-    lines += _under("environment", variables or ["nothing that mpidist reads is set"])
+    lines += _under("environment", variables or ["no variable that mpidist reads"])
     lines += _under("problems", facts["problems"])
     return "\n".join(f"{name:<{_WIDTH}} {text}" for name, text in lines)
 
@@ -247,25 +318,25 @@ def _under(name: str, texts: Sequence[str]) -> list[tuple[str, str]]:
     return [(name if i == 0 else "", text) for i, text in enumerate(texts)]
 
 
-def _gpu_text(facts: dict[str, Any]) -> str:
+def _gpu_text(facts: JobFacts) -> str:
     gpu = facts["gpu"]
     if not gpu["gpus"]:
         return f"none: {gpu['reason']}"
-    aware = "says" if facts["cuda_aware"] else "does not say"
-    return f"{gpu['gpus']}, CuPy {gpu['cupy']}; the MPI {aware} that it is CUDA-aware"
+    aware = "reports" if facts["cuda_aware"] else "does not report"
+    return f"{gpu['gpus']}, CuPy {gpu['cupy']}; MPI {aware} that it is CUDA-aware"
 
 
-def _ranks_text(facts: dict[str, Any]) -> str:
+def _ranks_text(facts: JobFacts) -> str:
     nodes = len(facts["nodes"])
     text = f"{facts['ranks']} on {nodes} node{'s' * (nodes != 1)}"
     if facts["ranks"] == 1:
         text += " (start more with mpirun -n N mpidist info)"
     if facts["crowded"]:
-        text += ": more ranks than cores, they wait for each other's core"
+        text += ": more ranks than cores, so ranks wait for a core"
     return text
 
 
-def _node_lines(nodes: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+def _node_lines(nodes: Sequence[NodeFacts]) -> list[tuple[str, str]]:
     lines = []
     for node in nodes[:_SHOWN_NODES]:
         ranks = node["ranks"]
@@ -284,9 +355,9 @@ def _node_lines(nodes: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     return _under("nodes", lines)
 
 
-def _guard_text(strategy: dict[str, Any]) -> str:
+def _guard_text(strategy: StrategyFacts) -> str:
     if not strategy["guard"]:
         return "off: ranks that differ may hang, or get wrong data"
     timeout = strategy["timeout_seconds"]
-    limit = f"an error after {timeout:g} s" if timeout else "no time-out"
+    limit = f"an error after {timeout:g} s" if timeout else "no deadline"
     return f"on; missing ranks are named after {strategy['stall_seconds']:g} s, {limit}"

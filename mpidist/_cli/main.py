@@ -1,4 +1,4 @@
-"""The command `mpidist`: which sub-command, and how it ends."""
+"""The command `mpidist`: its sub-commands, and its exit code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command line; return the exit code. Collective.
 
     Args:
-        arguments: without the name of the program.
+        arguments: the command line, without the name of the program.
     """
     name = "mpidist"
     try:
@@ -79,5 +79,5 @@ def _check_environment() -> None:
 def run() -> None:
     """Run the command line of this process, and end it. Collective."""
     code = main(sys.argv[1:])
-    # Looked up now: mpidist may have put a function of its own in its place.
+    # Looked up now: mpidist may have replaced it by a function of its own.
     sys.exit(code)

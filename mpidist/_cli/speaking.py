@@ -1,8 +1,8 @@
-"""One voice for all ranks: arguments, messages and exit codes of the command line.
+"""The output of all ranks as one: arguments, messages and exit codes.
 
-What is wrong with the arguments all ranks find, before MPI has been started. One of
-them says so; and none may end before that, since a launcher that sees a rank fail ends
-the others at once.
+All ranks find errors in the arguments before MPI has been started, and one of them
+prints the message. No rank may end before that, since a launcher that sees a rank fail
+ends the others at once.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from typing import Final, NoReturn
+from collections.abc import Callable
+from typing import Final, NoReturn, TypeVar
 
-from mpidist._bench import UsageError
+from mpidist._bench import UsageError, parse_seconds
 from mpidist._mpi import communicator, launcher
 
 EXIT_USAGE: Final = 2
 _PATIENCE_SECONDS: Final = 10.0
-_FORWARD_SECONDS: Final = 0.3
+_FORWARD_SECONDS: Final = 0.3  # in which the launcher forwards the output
+_T = TypeVar("_T")
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,14 +34,35 @@ class Parser(argparse.ArgumentParser):
         say(self.format_help().rstrip())
 
 
+def for_argparse(parse: Callable[[str], _T]) -> Callable[[str], _T]:
+    """Return ``parse`` with its ValueError as an error whose message argparse shows."""
+
+    def read(text: str) -> _T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+@for_argparse
+def positive_seconds(text: str) -> float:
+    """Return the seconds that an argument means."""
+    seconds = parse_seconds(text)
+    if seconds <= 0:
+        raise ValueError(f"expected a time above 0, got {text!r}")
+    return seconds
+
+
 def launched_rank() -> int | None:
-    """Return this process's rank as its launcher says; None if started alone."""
+    """Return this process's rank according to its launcher; None if it has none."""
     launch = launcher.find_launch()
     return None if launch is None else launch.rank
 
 
 def say(text: str) -> None:
-    """Print on rank 0, before MPI has been started or after. Not collective."""
+    """Print on rank 0, whether MPI has been started or not. Not collective."""
     rank = communicator.world_rank()
     if rank is None:
         rank = launched_rank()
@@ -48,7 +71,7 @@ def say(text: str) -> None:
 
 
 def complain(command: str, message: str) -> None:
-    """Print an error on rank 0, and let no rank go before that. Collective."""
+    """Print an error on rank 0, and return on no rank before that. Collective."""
     rank = communicator.world_rank()
     if rank is None:
         rank = launched_rank()
@@ -64,4 +87,4 @@ def complain(command: str, message: str) -> None:
     end = time.monotonic() + _PATIENCE_SECONDS
     while not request.Test() and time.monotonic() < end:
         time.sleep(0.001)
-    time.sleep(_FORWARD_SECONDS)  # for the launcher to pass the text on
+    time.sleep(_FORWARD_SECONDS)

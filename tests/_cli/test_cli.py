@@ -74,7 +74,10 @@ def test_without_a_command_it_helps(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bnech"], "mpidist: error: expected one of run, info, check, bench, got 'bnech'"),
+        (
+            ["bnech"],
+            "mpidist: error: expected one of run, info, check, bench, got 'bnech'",
+        ),
         (["info", "-x"], "mpidist info: error: unrecognized arguments: -x"),
         (["check", "--timeout", "0"], "expected a time above 0, got '0'"),
         (["bench", "allreduce"], "expected one of all_reduce, nest, small_nest, all_"),
@@ -187,7 +190,7 @@ def test_check_prints_a_line_each():
     result = alone("check")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "\noptimizer       ok      the copies of the weights" in result.stdout
-    assert "\nmismatch        ok      not with one rank" in result.stdout
+    assert "\nmismatch        ok      not tried: there is one rank" in result.stdout
     assert result.stdout.rstrip().endswith("all is well")
 
 
