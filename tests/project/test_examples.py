@@ -80,12 +80,11 @@ def test_clip_by_global_norm(tmp_path):
     assert largest > 3
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_grain_input(tmp_path, ranks):
+def test_grain_input(tmp_path):
     pytest.importorskip("grain")
     pytest.importorskip("sklearn")
-    output = run_example("grain_input.py", cwd=tmp_path, ranks=ranks).stdout
-    pattern = rf"9000 images in 6 epochs on {ranks} replicas?: test accuracy (\S+)%"
+    output = run_example("grain_input.py", cwd=tmp_path, ranks=3).stdout
+    pattern = r"9000 images in 6 epochs on 3 replicas: test accuracy (\S+)%"
     assert float(the_match(pattern, output)[1]) >= 85
 
 
@@ -96,7 +95,7 @@ def test_monte_carlo_pi(tmp_path):
     assert pi == pytest.approx(3.14159, abs=3 * error)
 
 
-@pytest.mark.parametrize("ranks", [1, RANKS, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_kmeans_does_not_depend_on_the_number_of_ranks(tmp_path, ranks):
     pytest.importorskip("sklearn")
     output = run_example("kmeans.py", cwd=tmp_path, ranks=ranks).stdout

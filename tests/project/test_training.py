@@ -1,4 +1,4 @@
-"""Training gives the same loss curve and weights on any number of ranks."""
+"""Training gives the same loss curve and weights on one rank and on three."""
 
 import numpy as np
 import pytest
@@ -6,9 +6,10 @@ from launching import ROOT, run_ranks
 
 pytest.importorskip("sklearn")
 
-# 50 goes neither by 3 nor by 4, and the last batch of an epoch has 38 images.
-# With 3, a rank of four has no image at all.
-BATCH_SIZES = [50, 3]
+# 3 ranks divide neither 50 nor 38, the images in the last batch of an epoch. With 2
+# images, one rank has none at all.
+RANKS = 3
+BATCH_SIZES = [50, 2]
 PROGRAM = f"""
 import sys
 import numpy as np
@@ -48,13 +49,12 @@ def train(tmp_path_factory):
     return train_on
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_losses_and_weights_are_those_of_one_rank(train, n):
+def test_losses_and_weights_are_those_of_one_rank(train):
     (alone,) = train(1)
-    together = train(n)[0]
+    together = train(RANKS)[0]
     assert alone.keys() == together.keys()
     assert len(alone["50 losses"]) == 3 * 29
-    assert len(alone["3 losses"]) == 3 * 33
+    assert len(alone["2 losses"]) == 3 * 49
     for name, values in alone.items():
         # float64 rounds to 1e-16; the steps of training make it grow somewhat.
         np.testing.assert_allclose(
@@ -62,9 +62,8 @@ def test_losses_and_weights_are_those_of_one_rank(train, n):
         )
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_the_copies_are_equal_to_the_last_bit(train, n):
-    first, *others = train(n)
+def test_the_copies_are_equal_to_the_last_bit(train):
+    first, *others = train(RANKS)
     for other in others:
         for name, values in first.items():
             np.testing.assert_array_equal(other[name], values, err_msg=name)
