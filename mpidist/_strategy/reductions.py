@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from mpidist._base import backend, nest
 from mpidist._base.options import CommunicationOptions, ReduceOp
-from mpidist._base.types import Array, Nest
+from mpidist._base.types import DeviceArray, HostArray, Nest
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import (
     ArrayLike,
@@ -22,7 +22,7 @@ from mpidist._values.distributed import (
 from mpidist._values.synchronization import component_of
 from mpidist._values.variable import Variable, check_owner
 
-Destination: TypeAlias = DistributedValues | ArrayLike | Array | str
+Destination: TypeAlias = DistributedValues | ArrayLike | HostArray | DeviceArray | str
 """Where a result goes: every replica or, for a device string, one of them."""
 Pair: TypeAlias = tuple[Nest, Destination]
 """A value, and where its reduction goes."""

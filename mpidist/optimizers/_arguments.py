@@ -1,37 +1,49 @@
-"""Checks of optimizer arguments: pairs, variables and gradients."""
+"""The arguments of optimizers, checked: pairs, variables and gradients."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from typing import Any, Final
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from mpidist._base import backend
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import VariableSynchronization
+from mpidist._base.types import Array, DType, Nest
+from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import DistributedValues, PerReplica
+from mpidist._values.synchronization import is_same
 from mpidist._values.variable import Variable
 
 APPLY: Final = "apply_gradients"
+# NumPy's functions also take CuPy arrays (`__array_ufunc__`), but their types do not.
+array_functions: Final[ModuleType] = np
+Gradient: TypeAlias = Nest
+"""An array, a number, a distributed value of these, or None; never a container."""
 
 
-def array_of(variable: Variable) -> Any:
+def array_of(variable: Variable) -> Array:
     """Return this rank's copy of a variable, for changing it in place.
 
     The only function that accesses a variable's internals. Use it only for changes that
     are identical on all ranks.
     """
-    return variable._array
+    array: Array = variable._array
+    return array
 
 
-def compute_dtype(dtype: Any) -> Any:
+def compute_dtype(dtype: DType) -> DType:
     """Return the dtype that steps are computed in and slots are stored in."""
     return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
 
 
 def listed(names: list[str]) -> str:
+    """Return the first names, for a message."""
     shown = ", ".join(repr(name) for name in names[:5])
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
@@ -49,7 +61,14 @@ def unique(names: list[str]) -> list[str]:
     return result
 
 
-def split_pairs(pairs: list[Any]) -> tuple[list[Any], list[Any]]:
+def split_pairs(
+    pairs: list[tuple[Gradient, Variable]],
+) -> tuple[list[Gradient], list[Variable]]:
+    """Return the gradients and the variables.
+
+    Raises:
+        ValueError: if an item is not a pair.
+    """
     for pair in pairs:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise ValueError(
@@ -59,13 +78,65 @@ def split_pairs(pairs: list[Any]) -> tuple[list[Any], list[Any]]:
     return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
 
-def variables_among(given: list[Any]) -> list[Variable]:
-    """Return the variables of an MPI strategy among given objects or pairs."""
-    each = [x for g in given for x in (g if isinstance(g, (list, tuple)) else (g,))]
-    return [x for x in each if isinstance(x, Variable) and x._group.is_mpi]
+def group_among(
+    given: Sequence[object], built_for: ReplicaGroup | None
+) -> ReplicaGroup:
+    """Return the group that reports a wrong argument to the other ranks.
+
+    Outside every scope, and before the first `Optimizer.build`, the variables among the
+    given objects or pairs determine it.
+    """
+    current = context.current().group
+    if context.has_strategy():
+        return current
+    if built_for is not None:
+        return built_for
+    for item in given:
+        for x in item if isinstance(item, (list, tuple)) else (item,):
+            if isinstance(x, Variable) and x._group.is_mpi:
+                return x._group
+    return current
 
 
-def check_variables(variables: list[Any], call: str, known: dict[int, int]) -> None:
+def group_for(
+    variables: list[Variable], built_for: ReplicaGroup | None, call: str
+) -> ReplicaGroup:
+    """Return the group of these variables.
+
+    Raises:
+        RuntimeError: if the optimizer cannot use the variables here.
+    """
+    frame = context.current()
+    group = variables[0]._group
+    name = variables[0].name
+    if frame.level is context.Level.UPDATE:
+        raise RuntimeError(
+            f"{call}: this code runs {frame.level.value}, which changes one variable "
+            f"without communication; call `{call}` before or after the `update`"
+        )
+    if context.has_strategy() and frame.group is not group:
+        if not group.is_mpi:
+            raise RuntimeError(
+                f"{call}: Variable {name!r} was made outside every scope, so each rank "
+                f"has one of its own, but {frame.group} is in force; make it in `with "
+                "strategy.scope():`"
+            )
+        raise RuntimeError(
+            f"{call}: Mixing different Strategy objects: Variable {name!r} belongs to "
+            f"{group}, but {frame.group} is in force"
+        )
+    if built_for is not None and built_for is not group:
+        raise RuntimeError(
+            f"{call}: Mixing different Strategy objects: the optimizer was built for "
+            f"variables of {built_for}, Variable {name!r} belongs to {group}; make an "
+            "optimizer for each strategy"
+        )
+    return group
+
+
+def check_variables(
+    variables: Sequence[object], call: str, known: dict[int, int]
+) -> None:
     """Raise unless these are mirrored, floating-point variables of one strategy.
 
     Args:
@@ -77,6 +148,7 @@ def check_variables(variables: list[Any], call: str, known: dict[int, int]) -> N
     if not variables:
         raise ValueError(f"{call}: expected at least one variable, got none")
     seen: set[int] = set()
+    first: Variable | None = None
     for variable in variables:
         if not isinstance(variable, Variable):
             hint = (
@@ -94,6 +166,7 @@ def check_variables(variables: list[Any], call: str, known: dict[int, int]) -> N
                 "gradients, and pass it once"
             )
         seen.add(id(variable))
+        first = variable if first is None else first
         if id(variable) in known and id(variables[0]) in known:
             continue
         name = variable.name
@@ -108,18 +181,20 @@ def check_variables(variables: list[Any], call: str, known: dict[int, int]) -> N
                 f"{call}: expected variables of floating dtypes, got Variable {name!r} "
                 f"of {dtype.name}"
             )
-        other = variables[0]._group
-        if variable._group is not other:
+        if variable._group is not first._group:
             raise RuntimeError(
                 f"{call}: Mixing different Strategy objects: Variable {name!r} belongs "
-                f"to {variable._group}, Variable {variables[0].name!r} to "
-                f"{other}"
+                f"to {variable._group}, Variable {first.name!r} to {first._group}"
             )
 
 
 def as_gradient(
-    group: ReplicaGroup, gradient: Any, variable: Variable, in_replica: bool, skip: bool
-) -> Any:
+    group: ReplicaGroup,
+    gradient: Gradient,
+    variable: Variable,
+    in_replica: bool,
+    skip: bool,
+) -> Array:
     """Return this rank's gradient as an array of the variable's dtype and shape."""
     array = array_of(variable)
     if (
@@ -150,6 +225,7 @@ def as_gradient(
         )
     if isinstance(gradient, DistributedValues):
         gradient = gradient._own
+    x: Array
     x, kind = backend.as_array(gradient, call)
     if tuple(x.shape) != tuple(array.shape):
         raise ValueError(
@@ -173,17 +249,76 @@ def as_gradient(
     return x
 
 
-def apart(arrays: dict[int, Any], variables: list[Variable]) -> dict[int, Any]:
-    """Copy gradients that are views of variables, because the step changes these.
+@dataclasses.dataclass(frozen=True, slots=True)
+class GivenGradients:
+    """The gradients of one step on this rank, without those that are None."""
 
-    Gradients that are not reduced, for example on one replica, have no separate
-    buffers.
+    arrays: list[Array]
+    variables: list[Variable]
+    all_variables: list[Variable]  # also those whose gradient is None
+    summed: list[int]  # the places of those that are summed over the replicas
+    summaries: str  # of the others, for the header
+
+    def copied_if_views(self, *, keep_sums: bool) -> list[Array]:
+        """Copy gradients that are views of variables, because the step changes these.
+
+        Args:
+            keep_sums: whether those that are summed have separate buffers. On one
+                replica they have none.
+        """
+        owners = {id(_owner(array_of(variable))) for variable in self.all_variables}
+        kept = set(self.summed) if keep_sums else ()
+        return [
+            x.copy() if i not in kept and id(_owner(x)) in owners else x
+            for i, x in enumerate(self.arrays)
+        ]
+
+
+def collect(
+    group: ReplicaGroup,
+    gradients: list[Gradient],
+    variables: list[Variable],
+    in_replica: bool,
+    skip: bool,
+) -> GivenGradients:
+    """Return this rank's gradients as arrays.
+
+    Raises:
+        TypeError, ValueError: for a gradient of another shape or dtype, or None for
+            all.
     """
-    owners = {id(_owner(array_of(variable))) for variable in variables}
-    return {i: x.copy() if id(_owner(x)) in owners else x for i, x in arrays.items()}
+    taken = [i for i, g in enumerate(gradients) if g is not None]
+    if not taken:
+        raise ValueError(
+            f"{APPLY}: No gradients provided for any variable: got None for "
+            f"{listed([v.name for v in variables])}"
+        )
+    arrays = [
+        backend.contiguous(
+            as_gradient(group, gradients[i], variables[i], in_replica, skip)
+        )
+        for i in taken
+    ]
+    summed = [
+        place
+        for place, i in enumerate(taken)
+        if not skip and (in_replica or isinstance(gradients[i], PerReplica))
+    ]
+    summaries = ""
+    if group.guard.checks and len(summed) < len(taken):
+        others = ", ".join(
+            backend.summarize(arrays[place])
+            for place in sorted(set(range(len(taken))).difference(summed))
+            if not is_same(group, gradients[taken[place]])
+        )
+        if others:
+            summaries = f", given {others} (which are not per replica)"
+    return GivenGradients(
+        arrays, [variables[i] for i in taken], variables, summed, summaries
+    )
 
 
-def _owner(x: Any) -> Any:
+def _owner(x: Array) -> Array:
     """Return the array whose memory this is a view of."""
     while (base := getattr(x, "base", None)) is not None and backend.is_array(base):
         x = base

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from mpidist._base import backend, nest
+from mpidist._base.types import Array, Nest
 from mpidist._values.distributed import PerReplica
+from mpidist.optimizers._arguments import array_functions
 
 # Elements processed at a time: on the host as many as fit into a core's cache, on a GPU
 # enough to keep it busy.
@@ -17,7 +19,7 @@ HOST_BLOCK: Final = 1 << 15
 DEVICE_BLOCK: Final = 1 << 24
 
 
-def clip_by_global_norm(grads: Any, clip_norm: float) -> tuple[Any, Any]:
+def clip_by_global_norm(grads: Nest, clip_norm: float) -> tuple[Nest, Nest]:
     """Scale gradients so that their global norm is at most ``clip_norm``.
 
     The formula is that of ``tf.clip_by_global_norm`` (Pascanu et al. 2013,
@@ -61,7 +63,7 @@ def clip_by_global_norm(grads: Any, clip_norm: float) -> tuple[Any, Any]:
     return structure.unflatten(clipped), norm
 
 
-def check_clip_norm(clip_norm: Any, call: str, argument: str) -> float:
+def check_clip_norm(clip_norm: object, call: str, argument: str) -> float:
     """Return a maximum norm as a float.
 
     Raises:
@@ -78,7 +80,7 @@ def check_clip_norm(clip_norm: Any, call: str, argument: str) -> float:
     return float(clip_norm)
 
 
-def blocks(x: Any) -> Iterator[slice]:
+def blocks(x: Array) -> Iterator[slice]:
     """Yield the slices of a flat array to process, one at a time."""
     size = int(x.size)
     step = DEVICE_BLOCK if backend.is_device_array(x) else HOST_BLOCK
@@ -86,16 +88,17 @@ def blocks(x: Any) -> Iterator[slice]:
         yield slice(start, min(start + step, size))
 
 
-def norm_scratch(arrays: Sequence[Any]) -> Any:
-    """Return the scratch memory for `global_norm`, or None if there are no arrays."""
+def norm_scratch(arrays: Sequence[Array]) -> Array:
+    """Return the scratch memory that `global_norm` of these arrays needs."""
     if not arrays:
-        return None
+        return np.empty(0)
     largest = max(arrays, key=lambda x: int(x.size))
     size = max((part.stop - part.start for part in blocks(largest)), default=0)
-    return backend.empty_like(largest, (size,), np.float64)
+    scratch: Array = backend.empty_like(largest, (size,), np.float64)
+    return scratch
 
 
-def global_norm(arrays: Sequence[Any], scratch: Any) -> Any:
+def global_norm(arrays: Sequence[Array], scratch: Array) -> Array:
     """Return the square root of the sum of all squares, in float64.
 
     The order of the sum depends only on the shapes, so equal arrays give equal bits.
@@ -106,21 +109,25 @@ def global_norm(arrays: Sequence[Any], scratch: Any) -> Any:
         for part in blocks(flat):
             wide = scratch[: part.stop - part.start]
             wide[...] = flat[part]
-            np.multiply(wide, wide, out=wide)
+            array_functions.multiply(wide, wide, out=wide)
             sums.append(wide.sum())
-    return np.sqrt(sum(sums[1:], sums[0]) if sums else np.float64(0))
+    norm: Array = array_functions.sqrt(
+        sum(sums[1:], sums[0]) if sums else np.float64(0)
+    )
+    return norm
 
 
-def clip_scale(norm: Any, clip_norm: float) -> Any:
+def clip_scale(norm: Array, clip_norm: float) -> Array:
     """Return the factor for gradients of this norm; NaN for inf and NaN."""
-    return clip_norm / np.maximum(norm, clip_norm) + (norm - norm)
+    scale: Array = clip_norm / array_functions.maximum(norm, clip_norm) + (norm - norm)
+    return scale
 
 
-def _scaled(x: Any, scale: Any) -> Any:
+def _scaled(x: Array, scale: Array) -> Array:
     dtype = x.dtype if x.dtype.kind in "fc" else np.dtype(np.float64)
     if backend.is_bfloat16(x.dtype):
         dtype = x.dtype
     wide = np.float32 if dtype.itemsize == 2 else dtype
-    return np.multiply(x.astype(wide, copy=False), scale.astype(wide)).astype(
-        dtype, copy=False
-    )
+    product = array_functions.multiply(x.astype(wide, copy=False), scale.astype(wide))
+    result: Array = product.astype(dtype, copy=False)
+    return result

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.options import ReduceOp
+from mpidist._base.types import Array
 from mpidist._engine import Plan
 from mpidist._runtime import context
 from mpidist._runtime.group import BatchReducer, ReplicaGroup
@@ -21,7 +20,7 @@ class GradientSum:
     def __init__(
         self,
         group: ReplicaGroup,
-        arrays: list[Any],
+        arrays: list[Array],
         variables: list[Variable],
     ) -> None:
         collectives = group.collectives
@@ -38,7 +37,7 @@ class GradientSum:
         if self._ops is None:
             self._plan = plan
 
-    def run(self, call: Call) -> list[Any]:
+    def run(self, call: Call) -> list[Array]:
         """Return the sums, which are the same on all ranks. Collective.
 
         Nothing changes before all ranks have agreed.
@@ -52,7 +51,7 @@ class GradientSum:
         ops = self._ops
         return self._arrays if ops is None else self._run_by_user(ops)
 
-    def _run_by_user(self, ops: BatchReducer) -> list[Any]:
+    def _run_by_user(self, ops: BatchReducer) -> list[Array]:
         """Sum with the user's `CrossDeviceOps`; check that all ranks got the same."""
         group = self._group
         collectives = group.collectives

@@ -18,109 +18,61 @@ it is one command, which every rank executes with its own optimizer.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-import numbers
 import re
-import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Final, NoReturn
+from typing import ClassVar, Final, NoReturn
 
 import numpy as np
 
 from mpidist._agreement.mismatch import Call
-from mpidist._base import backend, threads
-from mpidist._engine.collectives import Collectives
+from mpidist._base import backend
+from mpidist._base.types import Array, HostArray
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._values.distributed import PerReplica
-from mpidist._values.synchronization import is_same
 from mpidist._values.variable import Variable
 from mpidist.optimizers._arguments import (
     APPLY,
-    apart,
+    GivenGradients,
+    Gradient,
+    array_functions,
     array_of,
-    as_gradient,
     check_variables,
+    collect,
     compute_dtype,
+    group_among,
+    group_for,
     listed,
     split_pairs,
     unique,
-    variables_among,
 )
+from mpidist.optimizers._blocks import Target, lay_out
 from mpidist.optimizers._clipping import (
-    blocks,
     check_clip_norm,
     clip_scale,
     global_norm,
     norm_scratch,
 )
 from mpidist.optimizers._gradient_sum import GradientSum
-from mpidist.optimizers._schedules import LearningRate
+from mpidist.optimizers._reference import Referable, Reference
+from mpidist.optimizers._schedules import LearningRate, check_rate
 
 _BUILD: Final = "Optimizer.build"
 
-# An optimizer is the same object of the program on all ranks. It is identified by the
-# variable that counts its steps or, before that exists, by its construction number.
-# Replicas that are threads each have their own count.
-_Known = weakref.WeakValueDictionary[Any, "Optimizer"]
-_numbers = threads.ReplicaLocal(lambda: itertools.count(1))
-_made: Final = threads.ReplicaLocal[_Known](weakref.WeakValueDictionary)
-_built: Final = threads.ReplicaLocal[_Known](weakref.WeakValueDictionary)
+
+@dataclasses.dataclass(slots=True)
+class _PreparedStep:
+    """One step, when nothing can fail any more on one rank alone."""
+
+    call: Call
+    reduction: GradientSum
+    arrays: list[Array]  # the gradients; sums are put here
+    targets: list[Target]  # for each of them
+    constants: list[tuple[float, ...]]
+    count: Array  # of completed steps
+    norm_scratch: Array | None  # None without clipping
 
 
-@dataclasses.dataclass(frozen=True)
-class _Reference:
-    """How rank 0 identifies an optimizer to the other ranks."""
-
-    iterations: Variable | None
-    number: int
-    text: str
-
-    def find(self) -> Optimizer:
-        """Return this rank's optimizer.
-
-        Raises:
-            RuntimeError: if this rank has none, or a different one.
-        """
-        if self.iterations is not None:
-            found = _built.get().get(_identity(self.iterations))
-        else:
-            found = _made.get().get(self.number)
-        if found is None or found._text != self.text:
-            raise RuntimeError(
-                f"{APPLY}: the coordinator uses {self.text}, which this rank "
-                + ("does not have" if found is None else f"has as {found._text}")
-                + "; make optimizers on all ranks, in the same order, or call "
-                "`optimizer.build(variables)` before the `merge_call`"
-            )
-        return found
-
-
-@dataclasses.dataclass(frozen=True)
-class _Block:
-    """A part of a variable that is processed at a time, and its scratch memory."""
-
-    part: slice
-    w: Any
-    slots: tuple[Any, ...]
-    t: Any
-    u: Any
-    wide: Any  # None if the step is computed in the variable's own dtype
-
-
-@dataclasses.dataclass(frozen=True)
-class _Target:
-    """One variable with its slots, laid out for the update; created once."""
-
-    variable: Variable
-    index: int
-    array: Any
-    copy: Any  # in C order, of an array that is not in C order
-    blocks: tuple[_Block, ...]
-
-
-class Optimizer:
+class Optimizer(Referable):
     """The base class of `SGD`, `Adam` and `AdamW`.
 
     Gradients are summed over the replicas: divide the loss of each replica by the
@@ -140,7 +92,7 @@ class Optimizer:
         *,
         name: str | None,
         global_clipnorm: float | None,
-        settings: dict[str, Any],
+        settings: dict[str, float | bool],
     ) -> None:
         kind = type(self).__name__
         if context.current().coordinator is not None:
@@ -161,15 +113,13 @@ class Optimizer:
         self._not_decayed_variables: list[Variable] = []
         self.learning_rate = learning_rate
         self._group: ReplicaGroup | None = None
-        self._iterations: Variable | None = None
         self._variables: list[Variable] = []
         self._slots: list[tuple[Variable, ...]] = []
         self._index: dict[int, int] = {}
         self._decayed: list[bool] = []
         # Buffers that are reused in each step.
-        self._targets: list[_Target] = []
-        self._number = next(_numbers.get())
-        _made.get()[self._number] = self
+        self._targets: list[Target] = []
+        self._register()
 
     def __repr__(self) -> str:
         rate = self._learning_rate
@@ -229,7 +179,7 @@ class Optimizer:
     def learning_rate(self, learning_rate: LearningRate) -> None:
         kind = type(self).__name__
         if not callable(learning_rate):
-            learning_rate = self._check_rate(learning_rate, f"{kind}: expected")
+            learning_rate = check_rate(learning_rate, f"{kind}: expected")
         self._learning_rate = learning_rate
 
     def build(self, variables: Iterable[Variable]) -> None:
@@ -248,13 +198,13 @@ class Optimizer:
             RuntimeError: for variables of several strategies, or plain variables while
                 a strategy is current.
         """
-        given: list[Any] = []
+        given: list[Variable] = []
         try:
             given.extend(variables)
             check_variables(given, _BUILD, self._index)
-            group = self._group_of(given, _BUILD)
+            group = group_for(given, self._group, _BUILD)
         except Exception as error:
-            self._collectives(given).invalid(_BUILD, error)
+            group_among(given, self._group).collectives.invalid(_BUILD, error)
         if _is_cross_replica(group):
             dispatch.perform(
                 group, "build_optimizer", self._reference(), given, call=_BUILD
@@ -289,7 +239,7 @@ class Optimizer:
 
     def apply_gradients(
         self,
-        grads_and_vars: Iterable[tuple[Any, Variable]],
+        grads_and_vars: Iterable[tuple[Gradient, Variable]],
         *,
         skip_gradients_aggregation: bool = False,
     ) -> Variable:
@@ -325,14 +275,14 @@ class Optimizer:
                 learning rates differ. All these errors are raised on all ranks, before
                 anything has changed.
         """
-        pairs: list[Any] = []
+        pairs: list[tuple[Gradient, Variable]] = []
         try:
             pairs.extend(grads_and_vars)
             gradients, variables = split_pairs(pairs)
             check_variables(variables, APPLY, self._index)
-            group = self._group_of(variables, APPLY)
+            group = group_for(variables, self._group, APPLY)
         except Exception as error:
-            self._collectives(pairs).invalid(APPLY, error)
+            group_among(pairs, self._group).collectives.invalid(APPLY, error)
         skip = bool(skip_gradients_aggregation)
         if _is_cross_replica(group):
             dispatch.perform(
@@ -356,11 +306,11 @@ class Optimizer:
 
     @staticmethod
     def _step(
-        w: Any,
-        g: Any,
-        slots: tuple[Any, ...],
-        t: Any,
-        u: Any,
+        w: Array,
+        g: Array,
+        slots: tuple[Array, ...],
+        t: Array,
+        u: Array,
         constants: tuple[float, ...],
     ) -> None:
         """Change a block of a variable and of its slots in place.
@@ -381,7 +331,7 @@ class Optimizer:
     @property
     def _text(self) -> str:
         """All settings except the learning rate, which is the same on all ranks."""
-        settings = dict(self._settings)
+        settings: dict[str, object] = dict(self._settings)
         if self._global_clipnorm is not None:
             settings["global_clipnorm"] = self._global_clipnorm
         if self._not_decayed:
@@ -397,76 +347,14 @@ class Optimizer:
             "before a checkpoint is saved or restored"
         )
 
-    @staticmethod
-    def _check_rate(rate: Any, expected: str) -> float:
-        if isinstance(rate, bool) or not isinstance(rate, numbers.Real):
-            raise TypeError(
-                f"{expected} `learning_rate` to be a number or a function of the step, "
-                f"got {rate!r:.80} of type {type(rate).__name__}"
-            )
-        number = float(rate)
-        if not (math.isfinite(number) and number >= 0):
-            raise ValueError(
-                f"{expected} `learning_rate` to be finite and 0 or more, got {rate!r}"
-            )
-        return number
-
     def _rate(self, step: int) -> float:
         schedule = self._learning_rate
         if not callable(schedule):
             return schedule
         kind = type(self).__name__
-        return self._check_rate(
+        return check_rate(
             schedule(step), f"{kind}: at step {step}, expected the function for"
         )
-
-    def _reference(self) -> _Reference:
-        return _Reference(self._iterations, self._number, self._text)
-
-    def _collectives(self, given: Any) -> Collectives:
-        """Return the operations that report a wrong argument to the other ranks.
-
-        Outside every scope, and before the first `build`, the given variables determine
-        the strategy.
-        """
-        group = context.current().group
-        if not context.has_strategy():
-            if self._group is not None:
-                group = self._group
-            elif found := variables_among(given):
-                group = found[0]._group
-        collectives: Collectives = group.collectives
-        return collectives
-
-    def _group_of(self, variables: list[Variable], call: str) -> ReplicaGroup:
-        """Return the group of these variables, if it may use them here."""
-        frame = context.current()
-        group = variables[0]._group
-        if frame.level is context.Level.UPDATE:
-            raise RuntimeError(
-                f"{call}: this code runs {frame.level.value}, which changes one "
-                f"variable without communication; call `{call}` before or after the "
-                "`update`"
-            )
-        if context.has_strategy() and frame.group is not group:
-            if not group.is_mpi:
-                raise RuntimeError(
-                    f"{call}: Variable {variables[0].name!r} was made outside every "
-                    f"scope, so each rank has one of its own, but {frame.group} is "
-                    "in force; make it in `with strategy.scope():`"
-                )
-            raise RuntimeError(
-                f"{call}: Mixing different Strategy objects: Variable "
-                f"{variables[0].name!r} belongs to {group}, but {frame.group} is "
-                "in force"
-            )
-        if self._group is not None and self._group is not group:
-            raise RuntimeError(
-                f"{call}: Mixing different Strategy objects: the optimizer was built "
-                f"for variables of {self._group}, Variable {variables[0].name!r} "
-                f"belongs to {group}; make an optimizer for each strategy"
-            )
-        return group
 
     # --- state ------------------------------------------------------------------
 
@@ -483,7 +371,7 @@ class Optimizer:
                         f"({listed(known)}), got {len(variables)}; make another "
                         "optimizer for other variables"
                     )
-            decayed = [self._is_decayed(variable) for variable in variables]
+            decayed = self._which_decay(variables)
             names = unique([variable.name for variable in variables])
             described = ", ".join(
                 f"{v.name!r} [#{v._key[0]}] {backend.describe(v)}{'' if d else '*'}"
@@ -496,7 +384,7 @@ class Optimizer:
         if self._iterations is not None:
             return
 
-        def make(initial: Callable[[], Any], name: str) -> Variable:
+        def make(initial: Callable[[], HostArray], name: str) -> Variable:
             return Variable(initial, trainable=False, name=f"{self._name}/{name}")
 
         with context.entered(group.cross_frame):
@@ -510,13 +398,15 @@ class Optimizer:
         self._group = group
         self._variables, self._slots, self._decayed = variables, slots, decayed
         self._index = {id(variable): i for i, variable in enumerate(variables)}
-        self._iterations = iterations
-        _built.get()[_identity(iterations)] = self
+        self._register_built(iterations)
 
-    def _is_decayed(self, variable: Variable) -> bool:
-        if any(variable is other for other in self._not_decayed_variables):
-            return False
-        return not any(re.search(name, variable.name) for name in self._not_decayed)
+    def _which_decay(self, variables: list[Variable]) -> list[bool]:
+        excluded = {id(variable) for variable in self._not_decayed_variables}
+        return [
+            id(variable) not in excluded
+            and not any(re.search(name, variable.name) for name in self._not_decayed)
+            for variable in variables
+        ]
 
     def _check_known(self, variables: list[Variable], call: str) -> None:
         for variable in variables:
@@ -534,7 +424,7 @@ class Optimizer:
     def _apply(
         self,
         group: ReplicaGroup,
-        gradients: list[Any],
+        gradients: list[Gradient],
         variables: list[Variable],
         *,
         in_replica: bool,
@@ -543,138 +433,63 @@ class Optimizer:
         """Apply one step. All ranks call this, each with its own gradients."""
         collectives = group.collectives
         try:
-            taken = [i for i, g in enumerate(gradients) if g is not None]
-            if not taken:
-                raise ValueError(
-                    f"{APPLY}: No gradients provided for any variable: got None for "
-                    f"{listed([v.name for v in variables])}"
-                )
-            moving = [
-                i
-                for i in taken
-                if not skip and (in_replica or isinstance(gradients[i], PerReplica))
-            ]
-            arrays = {
-                i: backend.contiguous(
-                    as_gradient(group, gradients[i], variables[i], in_replica, skip)
-                )
-                for i in taken
-            }
-            checks = collectives.guard.checks
-            summaries = ""
-            if checks and len(moving) < len(taken):
-                summaries = ", ".join(
-                    backend.summarize(arrays[i])
-                    for i in sorted(set(taken).difference(moving))
-                    if not is_same(group, gradients[i])
-                )
+            given = collect(group, gradients, variables, in_replica, skip)
         except Exception as error:
             collectives.invalid(APPLY, error)
         if self._iterations is None:
             self._build(group, variables)
         try:
-            self._check_known(variables, APPLY)
-            indices = [self._index[id(variables[i])] for i in taken]
-            count = array_of(self.iterations)
-            step = int(count)
-            rate = self._rate(step)
-            alone = collectives.comm.size == 1
-            kept = {i: x for i, x in arrays.items() if alone or i not in moving}
-            arrays |= apart(kept, variables)
-            reduction = GradientSum(
-                group,
-                [arrays[i] for i in moving],
-                [variables[i] for i in moving],
-            )
-            place = {i: k for k, i in enumerate(taken)}
-            given = [arrays[i] for i in taken]
-            wide = None
-            if self._global_clipnorm is not None:
-                wide = norm_scratch(given)
-            if not self._targets:
-                self._targets = self._lay_out()
-            targets = [self._targets[index] for index in indices]
-            constants = [self._constants(step + 1, rate, index) for index in indices]
-            text = ""
-            if checks:
-                keys = " ".join(f"#{t.variable._key[0]}" for t in targets)
-                if summaries:
-                    summaries = f", given {summaries} (which are not per replica)"
-                text = (
-                    f"{APPLY} of {self._text} at step {step} with learning_rate="
-                    f"{rate!r}: {reduction.text} for {keys}{summaries}"
-                )
+            step = self._prepare(group, given)
         except Exception as error:
             collectives.invalid(APPLY, error)
-        sums = reduction.run(Call(text or APPLY))
+        sums = step.reduction.run(step.call)
         # From here on nothing fails on one rank alone.
-        for i, reduced in zip(moving, sums, strict=True):
-            given[place[i]] = reduced
+        arrays = step.arrays
+        for place, reduced in zip(given.summed, sums, strict=True):
+            arrays[place] = reduced
         with np.errstate(all="ignore"):
             scale = None
-            if self._global_clipnorm is not None:
-                scale = clip_scale(global_norm(given, wide), self._global_clipnorm)
-            for target, gradient, own in zip(targets, given, constants, strict=True):
-                self._update(target, gradient, scale, own)
-            np.add(count, 1, out=count)
+            clip_norm = self._global_clipnorm
+            if clip_norm is not None and step.norm_scratch is not None:
+                scale = clip_scale(global_norm(arrays, step.norm_scratch), clip_norm)
+            for target, gradient, constants in zip(
+                step.targets, arrays, step.constants, strict=True
+            ):
+                target.update(self._step, gradient, scale, constants)
+            array_functions.add(step.count, 1, out=step.count)
 
-    def _lay_out(self) -> list[_Target]:
-        """Divide all variables into blocks, with shared scratch memory."""
-        scratch: dict[Any, list[Any]] = {}
-        targets = []
-        # The largest first: its scratch memory suffices for all others of its dtype.
-        sizes = [variable.size for variable in self._variables]
-        for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-            array = array_of(self._variables[index])
-            copy = None if array.flags.c_contiguous else backend.contiguous(array)
-            flat = backend.flat(array if copy is None else copy)
-            slots = [backend.flat(array_of(slot)) for slot in self._slots[index]]
-            parts = list(blocks(flat))
-            dtype = compute_dtype(array.dtype)
-            if parts and dtype not in scratch:
-                scratch[dtype] = [
-                    backend.empty_like(flat, (parts[0].stop,), dtype) for _ in range(3)
-                ]
-            made = []
-            for part in parts:
-                t, u, wide = (x[: part.stop - part.start] for x in scratch[dtype])
-                narrow = dtype != array.dtype
-                own = tuple(slot[part] for slot in slots)
-                made.append(
-                    _Block(part, flat[part], own, t, u, wide if narrow else None)
-                )
-            variable = self._variables[index]
-            targets.append(_Target(variable, index, array, copy, tuple(made)))
-        return sorted(targets, key=lambda target: target.index)
-
-    def _update(
-        self, target: _Target, gradient: Any, scale: Any, constants: tuple[float, ...]
-    ) -> None:
-        """Apply the step to one variable, block by block."""
-        array, copy = target.array, target.copy
-        if copy is not None:
-            copy[...] = array
-        gradient = backend.flat(gradient)
-        if scale is not None:
-            scale = scale.astype(compute_dtype(array.dtype))
-        for block in target.blocks:
-            w, g = block.w, gradient[block.part]
-            if block.wide is not None:
-                g = block.u
-                g[...] = gradient[block.part]
-                w = block.wide
-                w[...] = block.w
-            if scale is not None:
-                g = np.multiply(g, scale, out=block.u)
-            self._step(w, g, block.slots, block.t, block.u, constants)
-            if block.wide is not None:
-                block.w[...] = w
-        if copy is not None:
-            array[...] = copy
-
-
-def _identity(iterations: Variable) -> Any:
-    return (iterations._group.number, iterations._key)
+    def _prepare(self, group: ReplicaGroup, given: GivenGradients) -> _PreparedStep:
+        """Do everything that can fail on one rank alone."""
+        collectives = group.collectives
+        variables = given.variables
+        self._check_known(variables, APPLY)
+        indices = [self._index[id(variable)] for variable in variables]
+        count = array_of(self.iterations)
+        step = int(count.item())
+        rate = self._rate(step)
+        arrays = given.copied_if_views(keep_sums=collectives.comm.size > 1)
+        reduction = GradientSum(
+            group,
+            [arrays[i] for i in given.summed],
+            [variables[i] for i in given.summed],
+        )
+        scratch = None
+        if self._global_clipnorm is not None:
+            scratch = norm_scratch(arrays)
+        if not self._targets:
+            self._targets = lay_out(self._variables, self._slots)
+        targets = [self._targets[index] for index in indices]
+        constants = [self._constants(step + 1, rate, index) for index in indices]
+        text = APPLY
+        if collectives.guard.checks:
+            keys = " ".join(f"#{t.variable._key[0]}" for t in targets)
+            text = (
+                f"{APPLY} of {self._text} at step {step} with learning_rate="
+                f"{rate!r}: {reduction.text} for {keys}{given.summaries}"
+            )
+        return _PreparedStep(
+            Call(text), reduction, arrays, targets, constants, count, scratch
+        )
 
 
 def _is_cross_replica(group: ReplicaGroup) -> bool:
@@ -685,20 +500,20 @@ def _is_cross_replica(group: ReplicaGroup) -> bool:
     return frame.level is not context.Level.REPLICA or not context.has_strategy()
 
 
-def _zeros_for(variable: Variable) -> Callable[[], Any]:
+def _zeros_for(variable: Variable) -> Callable[[], HostArray]:
     return lambda: np.zeros(variable.shape, compute_dtype(variable.dtype))
 
 
 @dispatch.operation(APPLY)
 def _apply_gradients(
     group: ReplicaGroup,
-    reference: _Reference,
-    gradients: list[Any],
+    reference: Reference,
+    gradients: list[Gradient],
     variables: list[Variable],
     skip: bool,
 ) -> None:
     try:
-        optimizer = reference.find()
+        optimizer = reference.find(Optimizer, APPLY)
     except Exception as error:
         group.collectives.invalid(APPLY, error)
     optimizer._apply(group, gradients, variables, in_replica=False, skip=skip)
@@ -706,10 +521,10 @@ def _apply_gradients(
 
 @dispatch.operation("build_optimizer")
 def _build_optimizer(
-    group: ReplicaGroup, reference: _Reference, variables: list[Variable]
+    group: ReplicaGroup, reference: Reference, variables: list[Variable]
 ) -> None:
     try:
-        optimizer = reference.find()
+        optimizer = reference.find(Optimizer, _BUILD)
     except Exception as error:
         group.collectives.invalid(_BUILD, error)
     optimizer._build(group, variables)

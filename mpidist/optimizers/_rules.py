@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import numpy as np
-
+from mpidist._base.types import Array
+from mpidist.optimizers._arguments import array_functions
 from mpidist.optimizers._optimizer import Optimizer
 from mpidist.optimizers._schedules import LearningRate
 
@@ -74,28 +74,28 @@ class SGD(Optimizer):
 
     @staticmethod
     def _step(
-        w: Any,
-        g: Any,
-        slots: tuple[Any, ...],
-        t: Any,
-        u: Any,
+        w: Array,
+        g: Array,
+        slots: tuple[Array, ...],
+        t: Array,
+        u: Array,
         constants: tuple[float, ...],
     ) -> None:
         rate, momentum, nesterov, decay = constants
         if decay:
-            np.multiply(w, decay, out=t)
-            g = np.add(g, t, out=u)
+            array_functions.multiply(w, decay, out=t)
+            g = array_functions.add(g, t, out=u)
         if slots:
             (m,) = slots
-            np.multiply(m, momentum, out=m)
-            np.add(m, g, out=m)
+            array_functions.multiply(m, momentum, out=m)
+            array_functions.add(m, g, out=m)
             if nesterov:
-                np.multiply(m, momentum, out=t)
-                g = np.add(t, g, out=t)
+                array_functions.multiply(m, momentum, out=t)
+                g = array_functions.add(t, g, out=t)
             else:
                 g = m
-        np.multiply(g, rate, out=t)
-        np.subtract(w, t, out=w)
+        array_functions.multiply(g, rate, out=t)
+        array_functions.subtract(w, t, out=w)
 
 
 class Adam(Optimizer):
@@ -153,7 +153,7 @@ class Adam(Optimizer):
             learning_rate, name=name, global_clipnorm=global_clipnorm, settings=settings
         )
 
-    def _more_settings(self) -> dict[str, Any]:
+    def _more_settings(self) -> dict[str, float | bool]:
         return {}
 
     def _constants(self, step: int, rate: float, index: int) -> tuple[float, ...]:
@@ -168,30 +168,30 @@ class Adam(Optimizer):
 
     @staticmethod
     def _step(
-        w: Any,
-        g: Any,
-        slots: tuple[Any, ...],
-        t: Any,
-        u: Any,
+        w: Array,
+        g: Array,
+        slots: tuple[Array, ...],
+        t: Array,
+        u: Array,
         constants: tuple[float, ...],
     ) -> None:
         new_1, beta_2, correction, epsilon, size, keep = constants
         m, v = slots
-        np.subtract(g, m, out=t)
-        np.multiply(t, new_1, out=t)
-        np.add(m, t, out=m)
-        np.multiply(v, beta_2, out=v)
-        np.multiply(g, g, out=t)
-        np.multiply(t, 1 - beta_2, out=t)
-        np.add(v, t, out=v)
-        np.sqrt(v, out=t)
-        np.multiply(t, correction, out=t)
-        np.add(t, epsilon, out=t)
-        np.divide(m, t, out=t)
-        np.multiply(t, size, out=t)
+        array_functions.subtract(g, m, out=t)
+        array_functions.multiply(t, new_1, out=t)
+        array_functions.add(m, t, out=m)
+        array_functions.multiply(v, beta_2, out=v)
+        array_functions.multiply(g, g, out=t)
+        array_functions.multiply(t, 1 - beta_2, out=t)
+        array_functions.add(v, t, out=v)
+        array_functions.sqrt(v, out=t)
+        array_functions.multiply(t, correction, out=t)
+        array_functions.add(t, epsilon, out=t)
+        array_functions.divide(m, t, out=t)
+        array_functions.multiply(t, size, out=t)
         if keep != 1.0:
-            np.multiply(w, keep, out=w)
-        np.subtract(w, t, out=w)
+            array_functions.multiply(w, keep, out=w)
+        array_functions.subtract(w, t, out=w)
 
 
 class AdamW(Adam):
@@ -239,7 +239,7 @@ class AdamW(Adam):
             name=name,
         )
 
-    def _more_settings(self) -> dict[str, Any]:
+    def _more_settings(self) -> dict[str, float | bool]:
         return {"weight_decay": self._decay}
 
     def _constants(self, step: int, rate: float, index: int) -> tuple[float, ...]:
@@ -248,7 +248,7 @@ class AdamW(Adam):
         return (*constants[:-1], keep)
 
 
-def _number(kind: str, argument: str, value: Any, below: float = math.inf) -> float:
+def _number(kind: str, argument: str, value: object, below: float = math.inf) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{kind}: expected `{argument}` to be a number, got {value!r}")
     if not 0 <= float(value) < below:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable, Sequence
 
 LearningRate = float | Callable[[int], float]
@@ -117,3 +118,26 @@ def linear_warmup(
 def _check_steps(call: str, argument: str, steps: int) -> None:
     if not steps > 0:
         raise ValueError(f"{call}: expected `{argument}` to be above 0, got {steps!r}")
+
+
+def check_rate(rate: object, expected: str) -> float:
+    """Return a learning rate as a float.
+
+    Args:
+        rate: the learning rate.
+        expected: the beginning of the message, up to "expected".
+
+    Raises:
+        TypeError, ValueError: if it is not a finite number, 0 or more.
+    """
+    if isinstance(rate, bool) or not isinstance(rate, numbers.Real):
+        raise TypeError(
+            f"{expected} `learning_rate` to be a number or a function of the step, "
+            f"got {rate!r:.80} of type {type(rate).__name__}"
+        )
+    number = float(rate)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(
+            f"{expected} `learning_rate` to be finite and 0 or more, got {rate!r}"
+        )
+    return number

@@ -801,7 +801,7 @@ WRONG = {
     "twice": (lambda o, a, b, c: [(ONE, a), (ONE, a)], "'a' is there twice"),
     "foreign": (lambda o, a, b, c: [(ONE, c), (ONE, b)], "Mixing different"),
     "plain": (
-        lambda o, a, b, c: [(ONE, mpidist.optimizers._optimizer), (ONE, b)],
+        lambda o, a, b, c: [(ONE, np), (ONE, b)],
         "expected a `mpidist.Variable`",
     ),
     "rate": (lambda o, a, b, c: setattr(o, "learning_rate", 0.3), "learning_rate=0.3"),
