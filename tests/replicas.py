@@ -233,4 +233,4 @@ def assert_usable(strategy: mpidist.Strategy) -> None:
     group = group_of(strategy)
     assert len({*everywhere(group.guard.sequence)}) == 1
     assert len({*everywhere(group.registry.count)}) == 1
-    assert group.guard._depth == 0
+    assert group.guard.depth == 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mpidist._agreement.channel import Channel
-from mpidist._agreement.guard import Guard, Part
+from mpidist._agreement.guard import Guard, SectionResult
 from mpidist._agreement.mismatch import Call, ErrorKind
 from mpidist._agreement.trace import NO_ROUTE, SECTION, Record, Trace
 from mpidist._base.errors import CollectiveError
@@ -67,15 +67,17 @@ class TracedGuard(Guard):
             self._name(call)
             super().agree(call, timeout)
 
-    def agree_softly(self, call: Call, soft: int, timeout: float | None = None) -> bool:
+    def agree_and_compare(
+        self, call: Call, value: int, timeout: float | None = None
+    ) -> bool:
         """As that of `Guard`."""
         with self._header(call):
-            return super().agree_softly(call, soft, timeout)
+            return super().agree_and_compare(call, value, timeout)
 
-    def agree_most(self, call: Call, number: int) -> tuple[int, bool]:
+    def agree_on_largest(self, call: Call, value: int) -> tuple[int, bool]:
         """As that of `Guard`."""
         with self._header(call):
-            return super().agree_most(call, number)
+            return super().agree_on_largest(call, value)
 
     def begin(self, call: Call) -> None:
         """As that of `Guard`."""
@@ -102,17 +104,17 @@ class TracedGuard(Guard):
         error: BaseException | None,
         kind: ErrorKind = "raised",
         result: str | Callable[[], str] = "",
-        number: int = 0,
+        fingerprint: int = 0,
     ) -> BaseException | None:
         """As that of `Guard`."""
         section = self.trace.ends(call)
         with self._header(call, NO_ROUTE if section is None else SECTION) as record:
             record.section = section
-            found = super().join(call, error, kind, result, number)
+            found = super().join(call, error, kind, result, fingerprint)
             record.ends_with(found)
         return found
 
-    def run_section(self, call: Call, body: Callable[[Part], _R]) -> _R:
+    def run_section(self, call: Call, body: Callable[[SectionResult], _R]) -> _R:
         """As that of `Guard`; the line of its join is that of all of it."""
         with self.trace.section(call, call.text, self.sequence + 1):
             return super().run_section(call, body)
@@ -121,7 +123,7 @@ class TracedGuard(Guard):
         """Write a line for a stretch that has calls inside, when it has ended."""
         return self.trace.whole(text, lambda: self.sequence)
 
-    def leave(self, call: Call, code: Any) -> Iterator[None]:
+    def leave(self, call: Call, code: object) -> Iterator[None]:
         """As that of `Guard`."""
         if self.broken:
             return
@@ -135,6 +137,6 @@ class TracedGuard(Guard):
         with self.trace.call(0, "mpi", what, self.sequence + 1):
             super().wait(request, what, timeout)
 
-    def _look(self, what: str, waited: float) -> None:
+    def look(self, what: str, waited: float) -> None:
         self.trace.look(what, waited, self.sequence + 1)
-        super()._look(what, waited)
+        super().look(what, waited)

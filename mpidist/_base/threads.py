@@ -35,12 +35,12 @@ class ThreadReplica(Protocol):
     def adapt(self, environment: Environment) -> Environment:
         """Return what the environment says to replicas that are threads."""
 
-    def connect(self, comm: Any, wait: Callable[[Any, str], None]) -> Any:
+    def connect(self, comm: Any, deadline: Any) -> Any:
         """Return a communicator over the replicas. Collective.
 
         Args:
             comm: what `MPIStrategy` was given.
-            wait: called with the pending connection and what it is.
+            deadline: waits for the pending connection; a `waiting.Deadline`.
 
         Raises:
             TypeError: for a ``comm`` of MPI.

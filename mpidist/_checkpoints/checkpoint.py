@@ -38,7 +38,7 @@ from mpidist._checkpoints import contents, replace, storage
 from mpidist._checkpoints.contents import Item, StateItem, VariableItem
 from mpidist._checkpoints.job import Job
 from mpidist._checkpoints.storage import Order
-from mpidist._mpi import communicator
+from mpidist._mpi import job as mpi_job
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 
@@ -284,7 +284,7 @@ class Checkpoint:
             group = context.current().group
             # Each process restores plain variables by itself.
             saves = name != "Checkpoint.restore"
-            if saves and not group.is_mpi and communicator.world_size() > 1:
+            if saves and not group.is_mpi and mpi_job.world_size() > 1:
                 raise RuntimeError(
                     f"{name}: none of its variables belongs to an MPIStrategy, so it "
                     "is not clear which ranks save together; write "

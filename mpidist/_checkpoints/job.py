@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from mpidist._agreement import mismatch
-from mpidist._agreement.guard import Part
+from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call
 from mpidist._base.errors import CheckpointError, format_exception
 from mpidist._checkpoints.contents import VariableItem
@@ -49,7 +49,7 @@ class Job:
         Collective. All ranks pass equally many numbers.
         """
         soft = mismatch.fingerprint(",".join(map(str, numbers)))
-        if self.guard.agree_softly(Call(f"{self.name}, comparing"), soft):
+        if self.guard.agree_and_compare(Call(f"{self.name}, comparing"), soft):
             return None
         return self.comm.all_gather_integers(numbers)
 
@@ -63,7 +63,7 @@ class Job:
             scope: whether to call it in the scope of the strategy.
         """
 
-        def body(_: Part) -> _R:
+        def body(_: SectionResult) -> _R:
             with self.scope() if scope else contextlib.nullcontext():
                 return work()
 

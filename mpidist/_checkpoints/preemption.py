@@ -2,8 +2,8 @@
 
 A batch system sends a signal to a job some time before it kills it. Not all ranks get
 the signal, and not at the same step. So at each step all ranks agree, with a number in
-one header of the guard (`Guard.agree_most`), whether one of them was signalled. If so,
-all save at that step, and exit.
+one header of the guard (`Guard.agree_on_largest`), whether one of them was signalled.
+If so, all save at that step, and exit.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class PreemptionCheckpointHandler:
         """
         job = self._checkpoint._job("PreemptionCheckpointHandler")
         state = job.attempt(self._look)
-        state, _ = job.guard.agree_most(Call(job.name), state)
+        state, _ = job.guard.agree_on_largest(Call(job.name), state)
         if state != _GO_ON and self._told_at is None:
             self._told_at = time.monotonic()
         if state != _TIME_IS_UP:

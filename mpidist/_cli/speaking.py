@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Final, NoReturn, TypeVar
 
 from mpidist._bench import UsageError, parse_seconds
-from mpidist._mpi import communicator, launcher
+from mpidist._mpi import job as mpi_job
+from mpidist._mpi import launcher
 
 EXIT_USAGE: Final = 2
 _PATIENCE_SECONDS: Final = 10.0
@@ -63,7 +64,7 @@ def launched_rank() -> int | None:
 
 def say(text: str) -> None:
     """Print on rank 0, whether MPI has been started or not. Not collective."""
-    rank = communicator.world_rank()
+    rank = mpi_job.world_rank()
     if rank is None:
         rank = launched_rank()
     if not rank:
@@ -72,7 +73,7 @@ def say(text: str) -> None:
 
 def complain(command: str, message: str) -> None:
     """Print an error on rank 0, and return on no rank before that. Collective."""
-    rank = communicator.world_rank()
+    rank = mpi_job.world_rank()
     if rank is None:
         rank = launched_rank()
     if not rank:
@@ -80,7 +81,7 @@ def complain(command: str, message: str) -> None:
     if rank is None:
         return
     try:
-        world = communicator.mpi_module().COMM_WORLD
+        world = mpi_job.mpi_module().COMM_WORLD
     except ImportError:
         return
     request = world.Ibarrier()

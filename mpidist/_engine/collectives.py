@@ -116,6 +116,7 @@ class Collectives:
     ) -> None:
         self.comm = comm
         self._memory = memory
+        self._shared = memory.make_transport and memory.make_transport(guard)
         self.node: Node | None = memory.node
         self.nodes: Nodes | None = memory.nodes
         self.guard = guard
@@ -139,7 +140,7 @@ class Collectives:
         if wanted is CommunicationImplementation.NCCL:
             wanted = CommunicationImplementation.STAGED
         self.transports: _transports.Transports = _transports.choose(
-            comm, wanted, memory.transport, self.devices, memory.problem
+            comm, wanted, self._shared, self.devices, memory.problem
         )
         self._staging: Staging | None = None
         self.plans: Plans = self._new_plans()
@@ -214,7 +215,7 @@ class Collectives:
             chosen = self._transports[options.implementation] = _transports.choose(
                 self.comm,
                 wanted,
-                self._memory.transport,
+                self._shared,
                 self.devices,
                 self._memory.problem,
             )
@@ -223,7 +224,7 @@ class Collectives:
 
     def release(self) -> None:
         """Let go of shared memory: the strategy is being closed. Not collective."""
-        self._memory = NO_MEMORY
+        self._memory, self._shared = NO_MEMORY, None
         self.node = self.nodes = None
         self.comm.traffic.leave_core()
         self.plans = self._new_plans()

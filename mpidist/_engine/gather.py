@@ -333,7 +333,7 @@ class MpiGather:
         same = False
         if guard.enabled:
             soft = lengths[0] if len(lengths) == 1 else fingerprint(str(lengths))
-            same = guard.agree_softly(self._call, soft, timeout)
+            same = guard.agree_and_compare(self._call, soft, timeout)
         else:
             guard.agree(self._call)  # that the strategy can be used
         if not same:

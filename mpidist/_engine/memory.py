@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Final
 
 from mpidist import _transports
+from mpidist._agreement.guard import Guard
 from mpidist._base import threads
 from mpidist._engine.node import Node, open_node
 from mpidist._engine.nodes import Nodes, open_nodes
-from mpidist._mpi.communicator import Communicator, is_crowded
+from mpidist._mpi.communicator import Communicator
+from mpidist._mpi.job import is_crowded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,13 +22,14 @@ class SharedMemory:
     Attributes:
         node: of one node.
         nodes: of each of several nodes.
-        transport: of buffers on the host, through that memory.
+        make_transport: returns the transport of host buffers through that memory; gets
+            the guard, which does not exist yet when the memory is opened.
         problem: why there is none; "" where there is, or one rank.
     """
 
     node: Node | None = None
     nodes: Nodes | None = None
-    transport: _transports.DirectTransport | None = None
+    make_transport: Callable[[Guard], _transports.DirectTransport] | None = None
     problem: str = ""
 
 
@@ -40,19 +44,24 @@ def open_shared_memory(comm: Communicator, *, wanted: bool) -> SharedMemory:
         wanted: whether this rank wants to.
     """
     if threads.current() is not None:
-        transport = _transports.DirectTransport(comm)
-        return SharedMemory(None, None, transport, "replicas are threads")
+        direct = _transports.DirectTransport(comm)
+        return SharedMemory(None, None, lambda _: direct, "replicas are threads")
     crowded = is_crowded(comm.machine_size)
     # It decides how the ranks meet, so all must have the same answer.
     crowded = not comm.all_min(int(not crowded))
     if comm.num_nodes > 1:
         nodes, problem = open_nodes(comm, wanted=wanted, crowded=crowded)
-        several = None if nodes is None else _transports.NodesTransport(comm)
-        return SharedMemory(None, nodes, several, problem)
+        if nodes is None:
+            return SharedMemory(problem=problem)
+        several = _transports.NodesTransport(comm)
+        return SharedMemory(None, nodes, lambda _: several, problem)
     opened = open_node(comm, wanted=wanted, crowded=crowded)
     node = opened.node
     if node is None:
         return SharedMemory(problem=opened.problem)
     comm.traffic.core = node.channel
-    through = _transports.SharedTransport(comm, node.channel, node.piece_bytes)
-    return SharedMemory(node, None, through)
+
+    def make_transport(guard: Guard) -> _transports.DirectTransport:
+        return _transports.SharedTransport(comm, guard, node.channel, node.piece_bytes)
+
+    return SharedMemory(node, None, make_transport)

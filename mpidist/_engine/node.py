@@ -28,7 +28,7 @@ from typing import Any, Final, TypeVar
 
 from mpidist import _native
 from mpidist._base.memory import PAGE
-from mpidist._mpi.communicator import AnyCommunicator, Communicator, SelfCommunicator
+from mpidist._mpi.communicator import Communicator
 
 _FOLDER: Final = "/dev/shm"
 # Of a piece area: two of each rank, and the piece itself, are in a core's cache. On
@@ -82,7 +82,7 @@ class Opened:
     problem: str = ""
 
 
-def open_node(comm: AnyCommunicator, *, wanted: bool, crowded: bool) -> Opened:
+def open_node(comm: Communicator, *, wanted: bool, crowded: bool) -> Opened:
     """Have the ranks of each node share memory, where all want to, and can. Collective.
 
     Args:
@@ -90,7 +90,7 @@ def open_node(comm: AnyCommunicator, *, wanted: bool, crowded: bool) -> Opened:
         wanted: whether this rank wants to.
         crowded: whether this machine has more ranks than cores.
     """
-    if comm.size == 1 or isinstance(comm, SelfCommunicator):
+    if comm.size == 1:
         return Opened(None)
     core = _native.core
     problem = "" if core is not None else _native.missing
@@ -115,7 +115,7 @@ def open_node(comm: AnyCommunicator, *, wanted: bool, crowded: bool) -> Opened:
     return Opened(None, found) if found else Opened(node)
 
 
-def agree(comm: AnyCommunicator, problem: str) -> str:
+def agree(comm: Communicator, problem: str) -> str:
     """Return the first rank's problem, on all ranks; "" if none has one. Collective."""
     texts = comm.all_gather_objects(problem.encode())
     for rank, text in enumerate(texts):
@@ -138,7 +138,7 @@ def area_bytes_for(size: int, *, alone: bool = True) -> int:
     return min(largest, most // (2 * size + 2) // PAGE * PAGE)
 
 
-def arena_bytes_for(comm: AnyCommunicator) -> int:
+def arena_bytes_for(comm: Communicator) -> int:
     """Return the size of an arena, the same on all ranks. Collective.
 
     Half of what the node has free, dealt to its ranks. None of it is taken yet.
@@ -156,7 +156,7 @@ def free_bytes() -> int:
         return 0
 
 
-def _too_many(comm: AnyCommunicator) -> str:
+def _too_many(comm: Communicator) -> str:
     most = _native.core.MAX_RANKS
     if comm.local_size <= most:
         return ""

@@ -120,7 +120,7 @@ def _enter(
     collectives = group.collectives
     registry = group.registry
     if not (args or kwargs) and callable(merge_fn):
-        alike = collectives.guard.agree_softly(
+        alike = collectives.guard.agree_and_compare(
             _WITHOUT_ARGUMENTS, fingerprint_of_function(merge_fn)
         )
         registry.next_key()
@@ -150,7 +150,7 @@ def _enter(
         collectives.invalid("merge_call", error)
     combined = fingerprint_of_numbers(fingerprints) if objects else fingerprints[0]
     call = call_of(f"merge_call {structure.render(kinds)}")
-    alike = collectives.guard.agree_softly(call, combined)
+    alike = collectives.guard.agree_and_compare(call, combined)
     different: set[int] = set()
     if not alike and objects:
         rows = collectives.comm.all_gather_integers(fingerprints)

@@ -1,7 +1,8 @@
-"""The words of a header that goes by MPI, which takes the largest of each.
+"""The words of a header that goes over MPI, which takes the largest of each.
 
-What has to be the same on all ranks is there twice, the second time with all bits
-turned: the largest of the one and of the other fit only where all are equal.
+A word that must be the same on all ranks is there twice, the second time with all bits
+inverted: the largest of the one is the inverse of the largest of the other only if all
+are equal.
 """
 
 from __future__ import annotations
@@ -9,9 +10,17 @@ from __future__ import annotations
 import struct
 from typing import Final
 
-FLAG, FINGERPRINT, NOT_FINGERPRINT, SOFT, NOT_SOFT, LATENESS, PATIENCE, MOST, WORDS = (
-    range(9)
-)
+(
+    FLAG,
+    FINGERPRINT,
+    NOT_FINGERPRINT,
+    VALUE,
+    NOT_VALUE,
+    LATENESS,
+    PATIENCE,
+    LARGEST,
+    WORDS,
+) = range(9)
 
 pack: Final = struct.Struct("5q").pack
-"""Make the words that are compared: flags, fingerprint, soft, patience, most."""
+"""Make the words that are compared: flag, fingerprint, value, patience, largest."""

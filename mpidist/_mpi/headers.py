@@ -29,12 +29,13 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from mpidist._base.cache import Cache
 from mpidist._base.memory import leak
+from mpidist._base.types import HostArray
 from mpidist._mpi.header_words import LATENESS, PATIENCE, WORDS
 
 FEW: Final = 8
@@ -58,9 +59,23 @@ _unpack: Final = struct.Struct("5q").unpack
 _pack_all: Final = struct.Struct(f"{WORDS}q").pack
 _COMPARED: Final = 8 * LATENESS  # bytes, of what comes before it
 
-Prepare = Callable[
-    [Any, Any], tuple[Callable[[], Any], Callable[[], bool], Callable[[], None]]
-]
+
+class Prepared(NamedTuple):
+    """An operation that can be started again and again.
+
+    Attributes:
+        start: starts it.
+        test: returns whether it has completed.
+        free: gives it back.
+    """
+
+    start: Callable[[], object]
+    test: Callable[[], bool]
+    free: Callable[[], None]
+
+
+Prepare = Callable[[HostArray, HostArray], Prepared]
+"""Prepares an all-reduce, from an array to send into one for the result."""
 
 
 class Headers:
@@ -129,9 +144,6 @@ class Headers:
         self.headers += 1
         self._exchange.start(_pack_all(*words), words[LATENESS], 0)
         return HeaderByMPI(self)
-
-    def leave(self) -> None:
-        """Do nothing: those who wait learn of it by a notice."""
 
     def test(self) -> bool:
         """Return whether the header that was published last has completed."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from mpidist._agreement.guard import Part
+from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call, fingerprint
 from mpidist._base import backend
 from mpidist._base.indexed_slices import IndexedSlices
@@ -208,17 +208,17 @@ def _on_all(
     """
     guard = group.guard
 
-    def checked(part: Part) -> T:
+    def checked(section: SectionResult) -> T:
         try:
             with context.entered(group.cross_frame):
                 result = body()
             if guard.checks:
                 text = ", ".join(_describe_result(x) for x in same(result))
-                part.set_result(text, fingerprint(text))
+                section.set_result(text, fingerprint(text))
         except Exception:
             raise
         except BaseException:  # such as sys.exit: not repeated on other ranks
-            part.kind = "raised"
+            section.kind = "raised"
             raise
         return result
 

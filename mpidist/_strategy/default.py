@@ -9,9 +9,7 @@ from mpidist._base.options import (
     Environment,
 )
 from mpidist._engine.collectives import Collectives
-from mpidist._mpi.communicator import (
-    SelfCommunicator,
-)
+from mpidist._mpi.self_communicator import SelfCommunicator
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.replica_context import attach

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from mpidist._agreement import mismatch
-from mpidist._agreement.channel import Channel, MessageChannel
-from mpidist._agreement.guard import Guard, poll
+from mpidist._agreement.channel import open_channel
+from mpidist._agreement.guard import Guard
 from mpidist._agreement.traced_guard import TracedGuard
+from mpidist._agreement.waiting import Deadline
 from mpidist._base import backend, threads
 from mpidist._base.options import (
     CommunicationImplementation,
@@ -22,12 +23,8 @@ from mpidist._base.options import (
 from mpidist._engine import SharedMemory, open_shared_memory
 from mpidist._engine.collectives import Collectives, describe_compression
 from mpidist._engine.traced import TracedCollectives
-from mpidist._mpi.communicator import (
-    Communicator,
-    check_communicator,
-    check_not_alone,
-    local_rank,
-)
+from mpidist._mpi.communicator import Communicator
+from mpidist._mpi.job import check_communicator, check_not_alone, local_rank
 from mpidist._runtime import context, process_exit
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.cross_device_ops import CrossDeviceOps
@@ -97,25 +94,22 @@ class MPIStrategy(Strategy):
             and given.timeout_seconds is not None
         ):
             timeout = float(given.timeout_seconds)
-
-        def wait(request: Any, what: str) -> None:
-            poll(request, what, timeout)
-
+        deadline = Deadline(timeout)
         if replica is not None:
-            communicator = replica.connect(comm, wait)
+            communicator = replica.connect(comm, deadline)
         else:
             world = check_communicator(comm)
             if not environment.alone:
                 check_not_alone(world)
             communicator = Communicator(
                 world,
-                wait,
+                deadline,
                 environment.simulated_nodes,
                 problem,
             )
         try:
             self._set_up(
-                communicator, environment, timeout, device, given, cross_device_ops
+                communicator, environment, deadline, device, given, cross_device_ops
             )
         except BaseException:
             communicator.drop()
@@ -125,7 +119,7 @@ class MPIStrategy(Strategy):
         self,
         communicator: Communicator,
         environment: Environment,
-        timeout: float,
+        deadline: Deadline,
         device: str,
         given: CommunicationOptions | None,
         ops: CrossDeviceOps | None,
@@ -142,19 +136,18 @@ class MPIStrategy(Strategy):
             enabled = given.guard
         # The constructor itself is always guarded: ranks may have been given
         # different options, `guard` among them.
-        channel: Channel | None = None
-        if communicator.size > 1:
-            node = memory.node
-            channel = MessageChannel(communicator) if node is None else node.channel
+        shared = None if memory.node is None else memory.node.channel
+        channel = open_channel(communicator, shared)
         make_guard: Callable[..., Guard] = Guard
         if environment.trace:
             make_guard = functools.partial(TracedGuard, begins=environment.trace > 1)
         guard = make_guard(
             communicator,
             channel,
-            timeout_seconds=timeout,
+            timeout_seconds=deadline.seconds,
             stall_seconds=environment.stall_seconds,
         )
+        deadline.hand_over(guard)
         if memory.nodes is not None:
             guard.watch_steps(memory.nodes.node.channel)
         # The communicator and the guard outlive the collectives: all ranks free them
@@ -169,9 +162,15 @@ class MPIStrategy(Strategy):
             ops,
             memory,
         )
-        communicator.on_free(lambda: process_exit.forget(guard))
+
+        def forget() -> None:
+            process_exit.forget(guard)
+            deadline.release()
+
+        communicator.on_free(forget)
+        self._communicator = communicator
         weakref.finalize(collectives, communicator.drop).atexit = False
-        collectives.decide_device_transports(timeout)
+        collectives.decide_device_transports(deadline.seconds)
         guard.compare_calls(enabled)
         group = ReplicaGroup(collectives, number=next(_numbers.get()), is_mpi=True)
         super().__init__(group)
@@ -196,7 +195,7 @@ class MPIStrategy(Strategy):
         guard.close()
         group.collectives.close()
         group.collectives.release()
-        group.communicator.free()
+        self._communicator.free()
 
 
 def _make_collectives(
@@ -224,7 +223,9 @@ def _make_collectives(
                 f"CrossDeviceOps`, got {cross_device_ops!r:.80}"
             )
         settings = CommunicationOptions().merge(options)
-        chosen = backend.select_device(device, local_rank(communicator))
+        chosen = backend.select_device(
+            device, local_rank(communicator.size, communicator.machine_rank)
+        )
         chosen.activate()
         make: Callable[..., Collectives] = Collectives
         if isinstance(guard, TracedGuard):

@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from mpidist._agreement.guard import Part
+from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call, call_of, fingerprint
 from mpidist._base import backend, nest
 from mpidist._base.options import CommunicationOptions, ReduceOp, as_reduce_op
@@ -55,7 +55,7 @@ def _call_for_each_replica(
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     call = call_of(f"the end of run({name})")
 
-    def body(part: Part) -> Nest:
+    def body(section: SectionResult) -> Nest:
         if not callable(fn):
             raise TypeError(f"run: expected `fn` to be a function, got {fn!r}")
         check_arguments("run", args, kwargs)
@@ -63,13 +63,13 @@ def _call_for_each_replica(
             registry.check("Strategy.run", leaf)
         own_args = select_replica(tuple(args)) if args else ()
         own_kwargs = select_replica(kwargs) if kwargs else {}
-        part.kind = "raised"
+        section.kind = "raised"
         with context.entered(group.replica_frame):
             result = fn(*own_args, **own_kwargs)
         # With the number of keys drawn: keys must name the same values on all ranks.
         keys = registry.count
         if result is None:
-            part.set_result(lambda: f"{_LEAF} [#{keys}]", _LEAF_FINGERPRINT ^ keys)
+            section.set_result(lambda: f"{_LEAF} [#{keys}]", _LEAF_FINGERPRINT ^ keys)
             return None
         if isinstance(result, (types.GeneratorType, types.CoroutineType)):
             raise TypeError(
@@ -77,7 +77,7 @@ def _call_for_each_replica(
                 "begun when it returns; write a plain function"
             )
         text = str(nest.flatten(result)[1])
-        part.set_result(lambda: f"{text} [#{keys}]", fingerprint(text) ^ keys)
+        section.set_result(lambda: f"{text} [#{keys}]", fingerprint(text) ^ keys)
         return result
 
     result = group.guard.run_section(call, body)
@@ -339,11 +339,11 @@ def _distribute_values(
     value_context = ValueContext(group.replica_id, group.num_replicas)
     call = Call("experimental_distribute_values_from_function")
 
-    def body(part: Part) -> Nest:
-        part.kind = "raised"
+    def body(section: SectionResult) -> Nest:
+        section.kind = "raised"
         value = value_fn(value_context)
         text = str(nest.flatten(value)[1])
-        part.set_result(text, fingerprint(text))
+        section.set_result(text, fingerprint(text))
         return value
 
     value = group.guard.run_section(call, body)

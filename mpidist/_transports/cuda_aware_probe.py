@@ -32,8 +32,10 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
+from mpidist._agreement.waiting import Deadline
 from mpidist._base import backend
-from mpidist._mpi import communicator
+from mpidist._mpi import job as mpi_job
+from mpidist._mpi.communicator import Communicator
 from mpidist._transports import DirectTransport
 
 Outcome = Literal[
@@ -226,11 +228,11 @@ def _child(arguments: list[str]) -> None:
     except Exception as error:
         say(outcome="no gpu", detail=str(error))
         return
-    mpi = communicator.mpi_module()
+    mpi = mpi_job.mpi_module()
     world = mpi.COMM_WORLD
     vendor, version = mpi.get_vendor()
     name = f"{vendor} {'.'.join(map(str, version))}"
-    say(mpi=name, says=communicator.query_cuda_support())
+    say(mpi=name, says=mpi_job.query_cuda_support())
     try:
         request = arguments[0] if arguments else ""
         if request or world.size > 1:
@@ -249,7 +251,7 @@ def _child(arguments: list[str]) -> None:
 
 def _try_calls(mpi: Any, xp: Any, say: Any) -> str:
     """Return what was wrong; "" if all results were right."""
-    comm = communicator.Communicator(mpi.COMM_WORLD, _wait)
+    comm = Communicator(mpi.COMM_WORLD, Deadline(0.0))
     direct = DirectTransport(comm)
     rank, size = comm.rank, comm.size
     total = size * (size + 1) // 2
@@ -294,11 +296,6 @@ def _try_calls(mpi: Any, xp: Any, say: Any) -> str:
 def _send_around(mpi: Any, x: Any, y: Any, rank: int, size: int) -> None:
     backend.synchronize(x)
     mpi.COMM_WORLD.Sendrecv(x, (rank + 1) % size, 0, y, (rank - 1) % size, 0)
-
-
-def _wait(request: Any, what: str) -> None:
-    while not request.Test():
-        pass
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from mpidist._base import backend
 from mpidist._base.options import CommunicationImplementation, Environment
-from mpidist._mpi.communicator import AnyCommunicator, query_cuda_support
+from mpidist._mpi.communicator import AnyCommunicator
+from mpidist._mpi.job import query_cuda_support
 from mpidist._transports.direct import DirectTransport
 from mpidist._transports.nccl import NcclTransport, connect
 from mpidist._transports.staged import StagedTransport

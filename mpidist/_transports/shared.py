@@ -14,6 +14,7 @@ import numpy as np
 
 from mpidist import _native
 from mpidist._agreement.channel import LEFT, LeftError
+from mpidist._agreement.guard import Guard
 from mpidist._base.cache import Cache
 from mpidist._mpi.communicator import AnyCommunicator, MPIOp
 from mpidist._transports.direct import DirectTransport
@@ -27,14 +28,18 @@ class SharedTransport(DirectTransport):
 
     Args:
         comm: the ranks, all on one node.
+        guard: is told if this rank leaves a call in the middle.
         channel: of the node.
         piece_bytes: the size of its piece areas.
     """
 
     name = "shared"
 
-    def __init__(self, comm: AnyCommunicator, channel: Any, piece_bytes: int) -> None:
+    def __init__(
+        self, comm: AnyCommunicator, guard: Guard, channel: Any, piece_bytes: int
+    ) -> None:
         super().__init__(comm)
+        self._guard = guard
         self._channel = channel
         self._piece_bytes = piece_bytes
         self._reductions: Cache[Any, Any] = Cache(_MOST_REDUCTIONS)
@@ -95,4 +100,4 @@ class SharedTransport(DirectTransport):
             if step(*args) == LEFT:
                 raise LeftError(self._channel.who)
         except BaseException as error:
-            raise self.comm.interrupted(error) from None
+            raise self._guard.leave_call(error) from None

@@ -76,7 +76,7 @@ def _check(group: ReplicaGroup, variables: list[Variable]) -> None:
     digests = [_digest(variable._array) for variable in variables]
     text = ", ".join(f"{v.name!r} #{v._key[0]}" for v in variables)
     call = Call(f"check_in_sync({text})")
-    if collectives.guard.agree_softly(call, fingerprint_of(*digests)):
+    if collectives.guard.agree_and_compare(call, fingerprint_of(*digests)):
         return
     rows = collectives.comm.all_gather_objects(b"".join(digests))
     columns = [[row[i : i + 16] for row in rows] for i in range(0, len(rows[0]), 16)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mpidist._agreement.guard import Part
+from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call
 from mpidist._base.options import debugging
 from mpidist._runtime import context
@@ -222,7 +222,7 @@ def _distribute_from_function(
         group.num_replicas,
     )
 
-    def make(part: Part) -> tuple[InputOptions, Source]:
+    def make(section: SectionResult) -> tuple[InputOptions, Source]:
         chosen = _check_options(options, call)
         mode = chosen.experimental_replication_mode
         if functions and mode is not InputReplicationMode.PER_WORKER:
@@ -242,7 +242,7 @@ def _distribute_from_function(
                 f"{dataset_fn!r:.80}; for a dataset of global batches write "
                 "`strategy.experimental_distribute_dataset(dataset)`"
             )
-        part.kind = "raised"
+        section.kind = "raised"
         return chosen, _source_of_function(dataset_fn(input_context), call, functions)
 
     chosen, source = guard.run_section(Call(call), make)

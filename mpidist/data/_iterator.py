@@ -302,7 +302,7 @@ class DistributedIterator:
         if feed.checked:
             self._compare(name, piece)
         number = 0 if piece is None else piece.rows + 1
-        most, same = guard.agree_most(call, number)
+        most, same = guard.agree_on_largest(call, number)
         if most == 0:
             return False, None
         if feed.policy is not None and not same:
@@ -407,7 +407,7 @@ class DistributedIterator:
         collectives = self._feed.collectives
         own = 0 if piece is None else piece.checksum
         call = Call(f"{self._call.text} (MPIDIST_DEBUG: the same batch on all ranks?)")
-        if collectives.guard.agree_softly(call, own):
+        if collectives.guard.agree_and_compare(call, own):
             return
         with collectives.comm.traffic.timed():
             sums = collectives.comm.all_gather_integers([own])

@@ -13,10 +13,11 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from mpidist._agreement.waiting import CONFIRM_SECONDS
 from mpidist._base import backend
 from mpidist._base.errors import CollectiveTimeoutError, format_ranks, on_rank
-from mpidist._mpi.communicator import MPIOp, Request, Supervisor, take_together
-from mpidist._mpi.headers import HeaderByMPI, Headers, Maximum
+from mpidist._mpi.communicator import MPIOp, Request, take_together
+from mpidist._mpi.headers import HeaderByMPI, Headers, Maximum, Prepared
 from mpidist._mpi.messages import Buffer
 from mpidist._mpi.traffic import Traffic
 from mpidist.testing._world import Channel, Combine, Pending
@@ -65,13 +66,16 @@ class ThreadCommunicator:
         channel: the channel, used by this communicator only.
         rank: the rank of this replica in it.
         place: the number of this replica among all threads of the run.
+        seconds: the deadline of a strategy on it; 0: none.
     """
 
     num_nodes = 1
     host_name = "localhost"
     message_bytes = _MESSAGE_BYTES
 
-    def __init__(self, channel: Channel, rank: int, place: int) -> None:
+    def __init__(
+        self, channel: Channel, rank: int, place: int, seconds: float = 0.0
+    ) -> None:
         self._channel = channel
         self._number = 0
         self.rank = self.local_rank = rank
@@ -80,15 +84,11 @@ class ThreadCommunicator:
         self.smallest_node = channel.size
         self.node_ranks = list(range(channel.size))
         self.traffic = Traffic()
-        self.meeting = _ThreadHeaders(self)
-        self._patience = 0.0  # seconds to wait for the others in a payload; 0: forever
+        # How long this rank waits for the others in a payload; 0: forever.
+        self._patience = max(seconds, CONFIRM_SECONDS) if seconds else 0.0
         self._when_freed: Callable[[], None] = _nothing
 
     # --- lifetime ---------------------------------------------------------------
-
-    def supervise(self, supervisor: Supervisor, seconds: float) -> None:
-        """Set the deadline of a guard; threads need nothing else from it."""
-        self._patience = seconds
 
     def on_free(self, function: Callable[[], None]) -> None:
         """Register a function to call when the strategy is closed."""
@@ -119,7 +119,7 @@ class ThreadCommunicator:
         one = self._channel.post(self.rank, self._number, kind, part, combine, root)
         return Pending(self._channel, self.rank, one, read)
 
-    def _call(
+    def call(
         self,
         kind: str,
         part: Any,
@@ -129,7 +129,7 @@ class ThreadCommunicator:
         """Make a call and return its result."""
         pending = self.start(kind, part, combine, root)
         start = time.monotonic()
-        while not pending.wait(_LOOK_SECONDS):
+        while not pending.wait_for(_LOOK_SECONDS):
             if self._patience and time.monotonic() - start > self._patience:
                 raise CollectiveTimeoutError(
                     on_rank(
@@ -140,22 +140,22 @@ class ThreadCommunicator:
                 )
         return pending.result
 
-    def start_header(self, words: list[int]) -> HeaderByMPI:
-        """Start the elementwise maximum of the words of a header."""
-        return self.meeting.start_header(words)
+    def open_headers(self) -> Headers:
+        """Return what exchanges headers between threads."""
+        return _ThreadHeaders(self)
 
     def start_message(self, data: bytes | None) -> Pending:
         """Start sending bytes from rank 0 to all; ``data`` is None on the receivers."""
         self.traffic.count("Ibcast", self.message_bytes)
         return self.start("a message of rank 0", data, root=0)
 
-    def post_notice(self, data: bytes, receiver: int) -> Request:
-        """Send a small message to one rank without waiting for it to be read."""
+    def start_send(self, data: bytes, receiver: int) -> Request:
+        """Start sending a small message to one rank."""
         self._channel.notices[receiver].append(data)
         return _Sent()
 
-    def read_notice(self) -> bytes | None:
-        """Return one message that was posted to this rank, or None."""
+    def receive_any(self) -> bytes | None:
+        """Return a message that some rank has sent by `start_send`, or None."""
         notices = self._channel.notices[self.rank]
         return notices.popleft() if notices else None
 
@@ -178,7 +178,7 @@ class ThreadCommunicator:
         # A number may have one dimension on some ranks and none on others.
         combine = functools.partial(_reduce, op)
         kind = f"an all-reduce ({op} of {send.size} {send.dtype})"
-        result = self._call(kind, _copy(send).reshape(-1), combine)
+        result = self.call(kind, _copy(send).reshape(-1), combine)
         backend.fill(receive, result.reshape(receive.shape))
 
     def reduce(self, buffer: Buffer, op: MPIOp, root: int) -> None:
@@ -186,17 +186,17 @@ class ThreadCommunicator:
         self.traffic.count("Reduce", buffer.nbytes)
         combine = functools.partial(_reduce, op)
         kind = f"a reduction to rank {root} ({op} of {buffer.size} {buffer.dtype})"
-        result = self._call(kind, _copy(buffer), combine)
+        result = self.call(kind, _copy(buffer), combine)
         if self.rank == root:
             backend.fill(buffer, result)
 
     def all_min(self, number: int) -> int:
         """Return the minimum of a number over all ranks."""
-        return int(self._call("a minimum", number, min))
+        return int(self.call("a minimum", number, min))
 
     def all_sum(self, number: int) -> int:
         """Return the sum of a number over all ranks."""
-        return int(self._call("a sum", number, sum))
+        return int(self.call("a sum", number, sum))
 
     # --- copies -----------------------------------------------------------------
 
@@ -207,13 +207,13 @@ class ThreadCommunicator:
         if self.rank == root:
             self.start(kind, _copy(buffer), root=root)
         else:
-            backend.fill(buffer, self._call(kind, None, root=root))
+            backend.fill(buffer, self.call(kind, None, root=root))
 
     def all_gather(self, send: Buffer, receive: Buffer, counts: list[int]) -> None:
         """Concatenate bytes of all ranks, in rank order, on all ranks."""
         self.traffic.count("Allgatherv", send.nbytes)
         kind = f"an all-gather of {counts} bytes"
-        backend.fill(receive, self._call(kind, _copy(send), np.concatenate))
+        backend.fill(receive, self.call(kind, _copy(send), np.concatenate))
 
     def gather(
         self, send: Buffer, receive: Buffer | None, counts: list[int], root: int
@@ -224,7 +224,7 @@ class ThreadCommunicator:
         if self.rank != root:
             self.start(kind, _copy(send), np.concatenate)
             return
-        result = self._call(kind, _copy(send), np.concatenate)
+        result = self.call(kind, _copy(send), np.concatenate)
         if receive is not None:
             backend.fill(receive, result)
 
@@ -235,7 +235,7 @@ class ThreadCommunicator:
         self.traffic.count("Scatterv", receive.nbytes)
         kind = f"a scatter of {counts} bytes from rank {root}"
         part = None if send is None else _copy(send)
-        whole = self._call(kind, part, root=root)
+        whole = self.call(kind, part, root=root)
         end = sum(counts[: self.rank + 1])
         backend.fill(receive, whole[end - counts[self.rank] : end])
 
@@ -245,28 +245,20 @@ class ThreadCommunicator:
         """Run a step that may fail on one rank; continue if none failed. Collective."""
 
         def gather(data: bytes) -> list[bytes]:
-            return list(self._call("an agreement on a step", data))
+            return list(self.call("an agreement on a step", data))
 
         return take_together(gather, self.rank, step, what)
 
     def all_gather_objects(self, data: bytes) -> list[bytes]:
         """Return the bytes of each rank, on all ranks."""
         self.traffic.count("Allgatherv", len(data))
-        return list(self._call("an exchange of bytes", data))
+        return list(self.call("an exchange of bytes", data))
 
     def all_gather_integers(self, numbers: list[int]) -> list[list[int]]:
         """Return the integers of each rank (the same number), on all ranks."""
         self.traffic.count("Allgather", 8 * len(numbers))
-        rows = self._call("an exchange of integers", [int(n) for n in numbers])
+        rows = self.call("an exchange of integers", [int(n) for n in numbers])
         return [list(row) for row in rows]
-
-    def start_gather_sizes(self, size: int) -> Pending:
-        """Start sending an integer to all ranks; the result has one from each rank."""
-        return self.start("an exchange of sizes", size, read=list)
-
-    def start_gather_bytes(self, data: bytes, sizes: list[int]) -> Pending:
-        """Start sending bytes to all ranks; the result has the bytes of each rank."""
-        return self.start("an exchange of reports", data, read=list)
 
 
 class _Sent:
@@ -289,13 +281,11 @@ class _ThreadHeaders(Headers):
         self._pending: Pending | None = None
         super().__init__(Maximum(self._begin), crowded=True)
 
-    def _begin(
-        self, send: Any, receive: Any
-    ) -> tuple[Callable[[], Any], Callable[[], bool], Callable[[], None]]:
+    def _begin(self, send: Any, receive: Any) -> Prepared:
         def start() -> None:
             part = send.copy()
             self._pending = self._comm.start("a header", part, _largest)
-            self.wait(_HEADER_SECONDS)
+            self.wait_for(_HEADER_SECONDS)
 
         def test() -> bool:
             pending = self._pending
@@ -304,12 +294,12 @@ class _ThreadHeaders(Headers):
             receive[:] = pending.result
             return True
 
-        return start, test, _nothing
+        return Prepared(start, test, _nothing)
 
-    def wait(self, seconds: float) -> bool:
+    def wait_for(self, seconds: float) -> bool:
         """Wait for the last published header, for at most ``seconds``."""
         pending = self._pending
-        return pending is not None and pending.wait(seconds)
+        return pending is not None and pending.wait_for(seconds)
 
     def pending_header(self) -> HeaderByMPI:
         """Return the last header that this rank published."""
@@ -331,8 +321,8 @@ def _largest(parts: list[Any]) -> Any:
 class _ThreadHeader(HeaderByMPI):
     """A header between threads, which can be waited for."""
 
-    __slots__ = ("wait",)
+    __slots__ = ("wait_for",)
 
     def __init__(self, headers: _ThreadHeaders) -> None:
         super().__init__(headers)
-        self.wait = headers.wait
+        self.wait_for = headers.wait_for

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
+from mpidist._agreement.waiting import Deadline
 from mpidist._base import threads
 from mpidist._base.errors import on_rank
 from mpidist._base.options import CommunicationImplementation, Environment
@@ -41,15 +41,15 @@ class ThreadGroup:
 
     def all_gather(self, x: Any) -> list[Any]:
         """Return the object of each replica, in replica order. Collective."""
-        return list(self._comm._call("ThreadGroup.all_gather", x))
+        return list(self._comm.call("ThreadGroup.all_gather", x))
 
     def broadcast(self, x: Any, root: int = 0) -> Any:
         """Return the object of one replica on each of them. Collective."""
-        return self._comm._call(f"ThreadGroup.broadcast from {root}", x, root=root)
+        return self._comm.call(f"ThreadGroup.broadcast from {root}", x, root=root)
 
     def barrier(self) -> None:
         """Wait until each replica has called this. Collective."""
-        self._comm._call("ThreadGroup.barrier", None)
+        self._comm.call("ThreadGroup.barrier", None)
 
     def split(self, color: int | None, key: int = 0) -> ThreadGroup | None:
         """Return the group of the replicas with the same color. Collective.
@@ -78,22 +78,22 @@ class ThreadGroup:
             return dealt
 
         dealt = self._comm.start("ThreadGroup.split", (color, key), deal)
-        while not dealt.wait(_WAIT_SECONDS):
+        while not dealt.wait_for(_WAIT_SECONDS):
             pass
         if color is None:
             return None
         ranks, channel = dealt.result[color]
         return ThreadGroup(channel, ranks.index(self.rank), self._place)
 
-    def _connect(self, wait: Callable[[Any, str], None]) -> ThreadCommunicator:
+    def _connect(self, deadline: Deadline) -> ThreadCommunicator:
         """Return a new communicator over the group. Collective."""
         members, world = self._channel.members, self._channel.world
         made = self._comm.start(
             "MPIStrategy(...)", None, lambda _: Channel(world, members)
         )
-        made.wait(_WAIT_SECONDS)
-        wait(made, "MPIStrategy(...)")
-        return ThreadCommunicator(made.result, self.rank, self._place)
+        made.wait_for(_WAIT_SECONDS)
+        deadline.wait(made, "MPIStrategy(...)")
+        return ThreadCommunicator(made.result, self.rank, self._place, deadline.seconds)
 
 
 class Replica(threads.ThreadReplica):
@@ -141,7 +141,7 @@ class Replica(threads.ThreadReplica):
             ),
         )
 
-    def connect(self, comm: Any, wait: Callable[[Any, str], None]) -> Any:
+    def connect(self, comm: Any, deadline: Deadline) -> ThreadCommunicator:
         """Return a communicator over the replicas of a group. Collective.
 
         Raises:
@@ -159,7 +159,7 @@ class Replica(threads.ThreadReplica):
                     "`mpidist.testing.current_group().split(color)` for some",
                 )
             )
-        return group._connect(wait)
+        return group._connect(deadline)
 
 
 def current_group() -> ThreadGroup:

@@ -243,7 +243,7 @@ class Pending:
         """Return whether the result is there; raise if it never will be."""
         return self._channel.has_ended(self._round, self._rank)
 
-    def wait(self, seconds: float) -> bool:
+    def wait_for(self, seconds: float) -> bool:
         """Wait for at most ``seconds``, then do the same as `Test`."""
         if not self.Test():
             condition = self._channel.world.condition

@@ -18,10 +18,10 @@ from replicas import (
 )
 
 import mpidist
-from mpidist._agreement import guard
+from mpidist._agreement.waiting import Deadline
 from mpidist._mpi import communicator
 from mpidist._mpi import messages as _messages
-from mpidist._mpi.headers import Headers, Maximum, Rows
+from mpidist._mpi.headers import Rows
 from mpidist._mpi.messages import Messages
 from mpidist._strategy.strategy import group_of
 
@@ -169,9 +169,8 @@ def test_payloads_of_ranks_whose_arrays_lie_otherwise(new_strategy, rank, size):
 def test_many_ranks_take_the_maximum(new_strategy, rank, monkeypatch):
     monkeypatch.setattr(communicator, "FEW", 0)
     strategy = new_strategy(implementation=DIRECT)
-    headers = group_of(strategy).communicator.meeting
-    assert isinstance(headers, Headers)
-    assert isinstance(headers._exchange, Maximum)
+    channel = group_of(strategy).guard.channel
+    assert channel is None or channel.room == 0
     for _ in range(3):
         found = all_reduce(strategy, "MAX", float(rank))
         assert found == max(everywhere(rank))
@@ -319,9 +318,7 @@ def test_a_set_up_that_fails_on_one_rank_fails_on_all(size, rank, step, last, co
     if size == 1:
         pytest.skip("one rank is all ranks")
 
-    def wait(request: Any, what: str) -> None:
-        guard.poll(request, what, 20)
-
+    deadline = Deadline(20)
     hit = rank == (size - 1 if last else 0)
 
     def make_one() -> None:
@@ -336,9 +333,10 @@ def test_a_set_up_that_fails_on_one_rank_fails_on_all(size, rank, step, last, co
                         made, request = duplicate()
                         return Through(made, step), request
 
-                communicator.Communicator(Base(), wait, size)
+                communicator.Communicator(Base(), deadline, size).open_headers()
                 return
-            made = communicator.Communicator(comm, wait, size)
+            made = communicator.Communicator(comm, deadline, size)
+            made.open_headers()
             if hit:
                 fail_after(Messages, "__init__", patch)
             made.split_peers()
@@ -356,4 +354,4 @@ def test_a_set_up_that_fails_on_one_rank_fails_on_all(size, rank, step, last, co
     if not hit:
         assert f"failed on rank {victim}: InjectedError" in str(error)
     # What is between the ranks is as it was.
-    assert communicator.Communicator(comm, wait).all_sum(1) == size
+    assert communicator.Communicator(comm, deadline).all_sum(1) == size

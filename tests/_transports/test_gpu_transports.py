@@ -230,7 +230,7 @@ def test_direct_waits_for_the_stream(cupy, new_strategy, rank, size):
     if rank:
         pairs.pop()
     for limit in (2**30, 7):  # one message, and broadcasts
-        group_of(strategy).communicator.chunk_elements = limit
+        group_of(strategy).communicator.messages.chunk_elements = limit
         part = on_gpu(cupy, counting(rank + 1, 10, "uint8"))
         whole = cupy.empty(10 * size, np.uint8)
         direct.all_gather(part, whole, [10] * size)

@@ -1,0 +1,212 @@
+"""Notices: what ranks tell each other while they wait.
+
+A rank that waits for long posts a *notice* to all others: who it is, and what it waits
+for. So every waiting rank knows which ranks wait as it does, and which are missing. A
+rank that gives up posts a last notice, by which the other waiting ranks give up as
+well. One that has given up and comes to the end of its program says so, too.
+
+Notices are small messages that their receiver need not expect. They are read only by
+ranks that wait, or that have been away for long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from mpidist._base.errors import format_ranks
+from mpidist._mpi.communicator import AnyCommunicator, Request
+
+# How long a rank that has given up waits at its end: for ranks that may be saving, for
+# those that did not come to a call, and for those that stopped in the middle of one.
+_END_SECONDS: Final = 60.0
+_LATE_END_SECONDS: Final = 15.0
+_LOST_END_SECONDS: Final = 2.0
+_QUIET_SECONDS: Final = 0.5
+
+
+@dataclasses.dataclass
+class Notice:
+    """What one rank tells the others.
+
+    Attributes:
+        rank: the sender.
+        sequence: the number of its last header.
+        call: what it waits for.
+        gave_up: why it has given up; "": it has not.
+        awaited: the ranks whose data it waits for.
+        missing: the ranks that it has given up on.
+        lost: those of them that will never come.
+        ends: whether its process is at its end.
+    """
+
+    rank: int
+    sequence: int
+    call: str
+    gave_up: str = ""
+    awaited: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
+    ends: bool = False
+
+
+@dataclasses.dataclass
+class Wait:
+    """A wait of this rank, as its messages describe it.
+
+    Attributes:
+        what: it waits for.
+        sequence: the number of its last header.
+        before: the call of that header.
+        missing: the ranks that the channel knows not to be there.
+        awaited: the ranks whose data has not come; None if it waits for no data.
+    """
+
+    what: str
+    sequence: int
+    before: str
+    missing: list[int]
+    awaited: list[int] | None = None
+
+
+class Notices:
+    """The notices of one rank: those that it posts, and those of the others.
+
+    Args:
+        comm: the ranks.
+
+    Attributes:
+        missing: the ranks that this one, or who told it, has given up on.
+        lost: those of them that stopped in the middle of their data. No message is sent
+            to them any more, since MPI may fail on it.
+    """
+
+    def __init__(self, comm: AnyCommunicator) -> None:
+        self._comm = comm
+        self._sent: list[Request] = []
+        self._latest: dict[int, Notice] = {}
+        self._ended: set[int] = set()
+        self.missing: tuple[int, ...] = ()
+        self.lost: tuple[int, ...] = ()
+
+    def post(self, wait: Wait, gave_up: str = "", *, ends: bool = False) -> None:
+        """Post a notice to all ranks that are not lost."""
+        me = self._comm.rank
+        notice = Notice(me, wait.sequence, wait.what, gave_up, ends=ends)
+        notice.missing, notice.lost = self.missing, self.lost
+        notice.awaited = tuple(wait.awaited or ())
+        self._latest[me] = notice
+        data = pickle.dumps(notice)
+        self._sent = [request for request in self._sent if not request.Test()]
+        for rank in range(self._comm.size):
+            if rank != me and rank not in self.lost:
+                self._sent.append(self._comm.start_send(data, rank))
+
+    def post_last(self, wait: Wait, why: str) -> None:
+        """Post the last notice: this rank gives up, at its deadline.
+
+        A rank that did not come to a call may still do so, and has to know. One that
+        has stopped in the middle of its data is lost.
+        """
+        self.missing = tuple(self._waiting_and_missing(wait)[1])
+        if wait.awaited is not None:
+            self.lost = self.missing
+        self.post(wait, why)
+
+    def read(self, sequence: int) -> str:
+        """Read what has come; return why another rank has given up, or "".
+
+        Args:
+            sequence: the number of this rank's last header; waits for earlier ones are
+                over.
+        """
+        while (data := self._comm.receive_any()) is not None:
+            notice: Notice = pickle.loads(data)
+            if notice.ends:
+                self._ended.add(notice.rank)
+            elif notice.gave_up:  # for good, also if this rank has got further
+                self.missing, self.lost = notice.missing, notice.lost
+                return notice.gave_up
+            elif notice.sequence >= sequence:
+                self._latest[notice.rank] = notice
+        return ""
+
+    # --- what is known of the others ----------------------------------------------
+
+    def _waiting_and_missing(self, wait: Wait) -> tuple[list[int], list[int]]:
+        """Return the ranks that wait as this one does, and those that do not."""
+        waiting = [
+            rank
+            for rank, notice in sorted(self._latest.items())
+            if notice.sequence == wait.sequence
+        ]
+        # The channel knows who has not made the last step, if that is what is missing.
+        missing = wait.missing or [
+            rank for rank in range(self._comm.size) if rank not in waiting
+        ]
+        awaited = [set(self._latest[rank].awaited) for rank in waiting]
+        if awaited and all(awaited):  # all wait for data, and know whose
+            missing = sorted(set().union(*awaited) - set(waiting)) or missing
+        return [rank for rank in waiting if rank not in missing], missing
+
+    def is_first_to_report(self, wait: Wait) -> bool:
+        """Whether this rank is the one that tells the user who is missing."""
+        waiting, missing = self._waiting_and_missing(wait)
+        return bool(missing) and waiting[:1] == [self._comm.rank]
+
+    def describe(self, wait: Wait, waited: float) -> str:
+        """Return who waits for whom, for messages."""
+        waiting, missing = self._waiting_and_missing(wait)
+        calls: dict[str, list[int]] = {}
+        for rank in waiting:
+            calls.setdefault(self._latest[rank].call, []).append(rank)
+        waits = "; ".join(
+            f"{format_ranks(ranks)} waited in {call}" for call, ranks in calls.items()
+        )
+        if not missing:
+            return f"all ranks wait, for different things, for {waited:.3g} s: {waits}"
+        if wait.awaited is not None:
+            return (
+                f"{format_ranks(missing)} did not go on in call {wait.sequence} within "
+                f"{waited:.3g} s: {waits or wait.what}"
+            )
+        return (
+            f"{format_ranks(missing)} did not come to call {wait.sequence + 1} within "
+            f"{waited:.3g} s: {waits or wait.what}. The last call that "
+            f"{format_ranks(missing)} made with the others was call {wait.sequence}: "
+            f"{wait.before}"
+        )
+
+    # --- the end of the program ---------------------------------------------------
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether all other ranks have come to the ends of their programs."""
+        return len(self._ended) == self._comm.size - 1
+
+    def wait_for_ends(self, sequence: int) -> Iterator[None]:
+        """Wait, after giving up, at the end of the program, for those of the others.
+
+        Yields while it waits. Ranks that still run may be saving something, and
+        launchers end them when this process ends without `MPI_Finalize`; those that
+        were missing are waited for only for a moment.
+        """
+        others = set(range(self._comm.size)) - {self._comm.rank}
+        self.post(Wait("the end of its program", sequence, "", []), ends=True)
+        end = time.monotonic() + _END_SECONDS
+        present: set[int] | None = others - set(self.missing)
+        while others - self._ended and time.monotonic() < end:
+            if present is not None and present <= self._ended:
+                present = None
+                seconds = _LOST_END_SECONDS if self.lost else _LATE_END_SECONDS
+                end = time.monotonic() + seconds
+            yield
+            self.read(sequence)
+        # Open MPI ends a process that finds its connection to another one closed: so
+        # nobody calls it any more when the first process ends.
+        end = time.monotonic() + _QUIET_SECONDS * bool(others - self._ended)
+        while time.monotonic() < end:
+            yield

