@@ -14,6 +14,7 @@ from mpidist._base import backend, nest
 from mpidist._base.options import ReduceOp
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup
+from mpidist._runtime.registry import component
 from mpidist._values.distributed import PerReplica
 
 _SIZE = "global_batch_size"
@@ -66,7 +67,7 @@ def _global_batch_size(group: ReplicaGroup, batch: Any) -> int:
                     "in the replica function"
                 )
             group.registry.check(_SIZE, leaf)
-        own = structure.unflatten([leaf._own for leaf in leaves])
+        own = structure.unflatten([component(leaf) for leaf in leaves])
     except Exception as error:
         group.collectives.invalid(_SIZE, error)
     return _sum_of_rows(group, own)

@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Protocol, TypeVar
 
 from mpidist._agreement.channel import (
     AGAIN,
@@ -48,6 +48,14 @@ _NO_FLOOR: Final = sys.maxsize
 _ALONE: Final = (0, 1, 1, 0, 0)
 
 _R = TypeVar("_R")
+
+
+class Written(Protocol):
+    """A copy of a variable that an update has written."""
+
+    @property
+    def key(self) -> Any:
+        """The key of the variable, the same on all ranks."""
 
 
 class SectionResult:
@@ -124,7 +132,7 @@ class Guard(Waiting):
         self._all_joined = False
         # What the current update has written to this rank's copies, and how all ranks
         # make copies (given by their keys) equal again if an update has failed.
-        self._written: list[Any] = []
+        self._written: Sequence[Written] = []
         self._repair: Callable[[list[Any]], None] | None = None
         self._verdict = _ALONE
 
@@ -393,7 +401,7 @@ class Guard(Waiting):
         """Exchange reports, and return the exception that this rank raises."""
         report = Report.of(self._comm.rank, call, error, kind)
         report.depth, report.joining = self._depth, joining
-        report.written = sorted({variable._key for variable in self._written})
+        report.written = sorted({one.key for one in self._written})
         self._written = []
         data = self._comm.all_gather_objects(pickle.dumps(report))
         reports: list[Report] = [pickle.loads(item) for item in data]
@@ -421,7 +429,7 @@ class Guard(Waiting):
         """
         self._repair = repair
 
-    def record(self, written: list[Any]) -> list[Any]:
+    def record(self, written: Sequence[Written]) -> Sequence[Written]:
         """Set the list to which an update appends the variables that it writes.
 
         If the ranks then differ, these are made equal again (`repair_with`).

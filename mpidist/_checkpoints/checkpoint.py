@@ -41,6 +41,7 @@ from mpidist._checkpoints.storage import Order
 from mpidist._mpi import job as mpi_job
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
+from mpidist._values.variable import storage_of
 
 _MOST_NAMES: Final = 20  # in a message
 
@@ -316,7 +317,7 @@ def _group_of(items: list[Item], name: str) -> ReplicaGroup | None:
     found: dict[int, ReplicaGroup] = {}
     for item in items:
         if isinstance(item, VariableItem):
-            group = item.variable._group
+            group = storage_of(item.variable).group
             if group.is_mpi:
                 found[id(group)] = group
     if len(found) > 1:

@@ -15,6 +15,7 @@ from mpidist._checkpoints.contents import VariableItem
 from mpidist._engine.collectives import Collectives
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
+from mpidist._values.variable import storage_of
 
 _R = TypeVar("_R")
 
@@ -114,7 +115,7 @@ class Job:
             with self.scope():
                 variable.assign(value)
             return
-        frame = context.Frame(variable._group, context.Level.UPDATE)
+        frame = context.Frame(storage_of(variable).group, context.Level.UPDATE)
         with context.entered(frame):  # only this copy, like the function of an update
             variable.assign(value)
 

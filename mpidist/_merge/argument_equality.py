@@ -30,7 +30,7 @@ from mpidist._base.fingerprint import fingerprint, fingerprint_of_bytes
 from mpidist._merge import object_names
 from mpidist._merge.wire import ATOMS, Pickler
 from mpidist._values.distributed import DistributedValues
-from mpidist._values.variable import Variable
+from mpidist._values.variable import Variable, storage_of
 
 _PACKAGE: Final = "mpidist"
 
@@ -118,7 +118,7 @@ def _held_by(x: Any, known: tuple[Any, ...]) -> str | None:
     for part in object_names.values_in(x, (Variable, DistributedValues), ids):
         found = True
         if isinstance(part, Variable):
-            keys.append(part._key)
+            keys.append(storage_of(part).key)
     return f"variable {min(keys)}" if keys else ("" if found else None)
 
 

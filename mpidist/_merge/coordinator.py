@@ -17,7 +17,7 @@ from mpidist._merge.updates import UpdateBatch, check_update, wrap
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0, check_arguments
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._runtime.registry import Key
+from mpidist._runtime.registry import Key, component, gathered, key_of, set_gathered
 from mpidist._values.distributed import (
     DistributedValues,
     Mirrored,
@@ -217,11 +217,13 @@ class Coordinator:
 
     def fetch(self, values: list[DistributedValues]) -> None:
         """Gather the components of these values to rank 0, where not known."""
-        unknown = [v for v in values if v._all is None and not isinstance(v, Mirrored)]
+        unknown = [
+            v for v in values if gathered(v) is None and not isinstance(v, Mirrored)
+        ]
         if unknown:
             columns = self.command("collect", (unknown,))
             for value, column in zip(unknown, columns, strict=True):
-                value._all = tuple(column)
+                set_gathered(value, tuple(column))
                 self._fetched.append(weakref.ref(value))
 
     def finish(self, result: Any) -> list[Any]:
@@ -255,7 +257,7 @@ class Coordinator:
         self._writer.close()
         for reference in self._fetched:
             if (value := reference()) is not None:
-                value._all = None
+                set_gathered(value, None)
 
     def watch(self, tree: Any) -> None:
         """Tell the followers when rank 0 drops one of these values."""
@@ -276,15 +278,15 @@ class Coordinator:
         Raises:
             ValueError: for a value that the other ranks do not have.
         """
-        key: Key = value._key
+        key = key_of(value)
         if key is not None and self._registry.get(key) is value:
             return key
-        if isinstance(value, DistributedValues) and value._all is not None:
+        if isinstance(value, DistributedValues) and gathered(value) is not None:
             if isinstance(value, Mirrored):
                 _check_mirrored(value)
             self.command("scatter", (OnRank0(value), isinstance(value, Mirrored)))
             self.watch(value)
-            return value._key
+            return key_of(value)
         raise _NotThereError(
             f"merge_fn uses {value!r:.200}, which the other ranks do not have (any "
             "more): it belongs to a `merge_call` that has ended, or was made on rank "
@@ -298,7 +300,7 @@ class _NotThereError(ValueError):
 
 def _check_mirrored(value: Mirrored) -> None:
     """Raise for a Mirrored that merge_fn made of components that differ."""
-    arrays = [backend.as_array(x, "Mirrored")[0] for x in value._all or ()]
+    arrays = [backend.as_array(x, "Mirrored")[0] for x in gathered(value) or ()]
     if len({backend.describe(x) + backend.summarize(x) for x in arrays}) > 1:
         raise ValueError(
             f"merge_fn made a Mirrored of components that differ: {value!r:.200}; "
@@ -334,7 +336,7 @@ def lead(
                     coordinator.finish(result)
                 return result
             leaves, structure = nest.flatten(result)
-            parts = [_part_of(leaf, coordinator) for leaf in leaves]
+            parts = [_part_of(leaf, group) for leaf in leaves]
             if several:
                 buffers = coordinator.finish(structure.unflatten(parts))
     except BaseException as error:
@@ -353,10 +355,10 @@ def _own_result(leaf: Any) -> Any:
     return leaf.copy() if backend.is_array(leaf) else own_component(leaf)
 
 
-def _part_of(leaf: Any, coordinator: Coordinator) -> Any:
+def _part_of(leaf: Any, group: ReplicaGroup) -> Any:
     """Return a leaf of merge_fn's result in the form in which it travels."""
     if isinstance(leaf, Mirrored) and (
-        leaf._key is None or coordinator._registry.get(leaf._key) is not leaf
+        (key := key_of(leaf)) is None or group.registry.get(key) is not leaf
     ):
-        return leaf._own
+        return component(leaf)
     return leaf

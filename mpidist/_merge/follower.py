@@ -15,7 +15,7 @@ from mpidist._merge.updates import UpdateBatch, describe, wrap
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._runtime.registry import Key
+from mpidist._runtime.registry import Key, key_of
 from mpidist._values.distributed import (
     DistributedValues,
     own_component,
@@ -185,17 +185,17 @@ class Follower:
             if isinstance(value, OnRank0) and isinstance(
                 value.value, DistributedValues
             ):
-                self._held[value.value._key] = value.value
+                self._held[key_of(value.value)] = value.value
         return None
 
     def _hold(self, result: Any) -> None:
         """Keep the values of a result, to which rank 0 may refer."""
         for leaf in nest.flatten(result)[0]:
             if isinstance(leaf, DistributedValues):
-                self._held[leaf._key] = leaf
+                self._held[key_of(leaf)] = leaf
             elif isinstance(leaf, Variable):
                 # Rank 0 may keep it for later merge_calls, as an optimizer its slots.
-                self._registry.kept[leaf._key] = leaf
+                self._registry.kept[key_of(leaf)] = leaf
 
 
 def remote_error(

@@ -65,15 +65,14 @@ from mpidist._merge.follower import follow
 from mpidist._runtime import dispatch
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._runtime.registry import Key
+from mpidist._runtime.registry import Key, gathered
 from mpidist._values.distributed import (
     DistributedValues,
     Mirrored,
     PerReplica,
     own_component,
 )
-from mpidist._values.synchronization import component_of
-from mpidist._values.variable import Variable
+from mpidist._values.variable import Variable, component_of, storage_of
 
 _NO_ARGUMENTS: Final = nest.flatten(((), {}))[1]
 _WITHOUT_ARGUMENTS: Final = call_of(f"merge_call {_NO_ARGUMENTS.render([])}")
@@ -203,11 +202,12 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> str
 def _kind_of(leaf: Any, group: ReplicaGroup) -> str:
     """Return what becomes of an argument; the same text on all ranks, or a mismatch."""
     if isinstance(leaf, Variable):
-        if leaf._group is not group:
+        storage = storage_of(leaf)
+        if storage.group is not group:
             raise ValueError(
-                f"merge_call: {leaf!r} belongs to {leaf._group}, not to {group}"
+                f"merge_call: {leaf!r} belongs to {storage.group}, not to {group}"
             )
-        return f"Variable {leaf.name!r} #{leaf._key}"
+        return f"Variable {leaf.name!r} #{storage.key}"
     if isinstance(leaf, (DistributedValues, IndexedSlices)):
         return "component"
     if backend.is_array(leaf) or backend.is_number(leaf):
@@ -234,7 +234,7 @@ def _scatter(group: ReplicaGroup, marked: OnRank0, mirrored: bool) -> None:
     collectives = group.collectives
     registry = group.registry
     value = marked.value
-    rows = None if value is None else [[component] for component in value._all]
+    rows = None if value is None else [[own] for own in gathered(value) or ()]
     (own,) = collectives.scatter(rows, "scatter a PerReplica of the coordinator")
     key = (registry.next_key(), 0)
     if value is None:

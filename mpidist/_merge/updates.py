@@ -29,10 +29,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 
+from mpidist._agreement.guard import Written
 from mpidist._agreement.mismatch import Call, ErrorKind, call_of
 from mpidist._base import backend, nest
 from mpidist._base.errors import CollectiveError
@@ -45,8 +47,8 @@ from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import check_arguments
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import Mirrored, PerReplica, argument_of
-from mpidist._values.synchronization import differs
-from mpidist._values.variable import Variable
+from mpidist._values.storage import VariableStorage
+from mpidist._values.variable import Variable, array_of, differs, storage_of
 
 _BATCH: Final = Call("the end of updates in merge_fn")
 _LONGEST_SECONDS: Final = 0.25
@@ -65,7 +67,9 @@ class _Effect:
     var: Any
     fn: Any
     structure: str  # of the result
-    written: list[tuple[Any, int]]  # variables and fingerprints of their values
+    written: list[
+        tuple[VariableStorage, int]
+    ]  # variables and fingerprints of their values
     returned: list[Any]
     arguments: str  # where each rank has its own
 
@@ -82,7 +86,7 @@ class UpdateBatch:
     # What is set when the batch begins: most merge_calls have none.
     _frame: context.Frame
     _began: float
-    _outer: list[Any]
+    _outer: Sequence[Written]
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
@@ -91,7 +95,7 @@ class UpdateBatch:
         self.joins = 0
         self.ring_start = 0
         self._numbers: list[int] = []
-        self._written: list[Any] = []
+        self._written: list[VariableStorage] = []
         self._effects: list[_Effect] = []
 
     @property
@@ -104,7 +108,7 @@ class UpdateBatch:
         if self.open:
             return
         guard = self._guard
-        written: list[Any] | None = None
+        written: list[VariableStorage] | None = None
         if guard.checks:
             guard.enter_section()
             self.open = True
@@ -157,7 +161,9 @@ class UpdateBatch:
             self._note(number, effect, written[before:])
         return result
 
-    def _note(self, number: int, effect: _Effect, written: list[Any]) -> None:
+    def _note(
+        self, number: int, effect: _Effect, written: list[VariableStorage]
+    ) -> None:
         """Add what an update has left to what is compared at the join."""
         if len(written) > 1:
             written = _by_key(written)
@@ -167,8 +173,8 @@ class UpdateBatch:
         if effect.arguments:
             numbers.append(fingerprint_of_bytes(effect.arguments.encode()))
         for v in written:
-            one = v._fingerprinter(seed)
-            numbers += (v._key[0], one)
+            one = v.fingerprint(seed)
+            numbers += (v.key[0], one)
             effect.written.append((v, one))
         for x in effect.returned:
             numbers.append(backend.fingerprint_of_array(_array(x), seed))
@@ -217,15 +223,15 @@ class UpdateBatch:
     def _describe(self) -> str:
         """Return a text of what the updates have left."""
         last = {
-            v._key: k
+            v.key: k
             for k, effect in enumerate(self._effects)
             for v, _ in effect.written
         }
         parts = []
         for k, effect in enumerate(self._effects):
             texts = [
-                f"{v.name!r} [#{v._key[0]}] = {backend.sample(v._array)}"
-                + (f" (then {n:x})" if last[v._key] != k or _is_large(v) else "")
+                f"{v.name!r} [#{v.key[0]}] = {backend.sample(v.array)}"
+                + (f" (then {n:x})" if last[v.key] != k or _is_large(v) else "")
                 for v, n in effect.written
             ]
             part = f"{describe(effect.var, effect.fn)} -> {effect.structure}"
@@ -244,7 +250,7 @@ def _own(x: Any) -> Any:
     """Return what the function gets for an argument."""
     kind = type(x)
     if kind is Mirrored:
-        return x._read()
+        return x.value()
     return x if kind in _AS_THEY_ARE else nest.map_structure(argument_of, x)
 
 
@@ -253,7 +259,7 @@ def describe(var: Any, fn: Any) -> str:
     if var is None:
         name = getattr(fn, "__qualname__", type(fn).__qualname__)
         return f"update_non_slot({name})"
-    return f"update of Variable {var.name!r} [#{var._key[0]}]"
+    return f"update of Variable {var.name!r} [#{storage_of(var).key[0]}]"
 
 
 @dispatch.operation("update")
@@ -327,9 +333,9 @@ def _is_value(x: Any) -> bool:
     return backend.is_array(x) or backend.is_number(x)
 
 
-def _by_key(variables: list[Any]) -> list[Any]:
+def _by_key(written: list[VariableStorage]) -> list[VariableStorage]:
     """Return each variable once, in an order that is the same on all ranks."""
-    return [v for _, v in sorted({v._key: v for v in variables}.items())]
+    return [v for _, v in sorted({v.key: v for v in written}.items())]
 
 
 _MUST_BE_SAME: Final = "must be the same on all replicas, see `reduce_to`"
@@ -343,9 +349,9 @@ def _texts_of(values: list[Any]) -> str:
     return ", ".join([backend.sample(_array(x)) for x in values])
 
 
-def _is_large(variable: Any) -> bool:
-    """Whether the text of its values may not show what its fingerprint does."""
-    return bool(variable._array.nbytes >= backend.SAMPLED_BYTES)
+def _is_large(storage: VariableStorage) -> bool:
+    """Return whether the text of its values may not show what its fingerprint does."""
+    return bool(storage.array.nbytes >= backend.SAMPLED_BYTES)
 
 
 def _seed_of(number: int) -> int:
@@ -371,5 +377,6 @@ def make_equal(group: ReplicaGroup, keys: list[Any]) -> None:
     )
     for index, variable in enumerate(variables):
         if all(row[index] for row in known):
-            transport = collectives.transports.of(variable._array)
-            transport.broadcast(backend.as_bytes(variable._array), 0)
+            array = array_of(variable)
+            transport = collectives.transports.of(array)
+            transport.broadcast(backend.as_bytes(array), 0)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -16,14 +17,44 @@ Key = Hashable
 
 
 class Registered:
-    """What a registry gives a key: the base of `mpidist.DistributedValues`."""
+    """A value that can have a key: the base of distributed values and variables.
+
+    The fields are private, because all names of these classes are for users. Other
+    rooms read them by the functions below, such as `key_of`.
+    """
+
+    _key: Key | None = None
+
+
+class Components(Registered):
+    """What a registry sets in a value: the base of `mpidist.DistributedValues`."""
 
     _own: Any  # this rank's component
-    _all: tuple[Any, ...] | None  # of all ranks, where they are known here
+    _all: tuple[Any, ...] | None  # those of all ranks, if they are known here
     _replica_id: int
     _num_replicas: int
-    _key: Key | None
     _home: Registry | None
+
+
+# Functions written in C: commands and updates call them for each of their values.
+key_of: Final[Callable[[Registered], Key]] = operator.attrgetter("_key")
+"""Return the key of a value; None if it has none."""
+
+component: Final[Callable[[Components], Any]] = operator.attrgetter("_own")
+"""Return this rank's component of a value."""
+
+gathered: Final[Callable[[Components], tuple[Any, ...] | None]] = operator.attrgetter(
+    "_all"
+)
+"""Return the components of all ranks; None if they are not known here."""
+
+home_of: Final[Callable[[Components], Registry | None]] = operator.attrgetter("_home")
+"""Return the registry that has given a value its key."""
+
+
+def set_gathered(value: Components, components: tuple[Any, ...] | None) -> None:
+    """Store the components of all ranks in a value, or remove them."""
+    value._all = components
 
 
 class _Reference(weakref.ref[Any]):
@@ -80,10 +111,9 @@ class Registry:
         self._values[key] = reference
         return value
 
-    def wrap(self, kind: type[Registered], own: Any, key: Key) -> Any:
+    def wrap(self, kind: type[Components], own: Any, key: Key) -> Any:
         """Return a PerReplica or Mirrored with this component, known by ``key``."""
-        # What `DistributedValues._local` and `add` do, without their calls: merge_call
-        # makes many of them.
+        # Without a call of a constructor and of `add`: merge_call makes many of them.
         value = kind.__new__(kind)
         value._own = own
         value._all = None
@@ -97,7 +127,7 @@ class Registry:
         self._values[key] = reference
         return value
 
-    def watch(self, value: Registered, dropped: list[Key]) -> None:
+    def watch(self, value: Components, dropped: list[Key]) -> None:
         """Have the key of a value appended to a list when the value is dropped.
 
         In place of weakref.finalize, which takes longer than to make the value.
@@ -109,21 +139,21 @@ class Registry:
     def check(self, call: str, value: Any) -> None:
         """Raise if a distributed value belongs to another strategy."""
         home = getattr(value, "_home", None)
-        if isinstance(value, Registered) and home not in (None, self):
+        if isinstance(value, Components) and home not in (None, self):
             raise RuntimeError(
                 f"{call}: Mixing different Strategy objects: {value!r:.80} belongs to "
                 "another strategy; use that strategy's methods, or take this rank's "
                 "component with its `experimental_local_results`"
             )
 
-    def wrap_tree(self, kind: type[Registered], tree: Any) -> Any:
+    def wrap_tree(self, kind: type[Components], tree: Any) -> Any:
         """Wrap the arrays and numbers of a nest that one collective call gave.
 
         Leaves of other kinds, and variables, stay as they are.
         """
         return self.wrap_numbered(kind, tree, self.next_key())
 
-    def wrap_numbered(self, kind: type[Registered], tree: Any, number: int) -> Any:
+    def wrap_numbered(self, kind: type[Components], tree: Any, number: int) -> Any:
         """As `wrap_tree`, where the call has been counted before."""
         if tree is None:
             return None
@@ -136,7 +166,7 @@ class Registry:
         )
 
     def wrap_list(
-        self, kind: type[Registered], values: list[Any], number: int
+        self, kind: type[Components], values: list[Any], number: int
     ) -> list[Any]:
         """As `wrap_numbered`, for a list that is mostly one of arrays."""
         for x in values:

@@ -20,7 +20,7 @@ from mpidist._strategy.reductions import (
     root_of,
 )
 from mpidist._values.distributed import Mirrored
-from mpidist._values.synchronization import component_of
+from mpidist._values.variable import component_of
 
 
 class CollectiveAllReduce(CrossDeviceOps):

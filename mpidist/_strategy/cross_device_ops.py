@@ -18,7 +18,7 @@ from mpidist._base.options import CommunicationOptions, ReduceOp, as_reduce_op
 from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._runtime.registry import Registry
+from mpidist._runtime.registry import home_of
 from mpidist._strategy.reductions import (
     Destination,
     Pair,
@@ -26,9 +26,8 @@ from mpidist._strategy.reductions import (
     check_destinations,
     root_of,
 )
-from mpidist._values.distributed import Mirrored, own_component
-from mpidist._values.synchronization import component_of, differs
-from mpidist._values.variable import Variable
+from mpidist._values.distributed import DistributedValues, Mirrored, own_component
+from mpidist._values.variable import Variable, component_of, differs, storage_of
 
 T = TypeVar("T")
 
@@ -156,7 +155,7 @@ class CrossDeviceOps:
 
         def broadcast() -> Nest:
             check_destinations(group, destinations, call)
-            value = tensor._read() if isinstance(tensor, Variable) else tensor
+            value = tensor.value() if isinstance(tensor, Variable) else tensor
             return self.broadcast_implementation(value, destinations)
 
         result = _on_all(group, call, broadcast, lambda result: [result])
@@ -251,9 +250,9 @@ def group_of_values(values: list[Nest]) -> ReplicaGroup:
     """
     for value in values:
         if isinstance(value, Variable):
-            return value._group
-        home = getattr(value, "_home", None)
-        if isinstance(home, Registry):
+            return storage_of(value).group
+        home = home_of(value) if isinstance(value, DistributedValues) else None
+        if home is not None:
             found: ReplicaGroup = home.group
             return found
     return context.current().group

@@ -16,6 +16,7 @@ from mpidist._base.types import Nest
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
+from mpidist._runtime.registry import component
 from mpidist._strategy import local_results
 from mpidist._strategy import operations as operations  # registers them
 from mpidist._strategy.multi_step import (
@@ -30,7 +31,7 @@ from mpidist._values.distributed import (
     PerReplica,
     select_replica,
 )
-from mpidist._values.variable import Variable, check_owner
+from mpidist._values.variable import Variable, check_owner, storage_of
 from mpidist.data import Dataset
 
 
@@ -92,7 +93,7 @@ class StrategyExtended:
         if isinstance(value, Variable):
             return value
         found = self._group.registry.find(
-            lambda x: isinstance(x, Variable) and (x._view is value)
+            lambda x: isinstance(x, Variable) and storage_of(x).view is value
         )
         return value if found is None else found
 
@@ -109,7 +110,7 @@ class StrategyExtended:
                 "variable_created_in_scope: expected a `mpidist.Variable`, got "
                 f"{v!r:.80} of type {type(v).__name__}"
             )
-        return v._group is self._group
+        return storage_of(v).group is self._group
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: object) -> Iterator[None]:
@@ -340,7 +341,7 @@ class StrategyExtended:
         context.require_cross_replica(self._group, "broadcast_to")
         if isinstance(tensor, Variable):
             try:
-                tensor = tensor._read()  # on all ranks, if it is ON_READ
+                tensor = tensor.value()  # on all ranks, if it is ON_READ
             except Exception as error:
                 dispatch.refuse(self._group, "broadcast_to", error)
         return dispatch.perform(
@@ -400,9 +401,9 @@ class StrategyExtended:
         kwargs = {} if kwargs is None else kwargs
         frame = context.require_cross_replica(self._group, "update")
         coordinator = frame.coordinator if group and type(var) is Variable else None
-        if coordinator is not None and var._group is self._group:
+        if coordinator is not None and storage_of(var).group is self._group:
             return coordinator.update(var, fn, args, kwargs, True)
-        plain = isinstance(var, Variable) and not var._group.is_mpi
+        plain = isinstance(var, Variable) and not storage_of(var).group.is_mpi
         if not isinstance(var, Variable) or (plain and self._group.is_mpi):
             if isinstance(var, DistributedValues):
                 error = TypeError(
@@ -447,7 +448,7 @@ class StrategyExtended:
         ):
             return result
         return nest.map_structure(
-            lambda x: x._own if isinstance(x, PerReplica) else x, result
+            lambda x: component(x) if isinstance(x, PerReplica) else x, result
         )
 
 

@@ -18,6 +18,7 @@ from mpidist._base.types import Nest
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0, check_arguments
 from mpidist._runtime.group import ReplicaGroup
+from mpidist._runtime.registry import component, home_of
 from mpidist._strategy import axis_reduction
 from mpidist._strategy.reductions import (
     Destination,
@@ -35,8 +36,13 @@ from mpidist._values.distributed import (
     select_replica,
     to_plain,
 )
-from mpidist._values.synchronization import component_of, differs, is_same
-from mpidist._values.variable import Variable
+from mpidist._values.variable import (
+    Variable,
+    component_of,
+    differs,
+    is_same,
+    storage_of,
+)
 
 _LEAF: Final = str(nest.flatten(None)[1])
 _LEAF_FINGERPRINT: Final = fingerprint(_LEAF)
@@ -96,7 +102,7 @@ def _reduce(
             group.registry.check("Strategy.reduce", value)
         except Exception as error:
             collectives.invalid("Strategy.reduce", error)
-        return collectives.all_reduce(op, value._own, call="Strategy.reduce")
+        return collectives.all_reduce(op, component(value), call="Strategy.reduce")
     try:
         op = as_reduce_op(reduce_op, "Strategy.reduce")
         leaves, structure = nest.flatten(value)
@@ -268,11 +274,11 @@ def _components(group: ReplicaGroup, pairs: list[Pair]) -> list[Nest] | None:
         if type(pair) is not tuple or len(pair) != 2:
             return None
         value, variable = pair
-        if type(value) is not PerReplica or value._home is not registry:
+        if type(value) is not PerReplica or home_of(value) is not registry:
             return None
-        if type(variable) is not Variable or variable._group is not group:
+        if type(variable) is not Variable or storage_of(variable).group is not group:
             return None
-        own.append(value._own)
+        own.append(component(value))
     return own
 
 

@@ -19,8 +19,7 @@ from mpidist._values.distributed import (
     PerReplica,
     own_component,
 )
-from mpidist._values.synchronization import component_of
-from mpidist._values.variable import Variable, check_owner
+from mpidist._values.variable import Variable, check_owner, component_of
 
 Destination: TypeAlias = DistributedValues | ArrayLike | HostArray | DeviceArray | str
 """Where a result goes: every replica or, for a device string, one of them."""
@@ -105,7 +104,7 @@ def broadcast_value(group: ReplicaGroup, get: Callable[[], Nest]) -> Nest:
         if isinstance(value, (bool, int, float, complex)):
             return [value, True]
         if isinstance(value, ArrayLike):
-            value = value._read()
+            value = value.value()
         # A copy: later changes to the array must not show on one rank only.
         return [backend.as_array(value, "broadcast_to")[0].copy(), False]
 

@@ -13,8 +13,7 @@ from mpidist._base.errors import OutOfSyncError, format_ranks, on_rank
 from mpidist._base.fingerprint import fingerprint_of
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._values import synchronization
-from mpidist._values.variable import Variable, check_owner
+from mpidist._values.variable import Variable, array_of, check_owner, storage_of
 
 _MOST_NAMED = 5
 
@@ -41,7 +40,7 @@ def check_in_sync(variables: Any) -> None:
     if not leaves:
         return
     group = next(
-        (x._group for x in leaves if isinstance(x, Variable)),
+        (storage_of(x).group for x in leaves if isinstance(x, Variable)),
         context.current().group,
     )
     frame = context.current()
@@ -63,7 +62,7 @@ def _check_variables(group: ReplicaGroup, leaves: list[Any]) -> None:
             raise TypeError(
                 f"check_in_sync: expected a `mpidist.Variable`, got {leaf!r:.80}"
             )
-        if leaf._policy is synchronization.ON_READ:
+        if storage_of(leaf).on_read:
             raise ValueError(
                 f"check_in_sync: the copies of {leaf!r} may differ, since it is ON_READ"
             )
@@ -73,8 +72,8 @@ def _check_variables(group: ReplicaGroup, leaves: list[Any]) -> None:
 @dispatch.operation("check_in_sync")
 def _check(group: ReplicaGroup, variables: list[Variable]) -> None:
     collectives = group.collectives
-    digests = [_digest(variable._array) for variable in variables]
-    text = ", ".join(f"{v.name!r} #{v._key[0]}" for v in variables)
+    digests = [_digest(array_of(variable)) for variable in variables]
+    text = ", ".join(f"{v.name!r} #{storage_of(v).key[0]}" for v in variables)
     call = Call(f"check_in_sync({text})")
     if collectives.guard.agree_and_compare(call, fingerprint_of(*digests)):
         return
@@ -108,7 +107,7 @@ def _describe(group: ReplicaGroup, variable: Variable, column: list[bytes]) -> s
     reference = max(column, key=column.count)  # in a tie, the first
     home = column.index(reference)
     drifted = [rank for rank, digest in enumerate(column) if digest != reference]
-    mine = backend.contiguous(backend.to_host(variable._array))
+    mine = backend.contiguous(backend.to_host(array_of(variable)))
     theirs = mine.copy()
     comm.broadcast(backend.as_bytes(theirs), home)
     text = b""

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidist._base import backend, nest
 from mpidist._runtime import context
-from mpidist._runtime.registry import Registered
+from mpidist._runtime.registry import Components
 
 _DELEGATED: Final = frozenset(
     [
@@ -49,7 +49,7 @@ _DELEGATED: Final = frozenset(
 )
 
 
-class DistributedValues(Registered):
+class DistributedValues(Components):
     """A value with a component on each replica.
 
     Users get these from `Strategy.run`, from
@@ -89,18 +89,6 @@ class DistributedValues(Registered):
         self._own = values[self._replica_id]
         self._key = None
         self._home = group.registry
-
-    @classmethod
-    def _local(cls, own: Any, replica_id: int, num_replicas: int) -> Any:
-        """Hold this rank's component; the others are on their own ranks."""
-        value = cls.__new__(cls)
-        value._own = own
-        value._all = None
-        value._replica_id = replica_id
-        value._num_replicas = num_replicas
-        value._key = None
-        value._home = None
-        return value
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -203,10 +191,6 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
 
     __array_priority__: float = 1000.0
 
-    def _read(self) -> Any:
-        """Return the array that operations use; do not write to it."""
-        raise NotImplementedError
-
     def _refuse_write(self, what: str) -> NoReturn:
         raise TypeError(
             f"`{what.format(x='x')}` would change the copy of one replica only; write "
@@ -215,7 +199,7 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
 
     def _array_view(self) -> Any:
         """Return the value as an array, also if it is a number."""
-        return backend.as_array(self._read(), type(self).__name__)[0]
+        return backend.as_array(self.value(), type(self).__name__)[0]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -238,24 +222,21 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
         return int(self._array_view().size)
 
     def value(self) -> Any:
-        """Return the array itself, without a copy.
-
-        Not collective, except for an ON_READ variable in cross-replica context, where
-        it is a new array: the combined copies.
+        """Return the array itself, without a copy. All operations use it.
 
         A NumPy array is read-only. A CuPy array cannot be: do not write to it.
         """
-        return self._read()
+        raise NotImplementedError
 
     def numpy(self) -> Any:
         """Return a copy, as a NumPy array on the host.
 
         Not collective, except for an ON_READ variable in cross-replica context.
         """
-        return np.array(backend.to_host(self._read()))
+        return np.array(backend.to_host(self.value()))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        x = self._read()
+        x = self.value()
         if backend.is_device_array(x):
             raise TypeError(
                 f"this {type(self).__name__} is on a GPU and is not copied to the "
@@ -283,43 +264,43 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
         return func(*_plain_arguments(args), **_plain_arguments(kwargs))
 
     def __getitem__(self, index: Any) -> Any:
-        return self._read()[to_plain(index)]
+        return self.value()[to_plain(index)]
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self._refuse_write("{x}[...] = ...")
 
     def __len__(self) -> int:
-        return len(self._read())
+        return len(self.value())
 
     def __iter__(self) -> Any:
-        return iter(self._read())
+        return iter(self.value())
 
     def __contains__(self, value: Any) -> bool:
-        return bool((self._read() == to_plain(value)).any())
+        return bool((self.value() == to_plain(value)).any())
 
     def __bool__(self) -> bool:
-        return bool(self._read())
+        return bool(self.value())
 
     def __int__(self) -> int:
-        return int(self._read())
+        return int(self.value())
 
     def __float__(self) -> float:
-        return float(self._read())
+        return float(self.value())
 
     def __complex__(self) -> complex:
-        return complex(self._read())
+        return complex(self.value())
 
     def __index__(self) -> int:
-        return int(self._read().__index__())
+        return int(self.value().__index__())
 
     def __format__(self, spec: str) -> str:
         if not spec:
             return str(self)
-        return format(self._read(), spec)
+        return format(self.value(), spec)
 
     def __getattr__(self, name: str) -> Any:
         if name in _DELEGATED:
-            return getattr(self._read(), name)
+            return getattr(self.value(), name)
         raise AttributeError(
             f"'{type(self).__name__}' object has no attribute {name!r}"
         )
@@ -356,7 +337,11 @@ class Mirrored(DistributedValues, ArrayLike):
     It acts as the array that it holds.
     """
 
-    def _read(self) -> Any:
+    def value(self) -> Any:
+        """Return the array itself, without a copy. Not collective.
+
+        A NumPy array is read-only. A CuPy array cannot be: do not write to it.
+        """
         if isinstance(self._own, np.ndarray):
             view = self._own.view()
             view.flags.writeable = False
@@ -367,8 +352,8 @@ class Mirrored(DistributedValues, ArrayLike):
     def values(self) -> tuple[Any, ...]:
         """The components that this process can see; they are all equal."""
         if context.current().coordinator is not None:
-            return (self._read(),) * self._num_replicas
-        return (self._read(),)
+            return (self.value(),) * self._num_replicas
+        return (self.value(),)
 
     def __repr__(self) -> str:
         return f"Mirrored(on {self._num_replicas} replicas: {self._own!r})"
@@ -378,12 +363,12 @@ class Mirrored(DistributedValues, ArrayLike):
         # copy look them up before there is a component.
         if name.startswith("_"):
             raise AttributeError(f"'Mirrored' object has no attribute {name!r}")
-        return getattr(self._read(), name)
+        return getattr(self.value(), name)
 
 
 def to_plain(x: Any) -> Any:
     """Return the array of an `ArrayLike`, and anything else unchanged."""
-    return x._read() if isinstance(x, ArrayLike) else x
+    return x.value() if isinstance(x, ArrayLike) else x
 
 
 def _plain_arguments(x: Any) -> Any:
@@ -405,7 +390,7 @@ def select_replica(tree: tuple[Any, ...] | dict[str, Any]) -> Any:
 
 def argument_of(x: Any) -> Any:
     """Return the object that a function receives for a leaf of its arguments."""
-    return x._read() if isinstance(x, Mirrored) else own_component(x)
+    return x.value() if isinstance(x, Mirrored) else own_component(x)
 
 
 def own_component(x: Any) -> Any:

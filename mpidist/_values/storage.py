@@ -1,17 +1,34 @@
-"""This rank's copy of a variable, and the conversion of values for it."""
+"""This rank's copy of a variable, and the conversion of values for it.
+
+Nothing here communicates. `synchronization` determines when copies are combined, and
+`Variable` is the public face of both.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NoReturn
+import enum
+from collections.abc import Callable
+from typing import Any, Final, Literal, NoReturn
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpidist._base import backend, indexed_slices
 from mpidist._base.indexed_slices import IndexedSlices, Scatter
 from mpidist._base.options import VariableAggregation, VariableSynchronization
+from mpidist._base.types import Array, DType, Nest, Shape
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._values.distributed import ArrayLike, Mirrored, PerReplica
+from mpidist._values.distributed import (
+    Mirrored,
+    PerReplica,
+    own_component,
+    to_plain,
+)
+
+Assignment = Literal["assign", "assign_add", "assign_sub"]
+
+_NO_KEY: Final = (0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,79 +47,71 @@ class Attributes:
         )
 
 
-class VariableStorage(ArrayLike):
-    """The base class of `mpidist.Variable`: everything without communication.
+class VariableStorage:
+    """This rank's copy of a variable, its attributes, and how it is changed.
 
-    `synchronization` operates on it, and determines when copies are combined.
+    A `mpidist.Variable` has one; other rooms get it by `variable.storage_of`. Its
+    fields are public in the package, and only the methods here write to the array.
+
+    Attributes:
+        group: the replicas that have a copy.
+        attributes: the name of the variable, and how its copies are combined.
+        on_read: whether the copies are combined when the variable is read.
+        array: this rank's copy, which keeps its address.
+        view: a view of the array, which users get; read-only if it is on the host.
+        fingerprint: a function that returns the fingerprint of the array for a seed.
+        key: the key of the variable in the group's registry, the same on all ranks.
     """
 
-    _group: ReplicaGroup
-    _attributes: Attributes
-    _array: Any
-    _view: Any  # of the array; read-only if it is on the host
-    _fingerprinter: Any  # computes the fingerprint of the array
-    _key: tuple[int, int]
+    __slots__ = (
+        "array",
+        "attributes",
+        "fingerprint",
+        "group",
+        "key",
+        "on_read",
+        "view",
+    )
+
+    def __init__(
+        self, group: ReplicaGroup, attributes: Attributes, value: Array
+    ) -> None:
+        """Copy ``value`` to the device of this rank's replica."""
+        self.group = group
+        self.attributes = attributes
+        self.on_read: bool = (
+            attributes.synchronization is VariableSynchronization.ON_READ
+        )
+        # A separate copy: the user keeps the initial array. In C order on all ranks,
+        # because the last bits of a sum, for example, depend on the order.
+        host = np.array(backend.to_host(value), order="C")
+        self.array: Array = backend.place(host, group.collectives.device)
+        self.view: Array = self.array.view()
+        if not backend.is_device_array(self.array):
+            self.view.flags.writeable = False
+        self.fingerprint: Callable[[int], int] = backend.fingerprinter(self.array)
+        self.key: tuple[int, int] = _NO_KEY  # until the registry has the variable
 
     @property
     def name(self) -> str:
-        """The given name, or "Variable"."""
-        return self._attributes.name
+        """The name of the variable."""
+        return self.attributes.name
 
-    @property
-    def trainable(self) -> bool:
-        """The value of the argument ``trainable``."""
-        return self._attributes.trainable
-
-    @property
-    def synchronization(self) -> VariableSynchronization:
-        """When the copies are combined."""
-        return self._attributes.synchronization
-
-    @property
-    def aggregation(self) -> VariableAggregation:
-        """How values that replicas assign are combined."""
-        return self._attributes.aggregation
-
-    @property
-    def device(self) -> str:
-        """The device of this rank's copy."""
-        name: str = self._group.device_name
-        return name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
-        return tuple(self._array.shape)
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the array."""
-        return self._array.dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return int(self._array.ndim)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(self._array.size)
-
-    def __len__(self) -> int:
-        return len(self._array)
-
-    # --- converting values, and writing them
-
-    def _call(self, how: str) -> str:
+    def describe_call(self, how: str) -> str:
+        """Return the name of a call of the variable, which all ranks compare."""
         # With the key: names need not be unique.
-        return f"Variable {self.name!r}.{how} [#{self._key[0]}]"
+        return f"Variable {self.attributes.name!r}.{how} [#{self.key[0]}]"
 
-    def _prepare_slices(self, how: Scatter, value: Any) -> tuple[Any, Any]:
-        """Return indices and rows, converted for this variable."""
+    def prepare_slices(self, how: Scatter, value: Nest) -> tuple[Array, Array]:
+        """Return the indices and rows of an `IndexedSlices`, converted for the array.
+
+        Raises:
+            TypeError, ValueError: if the array has no such rows, see
+                `Variable.scatter_add`.
+        """
         call = f"Variable {self.name!r}.scatter_{how}"
         if isinstance(value, Mirrored):
-            value = value._own
+            value = own_component(value)
         if isinstance(value, PerReplica):
             self._refuse_per_replica(f"scatter_{how}")
         if not isinstance(value, IndexedSlices):
@@ -111,11 +120,12 @@ class VariableStorage(ArrayLike):
                 f"{type(value).__name__}; write `mpidist.IndexedSlices(values, "
                 "indices)`"
             )
-        if not self.shape:
+        shape, dtype = self.array.shape, self.array.dtype
+        if not shape:
             raise ValueError(f"{call}: a variable of shape () has no rows")
-        if how == "div" and self.dtype.kind in "iub":
+        if how == "div" and dtype.kind in "iub":
             raise ValueError(
-                f"{call}: {self.dtype.name} would need rounding; make the variable "
+                f"{call}: {dtype.name} would need rounding; make the variable "
                 "with a floating dtype"
             )
         indices = backend.as_array(value.indices, call)[0]
@@ -123,12 +133,12 @@ class VariableStorage(ArrayLike):
             value.values, PerReplica
         ):
             self._refuse_per_replica(f"scatter_{how}")
-        shape = (int(indices.shape[0]), *self.shape[1:])
-        rows = self._prepare(f"scatter_{how}", value.values, shape)
-        bad = (indices < 0) | (indices >= self.shape[0])
+        rows_shape = (int(indices.shape[0]), *shape[1:])
+        rows = self.prepare(f"scatter_{how}", value.values, rows_shape)
+        bad = (indices < 0) | (indices >= shape[0])
         if bool(bad.any()):
             raise ValueError(
-                f"{call}: expected indices from 0 to {self.shape[0] - 1}, got "
+                f"{call}: expected indices from 0 to {shape[0] - 1}, got "
                 f"{backend.to_host(indices[bad])[:5].tolist()}"
             )
         return indices.astype(np.int64, copy=False), rows
@@ -142,11 +152,18 @@ class VariableStorage(ArrayLike):
             "value"
         )
 
-    def _prepare(
-        self, how: str, value: Any, shape: tuple[int, ...] | None = None
-    ) -> Any:
-        """Return ``value`` as an array of this variable's dtype, shape and device."""
-        own = self._array
+    def prepare(self, how: str, value: Nest, shape: Shape | None = None) -> Array:
+        """Return ``value`` as an array of this variable's dtype, shape and device.
+
+        Args:
+            how: the name of the method of `Variable`, for messages.
+            value: an array, a number, a list, a variable or a Mirrored.
+            shape: the shape; default: that of the variable.
+
+        Raises:
+            TypeError, ValueError: if the value does not fit, see `Variable.assign`.
+        """
+        own = self.array
         if (
             type(value) is np.ndarray
             and type(own) is np.ndarray
@@ -156,20 +173,21 @@ class VariableStorage(ArrayLike):
             and own.dtype.kind != "b"
         ):
             return value
+        dtype = own.dtype
         call = f"Variable {self.name!r}.{how}"
-        if self.dtype.kind == "b" and how in ("assign_sub", "scatter_sub"):
+        if dtype.kind == "b" and how in ("assign_sub", "scatter_sub"):
             raise ValueError(
                 f"{call}: bool cannot be subtracted; write `variable.assign(variable "
                 "& ~value)`, or make the variable with an integer dtype"
             )
-        shape = self.shape if shape is None else shape
+        shape = own.shape if shape is None else shape
         if isinstance(value, PerReplica):
             self._refuse_per_replica(how)
         if isinstance(value, Mirrored):
-            value = value._own
-        if isinstance(value, ArrayLike):
-            value = value._read()
+            value = own_component(value)
+        value = to_plain(value)
         listed = isinstance(value, (list, tuple))
+        x: Array
         x, kind = backend.as_array(np.asarray(value) if listed else value, call)
         if tuple(x.shape) != shape:
             raise ValueError(
@@ -178,30 +196,33 @@ class VariableStorage(ArrayLike):
                 "spread a number over the array"
             )
         python_numbers = listed or kind == "number"
-        if x.dtype != self.dtype and not _fits(x, self.dtype, python_numbers):
+        if x.dtype != dtype and not _fits(x, dtype, python_numbers):
             raise ValueError(
-                f"{call}: expected a value that fits into {self.dtype.name}, got "
-                f"{backend.describe(x)}; write `value.astype({self.dtype.name!r})`"
+                f"{call}: expected a value that fits into {dtype.name}, got "
+                f"{backend.describe(x)}; write `value.astype({dtype.name!r})`"
             )
-        if x.dtype != self.dtype:
-            x = x.astype(self.dtype)
-        if backend.is_device_array(x) != backend.is_device_array(self._array):
-            x = backend.place(backend.to_host(x), self._group.collectives.device)
+        if x.dtype != dtype:
+            x = x.astype(dtype)
+        if backend.is_device_array(x) != backend.is_device_array(own):
+            x = backend.place(backend.to_host(x), self.group.collectives.device)
         return x
 
-    def _apply(self, how: str, value: Any) -> None:
+    def apply(self, how: Assignment, value: Any) -> None:
+        """Change the array; ``value`` is the array that `prepare` has returned."""
+        own: Any = self.array  # NumPy's types of functions know no CuPy arrays
         if how == "assign":
-            self._array[...] = value
+            own[...] = value
         elif how == "assign_add":
-            np.add(self._array, value, out=self._array)
+            np.add(own, value, out=own)
         else:
-            np.subtract(self._array, value, out=self._array)
+            np.subtract(own, value, out=own)
 
-    def _apply_slices(self, how: Scatter, indices: Any, rows: Any) -> None:
-        indexed_slices.scatter(self._array, how, indices, rows)
+    def apply_slices(self, how: Scatter, indices: Array, rows: Array) -> None:
+        """Change rows of the array; the rest is what `prepare_slices` has returned."""
+        indexed_slices.scatter(self.array, how, indices, rows)
 
 
-def _fits(x: Any, dtype: Any, python_numbers: bool) -> bool:
+def _fits(x: Array, dtype: DType, python_numbers: bool) -> bool:
     """Return whether values may be cast: to the same kind of dtype, or a wider one.
 
     Integers given as Python numbers must be in the dtype's range.
@@ -216,3 +237,99 @@ def _fits(x: Any, dtype: Any, python_numbers: bool) -> bool:
         np.can_cast(x.dtype, dtype, "same_kind")
         or order.find(x.dtype.kind) < order.find(dtype.kind)
     )
+
+
+def _member(kind: type[enum.Enum], value: object) -> object:
+    """Return the member of an enumeration for a name (case-insensitive)."""
+    if isinstance(value, str):
+        return kind.__members__.get(value.upper(), value)
+    return value
+
+
+def check_attributes(
+    trainable: object, name: object, synchronization: object, aggregation: object
+) -> Attributes:
+    """Return the attributes for the arguments of `Variable` of these names.
+
+    Raises:
+        TypeError, ValueError: if they are not as `Variable` says.
+    """
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"Variable: expected `name` to be a str, got {name!r}")
+    synchronization = _member(VariableSynchronization, synchronization)
+    aggregation = _member(VariableAggregation, aggregation)
+    if not isinstance(synchronization, VariableSynchronization):
+        raise ValueError(
+            "Variable: expected `synchronization` to be a `mpidist."
+            f"VariableSynchronization` (AUTO, ON_WRITE or ON_READ), got "
+            f"{synchronization!r}"
+        )
+    if not isinstance(aggregation, VariableAggregation):
+        raise ValueError(
+            "Variable: expected `aggregation` to be a `mpidist.VariableAggregation` "
+            f"(NONE, SUM, MEAN or ONLY_FIRST_REPLICA), got {aggregation!r}"
+        )
+    name = name or "Variable"
+    if synchronization is VariableSynchronization.NONE:
+        raise ValueError(
+            f"Variable {name!r}: `NONE` variable synchronization mode is not "
+            "supported; write AUTO, ON_WRITE or ON_READ"
+        )
+    on_read = synchronization is VariableSynchronization.ON_READ
+    return Attributes(
+        name=name,
+        trainable=not on_read if trainable is None else bool(trainable),
+        synchronization=(
+            synchronization if on_read else VariableSynchronization.ON_WRITE
+        ),
+        aggregation=aggregation,
+    )
+
+
+def initial_array(
+    initial_value: Nest, dtype: DTypeLike, shape: Shape | None, attributes: Attributes
+) -> Array:
+    """Return the array that a variable begins with.
+
+    Args:
+        initial_value: as given to `Variable`.
+        dtype: as given to `Variable`: whatever NumPy takes for a dtype.
+        shape: as given to `Variable`.
+        attributes: the attributes of the variable.
+
+    Raises:
+        TypeError, ValueError: if the value is not as `Variable` says.
+    """
+    call = f"Variable {attributes.name!r}"
+    value = initial_value() if callable(initial_value) else initial_value
+    if isinstance(value, PerReplica):
+        raise TypeError(
+            f"{call}: got a PerReplica as initial value; write `strategy.reduce(op, "
+            "value, axis=None)` or one array"
+        )
+    if isinstance(value, Mirrored):
+        value = own_component(value)
+    value = to_plain(value)
+    if isinstance(value, (list, tuple)):
+        value = np.asarray(value)
+    x: Array
+    x, _ = backend.as_array(value, call)
+    x = x if dtype is None else x.astype(dtype)
+    backend.check_dtype(x.dtype, call)
+    if shape is not None and tuple(x.shape) != tuple(shape):
+        raise ValueError(
+            f"{call}: expected an initial value of shape {tuple(shape)}, got "
+            f"{backend.describe(x)}"
+        )
+    floating = x.dtype.kind in "fc" or backend.is_bfloat16(x.dtype)
+    if attributes.aggregation is VariableAggregation.MEAN and not floating:
+        raise ValueError(
+            f"{call}: aggregation=MEAN of dtype {x.dtype.name}, which is not floating, "
+            "is not supported; write dtype=float, or another aggregation"
+        )
+    if attributes.aggregation is VariableAggregation.SUM and x.dtype.kind == "b":
+        raise ValueError(
+            f"{call}: aggregation=SUM of bool is not defined; write dtype=int to "
+            "count, or another aggregation"
+        )
+    return x

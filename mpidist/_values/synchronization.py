@@ -1,6 +1,6 @@
 """When the copies of a variable are combined: on write, or on read.
 
-A policy defines what reading and writing mean at each level. `Variable` prepares the
+A policy defines what reading and writing mean at each level. The storage prepares the
 values (dtype, shape, device) and changes this rank's copy; the policy communicates.
 """
 
@@ -10,14 +10,11 @@ from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from mpidist._agreement.mismatch import Call
-from mpidist._base import backend
 from mpidist._base.indexed_slices import IndexedSlices, Scatter
 from mpidist._base.options import ReduceOp, VariableAggregation
-from mpidist._runtime import context, dispatch
-from mpidist._runtime.group import ReplicaGroup
-from mpidist._values.distributed import DistributedValues, Mirrored, PerReplica
-from mpidist._values.storage import VariableStorage
+from mpidist._base.types import Array, Nest
+from mpidist._values.distributed import PerReplica, own_component
+from mpidist._values.storage import Assignment, VariableStorage
 
 _OPERATION: Final = {
     VariableAggregation.SUM: ReduceOp.SUM,
@@ -28,89 +25,97 @@ _OPERATION: Final = {
 class OnWrite:
     """All copies are always equal: the replicas' values are combined first."""
 
-    def write(self, variable: VariableStorage, how: str, value: Any) -> None:
+    def write(self, storage: VariableStorage, how: Assignment, value: Nest) -> None:
         """Write in a replica context: combine, then change every copy. Collective."""
-        variable._apply(how, self._aggregate(variable, how, value))
+        storage.apply(how, self._aggregate(storage, how, value))
 
-    def scatter(self, variable: VariableStorage, how: Scatter, value: Any) -> None:
+    def scatter(self, storage: VariableStorage, how: Scatter, value: Nest) -> None:
         """Do the same as `write`, for rows. Collective."""
-        call = variable._call(f"scatter_{how}")
-        _require_aggregation(variable, f"scatter_{how}")
-        collectives = variable._group.collectives
-        aggregation = variable.aggregation
+        call = storage.describe_call(f"scatter_{how}")
+        _require_aggregation(storage, f"scatter_{how}")
+        collectives = storage.group.collectives
+        aggregation = storage.attributes.aggregation
         try:
-            indices, rows = variable._prepare_slices(how, value)
+            indices, rows = storage.prepare_slices(how, value)
         except Exception as error:
             collectives.invalid(call, error)
         if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             indices, rows = collectives.share(lambda: [indices, rows], call)
         else:
             own = IndexedSlices(rows, indices)
-            both = variable._group.all_reduce(_OPERATION[aggregation], own, call=call)
+            both = storage.group.all_reduce(_OPERATION[aggregation], own, call=call)
             indices, rows = both.indices, both.values
-        variable._apply_slices(how, indices, rows)
+        storage.apply_slices(how, indices, rows)
 
-    def store(self, variable: VariableStorage, how: str, value: Any) -> None:
+    def store(self, storage: VariableStorage, how: Assignment, value: Array) -> None:
         """Write a value that all ranks have, in cross-replica context."""
-        variable._apply(how, value)
+        storage.apply(how, value)
 
-    def _aggregate(self, variable: VariableStorage, how: str, value: Any) -> Any:
-        _require_aggregation(variable, how)
-        call = variable._call(how)
-        collectives = variable._group.collectives
+    def _aggregate(
+        self, storage: VariableStorage, how: Assignment, value: Nest
+    ) -> Array:
+        _require_aggregation(storage, how)
+        call = storage.describe_call(how)
+        collectives = storage.group.collectives
         try:
             # Treat a PerReplica that the function closes over as an argument.
-            own = value._own if isinstance(value, PerReplica) else value
-            prepared = variable._prepare(how, own)
+            own = own_component(value) if isinstance(value, PerReplica) else value
+            prepared = storage.prepare(how, own)
         except Exception as error:
             collectives.invalid(call, error)
-        if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return collectives.broadcast(prepared, call=call)
-        return variable._group.all_reduce(
-            _OPERATION[variable.aggregation], prepared, call=call
+        if storage.attributes.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            first: Array = collectives.broadcast(prepared, call=call)
+            return first
+        result: Array = storage.group.all_reduce(
+            _OPERATION[storage.attributes.aggregation], prepared, call=call
         )
+        return result
 
 
 class OnRead:
     """Each replica writes its own copy; cross-replica reading combines them."""
 
-    def read(self, variable: VariableStorage, frame: context.Frame | None) -> Any:
-        """Return the own copy in a replica or without a frame, else all combined."""
-        if frame is None:
-            return variable._view
-        if frame.level is not context.Level.REPLICA or not context.has_strategy():
-            _require_readable(variable)
-            return dispatch.perform(variable._group, "read_variable", variable)
-        if frame.sync_on_read:
-            _require_readable(variable)
-            return _read_variable(variable._group, variable)
-        return variable._view
+    def read(self, storage: VariableStorage) -> Array:
+        """Return all copies combined, in a new array. Collective."""
+        collectives, array = storage.group.collectives, storage.array
+        aggregation = storage.attributes.aggregation
+        call = storage.describe_call(
+            "reading, which all ranks have to do since it is ON_READ,"
+        )
+        result: Array
+        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            result = collectives.broadcast(array, call=call)
+        else:
+            result = storage.group.all_reduce(_OPERATION[aggregation], array, call=call)
+        if isinstance(result, np.ndarray):
+            result.flags.writeable = False  # as for other variables; no copy changes
+        return result
 
-    def write(self, variable: VariableStorage, how: str, value: Any) -> None:
+    def write(self, storage: VariableStorage, how: Assignment, value: Nest) -> None:
         """Write the own copy in a replica context, without communication."""
         if isinstance(value, PerReplica):
-            value = value._own
-        variable._apply(how, variable._prepare(how, value))
+            value = own_component(value)
+        storage.apply(how, storage.prepare(how, value))
 
-    def scatter(self, variable: VariableStorage, how: Scatter, value: Any) -> NoReturn:
+    def scatter(self, storage: VariableStorage, how: Scatter, value: Nest) -> NoReturn:
         """Raise: not supported, as in TensorFlow."""
         raise NotImplementedError(
-            f"Variable {variable.name!r}.scatter_{how}: ON_READ variables have no "
+            f"Variable {storage.name!r}.scatter_{how}: ON_READ variables have no "
             "scatter operations; write `variable.assign(new)`, where `new` is a copy "
             "of `variable.read_value()` that has been changed"
         )
 
-    def store(self, variable: VariableStorage, how: str, value: Any) -> None:
+    def store(self, storage: VariableStorage, how: Assignment, value: Array) -> None:
         """Write in cross-replica context, so that reading returns the written value."""
-        if variable.aggregation is not VariableAggregation.SUM:
-            variable._apply(how, value)
+        if storage.attributes.aggregation is not VariableAggregation.SUM:
+            storage.apply(how, value)
             return
-        group = variable._group
+        group = storage.group
         if how == "assign":
             share = _share_of(value, group.replica_id, group.num_replicas)
-            variable._apply(how, share)
+            storage.apply(how, share)
         elif group.replica_id == 0:
-            variable._apply(how, value)  # to one copy: the sum changes by it
+            storage.apply(how, value)  # to one copy: the sum changes by it
 
 
 ON_WRITE = OnWrite()
@@ -119,6 +124,7 @@ ON_READ = OnRead()
 
 def _share_of(value: Any, replica_id: int, num_replicas: int) -> Any:
     """Return a replica's share of a sum. Shares of integers add up exactly."""
+    # An array, as the result is: NumPy's types of its functions know no CuPy arrays.
     if value.dtype.kind not in "iu":
         return value / value.dtype.type(num_replicas)
     # The number of replicas may exceed the range of an int8.
@@ -127,10 +133,10 @@ def _share_of(value: Any, replica_id: int, num_replicas: int) -> Any:
     return (quotient + (rest > replica_id)).astype(value.dtype)
 
 
-def _require_aggregation(variable: VariableStorage, how: str) -> None:
-    if variable.aggregation is VariableAggregation.NONE:
+def _require_aggregation(storage: VariableStorage, how: str) -> None:
+    if storage.attributes.aggregation is VariableAggregation.NONE:
         raise ValueError(
-            f"Variable {variable.name!r}.{how}: You must specify an aggregation "
+            f"Variable {storage.name!r}.{how}: You must specify an aggregation "
             "method to update a mirrored variable in a replica context, since each "
             "replica may have another value. Write `Variable(..., aggregation="
             "mpidist.VariableAggregation.MEAN)` (or SUM, or ONLY_FIRST_REPLICA), "
@@ -139,86 +145,17 @@ def _require_aggregation(variable: VariableStorage, how: str) -> None:
         )
 
 
-def _require_readable(variable: VariableStorage) -> None:
-    if variable.aggregation is VariableAggregation.NONE:
+def require_readable(storage: VariableStorage) -> None:
+    """Raise if the copies of an ON_READ variable cannot be combined.
+
+    Raises:
+        ValueError: if its aggregation is NONE.
+    """
+    if storage.attributes.aggregation is VariableAggregation.NONE:
         raise ValueError(
-            f"Variable {variable.name!r}: an ON_READ variable with aggregation=NONE "
+            f"Variable {storage.name!r}: an ON_READ variable with aggregation=NONE "
             "has no one value in cross-replica context, since nothing says how to "
             "combine its copies. Read it in a replica function, write "
             "`strategy.experimental_local_results(variable)`, or make it with "
             "aggregation=SUM, MEAN or ONLY_FIRST_REPLICA"
         )
-
-
-@dispatch.operation("read_variable")
-def _read_variable(group: ReplicaGroup, variable: VariableStorage) -> Any:
-    """Return the combined copies of an ON_READ variable. Collective."""
-    collectives = group.collectives
-    call = variable._call("reading, which all ranks have to do since it is ON_READ,")
-    if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        result = collectives.broadcast(variable._array, call=call)
-    else:
-        operation = _OPERATION[variable.aggregation]
-        result = group.all_reduce(operation, variable._array, call=call)
-    if isinstance(result, np.ndarray):
-        result.flags.writeable = False  # as for other variables; no copy is affected
-    return result
-
-
-@dispatch.operation("assign_variable")
-def _assign_variable(
-    group: ReplicaGroup, variable: VariableStorage, how: str, value: Any
-) -> None:
-    """Assign a value that is the same on all ranks, and check that it is."""
-    collectives = group.collectives
-    call = variable._call(how)
-    try:
-        prepared = variable._prepare(how, value)
-    except Exception as error:
-        collectives.invalid(call, error)
-    text = f"{call} {backend.describe(prepared)}"
-    if collectives.guard.checks and not is_same(group, value):
-        text += f" = {backend.summarize(prepared)}"
-    collectives.guard.agree(Call(text))
-    variable._policy.store(variable, how, prepared)
-
-
-@dispatch.operation("scatter_variable")
-def _scatter_variable(
-    group: ReplicaGroup, variable: VariableStorage, how: Scatter, value: Any
-) -> None:
-    """Change rows with values that are the same on all ranks; check that they are."""
-    collectives = group.collectives
-    call = variable._call(f"scatter_{how}")
-    try:
-        indices, rows = variable._prepare_slices(how, value)
-    except Exception as error:
-        collectives.invalid(call, error)
-    text = f"{call} {backend.describe(rows)}"
-    if collectives.guard.checks and not is_same(group, value):
-        text += f" = {backend.summarize(rows)} at {backend.summarize(indices)}"
-    collectives.guard.agree(Call(text))
-    variable._apply_slices(how, indices, rows)
-
-
-def is_same(group: ReplicaGroup, value: Any) -> bool:
-    """Whether a value is known to be the same on all ranks of a strategy."""
-    if isinstance(value, Mirrored):
-        return value._key is not None and value._home is group.registry
-    if getattr(value, "_policy", None) is not ON_WRITE:
-        return False
-    return value._group is group and group.is_mpi
-
-
-def differs(value: Any) -> bool:
-    """Whether a value has a component of its own on each replica."""
-    if isinstance(value, DistributedValues):
-        return isinstance(value, PerReplica)
-    return getattr(value, "_policy", None) is ON_READ
-
-
-def component_of(value: Any) -> Any:
-    """Return this rank's component of a distributed value, or copy of a variable."""
-    if isinstance(value, DistributedValues):
-        return value._own
-    return value._array if hasattr(value, "_policy") else value

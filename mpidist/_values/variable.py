@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
+import operator
 import weakref
-from typing import Any, Literal, NoReturn
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
 
 import numpy as np
 
@@ -13,14 +14,32 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.indexed_slices import Scatter
 from mpidist._base.options import VariableAggregation, VariableSynchronization
+from mpidist._base.types import Array, DType, Nest, Shape
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._values.distributed import ArrayLike, Mirrored, PerReplica
-from mpidist._values.storage import Attributes, VariableStorage
-from mpidist._values.synchronization import ON_READ, ON_WRITE
-
-Assignment = Literal["assign", "assign_add", "assign_sub"]
+from mpidist._runtime.registry import Registered, home_of, key_of
+from mpidist._values.distributed import (
+    ArrayLike,
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    own_component,
+)
+from mpidist._values.storage import (
+    Assignment,
+    Attributes,
+    VariableStorage,
+    check_attributes,
+    initial_array,
+)
+from mpidist._values.synchronization import (
+    ON_READ,
+    ON_WRITE,
+    OnRead,
+    OnWrite,
+    require_readable,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +47,11 @@ class _Given:
     """Data that all ranks have for a variable; an initial value for `Variable`."""
 
     group: ReplicaGroup
-    value: Any
+    value: Array
     attributes: Attributes
 
 
-class Variable(VariableStorage):
+class Variable(ArrayLike, Registered):
     """An array with a copy on each replica.
 
     A variable created in ``strategy.scope()`` or in a replica function has a copy on
@@ -87,6 +106,9 @@ class Variable(VariableStorage):
         TypeError: if the initial value is not an array.
     """
 
+    _storage: VariableStorage
+    _policy: OnWrite | OnRead
+
     def __init__(
         self,
         initial_value: Any,
@@ -95,7 +117,7 @@ class Variable(VariableStorage):
         dtype: Any = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
-        shape: tuple[int, ...] | None = None,
+        shape: Shape | None = None,
     ) -> None:
         """Compute the initial value on rank 0 and copy it to all ranks. Collective."""
         if type(initial_value) is _Given:  # from the operations below
@@ -105,25 +127,23 @@ class Variable(VariableStorage):
         group = frame.group
         collectives = group.collectives
         try:
-            attributes = _check_attributes(
-                trainable, name, synchronization, aggregation
-            )
+            attributes = check_attributes(trainable, name, synchronization, aggregation)
             if isinstance(initial_value, Variable):
                 # On all ranks, if it is ON_READ.
-                initial_value = initial_value._read()
+                initial_value = initial_value.value()
         except Exception as error:
             if frame.coordinator is not None:
                 raise
             collectives.invalid("Variable(...)", error)
 
         def make() -> Any:
-            return _initial_array(initial_value, dtype, shape, attributes)
+            return initial_array(initial_value, dtype, shape, attributes)
 
         if frame.coordinator is not None:
             arguments = (make(), attributes, OnRank0(self))
             frame.coordinator.command("create_variable", arguments)
             registry = group.registry
-            weakref.finalize(self, registry.dropped.append, self._key)
+            weakref.finalize(self, registry.dropped.append, self._storage.key)
             return
         text = f"{attributes}, dtype={dtype}, shape={shape}"
         (value,) = collectives.share(lambda: [make()], text)
@@ -131,29 +151,68 @@ class Variable(VariableStorage):
 
     def _set_up(self, given: _Given) -> None:
         """Create this rank's copy, and draw the key."""
-        group, attributes = given.group, given.attributes
-        device = group.collectives.device
-        self._group = group
-        self._attributes = attributes
-        on_read = attributes.synchronization is VariableSynchronization.ON_READ
-        self._policy = ON_READ if on_read else ON_WRITE
-        # A separate copy: the user keeps the initial array. In C order on all ranks,
-        # because the last bits of a sum, for example, depend on the order.
-        host = np.array(backend.to_host(given.value), order="C")
-        self._array = backend.place(host, device)
-        self._view = self._array.view()
-        if not backend.is_device_array(self._array):
-            self._view.flags.writeable = False
-        self._fingerprinter = backend.fingerprinter(self._array)
+        group = given.group
+        self._storage = storage = VariableStorage(group, given.attributes, given.value)
+        self._policy = ON_READ if storage.on_read else ON_WRITE
         registry = group.registry
-        registry.add((registry.next_key(), 0), self)
+        storage.key = (registry.next_key(), 0)
+        registry.add(storage.key, self)
 
     # --- properties -----------------------------------------------------------
 
     @property
+    def name(self) -> str:
+        """The given name, or "Variable"."""
+        return self._storage.attributes.name
+
+    @property
+    def trainable(self) -> bool:
+        """The value of the argument ``trainable``."""
+        return self._storage.attributes.trainable
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """When the copies are combined."""
+        return self._storage.attributes.synchronization
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How values that replicas assign are combined."""
+        return self._storage.attributes.aggregation
+
+    @property
+    def device(self) -> str:
+        """The device of this rank's copy."""
+        return self._storage.group.device_name
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the array."""
+        return tuple(self._storage.array.shape)
+
+    @property
+    def dtype(self) -> DType:
+        """Dtype of the array."""
+        dtype: DType = self._storage.array.dtype
+        return dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return int(self._storage.array.ndim)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(self._storage.array.size)
+
+    def __len__(self) -> int:
+        return len(self._storage.array)
+
+    @property
     def distribute_strategy(self) -> Any:
         """The strategy that the variable belongs to."""
-        return self._group.strategy
+        return self._storage.group.strategy
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -163,15 +222,16 @@ class Variable(VariableStorage):
         from their ranks.
         """
         coordinator = context.current().coordinator
+        storage = self._storage
         if coordinator is None:
-            return (self._view,)
-        if self._policy is ON_WRITE or not self._group.is_mpi:
-            return (self._view,) * self._group.num_replicas
+            return (storage.view,)
+        if not (storage.on_read and storage.group.is_mpi):
+            return (storage.view,) * storage.group.num_replicas
         (column,) = coordinator.command("collect", ([self],))
         for x in column[1:]:
             if not backend.is_device_array(x):
                 x.flags.writeable = False
-        return (self._view, *column[1:])
+        return (storage.view, *column[1:])
 
     def is_initialized(self) -> bool:
         """Return True: a variable is initialized when created. Not collective."""
@@ -179,18 +239,19 @@ class Variable(VariableStorage):
 
     def __repr__(self) -> str:
         # This replica's copy: printing must not communicate.
-        host = np.array(backend.to_host(self._view))
+        storage = self._storage
+        host = np.array(backend.to_host(storage.view))
         kind, whose = "", ""
-        if self._policy is ON_READ:
+        if storage.on_read:
             kind = f" ON_READ {self.aggregation.name}"
-            whose = f" on replica {self._group.replica_id}"
+            whose = f" on replica {storage.group.replica_id}"
         return (
             f"<mpidist.Variable {self.name!r}{kind} shape={self.shape} "
             f"dtype={self.dtype.name}, value{whose}={np.array2string(host)}>"
         )
 
     def __format__(self, spec: str) -> str:
-        return format(self._read(), spec) if spec else str(self)
+        return format(self.value(), spec) if spec else str(self)
 
     __hash__ = object.__hash__
 
@@ -202,8 +263,9 @@ class Variable(VariableStorage):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         """Return a new variable with the same copies. Collective."""
-        arguments = (self, f"deepcopy of {self._call('value')}")
-        group = self._group
+        storage = self._storage
+        arguments = (self, f"deepcopy of {storage.describe_call('value')}")
+        group = storage.group
         if not group.is_mpi:  # with one copy, so it can be created anywhere
             copied = dispatch.execute(group, "copy_variable", arguments)
             memo[id(self)] = copied
@@ -213,19 +275,36 @@ class Variable(VariableStorage):
         )
         if context.current().coordinator is not None:
             registry = group.registry
-            weakref.finalize(copied, registry.dropped.append, copied._key)
+            weakref.finalize(copied, registry.dropped.append, copied._storage.key)
         memo[id(self)] = copied
         return copied  # type: ignore[no-any-return]
 
     # --- reading --------------------------------------------------------------
 
-    def _read(self) -> Any:
-        if self._policy is ON_WRITE:
-            return self._view
-        return ON_READ.read(self, self._check_frame("reading"))
+    def value(self) -> Any:
+        """Return the array itself, without a copy.
 
-    def _as_component(self) -> Any:
-        return self._view
+        Not collective, except for an ON_READ variable in cross-replica context, where
+        it is a new array: the combined copies.
+
+        A NumPy array is read-only. A CuPy array cannot be: do not write to it.
+        """
+        storage = self._storage
+        if not storage.on_read:
+            return storage.view
+        frame = self._check_frame("reading")
+        if frame is None:
+            return storage.view
+        if frame.level is not context.Level.REPLICA or not context.has_strategy():
+            require_readable(storage)
+            return dispatch.perform(storage.group, "read_variable", self)
+        if frame.sync_on_read:
+            require_readable(storage)
+            return ON_READ.read(storage)
+        return storage.view
+
+    def _as_component(self) -> Array:
+        return self._storage.view
 
     def _refuse_write(self, what: str) -> NoReturn:
         raise TypeError(
@@ -240,7 +319,7 @@ class Variable(VariableStorage):
         For an ON_READ variable in cross-replica context the combined copies; this is
         then a collective call.
         """
-        return self._read().copy()
+        return self.value().copy()
 
     # --- writing --------------------------------------------------------------
 
@@ -372,7 +451,7 @@ class Variable(VariableStorage):
     def _check_frame(self, how: str) -> context.Frame | None:
         """Return the frame that applies to a call; None if only this copy matters."""
         frame = context.current()
-        group = self._group
+        group = self._storage.group
         if not group.is_mpi:
             self._check_plain(how, frame)
             return None
@@ -402,23 +481,26 @@ class Variable(VariableStorage):
                 "have its own"
             )
 
-    def _write(self, how: Assignment, value: Any, read_value: bool) -> Variable | None:
+    def _write(self, how: Assignment, value: Nest, read_value: bool) -> Variable | None:
         frame = self._check_frame(how)
         if frame is None:
-            prepared = self._prepare(how, value)
+            storage = self._storage
+            prepared = storage.prepare(how, value)
             self._record()
-            self._apply(how, prepared)
+            storage.apply(how, prepared)
         elif frame.level is context.Level.REPLICA and context.has_strategy():
-            self._policy.write(self, how, value)
+            self._policy.write(self._storage, how, value)
         else:
-            dispatch.perform(self._group, "assign_variable", self, how, value)
+            group = self._storage.group
+            dispatch.perform(group, "assign_variable", self, how, value)
         return self if read_value else None
 
-    def _scatter(self, how: Scatter, value: Any) -> Variable:
+    def _scatter(self, how: Scatter, value: Nest) -> Variable:
         call = f"scatter_{how}"
         frame = self._check_frame(call)
-        if self._policy is ON_READ:
-            ON_READ.scatter(self, how, value)
+        storage = self._storage
+        if storage.on_read:
+            ON_READ.scatter(storage, how, value)
         combining = (VariableAggregation.SUM, VariableAggregation.MEAN)
         if how in ("min", "max", "update") and self.aggregation in combining:
             raise NotImplementedError(
@@ -427,26 +509,42 @@ class Variable(VariableStorage):
                 "(and write in cross-replica context) or ONLY_FIRST_REPLICA"
             )
         if frame is None:
-            indices, rows = self._prepare_slices(how, value)
+            indices, rows = storage.prepare_slices(how, value)
             self._record()
-            self._apply_slices(how, indices, rows)
+            storage.apply_slices(how, indices, rows)
         elif frame.level is context.Level.REPLICA and context.has_strategy():
-            self._policy.scatter(self, how, value)
+            self._policy.scatter(storage, how, value)
         else:
-            dispatch.perform(self._group, "scatter_variable", self, how, value)
+            dispatch.perform(storage.group, "scatter_variable", self, how, value)
         return self
 
     def _record(self) -> None:
         """Tell the running update, if any, that this copy is written."""
         frame = context.current()
-        mirrored = self._policy is ON_WRITE
-        if frame.written is not None and mirrored and frame.group is self._group:
-            frame.written.append(self)
+        storage = self._storage
+        mirrored = not storage.on_read
+        if frame.written is not None and mirrored and frame.group is storage.group:
+            frame.written.append(storage)
+
+
+storage_of: Final[Callable[[Variable], VariableStorage]] = operator.attrgetter(
+    "_storage"
+)
+"""Return the storage of a variable: for other rooms. Not a method, since all names of a
+`Variable` are for users."""
+
+array_of: Final[Callable[[Variable], Array]] = operator.attrgetter("_storage.array")
+"""Return this rank's copy of a variable, for changing it in place.
+
+Use it only for changes that are identical on all ranks."""
+
+
+# --- the operations, which all ranks run -------------------------------------------
 
 
 @dispatch.operation("create_variable")
 def _create_variable(
-    group: ReplicaGroup, value: Any, attributes: Attributes, marked: OnRank0
+    group: ReplicaGroup, value: Array, attributes: Attributes, marked: OnRank0
 ) -> Variable:
     """Create the variable that merge_fn creates.
 
@@ -467,87 +565,75 @@ def _create_variable(
 @dispatch.operation("copy_variable")
 def _copy_variable(group: ReplicaGroup, variable: Variable, text: str) -> Variable:
     group.guard.agree(Call(text))
-    return Variable(_Given(group, variable._array, variable._attributes))
+    storage = variable._storage
+    return Variable(_Given(group, storage.array, storage.attributes))
 
 
-def _member(kind: type[enum.Enum], value: object) -> object:
-    """Return the member of an enumeration for a name (case-insensitive)."""
-    if isinstance(value, str):
-        return kind.__members__.get(value.upper(), value)
-    return value
+@dispatch.operation("read_variable")
+def _read_variable(group: ReplicaGroup, variable: Variable) -> Array:
+    """Return the combined copies of an ON_READ variable. Collective."""
+    return ON_READ.read(variable._storage)
 
 
-def _check_attributes(
-    trainable: object, name: object, synchronization: object, aggregation: object
-) -> Attributes:
-    if name is not None and not isinstance(name, str):
-        raise TypeError(f"Variable: expected `name` to be a str, got {name!r}")
-    synchronization = _member(VariableSynchronization, synchronization)
-    aggregation = _member(VariableAggregation, aggregation)
-    if not isinstance(synchronization, VariableSynchronization):
-        raise ValueError(
-            "Variable: expected `synchronization` to be a `mpidist."
-            f"VariableSynchronization` (AUTO, ON_WRITE or ON_READ), got "
-            f"{synchronization!r}"
-        )
-    if not isinstance(aggregation, VariableAggregation):
-        raise ValueError(
-            "Variable: expected `aggregation` to be a `mpidist.VariableAggregation` "
-            f"(NONE, SUM, MEAN or ONLY_FIRST_REPLICA), got {aggregation!r}"
-        )
-    name = name or "Variable"
-    if synchronization is VariableSynchronization.NONE:
-        raise ValueError(
-            f"Variable {name!r}: `NONE` variable synchronization mode is not "
-            "supported; write AUTO, ON_WRITE or ON_READ"
-        )
-    on_read = synchronization is VariableSynchronization.ON_READ
-    return Attributes(
-        name=name,
-        trainable=not on_read if trainable is None else bool(trainable),
-        synchronization=(
-            synchronization if on_read else VariableSynchronization.ON_WRITE
-        ),
-        aggregation=aggregation,
-    )
+@dispatch.operation("assign_variable")
+def _assign_variable(
+    group: ReplicaGroup, variable: Variable, how: Assignment, value: Nest
+) -> None:
+    """Assign a value that is the same on all ranks, and check that it is."""
+    collectives, storage = group.collectives, variable._storage
+    call = storage.describe_call(how)
+    try:
+        prepared = storage.prepare(how, value)
+    except Exception as error:
+        collectives.invalid(call, error)
+    text = f"{call} {backend.describe(prepared)}"
+    if collectives.guard.checks and not is_same(group, value):
+        text += f" = {backend.summarize(prepared)}"
+    collectives.guard.agree(Call(text))
+    variable._policy.store(storage, how, prepared)
 
 
-def _initial_array(
-    initial_value: Any, dtype: Any, shape: Any, attributes: Attributes
-) -> Any:
-    call = f"Variable {attributes.name!r}"
-    value = initial_value() if callable(initial_value) else initial_value
-    if isinstance(value, PerReplica):
-        raise TypeError(
-            f"{call}: got a PerReplica as initial value; write `strategy.reduce(op, "
-            "value, axis=None)` or one array"
-        )
+@dispatch.operation("scatter_variable")
+def _scatter_variable(
+    group: ReplicaGroup, variable: Variable, how: Scatter, value: Nest
+) -> None:
+    """Change rows with values that are the same on all ranks; check that they are."""
+    collectives, storage = group.collectives, variable._storage
+    call = storage.describe_call(f"scatter_{how}")
+    try:
+        indices, rows = storage.prepare_slices(how, value)
+    except Exception as error:
+        collectives.invalid(call, error)
+    text = f"{call} {backend.describe(rows)}"
+    if collectives.guard.checks and not is_same(group, value):
+        text += f" = {backend.summarize(rows)} at {backend.summarize(indices)}"
+    collectives.guard.agree(Call(text))
+    storage.apply_slices(how, indices, rows)
+
+
+# --- what a value is ---------------------------------------------------------------
+
+
+def is_same(group: ReplicaGroup, value: Nest) -> bool:
+    """Return whether a value is known to be the same on all ranks of a group."""
     if isinstance(value, Mirrored):
-        value = value._own
-    if isinstance(value, ArrayLike):
-        value = value._read()
-    if isinstance(value, (list, tuple)):
-        value = np.asarray(value)
-    x, _ = backend.as_array(value, call)
-    x = x if dtype is None else x.astype(dtype)
-    backend.check_dtype(x.dtype, call)
-    if shape is not None and tuple(x.shape) != tuple(shape):
-        raise ValueError(
-            f"{call}: expected an initial value of shape {tuple(shape)}, got "
-            f"{backend.describe(x)}"
-        )
-    floating = x.dtype.kind in "fc" or backend.is_bfloat16(x.dtype)
-    if attributes.aggregation is VariableAggregation.MEAN and not floating:
-        raise ValueError(
-            f"{call}: aggregation=MEAN of dtype {x.dtype.name}, which is not floating, "
-            "is not supported; write dtype=float, or another aggregation"
-        )
-    if attributes.aggregation is VariableAggregation.SUM and x.dtype.kind == "b":
-        raise ValueError(
-            f"{call}: aggregation=SUM of bool is not defined; write dtype=int to "
-            "count, or another aggregation"
-        )
-    return x
+        return key_of(value) is not None and home_of(value) is group.registry
+    if not isinstance(value, Variable):
+        return False
+    storage = value._storage
+    return storage.group is group and group.is_mpi and not storage.on_read
+
+
+def differs(value: Nest) -> bool:
+    """Return whether a value has a component of its own on each replica."""
+    if isinstance(value, DistributedValues):
+        return isinstance(value, PerReplica)
+    return isinstance(value, Variable) and value._storage.on_read
+
+
+def component_of(value: Nest) -> Nest:
+    """Return this rank's component of a distributed value, or copy of a variable."""
+    return value._storage.array if isinstance(value, Variable) else own_component(value)
 
 
 def check_owner(group: ReplicaGroup, call: str, variable: Variable) -> None:
@@ -556,8 +642,9 @@ def check_owner(group: ReplicaGroup, call: str, variable: Variable) -> None:
     Raises:
         RuntimeError: if it does.
     """
-    if variable._group is not group:
+    owner = variable._storage.group
+    if owner is not group:
         raise RuntimeError(
             f"{call}: Mixing different Strategy objects: {variable!r} belongs to "
-            f"{variable._group}, not to {group}"
+            f"{owner}, not to {group}"
         )

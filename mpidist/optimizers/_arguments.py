@@ -16,25 +16,15 @@ from mpidist._base.options import VariableSynchronization
 from mpidist._base.types import Array, DType, Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
+from mpidist._runtime.registry import component
 from mpidist._values.distributed import DistributedValues, PerReplica
-from mpidist._values.synchronization import is_same
-from mpidist._values.variable import Variable
+from mpidist._values.variable import Variable, array_of, is_same, storage_of
 
 APPLY: Final = "apply_gradients"
 # NumPy's functions also take CuPy arrays (`__array_ufunc__`), but their types do not.
 array_functions: Final[ModuleType] = np
 Gradient: TypeAlias = Nest
 """An array, a number, a distributed value of these, or None; never a container."""
-
-
-def array_of(variable: Variable) -> Array:
-    """Return this rank's copy of a variable, for changing it in place.
-
-    The only function that accesses a variable's internals. Use it only for changes that
-    are identical on all ranks.
-    """
-    array: Array = variable._array
-    return array
 
 
 def compute_dtype(dtype: DType) -> DType:
@@ -93,8 +83,8 @@ def group_among(
         return built_for
     for item in given:
         for x in item if isinstance(item, (list, tuple)) else (item,):
-            if isinstance(x, Variable) and x._group.is_mpi:
-                return x._group
+            if isinstance(x, Variable) and storage_of(x).group.is_mpi:
+                return storage_of(x).group
     return current
 
 
@@ -107,7 +97,7 @@ def group_for(
         RuntimeError: if the optimizer cannot use the variables here.
     """
     frame = context.current()
-    group = variables[0]._group
+    group = storage_of(variables[0]).group
     name = variables[0].name
     if frame.level is context.Level.UPDATE:
         raise RuntimeError(
@@ -181,10 +171,11 @@ def check_variables(
                 f"{call}: expected variables of floating dtypes, got Variable {name!r} "
                 f"of {dtype.name}"
             )
-        if variable._group is not first._group:
+        owner, other = storage_of(variable).group, storage_of(first).group
+        if owner is not other:
             raise RuntimeError(
                 f"{call}: Mixing different Strategy objects: Variable {name!r} belongs "
-                f"to {variable._group}, Variable {first.name!r} to {first._group}"
+                f"to {owner}, Variable {first.name!r} to {other}"
             )
 
 
@@ -224,7 +215,7 @@ def as_gradient(
             "`skip_gradients_aggregation`"
         )
     if isinstance(gradient, DistributedValues):
-        gradient = gradient._own
+        gradient = component(gradient)
     x: Array
     x, kind = backend.as_array(gradient, call)
     if tuple(x.shape) != tuple(array.shape):

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from mpidist._base import backend
 from mpidist._base.types import Array, DType
-from mpidist._values.variable import Variable
-from mpidist.optimizers._arguments import array_functions, array_of, compute_dtype
+from mpidist._values.variable import Variable, array_of
+from mpidist.optimizers._arguments import array_functions, compute_dtype
 from mpidist.optimizers._clipping import blocks
 
 Formula = Callable[

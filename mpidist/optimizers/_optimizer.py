@@ -29,13 +29,12 @@ from mpidist._base import backend
 from mpidist._base.types import Array, HostArray
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._values.variable import Variable
+from mpidist._values.variable import Variable, array_of, storage_of
 from mpidist.optimizers._arguments import (
     APPLY,
     GivenGradients,
     Gradient,
     array_functions,
-    array_of,
     check_variables,
     collect,
     compute_dtype,
@@ -374,7 +373,8 @@ class Optimizer(Referable):
             decayed = self._which_decay(variables)
             names = unique([variable.name for variable in variables])
             described = ", ".join(
-                f"{v.name!r} [#{v._key[0]}] {backend.describe(v)}{'' if d else '*'}"
+                f"{v.name!r} [#{storage_of(v).key[0]}] {backend.describe(v)}"
+                f"{'' if d else '*'}"
                 for v, d in zip(variables, decayed, strict=True)
             )
             state = "again" if self._iterations is not None else "anew"
@@ -482,7 +482,7 @@ class Optimizer(Referable):
         constants = [self._constants(step + 1, rate, index) for index in indices]
         text = APPLY
         if collectives.guard.checks:
-            keys = " ".join(f"#{t.variable._key[0]}" for t in targets)
+            keys = " ".join(f"#{storage_of(t.variable).key[0]}" for t in targets)
             text = (
                 f"{APPLY} of {self._text} at step {step} with learning_rate="
                 f"{rate!r}: {reduction.text} for {keys}{given.summaries}"

@@ -14,7 +14,7 @@ from collections.abc import Hashable
 from typing import Final, TypeVar
 
 from mpidist._base import threads
-from mpidist._values.variable import Variable
+from mpidist._values.variable import Variable, storage_of
 
 _Known = weakref.WeakValueDictionary[Hashable, "Referable"]
 _numbers: Final = threads.ReplicaLocal(lambda: itertools.count(1))
@@ -80,4 +80,5 @@ class Reference:
 
 
 def _identity(iterations: Variable) -> Hashable:
-    return (iterations._group.number, iterations._key)
+    storage = storage_of(iterations)
+    return (storage.group.number, storage.key)

@@ -370,7 +370,7 @@ def test_ranks_are_dealt_to_the_gpus_of_the_node(monkeypatch, new_strategy):
     assert strategy.extended.worker_devices == tuple(
         f"/rank:{r}/device:GPU:{r % 2}" for r in range(size)
     )
-    assert new_strategy(device="gpu:1")._group.device_name.endswith("GPU:1")
+    assert group_of(new_strategy(device="gpu:1")).device_name.endswith("GPU:1")
     with pytest.raises(ValueError, match=r"has 2 GPU\(s\), numbered from 0"):
         mpidist.MPIStrategy(device="gpu:2")
 

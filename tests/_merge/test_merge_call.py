@@ -22,6 +22,7 @@ from replicas import (
 
 import mpidist
 from mpidist._strategy.strategy import group_of
+from mpidist._values.variable import storage_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
@@ -970,7 +971,7 @@ def test_a_variable_made_in_merge_fn_and_kept_on_rank_0_only(strategy, rank):
     gc.collect()
     slot = merge(strategy, use)
     assert_mirrored(strategy, slot, 5.0)
-    key = slot._key
+    key = storage_of(slot).key
     del slot
     alive = group_of(strategy).registry.kept
     before = everywhere(key in alive)
@@ -1321,7 +1322,9 @@ def test_the_function_of_update_raises_on_one_follower(strategy, rank, size, cau
             assert "ModuleError" in message
             assert "on purpose" in message
             assert "in fn" in message
-            assert f"raised in update of Variable 'v' [#{v._key[0]}]" in message
+            assert (
+                f"raised in update of Variable 'v' [#{storage_of(v).key[0]}]" in message
+            )
         assert f"[rank {size - 1}] raised in update of Variable 'v'" in rows[-1][2]
     # Rank 0's copy, on all.
     assert_mirrored(strategy, v, np.full(20, 2.0 if caught == "not" else 3.0))

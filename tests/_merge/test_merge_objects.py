@@ -17,6 +17,7 @@ from replicas import (
 )
 
 import mpidist
+from mpidist._runtime.registry import component
 from mpidist._strategy.strategy import group_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
@@ -312,7 +313,7 @@ def test_what_a_nested_run_closes_over(strategy, rank):
     def merge_fn(distribution):
         return distribution.run(lambda: mine[0] + 10)
 
-    assert everywhere(int(merge(strategy, merge_fn)._own)) == [
+    assert everywhere(int(component(merge(strategy, merge_fn)))) == [
         10 + k for k in range(strategy.num_replicas_in_sync)
     ]
 

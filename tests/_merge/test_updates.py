@@ -25,6 +25,7 @@ from replicas import (
 
 import mpidist
 from mpidist._strategy.strategy import group_of
+from mpidist._values.variable import storage_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
@@ -420,7 +421,7 @@ def test_what_differs_is_found_and_named(strategy, size, how):
     assert {*names_of(rows)} == {"CollectiveMismatchError"}
     for text in (row.text for row in rows):
         assert "must be the same on all replicas" in text
-        assert f"update of Variable 'w' [#{w._key[0]}]" in text
+        assert f"update of Variable 'w' [#{storage_of(w).key[0]}]" in text
         differing = [line for line in text.splitlines() if "[#" in line]
         assert len({line.split(":", 1)[1] for line in differing}) > 1
     for x in (v, w):

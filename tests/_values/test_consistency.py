@@ -16,13 +16,14 @@ from replicas import (
 )
 
 import mpidist
+from mpidist._values.variable import array_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
 
 def drift(variable, index, change):
     """Change this rank's copy behind mpidist's back."""
-    variable._array[index] = change(variable._array[index])
+    array_of(variable)[index] = change(array_of(variable)[index])
 
 
 def next_up(x):
@@ -98,7 +99,7 @@ def test_bits_and_not_values_count(strategy, rank, size):
 
 def test_the_padding_of_long_doubles_is_no_drift(strategy, rank):
     v = make(strategy, np.ones(3, np.longdouble), aggregation=SUM)
-    raw = v._array.view(np.uint8).reshape(3, -1)
+    raw = array_of(v).view(np.uint8).reshape(3, -1)
     if np.finfo(np.longdouble).nmant == 63:
         raw[:, 10:] = rank + 1
     mpidist.check_in_sync(v)

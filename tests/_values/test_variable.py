@@ -1,5 +1,6 @@
 """Mirrored variables: who may write what, and that the copies never differ."""
 
+import contextlib
 import gc
 
 import numpy as np
@@ -16,6 +17,7 @@ from replicas import (
 
 import mpidist
 from mpidist._strategy.strategy import group_of
+from mpidist._values.variable import storage_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
@@ -493,18 +495,19 @@ def test_a_variable_made_in_merge_fn_is_one_object_with_one_array(strategy, rank
 
     strategy.run(lambda: context().merge_call(merge_fn, ()))
     registry = group_of(strategy).registry
-    # Of one whose constructor has raised there is less, until it is collected.
-    variables = [
-        x
-        for x in gc.get_objects()
-        if issubclass(type(x), mpidist.Variable) and hasattr(x, "_view")
-    ]
+    storages = []
+    for x in gc.get_objects():
+        if issubclass(type(x), mpidist.Variable):
+            # One whose constructor has raised has none, until it is collected.
+            with contextlib.suppress(AttributeError):
+                storages.append(storage_of(x))
     if rank == 0:
         (v,) = made
         assert (type(v), v.more) == (Named, "set after the constructor of Variable")
-        assert registry.get(v._key) is v
-        assert [x for x in variables if np.shares_memory(x._view, v._view)] == [v]
-    key = everywhere(made[0]._key if made else None)[0]
+        assert registry.get(storage_of(v).key) is v
+        mine = storage_of(v)
+        assert [x for x in storages if np.shares_memory(x.array, mine.array)] == [mine]
+    key = everywhere(storage_of(made[0]).key if made else None)[0]
     assert registry.get(key).numpy().tolist() == [1.0, 2.0, 3.0]
 
 
