@@ -1,4 +1,4 @@
-"""Builds the native core where there is a C compiler; all metadata is in setup.cfg.
+"""Builds the native core if there is a C compiler; all metadata is in setup.cfg.
 
 The core is optional: without a compiler the installation succeeds, and everything goes
 by MPI. ``MPIDIST_NO_CORE=1`` leaves it out; ``MPIDIST_CORE_CFLAGS``: more flags.
@@ -37,7 +37,7 @@ if os.name == "posix" and os.environ.get("MPIDIST_NO_CORE", "0") in ("", "0"):
 
 
 class SourceArchive(sdist):
-    """With all that a person needs who has the archive and no repository."""
+    """Adds the files that users of the archive need without the repository."""
 
     def make_distribution(self) -> None:
         for folder in ("docs", "examples", "launch", "tests"):

@@ -53,7 +53,7 @@ def show_colons(app, what, name, obj, options, lines):
 
 
 def resolve(app, env, node, contnode):
-    """Link a name of another class or module, where it is clear which is meant."""
+    """Link a name of another class or module, if it is unambiguous."""
     if node.get("refdomain") != "py":
         return None
     name = node["reftarget"].removesuffix("()")

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure  # without pyplot: no windows, no state
 
 from mpidist import _bench
 
-# Okabe and Ito's colours, which colour-blind people can tell apart.
+# The colours of Okabe and Ito, which colour-blind people can distinguish.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
 RATIOS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
 
@@ -56,10 +56,10 @@ def model(source: Path, path: Path) -> None:
         dict.fromkeys(row["nbytes"] for row in rows), COLOURS, strict=False
     ):
         those = [row for row in rows if row["nbytes"] == nbytes]
-        for way, line in (("mpi4py", "--"), ("mpidist", "-")):
-            label = f"{_bench.show_size(nbytes)}, {way}"
+        for name, line in (("mpi4py", "--"), ("mpidist", "-")):
+            label = f"{_bench.show_size(nbytes)}, {name}"
             ranks = [row["ranks"] for row in those]
-            axes.plot(ranks, [r[way] for r in those], line, color=colour, label=label)
+            axes.plot(ranks, [r[name] for r in those], line, color=colour, label=label)
     scale(axes, ranks, [f"{n:,}" for n in ranks])
     time_axis(axes, "predicted time of an all_reduce")
     axes.set_xlabel("ranks")

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What the commands in launch/ share: which environment, which MPI. Sourced, never run.
+# Functions of the commands in launch/: the environment and the MPI. Sourced, never run.
 set -euo pipefail
 
 repo=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
@@ -10,8 +10,8 @@ die() {
   exit 1
 }
 
-# The folder of the active virtual or conda environment, or nothing. conda's `base` does not count:
-# many have it on without asking for it, and it is no place to install things unasked.
+# The folder of the active virtual or conda environment, or nothing. conda's `base` does not count: it is
+# often active by default, and not for installing things unasked.
 active_env() {
   if [[ -n ${VIRTUAL_ENV:-} ]]; then
     printf '%s\n' "$VIRTUAL_ENV"
@@ -32,13 +32,13 @@ cores() {
 
 # mpi_variables RANKS: export what MPI needs to start RANKS ranks here, and no more.
 mpi_variables() {
-  # One rank per core is the parallelism; BLAS threads would come on top of it.
+  # The ranks use the cores; threads of BLAS in each rank would compete with them.
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-1}
   if ((EUID == 0)); then
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
   fi
-  # Oversubscription turns off the binding of ranks to cores, so only where it is needed; and never
-  # in a batch job, whose nodes the scheduler counts. (PRTE_: Open MPI 5, OMPI_: Open MPI 4.)
+  # Oversubscription turns off the binding of ranks to cores, so only if it is needed; and never in a batch
+  # job, in which the scheduler counts the nodes. (PRTE_: Open MPI 5, OMPI_: Open MPI 4.)
   if (($1 > $(cores))) && [[ -z ${SLURM_JOB_ID:-}${PBS_JOBID:-}${LSB_JOBID:-} ]]; then
     export PRTE_MCA_rmaps_default_mapping_policy=${PRTE_MCA_rmaps_default_mapping_policy:-:oversubscribe}
     export OMPI_MCA_rmaps_base_oversubscribe=${OMPI_MCA_rmaps_base_oversubscribe:-1}

@@ -4,7 +4,7 @@ launch/performance calls it with the folder docs/. The pages are docs/performanc
 docs/performance/tables.md. Between ``<!-- KIND: WORDS -->`` and
 ``<!-- end -->`` it puts what the marker asks for:
 
-    table: NAME...        the rows of NAME.json and the others, beside each other
+    table: NAME...        the rows of all NAME.json, side by side
     picture: FILE NAME... all_reduce of them, drawn to FILE.png
     facts: NAME...        machine and software of each
     model: ARGUMENTS      what `mpidist bench model` prints for the arguments, in which

@@ -54,7 +54,7 @@ check() {
 tests() {
   local errors failures skipped all failed passed
   run "$@"
-  # Once in some hundred times Open MPI's launcher does not start, before any rank is there.
+  # About once in a hundred times Open MPI's launcher fails to start, before any rank has started.
   if ((status)) && [[ ! -e $logs/report.xml ]] && grep -q "listener thread failed to start" "$logs/output"; then
     run "$@"
   fi
@@ -65,7 +65,7 @@ tests() {
   [[ -n $all ]] || errors=1 failures=0 skipped=0 all=1 # no report at all
   failed=$((errors + failures))
   passed=$((all - failed - skipped))
-  # 5: no test was selected, which is fine where the caller did the selecting.
+  # 5: no test was selected, which is fine if the caller has selected them.
   # shellcheck disable=SC2154
   if ((status == 5 && ${#pytest_args[@]})); then status=0; fi
   # A rank that fails or dies alone is not in rank 0's report.
@@ -73,8 +73,8 @@ tests() {
   record "$1" "$passed" "$failed" "$skipped"
 }
 
-# ranks MPI MPIRUN PYTHON N MARKERS [WAY]: the tests with MARKERS on N ranks, with WAY as what AUTO means for
-# reductions. No colours, which pytest takes for wanted, since Open MPI gives each rank a terminal.
+# ranks MPI MPIRUN PYTHON N MARKERS [IMPLEMENTATION]: the tests with MARKERS on N ranks, with IMPLEMENTATION as
+# the meaning of AUTO for reductions. Without colours: Open MPI gives each rank a terminal, so pytest would use them.
 ranks() {
   # shellcheck disable=SC2016 # each rank expands it: only rank 0 writes the report
   local program='case ${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}} in 0) set -- "$@" "--junitxml=$0" ;; esac; exec "$@"'

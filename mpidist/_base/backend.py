@@ -84,7 +84,7 @@ def select_device(request: object, local_rank: int) -> Device:
         )
     if kind == "auto" and index:
         raise ValueError(f'MPIStrategy: write device="gpu:{index}", not {request!r}')
-    count, reason = _count_gpus()
+    count, reason = count_gpus()
     if count == 0:
         if kind == "auto":
             return Device("cpu")
@@ -101,7 +101,7 @@ def select_device(request: object, local_rank: int) -> Device:
     return Device("gpu", chosen)
 
 
-def _count_gpus() -> tuple[int, str]:
+def count_gpus() -> tuple[int, str]:
     """Return the number of GPUs, and the reason where it is 0."""
     if "cupy" not in sys.modules and importlib.util.find_spec("cupy") is None:
         return 0, "CuPy is not installed"

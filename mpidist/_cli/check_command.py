@@ -429,13 +429,19 @@ def _cuda(job: _bench.Job, gpu_arrays: str) -> _Outcome:
     if job.rank == 0:
         facts = gpu_facts()
         if facts["gpus"]:
-            outcome = _probe(min(job.size, 2), gpu_arrays)
+            outcome = probe_gpu_arrays(min(job.size, 2), gpu_arrays)
         else:
             outcome = _Outcome(_CUDA, _OK, f"not tried: {facts['reason']}")
     return job.from_root(outcome)
 
 
-def _probe(ranks: int, gpu_arrays: str) -> _Outcome:
+def probe_gpu_arrays(ranks: int, gpu_arrays: str) -> _Outcome:
+    """Pass GPU arrays to MPI in child processes. Not collective.
+
+    Args:
+        ranks: the number of child processes.
+        gpu_arrays: the name of the strategy's transport for GPU arrays.
+    """
     found = probe_direct(ranks, timeout_seconds=_PROBE_SECONDS)
     text = f"{found.outcome} on {ranks} rank{'s' * (ranks > 1)}: {found.detail}"
     works = found.outcome == "works"

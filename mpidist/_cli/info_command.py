@@ -199,7 +199,7 @@ def core_facts(missing: Sequence[str]) -> CoreFacts:
 
 def gpu_facts() -> GPUFacts:
     """Return the version of CuPy, and how many GPUs it finds. Not collective."""
-    count, reason = backend._count_gpus()
+    count, reason = backend.count_gpus()
     version = getattr(sys.modules.get("cupy"), "__version__", None)
     return {"cupy": version, "gpus": count, "reason": reason}
 

@@ -243,7 +243,7 @@ def test_what_the_probe_of_gpu_buffers_means(
     monkeypatch.setattr(
         check_command, "probe_direct", lambda ranks, timeout_seconds: found
     )
-    given = check_command._probe(2, transport)
+    given = check_command.probe_gpu_arrays(2, transport)
     assert given.state == state
     assert given.text.startswith(f"{outcome} on 2 ranks: in a sum")
     assert advice in given.text + given.advice

@@ -179,12 +179,12 @@ def page_of(runs: Runs, day: datetime.date) -> str:
         "difference on purpose, explained below the table, with the results on 2 "
         "replicas. A bar stands between what the replicas have.\n",
     ]
-    for section in _sections():
+    for section in programs_by_section():
         parts += _section(section, runs)
     return "\n".join(parts)
 
 
-def _sections() -> dict[str, list[Program]]:
+def programs_by_section() -> dict[str, list[Program]]:
     found: dict[str, list[Program]] = {}
     for program in PROGRAMS.values():
         found.setdefault(program.section, []).append(program)
@@ -197,7 +197,7 @@ def _totals(runs: Runs) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     total: Counter[str] = Counter()
-    for section, programs in _sections().items():
+    for section, programs in programs_by_section().items():
         # The worst of the sizes: a program is equal if it is so for all of them.
         worst = Counter(_worst(p, runs) for p in programs)
         total += worst
@@ -223,7 +223,7 @@ def _slug(title: str) -> str:
 
 
 def _section(section: str, runs: Runs) -> list[str]:
-    programs = _sections()[section]
+    programs = programs_by_section()[section]
     marks = {"equal": "=", "on purpose": "≠", "FAILED": "**fails**"}
     lines = [
         f"## {section}\n",

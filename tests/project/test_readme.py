@@ -33,7 +33,7 @@ from launching import (
 )
 
 import mpidist
-from mpidist._base import options as _options
+from mpidist._base import options
 from mpidist._engine import dtypes
 
 README = ROOT / "README.md"
@@ -419,11 +419,11 @@ def test_the_environment_variables_are_in_readme():
     _, _, *rows = rows_of(README, "variable")
     defaults = {row[0].strip("`"): row[1] for row in rows}
     assert set(defaults) == environment_variables()
-    assert float(defaults["MPIDIST_TIMEOUT"]) == _options.DEFAULT_TIMEOUT_SECONDS
-    assert float(defaults["MPIDIST_STALL_SECONDS"]) == _options.DEFAULT_STALL_SECONDS
-    mebibytes = _options.DEFAULT_BYTES_PER_PACK / 2**20
+    assert float(defaults["MPIDIST_TIMEOUT"]) == options.DEFAULT_TIMEOUT_SECONDS
+    assert float(defaults["MPIDIST_STALL_SECONDS"]) == options.DEFAULT_STALL_SECONDS
+    mebibytes = options.DEFAULT_BYTES_PER_PACK / 2**20
     assert float(defaults["MPIDIST_FUSION_MB"]) == mebibytes
-    environment = _options.read_environment()
+    environment = options.read_environment()
     for name, value in (("ABORT", environment.abort), ("GUARD", environment.guard)):
         if f"MPIDIST_{name}" not in os.environ:
             assert bool(int(defaults[f"MPIDIST_{name}"])) is value
