@@ -38,12 +38,12 @@ class CheckpointError(RuntimeError):
 
     damaged: bool = False
 
-    @classmethod
-    def _of_damage(cls, message: str) -> CheckpointError:
-        """Return the error for a checkpoint that is damaged."""
-        error = cls(message)
-        error.damaged = True
-        return error
+
+def damaged_checkpoint(message: str) -> CheckpointError:
+    """Return the error for a checkpoint that is damaged."""
+    error = CheckpointError(message)
+    error.damaged = True
+    return error
 
 
 class CollectiveError(RuntimeError):

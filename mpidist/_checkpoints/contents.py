@@ -11,15 +11,16 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
 from mpidist._base import backend
 from mpidist._base.errors import CheckpointError
 from mpidist._base.options import VariableAggregation, VariableSynchronization
-from mpidist._checkpoints import storage
+from mpidist._checkpoints import state_json
+from mpidist._checkpoints.state_json import Json, State
 from mpidist._values.distributed import DistributedValues
 from mpidist._values.variable import Variable
 
@@ -82,22 +83,22 @@ class StateItem:
 
     name: str
     kind: Literal["generator", "object"]
-    get: Callable[[], Any]
-    set: Callable[[Any], Any]
-    merge: Callable[[list[Any]], Any] | None = None
+    get: Callable[[], State]
+    set: Callable[[State], object]
+    merge: Callable[[list[State]], State] | None = None
 
     def __str__(self) -> str:
         return f"{self.name!r}: state of {self.kind}"
 
-    def encoded(self) -> Any:
+    def encoded(self) -> Json:
         """Return the state as JSON."""
-        return storage.encode(self.get(), f"Checkpoint: {self.name!r}")
+        return state_json.encode(self.get(), f"Checkpoint: {self.name!r}")
 
 
 Item = VariableItem | StateItem
 
 
-def collect(objects: Mapping[str, Any], early: bool = False) -> list[Item]:
+def collect(objects: Mapping[str, object], early: bool = False) -> list[Item]:
     """Decompose objects, and return the items in the order of their names.
 
     Args:
@@ -125,7 +126,7 @@ def collect(objects: Mapping[str, Any], early: bool = False) -> list[Item]:
     return [items[name] for name in sorted(items)]
 
 
-def _items_of(name: str, value: Any, early: bool) -> Iterator[Item]:
+def _items_of(name: str, value: object, early: bool) -> Iterator[Item]:
     if isinstance(value, Variable):
         yield VariableItem(name, value)
         return
@@ -155,9 +156,9 @@ def _items_of(name: str, value: Any, early: bool) -> Iterator[Item]:
     raise TypeError(_explain(name, value))
 
 
-def _children(name: str, value: Any) -> list[tuple[str, Any]] | None:
+def _children(name: str, value: object) -> list[tuple[str, object]] | None:
     """Return the entries of a list, tuple, dict, or another checkpoint."""
-    own = getattr(type(value), "_checkpoint_children", None)
+    own = getattr(type(value), "__checkpoint_objects__", None)  # of a Checkpoint
     if own is not None:
         value = own(value)
     if isinstance(value, Mapping):
@@ -174,7 +175,7 @@ def _children(name: str, value: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
-def _variables_of(name: str, variables: Any) -> Iterator[Item]:
+def _variables_of(name: str, variables: Sequence[object]) -> Iterator[Item]:
     """Yield the variables of an optimizer, with names made unique by a number."""
     used: set[str] = set()
     for variable in variables:
@@ -192,23 +193,25 @@ def _variables_of(name: str, variables: Any) -> Iterator[Item]:
         yield VariableItem(f"{name}/{own}", variable)
 
 
-def _generator_item(name: str, value: Any) -> StateItem:
+def _generator_item(
+    name: str, value: np.random.Generator | np.random.BitGenerator
+) -> StateItem:
     bits = value.bit_generator if isinstance(value, np.random.Generator) else value
 
-    def get() -> Any:
+    def get() -> State:
         return bits.state
 
-    def put(state: Any) -> None:
+    def put(state: State) -> None:
         bits.state = state
 
     return StateItem(name, "generator", get, put)
 
 
-def _explain(name: str, value: Any) -> str:
+def _explain(name: str, value: object) -> str:
     kind = type(value).__name__
     start = f"Checkpoint: {name!r} is {value!r:.80} of type {kind}"
     if isinstance(value, (bool, int, float, complex)) or backend.is_array(value):
-        what = "an array" if backend.is_array(value) and value.ndim else "a number"
+        what = "an array" if getattr(value, "ndim", 0) else "a number"
         return (
             f"{start}: {what} cannot be restored in place. In the scope of the "
             f"strategy make a variable of it, `{name} = mpidist.Variable("
@@ -232,9 +235,21 @@ def _explain(name: str, value: Any) -> str:
 # --- random generators, on a different number of ranks ------------------------------
 
 
-def choose_state(
-    item: StateItem, values: list[Any], saved_on: int, rank: int, size: int, alike: bool
-) -> Any:
+class SavedState(NamedTuple):
+    """A state in a checkpoint.
+
+    Attributes:
+        values: one for all replicas, or one for each, as JSON.
+        saved_on: the number of replicas that saved it.
+        alike: whether the object's state is the same on all replicas now.
+    """
+
+    values: list[Json]
+    saved_on: int
+    alike: bool
+
+
+def choose_state(item: StateItem, saved: SavedState, rank: int, size: int) -> State:
     """Return the state that a replica restores.
 
     A state that was the same on all replicas has one value, and all get it. Otherwise
@@ -248,24 +263,22 @@ def choose_state(
 
     Args:
         item: the item to restore.
-        values: the saved states, as JSON.
-        saved_on: the number of replicas that saved it.
+        saved: its state in the checkpoint.
         rank: the number of this replica.
         size: the number of replicas.
-        alike: whether the state is the same on all replicas now.
 
     Raises:
         CheckpointError: if an object other than a generator was saved with a state for
             each replica, on a different number of replicas, and cannot merge them.
     """
-    one_for_all = len(values) == 1 and (
-        saved_on > 1 or alike or item.kind != "generator"
-    )
-    if one_for_all:
-        return storage.decode(values[0])
+    values = saved.values
+    if len(values) == 1 and (
+        saved.saved_on > 1 or saved.alike or item.kind != "generator"
+    ):
+        return state_json.decode(values[0])
     if item.kind != "generator" and len(values) != size:
         if item.merge is not None:
-            return item.merge([storage.decode(value) for value in values])
+            return item.merge([state_json.decode(value) for value in values])
         raise CheckpointError(
             f"{item.name!r} was saved with another state on each of {len(values)} "
             f"replicas, and cannot be restored on {size}; restore it on "
@@ -274,30 +287,50 @@ def choose_state(
             "Checkpoint without it"
         )
     if rank < len(values):
-        return storage.decode(values[rank])
+        return state_json.decode(values[rank])
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
     entropy = int.from_bytes(digest, "little")
     seed = np.random.SeedSequence(entropy, spawn_key=(rank,))
-    name = storage.decode(values[0])["bit_generator"]
-    make = getattr(np.random, name, None)
+    name = _generator_name(values[0])
+    make = _bit_generator(name)
     if make is None:
         raise CheckpointError(
-            f"{item.name!r} was saved on {saved_on} replicas, and nothing says how to "
-            f"make a {name} for more of them; restore it on at most {saved_on}"
+            f"{item.name!r} was saved on {saved.saved_on} replicas, but mpidist cannot "
+            f"make another {name}; restore it on at most {saved.saved_on}"
         )
     return make(seed).state
 
 
-def check_generator(item: StateItem, values: list[Any]) -> str:
-    """Return the problem with a saved generator, or ""."""
+def check_generator(item: StateItem, values: list[Json]) -> str:
+    """Return why a generator cannot take the saved states, or "".
+
+    Raises:
+        Exception: of any kind, if a state is malformed.
+    """
     if item.kind != "generator":
         return ""
-    saved = values[0].get("bit_generator") if isinstance(values[0], dict) else None
     own = item.get()["bit_generator"]
-    if saved == own:
-        return ""
-    return (
-        f"{item.name!r}: expected the state of a {own}, got that of "
-        f"{saved or 'another object'}; make the generator by `numpy.random.Generator("
-        f"numpy.random.{saved or own}(seed))`"
-    )
+    for value in values:
+        saved = _generator_name(value)
+        if saved != own:
+            return (
+                f"{item.name!r}: expected the state of a {own}, got that of "
+                f"{saved or 'another object'}; make the generator by "
+                f"`numpy.random.Generator(numpy.random.{saved or own}(seed))`"
+            )
+        make = _bit_generator(own)
+        if make is not None:
+            make(0).state = state_json.decode(value)
+    return ""
+
+
+def _generator_name(value: Json) -> str:
+    name = value.get("bit_generator") if isinstance(value, dict) else None
+    return name if isinstance(name, str) else ""
+
+
+def _bit_generator(name: str) -> type[np.random.BitGenerator] | None:
+    found = getattr(np.random, name, None)
+    if isinstance(found, type) and issubclass(found, np.random.BitGenerator):
+        return found
+    return None

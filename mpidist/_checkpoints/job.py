@@ -24,7 +24,7 @@ class Job:
     """A call that all ranks of a strategy make; rank 0 does a part alone."""
 
     def __init__(self, group: ReplicaGroup, name: str) -> None:
-        _require_program_level(group, name)
+        context.require_program_level(group, name)
         self.group = group
         self.name = name
         self.collectives: Collectives = group.collectives
@@ -118,19 +118,3 @@ class Job:
         frame = context.Frame(storage_of(variable).group, context.Level.UPDATE)
         with context.entered(frame):  # only this copy, like the function of an update
             variable.assign(value)
-
-
-def _require_program_level(group: ReplicaGroup, name: str) -> None:
-    frame = context.current()
-    if not context.depth():
-        return
-    if frame.level is not context.Level.CROSS_REPLICA:
-        raise RuntimeError(
-            f"{name}: expected to be called at program level, by all ranks; this code "
-            f"runs {frame.level.value}. Call it before or after `strategy.run`"
-        )
-    if frame.group is not group and group.is_mpi:
-        raise RuntimeError(
-            f"{name}: Mixing different Strategy objects: its variables belong to "
-            f"{group}, but {frame.group} is in force"
-        )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from mpidist._base import backend
 from mpidist._base.errors import CheckpointError
 from mpidist._checkpoints import replace, storage
-from mpidist._checkpoints.checkpoint import Checkpoint
+from mpidist._checkpoints.checkpoint import Checkpoint, objects_of
 
 
 class _Entry(NamedTuple):
@@ -56,7 +56,7 @@ class CheckpointManager:
                 f", got {given!r:.80}; write `CheckpointManager(mpidist.Checkpoint("
                 "weights=weights), directory)`"
             )
-        job = checkpoint._job("CheckpointManager")
+        job = objects_of(checkpoint).job("CheckpointManager")
 
         def check() -> str:
             _check_arguments(max_to_keep, checkpoint_name)
@@ -68,7 +68,10 @@ class CheckpointManager:
         self._max_to_keep = max_to_keep
         self._name = checkpoint_name
         self._format = format
-        job.agree(f"(max_to_keep={max_to_keep}, checkpoint_name={checkpoint_name!r})")
+        job.agree(
+            f"({self._directory!r}, max_to_keep={max_to_keep}, "
+            f"checkpoint_name={checkpoint_name!r})"
+        )
         found = job.on_rank_0(self._scan)
         self._directory, self._entries, self._highest = found
 
@@ -119,42 +122,33 @@ class CheckpointManager:
         name = "CheckpointManager.save"
         number = self._highest + 1
         if checkpoint_number is not None:
-            job = self._checkpoint._job(name)
+            job = objects_of(self._checkpoint).job(name)
             number = job.attempt(lambda: _as_number(checkpoint_number))
         path = os.path.join(self._directory, f"{self._name}-{number}")
-        before = self._entries[-1].saved_at if self._entries else 0
+        latest = self._entries[-1].saved_at if self._entries else 0
         others = [entry for entry in self._entries if entry.number != number]
-        kept = others
-        if self._max_to_keep is not None:
-            kept = others[max(len(others) + 1 - self._max_to_keep, 0) :]
-        old = others[: len(others) - len(kept)]
+        most = self._max_to_keep
+        kept = others if most is None else others[max(len(others) + 1 - most, 0) :]
 
-        def tidy() -> None:
+        def tidy(entries: list[_Entry]) -> None:
+            """Delete these checkpoints, and what killed jobs have left."""
             replace.clean(self._directory, f"{self._name}-*")
-            for entry in old:
-                try:
-                    replace.remove(entry.path)
-                except FileNotFoundError:
-                    continue
-                except OSError as error:
-                    warnings.warn(
-                        f"{name}: the old checkpoint {entry.path!r} cannot be "
-                        f"deleted: {error}",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
+            for entry in entries:
+                _delete(entry.path, name)
 
-        path, saved_at = self._checkpoint._save(
+        saved = objects_of(self._checkpoint).save(
             path,
             self._format,
             name,
-            more=f" as number {number}",
-            after=before,
-            then=tidy,
+            details=f" as number {number}",
+            after=latest,
+            # Before the save too: its disk may be full of them.
+            before_writing=lambda: tidy([] if most is None else others[:-most]),
+            afterwards=lambda: tidy(others[: len(others) - len(kept)]),
         )
-        self._entries = [*kept, _Entry(saved_at, number, path)]
+        self._entries = [*kept, _Entry(saved.saved_at_ns, number, saved.path)]
         self._highest = max(self._highest, number)
-        return path
+        return saved.path
 
     def restore_or_initialize(self) -> str | None:
         """Restore the newest complete checkpoint, if there is one. Collective.
@@ -169,20 +163,21 @@ class CheckpointManager:
             CheckpointError: if it does not match the objects.
         """
         name = "CheckpointManager.restore_or_initialize"
+        objects = objects_of(self._checkpoint)
         while self._entries:
             path = self._entries[-1].path
             try:
-                found = self._checkpoint._read(path, False, name)
+                found = objects.read(path, False, name)
             except (CheckpointError, FileNotFoundError) as error:
                 if isinstance(error, CheckpointError) and not error.damaged:
                     raise
                 text = str(error)
-                self._checkpoint._job(name).on_rank_0(lambda: _warn(path, text))  # noqa: B023
+                objects.job(name).on_rank_0(lambda: _warn(path, text))  # noqa: B023
                 self._entries.pop()
             else:
                 # Outside the `try`: an exception in a user's `restore` is no reason to
                 # start from the beginning.
-                self._checkpoint._put(found)
+                objects.put(found)
                 return path
         return None
 
@@ -204,21 +199,34 @@ class CheckpointManager:
             highest = max(highest, number)
             path = os.path.join(directory, name)
             try:
-                files = storage.Files(path)
+                files = storage.CheckpointFiles(path)
             except (CheckpointError, OSError) as error:
                 _warn(path, str(error))
                 continue
-            entries.append(_Entry(files.content["saved_at_ns"], number, path))
+            entries.append(_Entry(files.manifest.saved_at_ns, number, path))
         entries.sort()
         while entries:
             path = entries[-1].path
             try:
-                storage.Files(path).verify()
+                storage.CheckpointFiles(path).verify()
                 break
             except (CheckpointError, OSError) as error:
                 _warn(path, str(error))
                 entries.pop()
         return directory, entries, highest
+
+
+def _delete(path: str, call: str) -> None:
+    try:
+        replace.remove(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        warnings.warn(
+            f"{call}: the old checkpoint {path!r} cannot be deleted: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _warn(path: str, reason: str) -> None:

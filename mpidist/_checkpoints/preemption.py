@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from mpidist._agreement.mismatch import Call
 from mpidist._base import threads
-from mpidist._checkpoints.checkpoint import Checkpoint
+from mpidist._checkpoints.checkpoint import Checkpoint, objects_of
 from mpidist._checkpoints.manager import CheckpointManager
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
@@ -111,7 +111,7 @@ class PreemptionCheckpointHandler:
         self._config = config or TerminationConfig()
         self._checkpoint = checkpoint
         self._calls = 0
-        checkpoint._objects[_COUNTER] = _Counter(self)
+        objects_of(checkpoint).by_name[_COUNTER] = _Counter(self)
         self._manager = (
             given
             if isinstance(given, CheckpointManager)
@@ -159,7 +159,7 @@ class PreemptionCheckpointHandler:
             args: positional arguments for the function that saves.
             kwargs: keyword arguments for the function that saves.
         """
-        job = self._checkpoint._job("PreemptionCheckpointHandler")
+        job = objects_of(self._checkpoint).job("PreemptionCheckpointHandler")
         state = job.attempt(self._look)
         state, _ = job.guard.agree_on_largest(Call(job.name), state)
         if state != _GO_ON and self._told_at is None:

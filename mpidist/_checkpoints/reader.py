@@ -6,12 +6,13 @@ import collections.abc
 import os
 import time
 from collections.abc import Iterator
-from typing import Any
 
-from mpidist._checkpoints import storage
+from mpidist._base.types import HostArray
+from mpidist._checkpoints import state_json, storage
+from mpidist._checkpoints.state_json import State
 
 
-class CheckpointReader(collections.abc.Mapping[str, Any]):
+class CheckpointReader(collections.abc.Mapping[str, HostArray]):
     """The arrays of a checkpoint by name, read when they are accessed.
 
     `load_checkpoint` creates it. It needs no strategy and no MPI, does not communicate,
@@ -26,36 +27,35 @@ class CheckpointReader(collections.abc.Mapping[str, Any]):
             FileNotFoundError: if there is none.
             CheckpointError: if it is damaged.
         """
-        self._files = storage.Files(os.fspath(path))
+        self._files = storage.CheckpointFiles(os.fspath(path))
 
-    def __getitem__(self, name: str) -> Any:
-        info = self._files.arrays[name]
-        return self._files.read(name, storage.dtype_of(info.dtype))
+    def __getitem__(self, name: str) -> HostArray:
+        part = self._files.manifest.arrays[name]
+        return self._files.read(name, storage.dtype_of(part.dtype))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files.arrays)
+        return iter(self._files.manifest.arrays)
 
     def __len__(self) -> int:
-        return len(self._files.arrays)
+        return len(self._files.manifest.arrays)
 
     def __repr__(self) -> str:
-        content = self._files.content
-        nbytes = sum(info.nbytes for info in self._files.arrays.values())
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._saved_at / 1e9))
+        manifest = self._files.manifest
+        nbytes = sum(part.nbytes for part in manifest.arrays.values())
+        saved_at = time.localtime(manifest.saved_at_ns / 1e9)
+        when = time.strftime("%Y-%m-%d %H:%M:%S", saved_at)
         return (
             f"<mpidist.CheckpointReader of {self.path!r}: {len(self)} arrays of "
-            f"{nbytes:,} bytes, {len(content['states'])} states, saved on "
+            f"{nbytes:,} bytes, {len(manifest.states)} states, saved on "
             f"{self.num_replicas} replicas at {when}>"
         )
 
     def __str__(self) -> str:
         lines = [repr(self)]
-        for name, info in self._files.arrays.items():
-            lines.append(f"  {name}: {info.dtype} {info.shape}")
-        for name, entry in self._files.content["states"].items():
-            several = (
-                f", one for each of {n}" if (n := len(entry["values"])) > 1 else ""
-            )
+        for name, part in self._files.manifest.arrays.items():
+            lines.append(f"  {name}: {part.dtype} {part.shape}")
+        for name, values in self._files.manifest.states.items():
+            several = f", one for each of {len(values)}" if len(values) > 1 else ""
             lines.append(f"  {name}: state{several}")
         return "\n".join(lines)
 
@@ -67,14 +67,14 @@ class CheckpointReader(collections.abc.Mapping[str, Any]):
     @property
     def num_replicas(self) -> int:
         """The number of replicas that saved it."""
-        return int(self._files.content["replicas"])
+        return self._files.manifest.replicas
 
     @property
-    def states(self) -> dict[str, tuple[Any, ...]]:
+    def states(self) -> dict[str, tuple[State, ...]]:
         """The states by name: one, or one for each replica if they differed."""
         return {
-            name: tuple(storage.decode(value) for value in entry["values"])
-            for name, entry in self._files.content["states"].items()
+            name: tuple(state_json.decode(value) for value in values)
+            for name, values in self._files.manifest.states.items()
         }
 
     def verify(self) -> None:
@@ -85,10 +85,6 @@ class CheckpointReader(collections.abc.Mapping[str, Any]):
                 array.
         """
         self._files.verify()
-
-    @property
-    def _saved_at(self) -> int:
-        return int(self._files.content["saved_at_ns"])
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:

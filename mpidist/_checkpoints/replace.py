@@ -142,7 +142,7 @@ def _next_number(path: str) -> int:
         ) from None
     used = [0]
     for name in names:
-        match = storage.DATA_FILE.fullmatch(name)
+        match = storage.ARRAY_FILE.fullmatch(name)
         if match is None and name != storage.MANIFEST:
             raise FileExistsError(
                 f"expected a checkpoint, or nothing, at {path!r}, got a directory with "
@@ -165,6 +165,6 @@ def _move_into(beside: str, path: str) -> None:
 def _delete_files(path: str, keep: int) -> None:
     with contextlib.suppress(OSError):
         for name in os.listdir(path):
-            match = storage.DATA_FILE.fullmatch(name)
+            match = storage.ARRAY_FILE.fullmatch(name)
             if match is not None and int(match[1]) != keep:
                 os.unlink(os.path.join(path, name))

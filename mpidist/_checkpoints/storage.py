@@ -6,49 +6,67 @@
         manifest.json     what is in it: JSON, its own checksum first
         arrays-1.npz      the arrays, for `numpy.load`; or arrays-1.safetensors
 
-The manifest lists each array with its dtype, shape, offset in the file and checksum,
-and holds the small states (random generators, iterators). Nothing is ever pickled.
-An npz is a zip file without compression, so each array is contiguous in it, and is read
-from its offset directly into memory. The bytes between the arrays, which are the
-structure of the zip file, have a separate checksum: every byte is covered once.
+NumPy and `zipfile` write the npz. Its members are not compressed, and safetensors does
+not compress either, so in both formats the bytes of an array are contiguous, in C order
+(the order of every variable), and the same few lines read both: the manifest divides
+the file into one part for each array, which ends with the array's bytes, and one for
+the end of the file. A part begins where the one before ends, so the headers of the
+formats belong to parts too: every byte of the file is in one part, and each part has a
+checksum. An array is read from its part directly into its memory.
+
+The manifest also holds the small states (random generators, iterators; `state_json`).
+Nothing is ever pickled. A manifest may have the right checksum and still be malformed:
+`parse_manifest` checks every entry, before anything is allocated.
 
 The checksum is CRC-32 (`zlib.crc32`): it detects every error burst of up to 32 bits,
 and misses 1 in 2**32 of other errors. Measured on one core: 2.1 GB/s, SHA-256: 0.8
-GB/s. It does not protect against deliberate changes. (The format of npy: NumPy's NEP 1;
-of safetensors: https://github.com/huggingface/safetensors#format.)
+GB/s. It does not protect against deliberate changes.
+
+Rejected: reading by `zipfile` and `numpy.load` (they check the members' CRC-32, but
+flipped bytes in most fields of the zip's own headers go unnoticed, safetensors has no
+checksums, and each chunk is copied once more); the writer of the ``safetensors``
+package (it takes a copy of all arrays as bytes). The formats: NumPy's NEP 1, and
+https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import json
 import math
 import os
 import re
+import stat
 import weakref
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Any, Final, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Final, Literal, TypeVar
 
 import numpy as np
 
 from mpidist._base import backend
-from mpidist._base.errors import CheckpointError
+from mpidist._base.errors import CheckpointError, damaged_checkpoint
+from mpidist._base.types import Array, DType, HostArray, Shape
+from mpidist._checkpoints import state_json
+from mpidist._checkpoints.state_json import Json
 from mpidist._version import __version__
 
-MANIFEST: Final = "manifest.json"
-DATA_FILE: Final = re.compile(r"arrays-(\d+)\.(npz|safetensors)")
-Order = Literal["C", "F"]
-FileFormat = Literal["npz", "safetensors"]
-FORMATS: Final[tuple[str, ...]] = ("npz", "safetensors")
+_T = TypeVar("_T")
 
+MANIFEST: Final = "manifest.json"
+ARRAY_FILE: Final = re.compile(r"arrays-(\d+)\.(npz|safetensors)")
+CHUNK_BYTES: Final = 2**23
+FileFormat = Literal["npz", "safetensors"]
+NamedArrays = Sequence[tuple[str, Array]]
+
+_NOTHING: Final = memoryview(b"")
 _KIND: Final = "mpidist checkpoint"
-_VERSION: Final = 1
-_CHUNK_BYTES: Final = 2**23
+_VERSION: Final = 2
 _NO_CHECKSUM: Final = "00000000"
 _HEAD: Final = '{\n "crc32": "'
+_DTYPE: Final = re.compile(r"bool|u?int\d+|b?float\d+(_\w+)?|complex\d+")
+_MOST_DIMENSIONS: Final = 32  # of all versions of NumPy
 _SAFETENSORS: Final = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -67,137 +85,102 @@ _SAFETENSORS: Final = {
 
 
 @dataclasses.dataclass(frozen=True)
-class ArrayInfo:
-    """The position of an array in the array file, and its description.
+class FilePart:
+    """A part of the array file: its bytes from ``start`` to ``end``.
 
     Attributes:
-        dtype: the name of its dtype, such as "float32" or "bfloat16".
-        shape: its shape.
-        order: "C" or "F": the order of its elements in the file.
-        offset: the offset of its first byte in the file.
-        nbytes: the number of bytes.
-        crc32: the checksum of these bytes, as 8 hexadecimal digits.
+        start: the offset of its first byte: the end of the part before.
+        end: the offset of the byte after it.
+        crc32: its checksum, as 8 hexadecimal digits.
     """
 
-    dtype: str
-    shape: tuple[int, ...]
-    order: Order
-    offset: int
-    nbytes: int
+    start: int
+    end: int
     crc32: str
 
 
-# --- states, as JSON ----------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class ArrayPart(FilePart):
+    """A part that ends with the bytes of an array.
 
-
-def encode(value: Any, where: str) -> Any:
-    """Return a state as JSON that `decode` converts back to equal objects.
-
-    Args:
-        value: None, bools, numbers, strings, bytes, NumPy arrays and scalars, in
-            lists, tuples and dicts.
-        where: the name of the object with this state, for the message.
-
-    Raises:
-        TypeError: for anything else.
+    Attributes:
+        dtype: the name of the array's dtype, such as "float32" or "bfloat16".
+        shape: its shape.
+        nbytes: the number of its bytes.
     """
-    if value is None or isinstance(value, bool) or type(value) is int:
-        return value
-    if isinstance(value, np.generic) and not isinstance(value, (np.str_, np.bytes_)):
-        return {"$scalar": _encode_array(np.asarray(value), where)}
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-    if isinstance(value, complex):
-        return {"$complex": [repr(value.real), repr(value.imag)]}
-    if isinstance(value, (bytes, bytearray)):
-        return {"$bytes": base64.b64encode(value).decode()}
-    if isinstance(value, np.ndarray):
-        return {"$array": _encode_array(value, where)}
-    if type(value) is list:
-        return [encode(item, where) for item in value]
-    if type(value) is tuple:
-        return {"$tuple": [encode(item, where) for item in value]}
-    if isinstance(value, dict):
-        if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: encode(item, where) for key, item in value.items()}
-        pairs = [[encode(k, where), encode(v, where)] for k, v in value.items()]
-        return {"$dict": pairs}
-    raise TypeError(
-        f"{where}: its state has {value!r:.80} of type {type(value).__name__}, which "
-        "cannot be saved; a state is made of None, bools, numbers, strings, bytes and "
-        "NumPy arrays, in lists, tuples and dicts"
-    )
+
+    dtype: str
+    shape: Shape
+    nbytes: int
 
 
-def decode(value: Any) -> Any:
-    """Return the state that `encode` has encoded."""
-    if isinstance(value, list):
-        return [decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if len(value) == 1:
-        ((key, content),) = value.items()
-        if key == "$scalar":
-            return _decode_array(content)[()]
-        if key == "$array":
-            return _decode_array(content)
-        if key == "$float":
-            return float(content)
-        if key == "$complex":
-            return complex(*map(float, content))
-        if key == "$bytes":
-            return base64.b64decode(content)
-        if key == "$tuple":
-            return tuple(decode(item) for item in content)
-        if key == "$dict":
-            return {decode(k): decode(v) for k, v in content}
-    return {key: decode(item) for key, item in value.items()}
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """The contents of a manifest.
 
+    Attributes:
+        replicas: the number of replicas that saved the checkpoint.
+        saved_at_ns: the time, in ns since 1970.
+        file: the name of the array file.
+        arrays: the parts of the array file, by the name of the array, in their order.
+        rest: the last part, after all arrays.
+        states: for each object with a state one value, or one for each replica.
+    """
 
-def _encode_array(x: Any, where: str) -> dict[str, Any]:
-    x = np.asarray(x)
-    if x.dtype.kind not in "biufc":
-        raise TypeError(
-            f"{where}: its state has an array of dtype {x.dtype}, which cannot be "
-            "saved; expected a bool, integer, floating or complex dtype"
-        )
-    data = base64.b64encode(x.tobytes()).decode()
-    return {"dtype": x.dtype.str, "shape": list(x.shape), "base64": data}
-
-
-def _decode_array(content: Any) -> Any:
-    raw = np.frombuffer(base64.b64decode(content["base64"]), content["dtype"])
-    return raw.reshape(content["shape"]).copy()
+    replicas: int
+    saved_at_ns: int
+    file: str
+    arrays: Mapping[str, ArrayPart]
+    rest: FilePart
+    states: Mapping[str, list[Json]]
 
 
 # --- writing ------------------------------------------------------------------------
 
 
-def write_arrays(
-    file: IO[bytes], arrays: Sequence[tuple[str, Any]], file_format: FileFormat
-) -> tuple[dict[str, ArrayInfo], str]:
-    """Write arrays sequentially, without a second copy of any.
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """What is saved.
+
+    Attributes:
+        arrays: names, and NumPy or CuPy arrays.
+        states: for each object with a state one value, or one for each replica.
+        replicas: the number of replicas.
+    """
+
+    arrays: NamedArrays
+    states: Mapping[str, list[Json]]
+    replicas: int
+
+
+def write_checkpoint(
+    directory: str,
+    number: int,
+    snapshot: Snapshot,
+    file_format: FileFormat,
+    saved_at_ns: int,
+) -> None:
+    """Write the files of a checkpoint, and synchronise them to disk.
 
     Args:
-        file: open for writing, at its beginning.
-        arrays: names, and NumPy or CuPy arrays.
-        file_format: "npz" or "safetensors".
-
-    Returns:
-        The position of each array, and the checksum of the bytes in between.
+        directory: the path of an empty directory.
+        number: the number in the name of the array file.
+        snapshot: what to save.
+        file_format: the format of the array file.
+        saved_at_ns: the time, for the manifest.
     """
-    write = _write_npz if file_format == "npz" else _write_safetensors
-    infos = write(file, arrays)
-    file.flush()
-    with open(file.name, "rb") as written:
-        return infos, _checksum_between(written.fileno(), infos.values())
+    name = f"arrays-{number}.{file_format}"
+    path = os.path.join(directory, name)
+    arrays, rest = _write_arrays(path, snapshot.arrays, file_format)
+    manifest = Manifest(
+        snapshot.replicas, saved_at_ns, name, arrays, rest, snapshot.states
+    )
+    _write_manifest(os.path.join(directory, MANIFEST), manifest)
 
 
-def check_format(arrays: Sequence[tuple[str, Any]], file_format: object) -> None:
+def check_format(arrays: NamedArrays, file_format: object) -> None:
     """Raise if the format is unknown, or does not support one of the dtypes."""
-    if file_format not in FORMATS:
+    if file_format not in ("npz", "safetensors"):
         raise ValueError(
             f'Checkpoint.save: expected `format` to be "npz" or "safetensors", got '
             f"{file_format!r}"
@@ -210,117 +193,220 @@ def check_format(arrays: Sequence[tuple[str, Any]], file_format: object) -> None
             )
 
 
+def _write_arrays(
+    path: str, arrays: NamedArrays, file_format: FileFormat
+) -> tuple[dict[str, ArrayPart], FilePart]:
+    """Write the array file; return its parts. There is never a second copy of it."""
+    parts: dict[str, ArrayPart] = {}
+    with open(path, "x+b") as file:
+
+        def part_from(start: int) -> FilePart:
+            file.flush()
+            end = file.tell()
+            return FilePart(start, end, _checksum(file.fileno(), start, end))
+
+        def written(name: str, x: HostArray) -> None:
+            part = part_from(_end_of(parts))
+            parts[name] = ArrayPart(
+                **vars(part), dtype=x.dtype.name, shape=x.shape, nbytes=x.nbytes
+            )
+
+        write = _write_npz if file_format == "npz" else _write_safetensors
+        write(file, arrays, written)
+        rest = part_from(_end_of(parts))
+        os.fsync(file.fileno())
+    return parts, rest
+
+
+def _end_of(parts: dict[str, ArrayPart]) -> int:
+    return parts[next(reversed(parts))].end if parts else 0
+
+
 def _write_npz(
-    file: IO[bytes], arrays: Sequence[tuple[str, Any]]
-) -> dict[str, ArrayInfo]:
-    infos = {}
-    # Unlike numpy.savez: one array at a time, from its buffer, with a known offset.
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+    file: IO[bytes], arrays: NamedArrays, written: Callable[[str, HostArray], None]
+) -> None:
+    # Unlike numpy.savez, one array at a time is on the host.
+    with zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays:
-            x, order = _in_one_piece(array)
-            described = x.view(f"u{x.dtype.itemsize}") if x.dtype.kind == "V" else x
-            header = np.lib.format.header_data_from_array_1_0(described)
-            member = zipfile.ZipInfo(f"{name}.npy")
-            with archive.open(member, "w", force_zip64=True) as out:
-                np.lib.format.write_array_header_1_0(out, header)
-                infos[name] = _write_bytes(file, out.write, x, order)
-    return infos
+            x = _host_array(array)
+            plain = x.view(f"u{x.dtype.itemsize}") if x.dtype.kind == "V" else x
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, plain, allow_pickle=False)
+            written(name, x)
 
 
 def _write_safetensors(
-    file: IO[bytes], arrays: Sequence[tuple[str, Any]]
-) -> dict[str, ArrayInfo]:
-    entries: dict[str, Any] = {}
+    file: IO[bytes], arrays: NamedArrays, written: Callable[[str, HostArray], None]
+) -> None:
+    entries: dict[str, Json] = {}
     end = 0
     for name, x in arrays:
         start, end = end, end + int(x.nbytes)
-        kind = _SAFETENSORS[x.dtype.name]
         entries[name] = {
-            "dtype": kind,
+            "dtype": _SAFETENSORS[x.dtype.name],
             "shape": list(x.shape),
             "data_offsets": [start, end],
         }
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
-    infos = {}
     for name, array in arrays:
-        # The format supports C order only.
-        x = backend.to_host(backend.contiguous(array))
-        infos[name] = _write_bytes(file, file.write, x, "C")
-    return infos
+        x = _host_array(array)
+        file.write(memoryview(backend.as_bytes(x)))
+        written(name, x)
 
 
-def _in_one_piece(array: Any) -> tuple[Any, Order]:
-    x = backend.to_host(array)
-    if x.flags.f_contiguous and not x.flags.c_contiguous:
-        return x, "F"
-    return backend.contiguous(x), "C"
+def _host_array(x: Array) -> HostArray:
+    host: HostArray = backend.contiguous(backend.to_host(x))
+    return host
 
 
-def _write_bytes(
-    file: IO[bytes], write: Callable[[Any], Any], x: Any, order: Order
-) -> ArrayInfo:
-    offset = file.tell()
-    data = memoryview(backend.as_bytes(x if order == "C" else x.T))
-    checksum = 0
-    for start in range(0, len(data), _CHUNK_BYTES):
-        part = data[start : start + _CHUNK_BYTES]
-        checksum = zlib.crc32(part, checksum)
-        write(part)
-    shape = tuple(map(int, x.shape))
-    return ArrayInfo(x.dtype.name, shape, order, offset, len(data), _as_text(checksum))
-
-
-def make_manifest(content: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a manifest; its first entry is the checksum of the rest."""
+def _write_manifest(path: str, manifest: Manifest) -> None:
+    """Write a manifest; its first entry is the checksum of the rest."""
     entries = {
         "crc32": _NO_CHECKSUM,
         "format": _KIND,
         "version": _VERSION,
         "mpidist": __version__,
-        **content,
+        **dataclasses.asdict(manifest),
     }
     text = json.dumps(entries, indent=1, allow_nan=False)
-    head = f"{_HEAD}{_as_text(zlib.crc32(text.encode()))}"
-    return (head + text[len(head) :] + "\n").encode()
+    head = f"{_HEAD}{zlib.crc32(text.encode()):08x}"
+    with open(path, "xb") as file:
+        file.write((head + text[len(head) :] + "\n").encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 # --- reading ------------------------------------------------------------------------
 
 
-def parse_manifest(data: bytes, path: str) -> dict[str, Any]:
+def parse_manifest(data: bytes, path: str) -> Manifest:
     """Return the contents of a manifest.
 
+    Args:
+        data: its bytes.
+        path: its path, for the messages.
+
     Raises:
-        CheckpointError: if it is damaged, or of a later version.
+        CheckpointError: if it is damaged, malformed, or of another version.
     """
     start, stop = len(_HEAD), len(_HEAD) + len(_NO_CHECKSUM)
     text = data[:start] + _NO_CHECKSUM.encode() + data[stop:].removesuffix(b"\n")
     found = data[start:stop].decode("ascii", "replace")
-    if not data.endswith(b"}\n") or _as_text(zlib.crc32(text)) != found:
-        raise CheckpointError._of_damage(
+    if not data.endswith(b"}\n") or f"{zlib.crc32(text):08x}" != found:
+        raise damaged_checkpoint(
             f"{path} is damaged: its bytes do not have the checksum that it begins "
             "with. Restore another checkpoint"
         )
-    content: dict[str, Any] = json.loads(text)
-    if content.get("format") != _KIND or content.get("version") != _VERSION:
-        raise CheckpointError(
-            f"{path}: expected version {_VERSION} of the format of `mpidist."
-            f"Checkpoint`, got version {content.get('version')}, of mpidist "
-            f"{content.get('mpidist')}; read it with that version"
+    try:
+        content = json.loads(text)
+        kind, version = _entry(content, str, "format"), _entry(content, int, "version")
+        if (kind, version) == (_KIND, _VERSION):
+            return _manifest_of(content)
+    except Exception as error:  # whatever its contents lead to, RecursionError too
+        raise damaged_checkpoint(
+            f"{path} is malformed, although its checksum is right: "
+            f"{error or type(error).__name__}. Restore another checkpoint"
+        ) from error
+    raise CheckpointError(
+        f"{path}: expected version {_VERSION} of the format of `mpidist.Checkpoint`, "
+        f"got version {version}; version 1 can be read by mpidist from before the "
+        "release 0.1.0 only, a later version by the mpidist that wrote it, "
+        f"{content.get('mpidist')}"
+    )
+
+
+def _entry(content: Json, kind: type[_T], *keys: str) -> _T:
+    """Return ``content[key][key]...``; raise if there is none of that type."""
+    value = content
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    if type(value) is not kind:
+        raise _malformed(f"to be of type {kind.__name__}", value, *keys)
+    return value
+
+
+def _malformed(expected: str, found: object, *keys: str) -> ValueError:
+    where = "".join(f"[{key!r}]" for key in keys)
+    return ValueError(f"expected the entry {where} {expected}, got {found!r:.80}")
+
+
+def _manifest_of(content: Json) -> Manifest:
+    replicas = _entry(content, int, "replicas")
+    if replicas < 1:
+        raise _malformed("to be at least 1", replicas, "replicas")
+    saved_at = _entry(content, int, "saved_at_ns")
+    if not 0 <= saved_at < 2**63:
+        raise _malformed("to be a time in ns", saved_at, "saved_at_ns")
+    file = _entry(content, str, "file")
+    if not ARRAY_FILE.fullmatch(file):  # and not ../elsewhere
+        raise _malformed("to be the name of an array file", file, "file")
+    arrays: dict[str, ArrayPart] = {}
+    for name in _entry(content, dict, "arrays"):
+        arrays[name] = _array_part(
+            content, name, _file_part(content, arrays, "arrays", name)
         )
-    return content
+    rest = _file_part(content, arrays, "rest")
+    states = {
+        name: _state_values(content, name, replicas)
+        for name in _entry(content, dict, "states")
+    }
+    return Manifest(replicas, saved_at, file, arrays, rest, states)
 
 
-class Files:
-    """An open checkpoint.
+def _file_part(content: Json, before: dict[str, ArrayPart], *keys: str) -> FilePart:
+    start, end = (
+        _entry(content, int, *keys, "start"),
+        _entry(content, int, *keys, "end"),
+    )
+    expected = _end_of(before)
+    if start != expected or end < start:
+        raise _malformed(f"to start at {expected}", (start, end), *keys)
+    return FilePart(start, end, _entry(content, str, *keys, "crc32"))
 
-    It stays readable if the checkpoint is replaced or deleted meanwhile, because the
+
+def _array_part(content: Json, name: str, part: FilePart) -> ArrayPart:
+    dtype = _entry(content, str, "arrays", name, "dtype")
+    if not _DTYPE.fullmatch(dtype):
+        raise _malformed("to be a dtype", dtype, "arrays", name, "dtype")
+    shape = _entry(content, list, "arrays", name, "shape")
+    if (
+        len(shape) > _MOST_DIMENSIONS
+        or any(type(length) is not int or length < 0 for length in shape)
+        or math.prod(length or 1 for length in shape) >= 2**48
+    ):
+        raise _malformed("to be a shape", shape, "arrays", name, "shape")
+    nbytes = _entry(content, int, "arrays", name, "nbytes")
+    # At least one byte for each element, so no array is larger than the file.
+    if not math.prod(shape) <= nbytes <= part.end - part.start:
+        expected = f"to be the size of {dtype} {tuple(shape)}, inside its part"
+        raise _malformed(expected, nbytes, "arrays", name, "nbytes")
+    return ArrayPart(**vars(part), dtype=dtype, shape=tuple(shape), nbytes=nbytes)
+
+
+def _state_values(content: Json, name: str, replicas: int) -> list[Json]:
+    values = _entry(content, list, "states", name)
+    if len(values) not in (1, replicas):
+        expected = f"to have one value, or {replicas}"
+        raise _malformed(expected, values, "states", name)
+    for value in values:
+        try:
+            state_json.decode(value)
+        except Exception as error:
+            expected = f"to be the JSON of a state ({type(error).__name__}: {error})"
+            raise _malformed(expected, value, "states", name) from error
+    return values
+
+
+class CheckpointFiles:
+    """The open files of a checkpoint.
+
+    They stay readable if the checkpoint is replaced or deleted meanwhile, because the
     array file is open.
 
     Args:
-        path: the path of its directory.
+        path: the path of the checkpoint's directory.
 
     Raises:
         FileNotFoundError: if there is none.
@@ -330,94 +416,73 @@ class Files:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.manifest_path = os.path.join(path, MANIFEST)
         seen = b""
         while True:
             data = _read_manifest(path)
-            manifest = os.path.join(path, MANIFEST)
-            content = parse_manifest(data, manifest)
-            if not DATA_FILE.fullmatch(content["file"]):  # and not ../elsewhere
-                raise CheckpointError._of_damage(
-                    f"{manifest} names a file that is none of a checkpoint: "
-                    f"{content['file']!r}"
-                )
-            self.data_path = os.path.join(path, content["file"])
+            manifest = parse_manifest(data, self.manifest_path)
+            self.array_path = os.path.join(path, manifest.file)
             try:
-                self._fd = os.open(self.data_path, os.O_RDONLY)
+                self._fd = _open_regular(self.array_path)
                 break
             except FileNotFoundError:
                 # Replaced between the two reads? Then there is a new manifest.
                 if data == seen:
-                    raise CheckpointError._of_damage(
-                        f"{self.data_path} is missing, but {MANIFEST} beside it names "
+                    raise damaged_checkpoint(
+                        f"{self.array_path} is missing, but {MANIFEST} beside it names "
                         "it: a part of the checkpoint was deleted or not copied"
                     ) from None
                 seen = data
         weakref.finalize(self, os.close, self._fd)
-        self.content = content
-        self.arrays = {
-            name: ArrayInfo(**{**entry, "shape": tuple(entry["shape"])})
-            for name, entry in content["arrays"].items()
-        }
+        self.manifest = manifest
         size = os.fstat(self._fd).st_size
-        if size != content["bytes"]:
-            raise CheckpointError._of_damage(
-                f"{self.data_path} is damaged: expected {content['bytes']} bytes, got "
-                f"{size}"
+        if size != manifest.rest.end:
+            raise damaged_checkpoint(
+                f"{self.array_path} is damaged: expected {manifest.rest.end} bytes, "
+                f"got {size}"
             )
 
-    def read(self, name: str, dtype: Any) -> Any:
-        """Return an array, after verifying its checksum."""
-        info = self.arrays[name]
-        raw: Any = np.empty(info.nbytes, np.uint8)
-        checksum = 0
-        for start, view in _chunks(memoryview(raw)):
-            _read_into(self._fd, view, info.offset + start, self.data_path)
-            checksum = zlib.crc32(view, checksum)
-        self._compare(checksum, name)
-        x = raw.view(dtype) if info.nbytes else np.empty(0, dtype)
-        return x.reshape(info.shape, order=info.order)
+    def read(self, name: str, dtype: DType) -> HostArray:
+        """Return an array of that dtype, after verifying its part of the file."""
+        part = self.manifest.arrays[name]
+        if part.nbytes != math.prod(part.shape) * dtype.itemsize:
+            raise damaged_checkpoint(
+                f"{self.manifest_path} is malformed: array {name!r} is "
+                f"{part.dtype} {part.shape}, of {part.nbytes} bytes. Restore another "
+                "checkpoint"
+            )
+        x = np.empty(part.shape, dtype)
+        self._verify(part, f"array {name!r}", memoryview(backend.as_bytes(x)))
+        return x
 
     def verify(self) -> None:
-        """Verify all checksums.
+        """Verify the whole file.
 
         Raises:
             CheckpointError: if something is damaged; the message names the file and the
                 array.
         """
-        self.verify_structure()
-        memory = memoryview(bytearray(_CHUNK_BYTES))
-        for name, info in self.arrays.items():
-            checksum = 0
-            for start in range(0, info.nbytes, _CHUNK_BYTES):
-                part = memory[: min(_CHUNK_BYTES, info.nbytes - start)]
-                _read_into(self._fd, part, info.offset + start, self.data_path)
-                checksum = zlib.crc32(part, checksum)
-            self._compare(checksum, name)
+        for name, part in self.manifest.arrays.items():
+            self._verify(part, f"array {name!r}")
+        self.verify_rest()
 
-    def verify_structure(self) -> None:
-        """Verify the checksum of the bytes between the arrays."""
-        found = _checksum_between(self._fd, self.arrays.values(), self.data_path)
-        if found != self.content["structure_crc32"]:
-            raise CheckpointError._of_damage(
-                f"{self.data_path} is damaged: its structure (the bytes between the "
-                "arrays) does not have the checksum in the manifest. Restore another "
-                "checkpoint"
-            )
+    def verify_rest(self) -> None:
+        """Verify the part of the file after all arrays."""
+        self._verify(self.manifest.rest, "the part after all arrays")
 
-    def _compare(self, checksum: int, name: str) -> None:
-        expected = self.arrays[name].crc32
-        if _as_text(checksum) != expected:
-            raise CheckpointError._of_damage(
-                f"{self.data_path} is damaged: array {name!r} has the checksum "
-                f"{_as_text(checksum)}, and {expected} in the manifest. Restore "
-                "another checkpoint"
+    def _verify(self, part: FilePart, what: str, into: memoryview = _NOTHING) -> None:
+        found = _checksum(self._fd, part.start, part.end, into)
+        if found != part.crc32:
+            raise damaged_checkpoint(
+                f"{self.array_path} is damaged: {what} has the checksum {found}, and "
+                f"{part.crc32} in the manifest. Restore another checkpoint"
             )
 
 
 def _read_manifest(path: str) -> bytes:
     name = os.path.join(path, MANIFEST)
     try:
-        with open(name, "rb") as file:
+        with open(_open_regular(name), "rb") as file:
             return file.read()
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
@@ -427,42 +492,34 @@ def _read_manifest(path: str) -> bytes:
         ) from None
 
 
-def _chunks(memory: memoryview) -> Iterator[tuple[int, memoryview]]:
-    for start in range(0, len(memory), _CHUNK_BYTES):
-        yield start, memory[start : start + _CHUNK_BYTES]
+def _open_regular(path: str) -> int:
+    """Open a file to read; anything else may block, or never end."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise damaged_checkpoint(f"{path} is damaged: it is not a regular file")
 
 
-def _read_into(fd: int, memory: memoryview, offset: int, path: str) -> None:
-    done = 0
-    while done < len(memory):
-        count = os.preadv(fd, [memory[done:]], offset + done)
-        if count == 0:
-            raise CheckpointError._of_damage(
-                f"{path} is damaged: it ends at byte {offset + done}"
-            )
-        done += count
-
-
-def _checksum_between(fd: int, infos: Any, path: str = "") -> str:
-    """Return the checksum of the bytes of a file that belong to no array."""
+def _checksum(fd: int, start: int, end: int, into: memoryview = _NOTHING) -> str:
+    """Return the checksum of a part of a file; read its last bytes into memory."""
+    data_start = end - len(into)
+    scratch = memoryview(bytearray(max(0, min(CHUNK_BYTES, data_start - start))))
     checksum = 0
-    position = 0
-    size = os.fstat(fd).st_size
-    for info in sorted(infos, key=lambda one: int(one.offset)):
-        gap = bytearray(info.offset - position)
-        _read_into(fd, memoryview(gap), position, path)
-        checksum = zlib.crc32(gap, checksum)
-        position = info.offset + info.nbytes
-    gap = bytearray(max(size - position, 0))
-    _read_into(fd, memoryview(gap), position, path)
-    return _as_text(zlib.crc32(gap, checksum))
-
-
-def _as_text(checksum: int) -> str:
+    while start < end:
+        if start < data_start:
+            view = scratch[: data_start - start]
+        else:
+            view = into[start - data_start :][:CHUNK_BYTES]
+        count = os.preadv(fd, [view], start)
+        if count == 0:  # the file is shorter now: the checksum will be wrong
+            break
+        checksum = zlib.crc32(view[:count], checksum)
+        start += count
     return f"{checksum:08x}"
 
 
-def dtype_of(name: str) -> Any:
+def dtype_of(name: str) -> DType:
     """Return the dtype of that name; those of ml_dtypes if that is imported."""
     try:
         return np.dtype(name)

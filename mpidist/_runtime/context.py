@@ -196,9 +196,37 @@ def require_cross_replica(group: ReplicaGroup, call: str) -> Frame:
             f"get_replica_context().merge_call(). This code runs {frame.level.value}: "
             f"{_instead(call)}"
         )
+    _note_use(group)
+    return frame
+
+
+def require_program_level(group: ReplicaGroup, call: str) -> None:
+    """Raise unless every rank of this group runs this code, outside `Strategy.run`.
+
+    For calls in which every rank takes part with something of its own: iterators,
+    checkpoints. In ``merge_fn`` one rank acts for all.
+    """
+    if _stack.frames:
+        frame = current()
+        if frame.level is not Level.CROSS_REPLICA:
+            alone = frame.level is not Level.REPLICA
+            raise RuntimeError(
+                f"{call}: expected to be called at program level, by every rank; this "
+                f"code runs {frame.level.value}"
+                f"{', where one rank acts for all' if alone else ''}. Call it before "
+                "or after `strategy.run`, and pass its result as an argument"
+            )
+        if frame.group is not group:
+            raise RuntimeError(
+                f"{call}: Mixing different Strategy objects: it belongs to {group}, "
+                f"but the scope of {frame.group} is entered; leave that scope first"
+            )
+    _note_use(group)
+
+
+def _note_use(group: ReplicaGroup) -> None:
     if group is not _defaults[0].group:
         _stack.used = True
-    return frame
 
 
 def was_used() -> bool:

@@ -15,7 +15,6 @@ from mpidist.data._describe import describe_feed
 from mpidist.data._feed import (
     Feed,
     describe,
-    require_program_level,
     spec_from_nest,
 )
 from mpidist.data._iterator import DistributedIterator
@@ -119,7 +118,7 @@ class DistributedDataset:
             The last state.
         """
         group = self._feed.group
-        require_program_level(group, "DistributedDataset.reduce")
+        context.require_program_level(group, "DistributedDataset.reduce")
         state = initial_state
         for element in self:
             with context.scope(group):
@@ -151,7 +150,7 @@ def _distribute_dataset(
     group: ReplicaGroup, dataset: Any, options: InputOptions | None
 ) -> DistributedDataset:
     call = "experimental_distribute_dataset"
-    require_program_level(group, call)
+    context.require_program_level(group, call)
     collectives = group.collectives
     try:
         chosen = _check_options(options, call)
@@ -214,7 +213,7 @@ def _distribute_from_function(
     *,
     functions: bool,
 ) -> DistributedDataset:
-    require_program_level(group, call)
+    context.require_program_level(group, call)
     guard = group.guard
     input_context = InputContext(
         group.num_replicas,

@@ -11,7 +11,6 @@ import numpy as np
 from mpidist._base import backend, nest
 from mpidist._base.errors import CollectiveMismatchError, format_ranks, on_rank
 from mpidist._engine.collectives import Collectives
-from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist.data._blocks import Block
 from mpidist.data._records import ArraySpec, AutoShardPolicy
@@ -198,25 +197,3 @@ class Feed:
         for rank, spec, _ in known:
             if self.spec is None or rank == comm.rank:
                 self.spec = spec
-
-
-def require_program_level(group: ReplicaGroup, call: str) -> None:
-    """Raise unless called at program level, where iterators can be used."""
-    frame = context.current()
-    if context.depth() and frame.level is context.Level.REPLICA:
-        if call in ("next(iterator)", "get_next", "get_next_as_optional"):
-            raise ValueError(
-                f"{call}: next(iterator) should be called from outside of replica_fn. "
-                "e.g. strategy.run(replica_fn, args=(next(iterator),))"
-            )
-        raise RuntimeError(
-            f"{call}: call it outside `strategy.run`: this code runs "
-            f"{frame.level.value}"
-        )
-    context.require_cross_replica(group, call)
-    if frame.level in (context.Level.COORDINATOR, context.Level.UPDATE):
-        raise RuntimeError(
-            f"{call}: this code runs {frame.level.value}, where one rank acts for all, "
-            "but every rank reads its own input; call it on every rank, before "
-            "`strategy.run`, and pass what it gives as an argument"
-        )

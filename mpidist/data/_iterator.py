@@ -20,9 +20,10 @@ from typing import Any, Final
 from mpidist._agreement.mismatch import Call, fingerprint
 from mpidist._base import backend
 from mpidist._base.errors import format_ranks, on_rank
+from mpidist._runtime import context
 from mpidist._values.distributed import PerReplica
 from mpidist.data._blocks import Block, count_rows
-from mpidist.data._feed import Feed, Spec, describe, require_program_level
+from mpidist.data._feed import Feed, Spec, describe
 from mpidist.data._prefetch import Prefetcher
 from mpidist.data._records import UNKNOWN_CARDINALITY, Optional, OutOfRangeError
 from mpidist.data._sources import Stream, whole_block
@@ -120,7 +121,7 @@ class DistributedIterator:
 
         For TensorFlow 1 code. Returns an empty list: there are no operations to run.
         """
-        require_program_level(self._feed.group, "initialize")
+        context.require_program_level(self._feed.group, "initialize")
         self._close()
         self._start(self._feed.next_iteration(), 0)
         text = f"initialize of an iterator of dataset #{self._feed.number}"
@@ -188,7 +189,7 @@ class DistributedIterator:
                 lost.
         """
         feed = self._feed
-        require_program_level(feed.group, "restore")
+        context.require_program_level(feed.group, "restore")
         try:
             iteration, position, own = self._check_state(state)
         except Exception as error:
@@ -279,7 +280,12 @@ class DistributedIterator:
 
     def _step(self, name: str) -> tuple[bool, Any]:
         feed = self._feed
-        require_program_level(feed.group, name)
+        if context.depth() and context.current().level is context.Level.REPLICA:
+            raise ValueError(
+                f"{name}: next(iterator) should be called from outside of replica_fn. "
+                "e.g. strategy.run(replica_fn, args=(next(iterator),))"
+            )
+        context.require_program_level(feed.group, name)
         guard = feed.collectives.guard
         if self._failure:
             feed.collectives.invalid(name, RuntimeError(f"{name}: {self._failure}"))

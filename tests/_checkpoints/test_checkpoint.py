@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import random
@@ -14,6 +15,7 @@ import struct
 import subprocess
 import sys
 import time
+import tracemalloc
 import warnings
 import zlib
 from pathlib import Path
@@ -34,6 +36,7 @@ from replicas import everywhere, set_deadline, split
 
 import mpidist
 from mpidist import VariableAggregation, VariableSynchronization
+from mpidist._base.errors import damaged_checkpoint
 from mpidist._strategy.strategy import group_of
 from mpidist._values.variable import array_of
 
@@ -100,10 +103,8 @@ class Momentum:
 
 @pytest.fixture
 def folder(strategy, tmp_path_factory, rank):
-    """Return a folder of rank 0's, and on other ranks one that does not exist."""
-    if rank == 0:
-        return tmp_path_factory.mktemp("checkpoints")
-    return Path("/nowhere/on/this/rank")
+    """Return the path of a folder, the same on all ranks."""
+    return everywhere(tmp_path_factory.mktemp("checkpoints") if rank == 0 else None)[0]
 
 
 def per_rank(strategy, value):
@@ -653,6 +654,42 @@ def test_ranks_that_save_different_things(strategy, folder, rank, size):
 
 @pytest.mark.mpi
 @pytest.mark.replicas(2, 3)
+def test_another_path_on_one_rank_is_an_error_on_all(strategy, folder, rank, size):
+    checkpoint = mpidist.Checkpoint(v=variable(strategy, 0.0))
+    checkpoint.save(folder / "a")
+    if size == 1:
+        return
+    mine = folder / ("a" if rank else "b")
+    for call in (
+        lambda: checkpoint.save(mine),
+        lambda: checkpoint.restore(mine),
+        lambda: mpidist.CheckpointManager(checkpoint, mine),
+    ):
+        with pytest.raises(mpidist.CollectiveMismatchError) as caught:
+            call()
+        for path in (folder / "a", folder / "b"):
+            assert str(path) in str(caught.value)
+    assert os.listdir(folder) == ["a"]
+    checkpoint.restore(folder / "a")
+
+
+@pytest.mark.mpi
+def test_ranks_other_than_0_need_no_file_system(strategy, tmp_path, monkeypatch, rank):
+    monkeypatch.chdir(tmp_path)  # a folder of each rank
+    v = variable(strategy, 1.0)
+    checkpoint = mpidist.Checkpoint(v=v)
+    checkpoint.save("a")
+    v.assign(2.0)
+    checkpoint.restore("a")
+    assert v.numpy() == 1.0
+    manager = mpidist.CheckpointManager(checkpoint, "run")
+    manager.save()
+    assert manager.restore_or_initialize() == manager.latest_checkpoint
+    assert sorted(os.listdir(tmp_path)) == ([] if rank else ["a", "run"])
+
+
+@pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
 def test_only_at_program_level(strategy, folder, rank):
     v = variable(strategy, 0.0)
     checkpoint = mpidist.Checkpoint(v=v)
@@ -818,7 +855,7 @@ def test_every_flipped_byte_is_found_and_named(tmp_path, format):
     path = tmp_path / "a"
     checkpoint = mpidist.Checkpoint(v=v, w=w, rng=np.random.default_rng(0))
     checkpoint.save(path, format=format)
-    infos = json.loads((path / "manifest.json").read_text())["arrays"]
+    parts = json.loads((path / "manifest.json").read_text())["arrays"]
     v.assign([5.0, 5.0])
     for file in (path / "manifest.json", path / f"arrays-1.{format}"):
         good = file.read_bytes()
@@ -832,8 +869,8 @@ def test_every_flipped_byte_is_found_and_named(tmp_path, format):
             assert str(file) in str(caught.value)
             named = [
                 name
-                for name, info in infos.items()
-                if 0 <= position - info["offset"] < info["nbytes"]
+                for name, part in parts.items()
+                if part["start"] <= position < part["end"]
             ]
             if named and file.suffix != ".json":
                 assert f"array '{named[0]}'" in str(caught.value)
@@ -854,12 +891,12 @@ def test_a_missing_file_and_a_later_version(tmp_path):
     checkpoint = mpidist.Checkpoint(v=mpidist.Variable([1.0, 2.0]))
     checkpoint.save(tmp_path / "a")
     manifest = tmp_path / "a" / "manifest.json"
-    text = manifest.read_text().replace('"version": 1', '"version": 2')
-    text = re.sub(r'"crc32": "\w+"', '"crc32": "00000000"', text, count=1).rstrip("\n")
-    checksum = f"{zlib.crc32(text.encode()):08x}"
-    manifest.write_text(text.replace("00000000", checksum, 1) + "\n")
-    with pytest.raises(mpidist.CheckpointError, match=r"expected version 1.*version 2"):
-        checkpoint.restore(tmp_path / "a")
+    for version in (1, 3):
+        rewrite(manifest, lambda content, version=version: {"version": version})
+        text = rf"expected version 2.*version {version}; version 1 can be .* before"
+        with pytest.raises(mpidist.CheckpointError, match=text) as caught:
+            checkpoint.restore(tmp_path / "a")
+        assert not caught.value.damaged
     checkpoint.save(tmp_path / "a")
     (tmp_path / "a" / "arrays-2.npz").unlink()
     with pytest.raises(mpidist.CheckpointError, match=r"arrays-2.npz is missing"):
@@ -880,6 +917,160 @@ def test_a_reader_outlives_its_checkpoint(tmp_path):
         reader["w"]
 
 
+def test_a_header_of_the_array_file_is_found_and_named_too(tmp_path):
+    v = mpidist.Variable([1.0, 2.0])
+    checkpoint = mpidist.Checkpoint(v=v, w=mpidist.Variable(3))
+    checkpoint.save(tmp_path / "a")
+    file = tmp_path / "a" / "arrays-1.npz"
+    good = file.read_bytes()
+    for where, what in (
+        (good.index(b"PK\3\4"), "array 'v'"),
+        (good.index(b"NUMPY"), "array 'v'"),
+        (good.rindex(b"NUMPY"), "array 'w'"),
+        (good.index(b"PK\1\2"), "the part after all arrays"),
+        (good.index(b"PK\5\6"), "the part after all arrays"),
+    ):
+        file.write_bytes(good[:where] + b"x" + good[where + 1 :])
+        with pytest.raises(mpidist.CheckpointError, match=what) as caught:
+            checkpoint.restore(tmp_path / "a")
+        assert caught.value.damaged
+
+
+@pytest.mark.parametrize("format", ["npz", "safetensors"])
+def test_neither_writing_nor_reading_makes_a_second_copy(tmp_path, format):
+    value = np.random.default_rng(0).random(2**23)  # 64 MiB
+    v = mpidist.Variable(value)
+    checkpoint = mpidist.Checkpoint(v=v)
+    checkpoint.save(tmp_path / "a", format=format)  # imports, and makes, what it needs
+    tracemalloc.start()
+    try:
+        checkpoint.save(tmp_path / "a", format=format)
+        assert tracemalloc.get_traced_memory()[1] < value.nbytes / 2
+        reader = mpidist.load_checkpoint(tmp_path / "a")
+        tracemalloc.reset_peak()
+        np.testing.assert_array_equal(reader["v"][:9], value[:9])
+        assert tracemalloc.get_traced_memory()[1] < value.nbytes * 1.5
+        tracemalloc.reset_peak()
+        checkpoint.restore(tmp_path / "a")
+        assert tracemalloc.get_traced_memory()[1] < value.nbytes * 1.5
+    finally:
+        tracemalloc.stop()
+
+
+EVIL = [
+    None,
+    True,
+    -1,
+    10**30,
+    1.5,
+    "x",
+    "../../etc/passwd",
+    [],
+    [[]],
+    [-1],
+    [0, 10**30],
+    [2**40, 2**40],
+    {},
+    {"$array": 1},
+    {"$array": {"dtype": "O", "shape": [1], "base64": "AAAAAAAAAAA="}},
+    {"$array": {"dtype": "<f8", "shape": [10**12], "base64": "AAAAAAAAAAA="}},
+    {"$tuple": 3},
+    {"$dict": [[[], 1]]},
+    {"$bytes": "not base 64"},
+    {"$unknown": 1},
+    {"$scalar": {}, "$float": "x"},
+]
+
+
+def places_in(content, at=()):
+    """Return the paths of all entries of nested dictionaries and lists."""
+    keys = list(content) if isinstance(content, dict) else range(len(content))
+    for key in keys:
+        yield (*at, key)
+        if isinstance(content[key], (dict, list)):
+            yield from places_in(content[key], (*at, key))
+
+
+def test_malformed_manifests_with_the_right_checksum(tmp_path):
+    v, w = mpidist.Variable([1.0, 2.0]), mpidist.Variable(np.arange(3))
+    rng, iterator = np.random.default_rng(0), Iterator(3)
+    checkpoint = mpidist.Checkpoint(v=v, w=w, rng=rng, it=iterator)
+    path = tmp_path / "a"
+    checkpoint.save(path)
+    manifest = path / "manifest.json"
+    text = manifest.read_text()
+    content = json.loads(text)
+    places = [at for at in places_in(content) if at != ("crc32",)]
+    assert ("arrays", "v", "shape", 0) in places
+    assert ("states", "rng", 0, "state", "state") in places
+    refused = 0
+    for at, evil in itertools.product(places, [*EVIL, "deleted"]):
+        changed = json.loads(text)
+        inner = changed
+        for key in at[:-1]:
+            inner = inner[key]
+        if evil == "deleted":
+            del inner[at[-1]]
+        else:
+            inner[at[-1]] = evil
+        write_manifest(manifest, json.dumps(changed, indent=1))
+        before = v.numpy(), rng.bit_generator.state
+        iterator.restore = lambda state: None  # says nothing: its state is the user's
+        error = None
+        try:
+            checkpoint.restore(path)
+        except mpidist.CheckpointError as refusal:
+            error = refusal
+        if error is None:
+            continue  # it says the same, or what only the user's iterator knows
+        refused += 1
+        assert str(path) in str(error)
+        if error.damaged:
+            assert re.search(r"the entry \['\w+'\]|arrays-1.npz", str(error)), error
+        else:
+            assert at[0] in ("format", "version", "arrays", "states"), error
+        np.testing.assert_array_equal(v.numpy(), before[0])
+        assert repr(rng.bit_generator.state) == repr(before[1])
+    assert refused > 0.8 * len(places) * len(EVIL)
+    manifest.write_text(text)
+    assert checkpoint.restore(path) == ["it", "rng", "v", "w"]
+
+
+def test_manifests_that_are_nested_too_deep_or_no_object(tmp_path):
+    checkpoint = mpidist.Checkpoint(v=mpidist.Variable(1.0))
+    manager = mpidist.CheckpointManager(checkpoint, tmp_path)
+    good, bad = manager.save(), Path(manager.save())
+    manifest = bad / "manifest.json"
+    head = '{\n "crc32": "00000000",\n "format": "mpidist checkpoint", '
+    for text in (
+        head + '"version": 2, "states": ' + "[" * 10**5 + "]" * 10**5 + "}",
+        head + '"version": 2}',
+        head + '"version": 1' + "0" * 5000 + "}",
+        head + '"version": 2, \udcff }',
+    ):
+        data = text.encode(errors="surrogateescape")
+        checksum = f"{zlib.crc32(data):08x}".encode()
+        manifest.write_bytes(data.replace(b"00000000", checksum, 1) + b"\n")
+        with pytest.raises(mpidist.CheckpointError, match=r"manifest\.json") as caught:
+            mpidist.load_checkpoint(bad)
+        assert caught.value.damaged
+        with pytest.warns(RuntimeWarning, match="ckpt-2.* is skipped"):
+            again = mpidist.CheckpointManager(checkpoint, tmp_path)
+        assert again.latest_checkpoint == good
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "arrays-1.npz"])
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_files_that_are_not_regular_are_refused(tmp_path, name, kind):
+    checkpoint = mpidist.Checkpoint(v=mpidist.Variable(1.0))
+    checkpoint.save(tmp_path / "a")
+    file = tmp_path / "a" / name
+    file.unlink()
+    os.mkfifo(file) if kind == "pipe" else file.mkdir()
+    with pytest.raises(mpidist.CheckpointError, match=f"{name} .* not a regular file"):
+        checkpoint.restore(tmp_path / "a")
+
+
 @pytest.mark.mpi
 @pytest.mark.replicas(2, 3)
 def test_damage_is_told_to_all_ranks(strategy, folder, rank):
@@ -895,10 +1086,24 @@ def test_damage_is_told_to_all_ranks(strategy, folder, rank):
     assert w.numpy().sum() == 0
 
 
+def rewrite(manifest, change):
+    """Give some entries of a manifest other values, and it the right checksum."""
+    content = json.loads(manifest.read_text())
+    write_manifest(manifest, json.dumps({**content, **change(content)}, indent=1))
+
+
+def write_manifest(manifest, text):
+    """Write JSON that begins with a checksum, with the right one."""
+    text = re.sub(r'"crc32": "\w+"', '"crc32": "00000000"', text, count=1)
+    checksum = f"{zlib.crc32(text.encode()):08x}"
+    manifest.write_text(text.replace("00000000", checksum, 1) + "\n")
+
+
 def flip_in_array(path, name):
     content = json.loads((path / "manifest.json").read_text())
+    part = content["arrays"][name]
     with open(path / content["file"], "r+b") as file:
-        file.seek(content["arrays"][name]["offset"])
+        file.seek(part["end"] - part["nbytes"])
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 4]))
@@ -976,6 +1181,38 @@ def test_the_manager_finds_the_newest_whole_one(strategy, folder, rank):
         manager.restore_or_initialize()  # the program's fault, and not skipped
 
 
+@pytest.mark.mpi
+def test_what_killed_jobs_have_left_is_deleted_before_a_save(
+    strategy, folder, rank, monkeypatch
+):
+    """Their disk may be full of it, so that no save completes before."""
+    checkpoint = mpidist.Checkpoint(step=variable(strategy, 0))
+    saved = mpidist.CheckpointManager(checkpoint, folder, max_to_keep=None)
+    for _ in range(4):
+        saved.save()
+    if rank == 0:
+        for number in range(3):
+            (folder / f".ckpt-5.tmp-{number}").mkdir()
+    manager = mpidist.CheckpointManager(checkpoint, folder, max_to_keep=2)
+    found = []
+
+    def full(fd):
+        if not found:
+            found.append(sorted(os.listdir(folder)))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            manager.save()
+    if rank == 0:
+        (new,) = [name for name in found[0] if name.startswith(".ckpt-5.tmp-")]
+        assert found == [[new, "ckpt-3", "ckpt-4"]]
+        assert sorted(os.listdir(folder)) == ["ckpt-3", "ckpt-4"]
+    manager.save()
+    assert [Path(p).name for p in manager.checkpoints] == ["ckpt-4", "ckpt-5"]
+
+
 @contextlib.contextmanager
 def expected_warnings(rank, patterns, every=True):
     """See that rank 0 warns of each, and other ranks of nothing."""
@@ -1021,7 +1258,7 @@ import mpidist
 from mpidist._checkpoints import storage
 
 folder, there_before = sys.argv[1], sys.argv[2] == "1"
-storage._CHUNK_BYTES = 64  # many steps also while arrays are written
+storage.CHUNK_BYTES = 64  # many steps also while arrays are written
 v = mpidist.Variable(np.zeros(50))
 step = mpidist.Variable(0)
 checkpoint = mpidist.Checkpoint(v=v, step=step)
@@ -1260,6 +1497,7 @@ def test_a_last_save_that_fails_on_one_rank_is_raised_on_all(
             raise InterruptedError("no disk here")
         manager.save()
 
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1)}
     config = mpidist.experimental.TerminationConfig(
         termination_watcher_fn=lambda: rank == 0, save_fn=save
     )
@@ -1270,7 +1508,9 @@ def test_a_last_save_that_fails_on_one_rank_is_raised_on_all(
         with pytest.raises(InterruptedError, match="no disk here"):
             handler.run(step.assign_add, 1)
     finally:
-        handler._unwatch()
+        for number, previous in before.items():
+            if signal.getsignal(number) != previous:  # not of threads
+                signal.signal(number, previous)
     assert manager.latest_checkpoint is None
     step.assign_add(1)
 
@@ -1373,7 +1613,7 @@ def test_what_a_restore_of_the_users_raises_is_no_damage(
     # Taken for a checkpoint that is not there, it would start the training anew.
     error = FileNotFoundError("a file of the user")
     if kind == "damaged":
-        error = mpidist.CheckpointError._of_damage("a checkpoint of the user")
+        error = damaged_checkpoint("a checkpoint of the user")
 
     class Stateful:
         def state(self):
@@ -1402,10 +1642,10 @@ def test_rank_0_leaves_in_a_save_and_all_leave(strategy, folder, rank, monkeypat
         step = mpidist.Variable(1)
     if rank == 0:  # as a handler of a signal would
 
-        def leave(content):
+        def leave(fd):
             sys.exit(7)
 
-        monkeypatch.setattr("mpidist._checkpoints.storage.make_manifest", leave)
+        monkeypatch.setattr(os, "fsync", leave)
     with pytest.raises(SystemExit) as caught:
         mpidist.Checkpoint(step=step).save(folder / "a")
     assert caught.value.code == 7
