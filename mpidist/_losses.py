@@ -6,12 +6,13 @@ divides its loss by the number of rows of the whole step.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
 from mpidist._base import backend, nest
 from mpidist._base.options import ReduceOp
+from mpidist._base.types import Array, Nest
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import component
@@ -21,7 +22,7 @@ _SIZE = "global_batch_size"
 _LOSS = "compute_average_loss"
 
 
-def global_batch_size(batch: Any) -> int:
+def global_batch_size(batch: Nest) -> int:
     """Return the total number of rows of all replicas in this step.
 
     Collective: one header and one Allreduce of 8 bytes. In a replica function every
@@ -46,7 +47,7 @@ def global_batch_size(batch: Any) -> int:
     if frame.level is context.Level.UPDATE:
         raise RuntimeError(
             f"{_SIZE}: this code runs {frame.level.value}, which does not communicate; "
-            "ask before the `update`, and pass the number as an argument"
+            "call it before the `update`, and pass the number as an argument"
         )
     if frame.level is context.Level.REPLICA:
         return _sum_of_rows(frame.group, batch)
@@ -55,16 +56,16 @@ def global_batch_size(batch: Any) -> int:
 
 
 @dispatch.operation(_SIZE)
-def _global_batch_size(group: ReplicaGroup, batch: Any) -> int:
+def _global_batch_size(group: ReplicaGroup, batch: Nest) -> int:
     try:
         leaves, structure = nest.flatten(batch)
         for leaf in leaves:
             if not isinstance(leaf, PerReplica):
                 raise TypeError(
                     f"{_SIZE}: expected a PerReplica in cross-replica context, got a "
-                    f"{type(leaf).__name__}, of which it is not clear how often it "
-                    f"counts; pass what `strategy.run` gets, or call `mpidist.{_SIZE}` "
-                    "in the replica function"
+                    f"{type(leaf).__name__}, which could be the rows of one replica or "
+                    "of all; pass the arguments of `strategy.run`, or call "
+                    f"`mpidist.{_SIZE}` in the replica function"
                 )
             group.registry.check(_SIZE, leaf)
         own = structure.unflatten([component(leaf) for leaf in leaves])
@@ -73,7 +74,7 @@ def _global_batch_size(group: ReplicaGroup, batch: Any) -> int:
     return _sum_of_rows(group, own)
 
 
-def _sum_of_rows(group: ReplicaGroup, batch: Any) -> int:
+def _sum_of_rows(group: ReplicaGroup, batch: Nest) -> int:
     collectives = group.collectives
     try:
         rows = _rows_of(batch, group)
@@ -83,7 +84,7 @@ def _sum_of_rows(group: ReplicaGroup, batch: Any) -> int:
     return total
 
 
-def _rows_of(batch: Any, group: ReplicaGroup) -> int:
+def _rows_of(batch: Nest, group: ReplicaGroup) -> int:
     """Return the length of the first axis, which all arrays of the nest share."""
     rows: dict[int, str] = {}
     for leaf in nest.flatten(batch)[0]:
@@ -107,10 +108,10 @@ def _rows_of(batch: Any, group: ReplicaGroup) -> int:
 
 
 def compute_average_loss(
-    per_example_loss: Any,
-    sample_weight: Any = None,
+    per_example_loss: Nest,
+    sample_weight: Nest = None,
     global_batch_size: int | None = None,
-) -> Any:
+) -> Nest:
     """Return this replica's share of the mean loss over all rows of the step.
 
     That is ``sum(per_example_loss * sample_weight) / global_batch_size``. The shares
@@ -174,7 +175,7 @@ def compute_average_loss(
     return (share / max(total, 1)).astype(result)
 
 
-def _expand(sample_weight: Any, losses: Any) -> Any:
+def _expand(sample_weight: Nest, losses: Array) -> Nest:
     weights = backend.as_array(sample_weight, _LOSS)[0]
     shape = tuple(weights.shape)
     if shape != tuple(losses.shape[: len(shape)]):
@@ -190,11 +191,11 @@ def _expand(sample_weight: Any, losses: Any) -> Any:
     return expanded.astype(losses.dtype) if is_float else expanded
 
 
-def _as_rows(rows: Any) -> int:
+def _as_rows(rows: object) -> int:
     def refuse(kind: type[Exception]) -> NoReturn:
         raise kind(
             f"{_LOSS}: expected `global_batch_size` to be an int, 0 or more, got "
-            f"{rows!r}; write `mpidist.global_batch_size(batch)`, or None to ask for it"
+            f"{rows!r}; write `mpidist.global_batch_size(batch)`, or None to compute it"
         )
 
     if isinstance(rows, bool) or not isinstance(rows, (int, np.integer)):

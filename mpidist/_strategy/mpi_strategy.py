@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 from mpidist._agreement import mismatch
 from mpidist._agreement.channel import open_channel
@@ -31,7 +32,49 @@ from mpidist._strategy.cross_device_ops import CrossDeviceOps
 from mpidist._strategy.replica_context import attach
 from mpidist._strategy.strategy import Strategy
 
+# Any: an `mpi4py.MPI.Comm`, from a library that may be missing, or a `ThreadGroup`.
+Comm: TypeAlias = Any
+
+_NO_OPTIONS: Final = CommunicationOptions()
 _numbers = threads.ReplicaLocal(lambda: itertools.count(1))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """The arguments of MPIStrategy, not yet checked, and the environment's settings.
+
+    They are checked when the ranks can tell each other what is wrong.
+    """
+
+    environment: Environment
+    device: str
+    communication_options: CommunicationOptions | None
+    cross_device_ops: CrossDeviceOps | None
+
+    @property
+    def _options(self) -> CommunicationOptions:
+        given: object = self.communication_options
+        return given if isinstance(given, CommunicationOptions) else _NO_OPTIONS
+
+    @property
+    def timeout_seconds(self) -> float:
+        """The deadline of every wait; 0 for none."""
+        given = self._options.timeout_seconds
+        return self.environment.timeout_seconds if given is None else float(given)
+
+    @property
+    def implementation(self) -> CommunicationImplementation:
+        """How data moves."""
+        given = self._options.implementation
+        if given is CommunicationImplementation.AUTO:
+            return self.environment.implementation
+        return given
+
+    @property
+    def guard(self) -> bool:
+        """Whether the guard compares calls."""
+        given = self._options.guard
+        return self.environment.guard if given is None else given
 
 
 class MPIStrategy(Strategy):
@@ -71,7 +114,7 @@ class MPIStrategy(Strategy):
 
     def __init__(
         self,
-        comm: Any = None,
+        comm: Comm = None,
         device: str = "auto",
         communication_options: CommunicationOptions | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
@@ -87,14 +130,10 @@ class MPIStrategy(Strategy):
             environment = replica.adapt(environment)
         elif environment.abort:
             process_exit.install()
-        given = communication_options
-        timeout = environment.timeout_seconds
-        if (
-            isinstance(given, CommunicationOptions)
-            and given.timeout_seconds is not None
-        ):
-            timeout = float(given.timeout_seconds)
-        deadline = Deadline(timeout)
+        settings = _Settings(
+            environment, device, communication_options, cross_device_ops
+        )
+        deadline = Deadline(settings.timeout_seconds)
         if replica is not None:
             communicator = replica.connect(comm, deadline)
         else:
@@ -108,32 +147,17 @@ class MPIStrategy(Strategy):
                 problem,
             )
         try:
-            self._set_up(
-                communicator, environment, deadline, device, given, cross_device_ops
-            )
+            self._set_up(communicator, deadline, settings)
         except BaseException:
             communicator.drop()
             raise
 
     def _set_up(
-        self,
-        communicator: Communicator,
-        environment: Environment,
-        deadline: Deadline,
-        device: str,
-        given: CommunicationOptions | None,
-        ops: CrossDeviceOps | None,
+        self, communicator: Communicator, deadline: Deadline, settings: _Settings
     ) -> None:
-        kind = environment.implementation
-        if isinstance(given, CommunicationOptions):
-            asked = given.implementation
-            if asked is not CommunicationImplementation.AUTO:
-                kind = asked
-        wanted = kind is not CommunicationImplementation.DIRECT
+        environment = settings.environment
+        wanted = settings.implementation is not CommunicationImplementation.DIRECT
         memory = open_shared_memory(communicator, wanted=wanted)
-        enabled = environment.guard
-        if isinstance(given, CommunicationOptions) and given.guard is not None:
-            enabled = given.guard
         # The constructor itself is always guarded: ranks may have been given
         # different options, `guard` among them.
         shared = None if memory.node is None else memory.node.channel
@@ -152,16 +176,7 @@ class MPIStrategy(Strategy):
             guard.watch_steps(memory.nodes.node.channel)
         # The communicator and the guard outlive the collectives: all ranks free them
         # together, when the last rank has collected its strategy.
-        collectives = _make_collectives(
-            communicator,
-            guard,
-            device,
-            given,
-            environment,
-            enabled,
-            ops,
-            memory,
-        )
+        collectives = _make_collectives(communicator, guard, memory, settings)
 
         def forget() -> None:
             process_exit.forget(guard)
@@ -171,12 +186,12 @@ class MPIStrategy(Strategy):
         self._communicator = communicator
         weakref.finalize(collectives, communicator.drop).atexit = False
         collectives.decide_device_transports(deadline.seconds)
-        guard.compare_calls(enabled)
+        guard.compare_calls(settings.guard)
         group = ReplicaGroup(collectives, number=next(_numbers.get()), is_mpi=True)
         super().__init__(group)
-        attach(self, ops)
+        attach(self, settings.cross_device_ops)
         if environment.abort:
-            process_exit.watch(guard, waits=enabled)
+            process_exit.watch(guard, waits=settings.guard)
 
     def close(self) -> None:
         """Free the communicator and the resources that the ranks share. Collective.
@@ -199,16 +214,12 @@ class MPIStrategy(Strategy):
 
 
 def _make_collectives(
-    communicator: Communicator,
-    guard: Guard,
-    device: object,
-    options: object,
-    environment: Environment,
-    enabled: bool,
-    cross_device_ops: object,
-    memory: SharedMemory,
+    communicator: Communicator, guard: Guard, memory: SharedMemory, settings: _Settings
 ) -> Collectives:
-    """Check the arguments of MPIStrategy on all ranks; build its operations."""
+    """Check the arguments of MPIStrategy on all ranks; build its collectives."""
+    environment = settings.environment
+    options: object = settings.communication_options
+    cross_device_ops: object = settings.cross_device_ops
     try:
         if options is not None and not isinstance(options, CommunicationOptions):
             raise TypeError(
@@ -222,15 +233,15 @@ def _make_collectives(
                 "MPIStrategy: expected `cross_device_ops` to be a `mpidist."
                 f"CrossDeviceOps`, got {cross_device_ops!r:.80}"
             )
-        settings = CommunicationOptions().merge(options)
+        merged = CommunicationOptions().merge(options)
         chosen = backend.select_device(
-            device, local_rank(communicator.size, communicator.machine_rank)
+            settings.device, local_rank(communicator.size, communicator.machine_rank)
         )
         chosen.activate()
         make: Callable[..., Collectives] = Collectives
         if isinstance(guard, TracedGuard):
             make = TracedCollectives
-        collectives = make(communicator, guard, settings, environment, chosen, memory)
+        collectives = make(communicator, guard, merged, environment, chosen, memory)
     except Exception as error:
         raise guard.fail(mismatch.Call("MPIStrategy(...)"), error, "invalid") from None
     ops = ""
@@ -243,9 +254,9 @@ def _make_collectives(
         more += f", MPIDIST_SIMULATED_NODES={environment.simulated_nodes}"
     guard.agree(
         mismatch.Call(
-            f"MPIStrategy(...) with {settings.bytes_per_pack} bytes_per_pack, "
+            f"MPIStrategy(...) with {merged.bytes_per_pack} bytes_per_pack, "
             f"{guard.timeout_seconds} timeout_seconds, "
-            f"{settings.implementation.name}, guard={enabled}, "
+            f"{merged.implementation.name}, guard={settings.guard}, "
             f"MPIDIST_FUSION_MB={environment.bytes_per_pack / 2**20}{ops}{more}"
         )
     )

@@ -16,10 +16,14 @@ from mpidist._values.distributed import PerReplica
 
 
 class _HasNext(Protocol):
+    """An iterator."""
+
     def __next__(self) -> Nest: ...
 
 
 class _HasGetNext(Protocol):
+    """A `mpidist.DistributedIterator`, or an object like one."""
+
     def get_next(self) -> Nest:
         """Return the next element."""
 

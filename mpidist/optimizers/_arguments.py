@@ -107,19 +107,20 @@ def group_for(
     if context.has_strategy() and frame.group is not group:
         if not group.is_mpi:
             raise RuntimeError(
-                f"{call}: Variable {name!r} was made outside every scope, so each rank "
-                f"has one of its own, but {frame.group} is in force; make it in `with "
-                "strategy.scope():`"
+                f"{call}: Variable {name!r} was created outside every scope, so each "
+                f"rank has its own, but {frame.group} is the current strategy; create "
+                "it in `with strategy.scope():`"
             )
         raise RuntimeError(
             f"{call}: Mixing different Strategy objects: Variable {name!r} belongs to "
-            f"{group}, but {frame.group} is in force"
+            f"{group}, but {frame.group} is the current strategy; use the optimizer "
+            "in the scope of its own strategy"
         )
     if built_for is not None and built_for is not group:
         raise RuntimeError(
             f"{call}: Mixing different Strategy objects: the optimizer was built for "
-            f"variables of {built_for}, Variable {name!r} belongs to {group}; make an "
-            "optimizer for each strategy"
+            f"variables of {built_for}, Variable {name!r} belongs to {group}; create "
+            "an optimizer for each strategy"
         )
     return group
 
@@ -152,7 +153,7 @@ def check_variables(
             )
         if id(variable) in seen:
             raise ValueError(
-                f"{call}: Variable {variable.name!r} is there twice; add up its "
+                f"{call}: Variable {variable.name!r} is given twice; add its "
                 "gradients, and pass it once"
             )
         seen.add(id(variable))
@@ -162,8 +163,9 @@ def check_variables(
         name = variable.name
         if variable.synchronization is VariableSynchronization.ON_READ:
             raise ValueError(
-                f"{call}: Variable {name!r} is ON_READ, so each replica has another "
-                "value; an optimizer changes mirrored variables"
+                f"{call}: Variable {name!r} is ON_READ, so its copies differ; an "
+                "optimizer changes mirrored variables: create it without "
+                "`synchronization`"
             )
         dtype = variable.dtype
         if dtype.kind != "f" and not backend.is_bfloat16(dtype):
@@ -199,7 +201,7 @@ def as_gradient(
     group.registry.check(APPLY, gradient)
     if isinstance(gradient, IndexedSlices):
         raise TypeError(
-            f"{call}: got IndexedSlices, and optimizers take arrays; write "
+            f"{call}: expected an array, got IndexedSlices; write "
             "`g = numpy.zeros(variable.shape)`, `numpy.add.at(g, slices.indices, "
             "slices.values)`"
         )
@@ -211,7 +213,7 @@ def as_gradient(
         )
     if isinstance(gradient, PerReplica) and not in_replica and skip:
         raise ValueError(
-            f"{call} is a PerReplica, which has to be reduced; leave out "
+            f"{call} is a PerReplica, which must be reduced; leave out "
             "`skip_gradients_aggregation`"
         )
     if isinstance(gradient, DistributedValues):

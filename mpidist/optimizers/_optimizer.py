@@ -60,7 +60,7 @@ _BUILD: Final = "Optimizer.build"
 
 @dataclasses.dataclass(slots=True)
 class _PreparedStep:
-    """One step, when nothing can fail any more on one rank alone."""
+    """One step, after everything that can fail on one rank alone."""
 
     call: Call
     reduction: GradientSum
@@ -96,8 +96,8 @@ class Optimizer(Referable):
         kind = type(self).__name__
         if context.current().coordinator is not None:
             raise RuntimeError(
-                f"{kind}: an optimizer that merge_fn makes exists on rank 0 only; make "
-                "it on all ranks, before `strategy.run`"
+                f"{kind}: an optimizer created in merge_fn exists on rank 0 only; "
+                "create it on all ranks, before `strategy.run`"
             )
         if name is not None and not isinstance(name, str):
             raise TypeError(f"{kind}: expected `name` to be a str, got {name!r}")
@@ -367,7 +367,7 @@ class Optimizer(Referable):
                     known = [v.name for v in self._variables]
                     raise ValueError(
                         f"{_BUILD}: the optimizer was built for {len(known)} variables "
-                        f"({listed(known)}), got {len(variables)}; make another "
+                        f"({listed(known)}), got {len(variables)}; create another "
                         "optimizer for other variables"
                     )
             decayed = self._which_decay(variables)
@@ -414,9 +414,9 @@ class Optimizer(Referable):
                 known = [v.name for v in self._variables]
                 raise ValueError(
                     f"{call}: Variable {variable.name!r} {backend.describe(variable)} "
-                    "was not there when the optimizer's state was made, for "
+                    f"is not one of those that the optimizer was built for: "
                     f"{listed(known)}; pass all variables to `optimizer.build"
-                    "(variables)` first, or make another optimizer for this one"
+                    "(variables)` first, or create another optimizer for this one"
                 )
 
     # --- one step ---------------------------------------------------------------

@@ -73,7 +73,7 @@ class Reference:
             raise RuntimeError(
                 f"{call}: the coordinator uses {self.text}, which this rank "
                 + ("does not have" if found is None else f"has as {found._text}")
-                + "; make optimizers on all ranks, in the same order, or call "
+                + "; create optimizers on all ranks, in the same order, or call "
                 "`optimizer.build(variables)` before the `merge_call`"
             )
         return found

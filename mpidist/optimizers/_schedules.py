@@ -89,7 +89,8 @@ def piecewise_constant(
         )
     if list(boundaries) != sorted(set(boundaries)):
         raise ValueError(
-            f"piecewise_constant: expected `boundaries` to grow, got {list(boundaries)}"
+            f"piecewise_constant: expected `boundaries` to increase, got "
+            f"{list(boundaries)}"
         )
     rates = tuple(float(value) for value in values)
     return _PiecewiseConstant(tuple(boundaries), rates)

@@ -241,7 +241,7 @@ def test_none_is_skipped():
         (lambda: cosine_decay(0.1, 0), ValueError, "`decay_steps`"),
         (lambda: linear_warmup(0.1, 0), ValueError, "`warmup_steps`"),
         (lambda: piecewise_constant([1], [1]), ValueError, "2 `values`"),
-        (lambda: piecewise_constant([2, 1], [1, 2, 3]), ValueError, "to grow"),
+        (lambda: piecewise_constant([2, 1], [1, 2, 3]), ValueError, "to increase"),
     ],
 )
 def test_settings_that_make_no_sense(make, error, match):
@@ -796,7 +796,7 @@ WRONG = {
     "pair": (lambda o, a, b, c: [(ONE, a, 3), (ONE, b)], "pairs"),
     "not iterable": (lambda o, a, b, c: 3, "iterable"),
     "swapped": (lambda o, a, b, c: [(a, ONE), (b, ONE)], r"\(gradient, variable\)"),
-    "twice": (lambda o, a, b, c: [(ONE, a), (ONE, a)], "'a' is there twice"),
+    "twice": (lambda o, a, b, c: [(ONE, a), (ONE, a)], "'a' is given twice"),
     "foreign": (lambda o, a, b, c: [(ONE, c), (ONE, b)], "Mixing different"),
     "plain": (
         lambda o, a, b, c: [(ONE, np), (ONE, b)],
@@ -878,7 +878,7 @@ def test_mistakes_in_merge_fn_and_at_program_level(strategy, rank, size):
     np.testing.assert_array_equal(b.numpy(), 1 - 0.25 * size)
     with strategy.scope():
         c = mpidist.Variable(np.ones(2), name="c")
-    with pytest.raises(ValueError, match=r"'c'.*was not there when"):
+    with pytest.raises(ValueError, match=r"'c'.*is not one of those"):
         optimizer.apply_gradients([(gradient, c)])
     with pytest.raises(ValueError, match="built for 2 variables"):
         optimizer.build([a])
@@ -909,7 +909,7 @@ def test_other_numbers_of_optimizers_are_found(strategy, rank, size):
     def step():
         mpidist.get_replica_context().merge_call(merge_fn, args=(np.ones(2),))
 
-    with pytest.raises(RuntimeError, match="make optimizers on all ranks"):
+    with pytest.raises(RuntimeError, match="create optimizers on all ranks"):
         strategy.run(step)
     optimizer.build([a])  # from now on it is known by its state
     strategy.run(step)
@@ -924,14 +924,14 @@ def test_other_numbers_of_optimizers_are_found(strategy, rank, size):
 @pytest.mark.replicas(2, 3)
 def test_plain_variables_under_a_strategy_are_refused(strategy):
     w = mpidist.Variable(np.ones(2), name="w")
-    with pytest.raises(RuntimeError, match="made outside every scope"):
+    with pytest.raises(RuntimeError, match="created outside every scope"):
         strategy.run(lambda: SGD(0.1).apply_gradients([(ONE, w)]))
     SGD(0.5).apply_gradients([(ONE, w)])
     np.testing.assert_array_equal(w.numpy(), 0.5)
     a, _ = two_variables(strategy)
     optimizer = SGD(0.5)
     optimizer.build([w])
-    with pytest.raises(RuntimeError, match="make an optimizer for each strategy"):
+    with pytest.raises(RuntimeError, match="create an optimizer for each strategy"):
         strategy.run(lambda: optimizer.apply_gradients([(ONE, a)]))
 
 
