@@ -293,7 +293,7 @@ class StrategyExtended:
         result = dispatch.perform(
             self._group, "reduce_to", reduce_op, value, destinations, options
         )
-        return self._take_home(result, destinations)
+        return self._unwrap_at_destination(result, destinations)
 
     def batch_reduce_to(
         self,
@@ -324,7 +324,7 @@ class StrategyExtended:
         if not any(isinstance(destinations, str) for _, destinations in pairs):
             return results
         return [
-            self._take_home(result, destinations)
+            self._unwrap_at_destination(result, destinations)
             for result, (_, destinations) in zip(results, pairs, strict=True)
         ]
 
@@ -438,7 +438,7 @@ class StrategyExtended:
         local_results.fetch(frame.coordinator, nest.flatten(result)[0])
         return nest.map_structure(local_results.results_of_leaf, result)
 
-    def _take_home(self, result: Nest, destinations: Destination) -> Nest:
+    def _unwrap_at_destination(self, result: Nest, destinations: Destination) -> Nest:
         """Unwrap a value that was reduced to one rank, if this code may see it."""
         if not isinstance(destinations, str) or not self._group.is_mpi:
             return result
