@@ -13,11 +13,13 @@ import os
 import shutil
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
+import numpy as np
 import pytest
 from replicas import everywhere
 
@@ -38,8 +40,6 @@ hypothesis.settings.load_profile("busy machine")
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 LAUNCHED = any(name in os.environ for name in RANK_VARIABLES)
 RANK = next((int(os.environ[n]) for n in RANK_VARIABLES if n in os.environ), 0)
-
-_report_comm: Any = None
 
 
 def _under_mpi(config: pytest.Config) -> bool:
@@ -78,32 +78,80 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
-    """Make a test that fails on one rank fail on all, with that rank's report."""
-    global _report_comm
+    """Make a test that fails on one rank fail on all, with that rank's report.
+
+    Ranks exchange after set-up, since all have to be in a call or none, and after the
+    call. What fails afterwards on one rank fails the next test on all.
+    """
     report = yield
-    if not _under_mpi(item.config) or item.get_closest_marker("mpi") is None:
+    if not _is_shared(item.config) or item.get_closest_marker("mpi") is None:
         return report
+    text = f"{report.longreprtext}\n" if report.failed else ""
+    if report.when == "teardown":
+        if text:
+            _untold.append(f"--- after {item.nodeid}\n{text}")
+        return report
+    text += "".join(_untold)
+    _untold.clear()
+    failures = _failures(item.nodeid, text)
+    if failures:
+        report.outcome = "failed"
+        report.longrepr = failures
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Fail on all ranks if something failed on one after its last test."""
+    ended = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    if _is_shared(session.config) and exitstatus in ended:
+        failures = _failures("", "".join(_untold))
+        if failures:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            if not RANK:
+                print(failures, file=sys.stderr, flush=True)
+
+
+def _is_shared(config: pytest.Config) -> bool:
+    """Return whether other ranks run the same tests."""
+    if not _under_mpi(config):
+        return False
     from mpi4py import MPI
 
-    if MPI.COMM_WORLD.size == 1:
-        return report
+    return bool(MPI.COMM_WORLD.size > 1)
+
+
+_report_comm: Any = None  # of mpi4py
+_untold: list[str] = []  # what failed on this rank, and the others do not know yet
+
+
+def _failures(nodeid: str, text: str) -> str:
+    """Return what failed on which ranks, on all; "" if nothing did. Collective.
+
+    Args:
+        nodeid: the test; it has to be the same on all ranks.
+        text: what failed on this rank, or "".
+    """
+    global _report_comm
+    from mpi4py import MPI
+
     if _report_comm is None:
         _report_comm = MPI.COMM_WORLD.Dup()
-    text = report.longreprtext if report.failed else ""
-    outcomes = _report_comm.allgather((item.nodeid, report.outcome, text))
-    if len({nodeid for nodeid, _, _ in outcomes}) > 1:
+    # One message if all is well: with more ranks than cores each takes its time.
+    test = zlib.crc32(nodeid.encode())
+    largest = np.array([bool(text), test, -test])
+    _report_comm.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
+    failed, most, least = largest
+    if not failed and most == -least:
+        return ""
+    outcomes = _report_comm.allgather((nodeid, text))
+    if most != -least:
         print(f"ranks run different tests: {outcomes}", file=sys.stderr, flush=True)
         MPI.COMM_WORLD.Abort(70)
-    failed = [
-        (r, t) for r, (_, outcome, t) in enumerate(outcomes) if outcome == "failed"
-    ]
-    if failed:
-        report.outcome = "failed"
-        ranks = ", ".join(str(r) for r, _ in failed)
-        parts = [f"failed on rank(s) {ranks} of {len(outcomes)}"]
-        parts += [f"--- [rank {r}] ---\n{t}" for r, t in failed[:2]]
-        report.longrepr = "\n".join(parts)
-    return report
+    texts = [(rank, text) for rank, (_, text) in enumerate(outcomes) if text]
+    ranks = ", ".join(str(rank) for rank, _ in texts)
+    parts = [f"failed on rank(s) {ranks} of {len(outcomes)}"]
+    parts += [f"--- [rank {rank}] ---\n{text}" for rank, text in texts[:2]]
+    return "\n".join(parts)
 
 
 @each_replica
