@@ -99,11 +99,11 @@ def loop(
 
     for _ in range(CALLS):
         strategy.run(reduce)
-    start_messages = Messages._start
+    start_messages = Messages.start
 
     def interfere(*args: Any) -> None:
         """In the middle of the data of a call: all ranks are in it."""
-        Messages._start = start_messages  # type: ignore[method-assign]
+        Messages.start = start_messages  # type: ignore[method-assign]
         write(folder / f"in.{rank}", str(os.getpid()))
         if fault == "cut":
             while not (folder / "cut").exists():
@@ -112,7 +112,7 @@ def loop(
             os.kill(os.getpid(), signal.SIGSTOP)
         start_messages(*args)
 
-    Messages._start = interfere  # type: ignore[method-assign, assignment]
+    Messages.start = interfere  # type: ignore[method-assign, assignment]
     start = time.monotonic()
     try:
         while True:

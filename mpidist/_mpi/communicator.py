@@ -57,7 +57,7 @@ class Request(Protocol):
         """Return whether it has completed, and make progress."""
 
     def leak(self) -> None:
-        """Leak its buffers: it is abandoned, and MPI may still write to them."""
+        """Leak its buffers: it is abandoned, and MPI may still use them."""
 
     @property
     def result(self) -> Any:

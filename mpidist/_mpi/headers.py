@@ -1,27 +1,27 @@
-"""Headers by MPI, looked at without delay.
+"""Headers by MPI, which are polled at once.
 
 **Rows.** Few ranks (`FEW`) send each other a row: `WORDS` integers, and behind them a
-small payload, where there is one. So a small reduction takes one exchange, and not a
-header and a payload one after the other: all ranks have the payloads of all, and each
-adds them up in the order of the ranks.
+small payload, if there is one. So a small reduction takes one exchange instead of a
+header and then a payload: all ranks have the payloads of all, and each adds them up in
+the order of the ranks.
 
 The messages are persistent (`Send_init`, `Recv_init`), which takes half the time of new
-ones: a receive has room for the longest row, and sends there are for each length. With
-Open MPI on one node a row of 64 bytes to 1 KiB takes as long as `Allreduce` of so many,
-with MPICH a third of it (2 ranks) or a half (3 ranks on 2 cores).
+ones. A receive has room for the longest row, and there are sends for each length. With
+Open MPI on one node a row of 64 bytes to 1 KiB takes as long as an `Allreduce` of the
+same size, with MPICH a third of that (2 ranks) or a half (3 ranks on 2 cores).
 
-One buffer for each rank is enough: a rank that has all rows of a header begins the next
-only when it has used them, and what others send for the next waits in MPI until then.
+One buffer for each rank is enough: a rank that has all rows of a header starts the next
+only when it has used them, and what others send for the next stays in MPI until then.
 No rank can be two headers ahead.
 
 **The maximum.** Many ranks all-reduce (MAX) the integers, without payload; the number
 of messages then grows with the logarithm of the ranks.
 
-Either way only one header is under way at a time: a rank that gives up on a header
-never begins another.
+In both cases only one header is in progress at a time: a rank that gives up on a header
+never starts another.
 
-Ranks whose headers agree have sent as many bytes: who makes the same call has the same
-plan.
+Ranks whose headers agree have sent equally many bytes, since ranks that make the same
+call have the same plan.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from mpidist._base.cache import Cache
-from mpidist._base.memory import leak
+from mpidist._base.memory import LINE, leak
 from mpidist._base.types import HostArray
 from mpidist._mpi.header_words import LATENESS, PATIENCE, WORDS
+from mpidist._mpi.job import MpiComm, MpiRequest
 
 FEW: Final = 8
-"""So many ranks send each other rows."""
+"""The most ranks that send each other rows."""
 
-# How often a rank looks whether all are there, and how often it then gives its core
-# away, before the guard waits with a deadline. With more ranks than cores it does so at
-# once; between two times MPI needs some looks to see what has come: of 1 to 64, 4 did
-# well with both MPIs.
+# How often a rank tests whether all rows are there, and how often it then yields its
+# core, before the guard waits with a deadline. With more ranks than cores it yields at
+# once. Between two yields MPI needs some tests to make progress: of 1 to 64, 4 were
+# good with both MPIs.
 _TESTS: Final = 2000
 _YIELDS: Final = 30
 _TESTS_BETWEEN: Final = 4
@@ -58,6 +59,11 @@ _MOST_LENGTHS: Final = 64
 _unpack: Final = struct.Struct("5q").unpack
 _pack_all: Final = struct.Struct(f"{WORDS}q").pack
 _COMPARED: Final = 8 * LATENESS  # bytes, of what comes before it
+
+
+_Calls: TypeAlias = tuple[list[Callable[[], object]], list[Callable[[], bool]]]
+"""What starts the messages of a row, and what tests each. A plain tuple: it is unpacked
+for every header."""
 
 
 class Prepared(NamedTuple):
@@ -95,17 +101,17 @@ class Headers:
         """The most bytes of a payload that travels with a header."""
 
     def meet(self, data: bytes, lateness: int, nbytes: int = 0) -> bool | None:
-        """Publish a header, and return whether all ranks have published the same.
+        """Publish a header; return whether all ranks have published the same one.
 
         Args:
-            data: this rank's words, from `header_words.pack`, with no flag up.
+            data: this rank's words, from `header_words.pack`, without a flag.
             lateness: in milliseconds.
             nbytes: of the payload that travels with it, at most `room`; it is in this
                 rank's `payload_rows` already.
 
         Returns:
             Whether all are the same, and none is late; None if some are not there yet.
-            Then, and where they differ, `pending_header` has more.
+            In that case, and if they differ, `pending_header` has more.
         """
         form = self._forms.get(data) or self._form(data)
         self.headers += 1
@@ -127,11 +133,11 @@ class Headers:
         return None
 
     @property
-    def payload_rows(self) -> Any:
-        """For each rank memory of `room` bytes (uint8), the same for all headers.
+    def payload_rows(self) -> HostArray:
+        """Memory of `room` bytes (uint8) for each rank, the same for all headers.
 
-        This rank's is for what travels with its next header; those of the others have
-        what came with the last one. Both may be read until the next.
+        This rank's is for the payload of its next header; those of the others have the
+        payloads of the last one. Both may be read until the next.
         """
         return self._exchange.payload_rows
 
@@ -154,15 +160,15 @@ class Headers:
         return self._exchange.largest()
 
     def leak(self) -> None:
-        """Keep the buffers forever: what is under way will not be waited for."""
+        """Leak the buffers: the header is abandoned, and MPI may still use them."""
         leak(self)
 
     def free(self) -> None:
-        """Give back what was prepared. No header is under way."""
+        """Free what was prepared. No header is in progress."""
         self._exchange.free()
 
     def _form(self, data: bytes) -> bytes:
-        """Return the words of `pack` in the form that goes over MPI."""
+        """Return the words of `pack` as they are sent."""
         flag, text, soft, patience, most = _unpack(data)
         form = _pack_all(flag, text, ~text, soft, ~soft, 0, patience, most)
         self._forms[data] = form
@@ -172,73 +178,69 @@ class Headers:
 class Rows:
     """An exchange of rows between each pair of ranks: a header, and a payload.
 
-    It serves any group: the ranks of a communicator, or one of each node (then a row
-    has what the ranks of a node have together). Making it is not collective.
+    Making it is not collective.
 
     Args:
         comm: an mpi4py intra-communicator.
-        room: the most bytes of a payload; the same on all ranks. None: for this many
-            ranks.
     """
 
-    def __init__(self, comm: Any, room: int | None = None) -> None:
+    def __init__(self, comm: MpiComm) -> None:
         self._comm = comm
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
-        if room is None:
-            room = _ROOM_OF_ALL // max(2, self.size) // 64 * 64
-        self.room = room
-        self.rows: Any = np.zeros((self.size, _HEAD_BYTES + room), np.uint8)
-        """For each rank its row: `HEAD_BYTES`, and its payload."""
-        self.payload_rows: Any = self.rows[:, _HEAD_BYTES:]
-        self._words = [memoryview(row).cast("B").cast("q") for row in self.rows]
+        self.room: int = _ROOM_OF_ALL // max(2, self.size) // LINE * LINE
+        # For each rank a head and a payload.
+        self._rows = np.zeros((self.size, _HEAD_BYTES + self.room), np.uint8)
+        self.payload_rows: HostArray = self._rows[:, _HEAD_BYTES:]
+        self._words = [memoryview(row).cast("B").cast("q") for row in self._rows]
         self._mine = self._words[self.rank]
-        self._head = memoryview(self.rows[self.rank]).cast("B")[: 8 * WORDS]
+        self._head = memoryview(self._rows[self.rank]).cast("B")[: 8 * WORDS]
         self._others = [(self.rank + k) % self.size for k in range(1, self.size)]
         self._receives = [
-            comm.Recv_init(self.rows[k], k, _ROW_TAG) for k in self._others
+            comm.Recv_init(self._rows[k], k, _ROW_TAG) for k in self._others
         ]
-        # By the length of a row: what starts its messages, and what tests them all.
-        self._sends: dict[int, list[Any]] = {}
-        self._ways: dict[int, tuple[list[Any], list[Any]]] = {}
-        self._tests: list[Any] = []
+        # By the length of a payload.
+        self._sends: dict[int, list[MpiRequest]] = {}
+        self._calls: dict[int, _Calls] = {}
+        self._tests: list[Callable[[], bool]] = []
         self._next = 0
         self._heads = [
-            memoryview(self.rows[k]).cast("B")[:_COMPARED] for k in self._others
+            memoryview(self._rows[k]).cast("B")[:_COMPARED] for k in self._others
         ]
-        self._way(0)
+        self._prepare(0)
 
     def start(self, form: bytes, lateness: int, nbytes: int) -> None:
-        """Send this rank's row, and begin to receive those of the others.
+        """Start sending this rank's row and receiving those of the others.
 
         Args:
             form: `WORDS` integers.
-            lateness: takes the place of theirs.
+            lateness: replaces theirs.
             nbytes: of the payload, which is in this rank's row already.
         """
         self._head[:] = form
         self._mine[LATENESS] = lateness
-        starts, self._tests = self._ways.get(nbytes) or self._way(nbytes)
+        starts, self._tests = self._calls.get(nbytes) or self._prepare(nbytes)
         self._next = 0
         for begin in starts:
             begin()
 
-    def _way(self, nbytes: int) -> tuple[list[Any], list[Any]]:
+    def _prepare(self, nbytes: int) -> _Calls:
+        """Make the messages of rows with payloads of this length."""
         if len(self._sends) > _MOST_LENGTHS:
             for sends in self._sends.values():
                 for send in sends:
                     send.Free()
             self._sends.clear()
-            self._ways.clear()
-        row = self.rows[self.rank][: _HEAD_BYTES + nbytes]
+            self._calls.clear()
+        row = self._rows[self.rank][: _HEAD_BYTES + nbytes]
         sends = [self._comm.Send_init(row, k, _ROW_TAG) for k in self._others]
         requests = [*self._receives, *sends]
-        way = [r.Start for r in requests], [r.Test for r in requests]
-        self._sends[nbytes], self._ways[nbytes] = sends, way
-        return way
+        calls = [r.Start for r in requests], [r.Test for r in requests]
+        self._sends[nbytes], self._calls[nbytes] = sends, calls
+        return calls
 
     def test(self) -> bool:
-        """Return whether all rows have come, and this rank's has gone."""
+        """Return whether all rows were received, and this rank's was sent."""
         tests, number = self._tests, self._next
         while number < len(tests) and tests[number]():
             number += 1
@@ -246,7 +248,7 @@ class Rows:
         return number == len(tests)
 
     def agrees(self, form: bytes) -> bool:
-        """Return whether all rows begin as this form, and nobody is late."""
+        """Return whether all rows begin like this form, and no rank is late."""
         compared = form[:_COMPARED]
         for head in self._heads:
             if head != compared:
@@ -262,39 +264,31 @@ class Rows:
 
     def largest(self) -> list[int]:
         """Return the largest of each word of all rows."""
-        words = self.rows[:, : 8 * WORDS].view(np.int64)
+        words = self._rows[:, : 8 * WORDS].view(np.int64)
         return [int(x) for x in words.max(axis=0)]
 
-    @property
-    def awaited(self) -> list[int]:
-        """The ranks whose rows have not come."""
-        pairs = zip(self._others, self._receives, strict=True)
-        return sorted(rank for rank, request in pairs if not request.Test())
-
     def free(self) -> None:
-        """Give back the messages. None is under way."""
+        """Free the messages. None is in progress."""
         for requests in (self._receives, *self._sends.values()):
             for request in requests:
                 request.Free()
         self._receives = []
         self._sends.clear()
-        self._ways.clear()
+        self._calls.clear()
 
 
 class Maximum:
     """The largest words of all ranks, by one all-reduce without payload.
 
-    Its buffers are kept from header to header, as is the operation where MPI has
+    Its buffers are kept from header to header, as is the operation if MPI has
     persistent ones (MPI 4).
 
     Args:
-        prepare: given the array to send and the one for the result, prepares the
-            all-reduce, and returns a function that starts it, one that says whether it
-            has completed, and one that gives back what was prepared.
+        prepare: prepares the all-reduce.
     """
 
     room = 0
-    payload_rows: Any = ()
+    payload_rows: HostArray = np.empty((0, 0), np.uint8)
     test: Callable[[], bool]
     free: Callable[[], None]
 
@@ -307,13 +301,13 @@ class Maximum:
         self._start, self.test, self.free = prepare(send, receive)
 
     def start(self, form: bytes, lateness: int, nbytes: int) -> None:
-        """Begin to all-reduce this rank's words; see `Rows`."""
+        """Start to all-reduce this rank's words; see `Rows`."""
         self._sent_bytes[:] = form
         self._sent[LATENESS] = lateness
         self._start()
 
     def agrees(self, form: bytes) -> bool:
-        """Return whether all ranks sent this form, and nobody is late."""
+        """Return whether all ranks sent this form, and no rank is late."""
         words = self._received
         return (
             self._compared.tobytes() == form[:_COMPARED]
@@ -340,5 +334,5 @@ class HeaderByMPI:
         return self._headers.result()
 
     def leak(self) -> None:
-        """Keep its buffers forever: it will not be waited for any more."""
+        """Leak its buffers: it is abandoned, and MPI may still use them."""
         self._headers.leak()

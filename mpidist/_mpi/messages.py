@@ -1,35 +1,36 @@
-"""Collectives of flat buffers, made of messages between pairs of ranks, and polled.
+"""Collectives of flat buffers, built from polled messages between pairs of ranks.
 
-MPI's own collectives block, and a rank that is stopped, killed or cut off leaves the
-others in them without end; its non-blocking ones do not say whom they wait for. So the
-data of a collective goes by `Isend` and `Irecv`, which are tested until all are done:
-the one that waits (`wait`, which the guard gives) has a deadline, and each receive that
-is open names a rank that has not sent.
+MPI's own collectives block: if a rank is stopped, killed or cut off, the others hang in
+them. Its non-blocking ones do not say which rank they wait for. So the data of a
+collective is sent by `Isend` and `Irecv`, which are tested until all have completed:
+the wait (``wait``) has a deadline, and each open receive names a rank that has not
+sent.
 
-**Algorithms.** What a rank gets is combined by NumPy, in the order of the ranks, so all
-ranks have the same bits, and small integers wrap as they do in NumPy (Open MPI's own
-sums of them saturate).
+**Algorithms.** NumPy combines the parts, in the order of the ranks, so all ranks have
+the same bits, and small integers wrap as they do in NumPy (Open MPI's own sums of them
+saturate).
 
-- *whole*: a small buffer goes from each rank to each other one, and all combine;
-- *doubling*: a small buffer of many ranks, in log2 steps, in each of which a rank swaps
+- *whole*: a small buffer is sent from each rank to each other one, and all combine;
+- *doubling*: a small buffer of many ranks, in log2 steps. In each step a rank swaps
   what it has with one partner. The lower half comes first in each sum, so the order is
   a tree over the ranks in their order, the same for all of them;
-- *slices*: each rank gets one slice of a buffer from all, combines it, and sends it to
-  all: twice (R - 1) / R of the bytes, which is the least that is possible. Buffers are
-  cut into pieces, so that the memory for what comes stays small; a piece is sent while
-  the one before it is combined and comes back, so that the network is never idle.
+- *slices*: each rank receives one slice of a buffer from all, combines it, and sends it
+  to all: twice (R - 1) / R of the bytes, which is the minimum. Buffers are cut into
+  pieces, so that the memory for received data stays small; a piece is sent while the
+  one before it is combined and sent back, so that the network is never idle.
 
-Copies from one rank go down a tree, or where they are large in slices; all-gathers
+Copies from one rank go down a tree, or if they are large in slices; all-gathers
 directly between each pair, or for small parts of many ranks in log2 steps.
 
 **Invariants.** All ranks of the communicator call the same method with the same sizes:
-the guard has seen to that. Messages between two ranks do not overtake each other, so
-one tag is enough. No array is allocated on the host after a method has begun. A wait
-that ends with an exception keeps its buffers forever (MPI may still write to them),
-and no call follows on this communicator.
+the guard ensures it. Messages between two ranks do not overtake each other, so one tag
+is enough. No array is allocated on the host after a method has begun. A wait that ends
+with an exception leaks its buffers (MPI may still write to them), and no call follows
+on this communicator.
 
-Rejected: `Iallreduce` and the like. Open MPI's cost 1.5 times the blocking ones between
-16 KiB and 1 MiB, sum as MPI does, take no GPU buffers, and do not name who is missing.
+Rejected: `Iallreduce` and the like. Open MPI's take 1.5 times as long as the blocking
+ones between 16 KiB and 1 MiB, add as MPI does, accept no GPU buffers, and do not say
+which rank is missing.
 Measured on one node, 2 ranks, against blocking `Allreduce`: slices take 0.9 at 1 MiB
 and 0.5 to 0.7 at 16 MiB with Open MPI, 0.5 and 0.6 with MPICH.
 """
@@ -39,45 +40,38 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
 from mpidist._base import backend
 from mpidist._base.memory import LINE, leak, round_up
+from mpidist._base.types import Array
+from mpidist._mpi.job import MpiComm, MpiRequest
 
-Buffer = Any  # a one-dimensional, C-contiguous NumPy or CuPy array
+Buffer: TypeAlias = Array
+"""A one-dimensional, C-contiguous array on the host or on a GPU."""
 MPIOp = Literal["SUM", "PROD", "MIN", "MAX"]
 
-COMBINE: Final[dict[MPIOp, Any]] = {
+COMBINE: Final[dict[MPIOp, np.ufunc]] = {
     "SUM": np.add,
     "PROD": np.multiply,
     "MIN": np.minimum,
     "MAX": np.maximum,
 }
 FEW: Final = 8
-"""So many ranks exchange small buffers between each pair."""
+"""The most ranks that exchange small buffers between each pair."""
 
-# MPI 3 takes counts as C ints. A power of two keeps the pieces aligned.
-CHUNK_ELEMENTS: Final = 2**30
 _TAG: Final = 8
-_PIECE_BYTES: Final = 2 * 2**20
-_WHOLE_BYTES_OF_TWO: Final = 512 * 1024
-_WHOLE_BYTES: Final = 64 * 1024  # that a rank gets from all others together
-_LEAST_SLICE: Final = 2048  # of many ranks, below which doubling is faster
-_TREE_BYTES: Final = 64 * 1024  # a copy of more goes in slices
-# A large buffer goes in messages of this size: each that arrives is a sign of life.
-_MESSAGE_BYTES: Final = 32 * 2**20
-
-# Tests of a request before a waiting rank begins to give its core away between them,
-# and how many it then makes before whoever waits looks at the clock.
+# Tests of a request before a waiting rank yields its core for the first time; tests
+# between two yields; and yields before it looks at the clock.
 _SPINS: Final = 2000
 _TESTS: Final = 4
 _YIELDS: Final = 2000
 
 
 class Transfers:
-    """Messages under way: one request, which knows who has not sent.
+    """Messages in progress: one request, which knows which ranks have not sent.
 
     Attributes:
         ranks: for each message the rank at its other end.
@@ -86,21 +80,23 @@ class Transfers:
     __slots__ = ("_buffers", "_next", "_receives", "_requests", "ranks")
 
     def __init__(self) -> None:
-        self._requests: list[Any] = []
+        self._requests: list[MpiRequest] = []
         self.ranks: list[int] = []
-        self._buffers: list[Any] = []
+        self._buffers: list[Buffer] = []
         self._receives = 0
         self._next = 0
 
-    def add(self, request: Any, rank: int, buffer: Buffer, *, receives: bool) -> None:
-        """Take a request that was started; those that receive come first."""
+    def add(
+        self, request: MpiRequest, rank: int, buffer: Buffer, *, receives: bool
+    ) -> None:
+        """Add a request that was started; those that receive come first."""
         self._requests.append(request)
         self.ranks.append(rank)
         self._buffers.append(buffer)
         self._receives += receives
 
     def Test(self) -> bool:  # noqa: N802 - mpi4py's name
-        """Return whether all have completed, and move them along."""
+        """Return whether all have completed, and make progress."""
         requests, number = self._requests, self._next
         while number < len(requests) and requests[number].Test():
             number += 1
@@ -111,7 +107,7 @@ class Transfers:
         """Test for a moment, first without a pause; return whether all completed.
 
         Args:
-            spins: tests before this rank begins to give its core away.
+            spins: tests before this rank yields its core for the first time.
         """
         yields = _YIELDS
         for number, request in enumerate(self._requests):
@@ -138,7 +134,7 @@ class Transfers:
 
     @property
     def awaited(self) -> list[int]:
-        """The ranks that have not sent all; or else those that have not received it."""
+        """The ranks that have not sent; if all have, those that have not received."""
         left = [
             (number < self._receives, rank)
             for number, (rank, request) in enumerate(
@@ -151,10 +147,10 @@ class Transfers:
 
     @property
     def result(self) -> None:
-        """What they give: nothing."""
+        """Nothing: the buffers have what was received."""
 
     def leak(self) -> None:
-        """Keep the buffers forever: they will not be waited for any more."""
+        """Leak the buffers: the messages are abandoned, and MPI may still use them."""
         leak(self)
 
 
@@ -163,30 +159,52 @@ class Messages:
 
     Args:
         comm: an mpi4py intra-communicator.
-        wait: called with messages under way; returns when they have completed, and
-            raises where they have not by the deadline.
-        ranks: for each rank of ``comm`` its number in what is said of it; None: the
+        wait: called with messages in progress; returns when they have completed, and
+            raises at the deadline.
+        ranks: for each rank of ``comm`` its number in messages to the user; None: the
             same.
+
+    Attributes:
+        wait: the argument.
+        few: the most ranks that exchange small buffers between each pair.
+        chunk_elements: the most elements of one message. MPI 3 takes counts as C ints;
+            a power of two keeps the pieces aligned.
+        piece_bytes: the size of the pieces that large buffers are reduced in.
+        message_bytes: the most bytes of one message. Each that completes shows that its
+            sender is there.
+        whole_bytes_of_two: what two ranks exchange as a whole.
+        whole_bytes: what more ranks do: the bytes that a rank receives from all others.
+        least_slice: the bytes of a slice of many ranks, below which doubling is faster.
+        tree_bytes: what is copied down a tree, and not in slices.
     """
+
+    # Attributes of the class, so that tests can set smaller ones of an object.
+    few = FEW
+    chunk_elements = 2**30
+    piece_bytes = 2 * 2**20
+    message_bytes = 32 * 2**20
+    whole_bytes_of_two = 512 * 1024
+    whole_bytes = 64 * 1024
+    least_slice = 2048
+    tree_bytes = 64 * 1024
 
     def __init__(
         self,
-        comm: Any,
+        comm: MpiComm,
         wait: Callable[[Transfers], None],
         ranks: Sequence[int] | None = None,
     ) -> None:
         self._comm = comm
-        self._wait = wait
+        self.wait = wait
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self._names = list(range(self.size)) if ranks is None else list(ranks)
-        self.chunk_elements = CHUNK_ELEMENTS
-        # Everybody begins with the next one, so that not all send to the same.
+        # Each rank begins with the next one, so that not all send to the same.
         self._others = [(self.rank + k) % self.size for k in range(1, self.size)]
-        # Takes no memory before it is used.
-        room = 2 * (_PIECE_BYTES + 4 * LINE * (self.size + 1))
+        # Uses no memory before it is written to.
+        room = 2 * (self.piece_bytes + 4 * LINE * (self.size + 1))
         self._host_scratch = np.empty(room, np.uint8)
-        self._device_scratch: Any = None
+        self._device_scratch: Array | None = None
 
     # --- messages -------------------------------------------------------------
 
@@ -195,14 +213,14 @@ class Messages:
         sends: Sequence[tuple[int, Buffer]],
         receives: Sequence[tuple[int, Buffer]],
     ) -> None:
-        """Send buffers to ranks, and get others from them.
+        """Send buffers to ranks, and receive others from them.
 
         Args:
-            sends: for each the rank and the buffer, which is not empty.
+            sends: pairs of a rank and a buffer, which is not empty.
             receives: the same.
 
         Raises:
-            CollectiveTimeoutError: from `wait`; the buffers are then kept forever.
+            CollectiveTimeoutError: from `wait`; the buffers are then leaked.
         """
         self.finish(self.begin(sends, receives))
 
@@ -211,34 +229,34 @@ class Messages:
         sends: Sequence[tuple[int, Buffer]],
         receives: Sequence[tuple[int, Buffer]],
     ) -> Transfers:
-        """Begin what `swap` does; `finish` waits for it."""
+        """Start what `swap` does; `finish` waits for it."""
         transfers = Transfers()
         try:
-            self._start(transfers, sends, receives)
+            self.start(transfers, sends, receives)
         except BaseException:
             transfers.leak()
             raise
         return transfers
 
     def finish(self, transfers: Transfers) -> None:
-        """Wait for what `begin` began.
+        """Wait for what `begin` has started.
 
         Raises:
-            CollectiveTimeoutError: from `wait`; the buffers are then kept forever.
+            CollectiveTimeoutError: from `wait`; the buffers are then leaked.
         """
         try:
-            self._wait(transfers)
+            self.wait(transfers)
         except BaseException:
             transfers.leak()
             raise
 
-    def _start(
+    def start(
         self,
         transfers: Transfers,
         sends: Sequence[tuple[int, Buffer]],
         receives: Sequence[tuple[int, Buffer]],
     ) -> None:
-        """Begin to send and to receive, as `swap`."""
+        """Start to send and to receive; see `swap`."""
         comm, names = self._comm, self._names
         add = transfers.add
         for rank, buffer in receives:
@@ -251,13 +269,13 @@ class Messages:
                 add(request, names[rank], part, receives=False)
 
     def _parts(self, buffer: Buffer) -> Sequence[Buffer]:
-        most = min(self.chunk_elements, max(1, _MESSAGE_BYTES // buffer.itemsize))
+        most = min(self.chunk_elements, max(1, self.message_bytes // buffer.itemsize))
         if buffer.size <= most:
             return (buffer,)
         return [buffer[i : i + most] for i in range(0, buffer.size, most)]
 
     def _scratch(self, like: Buffer) -> Buffer:
-        """Return memory (uint8) where ``like`` is: on the host or on the GPU."""
+        """Return memory (uint8) on the device of ``like``: the host or the GPU."""
         if not backend.is_device_array(like):
             return self._host_scratch
         if self._device_scratch is None:
@@ -269,11 +287,11 @@ class Messages:
     def _rows(
         self, like: Buffer, count: int, nbytes: int, half: int = 0
     ) -> list[Buffer]:
-        """Return ``count`` aligned arrays of ``nbytes`` as ``like``, in the scratch.
+        """Return ``count`` aligned arrays of ``nbytes`` bytes in the scratch memory.
 
         Args:
-            like: has their dtype, and is where they are.
-            count: how many; together with their ends at most a half of the scratch.
+            like: has their dtype, and is on their device.
+            count: how many; with their padding at most half of the scratch memory.
             nbytes: of each.
             half: 1 for the second half.
         """
@@ -298,11 +316,13 @@ class Messages:
         if size == 1 or not nbytes:
             if send is not None:
                 receive[...] = send
-        elif size == 2 and nbytes <= min(_WHOLE_BYTES_OF_TWO, self._limit(receive)):
+        elif size == 2 and nbytes <= min(self.whole_bytes_of_two, self._limit(receive)):
             self._exchange_with_one(send, receive, op)
-        elif size <= FEW and nbytes * (size - 1) <= _WHOLE_BYTES:
+        elif size <= self.few and nbytes * (size - 1) <= self.whole_bytes:
             self._exchange_whole(send, receive, op)
-        elif size > FEW and nbytes < min(size * _LEAST_SLICE, _PIECE_BYTES):
+        elif size > self.few and nbytes < min(
+            size * self.least_slice, self.piece_bytes
+        ):
             self._double(send, receive, op)
         else:
             source = receive if send is None else send
@@ -312,7 +332,7 @@ class Messages:
         """Reduce ``buffer`` of all ranks into that of the root; others keep theirs."""
         if self.size == 1 or not buffer.nbytes:
             return
-        if buffer.nbytes * (self.size - 1) > _WHOLE_BYTES:
+        if buffer.nbytes * (self.size - 1) > self.whole_bytes:
             self._exchange_slices(buffer, buffer, op, [root])
         elif self.rank != root:
             self.swap([(root, buffer)], [])
@@ -326,7 +346,7 @@ class Messages:
         return int(self.chunk_elements * buffer.itemsize)
 
     def _pieces(self, buffer: Buffer) -> list[slice]:
-        most = min(self.chunk_elements, max(1, _PIECE_BYTES // buffer.itemsize))
+        most = min(self.chunk_elements, max(1, self.piece_bytes // buffer.itemsize))
         count = -(-buffer.size // most)
         step = -(-buffer.size // count)  # equal ones
         step = min(most, round_up(step, LINE))
@@ -389,7 +409,7 @@ class Messages:
     def _exchange_slices(
         self, source: Buffer, target: Buffer, op: MPIOp, receivers: list[int]
     ) -> None:
-        """Reduce in slices; the receivers get those of all, the others none."""
+        """Reduce in slices; the receivers get all of them, the others none."""
         pieces = [
             _Piece(source[part], target[part], self._slices(target[part]), number % 2)
             for number, part in enumerate(self._pieces(target))
@@ -400,11 +420,11 @@ class Messages:
             for number, piece in enumerate(pieces):
                 if number < last:
                     self._send_slices(pieces[number + 1])
-                self._wait(piece.there)
+                self.wait(piece.there)
                 self._send_sum(piece, op, receivers)
                 if number:
-                    self._wait(pieces[number - 1].back)
-            self._wait(pieces[last].back)
+                    self.wait(pieces[number - 1].back)
+            self.wait(pieces[last].back)
         except BaseException:
             for piece in pieces:
                 piece.there.leak()
@@ -412,11 +432,11 @@ class Messages:
             raise
 
     def _send_slices(self, piece: _Piece) -> None:
-        """Begin to send each rank its slice of a piece, and to get this rank's."""
+        """Start sending each rank its slice of a piece, and receiving this rank's."""
         slices, me = piece.slices, self.rank
         nbytes = (slices[me].stop - slices[me].start) * piece.target.itemsize
         piece.rows = self._rows(piece.target, self.size, nbytes, piece.half)
-        self._start(
+        self.start(
             piece.there,
             [
                 (k, piece.source[slices[k]])
@@ -427,16 +447,16 @@ class Messages:
         )
 
     def _send_sum(self, piece: _Piece, op: MPIOp, receivers: list[int]) -> None:
-        """Combine this rank's slice, and begin to send it, and to get the others."""
+        """Combine this rank's slice; start sending it and receiving the others."""
         slices, rows, target, me = piece.slices, piece.rows, piece.target, self.rank
         own = slices[me]
-        # Only who receives may write to its buffer.
+        # Only a receiver may write to its buffer.
         receives = me in receivers or receivers is self._others
         out = target[own] if receives else rows[me]
         if out.size:
             parts = [*rows[:me], piece.source[own], *rows[me + 1 :]]
             self._combine(parts, rows[me], out, op)
-        self._start(
+        self.start(
             piece.back,
             [(k, out) for k in receivers if k != me] if out.size else [],
             [
@@ -475,7 +495,7 @@ class Messages:
         """Copy ``buffer`` of the root to all ranks."""
         if self.size == 1 or not buffer.nbytes:
             return
-        if self.size == 2 or buffer.nbytes <= _TREE_BYTES:
+        if self.size == 2 or buffer.nbytes <= self.tree_bytes:
             self._broadcast_down(buffer, root)
             return
         slices = self._slices(buffer)
@@ -522,7 +542,7 @@ class Messages:
         starts = [0, *itertools.accumulate(counts)]
         me, size = self.rank, self.size
         own = receive[starts[me] : starts[me + 1]]
-        if size <= FEW or receive.nbytes > size * _LEAST_SLICE:
+        if size <= self.few or receive.nbytes > size * self.least_slice:
             self.swap(
                 [(k, send) for k in self._others] if counts[me] else [],
                 [
@@ -570,7 +590,7 @@ class Messages:
             receive[...] = parts[root]
 
     def exchange(self, send: Buffer, receive: Buffer) -> None:
-        """Send the k-th row of ``send`` to rank k, and get row k from it."""
+        """Send row k of ``send`` to rank k, and receive row k from it."""
         receive[self.rank] = send[self.rank]
         self.swap(
             [(k, send[k]) for k in self._others],
@@ -579,7 +599,7 @@ class Messages:
 
 
 def _wrapped(buffer: Buffer, starts: list[int], first: int, count: int) -> list[Buffer]:
-    """Return the ``count`` parts from number ``first`` on, which may begin again."""
+    """Return ``count`` parts from number ``first`` on, wrapping at the last one."""
     size = len(starts) - 1
     last = first + count
     found = [buffer[starts[first] : starts[min(last, size)]]]
@@ -589,7 +609,14 @@ def _wrapped(buffer: Buffer, starts: list[int], first: int, count: int) -> list[
 
 
 class _Piece:
-    """A piece of a buffer that is reduced in slices: there, and back."""
+    """A piece of a buffer that is reduced in slices.
+
+    Attributes:
+        rows: the slices of all ranks that this rank combines.
+        half: of the scratch memory, which has the rows.
+        there: the messages with slices to combine.
+        back: the messages with combined slices.
+    """
 
     __slots__ = ("back", "half", "rows", "slices", "source", "target", "there")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mpidist._mpi.communicator import MESSAGE_BYTES, Request
 from mpidist._mpi.messages import Buffer, MPIOp
@@ -93,7 +93,7 @@ class SelfCommunicator:
 class _Done:
     """A request that has completed already."""
 
-    def __init__(self, result: Any) -> None:
+    def __init__(self, result: object) -> None:
         self.result = result
 
     def leak(self) -> None:

@@ -5,18 +5,34 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from typing import Any
+from typing import Protocol
+
+
+class Counters(Protocol):
+    """What the native core counts by itself."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of waiting for other ranks, and of moving bytes."""
+
+    @property
+    def reductions(self) -> int:
+        """Number of all-reduces."""
+
+    @property
+    def reduced(self) -> int:
+        """Bytes of this rank's buffers in them."""
 
 
 @dataclasses.dataclass
 class Traffic:
-    """What a communicator was given to move, per rank.
+    """What one rank has moved through a communicator.
 
     Attributes:
         calls: number of MPI calls, by kind.
         bytes: bytes of this rank's buffers in them, by kind.
         seconds: time spent in collectives and in waiting for other ranks.
-        core: the native core's channel, which counts what goes through it by itself.
+        core: the native core's channel, which has its own counts; None without one.
     """
 
     calls: dict[str, int] = dataclasses.field(
@@ -26,12 +42,12 @@ class Traffic:
         default_factory=lambda: collections.defaultdict(int)
     )
     seconds: float = 0.0
-    core: Any = None
+    core: Counters | None = None
     _depth: int = 0
     _start: float = 0.0
 
     def __enter__(self) -> None:
-        """Begin to count time; of nested blocks the outermost counts."""
+        """Start to count time; of nested blocks the outermost counts."""
         if not self._depth:
             self._start = time.perf_counter() - self._seconds_of_core()
         self._depth += 1
@@ -47,7 +63,7 @@ class Traffic:
         return 0.0 if self.core is None else self.core.seconds
 
     def total(self) -> tuple[float, dict[str, int], dict[str, int]]:
-        """Return the seconds, calls and bytes, with those that the core counts."""
+        """Return seconds, calls and bytes, with those of the core."""
         calls, nbytes = dict(self.calls), dict(self.bytes)
         if self.core is not None and self.core.reductions:
             calls["Allreduce"] = calls.get("Allreduce", 0) + self.core.reductions
@@ -55,7 +71,7 @@ class Traffic:
         return self.seconds + self._seconds_of_core(), calls, nbytes
 
     def leave_core(self) -> None:
-        """Take over what the core has counted, and let go of its memory."""
+        """Add the counts of the core, and release its memory."""
         self.seconds, calls, nbytes = self.total()
         self.core = None
         self.calls.update(calls)

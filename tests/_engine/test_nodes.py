@@ -25,7 +25,7 @@ from mpidist._base import backend
 from mpidist._engine import device_routes, hierarchical_route
 from mpidist._engine import node as node_module
 from mpidist._engine import nodes as engine_nodes
-from mpidist._mpi import messages as _messages
+from mpidist._mpi.messages import Messages, Transfers
 from mpidist._strategy.strategy import group_of
 from mpidist._transports import compression as _compression
 from mpidist._transports.compression import CODECS, Compression
@@ -173,7 +173,7 @@ def sum_by_nodes(nodes, count, dtype):
 @pytest.mark.parametrize("whole", [True, False])
 def test_sums_are_those_of_the_nodes(nodes, on_nodes, rank, whole, monkeypatch):
     if not whole:
-        monkeypatch.setattr(_messages, "_WHOLE_BYTES_OF_TWO", 0)
+        monkeypatch.setattr(Messages, "whole_bytes_of_two", 0)
     strategy = on_nodes()
     comm = group_of(strategy).communicator
     assert (comm.num_nodes, comm.smallest_node) == (
@@ -331,7 +331,7 @@ def test_an_interrupt_between_nodes_ends_the_call_everywhere(
         def interrupted(*args):
             raise SignalError
 
-        monkeypatch.setattr(messages, "_wait", interrupted)
+        monkeypatch.setattr(messages, "wait", interrupted)
     start = time.monotonic()
     with pytest.raises(SignalError if is_hit else mpidist.CollectiveTimeoutError):
         strategy.run(reduce)
@@ -352,7 +352,7 @@ def test_an_interrupt_while_a_slice_travels_keeps_its_memory(
     x = np.ones(300_000)
     all_reduce(strategy, "SUM", x)
     kept, is_hit = [], rank == 0
-    leak = _messages.Transfers.leak
+    leak = Transfers.leak
 
     def noted(self):
         kept.append(self)
@@ -361,7 +361,7 @@ def test_an_interrupt_while_a_slice_travels_keeps_its_memory(
     def interrupted(self):
         raise SignalError
 
-    monkeypatch.setattr(_messages.Transfers, "leak", noted)
+    monkeypatch.setattr(Transfers, "leak", noted)
 
     if is_hit:
         monkeypatch.setattr(engine_nodes.Across, "finish", interrupted)

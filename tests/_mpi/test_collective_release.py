@@ -2,6 +2,7 @@
 
 import gc
 import pathlib
+import pickle
 import weakref
 
 import numpy as np
@@ -24,15 +25,13 @@ core = pytest.mark.core
 
 @pytest.fixture
 def held(monkeypatch):
-    holdings = {}
-    monkeypatch.setattr(collective_release, "_held", holdings)
-    return holdings
+    resources = {}
+    monkeypatch.setattr(collective_release, "resources", resources)
+    return resources
 
 
-def settle_with(*others):
-    """Settle, with ranks that send these keys (each with its number of ranks)."""
-    import pickle
-
+def release_with(*others):
+    """Release, with ranks that send these keys (each with its number of ranks)."""
     rounds = []
 
     def gather(mine):
@@ -49,27 +48,27 @@ def test_what_all_its_ranks_have_dropped_goes_in_the_order_of_keys(held):
     for key, ranks in ((b"c", 2), (b"a", 2), (b"b", 3), (b"d", 1)):
         CollectiveResource(key, ranks, lambda: False, lambda key=key: freed.append(key))
     CollectiveResource(b"e", 2, lambda: True, lambda: freed.append(b"e"))
-    settle_with([(b"a", 2), (b"b", 3), (b"e", 2)], [(b"c", 2)])
+    release_with([(b"a", 2), (b"b", 3), (b"e", 2)], [(b"c", 2)])
     # b lacks a rank, e is in use here.
     assert freed == [b"a", b"c", b"d"]
     assert sorted(held) == [b"b", b"e"]
 
 
-def test_what_is_free_because_another_went_goes_in_the_same_settlement(held):
+def test_what_is_free_because_another_went_goes_in_the_same_release(held):
     freed = []
     CollectiveResource(b"comm", 1, lambda: False, lambda: freed.append("comm"))
     CollectiveResource(
         b"a window", 1, lambda: "comm" not in freed, lambda: freed.append("window")
     )
-    rounds = settle_with()
+    rounds = release_with()
     assert freed == ["comm", "window"]
     assert rounds == [[(b"comm", 1)], [(b"a window", 1)], []]
     assert not held
 
 
-def test_a_rank_without_a_holding_sees_others_free_it(held):
+def test_a_rank_without_a_resource_sees_others_free_it(held):
     # It goes round once more with them.
-    assert settle_with([(b"theirs", 1)]) == [[], []]
+    assert release_with([(b"theirs", 1)]) == [[], []]
 
 
 # --- under MPI ------------------------------------------------------------------------

@@ -20,9 +20,8 @@ from replicas import (
 import mpidist
 from mpidist._agreement.waiting import Deadline
 from mpidist._mpi import communicator
-from mpidist._mpi import messages as _messages
 from mpidist._mpi.headers import Rows
-from mpidist._mpi.messages import Messages
+from mpidist._mpi.messages import COMBINE, Messages
 from mpidist._strategy.strategy import group_of
 
 DIRECT = mpidist.experimental.CommunicationImplementation.DIRECT
@@ -44,18 +43,17 @@ def comm() -> Any:
 
 
 @pytest.fixture(params=["few", "many", "cut"])
-def messages(request, comm, monkeypatch) -> Messages:
+def messages(request, comm) -> Messages:
     """As for few ranks, as for many, and with buffers in many pieces."""
+    messages = Messages(comm, poll)
     if request.param == "many":
-        monkeypatch.setattr(_messages, "FEW", 1)
-        monkeypatch.setattr(_messages, "_WHOLE_BYTES_OF_TWO", 0)
+        messages.few = 1
+        messages.whole_bytes_of_two = 0
     elif request.param == "cut":
-        monkeypatch.setattr(_messages, "_PIECE_BYTES", 4096)
-        monkeypatch.setattr(_messages, "_MESSAGE_BYTES", 1000)
-        monkeypatch.setattr(_messages, "_WHOLE_BYTES_OF_TWO", 100)
-        monkeypatch.setattr(_messages, "_WHOLE_BYTES", 100)
-        monkeypatch.setattr(_messages, "_TREE_BYTES", 100)
-    return Messages(comm, poll)
+        messages.piece_bytes = 4096
+        messages.message_bytes = 1000
+        messages.whole_bytes_of_two = messages.whole_bytes = messages.tree_bytes = 100
+    return messages
 
 
 def parts_of(size: int, count: int, dtype: str) -> list[Any]:
@@ -67,7 +65,7 @@ def combined(parts: list[Any], op: str) -> Any:
     total = parts[0].copy()
     with np.errstate(all="ignore"):
         for part in parts[1:]:
-            _messages.COMBINE[op](total, part, out=total)
+            COMBINE[op](total, part, out=total)
     return total
 
 
