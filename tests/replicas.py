@@ -218,6 +218,21 @@ def assert_mirrored(
         assert (copy.dtype, copy.shape) == (variable.dtype, variable.shape)
 
 
+def assert_equal_copies(
+    strategy: mpidist.Strategy, variables: list[mpidist.Variable]
+) -> None:
+    """Check that the copies of all ranks are the same, bit for bit."""
+    gathered = strategy.gather(
+        strategy.run(
+            lambda: np.concatenate(
+                [np.ravel(v.numpy()).view(np.uint8) for v in variables]
+            )[None]
+        ),
+        axis=0,
+    )
+    assert (gathered == gathered[0]).all()
+
+
 def assert_usable(strategy: mpidist.Strategy) -> None:
     """Check calls of every kind after an error, and that all ranks count the same."""
     assert not mpidist.has_strategy()

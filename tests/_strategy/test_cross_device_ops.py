@@ -386,6 +386,7 @@ def test_a_class_of_the_user_that_fails_on_one_rank(strategy_with, rank, size, w
     check_all_verbs(strategy)
 
 
+@pytest.mark.one_size
 def test_wrong_results(strategy_with):
     class Short(mpidist.CollectiveAllReduce):
         def batch_reduce_implementation(self, op, pairs, options):
@@ -399,6 +400,7 @@ def test_wrong_results(strategy_with):
         assert "expected a list of 2 results" in message
 
 
+@pytest.mark.one_size
 def test_wrong_classes(rank, size):
     for bad in ("NCCL", mpidist.CollectiveAllReduce, 1):
         for message in raises_everywhere(

@@ -280,6 +280,7 @@ def test_reduce_to_of_what_is_the_same(strategy, rank, size, in_cross_replica):
 @pytest.mark.parametrize(
     "destinations", ["", "nowhere", None, 3, ["a"], ("/rank:0/device:CPU:0",)]
 )
+@pytest.mark.one_size
 def test_wrong_destinations(strategy, rank, in_cross_replica, destinations):
     for call in (
         lambda s, x: s.extended.reduce_to("SUM", x, destinations),
@@ -292,6 +293,7 @@ def test_wrong_destinations(strategy, rank, in_cross_replica, destinations):
             assert "destinations must be" in message
 
 
+@pytest.mark.one_size
 def test_other_wrong_arguments(strategy, rank, in_cross_replica):
     options = mpidist.experimental.CommunicationOptions()
     for kind, call in (
@@ -594,6 +596,7 @@ def test_outputs_in_replica_functions(strategy, rank, size):
 
 
 @pytest.mark.parametrize("bad", [0, -1, True, 1.5, "2"])
+@pytest.mark.one_size
 def test_wrong_numbers_of_steps(strategy, rank, size, in_cross_replica, bad):
     kind = ValueError if bad in (0, -1) else TypeError
     raises_everywhere(

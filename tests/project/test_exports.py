@@ -344,6 +344,8 @@ def step(x: float) -> float:
 
     def merge(strategy: mpidist.Strategy, x: mpidist.PerReplica) -> None:
         y = strategy.extended.reduce_to("MEAN", x, v)
+        strategy.extended.reduce_to("MEAN", x, np.zeros(3))
+        strategy.extended.batch_reduce_to("SUM", zip([x], [v], strict=True))
         strategy.extended.update(v, assign, args=(y,))
 
     ctx.merge_call(merge, args=(total,))

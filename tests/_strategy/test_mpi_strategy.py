@@ -115,6 +115,7 @@ def test_many_strategies_can_be_made_and_closed(strategy, size):
         ),
     ],
 )
+@pytest.mark.one_size
 def test_bad_arguments(strategy, arguments, kind, text):
     with pytest.raises(kind, match=text):
         mpidist.MPIStrategy(**arguments)

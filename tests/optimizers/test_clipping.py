@@ -1,0 +1,45 @@
+"""The global norm of gradients, and clipping by it."""
+
+import numpy as np
+import pytest
+
+from mpidist.optimizers import (
+    clip_by_global_norm,
+)
+
+
+def test_clip_by_global_norm():
+    grads = {"a": np.array([3.0, 0.0]), "b": [np.float32(4), None], "c": np.ones((0,))}
+    clipped, norm = clip_by_global_norm(grads, 2.5)
+    assert norm == 5
+    assert norm.dtype == np.float64
+    np.testing.assert_array_equal(clipped["a"], [1.5, 0])
+    assert clipped["b"][0] == 2
+    assert clipped["b"][0].dtype == np.float32
+    assert clipped["b"][1] is None
+    np.testing.assert_array_equal(grads["a"], [3, 0])
+    same, norm = clip_by_global_norm(grads, 5.0)
+    np.testing.assert_array_equal(same["a"], grads["a"])
+
+
+def test_the_norm_is_computed_in_float64():
+    x = np.full(70_000, 1e30, np.float32)
+    (clipped,), norm = clip_by_global_norm([x], 1.0)
+    assert norm == pytest.approx(1e30 * np.sqrt(70_000), rel=1e-6)
+    assert clipped.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(clipped.astype(float)), 1, rtol=1e-6)
+    assert clip_by_global_norm([], 1.0) == ([], 0.0)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_norm_that_is_not_finite_gives_nan(bad):
+    (a, b), norm = clip_by_global_norm([np.array([1.0, bad]), np.ones(2)], 1.0)
+    assert not np.isfinite(norm)
+    assert np.isnan(a).all()
+    assert np.isnan(b).all()
+
+
+@pytest.mark.parametrize("clip", [0, -1, np.nan, "1", True])
+def test_a_clip_norm_that_makes_no_sense(clip):
+    with pytest.raises((TypeError, ValueError), match="`clip_norm`"):
+        clip_by_global_norm([np.ones(2)], clip)

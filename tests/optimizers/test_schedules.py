@@ -1,0 +1,42 @@
+"""Learning rates as functions of the step."""
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist.optimizers import (
+    SGD,
+    cosine_decay,
+    linear_warmup,
+    piecewise_constant,
+)
+
+
+def test_schedules():
+    cosine = cosine_decay(0.4, 10, alpha=0.1)
+    assert [cosine(0), cosine(10), cosine(99)] == pytest.approx([0.4, 0.04, 0.04])
+    assert cosine(5) == pytest.approx(0.4 * 0.55)
+    steps = piecewise_constant([2, 5], [1.0, 0.5, 0.1])
+    assert [steps(k) for k in range(7)] == [1, 1, 1, 0.5, 0.5, 0.5, 0.1]
+    warm = linear_warmup(steps, 4)
+    assert [warm(k) for k in range(5)] == [0.25, 0.5, 0.75, 0.5, 0.5]
+    assert linear_warmup(0.3, 2)(0) == 0.15
+    w = mpidist.Variable(np.zeros(1))
+    optimizer = SGD(steps)
+    rates = []
+    for _ in range(7):
+        rates.append(optimizer.learning_rate)
+        optimizer.apply_gradients([(np.ones(1), w)])
+    assert rates == [steps(k) for k in range(7)]
+    np.testing.assert_allclose(w.numpy(), -sum(rates))
+
+
+@pytest.mark.parametrize("rate", [np.nan, "x", None])
+def test_a_schedule_that_gives_no_number_changes_nothing(rate):
+    w = mpidist.Variable(np.ones(1))
+    optimizer = SGD(lambda step: 0.1 if step == 0 else rate)
+    optimizer.apply_gradients([(np.ones(1), w)])
+    with pytest.raises((TypeError, ValueError), match="at step 1, expected"):
+        optimizer.apply_gradients([(np.ones(1), w)])
+    assert int(optimizer.iterations) == 1
+    np.testing.assert_allclose(w.numpy(), 0.9)
