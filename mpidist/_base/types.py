@@ -93,6 +93,9 @@ class Array(Protocol):
     def sum(self, *args: Any, **kwargs: Any) -> Any:
         """Return the sum of its elements."""
 
+    def tolist(self) -> Any:
+        """Return its elements as Python objects, in nested lists."""
+
     def view(self, *args: Any, **kwargs: Any) -> Array:
         """Return the same memory, with another dtype."""
 

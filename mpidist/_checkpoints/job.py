@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mpidist._agreement import mismatch
 from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call
 from mpidist._base.errors import CheckpointError, format_exception
+from mpidist._base.types import Array
 from mpidist._checkpoints.contents import VariableItem
 from mpidist._engine.collectives import Collectives
 from mpidist._runtime import context
@@ -102,13 +103,13 @@ class Job:
         failure.add_note(f"[rank {self.rank}] raised here because rank 0 raised it")
         raise failure
 
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
+    def scope(self) -> contextlib.AbstractContextManager[None]:
         """Return the scope of the strategy, unless it is the default one."""
         if self.group.is_mpi:
             return context.scope(self.group)
         return contextlib.nullcontext()
 
-    def assign(self, item: VariableItem, value: Any) -> None:
+    def assign(self, item: VariableItem, value: Array) -> None:
         """Assign a value that all ranks have; collective for ON_READ variables."""
         variable = item.variable
         if item.on_read:

@@ -104,7 +104,7 @@ class CheckpointManager:
         """
         return self._entries[-1].path if self._entries else None
 
-    def save(self, checkpoint_number: Any = None) -> str:
+    def save(self, checkpoint_number: object = None) -> str:
         """Save a new checkpoint, then delete the oldest. Collective.
 
         At program level.
@@ -237,8 +237,10 @@ def _warn(path: str, reason: str) -> None:
     )
 
 
-def _as_number(given: Any) -> int:
-    x = given if isinstance(given, int) else getattr(given, "numpy", lambda: given)()
+def _as_number(given: object) -> int:
+    x: Any = given  # what has `numpy()`, and what that returns, is the user's
+    if not isinstance(given, int) and hasattr(given, "numpy"):
+        x = given.numpy()
     if isinstance(x, bool) or not (
         isinstance(x, int)
         or (backend.is_array(x) and x.ndim == 0 and x.dtype.kind in "iu")

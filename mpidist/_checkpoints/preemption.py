@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Final
 
 from mpidist._agreement.mismatch import Call
@@ -26,6 +27,7 @@ from mpidist._checkpoints.manager import CheckpointManager
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
 _EXIT_CODE: Final = 42  # the same as TensorFlow's
 _GO_ON, _TOLD, _TIME_IS_UP = range(3)
+_Handler = Callable[[int, FrameType | None], object] | int | None
 _COUNTER: Final = "total_run_calls"
 
 
@@ -44,9 +46,9 @@ class TerminationConfig:
     """
 
     termination_watcher_fn: Callable[[], bool] | None = None
-    exit_fn: Callable[[], Any] | None = None
+    exit_fn: Callable[[], object] | None = None
     grace_period: float | None = None
-    save_fn: Callable[..., Any] | None = None
+    save_fn: Callable[..., object] | None = None
 
 
 class PreemptionCheckpointHandler:
@@ -79,7 +81,7 @@ class PreemptionCheckpointHandler:
 
     def __init__(
         self,
-        cluster_resolver: Any,
+        cluster_resolver: object,
         checkpoint_or_checkpoint_manager: Checkpoint | CheckpointManager,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         termination_config: TerminationConfig | None = None,
@@ -119,7 +121,7 @@ class PreemptionCheckpointHandler:
         )
         self._manager.restore_or_initialize()
         self._told_at: float | None = None
-        self._previous: dict[int, Any] = {}
+        self._previous: dict[int, _Handler] = {}
         if watches:
             self._watch()
 
@@ -185,7 +187,7 @@ class PreemptionCheckpointHandler:
         return _TIME_IS_UP if waited >= (self._config.grace_period or 0.0) else _TOLD
 
     def _watch(self) -> None:
-        def told(number: int, frame: Any) -> None:
+        def told(number: int, frame: FrameType | None) -> None:
             if self._told_at is None:
                 self._told_at = time.monotonic()
 

@@ -22,7 +22,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -40,7 +40,7 @@ from mpidist._checkpoints import contents, replace, storage
 from mpidist._checkpoints.contents import Item, SavedState, StateItem, VariableItem
 from mpidist._checkpoints.job import Job
 from mpidist._checkpoints.state_json import Json, State
-from mpidist._checkpoints.storage import CheckpointFiles, Snapshot
+from mpidist._checkpoints.storage import CheckpointFiles, FileFormat, Snapshot
 from mpidist._mpi import job as mpi_job
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
@@ -89,8 +89,8 @@ class SavedObjects:
 
     def save(
         self,
-        path: Any,
-        file_format: Any,
+        path: object,
+        file_format: FileFormat,
         name: str,
         *,
         details: str = "",
@@ -101,20 +101,19 @@ class SavedObjects:
         """Save all objects. Collective.
 
         Args:
-            path: the path of the directory; any object that the user passed.
-            file_format: the format of the array file, likewise.
+            path: the path of the directory, as the user passed it.
+            file_format: the format of the array file, as the user passed it.
             name: the name of the call.
             details: other data that must be the same on all ranks.
             after: the time in the manifest must be later than this, in ns.
             before_writing: called on rank 0 before it writes.
             afterwards: called on rank 0 when the checkpoint is complete.
         """
-        job, items = self._begin(name, path, details)
+        job, items, target = self._begin(name, path, details)
         job.attempt(lambda: _check_variables(items))
         snapshot = _take(job, items)
 
         def write() -> Saved:
-            target = os.fspath(path)
             storage.check_format(snapshot.arrays, file_format)
             before_writing()
             saved_at = max(time.time_ns(), after + 1)
@@ -129,14 +128,14 @@ class SavedObjects:
 
         return job.on_rank_0(write)
 
-    def read(self, path: Any, partial: bool, name: str) -> Found:
+    def read(self, path: object, partial: bool, name: str) -> Found:
         """Read and verify a checkpoint on rank 0; nothing changes yet. Collective."""
-        job, items = self._begin(name, path, f", partial={bool(partial)}")
+        job, items, source = self._begin(name, path, f", partial={bool(partial)}")
         alike = _alike_now(job, items)
         arrays: dict[str, HostArray] = {}
 
         def read() -> tuple[list[str], dict[str, SavedState]]:
-            files = CheckpointFiles(os.fspath(path))
+            files = CheckpointFiles(source)
             replicas = files.manifest.replicas
             saved = {
                 state_name: SavedState(values, replicas, alike.get(state_name, True))
@@ -193,20 +192,22 @@ class SavedObjects:
                 )
         return Job(group, name), items
 
-    def _begin(self, name: str, path: Any, details: str) -> tuple[Job, list[Item]]:
-        """Find the items, and check that all ranks have the same, and the same path."""
+    def _begin(
+        self, name: str, path: object, details: str
+    ) -> tuple[Job, list[Item], str]:
+        """Find the items; check that all ranks have the same, and the same path."""
         job, items = self._find(name)
 
-        def check() -> str | bytes:
-            if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-                raise TypeError(
-                    f"{name}: expected a path, a str or `os.PathLike`, got {path!r}"
-                )
-            return os.fspath(path)
+        def check() -> str:
+            if isinstance(path, (str, os.PathLike)) and os.fspath(path):
+                return os.fsdecode(path)
+            raise TypeError(
+                f"{name}: expected a path, a str or `os.PathLike`, got {path!r}"
+            )
 
-        text = job.attempt(check)
-        job.agree(f" of {{{', '.join(map(str, items))}}} at {text!r}{details}")
-        return job, items
+        target = job.attempt(check)
+        job.agree(f" of {{{', '.join(map(str, items))}}} at {target!r}{details}")
+        return job, items, target
 
 
 def _group_of(items: list[Item], name: str) -> ReplicaGroup | None:

@@ -5,36 +5,38 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, Final
 
 import numpy as np
 
 from mpidist._base import backend, nest
+from mpidist._base.types import Array, HostArray, Nest
 
 _DLPACK_CPU: Final = (1, 3, 11)  # host memory, and page-locked host memory
 
 
 @dataclasses.dataclass
-class Block:
+class RowBlock:
     """The leaves of a nest of arrays, and its structure."""
 
-    leaves: list[Any]
+    leaves: Sequence[Array]
     structure: nest.Structure
 
-    def nest(self) -> Any:
+    def nest(self) -> Nest:
         """Return the nest."""
         return self.structure.unflatten(self.leaves)
 
-    def part(self, start: int, stop: int) -> Block:
+    def part(self, start: int, stop: int) -> RowBlock:
         """Return some of the rows, as views."""
-        return Block([leaf[start:stop] for leaf in self.leaves], self.structure)
+        return RowBlock([leaf[start:stop] for leaf in self.leaves], self.structure)
 
-    def row(self, index: int) -> Any:
+    def row(self, index: int) -> Nest:
         """Return the nest of one row."""
         return self.structure.unflatten([leaf[index] for leaf in self.leaves])
 
 
-def as_leaf(x: Any, call: str) -> Any:
+def as_leaf(x: Any, call: str) -> Array:
     """Return a leaf as a NumPy or CuPy array, without a copy if possible.
 
     Args:
@@ -45,29 +47,31 @@ def as_leaf(x: Any, call: str) -> Any:
     Raises:
         TypeError: if a leaf is neither an array nor a number.
     """
+    leaf: Array
     if type(x) is np.ndarray and x.dtype.isnative:
         return x  # the most common case: one for each row of a `map`
     if backend.is_device_array(x):
-        return x
-    if isinstance(x, np.ma.MaskedArray):
-        return backend.as_array(x, call)[0]  # raises, with the reason
-    if isinstance(x, (np.ndarray, np.generic)):
+        leaf = x
+        return leaf
+    masked = isinstance(x, np.ma.MaskedArray)  # which `as_array` refuses
+    if isinstance(x, (np.ndarray, np.generic)) and not masked:
         return native(np.asarray(x))
-    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+    if not masked and hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return _from_dlpack(x, call)
-    if hasattr(x, "__array__") and not hasattr(type(x), "_as_component"):
+    if not masked and hasattr(x, "__array__") and not hasattr(type(x), "_as_component"):
         return native(np.asarray(x))
-    return backend.as_array(x, call)[0]
+    leaf, _ = backend.as_array(x, call)
+    return leaf
 
 
-def _from_dlpack(x: Any, call: str) -> Any:
+def _from_dlpack(x: Any, call: str) -> Array:
     if hasattr(x, "detach"):
         x = x.detach()  # torch does not export tensors that require a gradient
-    module: Any = np
+    module: ModuleType = np
     if int(x.__dlpack_device__()[0]) not in _DLPACK_CPU:
         module = sys.modules.get("cupy", np)
     try:
-        return module.from_dlpack(x)
+        leaf: Array = module.from_dlpack(x)
     except Exception as error:
         kind = type(x)
         raise TypeError(
@@ -75,20 +79,21 @@ def _from_dlpack(x: Any, call: str) -> Any:
             f"{getattr(x, 'dtype', '?')} over DLPack ({error}); convert it to a dtype "
             "that NumPy has, on the host or, where CuPy is in use, on the GPU"
         ) from error
+    return leaf
 
 
-def native(x: Any) -> Any:
+def native(x: HostArray) -> HostArray:
     """Return a NumPy array in this machine's byte order."""
     return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
 
 
-def block_of(element: Any, call: str) -> Block:
+def block_of(element: Nest, call: str) -> RowBlock:
     """Return an element of a source, with its leaves as arrays."""
     leaves, structure = nest.flatten(element)
-    return Block([as_leaf(leaf, call) for leaf in leaves], structure)
+    return RowBlock([as_leaf(leaf, call) for leaf in leaves], structure)
 
 
-def count_rows(block: Block, call: str, replicas: int) -> int:
+def count_rows(block: RowBlock, call: str, replicas: int) -> int:
     """Return the common first dimension of a global batch.
 
     Raises:
@@ -112,12 +117,12 @@ def count_rows(block: Block, call: str, replicas: int) -> int:
     return int(shapes[0][0])
 
 
-def describe_block(block: Block) -> str:
+def describe_block(block: RowBlock) -> str:
     """Return for example ``{'x': float32 (8, 3)}``."""
     return block.structure.render([backend.describe(leaf) for leaf in block.leaves])
 
 
-def stack(rows: Sequence[Any], call: str) -> Block:
+def stack(rows: Sequence[Nest], call: str) -> RowBlock:
     """Stack rows, which are nests.
 
     Raises:
@@ -141,21 +146,21 @@ def stack(rows: Sequence[Any], call: str) -> Block:
                 "them in a `map` before"
             )
     leaves = [backend.module_of(column[0]).stack(column) for column in columns]
-    return Block(leaves, first.structure)
+    return RowBlock(leaves, first.structure)
 
 
-def join(blocks: Sequence[Block]) -> Block:
+def join(blocks: Sequence[RowBlock]) -> RowBlock:
     """Concatenate blocks into one."""
     if len(blocks) == 1:
         return blocks[0]
     columns = zip(*(block.leaves for block in blocks), strict=True)
-    return Block(
+    return RowBlock(
         [backend.module_of(column[0]).concatenate(column) for column in columns],
         blocks[0].structure,
     )
 
 
-def gather(x: Any, indices: Any) -> Any:
+def gather(x: Any, indices: HostArray) -> Array:
     """Read rows of an array, or of anything with ``shape`` and slices of rows.
 
     Reads no other rows. The result is a new array.
@@ -171,10 +176,12 @@ def gather(x: Any, indices: Any) -> Any:
     ):
         part = x[first : first + count]
         if backend.is_device_array(part):
-            return part.copy()
+            copy: Array = part.copy()
+            return copy
         return native(np.array(part))
     if backend.is_device_array(x):
-        return x[backend.like(x, indices)]
+        rows: Array = x[backend.like(x, indices)]
+        return rows
     if isinstance(x, np.ndarray):
         return native(np.asarray(x[indices]))
     # HDF5 needs increasing indices, others support only slices: read runs of rows.

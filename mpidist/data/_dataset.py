@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpidist._base import backend, nest
+from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist.data import _stages
@@ -37,10 +38,10 @@ class Dataset:
             )
         self._stage = stage
         self._iterations = 0
-        self._spec: Any = None
+        self._spec: Nest | None = None
 
     @staticmethod
-    def from_tensor_slices(tensors: Any) -> Dataset:
+    def from_tensor_slices(tensors: Nest) -> Dataset:
         """Create a dataset from the rows of arrays.
 
         Args:
@@ -74,7 +75,7 @@ class Dataset:
         return Dataset(_stages.Slices(arrays, structure))
 
     @staticmethod
-    def _of_numpy(group: ReplicaGroup, arrays: Any) -> Dataset:
+    def _of_numpy(group: ReplicaGroup, arrays: Nest) -> Dataset:
         """Run `Strategy.experimental_make_numpy_dataset`, without communication.
 
         Args:
@@ -146,7 +147,7 @@ class Dataset:
             count = _as_count("repeat", "count", count, least=0)
         return Dataset(_stages.Repeat(self._stage, None if count == -1 else count))
 
-    def map(self, fn: Callable[..., Any]) -> Dataset:
+    def map(self, fn: Callable[..., Nest]) -> Dataset:
         """Apply a function to each element.
 
         Before `batch` the function gets one row; after `batch` it gets a batch. In the
@@ -194,7 +195,7 @@ class Dataset:
         return Dataset(_stages.Prefetch(self._stage, size))
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> Nest:
         """The nest of `ArraySpec` of an element.
 
         After a `map` it is found by applying the function to the first row.
@@ -227,10 +228,10 @@ class Dataset:
             raise TypeError("Dataset: a dataset without end has no len()")
         return self._stage.size
 
-    def __iter__(self) -> Iterator[Any]:
-        turn = (self._iterations,)
+    def __iter__(self) -> Iterator[Nest]:
+        in_pass = (self._iterations,)
         self._iterations += 1
-        elements = _read(self._stage, turn)
+        elements = _read(self._stage, in_pass)
         if self._stage.depth:
             return Prefetcher(elements, self._stage.depth)
         return elements
@@ -239,10 +240,10 @@ class Dataset:
         return f"<mpidist.data.Dataset of {self._stage.text}>"
 
 
-def _read(stage: Stage, turn: _stages.Pass) -> Iterator[Any]:
+def _read(stage: Stage, in_pass: _stages.Pass) -> Iterator[Nest]:
     index = 0
     while index < stage.size:
-        yield stage.elements(np.array([index]), turn)[0]
+        yield stage.elements(np.array([index]), in_pass)[0]
         index += 1
 
 
@@ -251,7 +252,7 @@ def stage_of(dataset: Dataset) -> Stage:
     return dataset._stage
 
 
-def _stack_lists(tree: Any) -> Any:
+def _stack_lists(tree: Nest) -> Nest:
     if isinstance(tree, list):
         parts = [
             as_leaf(_stack_lists(part), "experimental_make_numpy_dataset")
@@ -263,12 +264,12 @@ def _stack_lists(tree: Any) -> Any:
     if isinstance(tree, dict):
         return type(tree)({key: _stack_lists(part) for key, part in tree.items()})
     if isinstance(tree, tuple):
-        parts = [_stack_lists(part) for part in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+        items = [_stack_lists(part) for part in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
     return tree
 
 
-def _lists_to_arrays(tree: Any) -> Any:
+def _lists_to_arrays(tree: Nest) -> Nest:
     """Convert lists of numbers in a nest to arrays."""
     if isinstance(tree, list):
         if _holds_numbers(tree):
@@ -282,13 +283,13 @@ def _lists_to_arrays(tree: Any) -> Any:
     return tree
 
 
-def _holds_numbers(tree: Any) -> bool:
+def _holds_numbers(tree: Nest) -> bool:
     if isinstance(tree, list):
         return bool(tree) and all(_holds_numbers(part) for part in tree)
     return isinstance(tree, (bool, int, float, complex, str, np.generic))
 
 
-def _is_row_source(x: Any) -> bool:
+def _is_row_source(x: object) -> bool:
     return (
         hasattr(x, "__getitem__")
         and hasattr(x, "__len__")
@@ -311,7 +312,7 @@ def _as_array_like(x: Any, call: str) -> Any:
     return x
 
 
-def _as_count(method: str, name: str, value: Any, *, least: int) -> int:
+def _as_count(method: str, name: str, value: object, *, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(
             f"Dataset.{method}: expected `{name}` to be an int, got {value!r} of type "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from typing import Any, Final
+from typing import Final
 
 from mpidist._base import nest
 from mpidist.data._feed import Feed
@@ -15,6 +15,7 @@ _MOST_BATCHES: Final = 100_000
 # With more replicas than this, replicas with the same numbers share a table row.
 _MOST_PLACES: Final = 16
 _WIDTH: Final = 92
+Cells = list[str | int]
 
 
 def describe_feed(feed: Feed) -> str:
@@ -148,9 +149,9 @@ def _table(feed: Feed, sizes: dict[int, int] | None) -> list[str]:
     head = ["replica", *(f"of {rows} rows" for rows in shown)]
     if sizes:
         head.append("in an epoch")
-    rows: list[tuple[int, list[Any]]] = []
+    rows: list[tuple[int, Cells]] = []
     for replica in range(feed.replicas):
-        cells: list[Any] = [_piece(feed, size, replica) for size in shown]
+        cells: Cells = [_range(feed, size, replica) for size in shown]
         if sizes:
             cells.append(
                 sum(
@@ -176,8 +177,8 @@ def _table(feed: Feed, sizes: dict[int, int] | None) -> list[str]:
     ]
 
 
-def _grouped(rows: list[tuple[int, list[Any]]]) -> list[tuple[int, int, list[Any]]]:
-    groups: list[tuple[int, int, list[Any]]] = []
+def _grouped(rows: list[tuple[int, Cells]]) -> list[tuple[int, int, Cells]]:
+    groups: list[tuple[int, int, Cells]] = []
     for replica, cells in rows:
         if groups and groups[-1][2] == cells:
             groups[-1] = (groups[-1][0], replica, cells)
@@ -191,7 +192,7 @@ def _count(feed: Feed, rows: int, replica: int) -> int:
     return stop - start
 
 
-def _piece(feed: Feed, rows: int, replica: int) -> str:
+def _range(feed: Feed, rows: int, replica: int) -> str:
     start, stop = feed.split(rows, replica)
     if start == stop:
         return "0"

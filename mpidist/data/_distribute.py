@@ -8,6 +8,7 @@ from typing import Any
 from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call
 from mpidist._base.options import debugging
+from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist.data._dataset import Dataset
@@ -46,7 +47,7 @@ class DistributedDataset:
 
     @staticmethod
     def _of_batches(
-        group: ReplicaGroup, dataset: Any, options: InputOptions | None
+        group: ReplicaGroup, dataset: object, options: InputOptions | None
     ) -> DistributedDataset:
         """Run `Strategy.experimental_distribute_dataset`. Collective."""
         return _distribute_dataset(group, dataset, options)
@@ -54,7 +55,7 @@ class DistributedDataset:
     @staticmethod
     def _of_function(
         group: ReplicaGroup,
-        dataset_fn: Callable[[InputContext], Any],
+        dataset_fn: Callable[[InputContext], object],
         options: InputOptions | None,
         call: str = "distribute_datasets_from_function",
         *,
@@ -78,7 +79,7 @@ class DistributedDataset:
         return DistributedIterator(self._feed)
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> Nest:
         """The nest of `mpidist.data.ArraySpec` of a replica's part of an element.
 
         Raises:
@@ -147,7 +148,7 @@ class DistributedDataset:
 
 
 def _distribute_dataset(
-    group: ReplicaGroup, dataset: Any, options: InputOptions | None
+    group: ReplicaGroup, dataset: object, options: InputOptions | None
 ) -> DistributedDataset:
     call = "experimental_distribute_dataset"
     context.require_program_level(group, call)
@@ -207,7 +208,7 @@ def _many(source: Source) -> str:
 
 def _distribute_from_function(
     group: ReplicaGroup,
-    dataset_fn: Callable[[InputContext], Any],
+    dataset_fn: Callable[[InputContext], object],
     options: InputOptions | None,
     call: str,
     *,
@@ -256,7 +257,7 @@ def _distribute_from_function(
     )
 
 
-def _source_of_function(made: Any, call: str, functions: bool) -> Source:
+def _source_of_function(made: object, call: str, functions: bool) -> Source:
     if (
         functions
         and callable(made)
@@ -267,7 +268,7 @@ def _source_of_function(made: Any, call: str, functions: bool) -> Source:
     return source_of(made, f"{call}: the function's dataset")
 
 
-def _check_options(options: Any, call: str) -> InputOptions:
+def _check_options(options: object, call: str) -> InputOptions:
     if options is None:
         return InputOptions()
     if not isinstance(options, InputOptions):

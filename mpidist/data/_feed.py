@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from typing import Any
 
 import numpy as np
 
 from mpidist._base import backend, nest
 from mpidist._base.errors import CollectiveMismatchError, format_ranks, on_rank
+from mpidist._base.types import Array, DType, Nest, Shape
 from mpidist._engine.collectives import Collectives
 from mpidist._runtime.group import ReplicaGroup
-from mpidist.data._blocks import Block
+from mpidist.data._blocks import RowBlock
 from mpidist.data._records import ArraySpec, AutoShardPolicy
 from mpidist.data._sharding import split_as_it_comes, split_by_plan
 from mpidist.data._sources import Source
@@ -27,24 +27,24 @@ class Spec:
     """
 
     structure: nest.Structure
-    dtypes: tuple[Any, ...]
-    shapes: tuple[tuple[int, ...], ...]  # full shapes, of an array with 0 rows
+    dtypes: tuple[DType, ...]
+    shapes: tuple[Shape, ...]  # full shapes, of an array with 0 rows
 
     @classmethod
-    def of(cls, block: Block) -> Spec:
+    def of(cls, block: RowBlock) -> Spec:
         """Return the spec of a block with any number of rows."""
         shapes = tuple((0, *map(int, leaf.shape[1:])) for leaf in block.leaves)
         return cls(block.structure, tuple(x.dtype for x in block.leaves), shapes)
 
-    def empty(self) -> Block:
+    def empty(self) -> RowBlock:
         """Return arrays without rows, on the host."""
         leaves = [
             np.empty(shape, dtype)
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]
-        return Block(leaves, self.structure)
+        return RowBlock(leaves, self.structure)
 
-    def nest(self) -> Any:
+    def nest(self) -> Nest:
         """Return the nest of `ArraySpec`."""
         return self.structure.unflatten(
             [
@@ -53,16 +53,18 @@ class Spec:
             ]
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         skeleton = self.structure.unflatten(range(len(self.dtypes)))
         return _rebuild_spec, (skeleton, self.dtypes, self.shapes)
 
 
-def _rebuild_spec(skeleton: Any, dtypes: Any, shapes: Any) -> Spec:
+def _rebuild_spec(
+    skeleton: Nest, dtypes: tuple[DType, ...], shapes: tuple[Shape, ...]
+) -> Spec:
     return Spec(nest.flatten(skeleton)[1], dtypes, shapes)
 
 
-def spec_from_nest(specs: Any) -> Spec | None:
+def spec_from_nest(specs: Nest) -> Spec | None:
     """Return the spec for a nest of `ArraySpec` of batches."""
     leaves, structure = nest.flatten(specs)
     shapes = [leaf.shape[1:] for leaf in leaves]
@@ -75,7 +77,7 @@ def spec_from_nest(specs: Any) -> Spec | None:
     )
 
 
-def describe(block: Block) -> str:
+def describe(block: RowBlock) -> str:
     """Return the text that must be the same on all ranks: ``{'x': float32 (*, *)}``.
 
     A scalar is shown as a column, because a rank without rows has a column for it.
@@ -135,16 +137,17 @@ class Feed:
         self.iterations += 1
         return self.iterations - 1
 
-    def place(self, leaf: Any) -> Any:
+    def place(self, leaf: Array) -> Array:
         """Return an array on the device where it belongs."""
         device = self.collectives.device
         if not self.to_device or device.kind == "cpu" or backend.is_device_array(leaf):
             return leaf
         if leaf.dtype.kind not in "biufcV":
             return leaf  # of strings, for example: a GPU cannot hold it
-        return backend.place(leaf, device)
+        placed: Array = backend.place(leaf, device)
+        return placed
 
-    def element_spec(self) -> Any:
+    def element_spec(self) -> Nest:
         """Return the nest of specs of a replica's part.
 
         Raises:

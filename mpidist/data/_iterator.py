@@ -18,35 +18,38 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from mpidist._agreement.mismatch import Call, fingerprint
-from mpidist._base import backend
+from mpidist._base import backend, nest
 from mpidist._base.errors import format_ranks, on_rank
+from mpidist._base.types import DType, Nest
 from mpidist._runtime import context
 from mpidist._values.distributed import PerReplica
-from mpidist.data._blocks import Block, count_rows
+from mpidist.data._blocks import RowBlock, count_rows
 from mpidist.data._feed import Feed, Spec, describe
 from mpidist.data._prefetch import Prefetcher
 from mpidist.data._records import UNKNOWN_CARDINALITY, Optional, OutOfRangeError
-from mpidist.data._sources import Stream, whole_block
+from mpidist.data._sources import SourceState, Stream, whole_block
 
 _FORMAT: Final = 1
 _NO_SPEC: Final = pickle.dumps((None, None))
+# Structure, dtypes, numbers of dimensions.
+_CallKey = tuple[nest.Structure, tuple[DType, ...], tuple[int, ...]]
 
 
 @dataclasses.dataclass
-class _Piece:
+class _RankPart:
     """This rank's part of an element.
 
     Attributes:
         rows: rows of the global batch, or of this rank's batch if each rank has its own
             input.
         block: this rank's rows; None if there are none and their spec is unknown.
-        mark: the state of the source after this element, if it is cheap to get.
+        source_state: the state of the source after this element, if it is cheap to get.
         checksum: the checksum of the whole batch, if batches are compared.
     """
 
     rows: int
-    block: Block | None
-    mark: Any = None
+    block: RowBlock | None
+    source_state: SourceState = None
     checksum: int = 0
 
 
@@ -63,32 +66,34 @@ class DistributedIterator:
         self._feed = feed
         self._start(feed.next_iteration(), 0)
 
-    def _start(self, iteration: int, position: int, mark: Any = None) -> None:
+    def _start(
+        self, iteration: int, position: int, source_state: SourceState = None
+    ) -> None:
         """Go to the position before an element of an iteration."""
         self._iteration = iteration
         self._position = position
-        self._mark = mark
+        self._source_state = source_state
         self._stream: Stream | None = None
-        self._ahead: Prefetcher[_Piece] | None = None
+        self._ahead: Prefetcher[_RankPart] | None = None
         self._waiting = False  # a piece was read but not returned
-        self._piece: _Piece | None = None
+        self._piece: _RankPart | None = None
         self._failure = ""
         what = f"next(iterator) of dataset #{self._feed.number}, iteration {iteration}"
         self._call = Call(what)
-        self._calls: dict[Any, Call] = {}
+        self._calls: dict[_CallKey, Call] = {}
 
     # --- elements -------------------------------------------------------------
 
     def __iter__(self) -> DistributedIterator:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Nest:
         found, element = self._step("next(iterator)")
         if not found:
             raise StopIteration
         return element
 
-    def get_next(self) -> Any:
+    def get_next(self) -> Nest:
         """Return the next element. Collective.
 
         Raises:
@@ -112,11 +117,11 @@ class DistributedIterator:
         return Optional(element, has_value=found)
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> Nest:
         """The nest of `mpidist.data.ArraySpec` of a replica's part of an element."""
         return self._feed.element_spec()
 
-    def initialize(self) -> list[Any]:
+    def initialize(self) -> list[object]:
         """Start again at the first element. Collective.
 
         For TensorFlow 1 code. Returns an empty list: there are no operations to run.
@@ -129,7 +134,7 @@ class DistributedIterator:
         return []
 
     @property
-    def initializer(self) -> Callable[[], list[Any]]:
+    def initializer(self) -> Callable[[], list[object]]:
         """The method `initialize`: call it, on every rank, to start again.
 
         Accessing it has no effect, and a new iterator is at its first element:
@@ -149,7 +154,7 @@ class DistributedIterator:
         another. Not collective; in a checkpoint the state of one rank is enough.
         """
         source = self._feed.source
-        own = self._mark
+        own = self._source_state
         if not source.again and self._stream is not None and not self._is_ahead():
             own = self._stream.state()
         # All ranks read the same global batches: one state, for any number of ranks.
@@ -230,7 +235,7 @@ class DistributedIterator:
                 "restore an iterator of a new source"
             )
 
-    def _check_state(self, state: Any) -> tuple[int, int, Any]:
+    def _check_state(self, state: object) -> tuple[int, int, SourceState]:
         feed, call = self._feed, "DistributedIterator.restore"
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
             raise ValueError(
@@ -278,7 +283,7 @@ class DistributedIterator:
 
     # --- a step ---------------------------------------------------------------
 
-    def _step(self, name: str) -> tuple[bool, Any]:
+    def _step(self, name: str) -> tuple[bool, Nest]:
         feed = self._feed
         if context.depth() and context.current().level is context.Level.REPLICA:
             raise ValueError(
@@ -319,10 +324,10 @@ class DistributedIterator:
         self._position += 1
         if piece is not None:
             self._waiting, self._piece = False, None
-            self._mark = piece.mark
+            self._source_state = piece.source_state
         return True, self._wrap(piece)
 
-    def _wrap(self, piece: _Piece | None) -> Any:
+    def _wrap(self, piece: _RankPart | None) -> Nest:
         feed = self._feed
         block = None if piece is None else piece.block
         if block is not None:
@@ -341,14 +346,14 @@ class DistributedIterator:
             ]
         )
 
-    def _call_for(self, piece: _Piece | None) -> Call:
+    def _call_for(self, piece: _RankPart | None) -> Call:
         """Return the call that this rank is about to make, with its elements' spec."""
         spec = self._feed.spec
         if spec is None:
             return self._call
         block = None if piece is None else piece.block
         if block is None:
-            key: Any = (spec.structure, spec.dtypes, tuple(map(len, spec.shapes)))
+            key: _CallKey = (spec.structure, spec.dtypes, tuple(map(len, spec.shapes)))
         else:
             leaves = block.leaves
             dtypes = tuple(leaf.dtype for leaf in leaves)
@@ -380,12 +385,12 @@ class DistributedIterator:
 
     # --- reading --------------------------------------------------------------
 
-    def _read(self) -> _Piece | None:
+    def _read(self) -> _RankPart | None:
         feed = self._feed
         if self._stream is None:
             self._stream = feed.source.open(self._iteration)
             if self._position:
-                self._stream.seek(self._position, self._mark)
+                self._stream.seek(self._position, self._source_state)
         if not feed.source.depth:
             return _read_piece(feed, self._stream)
         if self._ahead is None:
@@ -408,7 +413,7 @@ class DistributedIterator:
             self._ahead.close(wait=wait)
             self._ahead = None
 
-    def _compare(self, name: str, piece: _Piece | None) -> None:
+    def _compare(self, name: str, piece: _RankPart | None) -> None:
         """Check that all ranks have the same global batch (``MPIDIST_DEBUG=1``)."""
         collectives = self._feed.collectives
         own = 0 if piece is None else piece.checksum
@@ -454,15 +459,15 @@ def _rows(batch_size: int | None) -> str:
     return "any number of rows" if batch_size is None else f"{batch_size} rows"
 
 
-def _read_piece(feed: Feed, stream: Stream) -> _Piece | None:
+def _read_piece(feed: Feed, stream: Stream) -> _RankPart | None:
     """Read this rank's part of the next element. May run in a thread; no MPI."""
     opened = stream.read()
     if opened is None:
         return None
     source = feed.source
-    mark = stream.state() if source.again else None
+    source_state = stream.state() if source.again else None
     if feed.policy is None:
-        return _Piece(opened.rows, whole_block(opened), mark)
+        return _RankPart(opened.rows, whole_block(opened), source_state)
     rows, checksum = opened.rows, 0
     if opened.whole is not None:
         rows = count_rows(
@@ -473,15 +478,15 @@ def _read_piece(feed: Feed, stream: Stream) -> _Piece | None:
     if source.batch_size is None:
         source.batch_size = rows
     start, stop = feed.split(rows, feed.collectives.comm.rank)
-    return _Piece(rows, opened.read(start, stop), mark, checksum)
+    return _RankPart(rows, opened.read(start, stop), source_state, checksum)
 
 
-def _read_all(feed: Feed, stream: Stream) -> Iterator[_Piece]:
+def _read_all(feed: Feed, stream: Stream) -> Iterator[_RankPart]:
     while (piece := _read_piece(feed, stream)) is not None:
         yield piece
 
 
-def _checksum(block: Block) -> int:
+def _checksum(block: RowBlock) -> int:
     texts = [
         repr(leaf.tolist())
         if leaf.dtype.kind not in "biufcV"
@@ -491,7 +496,7 @@ def _checksum(block: Block) -> int:
     return fingerprint(block.structure.render(texts)) or 1
 
 
-def _same_shapes(spec: Spec | None, block: Block) -> bool:
+def _same_shapes(spec: Spec | None, block: RowBlock) -> bool:
     return spec is not None and all(
         shape[1:] == leaf.shape[1:]
         for shape, leaf in zip(spec.shapes, block.leaves, strict=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, Final
+from typing import Final
+
+from mpidist._base.types import DType, Nest
 
 INFINITE_CARDINALITY: Final = -1
 UNKNOWN_CARDINALITY: Final = -2
@@ -53,7 +55,7 @@ class ArraySpec:
     """
 
     shape: tuple[int | None, ...]
-    dtype: Any
+    dtype: DType
 
     def __repr__(self) -> str:
         return f"ArraySpec(shape={self.shape}, dtype={self.dtype})"
@@ -224,7 +226,7 @@ class Optional:
 
     __slots__ = ("_element", "_has_value")
 
-    def __init__(self, element: Any = None, *, has_value: bool = False) -> None:
+    def __init__(self, element: Nest = None, *, has_value: bool = False) -> None:
         self._element = element
         self._has_value = has_value
 
@@ -232,7 +234,7 @@ class Optional:
         """Return whether there is an element."""
         return self._has_value
 
-    def get_value(self) -> Any:
+    def get_value(self) -> Nest:
         """Return the element.
 
         Raises:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from mpidist._base import backend, nest
-from mpidist.data._blocks import Block, block_of
+from mpidist._base.types import Array, Nest
+from mpidist.data._blocks import RowBlock, block_of
 from mpidist.data._dataset import Dataset, stage_of
 from mpidist.data._records import (
     INFINITE_CARDINALITY,
@@ -22,17 +23,20 @@ from mpidist.data._records import (
 )
 from mpidist.data._stages import INFINITE, Opened, Stage
 
+SourceState: TypeAlias = Any
+"""The state of a user's input, as JSON; None if it has none."""
+
 
 class Stream(Protocol):
     """Reads elements in order."""
 
-    def seek(self, position: int, state: Any = None) -> None:
+    def seek(self, position: int, state: SourceState = None) -> None:
         """Go to the element with this number; ``state`` is the `state` there."""
 
     def read(self) -> Opened | None:
         """Return the next element, or None at the end."""
 
-    def state(self) -> Any:
+    def state(self) -> SourceState:
         """Return the source's own state at its position; None if it has none."""
 
 
@@ -55,7 +59,7 @@ class Source(Protocol):
     depth: int
     again: bool
     one_shot: bool
-    spec: Any
+    spec: Nest | None
 
     def cardinality(self) -> int:
         """Return the number of elements, or one of the two constants."""
@@ -89,19 +93,19 @@ class DatasetSource:
 class _StageStream:
     def __init__(self, stage: Stage, iteration: int) -> None:
         self._stage = stage
-        self._turn = (iteration,)
+        self._pass = (iteration,)
         self._position = 0
 
-    def seek(self, position: int, state: Any = None) -> None:
+    def seek(self, position: int, state: SourceState = None) -> None:
         self._position = position
 
     def read(self) -> Opened | None:
         if self._position >= self._stage.size:
             return None
         self._position += 1
-        return self._stage.open(self._position - 1, self._turn)
+        return self._stage.open(self._position - 1, self._pass)
 
-    def state(self) -> Any:
+    def state(self) -> SourceState:
         return None
 
 
@@ -137,7 +141,7 @@ class _SequenceStream:
         self._source = source
         self._position = 0
 
-    def seek(self, position: int, state: Any = None) -> None:
+    def seek(self, position: int, state: SourceState = None) -> None:
         self._position = position if state is None else int(state)
 
     def read(self) -> Opened | None:
@@ -153,11 +157,11 @@ class _SequenceStream:
                 return opened
         return None
 
-    def state(self) -> Any:
+    def state(self) -> SourceState:
         return self._position
 
 
-def _read_only(x: Any) -> Any:
+def _read_only(x: Array) -> Array:
     if isinstance(x, np.ndarray):
         x = x.view()
         x.flags.writeable = False
@@ -200,12 +204,12 @@ class IterableSource:
 
 
 class _IteratorStream:
-    def __init__(self, items: Iterator[Any], call: str) -> None:
+    def __init__(self, items: Iterator[Nest], call: str) -> None:
         self._items = items
         self._call = call
         self._position = 0
 
-    def seek(self, position: int, state: Any = None) -> None:
+    def seek(self, position: int, state: SourceState = None) -> None:
         items: Any = self._items
         if state is not None and hasattr(items, "set_state"):
             items.set_state(_from_json(state))
@@ -233,7 +237,7 @@ class _IteratorStream:
         self._position += 1
         return open_element(element, self._call)
 
-    def state(self) -> Any:
+    def state(self) -> SourceState:
         items: Any = self._items
         if not (hasattr(items, "get_state") and hasattr(items, "set_state")):
             return None
@@ -255,7 +259,7 @@ class FunctionSource:
     one_shot = True
     spec = None
 
-    def __init__(self, function: Callable[[], Any], call: str) -> None:
+    def __init__(self, function: Callable[[], Nest], call: str) -> None:
         self.function = function
         self.call = call
         self.batch_size: int | None = None
@@ -267,7 +271,7 @@ class FunctionSource:
     def open(self, iteration: int) -> Stream:
         return _IteratorStream(self._elements(), self.call)
 
-    def _elements(self) -> Iterator[Any]:
+    def _elements(self) -> Iterator[Nest]:
         while True:
             try:
                 element = self.function()
@@ -276,7 +280,7 @@ class FunctionSource:
             yield element
 
 
-def open_element(element: Any, call: str) -> Opened:
+def open_element(element: Nest, call: str) -> Opened:
     """Return an element that was read as a whole, to read some of its rows."""
     block = block_of(element, call)
     rows = 1
@@ -285,7 +289,7 @@ def open_element(element: Any, call: str) -> Opened:
     return Opened(rows, block.part, block)
 
 
-def source_of(dataset: Any, call: str) -> Source:
+def source_of(dataset: object, call: str) -> Source:
     """Return the source for a user's dataset.
 
     Raises:
@@ -310,7 +314,7 @@ def source_of(dataset: Any, call: str) -> Source:
     )
 
 
-def _holds_rows(x: Any) -> bool:
+def _holds_rows(x: object) -> bool:
     """Whether this is an array, or a nest of arrays: a tuple or dict is one element."""
     if hasattr(x, "shape") or isinstance(x, (str, bytes)):
         return True
@@ -321,7 +325,7 @@ def _holds_rows(x: Any) -> bool:
     return isinstance(x, tuple) or (hasattr(x, "keys") and hasattr(x, "items"))
 
 
-def _describe(x: Any) -> str:
+def _describe(x: object) -> str:
     if hasattr(x, "shape"):
         return f"a {type(x).__name__} of shape {tuple(x.shape)}"
     if isinstance(x, (str, bytes)):
@@ -339,7 +343,7 @@ def _describe(x: Any) -> str:
 # --- the state of a source, as JSON -------------------------------------------------
 
 
-def _to_json(value: Any, name: str) -> Any:
+def _to_json(value: SourceState, name: str) -> SourceState:
     if isinstance(value, bytes):
         return {"__bytes__": base64.b64encode(value).decode()}
     if isinstance(value, dict):
@@ -358,7 +362,7 @@ def _to_json(value: Any, name: str) -> Any:
     return value
 
 
-def _from_json(value: Any) -> Any:
+def _from_json(value: SourceState) -> SourceState:
     if isinstance(value, dict):
         if set(value) == {"__bytes__"}:
             return base64.b64decode(value["__bytes__"])
@@ -368,6 +372,6 @@ def _from_json(value: Any) -> Any:
     return value
 
 
-def whole_block(opened: Opened) -> Block | None:
+def whole_block(opened: Opened) -> RowBlock | None:
     """Return all rows of an element."""
     return opened.read(0, opened.rows) if opened.whole is None else opened.whole

@@ -16,14 +16,15 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist._base import nest
-from mpidist.data._blocks import Block, block_of, gather, join, stack
+from mpidist._base.types import DType, HostArray, Nest
+from mpidist.data._blocks import RowBlock, block_of, gather, join, stack
 from mpidist.data._records import ArraySpec
 
 INFINITE: Final = sys.maxsize
 # The maximum total number of rows in the orders that a shuffle caches.
 _ORDERS_ROWS: Final = 2**20
 Pass = tuple[int, ...]
-Route = list[tuple[Any, Pass]]
+Route = list[tuple[HostArray, Pass]]
 
 
 @dataclasses.dataclass
@@ -38,8 +39,8 @@ class Opened:
     """
 
     rows: int
-    read: Callable[[int, int], Block | None]
-    whole: Block | None = None
+    read: Callable[[int, int], RowBlock | None]
+    whole: RowBlock | None = None
 
 
 class Stage:
@@ -59,22 +60,22 @@ class Stage:
     depth = 0
     text = ""
 
-    def elements(self, indices: Any, turn: Pass) -> list[Any]:
+    def elements(self, indices: HostArray, in_pass: Pass) -> list[Nest]:
         """Return elements, as nests."""
         raise NotImplementedError
 
-    def fetch(self, indices: Any, turn: Pass) -> Block | None:
+    def fetch(self, indices: HostArray, in_pass: Pass) -> RowBlock | None:
         """Return elements as a block; None if there are none, of unknown spec."""
-        found = self.elements(indices, turn)
+        found = self.elements(indices, in_pass)
         return stack(found, "Dataset.batch") if found else None
 
-    def open(self, index: int, turn: Pass) -> Opened:
+    def open(self, index: int, in_pass: Pass) -> Opened:
         """Return an element for reading some of its rows."""
-        whole = block_of(self.elements(np.array([index]), turn)[0], "Dataset")
+        whole = block_of(self.elements(np.array([index]), in_pass)[0], "Dataset")
         rows = whole.leaves[0].shape[0] if whole.leaves and whole.leaves[0].ndim else 1
         return Opened(rows, whole.part, whole)
 
-    def spec(self) -> Any:
+    def spec(self) -> Nest | None:
         """Return the nest of specs of an element; None if only known after reading."""
         return None
 
@@ -82,20 +83,22 @@ class Stage:
 class Slices(Stage):
     """The rows of arrays."""
 
-    def __init__(self, leaves: list[Any], structure: nest.Structure) -> None:
+    def __init__(self, leaves: Sequence[Any], structure: nest.Structure) -> None:
         self._leaves = leaves
         self._structure = structure
         self.size = int(leaves[0].shape[0])
         self.text = f"{self.size} rows"
 
-    def fetch(self, indices: Any, turn: Pass) -> Block:
-        return Block([gather(leaf, indices) for leaf in self._leaves], self._structure)
+    def fetch(self, indices: HostArray, in_pass: Pass) -> RowBlock:
+        return RowBlock(
+            [gather(leaf, indices) for leaf in self._leaves], self._structure
+        )
 
-    def elements(self, indices: Any, turn: Pass) -> list[Any]:
-        block = self.fetch(indices, turn)
+    def elements(self, indices: HostArray, in_pass: Pass) -> list[Nest]:
+        block = self.fetch(indices, in_pass)
         return [block.row(i) for i in range(len(indices))]
 
-    def spec(self) -> Any:
+    def spec(self) -> Nest | None:
         specs = [
             ArraySpec(tuple(map(int, leaf.shape[1:])), _dtype_of(leaf))
             for leaf in self._leaves
@@ -103,7 +106,7 @@ class Slices(Stage):
         return self._structure.unflatten(specs)
 
 
-def _dtype_of(leaf: Any) -> Any:
+def _dtype_of(leaf: Any) -> DType:
     dtype = getattr(leaf, "dtype", None)
     if not isinstance(dtype, np.dtype):
         dtype = np.asarray(leaf[0:0]).dtype
@@ -118,7 +121,7 @@ class Rows(Stage):
         self.size = len(source)
         self.text = f"{self.size} rows of a {type(source).__name__}"
 
-    def elements(self, indices: Any, turn: Pass) -> list[Any]:
+    def elements(self, indices: HostArray, in_pass: Pass) -> list[Nest]:
         return [self._source[int(i)] for i in indices]
 
 
@@ -133,27 +136,27 @@ class Via(Stage):
         self.depth = parent.depth
         self.text = f"{parent.text}{text}"
 
-    def route(self, indices: Any, turn: Pass) -> Route:
+    def route(self, indices: HostArray, in_pass: Pass) -> Route:
         """Return the corresponding elements of the parent."""
-        return [(indices, turn)]
+        return [(indices, in_pass)]
 
-    def elements(self, indices: Any, turn: Pass) -> list[Any]:
+    def elements(self, indices: HostArray, in_pass: Pass) -> list[Nest]:
         return [
             element
-            for part, its_turn in self.route(indices, turn)
-            for element in self.parent.elements(part, its_turn)
+            for part, its_pass in self.route(indices, in_pass)
+            for element in self.parent.elements(part, its_pass)
         ]
 
-    def fetch(self, indices: Any, turn: Pass) -> Block | None:
-        blocks = [self.parent.fetch(*part) for part in self.route(indices, turn)]
+    def fetch(self, indices: HostArray, in_pass: Pass) -> RowBlock | None:
+        blocks = [self.parent.fetch(*part) for part in self.route(indices, in_pass)]
         found = [block for block in blocks if block is not None]
         return join(found) if found else None
 
-    def open(self, index: int, turn: Pass) -> Opened:
-        ((part, its_turn),) = self.route(np.array([index]), turn)
-        return self.parent.open(int(part[0]), its_turn)
+    def open(self, index: int, in_pass: Pass) -> Opened:
+        ((part, its_pass),) = self.route(np.array([index]), in_pass)
+        return self.parent.open(int(part[0]), its_pass)
 
-    def spec(self) -> Any:
+    def spec(self) -> Nest | None:
         return self.parent.spec()
 
 
@@ -175,8 +178,8 @@ class Shard(Via):
         super().__init__(parent, size, f".shard({shards}, {index})")
         self._shards, self._index = shards, index
 
-    def route(self, indices: Any, turn: Pass) -> Route:
-        return [(indices * self._shards + self._index, turn)]
+    def route(self, indices: HostArray, in_pass: Pass) -> Route:
+        return [(indices * self._shards + self._index, in_pass)]
 
 
 class Prefetch(Via):
@@ -199,17 +202,17 @@ class Repeat(Via):
         text = "" if count is None else count
         super().__init__(parent, min(size, INFINITE), f".repeat({text})")
 
-    def route(self, indices: Any, turn: Pass) -> Route:
+    def route(self, indices: HostArray, in_pass: Pass) -> Route:
         if self.parent.size >= INFINITE:
-            return [(indices, (*turn, 0))]
+            return [(indices, (*in_pass, 0))]
         rounds, within = np.divmod(indices, self.parent.size)
         starts = np.flatnonzero(np.diff(rounds, prepend=-1))
         if len(starts) <= 1:
             number = int(rounds[0]) if len(rounds) else 0
-            return [(within, (*turn, number))]
+            return [(within, (*in_pass, number))]
         stops = [*starts[1:], len(rounds)]
         return [
-            (within[a:b], (*turn, int(rounds[a])))
+            (within[a:b], (*in_pass, int(rounds[a])))
             for a, b in zip(starts, stops, strict=True)
         ]
 
@@ -221,11 +224,11 @@ class Shuffle(Via):
         also = "" if anew else ", reshuffle_each_iteration=False"
         super().__init__(parent, parent.size, f".shuffle({seed}{also})")
         self._seed, self._anew = seed, anew
-        self._orders: list[tuple[Pass, Any]] = []
+        self._orders: list[tuple[Pass, HostArray]] = []
 
-    def order(self, turn: Pass) -> Any:
+    def order(self, in_pass: Pass) -> HostArray:
         """Return the permutation of a pass."""
-        key = turn if self._anew else ()
+        key = in_pass if self._anew else ()
         for known, order in self._orders:
             if known == key:
                 return order
@@ -239,16 +242,16 @@ class Shuffle(Via):
         self._orders = [(key, order), *self._orders[: kept - 1]]
         return order
 
-    def route(self, indices: Any, turn: Pass) -> Route:
+    def route(self, indices: HostArray, in_pass: Pass) -> Route:
         if not len(indices):
-            return [(indices, turn)]
-        return [(self.order(turn)[indices], turn)]
+            return [(indices, in_pass)]
+        return [(self.order(in_pass)[indices], in_pass)]
 
 
 class Map(Stage):
     """The result of a function for each element."""
 
-    def __init__(self, parent: Stage, fn: Callable[..., Any]) -> None:
+    def __init__(self, parent: Stage, fn: Callable[..., Nest]) -> None:
         self.parent = parent
         self.size = parent.size
         self.batch_size = parent.batch_size
@@ -257,10 +260,10 @@ class Map(Stage):
         self.text = f"{parent.text}.map({getattr(fn, '__qualname__', 'a function')})"
         self._fn = fn
 
-    def elements(self, indices: Any, turn: Pass) -> list[Any]:
-        return [self._apply(x) for x in self.parent.elements(indices, turn)]
+    def elements(self, indices: HostArray, in_pass: Pass) -> list[Nest]:
+        return [self._apply(x) for x in self.parent.elements(indices, in_pass)]
 
-    def _apply(self, element: Any) -> Any:
+    def _apply(self, element: Nest) -> Nest:
         # As in tf.data: a tuple is passed as separate arguments.
         if type(element) is tuple:
             return self._fn(*element)
@@ -283,22 +286,22 @@ class Batch(Stage):
         also = ", drop_remainder=True" if drop_remainder else ""
         self.text = f"{parent.text}.batch({rows}{also})"
 
-    def elements(self, indices: Any, turn: Pass) -> list[Any]:
-        opened = [self.open(int(i), turn) for i in indices]
+    def elements(self, indices: HostArray, in_pass: Pass) -> list[Nest]:
+        opened = [self.open(int(i), in_pass) for i in indices]
         blocks = [one.read(0, one.rows) for one in opened]
         return [block.nest() for block in blocks if block is not None]
 
-    def open(self, index: int, turn: Pass) -> Opened:
+    def open(self, index: int, in_pass: Pass) -> Opened:
         first = index * self._rows
         last = min(first + self._rows, self.parent.size)
 
-        def read(start: int, stop: int) -> Block | None:
+        def read(start: int, stop: int) -> RowBlock | None:
             rows = np.arange(first + start, min(first + stop, last))
-            return self.parent.fetch(rows, turn)
+            return self.parent.fetch(rows, in_pass)
 
         return Opened(last - first, read)
 
-    def spec(self) -> Any:
+    def spec(self) -> Nest | None:
         inner = self.parent.spec()
         if inner is None:
             return None
@@ -308,7 +311,7 @@ class Batch(Stage):
         )
 
 
-def spec_of(element: Any, batch: Sequence[int | None] | None) -> Any:
+def spec_of(element: Nest, batch: Sequence[int | None] | None) -> Nest:
     """Return the specs of an element that was read.
 
     Args:

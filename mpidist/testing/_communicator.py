@@ -9,18 +9,19 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 
 from mpidist._agreement.waiting import CONFIRM_SECONDS
 from mpidist._base import backend
 from mpidist._base.errors import CollectiveTimeoutError, format_ranks, on_rank
+from mpidist._base.types import Array, HostArray
 from mpidist._mpi.communicator import MPIOp, Request, take_together
 from mpidist._mpi.headers import HeaderByMPI, Headers, Maximum, Prepared
 from mpidist._mpi.messages import Buffer
 from mpidist._mpi.traffic import Traffic
-from mpidist.testing._world import Channel, Combine, Pending
+from mpidist.testing._world import Channel, Combine, Part, Pending
 
 _UFUNCS: Final[dict[MPIOp, np.ufunc]] = {
     "SUM": np.add,
@@ -40,12 +41,12 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def _copy(x: Any) -> Any:
+def _copy(x: Array) -> HostArray:
     """Return a new NumPy array with the values of ``x``."""
     return np.array(backend.to_host(x))
 
 
-def _reduce(op: MPIOp, parts: list[Any]) -> Any:
+def _reduce(op: MPIOp, parts: list[HostArray]) -> HostArray:
     """Reduce arrays into the first of them, in their order."""
     result, *others = parts
     for part in others:
@@ -109,10 +110,10 @@ class ThreadCommunicator:
     def start(
         self,
         kind: str,
-        part: Any,
+        part: Part,
         combine: Combine | None = None,
         root: int | None = None,
-        read: Callable[[Any], Any] | None = None,
+        read: Callable[[Part], Part] | None = None,
     ) -> Pending:
         """Post this member's part of the next call; see `Channel.post`."""
         self._number += 1
@@ -122,10 +123,10 @@ class ThreadCommunicator:
     def call(
         self,
         kind: str,
-        part: Any,
+        part: Part,
         combine: Combine | None = None,
         root: int | None = None,
-    ) -> Any:
+    ) -> Part:
         """Make a call and return its result."""
         pending = self.start(kind, part, combine, root)
         start = time.monotonic()
@@ -281,7 +282,7 @@ class _ThreadHeaders(Headers):
         self._pending: Pending | None = None
         super().__init__(Maximum(self._begin), crowded=True)
 
-    def _begin(self, send: Any, receive: Any) -> Prepared:
+    def _begin(self, send: HostArray, receive: HostArray) -> Prepared:
         def start() -> None:
             part = send.copy()
             self._pending = self._comm.start("a header", part, _largest)
@@ -314,8 +315,9 @@ class _ThreadHeaders(Headers):
         """Do nothing: the last member to post does not write to members' arrays."""
 
 
-def _largest(parts: list[Any]) -> Any:
-    return functools.reduce(np.maximum, parts)
+def _largest(parts: list[HostArray]) -> HostArray:
+    largest: HostArray = functools.reduce(np.maximum, parts)
+    return largest
 
 
 class _ThreadHeader(HeaderByMPI):

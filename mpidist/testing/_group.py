@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TypeVar
 
 from mpidist._agreement.waiting import Deadline
 from mpidist._base import threads
@@ -13,6 +13,8 @@ from mpidist.testing._communicator import ThreadCommunicator
 from mpidist.testing._world import Channel, World
 
 _WAIT_SECONDS = 0.1
+_T = TypeVar("_T")
+_Dealt = dict[int, tuple[list[int], Channel]]  # by color: the ranks, and theirs
 
 
 class ThreadGroup:
@@ -39,13 +41,14 @@ class ThreadGroup:
     def __repr__(self) -> str:
         return f"<mpidist.testing.ThreadGroup: replica {self.rank} of {self.size}>"
 
-    def all_gather(self, x: Any) -> list[Any]:
+    def all_gather(self, x: _T) -> list[_T]:
         """Return the object of each replica, in replica order. Collective."""
         return list(self._comm.call("ThreadGroup.all_gather", x))
 
-    def broadcast(self, x: Any, root: int = 0) -> Any:
+    def broadcast(self, x: _T, root: int = 0) -> _T:
         """Return the object of one replica on each of them. Collective."""
-        return self._comm.call(f"ThreadGroup.broadcast from {root}", x, root=root)
+        result: _T = self._comm.call(f"ThreadGroup.broadcast from {root}", x, root=root)
+        return result
 
     def barrier(self) -> None:
         """Wait until each replica has called this. Collective."""
@@ -64,7 +67,7 @@ class ThreadGroup:
         """
         members, world = self._channel.members, self._channel.world
 
-        def deal(parts: list[Any]) -> dict[int, tuple[list[int], Channel]]:
+        def deal(parts: list[tuple[int | None, int]]) -> _Dealt:
             groups: dict[int, list[int]] = {}
             for rank, (its_color, _) in enumerate(parts):
                 if its_color is not None:
@@ -141,7 +144,7 @@ class Replica(threads.ThreadReplica):
             ),
         )
 
-    def connect(self, comm: Any, deadline: Deadline) -> ThreadCommunicator:
+    def connect(self, comm: object, deadline: Deadline) -> ThreadCommunicator:
         """Return a communicator over the replicas of a group. Collective.
 
         Raises:

@@ -44,11 +44,11 @@ class _Replica:
     """The thread of a replica, and its result."""
 
     def __init__(
-        self, replica: Replica, world: World, program: Callable[[], Any]
+        self, replica: Replica, world: World, program: Callable[[], object]
     ) -> None:
         self.replica = replica
         self.number = replica.group.rank
-        self.result: Any = None
+        self.result: object = None
         self.error: BaseException | None = None
         self._world = world
         self._program = program
@@ -89,7 +89,7 @@ class _Replica:
             self._world.stop(f"replica {self.number} has failed: {_describe(error)}")
 
     def _run(self) -> None:
-        code: Any = None
+        code: str | int | None = None
         try:
             self.result = self._program()
         except SystemExit as error:

@@ -24,7 +24,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from mpidist._base.errors import (
     CollectiveMismatchError,
@@ -33,7 +33,9 @@ from mpidist._base.errors import (
     on_rank,
 )
 
-Combine = Callable[[list[Any]], Any]
+Part: TypeAlias = Any
+"""What a replica puts into a call, or gets out of it: an object of any type."""
+Combine = Callable[[list[Part]], Part]
 
 _SLICE_SECONDS: Final = 0.5
 
@@ -105,9 +107,9 @@ class Round:
 
     def __init__(self, kind: str, size: int) -> None:
         self.kind: str = kind
-        self.parts: list[Any] = [None] * size
+        self.parts: list[Part] = [None] * size
         self.missing: set[int] = set(range(size))
-        self.result: Any = None
+        self.result: Part = None
         self.error: str = ""
         self.done: bool = False
 
@@ -139,7 +141,7 @@ class Channel:
         rank: int,
         number: int,
         kind: str,
-        part: Any,
+        part: Part,
         combine: Combine | None = None,
         root: int | None = None,
     ) -> Round:
@@ -232,7 +234,7 @@ class Pending:
         channel: Channel,
         rank: int,
         one: Round,
-        read: Callable[[Any], Any] | None = None,
+        read: Callable[[Part], Part] | None = None,
     ) -> None:
         self._channel = channel
         self._rank = rank
@@ -260,7 +262,7 @@ class Pending:
         return sorted(self._round.missing)
 
     @property
-    def result(self) -> Any:
+    def result(self) -> Part:
         """The result for this member, once it is there."""
         result = self._round.result
         return result if self._read is None else self._read(result)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist.data import ArraySpec, Dataset
+from mpidist.data._dataset import stage_of
 from mpidist.data._describe import describe_feed
 from mpidist.data._feed import Feed
 from mpidist.data._prefetch import Prefetcher
@@ -229,7 +230,7 @@ def test_the_order_of_a_shuffle_does_not_change_with_versions():
 )
 def test_parts_of_batches_are_those_of_the_whole(rows, seed, batch, repeat, parts):
     dataset = arange(rows).shuffle(seed).repeat(repeat).batch(batch)
-    stage = dataset._stage
+    stage = stage_of(dataset)
     for index, whole in enumerate(dataset):
         opened = stage.open(index, (0,))
         assert opened.rows == len(whole)
@@ -272,7 +273,7 @@ def test_of_an_array_like_only_the_rows_asked_for_are_read():
     source = CountingRows(100)
     dataset = Dataset.from_tensor_slices(source).shuffle(1).batch(10)
     assert source.touched == []
-    opened = dataset._stage.open(3, (0,))
+    opened = stage_of(dataset).open(3, (0,))
     block = opened.read(2, 5)
     assert len(source.touched) == 3
     assert sorted(block.leaves[0][:, 0] / 10) == sorted(source.touched)
