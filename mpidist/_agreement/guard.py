@@ -101,6 +101,11 @@ class _MergeFnScope:
 class Guard(Waiting):
     """Agreement, propagation of errors and deadline for one communicator."""
 
+    # Of the base class; without these lines pyright calls their types ambiguous.
+    channel: Channel | None
+    blocked: bool
+    sequence: int
+
     def __init__(
         self,
         comm: AnyCommunicator,
