@@ -9,9 +9,10 @@ import contextlib
 import dataclasses
 import enum
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from mpidist._base.types import Nest
 from mpidist._runtime.group import ReplicaGroup
 
 
@@ -25,26 +26,33 @@ class Level(enum.Enum):
 
 
 class Commander(Protocol):
-    """Rank 0's side of a merge_call: it has all ranks run what merge_fn calls."""
+    """Rank 0's side of a merge_call: all ranks run what merge_fn calls."""
 
-    def command(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Have all ranks run an operation; return rank 0's result."""
+    def command(self, name: str, args: tuple[Nest, ...]) -> Any:
+        """Run an operation on all ranks; return rank 0's result, of any type."""
         ...
 
-    def update(self, var: Any, fn: Any, args: Any, kwargs: Any, grouped: bool) -> Any:
-        """Have all ranks run an update; return rank 0's result."""
+    def update(
+        self,
+        var: Any,  # a `Variable` or None: that class is defined above this file
+        fn: Callable[..., Nest],
+        args: Sequence[Nest],
+        kwargs: Mapping[str, Nest],
+        grouped: bool,
+    ) -> Nest:
+        """Run an update on all ranks; return rank 0's result."""
         ...
 
     def fetch(self, values: list[Any]) -> None:
-        """Gather the components of these values to rank 0, where not known."""
+        """Gather the unknown components of these `DistributedValues` to rank 0."""
         ...
 
 
 @dataclasses.dataclass(slots=True, eq=False)  # frozen ones are slow to make
 class Frame:
-    """One entry of the stack; not to be changed.
+    """One entry of the stack; do not change it.
 
-    ``written`` collects the variables that the function of an update writes.
+    ``written`` collects what the function of an update writes: `VariableStorage`.
     ``sync_on_read`` says that reading an ON_READ variable in a replica aggregates it.
     """
 
@@ -52,7 +60,7 @@ class Frame:
     level: Level
     replica_context: Any = None  # a `mpidist.ReplicaContext`, handed to users
     coordinator: Commander | None = None
-    written: list[Any] | None = None
+    written: list[Any] | None = None  # that class is defined above this file
     sync_on_read: bool = False
 
 
@@ -68,7 +76,7 @@ _defaults: list[Frame] = []
 
 
 def set_default(frame: Frame) -> None:
-    """Say what holds where no strategy is in force."""
+    """Set the frame that applies when no strategy is active."""
     _defaults[:] = [frame]
 
 
@@ -79,12 +87,12 @@ def current() -> Frame:
 
 
 def depth() -> int:
-    """Return the number of frames that are in force."""
+    """Return the number of frames on the stack of this thread."""
     return len(_stack.frames)
 
 
 class entered:  # noqa: N801 - written as a function: `with entered(frame):`
-    """Make ``frame`` the innermost one, for the length of a ``with`` block."""
+    """Make ``frame`` the innermost one during a ``with`` block."""
 
     __slots__ = ("_frame", "_frames")
 
@@ -100,7 +108,7 @@ class entered:  # noqa: N801 - written as a function: `with entered(frame):`
         if frames[-1] is not self._frame:
             raise RuntimeError(
                 f"a scope of {self._frame.group} was left while a later one is "
-                "still open; leave scopes in the reverse order, best by `with`"
+                "still open; leave scopes in the reverse order, best with `with`"
             )
         frames.pop()
 
@@ -129,7 +137,7 @@ def scope(group: ReplicaGroup) -> Iterator[None]:
 
 
 def push_global(frame: Frame | None) -> None:
-    """Enter, replace or leave the scope that needs no ``with``."""
+    """Enter, replace or leave the scope that is used without ``with``."""
     if (_stack.frames and not _stack.scope_is_global) or len(_stack.frames) > 1:
         raise RuntimeError(
             "Must not be called inside a `Strategy` scope. "
@@ -141,7 +149,7 @@ def push_global(frame: Frame | None) -> None:
 
 
 def has_strategy() -> bool:
-    """Return whether a strategy other than the default one is in force.
+    """Return whether a strategy other than the default one is active.
 
     Not collective.
     """
@@ -152,10 +160,10 @@ def has_strategy() -> bool:
 def variable_sync_on_read_context() -> Iterator[None]:
     """In a replica function: make reading an ON_READ variable aggregate its copies.
 
-    Not collective by itself; each read inside it is, so all replicas must make the
-    same ones. All ways to read count: `Variable.value`, `Variable.read_value`,
-    `Variable.numpy`, operators, and NumPy functions. In cross-replica context reading
-    aggregates anyway.
+    Not collective by itself. Each read inside it is collective, so all replicas must
+    make the same ones. This applies to all kinds of reading: `Variable.value`,
+    `Variable.read_value`, `Variable.numpy`, operators, and NumPy functions. In
+    cross-replica context reading always aggregates.
 
     Example, on two replicas, with an ON_READ variable ``total`` of aggregation SUM::
 
@@ -230,7 +238,7 @@ def _note_use(group: ReplicaGroup) -> None:
 
 
 def was_used() -> bool:
-    """Return whether this thread has made a call of a strategy, or been in its scope.
+    """Return whether this thread has called a strategy, or was in its scope.
 
     The default strategy does not count.
     """

@@ -1,37 +1,42 @@
-"""Carries out cross-replica calls: at once, or as commands of the coordinator.
+"""Executes cross-replica calls: immediately, or as commands of the coordinator.
 
 An *operation* is a function ``operation(group, *args)`` that every rank runs, with the
 same effect on all. At program level all ranks call it. Inside ``merge_fn`` only rank 0
-does: there the call becomes a command, and then every rank runs the very same
-operation.
+calls it: the call becomes a command, and then every rank runs the same operation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
+from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 
 
 class OnRank0:
-    """An argument of which only rank 0's counts: no command carries it."""
+    """An argument that only rank 0 uses: commands carry None in its place."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Nest) -> None:
         self.value = value
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[OnRank0], tuple[None]]:
         return (OnRank0, (None,))
 
 
-_operations: dict[str, Callable[..., Any]] = {}
+# `Any` is what an operation returns, and what it takes after the group: each has its
+# own arguments.
+Operation: TypeAlias = Callable[..., Any]
+_F = TypeVar("_F", bound=Operation)
+
+_operations: Final[dict[str, Operation]] = {}
 
 
-def operation(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def operation(name: str) -> Callable[[_F], _F]:
     """Register a function as the operation of that name."""
 
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+    def register(function: _F) -> _F:
         _operations[name] = function
         return function
 
@@ -39,13 +44,13 @@ def operation(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def perform(group: ReplicaGroup, name: str, *args: Any, call: str = "") -> Any:
-    """Check that a cross-replica call is legal here, and carry it out.
+    """Check that a cross-replica call is legal here, and execute it.
 
     Args:
-        group: whose call it is.
-        name: of the operation.
-        args: of the operation.
-        call: the name that the user wrote, where it is another.
+        group: the group that the call is for.
+        name: the name of the operation.
+        args: the arguments of the operation.
+        call: the name that the user wrote, if it is another one.
 
     Raises:
         RuntimeError: in a replica context, or in the scope of another strategy.
@@ -72,11 +77,11 @@ def refuse(group: ReplicaGroup, call: str, error: Exception) -> NoReturn:
 
 
 def check_arguments(call: str, args: object, kwargs: object) -> None:
-    """Raise for ``args`` or ``kwargs`` that cannot be passed on.
+    """Raise if ``args`` or ``kwargs`` cannot be passed to a function.
 
     Raises:
-        ValueError: if ``args`` is no list or tuple (as TensorFlow has it).
-        TypeError: if ``kwargs`` is no dict with string keys.
+        ValueError: if ``args`` is not a list or tuple (as in TensorFlow).
+        TypeError: if ``kwargs`` is not a dict with strings as keys.
     """
     if not isinstance(args, (list, tuple)):
         raise ValueError(

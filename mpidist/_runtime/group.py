@@ -1,4 +1,4 @@
-"""The replicas that run together: what all rooms below the strategies need of them."""
+"""The replicas that run together, as all rooms below the strategies see them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpidist._runtime.registry import Registry
 
 
 class BatchReducer(Protocol):
-    """What a group asks of a `mpidist.CrossDeviceOps`."""
+    """The methods of a `mpidist.CrossDeviceOps` that a group calls."""
 
     def batch_reduce(
         self, reduce_op: Any, value_destination_pairs: Any, options: Any = None
@@ -27,40 +27,41 @@ class BatchReducer(Protocol):
 
 
 class ReplicaGroup:
-    """One rank's view of the replicas that run together. Making one is collective.
+    """One rank's view of the replicas that run together. Creating one is collective.
 
     A strategy has one, and shows it to its users by other names. Its attributes are
-    public in the package, and set while the strategy is made.
+    public in the package, and are set while the strategy is created.
 
     Attributes:
-        strategy: the `mpidist.Strategy`, or None until it has taken the group. For
-            users, and for messages: nothing below `_strategy/` calls it.
-        number: of the strategies of this process, from 1; 0 for the default one.
+        strategy: the `mpidist.Strategy`; None until it has the group. For users and for
+            messages: nothing below `_strategy/` calls it.
+        number: the number of the strategy in this process, from 1; 0 for the default.
         is_mpi: whether the replicas are on the ranks of a communicator.
         collectives: the collectives.
-        communicator: of the ranks.
-        guard: what compares the calls of the ranks.
-        device: of this rank's replica.
-        replica_id: of this rank's replica, from 0: its rank.
-        num_replicas: how many there are: the size of the communicator.
-        device_name: of this rank's replica, as users see it.
-        device_names: of all replicas, in replica order.
-        host_names: of the machines that they are on, in replica order.
+        communicator: the communicator of the ranks.
+        guard: compares the calls of the ranks.
+        device: the device of this rank's replica.
+        replica_id: the number of this rank's replica, from 0: its rank.
+        num_replicas: the number of replicas: the size of the communicator.
+        device_name: the device of this rank's replica, as users see it.
+        device_names: the devices of all replicas, in replica order.
+        host_names: the machines of all replicas, in replica order.
         registry: the distributed values by key.
-        custom_ops: the user's `CrossDeviceOps`; None where there are none.
-        all_reduce: a nest of this rank's components, by the user's ops where there are
-            some: ``all_reduce(op, tree, options=None, call=...)``. Collective.
-        merge_call: ``merge_call(group, merge_fn, args, kwargs)``, which makes rank 0
-            the coordinator. Collective. Set by the strategy.
-        public_objects: what users may hold of the strategy, also in objects such as
-            datasets, and pass to a command: the same on all ranks, in one order. Set by
-            the strategy.
+        custom_ops: the user's `CrossDeviceOps`; None if there are none.
+        all_reduce: ``all_reduce(op, tree, options=None, call=...)`` reduces a nest of
+            this rank's components, with the user's `CrossDeviceOps` if there are some.
+            Collective.
+        merge_call: ``merge_call(group, merge_fn, args, kwargs)`` makes rank 0 the
+            coordinator. Collective. Set by the strategy.
+        public_objects: the objects of the strategy that users may hold, also inside
+            objects such as datasets, and pass to a command: the same on all ranks, in
+            the same order. Set by the strategy.
         cross_frame: the `context.Frame` of code in cross-replica context.
         replica_frame: the `context.Frame` of code in a replica function.
     """
 
-    # Set by the strategy. The frames are of `Any`, since `context` is above this file.
-    public_objects: tuple[Any, ...]
+    # Set by the strategy. Frames are `Any` because `context` is above this file.
+    public_objects: tuple[object, ...]
     cross_frame: Any
     replica_frame: Any
     merge_call: Callable[..., Any]

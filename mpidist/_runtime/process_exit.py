@@ -1,45 +1,46 @@
-"""What happens to the job when one of its processes ends, well or badly.
+"""What happens to the job when one of its processes ends, normally or by an error.
 
-MPI has no rule for a process that ends early: the others wait for it forever. So,
-while a process has an `MPIStrategy`,
+MPI has no rule for a process that ends early: the others wait for it forever.
+Therefore, while a process has an `MPIStrategy`,
 
-- an uncaught exception prints its traceback, with the rank, and aborts the job; also
-  one that ends a thread, if that thread has used a strategy;
-- a process that reaches its end waits for the others' (as MPI_Finalize would), and a
-  rank that still waits in a collective learns that this one has left: by
-  `sys.exit(code)`, or by finishing;
+- an uncaught exception prints its traceback, with the rank, and aborts the job. This
+  includes an exception that ends a thread, if that thread has used a strategy;
+- a process that reaches its end waits for the others to reach theirs (as MPI_Finalize
+  would). A rank that still waits in a collective learns that this one has left, and
+  whether by `sys.exit(code)` or by finishing;
 - a process that has given up on a rank (`CollectiveTimeoutError`) can still save and
-  end with its own exit code: MPI_Finalize and MPI_Abort may then wait forever for what
-  is gone. So it waits for the ends of those that are there, and of all for a moment;
-  where some do not come, it ends without MPI_Finalize, after all handlers of `atexit`
-  that were registered after the import of mpidist.
+  end with its own exit code. MPI_Finalize and MPI_Abort may then wait forever for the
+  lost rank. So the process waits for the ends of the ranks that still respond, and
+  briefly for all. If some do not respond, it ends without MPI_Finalize, after all
+  `atexit` handlers that were registered after the import of mpidist.
 
-``MPIDIST_ABORT=0`` turns all of it off.
+``MPIDIST_ABORT=0`` turns all of this off.
 
 The hooks are `sys.excepthook`, `threading.excepthook`, `sys.exit` and an atexit
-function. They are installed when the first strategy is made, and taken away when the
-last one has been closed: then all is as it was. (Not where making the first one has
-failed, or a strategy is broken: that exception is still to be shown by one rank.) A
-hook that was there before is called where it is not Python's own: it then shows the
-exception. One that somebody has put over ours stays, and ours does nothing any more.
+function. They are installed when the first strategy is created, and removed when the
+last one is closed. They stay if creating the first one failed, or if a strategy is
+broken: one rank still has to show that exception. A hook that was there before is
+called if it is not Python's own; it then shows the exception. A hook that was
+installed over ours stays, and ours then does nothing.
 
-Why `sys.exit` is replaced. The ranks that wait for one that leaves are to leave with
-its exit code, which is often a message to a job script. Python tells it to nobody: no
-hook is called for SystemExit, and when atexit functions run, the exception is gone, as
-are its traceback and its frames. So the code is noted where it is given. What that
-misses: ``raise SystemExit(code)``, and ``from sys import exit`` before the strategy was
-made; the ranks that wait then raise CollectiveMismatchError, and the job ends with
-code 1. A thread's sys.exit ends that thread alone and is not noted. One that is caught
-is noted all the same, and counts if the rank then leaves before the others.
+Why `sys.exit` is replaced. The ranks that wait for one that leaves should leave with
+its exit code, which often tells something to a job script. Python provides no other
+way to learn it: no hook is called for SystemExit, and when atexit functions run, the
+exception, its traceback and its frames no longer exist. So the code is stored when
+`sys.exit` is called. This misses ``raise SystemExit(code)``, and ``from sys import
+exit`` before the strategy was created; the waiting ranks then raise
+CollectiveMismatchError, and the job ends with code 1. A thread's sys.exit ends only
+that thread, and its code is not stored. The code of one that is caught is stored
+nevertheless, and is used if the rank then leaves before the others.
 
-Which exceptions of threads end the job. Python prints them and goes on, and that is
-right for a thread that draws a progress bar. A thread that has been in the scope of a
-strategy, or in a call of one, is where the program makes its collective calls (one
-thread at a time does): the other ranks wait for the next call, which does not come.
-They would learn of it by the deadline only, which is half an hour away.
+Which exceptions of threads end the job. Python prints them and continues, which is
+right for a thread that draws a progress bar. But a thread that has been in the scope
+of a strategy, or in a call of one, is the thread in which the program makes its
+collective calls (one thread at a time does): the other ranks wait for its next call,
+which does not come. They would learn of it only by the deadline, half an hour later.
 
 Rejected: an audit hook (there is no event for sys.exit, and it cannot be removed);
-keeping the SystemExit to see at the end how far it came (its traceback keeps the
+keeping the SystemExit, to see at the end how far it came (its traceback keeps the
 frames, and so all arrays of a program that has caught it).
 """
 
@@ -67,10 +68,10 @@ from mpidist._runtime import context
 _LEAVING: Final = Call("nothing more: this rank has left the program")
 _SHORT: Final = 0.0005
 _LONG: Final = 0.02
-# The rank that failed prints and aborts; the others, which raise because of it, wait
-# for that, so that a person reads one traceback.
+# The rank that failed prints and aborts. The others, which raise because of it, wait
+# for that, so that the user sees one traceback.
 _OTHERS_FIRST_SECONDS: Final = 3.0
-# Long enough for one that aborts first to end the next, also on a busy machine.
+# Long enough for the first rank that aborts to end the others, also on a busy machine.
 _TURN_SECONDS: Final = 0.4
 _OTHERS_TURN_SECONDS: Final = 1.0
 _FORWARD_SECONDS: Final = 0.3
@@ -79,12 +80,12 @@ _ABORT_SECONDS: Final = 5.0
 
 
 class _Hook:
-    """A function of a module that is replaced, until it is given back.
+    """A function of a module that is replaced until `remove` is called.
 
     Args:
         module: the module.
-        name: of the function.
-        replacement: gets the function that was there, and then what this one gets.
+        name: the name of the function.
+        replacement: called with the original function, then its arguments.
     """
 
     def __init__(
@@ -104,23 +105,22 @@ class _Hook:
         setattr(module, name, call)
 
     def remove(self) -> None:
-        """Put back what was there; where another hook covers this one, do no more."""
+        """Restore the original; only disable this hook if another one replaced it."""
         self._active = False
         if getattr(self._module, self._name) is self._own:
             setattr(self._module, self._name, self._previous)
 
 
-# The guards of the strategies that there are, and whether their ranks wait for each
-# other at the end.
+# The guards of all strategies, and whether their ranks wait for each other at the end.
 _guards: Final[threads.ReplicaLocal[dict[Guard, bool]]] = threads.ReplicaLocal(dict)
 _hooks: list[_Hook] = []
-_making = False  # a strategy is being made, or that has failed
+_making = False  # a strategy is being created, or creating it has failed
 _process_id = 0
 _exit_code: Any = None
 
 
 def install() -> None:
-    """Install the hooks, where they are not: a strategy is about to be made."""
+    """Install the hooks, unless they are installed: a strategy is being created."""
     global _making, _process_id, _exit_code
     _making = True
     if _hooks:
@@ -133,11 +133,11 @@ def install() -> None:
 
 
 def watch(guard: Guard, *, waits: bool) -> None:
-    """Keep the hooks for a strategy that was made.
+    """Keep the hooks for a strategy that was created.
 
     Args:
-        guard: the strategy's.
-        waits: whether the end of this process waits for the other ranks'.
+        guard: the guard of the strategy.
+        waits: whether this process waits at its end for those of the other ranks.
     """
     global _making
     if threads.current() is None:
@@ -146,11 +146,11 @@ def watch(guard: Guard, *, waits: bool) -> None:
 
 
 def forget(guard: Guard) -> None:
-    """Stop that: the strategy was closed. The last one takes the hooks with it."""
+    """Undo `watch`: the strategy was closed. Remove the hooks with the last one."""
     guards = _guards.get()
     if guards.pop(guard, None) is None or guards or _making:
         return
-    if threads.current() is not None:  # which had no hooks
+    if threads.current() is not None:  # replicas as threads have no hooks
         return
     while _hooks:
         _hooks.pop().remove()
@@ -158,12 +158,12 @@ def forget(guard: Guard) -> None:
 
 
 def _is_child() -> bool:
-    """Whether this is a fork of the rank, such as a data loader: not MPI's business."""
+    """Return whether this is a fork of the rank, such as a data loader, without MPI."""
     return os.getpid() != _process_id
 
 
 def _rank_of_job() -> int | None:
-    """Return this process's rank, if there are others that could wait for it."""
+    """Return this process's rank; None if no other could wait for it."""
     if _is_child() or job.world_size() == 1:
         return None
     return job.world_rank()
@@ -175,7 +175,7 @@ def _end_program(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """End the job with an exception that nobody has caught."""
+    """End the job because of an uncaught exception."""
     rank = _rank_of_job()
     if rank is None:
         previous(kind, error, trace)
@@ -189,9 +189,9 @@ def _end_program(
 def _end_thread(
     previous: Callable[..., Any], args: threading.ExceptHookArgs, /
 ) -> None:
-    """End the job with the exception of a thread that has used a strategy."""
+    """End the job because of an exception in a thread that has used a strategy."""
     rank, error = _rank_of_job(), args.exc_value
-    # This runs in the thread. Of one that ends by sys.exit others need not know.
+    # This runs in the thread. If it ends by sys.exit, other ranks need not know.
     if rank is None or not isinstance(error, Exception) or not context.was_used():
         previous(args)
         return
@@ -203,7 +203,7 @@ def _end_thread(
 
 
 def _exit(previous: Callable[..., Any], status: Any = None, /) -> None:
-    """Note the exit code, for the ranks that wait for this one."""
+    """Store the exit code, for the ranks that wait for this one."""
     global _exit_code
     if threading.current_thread() is threading.main_thread():
         _exit_code = status
@@ -218,8 +218,8 @@ def _end_job(
     Args:
         rank: this rank.
         error: the exception.
-        where: " in thread ..." where it is not the main thread's.
-        show: prints it, in place of its traceback without mpidist's frames.
+        where: " in thread ..." if it is not the main thread's; otherwise "".
+        show: prints it; None: print its traceback without mpidist's frames.
     """
     if isinstance(error, KeyboardInterrupt):
         text, show = f"mpidist: rank {rank}: interrupted\n", None
@@ -230,31 +230,31 @@ def _end_job(
         )
         wait = _OTHERS_FIRST_SECONDS if because_of_others else 0.0
         turn = _OTHERS_TURN_SECONDS if because_of_others else _TURN_SECONDS
-        # Several ranks may fail at once: the lowest prints, and ends the job.
+        # Several ranks may fail at once: the lowest one prints, and ends the job.
         time.sleep(wait + (turn * (1 + min(rank, 4)) if rank else 0.0))
         text = f"mpidist: rank {rank} raised an exception{where}, ending the job:\n"
         if show is None:
             text += format_exception(error)
         code = 1
     with contextlib.suppress(Exception, SystemExit):
-        # Not by `logging`: it must be out before MPI_Abort ends the process, and a
-        # handler may keep it, or be off.
+        # Not with `logging`: the text must be written before MPI_Abort ends the
+        # process, and a handler may buffer it, or be off.
         sys.stdout.flush()
         sys.stderr.write(text)
         if show is not None:
             show()
         sys.stderr.flush()
-    # MPICH's launcher forwards no more once it learns of the abort: give it time.
+    # MPICH's launcher forwards nothing after it learns of the abort: give it time.
     time.sleep(_FORWARD_SECONDS)
     if any(guard.has_lost for guard in _guards.get()):
-        # MPI_Abort may wait for what is gone, and keeps Python from running.
+        # MPI_Abort may wait for the lost rank, and keeps Python from running.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=nowhere)
     job.abort(code)
 
 
 def _leave() -> None:
-    """Wait until all ranks of all strategies have come to their end."""
+    """Wait until all ranks of all strategies have reached their end."""
     if not _is_child() and job.world_rank() is not None:
         leave(_exit_code)
 
@@ -263,7 +263,7 @@ def leave(code: Any) -> None:
     """Wait for the end of the other replicas of all strategies of this one.
 
     Args:
-        code: what this one has given to `sys.exit`; None: it has come to its end.
+        code: the argument of `sys.exit`; None: this one has reached its end.
     """
     guards = _guards.get()
     _wait_for([guard.leave(_LEAVING, code) for guard, waits in guards.items() if waits])
@@ -271,7 +271,7 @@ def leave(code: Any) -> None:
 
 
 def _end() -> None:
-    """End without MPI_Finalize where it would wait for a rank that is gone."""
+    """End without MPI_Finalize if it would wait for a lost rank."""
     if not _process_id or _is_child():
         return
     if not any(guard.has_lost for guard in _guards.get()):
@@ -284,15 +284,15 @@ def _end() -> None:
             stream.flush()
     code = _exit_code
     if code is not None and not isinstance(code, int):
-        code = 1  # a text, which has been printed
+        code = 1  # a text, which was printed
     os._exit((code or 0) & 0xFF)
 
 
-atexit.register(_end)  # so early that it comes after what users register
+atexit.register(_end)  # so early that it runs after the functions of users
 
 
 def _wait_for(waiting: list[Iterator[None]]) -> None:
-    """Take turns in waiting, until all is over."""
+    """Advance all of these in turn, until each has ended."""
     start = time.monotonic()
     while waiting:
         for leaving in list(waiting):

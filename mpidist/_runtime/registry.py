@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from mpidist._base import backend, nest
 from mpidist._base.function_codec import Codes
 from mpidist._base.indexed_slices import IndexedSlices
+from mpidist._base.types import Nest
 
 Key = Hashable
 
@@ -29,8 +30,8 @@ class Registered:
 class Components(Registered):
     """What a registry sets in a value: the base of `mpidist.DistributedValues`."""
 
-    _own: Any  # this rank's component
-    _all: tuple[Any, ...] | None  # those of all ranks, if they are known here
+    _own: Nest  # this rank's component
+    _all: tuple[Nest, ...] | None  # those of all ranks, if they are known here
     _replica_id: int
     _num_replicas: int
     _home: Registry | None
@@ -40,10 +41,10 @@ class Components(Registered):
 key_of: Final[Callable[[Registered], Key]] = operator.attrgetter("_key")
 """Return the key of a value; None if it has none."""
 
-component: Final[Callable[[Components], Any]] = operator.attrgetter("_own")
+component: Final[Callable[[Components], Nest]] = operator.attrgetter("_own")
 """Return this rank's component of a value."""
 
-gathered: Final[Callable[[Components], tuple[Any, ...] | None]] = operator.attrgetter(
+gathered: Final[Callable[[Components], tuple[Nest, ...] | None]] = operator.attrgetter(
     "_all"
 )
 """Return the components of all ranks; None if they are not known here."""
@@ -52,13 +53,17 @@ home_of: Final[Callable[[Components], Registry | None]] = operator.attrgetter("_
 """Return the registry that has given a value its key."""
 
 
-def set_gathered(value: Components, components: tuple[Any, ...] | None) -> None:
+def set_gathered(value: Components, components: tuple[Nest, ...] | None) -> None:
     """Store the components of all ranks in a value, or remove them."""
     value._all = components
 
 
-class _Reference(weakref.ref[Any]):
-    """A value that does not live longer for being in a registry, and its key."""
+_C = TypeVar("_C", bound=Components)
+_R = TypeVar("_R", bound=Registered)
+
+
+class _Reference(weakref.ref[Registered]):
+    """A value that a registry does not keep alive, and its key."""
 
     __slots__ = ("dropped", "key")
     key: Key
@@ -74,20 +79,21 @@ class Registry:
     """
 
     def __init__(self, group: Any, replica_id: int, num_replicas: int) -> None:
-        self.group = group  # a `ReplicaGroup`, whose class is above this file
+        self.group = group  # a `ReplicaGroup`, which is defined above this file
         self._replica_id = replica_id
         self._num_replicas = num_replicas
         self._values: dict[Key, _Reference] = {}
         self.count: int = 0
-        # Variables that the coordinator made: the followers keep them until rank 0
-        # has dropped its own, and said so.
-        self.kept: dict[Key, Any] = {}
+        # Variables that merge_fn has created: the followers keep them until rank 0
+        # has dropped its own, and has told them.
+        self.kept: dict[Key, Registered] = {}
         self.dropped: list[Key] = []
-        # Of functions, which the coordinator has sent.
+        # The code objects that the coordinator has sent.
         self.codes: Codes = Codes()
         registry = weakref.ref(self)
 
-        def forget(reference: Any) -> None:  # a `_Reference`
+        def forget(reference: weakref.ref[Registered]) -> None:
+            assert isinstance(reference, _Reference)
             if reference.dropped is not None:
                 reference.dropped.append(reference.key)
             alive = registry()
@@ -102,7 +108,7 @@ class Registry:
         self.count += 1
         return self.count
 
-    def add(self, key: Key, value: Any) -> Any:
+    def add(self, key: Key, value: _R) -> _R:
         """Give a value its key, and return it."""
         value._key = key
         reference = _Reference(value, self._forget)
@@ -111,8 +117,8 @@ class Registry:
         self._values[key] = reference
         return value
 
-    def wrap(self, kind: type[Components], own: Any, key: Key) -> Any:
-        """Return a PerReplica or Mirrored with this component, known by ``key``."""
+    def wrap(self, kind: type[_C], own: Nest, key: Key) -> _C:
+        """Return a PerReplica or Mirrored with this component and this key."""
         # Without a call of a constructor and of `add`: merge_call makes many of them.
         value = kind.__new__(kind)
         value._own = own
@@ -128,16 +134,20 @@ class Registry:
         return value
 
     def watch(self, value: Components, dropped: list[Key]) -> None:
-        """Have the key of a value appended to a list when the value is dropped.
+        """Append the key of a value to a list when the value is dropped.
 
-        In place of weakref.finalize, which takes longer than to make the value.
+        This replaces `weakref.finalize`, which takes longer than creating the value.
         """
         reference = self._values.get(value._key)
         if reference is not None and reference() is value:
             reference.dropped = dropped
 
-    def check(self, call: str, value: Any) -> None:
-        """Raise if a distributed value belongs to another strategy."""
+    def check(self, call: str, value: Nest) -> None:
+        """Raise if a distributed value belongs to another strategy.
+
+        Raises:
+            RuntimeError: if it does.
+        """
         home = getattr(value, "_home", None)
         if isinstance(value, Components) and home not in (None, self):
             raise RuntimeError(
@@ -146,15 +156,15 @@ class Registry:
                 "component with its `experimental_local_results`"
             )
 
-    def wrap_tree(self, kind: type[Components], tree: Any) -> Any:
-        """Wrap the arrays and numbers of a nest that one collective call gave.
+    def wrap_tree(self, kind: type[Components], tree: Nest) -> Nest:
+        """Wrap the arrays and numbers of a nest that one collective call returned.
 
-        Leaves of other kinds, and variables, stay as they are.
+        Variables and leaves of other kinds stay as they are.
         """
         return self.wrap_numbered(kind, tree, self.next_key())
 
-    def wrap_numbered(self, kind: type[Components], tree: Any, number: int) -> Any:
-        """As `wrap_tree`, where the call has been counted before."""
+    def wrap_numbered(self, kind: type[Components], tree: Nest, number: int) -> Nest:
+        """Wrap as `wrap_tree` does, for a call that was counted before."""
         if tree is None:
             return None
         leaves, structure = nest.flatten(tree)
@@ -166,28 +176,29 @@ class Registry:
         )
 
     def wrap_list(
-        self, kind: type[Components], values: list[Any], number: int
-    ) -> list[Any]:
-        """As `wrap_numbered`, for a list that is mostly one of arrays."""
+        self, kind: type[Components], values: list[Nest], number: int
+    ) -> list[Nest]:
+        """Wrap as `wrap_numbered` does; faster for a list of NumPy arrays."""
         for x in values:
             if type(x) is not np.ndarray:
-                return self.wrap_numbered(kind, values, number)  # type: ignore[no-any-return]
+                wrapped: list[Nest] = self.wrap_numbered(kind, values, number)
+                return wrapped
         return [self.wrap(kind, x, (number, i)) for i, x in enumerate(values)]
 
-    def find(self, test: Callable[[Any], bool]) -> Any:
-        """Return a value for which ``test`` holds, or None."""
+    def find(self, test: Callable[[Registered], bool]) -> Registered | None:
+        """Return a value for which ``test`` returns true; None if there is none."""
         references = list(self._values.values())
         values = (reference() for reference in references)
         return next((x for x in values if x is not None and test(x)), None)
 
     def get(self, key: Key) -> Any:
-        """Return the value with this key, or None if there is none any more."""
+        """Return the value with this key; None if it no longer exists."""
         reference = self._values.get(key)
         return None if reference is None else reference()
 
 
-def is_component(x: Any) -> bool:
-    """Return whether `run` gives a PerReplica for this leaf: arrays and numbers."""
+def is_component(x: Nest) -> bool:
+    """Return whether `run` returns a PerReplica for this leaf: an array or number."""
     return backend.is_array(x) or isinstance(
         x, (bool, int, float, complex, IndexedSlices)
     )

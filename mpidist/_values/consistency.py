@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import numpy as np
 
@@ -11,6 +10,7 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, nest
 from mpidist._base.errors import OutOfSyncError, format_ranks, on_rank
 from mpidist._base.fingerprint import fingerprint_of
+from mpidist._base.types import Array, Nest
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.variable import Variable, array_of, check_owner, storage_of
@@ -18,7 +18,7 @@ from mpidist._values.variable import Variable, array_of, check_owner, storage_of
 _MOST_NAMED = 5
 
 
-def check_in_sync(variables: Any) -> None:
+def check_in_sync(variables: Nest) -> None:
     """Check that all replicas have the same copies of mirrored variables.
 
     Collective, at every level. Each rank computes a checksum (BLAKE2b, of 128 bits)
@@ -47,16 +47,14 @@ def check_in_sync(variables: Any) -> None:
     try:
         _check_variables(group, leaves)
     except Exception as error:
-        if frame.coordinator is not None:
-            raise
-        group.collectives.invalid("check_in_sync", error)
+        dispatch.refuse(group, "check_in_sync", error)
     if frame.level is context.Level.REPLICA and frame.group is group:
         _check(group, leaves)
     else:
         dispatch.perform(group, "check_in_sync", leaves)
 
 
-def _check_variables(group: ReplicaGroup, leaves: list[Any]) -> None:
+def _check_variables(group: ReplicaGroup, leaves: list[Nest]) -> None:
     for leaf in leaves:
         if not isinstance(leaf, Variable):
             raise TypeError(
@@ -96,7 +94,7 @@ def _check(group: ReplicaGroup, variables: list[Variable]) -> None:
     )
 
 
-def _digest(array: Any) -> bytes:
+def _digest(array: Array) -> bytes:
     raw = backend.value_bytes(backend.to_host(array))
     return hashlib.blake2b(raw.data, digest_size=16).digest()
 
@@ -131,7 +129,7 @@ def _describe(group: ReplicaGroup, variable: Variable, column: list[bytes]) -> s
     return "\n".join([head, *lines[:_MOST_NAMED]])
 
 
-def _compare(mine: Any, theirs: Any) -> str:
+def _compare(mine: np.generic, theirs: np.generic) -> str:
     """Format two numbers, with their bytes if they print the same."""
     texts = [str(x.item()) for x in (mine, theirs)]
     if texts[0] == texts[1]:

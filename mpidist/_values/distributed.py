@@ -94,8 +94,8 @@ class DistributedValues(Components):
     def values(self) -> tuple[Any, ...]:
         """The components that this process can see, in replica order.
 
-        In ``merge_fn`` all of them, gathered from their ranks on first access; at other
-        levels only this rank's.
+        Only this rank's, except in ``merge_fn``: there all of them. The first time
+        that they are read there communicates: it gathers them from their ranks.
         """
         coordinator = context.current().coordinator
         if coordinator is not None and self._all is None:

@@ -41,10 +41,12 @@ from mpidist._values.synchronization import (
     require_readable,
 )
 
+_OF_MEMORY: Final = frozenset(("itemsize", "nbytes", "strides"))
+
 
 @dataclasses.dataclass(frozen=True)
 class _Given:
-    """Data that all ranks have for a variable; an initial value for `Variable`."""
+    """The data that all ranks have for a variable, as argument of `Variable`."""
 
     group: ReplicaGroup
     value: Array
@@ -132,9 +134,7 @@ class Variable(ArrayLike, Registered):
                 # On all ranks, if it is ON_READ.
                 initial_value = initial_value.value()
         except Exception as error:
-            if frame.coordinator is not None:
-                raise
-            collectives.invalid("Variable(...)", error)
+            dispatch.refuse(group, "Variable(...)", error)
 
         def make() -> Any:
             return initial_array(initial_value, dtype, shape, attributes)
@@ -218,8 +218,8 @@ class Variable(ArrayLike, Registered):
     def values(self) -> tuple[Any, ...]:
         """The copies that this process can see: its own, read-only.
 
-        In ``merge_fn`` one for each replica; for an ON_READ variable this gathers them
-        from their ranks.
+        In ``merge_fn`` one for each replica. There, and only there, reading ``values``
+        of an ON_READ variable communicates: it gathers the copies from their ranks.
         """
         coordinator = context.current().coordinator
         storage = self._storage
@@ -302,6 +302,11 @@ class Variable(ArrayLike, Registered):
             require_readable(storage)
             return ON_READ.read(storage)
         return storage.view
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_MEMORY:  # without combining the copies of an ON_READ variable
+            return getattr(self._storage.array, name)
+        return super().__getattr__(name)
 
     def _as_component(self) -> Array:
         return self._storage.view

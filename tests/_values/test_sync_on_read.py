@@ -1,6 +1,7 @@
 """Who may write what, in which context; and ON_READ variables in all their places."""
 
 import copy
+import inspect
 import itertools
 import operator
 
@@ -318,6 +319,18 @@ def test_printing_does_not_communicate(strategy, rank, size, metric):
     if rank == 0:
         assert "ON_READ MEAN" in text
         assert "value on replica 0=1." in text
+
+
+def test_properties_do_not_communicate(strategy, rank, metric):
+    v = metric(MEAN)
+    before = strategy.communication_statistics().calls
+    if rank == 0:
+        kinds = inspect.getmembers(mpidist.Variable, lambda x: isinstance(x, property))
+        for name, _ in kinds:
+            getattr(v, name)
+        assert len(kinds) > 10
+        assert (v.itemsize, v.nbytes, v.strides) == (8, 8, ())
+    assert strategy.communication_statistics().calls == before
 
 
 # --- variable_sync_on_read_context ----------------------------------------------------
