@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 from mpidist import _native
-from mpidist._agreement.mismatch import (
-    dump_exception,
-)
+from mpidist._agreement.mismatch import dump_exception
 from mpidist._base import backend, nest
 from mpidist._base.errors import format_exception
+from mpidist._base.types import Array, Nest
 from mpidist._merge import object_names, wire
 from mpidist._merge.updates import UpdateBatch, check_update, wrap
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0, check_arguments
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._runtime.registry import Key, component, gathered, key_of, set_gathered
+from mpidist._runtime.registry import (
+    Key,
+    Registered,
+    component,
+    gathered,
+    key_of,
+    set_gathered,
+)
 from mpidist._values.distributed import (
     DistributedValues,
     Mirrored,
     own_component,
 )
 from mpidist._values.variable import Variable
+
+Arguments: TypeAlias = tuple[Sequence[Nest], Mapping[str, Nest]]
+"""The positional and the keyword arguments of a function."""
 
 _RESERVE: Final = 256  # bytes of the ring, for a message that ends a batch
 _WITH_FUNCTIONS: Final = {"update": "update", "call_for_each_replica": "run"}
@@ -33,8 +42,8 @@ class Coordinator:
     """Rank 0's side of one merge_call, while merge_fn runs.
 
     Args:
-        group: of the merge_call.
-        names: of what merge_fn can reach; None where nothing has a name.
+        group: the ranks.
+        names: the names of what merge_fn can reach; None if nothing has a name.
     """
 
     def __init__(
@@ -47,20 +56,20 @@ class Coordinator:
         self._fetched: list[weakref.ref[DistributedValues]] = []
         self._batch = UpdateBatch(group)
         self._writer = wire.Writer(group, self.key_of, names)
-        # The others come to the next join by themselves. Also after an interrupt, when
-        # `fail` ends the batch.
+        # Whether the others come to the next join without a message; also after an
+        # interrupt, when `fail` ends the batch.
         self._awaited = False
 
     def command(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Have all ranks run an operation; return rank 0's result.
+        """Run an operation on all ranks; return rank 0's result.
 
-        What a batch of updates before it has raised on some rank is raised here, on
-        all ranks, and the operation is not run.
+        If a batch of updates before it has raised on some rank, this raises on all
+        ranks, and the operation is not run.
         """
         if self._collectives.comm.size == 1:
             return self._execute(name, args)
-        head, buffers = self._write(name, args)
-        self._send("do", name, head, len(buffers))
+        plain, buffers = self._write(name, args)
+        self._send("do", name, plain, len(buffers))
         if self._batch.open:
             self._join()
         if buffers:
@@ -72,12 +81,12 @@ class Coordinator:
     def update(
         self,
         var: Variable | None,
-        fn: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
+        fn: Callable[..., Nest],
+        args: Sequence[Nest],
+        kwargs: Mapping[str, Nest],
         grouped: bool,
-    ) -> Any:
-        """Have all ranks run an update; return rank 0's result.
+    ) -> Nest:
+        """Run an update on all ranks; return rank 0's result.
 
         Rank 0 does not wait for the others, see `updates`.
         """
@@ -92,12 +101,12 @@ class Coordinator:
         guard = self._collectives.guard
         batch = self._batch
         key = None if var is None else self.key_of(var)
-        buffers: list[Any] = []
+        buffers: list[Array] = []
         function = None if arguments is None else writer.function(fn)
         if type(function) is not tuple:
             arguments = None
             function, buffers = self._write("update", (fn, tuple(args), kwargs))
-        # Where messages are collective calls of MPI all ranks have to read them.
+        # If messages are collective calls of MPI, all ranks have to read each of them.
         last = not grouped or bool(buffers) or self._collectives.ring is None
         if batch.open and buffers:
             self.end_updates()
@@ -125,8 +134,10 @@ class Coordinator:
         self.watch(result)
         return result
 
-    def _write(self, name: str, args: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-        """Take the arguments of an operation apart; say which one cannot be sent."""
+    def _write(
+        self, name: str, args: tuple[Any, ...]
+    ) -> tuple[wire.Plain, list[Array]]:
+        """Convert the arguments of an operation; name one that cannot be sent."""
         try:
             return self._writer.write(args)
         except _NotThereError:
@@ -147,7 +158,7 @@ class Coordinator:
             ) from error
 
     def _take_dropped(self) -> list[Key]:
-        """Return the keys of what rank 0 has dropped and the others still keep."""
+        """Return the keys of values that rank 0 has dropped and the others keep."""
         dropped: list[Key] = []
         if not self._dropped and not self._registry.dropped:
             return dropped
@@ -158,18 +169,18 @@ class Coordinator:
                 del waiting[:count]  # in place: finalizers append to these lists
         return dropped
 
-    def _send(self, kind: str, *body: Any) -> None:
-        """Send a message; end a batch before, where the others might not read it."""
+    def _send(self, kind: wire.Kind, *body: wire.Plain) -> None:
+        """Send a message; first end the batch if the others might not read it."""
         collectives = self._collectives
         guard, batch = collectives.guard, self._batch
         with guard.with_all_ranks():
             guard.check_late()
         dropped = self._take_dropped() if kind != "return" else []
         news = self._writer.take_news()
-        data = wire.dump((batch.joins, kind, dropped, news, *body))
+        data = wire.dump(batch.joins, kind, *body, dropped=dropped, news=news)
         ring = collectives.ring
         if batch.open and ring is not None:
-            # Who waits at the join does not read: what is sent until then must fit.
+            # A rank at the join does not read: all messages until then must fit.
             used = ring.moved - batch.ring_start + _RESERVE
             core = _native.core
             long = len(data) >= core.MESSAGE_BYTES
@@ -180,7 +191,7 @@ class Coordinator:
                     self._dropped += dropped
                     self._writer.return_news(news)
                     raise
-                data = wire.dump((batch.joins, kind, dropped, news, *body))
+                data = wire.dump(batch.joins, kind, *body, dropped=dropped, news=news)
         if batch.open:
             collectives.send_bytes(data)
             guard.uncount()
@@ -190,14 +201,14 @@ class Coordinator:
             collectives.send_bytes(data)
 
     def end_updates(self, error: BaseException | None = None) -> None:
-        """End a batch of updates on all ranks; raise what it has raised on any.
+        """End a batch of updates on all ranks; raise if it has raised on any rank.
 
         Args:
-            error: what rank 0's own function has raised, which it goes on raising.
+            error: the exception of rank 0's own function, which the caller re-raises.
         """
         if self._batch.open:
             if not self._awaited:
-                data = wire.dump((self._batch.joins, "join", (), ()))
+                data = wire.dump(self._batch.joins, "join")
                 self._collectives.send_bytes(data)
                 self._collectives.guard.uncount()
             self._join(error)
@@ -216,7 +227,7 @@ class Coordinator:
             return dispatch.execute(self._group, name, args)
 
     def fetch(self, values: list[DistributedValues]) -> None:
-        """Gather the components of these values to rank 0, where not known."""
+        """Gather the unknown components of these values to rank 0."""
         unknown = [
             v for v in values if gathered(v) is None and not isinstance(v, Mirrored)
         ]
@@ -226,32 +237,32 @@ class Coordinator:
                 set_gathered(value, tuple(column))
                 self._fetched.append(weakref.ref(value))
 
-    def finish(self, result: Any) -> list[Any]:
-        """Send what merge_fn has returned; return the arrays that have to follow."""
-        head = result
-        buffers: list[Any] = []
+    def finish(self, result: Nest) -> list[Array]:
+        """Send the result of merge_fn; return the arrays that have to follow."""
+        plain = result
+        buffers: list[Array] = []
         if type(result) not in wire.ATOMS:
-            head, buffers = self._writer.write(result, named=False)
-        self._send("return", head, len(buffers))
+            plain, buffers = self._writer.write(result, named=False)
+        self._send("return", plain, len(buffers))
         if self._batch.open:
             self._join()
         return buffers
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others what merge_fn has raised."""
+        """Send the exception of merge_fn."""
         try:
             self.end_updates()
         except BaseException:
-            # Of an update, which merge_fn has not heard of: what it raises counts.
+            # An update has raised, which merge_fn did not know: its exception counts.
             if self._collectives.guard.broken:
                 raise
         if not self._collectives.guard.broken:
             data, trace = dump_exception(error), format_exception(error)
-            message = (self._batch.joins, "raise", (), (), data, trace)
-            self._collectives.send_bytes(wire.dump(message))
+            message = wire.dump(self._batch.joins, "raise", data, trace)
+            self._collectives.send_bytes(message)
 
     def close(self) -> None:
-        """Forget what was gathered: the arrays may change until the next merge_call."""
+        """Drop gathered components: the arrays may change until the next merge_call."""
         if self._batch.open:
             self._batch.leave()
         self._writer.close()
@@ -259,24 +270,24 @@ class Coordinator:
             if (value := reference()) is not None:
                 set_gathered(value, None)
 
-    def watch(self, tree: Any) -> None:
+    def watch(self, tree: Nest) -> None:
         """Tell the followers when rank 0 drops one of these values."""
         for leaf in () if tree is None else nest.flatten(tree)[0]:
             if isinstance(leaf, DistributedValues):
                 self._registry.watch(leaf, self._dropped)
 
-    def watch_all(self, values: dict[Key, Any]) -> None:
-        """As `watch`, for values by their keys."""
+    def watch_all(self, values: dict[Key, Registered]) -> None:
+        """Watch values by their keys."""
         for value in values.values():
             self._registry.watch(value, self._dropped)
 
-    def key_of(self, value: Any) -> Key:
+    def key_of(self, value: Registered) -> Key:
         """Return the key under which every rank has this value.
 
-        A PerReplica that rank 0 made is scattered first.
+        A PerReplica that rank 0 has created is scattered first.
 
         Raises:
-            ValueError: for a value that the other ranks do not have.
+            ValueError: if the other ranks do not have the value.
         """
         key = key_of(value)
         if key is not None and self._registry.get(key) is value:
@@ -288,9 +299,9 @@ class Coordinator:
             self.watch(value)
             return key_of(value)
         raise _NotThereError(
-            f"merge_fn uses {value!r:.200}, which the other ranks do not have (any "
-            "more): it belongs to a `merge_call` that has ended, or was made on rank "
-            "0 alone. Pass it to `merge_call` as an argument"
+            f"merge_fn uses {value!r:.200}, which the other ranks do not have: it "
+            "belongs to a `merge_call` that has ended, or was made on rank 0 alone. "
+            "Pass it to `merge_call` as an argument"
         )
 
 
@@ -299,7 +310,7 @@ class _NotThereError(ValueError):
 
 
 def _check_mirrored(value: Mirrored) -> None:
-    """Raise for a Mirrored that merge_fn made of components that differ."""
+    """Raise if merge_fn has created a Mirrored of components that differ."""
     arrays = [backend.as_array(x, "Mirrored")[0] for x in gathered(value) or ()]
     if len({backend.describe(x) + backend.summarize(x) for x in arrays}) > 1:
         raise ValueError(
@@ -310,16 +321,16 @@ def _check_mirrored(value: Mirrored) -> None:
 
 def lead(
     group: ReplicaGroup,
-    merge_fn: Callable[..., Any],
-    arguments: list[Any],
+    merge_fn: Callable[..., Nest],
+    arguments: list[Arguments],
     coordinator: Coordinator,
-) -> Any:
-    """Run merge_fn here, for all ranks; return rank 0's part of its result. Collective.
+) -> Nest:
+    """Run merge_fn for all ranks; return rank 0's part of its result. Collective.
 
     Args:
         group: the ranks.
         merge_fn: the function.
-        arguments: a list of its arguments and keyword arguments, which is emptied.
+        arguments: its arguments, in a list that this empties.
         coordinator: commands the others.
     """
     collectives = group.collectives
@@ -350,13 +361,13 @@ def lead(
     return structure.unflatten([_own_result(leaf) for leaf in leaves])
 
 
-def _own_result(leaf: Any) -> Any:
-    """Return rank 0's part: of an array a copy, since merge_fn may go on using it."""
+def _own_result(leaf: Nest) -> Nest:
+    """Return rank 0's part: a copy of an array, since the program may keep using it."""
     return leaf.copy() if backend.is_array(leaf) else own_component(leaf)
 
 
-def _part_of(leaf: Any, group: ReplicaGroup) -> Any:
-    """Return a leaf of merge_fn's result in the form in which it travels."""
+def _part_of(leaf: Nest, group: ReplicaGroup) -> Nest:
+    """Return a leaf of merge_fn's result in the form in which it is sent."""
     if isinstance(leaf, Mirrored) and (
         (key := key_of(leaf)) is None or group.registry.get(key) is not leaf
     ):

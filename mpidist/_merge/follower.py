@@ -4,31 +4,29 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from mpidist._agreement.mismatch import (
-    ErrorKind,
-    load_exception,
-)
+from mpidist._agreement.mismatch import ErrorKind, load_exception
 from mpidist._base import nest
 from mpidist._base.errors import CollectiveError, on_rank
+from mpidist._base.types import Array, Nest
 from mpidist._merge import object_names, wire
 from mpidist._merge.updates import UpdateBatch, describe, wrap
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._runtime.registry import Key, key_of
+from mpidist._runtime.registry import Key, Registered, key_of
 from mpidist._values.distributed import (
     DistributedValues,
     own_component,
 )
 from mpidist._values.variable import Variable
 
-_NO_NAMES: Final[dict[str, Any]] = {}
+_NO_KEYWORDS: Final[dict[str, Any]] = {}
 
 
 def follow(
-    group: ReplicaGroup, held: dict[Key, Any], names: object_names.Names | None
-) -> Any:
-    """Run what rank 0 commands, until it says that merge_fn has ended."""
+    group: ReplicaGroup, held: dict[Key, Registered], names: object_names.Names | None
+) -> Nest:
+    """Run rank 0's commands until merge_fn has ended; return this replica's part."""
     follower = Follower(group, held, names)
     try:
         return follower.follow()
@@ -37,12 +35,18 @@ def follow(
 
 
 class Follower:
-    """Another rank's side of one merge_call."""
+    """The side of another rank of one merge_call.
+
+    Args:
+        group: the ranks.
+        held: the values by key that this rank keeps until rank 0 has dropped them.
+        names: the names of what this rank's merge_fn can reach; None if it has none.
+    """
 
     def __init__(
         self,
         group: ReplicaGroup,
-        held: dict[Key, Any],
+        held: dict[Key, Registered],
         names: object_names.Names | None,
     ) -> None:
         self._group = group
@@ -50,11 +54,11 @@ class Follower:
         self._registry = group.registry
         self._reader = wire.Reader(group, names)
         self._held = held
-        # What the last command has raised here. Rank 0 has raised it too.
+        # The exception of the last command on this rank. Rank 0 has raised it too.
         self._failure: BaseException | None = None
         self.batch = UpdateBatch(group)
 
-    def follow(self) -> Any:
+    def follow(self) -> Nest:
         """Run commands until merge_fn has ended; return this replica's part."""
         collectives, batch = self._collectives, self.batch
         guard = collectives.guard
@@ -70,7 +74,7 @@ class Follower:
             joins, kind, dropped, news, *body = wire.load(data)
             if news:
                 self._reader.receive_news(news)
-            # From before a join to which this rank came early: rank 0 has dropped it.
+            # Sent before a join that this rank has passed already: it does not count.
             stale = joins < batch.joins
             if stale or batch.open:
                 guard.uncount()
@@ -93,27 +97,29 @@ class Follower:
                 held.pop(key, None)
                 kept.pop(key, None)
 
-    def _finish(self, head: Any, num_arrays: int) -> Any:
-        """Return this replica's part of what merge_fn has returned."""
+    def _finish(self, result: wire.Plain, num_arrays: int) -> Nest:
+        """Return this replica's part of the result of merge_fn."""
         arrays = self._collectives.receive_arrays() if num_arrays else []
         if self._failure is not None and not self._collectives.guard.enabled:
-            raise self._failure  # nobody else knows
-        if type(head) is not tuple:
-            return head
-        result = self._reader.read(head, arrays)
-        return nest.map_structure(own_component, result)
+            raise self._failure  # no other rank knows of it
+        if type(result) is not tuple:
+            return result
+        return nest.map_structure(own_component, self._reader.read(result, arrays))
 
     def _update(
         self,
         stale: bool,
         key: Key | None,
-        function: Any,
-        arguments: Any,
+        function: wire.Plain,
+        arguments: list[tuple[bool, wire.Plain]] | None,
         num_arrays: int,
         grouped: bool,
         last: bool,
     ) -> None:
-        """Run an update, or drop it: its result is counted in both cases."""
+        """Run an update, or discard it if it is stale; count its result in both cases.
+
+        After ``stale`` come the fields of the message, in its order (see `wire`).
+        """
         number = self._registry.next_key()
         if stale:
             return
@@ -128,7 +134,7 @@ class Follower:
             if arguments is None:
                 fn, args, kwargs = self._read(function, arrays)
             else:
-                fn, kwargs = self._read(function, arrays), _NO_NAMES
+                fn, kwargs = self._read(function, arrays), _NO_KEYWORDS
                 args = self._reader.arguments(arguments)
             kind = "raised"
             result = batch.run(number, var, fn, args, kwargs, grouped)
@@ -150,27 +156,32 @@ class Follower:
         if last and batch.open:
             self._failed(batch.end())
 
-    def _read(self, head: Any, arrays: list[Any]) -> Any:
-        if head[0] == "fn":
-            return self._reader.read(head, arrays)
-        # What is unpickled may be the user's code.
+    def _read(self, function: wire.Plain, arrays: list[Array]) -> Any:
+        if function[0] == "fn":
+            return self._reader.read(function, arrays)
+        # Unpickling may run the user's code.
         with context.entered(self._group.cross_frame):
-            return self._reader.read(head, arrays)
+            return self._reader.read(function, arrays)
 
     def _failed(self, error: BaseException | None) -> None:
-        """Note what the last command has raised here."""
-        # With the guard off the first one: rank 0 goes on, and does not know.
+        """Store the exception of the last command on this rank."""
+        # With the guard off, keep the first one: rank 0 does not know, and goes on.
         if self._failure is None or self._collectives.guard.enabled:
             self._failure = error
 
-    def _obey(self, name: str, head: Any, num_arrays: int) -> BaseException | None:
-        """Run one command. What it raises, rank 0 has raised too, and decides about."""
+    def _obey(
+        self, name: str, arguments: wire.Plain, num_arrays: int
+    ) -> BaseException | None:
+        """Run one command; return its exception.
+
+        Rank 0 has raised it too, and decides what happens.
+        """
         group, collectives = self._group, self._collectives
         try:
             arrays = collectives.receive_arrays() if num_arrays else []
             with context.entered(group.cross_frame):
                 try:
-                    args = self._reader.read(head, arrays)
+                    args = self._reader.read(arguments, arrays)
                 except Exception as error:
                     collectives.invalid(f"the coordinator's {name}", error)
                 result = dispatch.execute(group, name, args)
@@ -188,24 +199,24 @@ class Follower:
                 self._held[key_of(value.value)] = value.value
         return None
 
-    def _hold(self, result: Any) -> None:
-        """Keep the values of a result, to which rank 0 may refer."""
+    def _hold(self, result: Nest) -> None:
+        """Keep the values of a result, because rank 0 may refer to them."""
         for leaf in nest.flatten(result)[0]:
             if isinstance(leaf, DistributedValues):
                 self._held[key_of(leaf)] = leaf
             elif isinstance(leaf, Variable):
-                # Rank 0 may keep it for later merge_calls, as an optimizer its slots.
+                # Rank 0 may keep it for later merge_calls, like slots of an optimizer.
                 self._registry.kept[key_of(leaf)] = leaf
 
 
 def remote_error(
     rank: int, data: bytes, trace: str, failure: BaseException | None
 ) -> BaseException:
-    """Return what a follower raises when merge_fn has raised on rank 0."""
+    """Return the exception of a follower if merge_fn has raised on rank 0."""
     error = load_exception(data, trace)
     own = failure is not None and not isinstance(failure, CollectiveError)
     if own and isinstance(error, CollectiveError) and failure is not None:
-        return failure  # it was this rank's own function that failed
+        return failure  # this rank's own function has failed
     if error is None:
         last = trace.strip().splitlines()[-1] if trace.strip() else "unknown"
         return CollectiveError(

@@ -4,68 +4,69 @@ The protocol
 ------------
 1. *Entry.* All ranks agree on the structure of the arguments (one header). Arrays and
    numbers become `PerReplica` handles; each rank keeps its component under the same
-   key. Other objects are compared by a fingerprint that rides in the same header
-   (`argument_equality`): equal ones stay as they are; if any differ, all ranks
+   key. Other objects are compared by a fingerprint in the same header
+   (`argument_equality`). Equal objects are passed to merge_fn. If any differ, all ranks
    exchange the fingerprints, and those that differ become PerReplica of objects. The
-   code of merge_fn is compared in the same way. Where it is the same, every rank looks
-   which objects its merge_fn can reach: these have names (`object_names`).
+   code of merge_fn is compared in the same way. If it is the same, every rank finds
+   the objects that its merge_fn can reach: these have names (`object_names`).
 2. *Commands.* Rank 0 runs merge_fn. Each cross-replica operation that it calls is one
-   message to the followers: name and arguments, where what every rank has is named and
-   not copied (`wire`). Then every rank runs the operation (`dispatch.execute`), which
-   does its own agreement and moves its own data, and registers its results under the
+   message to the followers: its name and arguments. Objects that every rank has are
+   sent by name (`wire`). Then every rank runs the operation (`dispatch.execute`), which
+   has its own agreement and moves its own data, and registers its results under the
    same keys. *Updates* are messages too, but rank 0 does not wait for the others; they
    end together (`updates`).
-3. *End.* The last message says what merge_fn returned or raised. Values that the
-   ranks have are named by key, arrays that rank 0 made are broadcast from their
-   buffers, PerReplica that rank 0 made are scattered, the rest is in the message.
+3. *End.* The last message contains the result or the exception of merge_fn. Values
+   that the ranks have are sent by key, arrays that rank 0 has created are broadcast
+   from their buffers, PerReplica that rank 0 has created are scattered, and the rest
+   is in the message.
 
 When something fails
 --------------------
 - merge_fn raises: the last message carries the exception; all ranks raise.
 - An operation fails: on all ranks or on none (see `collectives`). Rank 0 raises inside
-  merge_fn, which may catch it, so the followers keep quiet and wait for the next
-  message. If merge_fn lets it through, they raise what they had, or rank 0's.
+  merge_fn, which may catch the exception, so the followers wait for the next message
+  without raising. If merge_fn does not catch it, they raise their own exception, or
+  rank 0's.
 - An update fails on a follower: it waits at the join that ends the updates. Rank 0
-  learns of it there, at the next message that is no update, or earlier: the join also
-  comes when the messages since the last one fill the ring of the core, since a rank
-  that waits there does not read them, and after a quarter of a second. Over MPI each
-  update ends with a join, since messages are collective calls there.
-- A follower cannot even read a message (a function that is not importable there): it
-  joins the operation's agreement with its error flag up.
+  learns of it there. The join comes before the next message that is not an update;
+  when the messages since the last join fill the ring of the core, because a rank that
+  waits at the join does not read them; and after a quarter of a second. With MPI each
+  update ends with a join, because messages are collective calls there.
+- A follower cannot read a message (a function cannot be imported there): it joins the
+  operation's agreement with its error flag set.
 - Rank 0 takes too long: the followers' wait for a message has the guard's deadline.
 
-Memory: when rank 0 drops a handle, its key rides along with the next command, and the
+Memory: when rank 0 drops a handle, its key is sent with the next command, and the
 followers drop theirs. At the end of the merge_call all are dropped.
 
-Rejected: gathering the arguments on rank 0 (the one thing that this module avoids);
-running merge_fn on every rank, as TensorFlow's multi-worker strategy does (side effects
-happen N times, and code that looks at one replica's values diverges silently).
+Rejected: gathering the arguments on rank 0 (which this module exists to avoid); running
+merge_fn on every rank, as TensorFlow's multi-worker strategy does (side effects happen
+N times, and code that looks at one replica's values diverges silently).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 
-from mpidist._agreement.mismatch import (
-    call_of,
-)
+from mpidist._agreement.mismatch import call_of
 from mpidist._base import backend, nest
 from mpidist._base.fingerprint import fingerprint_of_numbers
 from mpidist._base.indexed_slices import IndexedSlices
+from mpidist._base.types import Nest
 from mpidist._merge import object_names, wire
 from mpidist._merge.argument_equality import (
     fingerprint_of_argument,
     fingerprint_of_function,
 )
-from mpidist._merge.coordinator import Coordinator, lead
+from mpidist._merge.coordinator import Arguments, Coordinator, lead
 from mpidist._merge.follower import follow
 from mpidist._runtime import dispatch
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._runtime.registry import Key, gathered
+from mpidist._runtime.registry import Key, Registered, gathered
 from mpidist._values.distributed import (
     DistributedValues,
     Mirrored,
@@ -81,10 +82,10 @@ _NUMBERS: Final = "biufc"  # kinds of dtypes
 
 def merge_call(
     group: ReplicaGroup,
-    merge_fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+    merge_fn: Callable[..., Nest],
+    args: Sequence[Nest],
+    kwargs: Mapping[str, Nest],
+) -> Nest:
     """Run ``merge_fn`` on rank 0; return this replica's part of its result.
 
     Collective.
@@ -95,26 +96,25 @@ def merge_call(
         coordinator = Coordinator(group, names)
         if held:
             coordinator.watch_all(held)
-            held.clear()  # merge_fn alone keeps its arguments
+            held.clear()  # only merge_fn keeps its arguments
         return lead(group, merge_fn, arguments, coordinator)
     del arguments
     return follow(group, held, names)
 
 
-_Entered = tuple[list[Any], dict[Key, Any], object_names.Names | None]
-
-
 def _enter(
     group: ReplicaGroup,
-    merge_fn: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> _Entered:
+    merge_fn: Callable[..., Nest],
+    args: Sequence[Nest],
+    kwargs: Mapping[str, Nest],
+) -> tuple[list[Arguments], dict[Key, Registered], object_names.Names | None]:
     """Agree on the arguments.
 
     Returns:
-        The arguments as merge_fn sees them, the handles among them, and the names of
-        what merge_fn can reach.
+        The arguments as merge_fn sees them, in a list of one item, so that the caller
+        can take them out and be the only one to keep them; the handles among them, by
+        key; and the names of what merge_fn can reach. A plain tuple, since an empty
+        merge_call is so short that a record would show.
     """
     collectives = group.collectives
     registry = group.registry
@@ -157,7 +157,7 @@ def _enter(
         alike = same[0]
         different = {i for i, one in zip(objects, same[1:], strict=True) if not one}
     number = registry.next_key()
-    held: dict[Key, Any] = {}
+    held: dict[Key, Registered] = {}
     seen = []
     given = []
     for index, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
@@ -169,14 +169,15 @@ def _enter(
             given.append((index, leaf))
         seen.append(leaf)
     names = _names_of(group, merge_fn, given) if alike else None
-    # In a list, so that who takes them out is the only one to keep them.
     return [structure.unflatten(seen)], held, names
 
 
 def _names_of(
-    group: ReplicaGroup, merge_fn: Any, given: list[tuple[int, Any]]
+    group: ReplicaGroup,
+    merge_fn: Callable[..., Nest],
+    given: list[tuple[int, Nest]],
 ) -> object_names.Names | None:
-    """Return the names of what merge_fn can reach, and of arguments that are alike."""
+    """Return the names of what merge_fn and the given arguments can reach."""
     if group.communicator.size == 1:
         return None
     if not (given or object_names.may_reach(merge_fn)):
@@ -187,8 +188,8 @@ def _names_of(
     return object_names.Names(roots, object_names.home_of(merge_fn), known)
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> str:
-    """Return which argument the leaf with this number is of, for messages."""
+def _argument(args: Sequence[Nest], kwargs: Mapping[str, Nest], number: int) -> str:
+    """Return the argument that contains the leaf with this number, for messages."""
     named = [(f"args[{i}]", x) for i, x in enumerate(args)]
     named += [(f"kwargs[{key!r}]", kwargs[key]) for key in sorted(kwargs)]
     for name, part in named:
@@ -199,8 +200,8 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> str
     return "of merge_call"
 
 
-def _kind_of(leaf: Any, group: ReplicaGroup) -> str:
-    """Return what becomes of an argument; the same text on all ranks, or a mismatch."""
+def _kind_of(leaf: Nest, group: ReplicaGroup) -> str:
+    """Return how an argument is passed: a text that all ranks compare."""
     if isinstance(leaf, Variable):
         storage = storage_of(leaf)
         if storage.group is not group:
@@ -216,11 +217,13 @@ def _kind_of(leaf: Any, group: ReplicaGroup) -> str:
     return "object"
 
 
-# --- the operations that only the coordinator needs -----------------------------------
+# --- operations that only the coordinator uses ----------------------------------------
 
 
 @dispatch.operation("collect")
-def _collect(group: ReplicaGroup, values: list[DistributedValues]) -> Any:
+def _collect(
+    group: ReplicaGroup, values: list[DistributedValues | Variable]
+) -> list[list[Nest]]:
     """Return the components of values: on rank 0, a column for each value."""
     collectives = group.collectives
     own = [component_of(value) for value in values]
@@ -230,7 +233,7 @@ def _collect(group: ReplicaGroup, values: list[DistributedValues]) -> Any:
 
 @dispatch.operation("scatter")
 def _scatter(group: ReplicaGroup, marked: OnRank0, mirrored: bool) -> None:
-    """Give each rank its component of a value that rank 0 made."""
+    """Send each rank its component of a value that rank 0 has created."""
     collectives = group.collectives
     registry = group.registry
     value = marked.value

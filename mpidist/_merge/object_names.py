@@ -42,7 +42,7 @@ import functools
 import itertools
 import types
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -57,11 +57,14 @@ _MOST_KINDS: Final = 4096
 _MOST_ALIASES: Final = 4
 _KEYS: Final = frozenset((str, int, bool, float, bytes, type(None)))
 
-Step = str | int | tuple[Any, ...]
+Step: TypeAlias = str | int | tuple[Any, ...]
 """A part of a path: an attribute, an index, ``(key,)`` of a dict, or a word and what it
 stands for in a function, such as ``("closure", "x")``."""
 
-Path = tuple[Step, ...]
+Path: TypeAlias = tuple[Step, ...]
+
+News: TypeAlias = tuple[int, Path, tuple[tuple[Path, Path], ...], str]
+"""The arguments of `Names.receive`, which marshal can write."""
 
 # What an object is for the names.
 _VALUE: Final = 0  # has no name, and nothing in it has
@@ -284,7 +287,7 @@ class Names:
         # Further ways to objects that were found before: which, from where, by what.
         self._again: list[tuple[int, int, Step]] = []
         self._defined: set[int] = set()
-        self.unsent: list[tuple[Any, ...]] = []
+        self.unsent: list[News] = []
         self._steps: dict[tuple[int, Step], int] | None = None
         self._received: dict[int, Any] = {}
         self._walk(roots, home, most)

@@ -1,21 +1,65 @@
-"""What the commands of `merge_call` are made of, and how it travels.
+"""The messages of a `merge_call`: their contents, and their encoding.
 
 A message is a tuple of plain objects, which marshal writes several times as fast as
-pickle. Variables, distributed values and functions are put into tuples by hand. What
-has anything else in it is pickled as a whole, and arrays travel apart, from their
-buffers.
+pickle. Variables, distributed values and functions are converted to tuples here. A
+message with any other object in it is pickled as a whole, and arrays are sent
+separately, from their buffers.
 
-What every rank has is named, not copied:
+What every rank has is sent by name, without a copy:
 
-- variables and distributed values by their keys, the strategy by a word;
+- variables and distributed values by their keys, the strategy by a number;
 - functions and classes of modules by module and name; the globals of a function by
-  the module that it is from; code objects by a number, once sent (`function_codec`);
-- in functions: the objects that merge_fn can reach, by a number, once told
-  (`object_names`).
-  In the arguments of a command lists, dicts and arrays are data: rank 0's count.
+  the module of the function; code objects by a number, after they were sent once
+  (`function_codec`);
+- in functions: the objects that merge_fn can reach, by a number, after their names
+  were sent once (`object_names`).
+  In the arguments of a command lists, dicts and arrays are data: rank 0's are sent.
 
-What has to be told once travels as the news of the next message, whichever that is, and
-the other ranks read the news of each message, also of one that they drop.
+What is sent once is the news of the next message, of any kind. The other ranks read
+the news of every message, also of a message that they discard.
+
+Messages
+--------
+Each begins with the number of joins before it, its kind, the keys that rank 0 has
+dropped, and the news (see `dump`). After these come, by kind:
+
+========  =======================================================================
+do        name of the operation, arguments, number of arrays that follow
+update    key of the variable, function, arguments (None: they are in function),
+          number of arrays that follow, whether the results are the same on all
+          ranks, whether a join follows
+join      nothing: a batch of updates ends
+return    result of merge_fn, number of arrays that follow
+raise     pickled exception of merge_fn, its traceback as text
+========  =======================================================================
+
+They are tuples, and not records: marshal writes only plain tuples, and an update is
+so short that converting them would show.
+
+Plain forms
+-----------
+A number, string, bytes or None stands for itself. Any other object is a tuple of a
+tag and fields, which `Reader.read` unpacks by name:
+
+=======  ==========================================  =============================
+tag      fields                                      stands for
+=======  ==========================================  =============================
+tuple    items                                       a tuple
+list     items                                       a list
+dict     none                                        an empty dict
+pairs    keys of values and variables, in turn       a list of (value, variable)
+value    key                                         a distributed value, variable
+known    number                                      an object of the strategy
+named    number                                      an object of `object_names`
+global   module, name                                a function or class
+module   name                                        a module
+fn       code, home, closed over, defaults           a function
+method   owner, name                                 a method
+partial  function and arguments, names of keywords   a `functools.partial`
+scalar   dtype, bytes                                a NumPy scalar
+op       name                                        a `ReduceOp`
+pickle   bytes                                       anything else
+=======  ==========================================  =============================
 """
 
 from __future__ import annotations
@@ -26,8 +70,8 @@ import marshal
 import pickle
 import sys
 import types
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal, TypeAlias
 
 import cloudpickle
 import numpy as np
@@ -35,45 +79,52 @@ import numpy as np
 from mpidist._base import backend, function_codec
 from mpidist._base.errors import CollectiveError
 from mpidist._base.options import ReduceOp
+from mpidist._base.types import Array, Nest
 from mpidist._merge import object_names
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._runtime.registry import Key
+from mpidist._runtime.registry import Key, Registered
 from mpidist._values.distributed import DistributedValues, Mirrored, PerReplica
 from mpidist._values.variable import Variable
 
 _VALUE: Final = "value"
 _NAMED: Final = "named"
 _KNOWN: Final = "known"
+# Only in pickled messages:
 _CODE: Final = "code"
 _GLOBALS: Final = "globals"
 _ARRAY: Final = "array"
 _PERSISTENT: Final = frozenset((_NAMED, _KNOWN, _CODE, _GLOBALS))
 _KEYED: Final = frozenset((Variable, Mirrored, PerReplica))
-_KEYED_TOO: Final = (DistributedValues, Variable)
+_KEYED_BASES: Final = (DistributedValues, Variable)  # also of users' classes
 _NUMBERS: Final = "biufc"  # kinds of dtypes
 _SMALL: Final = 8  # elements of an array that is pickled
 _DEEPEST: Final = 4  # functions that close over functions
 ATOMS: Final = frozenset((bool, int, float, str, bytes, type(None)))
-_PICKLED: Final = "pickled"  # no plain form
+_PICKLED: Final = "pickled"  # there is no plain form
 
-Pickler: Any = cloudpickle.Pickler
+Pickler: Any = cloudpickle.Pickler  # a class of a library without types
 
-KeyOf = Callable[[Any], Key]
-"""Gives the key under which every rank has a value."""
+KeyOf: TypeAlias = Callable[[Registered], Key]
+"""Returns the key under which every rank has a value."""
 
-News = tuple[list[tuple[int, bytes]], list[tuple[Any, ...]]]
+Plain: TypeAlias = Any
+"""The plain form of an object: nested tuples, which marshal can write."""
+
+Kind: TypeAlias = Literal["do", "update", "join", "return", "raise"]
+
+News: TypeAlias = tuple[list[tuple[int, bytes]], list[object_names.News]]
 """Code objects, and names of objects, that the other ranks have to know."""
 
-object_names.register_values(*_KEYED_TOO)
+object_names.register_values(*_KEYED_BASES)
 
 
 class Writer:
-    """Takes the messages of one merge_call apart, on rank 0.
+    """Converts the messages of one merge_call to plain forms, on rank 0.
 
     Args:
-        group: of the merge_call.
-        key_of: gives the keys of values; may send a message itself.
-        names: what merge_fn can reach; None where that has no names.
+        group: the ranks.
+        key_of: returns the keys of values; may send a message itself.
+        names: the names of what merge_fn can reach; None if it has no names.
     """
 
     def __init__(
@@ -86,15 +137,15 @@ class Writer:
 
     @functools.cached_property
     def known(self) -> dict[int, tuple[str, int]]:
-        """What belongs to the strategy, by its id: its name."""
+        """The plain forms of the objects of the strategy, by their ids."""
         return {id(x): (_KNOWN, i) for i, x in enumerate(self._group.public_objects)}
 
     def close(self) -> None:
-        """Let go of who made this, and of what merge_fn can reach."""
+        """Drop the references to the coordinator, and to what merge_fn can reach."""
         del self.key_of, self.names
 
     def take_news(self) -> News | tuple[()]:
-        """Return what the next message has to carry."""
+        """Return the news for the next message."""
         codes, names = self.codes, self.names
         told = names.unsent if names is not None else []
         if not codes.unsent and not told:
@@ -112,17 +163,18 @@ class Writer:
             if self.names is not None:
                 self.names.unsent[:0] = news[1]
 
-    def write(self, message: Any, *, named: bool = True) -> tuple[Any, list[Any]]:
-        """Take a message apart; return its plain part, and arrays that travel apart.
+    def write(self, message: Nest, *, named: bool = True) -> tuple[Plain, list[Array]]:
+        """Return the plain form of an object, and the arrays to send separately.
 
         Args:
-            message: a tuple of what an operation gets, or what merge_fn has returned.
+            message: a tuple of the arguments of an operation, or the result of
+                merge_fn.
             named: whether objects that merge_fn can reach are sent by name.
         """
         names = self.names if named else None
         try:
             plain = self.plain(message, names)
-        except RecursionError:  # a list that is in itself
+        except RecursionError:  # a list that contains itself
             plain = _PICKLED
         if plain is not _PICKLED:
             return plain, []
@@ -132,8 +184,8 @@ class Writer:
         pickler.dump(message)
         return ("pickle", stream.getvalue()), pickler.arrays
 
-    def plain(self, x: Any, names: object_names.Names | None) -> Any:
-        """Return an object in a form for marshal; ``_PICKLED`` where there is none."""
+    def plain(self, x: Nest, names: object_names.Names | None) -> Plain:
+        """Return the plain form of an object; ``_PICKLED`` if there is none."""
         kind = type(x)
         if kind in ATOMS:
             return x
@@ -142,7 +194,7 @@ class Writer:
         if kind is tuple or kind is list:
             if kind is list and (keys := self._keys_of_pairs(x)) is not None:
                 return ("pairs", keys)
-            items: list[Any] = [kind.__name__]
+            items: list[Plain] = [kind.__name__]
             for item in x:
                 part = self.plain(item, names)
                 if part is _PICKLED:
@@ -155,17 +207,19 @@ class Writer:
             return _PICKLED if x else ("dict",)
         return self._part(x, names, 0)
 
-    def function(self, fn: Any) -> Any:
-        """Return a function in a form for marshal; ``_PICKLED`` where there is none."""
+    def function(self, fn: object) -> Plain:
+        """Return the plain form of a function; ``_PICKLED`` if there is none."""
         return self._part(fn, self.names, 0)
 
-    def _part(self, x: Any, names: object_names.Names | None, depth: int) -> Any:
-        """As `plain`, for what is in a function: no copies of lists, which it shares.
+    def _part(self, x: Any, names: object_names.Names | None, depth: int) -> Plain:
+        """Return the plain form of an object in a function.
+
+        Lists are not copied, because the function may share them.
 
         Args:
             x: the object.
-            names: of what merge_fn can reach.
-            depth: how many functions it is in.
+            names: the names of what merge_fn can reach.
+            depth: the number of functions that it is in.
         """
         kind = type(x)
         if kind in ATOMS:
@@ -194,13 +248,13 @@ class Writer:
             number = names.number_of(x)
             if number is not None:
                 return (_NAMED, number)
-        if isinstance(x, _KEYED_TOO):
+        if isinstance(x, _KEYED_BASES):
             return (_VALUE, self.key_of(x))
         return _PICKLED
 
     def _function(
         self, x: types.FunctionType, names: object_names.Names | None, depth: int
-    ) -> Any:
+    ) -> Plain:
         if function_codec.is_global(x):
             return ("global", x.__module__, x.__qualname__)
         if names is not None and (number := names.number_of(x)) is not None:
@@ -228,14 +282,21 @@ class Writer:
             defaults.append(part)
         return ("fn", self.codes.number_of(x.__code__), home, closed, defaults)
 
-    def _method(self, x: Any, names: object_names.Names | None, depth: int) -> Any:
+    def _method(
+        self, x: types.MethodType, names: object_names.Names | None, depth: int
+    ) -> Plain:
         owner, name = x.__self__, x.__func__.__name__
         if isinstance(owner, type) or getattr(type(owner), name, None) != x.__func__:
             return _PICKLED
         part = self._part(owner, names, depth + 1)
         return _PICKLED if part is _PICKLED else ("method", part, name)
 
-    def _partial(self, x: Any, names: object_names.Names | None, depth: int) -> Any:
+    def _partial(
+        self,
+        x: functools.partial[Any],
+        names: object_names.Names | None,
+        depth: int,
+    ) -> Plain:
         if names is not None and (number := names.number_of(x)) is not None:
             return (_NAMED, number)
         if depth >= _DEEPEST or x.__dict__:
@@ -246,20 +307,20 @@ class Writer:
 
     def home_of(
         self, variables: dict[str, Any], names: object_names.Names | None
-    ) -> Any:
-        """Return the name of a function's globals; None where they have none."""
+    ) -> str | int | None:
+        """Return the name of a function's globals; None if they have none."""
         module = function_codec.module_of(variables)
         if module is not None or names is None:
             return module
         return names.number_of(variables)
 
-    def arguments(self, args: Any) -> list[tuple[bool, Any]] | None:
+    def arguments(self, args: Sequence[Nest]) -> list[tuple[bool, Plain]] | None:
         """Return the arguments of an update for `Reader.arguments`.
 
-        None where some are neither numbers nor strings nor Mirrored. Of what
-        these are there is nothing to check: it is the same on all ranks.
+        None if some are neither numbers nor strings nor Mirrored. All of these need
+        no check: they are the same on all ranks.
         """
-        found: list[tuple[bool, Any]] = []
+        found: list[tuple[bool, Plain]] = []
         for x in args:
             kind = type(x)
             if kind is Mirrored:
@@ -270,8 +331,8 @@ class Writer:
                 return None
         return found
 
-    def _keys_of_pairs(self, x: list[Any]) -> list[Key] | None:
-        """Return the keys of a list of pairs (value, variable); None for others."""
+    def _keys_of_pairs(self, x: list[Nest]) -> list[Key] | None:
+        """Return the keys of a list of pairs (value, variable); None if it is none."""
         keys: list[Key] = []
         for pair in x:
             if type(pair) is not tuple or len(pair) != 2:
@@ -282,10 +343,12 @@ class Writer:
             keys += (self.key_of(first), self.key_of(second))
         return keys
 
-    def culprit(self, fn: Any, args: Any, kwargs: Any) -> str:
-        """Return which part of a function and its arguments cannot be sent.
+    def culprit(
+        self, fn: object, args: Sequence[Nest], kwargs: Mapping[str, Nest]
+    ) -> str:
+        """Describe the part of a function and its arguments that cannot be sent.
 
-        For a message; "" if each can be sent by itself.
+        Returns "" if each part can be sent by itself.
         """
         for what, part in _parts_for_message(fn, args, kwargs):
             try:
@@ -299,11 +362,11 @@ class Writer:
         return ""
 
 
-def _is_data(x: Any) -> bool:
+def _is_data(x: object) -> bool:
     return isinstance(x, (list, tuple, dict)) or backend.is_array(x)
 
 
-def _is_empty(cell: Any) -> bool:
+def _is_empty(cell: types.CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:
@@ -311,9 +374,11 @@ def _is_empty(cell: Any) -> bool:
     return False
 
 
-def _parts_for_message(fn: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
-    """Return what a call is made of, with a description of each part."""
-    found: list[tuple[str, Any]] = []
+def _parts_for_message(
+    fn: object, args: Sequence[Nest], kwargs: Mapping[str, Nest]
+) -> list[tuple[str, Nest]]:
+    """Return the parts of a call, each with a description."""
+    found: list[tuple[str, Nest]] = []
     inner = getattr(fn, "__func__", getattr(fn, "func", fn))
     if isinstance(inner, types.FunctionType):
         name = inner.__qualname__
@@ -337,12 +402,12 @@ def _parts_for_message(fn: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]
     return found
 
 
-def _data_in(message: Any) -> dict[int, Any]:
-    """Return the lists, dicts and arrays of a message, by their id.
+def _data_in(message: Nest) -> dict[int, Nest]:
+    """Return the lists, dicts and arrays of a message, by their ids.
 
-    Those in the arguments themselves, not in the objects among them.
+    Only those in the arguments themselves, not those inside other objects.
     """
-    found: dict[int, Any] = {}
+    found: dict[int, Nest] = {}
     waiting = [message]
     while waiting:
         x = waiting.pop()
@@ -354,26 +419,43 @@ def _data_in(message: Any) -> dict[int, Any]:
     return found
 
 
-def dump(message: tuple[Any, ...]) -> bytes:
-    """Return a message as bytes: by marshal, several times as fast, where it can be."""
+def dump(
+    joins: int,
+    kind: Kind,
+    *body: Plain,
+    dropped: Sequence[Key] = (),
+    news: News | tuple[()] = (),
+) -> bytes:
+    """Return a message as bytes: by marshal if possible, several times as fast.
+
+    Args:
+        joins: the number of joins that were before it.
+        kind: the kind of the message.
+        body: the fields of this kind of message, see above.
+        dropped: the keys that rank 0 has dropped.
+        news: what the other ranks have to know from now on.
+    """
+    message = (joins, kind, dropped, news, *body)
     try:
         return b"m" + marshal.dumps(message)
     except ValueError:
         return b"p" + pickle.dumps(message)
 
 
-def load(data: bytes) -> Any:
-    """Return the message that `dump` was given."""
+def load(data: bytes) -> tuple[Any, ...]:
+    """Return the message that `dump` has written: its arguments, the body last."""
     body = memoryview(data)[1:]
-    return marshal.loads(body) if data[:1] == b"m" else pickle.loads(body)
+    message: tuple[Any, ...]
+    message = marshal.loads(body) if data[:1] == b"m" else pickle.loads(body)
+    return message
 
 
 class Reader:
-    """Puts the messages of one merge_call together, on the other ranks.
+    """Converts the plain forms of one merge_call back, on the other ranks.
 
     Args:
-        group: of the merge_call.
-        names: what this rank's merge_fn can reach; None where that has no names.
+        group: the ranks.
+        names: the names of what this rank's merge_fn can reach; None if it has none.
     """
 
     def __init__(self, group: ReplicaGroup, names: object_names.Names | None) -> None:
@@ -383,7 +465,7 @@ class Reader:
         self.names = names
 
     def receive_news(self, news: News | tuple[()]) -> None:
-        """Take in what a message tells for those after it."""
+        """Store the news of a message, for this message and later ones."""
         if news:
             codes, names = news
             for code in codes:
@@ -392,58 +474,67 @@ class Reader:
                 if self.names is not None:
                     self.names.receive(*name)
 
-    def read(self, head: Any, arrays: list[Any]) -> Any:
-        """Put together what `Writer.write` has taken apart."""
-        if type(head) is not tuple:
-            return head
-        kind = head[0]
-        if kind == "tuple":
-            return tuple([self.read(item, arrays) for item in head[1:]])
-        if kind == _VALUE:
-            return value_of(head[1], self._group)
-        if kind == "fn":
-            _, code, home, closed, defaults = head
+    def read(self, plain: Plain, arrays: list[Array]) -> Nest:
+        """Return the object for which `Writer.write` has returned these."""
+        if type(plain) is not tuple:
+            return plain
+        tag = plain[0]
+        if tag == "tuple":
+            return tuple([self.read(item, arrays) for item in plain[1:]])
+        if tag == _VALUE:
+            _, key = plain
+            return value_of(key, self._group)
+        if tag == "fn":
+            _, code, home, closed, defaults = plain
             if not (closed or defaults):
-                return self._alone(code, home)
+                return self._without_closure(code, home)
             return function_codec.make(
                 self._codes.code(code),
                 self.globals_of(home),
                 [self.read(x, arrays) for x in closed],
                 tuple([self.read(x, arrays) for x in defaults]),
             )
-        if kind == "global":
-            return function_codec.lookup_or_raise(head[1], head[2])
-        if kind in _PERSISTENT:
-            return self.persistent(head)
-        if kind == "method":
-            return getattr(self.read(head[1], arrays), head[2])
-        if kind == "pickle":
-            return _Unpickler(head[1], self, arrays).load()
-        if kind == "pairs":
-            values = [value_of(key, self._group) for key in head[1]]
+        if tag == "global":
+            _, module, name = plain
+            return function_codec.lookup_or_raise(module, name)
+        if tag in _PERSISTENT:
+            return self.persistent(plain)
+        if tag == "method":
+            _, owner, name = plain
+            return getattr(self.read(owner, arrays), name)
+        if tag == "pickle":
+            _, data = plain
+            return _Unpickler(data, self, arrays).load()
+        if tag == "pairs":
+            _, keys = plain
+            values = [value_of(key, self._group) for key in keys]
             return list(zip(values[::2], values[1::2], strict=True))
-        if kind == "list":
-            return [self.read(item, arrays) for item in head[1:]]
-        if kind == "scalar":
-            return np.frombuffer(head[2], head[1])[0]
-        if kind == "partial":
-            fn, *parts = [self.read(x, arrays) for x in head[1]]
-            count = len(parts) - len(head[2])
-            named = dict(zip(head[2], parts[count:], strict=True))
+        if tag == "list":
+            return [self.read(item, arrays) for item in plain[1:]]
+        if tag == "scalar":
+            _, dtype, data = plain
+            return np.frombuffer(data, dtype)[0]
+        if tag == "partial":
+            _, inner, keywords = plain
+            fn, *parts = [self.read(x, arrays) for x in inner]
+            count = len(parts) - len(keywords)
+            named = dict(zip(keywords, parts[count:], strict=True))
             return functools.partial(fn, *parts[:count], **named)
-        if kind == "module":
-            return function_codec.module(head[1])
-        if kind == "op":
-            return ReduceOp[head[1]]
+        if tag == "module":
+            _, name = plain
+            return function_codec.module(name)
+        if tag == "op":
+            _, name = plain
+            return ReduceOp[name]
         return {}
 
-    def arguments(self, arguments: list[tuple[bool, Any]]) -> list[Any]:
-        """Return the arguments for which `Writer.arguments` has given this."""
+    def arguments(self, arguments: list[tuple[bool, Plain]]) -> list[Nest]:
+        """Return the arguments for which `Writer.arguments` has returned these."""
         group = self._group
         return [value_of(x, group) if keyed else x for keyed, x in arguments]
 
-    def _alone(self, code: int, home: str | int) -> types.FunctionType:
-        """Return a function that closes over nothing: made once."""
+    def _without_closure(self, code: int, home: str | int) -> types.FunctionType:
+        """Return a function that closes over nothing; each is created only once."""
         made = self._made.get((code, home))
         if made is None:
             variables = self.globals_of(home)
@@ -452,21 +543,22 @@ class Reader:
         return made
 
     def globals_of(self, home: str | int) -> dict[str, Any]:
-        """Return this rank's globals for what `Writer.home_of` has given."""
+        """Return this rank's globals for the result of `Writer.home_of`."""
         if type(home) is str:
             return function_codec.globals_of(home)
-        return self.persistent((_NAMED, home))  # type: ignore[no-any-return]
+        variables: dict[str, Any] = self.persistent((_NAMED, home))
+        return variables
 
-    def persistent(self, name: Any) -> Any:
-        """Return what every rank has under a name, as this rank has it."""
-        kind, number = name
-        if kind == _VALUE:
+    def persistent(self, plain: tuple[str, Any]) -> Any:
+        """Return this rank's object for a name that every rank has."""
+        tag, number = plain
+        if tag == _VALUE:
             return value_of(number, self._group)
-        if kind == _KNOWN:
+        if tag == _KNOWN:
             return self._group.public_objects[number]
-        if kind == _CODE:
+        if tag == _CODE:
             return self._codes.code(number)
-        if kind == _GLOBALS:
+        if tag == _GLOBALS:
             return self.globals_of(number)
         if self.names is None:
             raise LookupError("the coordinator names objects that have no names here")
@@ -474,28 +566,28 @@ class Reader:
 
 
 class _Pickler(Pickler):  # type: ignore[misc]
-    """Pickles what every rank has by name; other functions by code; arrays apart."""
+    """Pickles what every rank has by name, other functions by code, without arrays."""
 
     def __init__(
         self,
         stream: io.BytesIO,
         writer: Writer,
         names: object_names.Names | None,
-        data: dict[int, Any],
+        data: dict[int, Nest],
     ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=None)
         self._writer = writer
         self._names = names
         self._data = data
-        self._globals: dict[int, Any] = {}
-        self.arrays: list[Any] = []
+        self._globals: dict[int, str | int] = {}
+        self.arrays: list[Array] = []
 
     def persistent_id(self, obj: Any) -> Any:
         # Called for every object in the message.
         kind = type(obj)
         if kind in ATOMS or kind is tuple:
             return None
-        if isinstance(obj, _KEYED_TOO):
+        if isinstance(obj, _KEYED_BASES):
             return (_VALUE, self._writer.key_of(obj))
         if kind is types.CodeType:
             return (_CODE, self._writer.codes.number_of(obj))
@@ -512,9 +604,9 @@ class _Pickler(Pickler):  # type: ignore[misc]
         return self._writer.known.get(id(obj))
 
     def reducer_override(self, obj: Any) -> Any:
-        # Every rank runs the same program, so what is at the top level of the script
-        # is there too: by reference, as for any other module. cloudpickle would copy
-        # it with the globals that it uses.
+        # Every rank runs the same program and has what is at the top level of the
+        # script: it is sent by reference, as from any other module. cloudpickle would
+        # copy it with the globals that it uses.
         kind = type(obj)
         may_have_name = kind is types.FunctionType or isinstance(obj, type)
         if may_have_name and function_codec.is_global(obj):
@@ -540,7 +632,7 @@ class _Pickler(Pickler):  # type: ignore[misc]
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, reader: Reader, arrays: list[Any]) -> None:
+    def __init__(self, data: bytes, reader: Reader, arrays: list[Array]) -> None:
         super().__init__(io.BytesIO(data))
         self._reader = reader
         self._arrays = arrays
@@ -552,7 +644,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def value_of(key: Key, group: ReplicaGroup) -> Any:
-    """Return the value of rank 0 that a key stands for, as this rank has it."""
+    """Return this rank's value for a key that rank 0 has sent.
+
+    Raises:
+        ValueError: if this rank has no such value.
+    """
     value = group.registry.get(key)
     if value is None:
         raise ValueError(

@@ -133,7 +133,7 @@ class Registry:
         self._values[key] = reference
         return value
 
-    def watch(self, value: Components, dropped: list[Key]) -> None:
+    def watch(self, value: Registered, dropped: list[Key]) -> None:
         """Append the key of a value to a list when the value is dropped.
 
         This replaces `weakref.finalize`, which takes longer than creating the value.
