@@ -2,11 +2,11 @@
 
 - The fixture ``replicas`` is `mpidist.testing.run`: ``replicas(3, program)``.
 - ``@pytest.mark.replicas(1, 2, 3)`` runs the test itself as a program on so many
-  replicas, once for each number. Fixtures are shared by the replicas, but for those
-  that say ``@mpidist.testing.each_replica``, and what depends on them: each replica
-  makes its own. ``@pytest.mark.processes`` keeps a test of a marked module from that.
-- A test that is marked ``mpi`` too (pytest-mpi) runs on the processes of ``mpirun``
-  where these are asked for (``--with-mpi``), and on threads where they are not.
+  replicas, once for each number. Fixtures are shared by the replicas, except those
+  marked ``@mpidist.testing.each_replica`` and those that depend on them: each replica
+  makes its own. ``@pytest.mark.processes`` excludes a test of a marked module.
+- A test that is also marked ``mpi`` (pytest-mpi) runs on the processes of ``mpirun``
+  if ``--with-mpi`` is given, and on threads otherwise.
 
 pytest loads it wherever mpidist is installed, so it is not part of the package, whose
 import takes longer than that of pytest: mpidist is imported by the tests that use it.
@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make a test of each number of replicas."""
+    """Parametrize a test with its numbers of replicas."""
     mark = metafunc.definition.get_closest_marker("replicas")
     mpi = metafunc.definition.get_closest_marker("mpi")
     if mark is None or metafunc.definition.get_closest_marker("processes") is not None:
@@ -72,7 +72,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def number_of_replicas(request: pytest.FixtureRequest) -> int:
-    """How many replicas run a test that is marked ``replicas``."""
+    """The number of replicas that run a test marked ``replicas``."""
     return int(request.param)
 
 
@@ -82,7 +82,7 @@ def _with_mpi(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have tests run on threads that pytest-mpi would skip."""
+    """Remove the skip of pytest-mpi from tests that run on threads."""
     for item in items:
         if isinstance(item, pytest.Function) and _is_program(item):
             item.own_markers[:] = [
@@ -91,16 +91,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _is_skip_of_mpi(mark: pytest.Mark) -> bool:
-    """Whether pytest-mpi has given it to tests that wait for ``--with-mpi``."""
+    """Whether pytest-mpi has set this mark, because ``--with-mpi`` is missing."""
     return mark.name == "skip" and "--with-mpi" in str(mark.kwargs.get("reason"))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave those fixtures out that each replica makes."""
+    """Omit the fixtures that each replica makes."""
     if isinstance(item, pytest.Function) and _is_program(item):
         for name in _own_fixtures(item):
-            item.funcargs[name] = None  # not made here, but by each replica
+            item.funcargs[name] = None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -183,7 +183,7 @@ def _made(item: pytest.Function, name: str, made: dict[str, Any]) -> Iterator[An
 
 
 def _request(item: pytest.Function, name: str) -> Any:
-    """Return what a replica's fixture gets as ``request``."""
+    """Return the ``request`` of a replica's fixture."""
     request = types.SimpleNamespace(node=item, config=item.config)
     if name in item.callspec.params:
         request.param = item.callspec.params[name]

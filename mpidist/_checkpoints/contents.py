@@ -63,8 +63,8 @@ class VariableItem:
         if self.on_read and self.variable.aggregation is VariableAggregation.NONE:
             raise ValueError(
                 f"Checkpoint: Could not save {self.name!r}: an ON_READ variable with "
-                "aggregation=NONE has no one value, since nothing says how to combine "
-                "its copies; make it with aggregation=SUM, MEAN or ONLY_FIRST_REPLICA"
+                "aggregation=NONE has no single value, as nothing says how to combine "
+                "its copies; create it with aggregation=SUM, MEAN or ONLY_FIRST_REPLICA"
             )
 
 

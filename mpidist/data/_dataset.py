@@ -208,8 +208,8 @@ class Dataset:
         if self._spec is None:
             if not self._stage.size:
                 raise ValueError(
-                    "Dataset.element_spec: the dataset is empty, so nobody knows what "
-                    "its `map` would return"
+                    "Dataset.element_spec: the dataset is empty, so the "
+                    "result of its `map` is unknown"
                 )
             opened = self._stage.open(0, (0,))
             batched = self._stage.batch_size is not None
@@ -225,7 +225,7 @@ class Dataset:
 
     def __len__(self) -> int:
         if self._stage.size >= INFINITE:
-            raise TypeError("Dataset: a dataset without end has no len()")
+            raise TypeError("Dataset: an infinite dataset has no len()")
         return self._stage.size
 
     def __iter__(self) -> Iterator[Nest]:

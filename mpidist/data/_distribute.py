@@ -99,7 +99,7 @@ class DistributedDataset:
     def __len__(self) -> int:
         count = self.cardinality()
         if count == INFINITE_CARDINALITY:
-            raise TypeError("DistributedDataset: a dataset without end has no len()")
+            raise TypeError("DistributedDataset: an infinite dataset has no len()")
         if count == UNKNOWN_CARDINALITY:
             raise TypeError(
                 "DistributedDataset: the number of steps is not known before the end"

@@ -231,7 +231,7 @@ class DistributedIterator:
         """After a failed restore, mark a source that cannot be reopened as lost."""
         if stream is not None and self._feed.source.one_shot:
             self._failure = (
-                "its `restore` failed, and its source can be gone through only once; "
+                "its `restore` failed, and its source can be read only once; "
                 "restore an iterator of a new source"
             )
 
@@ -239,7 +239,7 @@ class DistributedIterator:
         feed, call = self._feed, "DistributedIterator.restore"
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
             raise ValueError(
-                f"{call}: expected what `state()` of an iterator returned, got "
+                f"{call}: expected the result of an iterator's `state()`, got "
                 f"{state!r:.200}"
             )
         kind = "own" if feed.policy is None else "global"
@@ -252,7 +252,7 @@ class DistributedIterator:
             raise ValueError(
                 f"{call}: the state was taken on {state['replicas']} ranks, each with "
                 f"an input of its own, and there are {feed.replicas} now, so the "
-                "inputs are others; start again on the same number, or use "
+                "inputs differ; restart on the same number of ranks, or use "
                 "`experimental_distribute_dataset`, whose position holds on any number"
             )
         source = feed.source
@@ -404,8 +404,8 @@ class DistributedIterator:
         self._stream, self._waiting = None, False
         if not self._feed.source.again:
             self._failure = (
-                f"its input raised a {type(error).__name__} and cannot go on; make a "
-                "new iterator with `iter(dataset)`, or `restore` a state"
+                f"its input raised a {type(error).__name__} and cannot continue; make "
+                "a new iterator with `iter(dataset)`, or `restore` a state"
             )
 
     def _close(self, *, wait: bool = True) -> None:

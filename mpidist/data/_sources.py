@@ -194,9 +194,9 @@ class IterableSource:
     def open(self, iteration: int) -> Stream:
         if self.one_shot and self._opened:
             raise RuntimeError(
-                f"{self.call}: a {self.text} can be gone through only once, and this "
+                f"{self.call}: a {self.text} can be read only once, and this "
                 "is the second `iter(...)`; give an object whose `__iter__` starts "
-                "anew (a class, a list, a DataLoader), or make the dataset again for "
+                "from the beginning (a list, a DataLoader), or create the dataset for "
                 "each epoch"
             )
         self._opened = True
@@ -218,15 +218,15 @@ class _IteratorStream:
         if position < self._position:
             raise RuntimeError(
                 f"restore: this iterator has read {self._position} elements of a "
-                "source that can be gone through only once, and cannot go back to "
+                "source that can be read only once, and cannot go back to "
                 f"{position}; restore a new iterator of a new source"
             )
         while self._position < position:
             if next(items, _END) is _END:
                 raise ValueError(
                     f"restore: expected an input of {position} or more elements, got "
-                    f"one that ends after {self._position}; give the one that the "
-                    "state was taken of"
+                    f"one that ends after {self._position}; pass the input "
+                    "that the state was taken from"
                 )
             self._position += 1
 

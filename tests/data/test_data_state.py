@@ -274,7 +274,7 @@ def test_all_ranks_restore_the_same(strategy, rank, size):
 def test_a_bad_state_on_one_rank(strategy, rank, size):
     iterator = iter(strategy.experimental_distribute_dataset(shuffled()))
     state = {} if rank == size - 1 else iterator.state()
-    with pytest.raises(ValueError, match=r"expected what `state\(\)` of an iterator"):
+    with pytest.raises(ValueError, match=r"the result of an iterator's `state\(\)`"):
         iterator.restore(state)
     assert len(gathered(strategy, iterator)) == 6
 
@@ -323,7 +323,7 @@ def test_a_state_that_json_can_not_hold(strategy):
 
 
 class Once:
-    """A source that can be gone through only once."""
+    """A source that can be read only once."""
 
     def __init__(self):
         self.batches = iter(as_list(ROWS, BATCH))
