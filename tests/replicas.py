@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+import pytest
 
 import mpidist
 from mpidist import testing
@@ -23,6 +24,13 @@ MEAN = mpidist.VariableAggregation.MEAN
 FIRST = mpidist.VariableAggregation.ONLY_FIRST_REPLICA
 ON_WRITE = mpidist.VariableSynchronization.ON_WRITE
 ON_READ = mpidist.VariableSynchronization.ON_READ
+
+
+def core_on_ranks(function: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test of the core semantics, on ranks or as threads."""
+    for mark in (pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)):
+        function = mark(function)
+    return function
 
 
 def everywhere(x: Any) -> list[Any]:

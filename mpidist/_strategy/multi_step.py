@@ -78,7 +78,7 @@ class MultiStepContext:
             if not context.in_cross_replica_context():
                 raise ValueError(
                     "set_last_step_output: expected a `reduce_op` in a replica "
-                    "function, since each replica has an output of its own; write "
+                    "function, since each replica has its own output; write "
                     "`reduce_op=mpidist.ReduceOp.MEAN`, or return the output and set "
                     "it in cross-replica context"
                 )

@@ -1,4 +1,4 @@
-"""Reductions and broadcasts that go through the user's `CrossDeviceOps`, if any.
+"""Reductions, broadcasts and destinations: what operations and `CrossDeviceOps` share.
 
 Every rank calls these functions, each with its own components.
 """
@@ -34,7 +34,10 @@ def all_reduce(
     options: CommunicationOptions | None = None,
     call: str = "all_reduce",
 ) -> Nest:
-    """All-reduce a nest of own components. Collective."""
+    """All-reduce a nest of this rank's components. Collective.
+
+    If the user has passed a `CrossDeviceOps`, it does the reduction.
+    """
     ops = group.custom_ops
     if ops is None:
         return group.collectives.all_reduce(op, tree, options, call)

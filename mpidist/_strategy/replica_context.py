@@ -54,7 +54,7 @@ class ReplicaContext:
         if given is not None and int(given) != own:
             raise ValueError(
                 f"ReplicaContext: this rank hosts replica {own} of {strategy}, and "
-                f"cannot be in the context of replica {given}; write None for its own"
+                f"cannot enter the context of replica {given}; write None for its own"
             )
         self._strategy = strategy
         self._replica_id = own

@@ -3,18 +3,11 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from replicas import from_replicas, own
+from replicas import core_on_ranks, from_replicas, own
 
 import mpidist
 
 mpi = pytest.mark.mpi
-core = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
-
-
-def apply_core(function):
-    for mark in core:
-        function = mark(function)
-    return function
 
 
 def test_average_loss_of_one_replica():
@@ -68,7 +61,7 @@ def test_batch_size_of_wrong_arguments(batch, error, match):
         mpidist.global_batch_size(batch)
 
 
-@apply_core
+@core_on_ranks
 def test_the_batch_size_of_a_step(strategy, rank, size):
     # 5, 0, 5, 10 ... rows
     rows = 5 if rank == 0 else 5 * (rank - 1)
@@ -100,7 +93,7 @@ def test_the_batch_size_of_a_step(strategy, rank, size):
         mpidist.global_batch_size(batch)
 
 
-@apply_core
+@core_on_ranks
 def test_shares_of_the_loss_add_up(strategy, rank, size):
     losses = np.arange(7, dtype=np.float32)
     weights = np.linspace(0, 2, 7)

@@ -5,7 +5,7 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
-from replicas import assert_equal_copies, own
+from replicas import assert_equal_copies, core_on_ranks, own
 
 import mpidist
 from mpidist._strategy.strategy import group_of
@@ -16,13 +16,6 @@ from mpidist.optimizers import (
 )
 
 mpi = pytest.mark.mpi
-core = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
-
-
-def apply_core(function):
-    for mark in core:
-        function = mark(function)
-    return function
 
 
 def test_variables_are_restored_by_assigning_them():
@@ -94,7 +87,7 @@ def test_an_optimizer_is_not_pickled():
         pickle.dumps(optimizer)
 
 
-@apply_core
+@core_on_ranks
 def test_one_fused_reduction_and_nothing_else(strategy, size):
     with strategy.scope():
         variables = [mpidist.Variable(np.ones(s)) for s in ((3, 2), (5,), (), (0,))]
@@ -157,7 +150,7 @@ def test_in_merge_fn_it_is_one_command(strategy, size):
     assert mine == ([1, 0, 1] if size > 1 else [0, 0, 0])
 
 
-@apply_core
+@core_on_ranks
 def test_the_first_apply_may_be_anywhere(strategy, size):
     for level in ("replica", "merge_fn", "program"):
         with strategy.scope():
@@ -309,7 +302,7 @@ def test_indexed_slices_are_refused(strategy):
         strategy.run(lambda: SGD(0.5).apply_gradients([(rows, a)]))
 
 
-@apply_core
+@core_on_ranks
 def test_gradients_that_are_reduced_already(strategy, size):
     with strategy.scope():
         w = mpidist.Variable(np.zeros(2), name="w")
@@ -339,7 +332,7 @@ def test_gradients_that_are_reduced_already(strategy, size):
     assert int(optimizer.iterations) == 4
 
 
-@apply_core
+@core_on_ranks
 def test_reduced_gradients_that_are_views_of_variables(strategy):
     with strategy.scope():
         a, b = mpidist.Variable(np.ones(3)), mpidist.Variable(np.full(3, 2.0))
@@ -461,7 +454,7 @@ def test_a_mistake_on_one_rank_is_raised_on_all(
     np.testing.assert_array_equal(a.numpy(), 1 - 0.25 * size)
 
 
-@apply_core
+@core_on_ranks
 def test_mistakes_in_merge_fn_and_at_program_level(strategy, rank, size):
     a, b = two_variables(strategy)
     optimizer = SGD(0.25)

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import posing
 import pytest
-from replicas import assert_equal_copies, from_replicas, own
+from replicas import assert_equal_copies, core_on_ranks, from_replicas, own
 
 import mpidist
 from mpidist.optimizers import (
@@ -18,13 +18,6 @@ from mpidist.optimizers import (
 )
 
 mpi = pytest.mark.mpi
-core = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
-
-
-def apply_core(function):
-    for mark in core:
-        function = mark(function)
-    return function
 
 
 SHAPES = [(), (5,), (3, 4), (2, 1, 3), (0, 2), (40_000,)]
@@ -239,7 +232,7 @@ def train_alone(make, epochs=3):
 
 @pytest.mark.parametrize("where", ["replica", "merge_fn", "program", "outside"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@apply_core
+@core_on_ranks
 def test_training_is_the_same_on_any_number_of_ranks(strategy, rank, size, kind, where):
     expected, expected_losses = train_alone(OPTIMIZERS[kind])
     problem = Regression()
