@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import ast
 import configparser
+import contextlib
 import dataclasses
 import importlib.util
+import io
 import os
 import re
 import shlex
@@ -33,6 +35,7 @@ from launching import (
 )
 
 import mpidist
+from mpidist import _cli
 from mpidist._base import options
 from mpidist._engine import dtypes
 
@@ -295,7 +298,10 @@ def command_line(command: Command, arguments: str) -> None:
     path = [words[0]]
     if words[:2] == ["bench", "model"]:
         path.append(words[1])
-    usage = ask(sys.executable, "-m", "mpidist", *path, "--help")
+    printed = io.StringIO()  # without starting a process, which takes longer
+    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit):
+        _cli.main([*path, "--help"])
+    usage = printed.getvalue()
     assert usage.startswith(f"usage: mpidist {' '.join(path)} ")
     for word in words[len(path) :]:
         if word.startswith("-"):
