@@ -8,14 +8,16 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import pytest
+from numpy.typing import ArrayLike, DTypeLike
 
 import mpidist
 from mpidist import testing
+from mpidist._base.types import HostArray, Nest
 from mpidist._strategy.strategy import group_of
 
 NONE = mpidist.VariableAggregation.NONE
@@ -126,7 +128,7 @@ def own(strategy: mpidist.Strategy, value: Any) -> Any:
     return result
 
 
-def local(strategy: mpidist.Strategy, fn: Callable[[], Any]) -> Any:
+def local(strategy: mpidist.Strategy, fn: Callable[[], Nest]) -> Nest:
     """Return what ``fn`` returns in this rank's replica."""
     return own(strategy, strategy.run(fn))
 
@@ -134,9 +136,9 @@ def local(strategy: mpidist.Strategy, fn: Callable[[], Any]) -> Any:
 def all_reduce(
     strategy: mpidist.Strategy,
     op: str,
-    x: Any,
+    x: Nest,
     options: mpidist.experimental.CommunicationOptions | None = None,
-) -> Any:
+) -> Nest:
     """Return what this rank gets of an all_reduce in a run of its own."""
     return local(strategy, lambda: context().all_reduce(op, x, options))
 
@@ -153,7 +155,7 @@ def mirrored_of(strategy: mpidist.Strategy, x: Any) -> Any:
     return strategy.extended.reduce_to("MAX", strategy.run(lambda: x), np.zeros(1))
 
 
-def sample(rank: int, count: int, dtype: Any) -> Any:
+def sample(rank: int, count: int, dtype: DTypeLike) -> HostArray:
     """Return a rank's numbers, of all magnitudes: the order of a sum shows."""
     rng = np.random.default_rng([rank, count])
     x = rng.normal(size=count) * 10.0 ** rng.integers(-3, 4, count)
@@ -169,7 +171,7 @@ def fuzz_seeds(default: int) -> range:
     return range(int(text or default))
 
 
-def no_room(*sizes: Any) -> NoReturn:
+def no_room(*sizes: object) -> NoReturn:
     raise OSError("no room here")
 
 
@@ -194,7 +196,9 @@ def merge(strategy: mpidist.Strategy, merge_fn: Callable[..., Any], *args: Any) 
     return strategy.run(lambda: context().merge_call(merge_fn, args))
 
 
-def copies_of(strategy: mpidist.Strategy, variable: mpidist.Variable) -> list[Any]:
+def copies_of(
+    strategy: mpidist.Strategy, variable: mpidist.Variable
+) -> list[HostArray]:
     """Return the copy of each rank, on every rank, as NumPy arrays."""
     mine = own(strategy, variable)
     mine = mine.get() if hasattr(mine, "get") else mine
@@ -202,7 +206,9 @@ def copies_of(strategy: mpidist.Strategy, variable: mpidist.Variable) -> list[An
 
 
 def assert_copies(
-    strategy: mpidist.Strategy, variable: mpidist.Variable, expected: list[Any]
+    strategy: mpidist.Strategy,
+    variable: mpidist.Variable,
+    expected: Sequence[ArrayLike],
 ) -> None:
     found = copies_of(strategy, variable)
     assert len(found) == len(expected)
@@ -212,7 +218,7 @@ def assert_copies(
 
 
 def assert_mirrored(
-    strategy: mpidist.Strategy, variable: mpidist.Variable, expected: Any
+    strategy: mpidist.Strategy, variable: mpidist.Variable, expected: ArrayLike
 ) -> None:
     """Check the value on every rank, and that all copies have the same bytes.
 
