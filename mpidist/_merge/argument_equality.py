@@ -1,20 +1,20 @@
 """Whether an argument of `merge_call` is the same on all ranks.
 
-Arrays and numbers are not compared: they are each replica's own. Of all else a
-fingerprint goes with the header of the call, and where it is the same on all ranks the
-argument arrives in merge_fn as it is. It is made
+Arrays and numbers are not compared: each replica has its own. For any other argument
+the header of the call contains a fingerprint; if it is the same on all ranks, merge_fn
+receives the argument unchanged. It is the fingerprint
 
 1. for an object that holds variables or a strategy (a model, an optimizer): of its
-   class, and of the first variable that it holds. Such an object is one of the program,
-   of which each rank has its own; it cannot be copied. It is found through attributes,
-   slots, lists, tuples and dicts, as names are (`object_names`);
-2. for any other: of what pickle makes of it, in a form that does not depend on the
-   process: the order of sets and dicts and the identity of strings do not count;
-3. for an object of this package that refuses to be pickled (an optimizer before its
-   first step, an iterator): of its class, as for 1.
+   class, and of the first variable that it holds. Such an object belongs to the
+   program, each rank has its own, and it cannot be copied. It is found through
+   attributes, slots, lists, tuples and dicts, as names are (`object_names`);
+2. for any other object: of its pickled form, made independent of the process: the order
+   of sets and dicts and the identity of strings have no effect;
+3. for an object of this package that cannot be pickled (an optimizer before its first
+   step, an iterator): of its class, as in 1.
 
-What is left (a lock, an open file, a generator) cannot be compared: an error on all
-ranks, which names the argument. A merge_fn that closes over it gets it all the same.
+Other objects (a lock, an open file, a generator) cannot be compared: all ranks raise an
+error that names the argument. A merge_fn can still close over them.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from mpidist._values.variable import Variable, storage_of
 _PACKAGE: Final = "mpidist"
 
 
-def fingerprint_of_argument(x: Any, where: str, known: tuple[Any, ...]) -> int:
+def fingerprint_of_argument(x: Any, where: str, known: tuple[object, ...]) -> int:
     """Return a fingerprint that is the same on all ranks for equal objects.
 
     Args:
-        x: an argument that is no array and no number.
-        where: the argument, for the message.
-        known: what belongs to the strategy: an object that holds it is of the program.
+        x: an argument that is not an array or a number.
+        where: the position of the argument, for the message.
+        known: the objects of the strategy: an object that holds one of these belongs to
+            the program.
 
     Raises:
-        TypeError: for what cannot be compared.
+        TypeError: if the argument cannot be compared.
     """
     kind = type(x)
     if kind in ATOMS:
@@ -67,7 +68,7 @@ def fingerprint_of_argument(x: Any, where: str, known: tuple[Any, ...]) -> int:
         ) from error
 
 
-def _has_name(x: Any) -> bool:
+def _has_name(x: object) -> bool:
     return type(x) is types.FunctionType and function_codec.is_global(x)
 
 
@@ -76,7 +77,7 @@ def _is_ours(kind: type) -> bool:
 
 
 def fingerprint_of_function(merge_fn: Any) -> int:
-    """Return a fingerprint of which function it is: of its code, not its closure."""
+    """Return a fingerprint of the code of a function, without its closure."""
     while True:
         if type(merge_fn) is types.MethodType:
             merge_fn = merge_fn.__func__
@@ -103,17 +104,17 @@ def _fingerprint_of_code(function: Any) -> int:
     return known[1]
 
 
-def _name_of(x: Any) -> str:
-    """Return the class of an object, or which function it is."""
+def _name_of(x: object) -> str:
+    """Return the name of a function or class, or of the class of an object."""
     if isinstance(x, (types.FunctionType, types.BuiltinFunctionType, type)):
         return f"{type(x).__name__} {x.__module__}.{x.__qualname__}"
     return f"{type(x).__module__}.{type(x).__qualname__}"
 
 
-def _held_by(x: Any, known: tuple[Any, ...]) -> str | None:
-    """Return a text if an object holds variables or a strategy; None if it does not."""
+def _held_by(x: object, known: tuple[object, ...]) -> str | None:
+    """Describe the variables or strategy that an object holds; None if it has none."""
     ids = {id(one) for one in known}
-    keys: list[Any] = []
+    keys: list[tuple[int, int]] = []
     found = False
     for part in object_names.values_in(x, (Variable, DistributedValues), ids):
         found = True
@@ -122,12 +123,12 @@ def _held_by(x: Any, known: tuple[Any, ...]) -> str | None:
     return f"variable {min(keys)}" if keys else ("" if found else None)
 
 
-def _canonical(x: Any) -> bytes:
-    """Pickle an object so that equal ones give equal bytes in every process."""
+def _canonical(x: object) -> bytes:
+    """Pickle an object so that equal objects have equal bytes in every process."""
     try:
         return _pickled(x, _CanonicalPickler)
     except Exception:
-        # It may refer to itself. What cannot be pickled at all fails again.
+        # It may refer to itself. If it cannot be pickled, this fails again.
         return _pickled(x, _CyclicPickler)
 
 
@@ -140,7 +141,7 @@ def _pickled(x: Any, kind: Any) -> bytes:
 
 
 class _CanonicalPickler(Pickler):  # type: ignore[misc]
-    """Without the memo: which strings are one object differs between processes."""
+    """Without the memo: the identity of strings differs between processes."""
 
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, io.IOBase):
@@ -150,8 +151,8 @@ class _CanonicalPickler(Pickler):  # type: ignore[misc]
         return self._sorted(obj)
 
     def _sorted(self, obj: Any) -> Any:
-        # The order of a set depends on the hashes of strings, which are randomised;
-        # that of a dict does not count when dicts are compared.
+        # The order of a set depends on the hashes of strings, which are randomized;
+        # the order of a dict has no effect when dicts are compared.
         if type(obj) in (set, frozenset):
             parts = sorted(_pickled(item, _CanonicalPickler) for item in obj)
             return (type(obj).__name__, parts)
@@ -171,7 +172,7 @@ class _CanonicalPickler(Pickler):  # type: ignore[misc]
 
 
 class _CyclicPickler(_CanonicalPickler):
-    """With the memo, which only what is no string goes through."""
+    """With the memo, except for strings."""
 
     def _sorted(self, obj: Any) -> Any:
         if type(obj) is str:

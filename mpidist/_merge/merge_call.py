@@ -182,7 +182,7 @@ def _names_of(
         return None
     if not (given or object_names.may_reach(merge_fn)):
         return None
-    roots = [("merge_fn", merge_fn)]
+    roots: list[tuple[str, object]] = [("merge_fn", merge_fn)]
     roots += [(f"argument {index} of merge_call", leaf) for index, leaf in given]
     known = group.public_objects
     return object_names.Names(roots, object_names.home_of(merge_fn), known)

@@ -1,36 +1,36 @@
-"""What every rank has, by name: the objects that a ``merge_fn`` can reach.
+"""Names of the objects that a ``merge_fn`` can reach, which every rank has.
 
-Each rank passes a ``merge_fn`` of its own to `merge_call`. Rank 0's is called; what it
-closes over is on the other ranks too: their ``merge_fn`` closes over it. So where a
-function that rank 0 sends refers to such an object, the name of the object is sent,
-and each rank takes its own. A name is a path: ``merge_fn``, the closure variable
-``self``, the attribute ``optimizer``.
+Each rank passes its own ``merge_fn`` to `merge_call`. Only rank 0's is called, but the
+objects that it closes over are on the other ranks too: their ``merge_fn`` closes over
+them. If a function that rank 0 sends refers to such an object, the name of the object
+is sent, and each rank uses its own object. A name is a path: ``merge_fn``, the closure
+variable ``self``, the attribute ``optimizer``.
 
 The rule
 --------
-- A name have: the objects that, when the `merge_call` begins, are reached from merge_fn
-  (its ``__self__``, closure, defaults, the parts of a `functools.partial`, the globals
-  that its code mentions) and from those arguments of the call that arrive as they are,
-  through attributes, slots, lists, tuples, dicts and functions of the program: the
-  nearest ones first, up to `MOST`.
-- Values have none: numbers, strings, tuples, frozensets and the like are sent as rank 0
-  has them. So are objects that merge_fn makes while it runs.
-- What is sent by name is each rank's own object, as that rank has it. What merge_fn has
-  done to rank 0's, alone, before it calls `update`, the others have not done.
-- Names hold for one `merge_call`, in which all these objects stay alive.
+- Objects that have a name: those that, when the `merge_call` begins, are reached from
+  merge_fn (its ``__self__``, closure, defaults, the parts of a `functools.partial`, the
+  globals that its code mentions) and from those arguments of the call that merge_fn
+  receives unchanged, through attributes, slots, lists, tuples, dicts and functions of
+  the program: the nearest ones first, up to `MOST`.
+- Values have no name: numbers, strings, tuples, frozensets and the like are sent by
+  value. So are objects that merge_fn creates.
+- A name stands for each rank's own object, in the state that it has on that rank.
+  Changes that merge_fn has made to rank 0's object before it calls `update` are not
+  made on the other ranks.
+- Names are valid for one `merge_call`, during which all these objects stay alive.
 - merge_fns of different code (a dummy on some ranks) have no names: then everything is
   sent by value.
 
-What is checked, for each name that is used, on each rank, before the function runs:
-there is an object, it has the type that rank 0's has, it is the same object under each
-of the names that rank 0's has, and no other name in use stands for it. What is not so
-is an error on all ranks. Graphs that differ where nothing is named (a log that only
-rank 0 keeps) do no harm. Where the state of objects differs, the comparison after an
+Each rank checks, for each name that is used, before the function runs: the object
+exists, it has the type of rank 0's object, it is the same object under each of the
+names of rank 0's object, and no other name in use stands for it. If a check fails, all
+ranks raise an error. Differences between objects that are not named (a log that only
+rank 0 keeps) have no effect. If the state of objects differs, the comparison after an
 update (`updates`) finds what matters: copies of variables that differ.
 
 The objects are found when the `merge_call` begins, on all ranks at the same time, and
-not when the first name is needed: by then merge_fn may have put new objects into the
-places of old ones.
+not when the first name is needed: by then merge_fn may have replaced objects.
 
 Nothing here runs the user's code: attributes are read from ``__dict__`` and from slots.
 """
@@ -42,7 +42,7 @@ import functools
 import itertools
 import types
 from collections.abc import Iterable, Iterator
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -50,7 +50,7 @@ from mpidist._base import function_codec
 from mpidist._base.cache import Cache
 
 MOST: Final = 512
-"""How many objects have names, in one `merge_call`."""
+"""The largest number of objects with names in one `merge_call`."""
 
 _PACKAGE: Final = "mpidist"
 _MOST_KINDS: Final = 4096
@@ -58,27 +58,34 @@ _MOST_ALIASES: Final = 4
 _KEYS: Final = frozenset((str, int, bool, float, bytes, type(None)))
 
 Step: TypeAlias = str | int | tuple[Any, ...]
-"""A part of a path: an attribute, an index, ``(key,)`` of a dict, or a word and what it
-stands for in a function, such as ``("closure", "x")``."""
+"""A step of a path: an attribute, an index, ``(key,)`` of a dict, or the kind and name
+of a part of a function, such as ``("closure", "x")``."""
 
 Path: TypeAlias = tuple[Step, ...]
 
 News: TypeAlias = tuple[int, Path, tuple[tuple[Path, Path], ...], str]
 """The arguments of `Names.receive`, which marshal can write."""
 
-# What an object is for the names.
-_VALUE: Final = 0  # has no name, and nothing in it has
-_THING: Final = 1  # has a name; nothing in it has
-_OBJECT: Final = 2  # attributes
+# How an object is treated.
+_VALUE: Final = 0  # has no name, nor have the objects in it
+_THING: Final = 1  # has a name, but the objects in it have none
+_OBJECT: Final = 2  # has a name, and so have its attributes
 _LIST: Final = 3
-_TUPLE: Final = 4  # has no name, but what is in it has
+_TUPLE: Final = 4  # has no name, but the objects in it have
 _DICT: Final = 5
 _FUNCTION: Final = 6
 _METHOD: Final = 7
 _PARTIAL: Final = 8
 _CLASS: Final = 9
 
-_Role = tuple[int, tuple[tuple[str, Any], ...], bool]  # its slots; has a __dict__
+
+class _Role(NamedTuple):
+    """How the objects of a type are treated."""
+
+    number: int
+    slots: tuple[tuple[str, types.MemberDescriptorType], ...] = ()
+    has_dict: bool = False
+
 
 _VALUES: Final = (
     bool,
@@ -106,7 +113,7 @@ _roles: Cache[type, _Role] = Cache(_MOST_KINDS)
 
 
 def register_values(*kinds: type) -> None:
-    """Say that objects of these types, and of types derived from them, have no name."""
+    """Treat objects of these types, and of types derived from them, as values."""
     global _VALUES_TOO
     _VALUES_TOO = (*_VALUES_TOO, *kinds)
     _roles.clear()
@@ -135,14 +142,14 @@ def _find_role(kind: type) -> _Role:
         dict: _DICT,
     }
     if kind in plain:
-        return plain[kind], (), False
+        return _Role(plain[kind])
     if issubclass(kind, (*_VALUES, *_VALUES_TOO)):
-        return _VALUE, (), False
+        return _Role(_VALUE)
     if issubclass(kind, type):
-        return _CLASS, (), False
+        return _Role(_CLASS)
     if str(kind.__module__).partition(".")[0] == _PACKAGE:
-        return _THING, (), False
-    slots: list[tuple[str, Any]] = []
+        return _Role(_THING)
+    slots: list[tuple[str, types.MemberDescriptorType]] = []
     has_dict = False
     for base in kind.__mro__:
         for name, what in vars(base).items():
@@ -150,18 +157,18 @@ def _find_role(kind: type) -> _Role:
                 slots.append((name, what))
             elif name == "__dict__":
                 if type(what) is not types.GetSetDescriptorType:
-                    return _THING, (), False  # it might run the user's code
+                    return _Role(_THING)  # reading it might run code
                 has_dict = True
     for inner, number in ((list, _LIST), (tuple, _TUPLE), (dict, _DICT)):
         if issubclass(kind, inner):
-            return number, tuple(slots), has_dict
+            return _Role(number, tuple(slots), has_dict)
     if not slots and not has_dict:
-        return _THING, (), False
-    return _OBJECT, tuple(slots), has_dict
+        return _Role(_THING)
+    return _Role(_OBJECT, tuple(slots), has_dict)
 
 
-def _parts_of(x: Any, role: _Role, home: Any) -> Iterable[tuple[Step, Any]]:
-    """Return what is directly in an object, by the steps to it."""
+def _parts_of(x: Any, role: _Role, home: object) -> Iterable[tuple[Step, Any]]:
+    """Return the objects directly in an object, each with the step to it."""
     number, slots, has_dict = role
     if number == _OBJECT:
         parts: list[tuple[Step, Any]] = []
@@ -212,7 +219,7 @@ def _parts_of_function(function: types.FunctionType) -> list[tuple[Step, Any]]:
 
 @functools.lru_cache(maxsize=512)
 def _mentioned_by(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names that code mentions: its globals are among them."""
+    """Return the names that code mentions, which include those of its globals."""
     found: dict[str, None] = {}
     codes = [code]
     while codes:
@@ -222,8 +229,8 @@ def _mentioned_by(code: types.CodeType) -> tuple[str, ...]:
     return tuple(found)
 
 
-def values_in(x: Any, kinds: tuple[type, ...], ids: set[int]) -> Iterator[Any]:
-    """Give what an object holds that is of these types, or has one of these ids."""
+def values_in(x: object, kinds: tuple[type, ...], ids: set[int]) -> Iterator[object]:
+    """Yield the objects in an object that have one of these types or ids."""
     home = x.__globals__ if type(x) is types.FunctionType else None
     seen = {id(x)}
     objects = [x]
@@ -233,13 +240,13 @@ def values_in(x: Any, kinds: tuple[type, ...], ids: set[int]) -> Iterator[Any]:
         for _, part in _parts_of(current, _role(type(current)), home):
             if issubclass(type(part), kinds) or id(part) in ids:
                 yield part
-            elif id(part) not in seen and _role(type(part))[0] != _VALUE:
+            elif id(part) not in seen and _role(type(part)).number != _VALUE:
                 seen.add(id(part))
                 objects.append(part)
 
 
 def home_of(merge_fn: Any) -> dict[str, Any] | None:
-    """Return the globals of a function, of whatever kind."""
+    """Return the globals of a function, method, partial or callable object."""
     while isinstance(merge_fn, functools.partial):
         merge_fn = merge_fn.func
     if type(merge_fn) is not types.FunctionType:
@@ -249,7 +256,7 @@ def home_of(merge_fn: Any) -> dict[str, Any] | None:
 
 
 def may_reach(merge_fn: Any) -> bool:
-    """Whether `Names` may find more than the function itself."""
+    """Return whether `Names` may find more than the function itself."""
     if type(merge_fn) is not types.FunctionType:
         return True
     return bool(
@@ -264,27 +271,29 @@ class Names:
     """The objects of one `merge_call` that have names, on one rank.
 
     Args:
-        roots: where to begin, by name: merge_fn and arguments of the call.
-        home: the globals of merge_fn; functions with others are not entered.
+        roots: the first objects, by name: merge_fn and arguments of the call.
+        home: the globals of merge_fn; functions with other globals are not entered.
         known: objects that have a name of another kind, and are not entered.
-        most: how many objects to look at.
+        most: the largest number of objects to enter.
 
     Attributes:
-        unsent: of rank 0: what the next message has to carry, see `receive`.
+        unsent: on rank 0: the news for the next message, see `receive`.
     """
 
     def __init__(
         self,
-        roots: list[tuple[str, Any]],
-        home: Any = None,
-        known: Iterable[Any] = (),
+        roots: list[tuple[str, object]],
+        home: dict[str, Any] | None = None,
+        known: Iterable[object] = (),
         most: int = MOST,
     ) -> None:
         self._found: dict[int, int] = dict.fromkeys(map(id, known), -1)
-        self._objects: list[Any] = []
+        self._objects: list[object] = []
         self._roles: list[int] = []
         self._origins: list[tuple[int, Step]] = []
-        # Further ways to objects that were found before: which, from where, by what.
+        # Further paths to objects that were found before: the place of the object, the
+        # place where the last step begins, and this step. Tuples, since each
+        # merge_call makes many of them.
         self._again: list[tuple[int, int, Step]] = []
         self._defined: set[int] = set()
         self.unsent: list[News] = []
@@ -292,17 +301,22 @@ class Names:
         self._received: dict[int, Any] = {}
         self._walk(roots, home, most)
 
-    def _walk(self, roots: list[tuple[str, Any]], home: Any, most: int) -> None:
+    def _walk(
+        self,
+        roots: list[tuple[str, object]],
+        home: dict[str, Any] | None,
+        most: int,
+    ) -> None:
         objects, found, origins = self._objects, self._found, self._origins
         again, roles, known = self._again, self._roles, _roles
         dead = id(home)
         current = -1
-        parts: Iterable[tuple[Step, Any]] = roots
+        parts: Iterable[tuple[Step, object]] = roots
         while True:
             for step, part in parts:
                 kind = type(part)
                 role = known.get(kind) or _role_of(kind)
-                number = role[0]
+                number = role[0]  # faster than by its name
                 if number == _VALUE:
                     continue
                 place = found.get(id(part))
@@ -325,14 +339,14 @@ class Names:
                 parts = _parts_of(x, _role(type(x)), home)
 
     @property
-    def reached(self) -> list[Any]:
+    def reached(self) -> list[object]:
         """The objects, the nearest ones first."""
         return self._objects
 
     # --- on rank 0 ------------------------------------------------------------
 
-    def number_of(self, x: Any) -> int | None:
-        """Return the number by which the others know an object; None if by none."""
+    def number_of(self, x: object) -> int | None:
+        """Return the number by which the others know an object; None if it has none."""
         place = self._found.get(id(x))
         if place is None or place < 0:
             return None
@@ -347,8 +361,8 @@ class Names:
         aliases = []
         above = place
         while above >= 0:
-            ways = [(at, step) for k, at, step in self._again if k == above]
-            for at, step in ways[:_MOST_ALIASES]:
+            found = [(at, step) for k, at, step in self._again if k == above]
+            for at, step in found[:_MOST_ALIASES]:
                 aliases.append((self._path_of(above), (*self._path_of(at), step)))
             above = self._origins[above][0]
         self.unsent.append((place, self._path_of(place), tuple(aliases), _text_of(x)))
@@ -370,15 +384,15 @@ class Names:
         aliases: tuple[tuple[Path, Path], ...],
         text: str,
     ) -> None:
-        """Find out what the name of an object of rank 0 stands for here.
+        """Find this rank's object for the name of an object of rank 0.
 
-        What is wrong with it is raised where it is used.
+        If a check fails, `object` raises when the object is used.
 
         Args:
-            number: by which rank 0 refers to it from now on.
-            path: to the object.
+            number: the number by which rank 0 refers to it from now on.
+            path: the path to the object.
             aliases: pairs of paths that lead to one object on rank 0.
-            text: of its type.
+            text: the text of its type.
         """
         place = self._resolve(path)
         wrong = ""
@@ -411,7 +425,7 @@ class Names:
         """Return this rank's object that rank 0 refers to by a number.
 
         Raises:
-            ValueError: where this rank has none, or it is not like rank 0's.
+            ValueError: if this rank has none, or if it is not like rank 0's.
         """
         place, path = self._received[number]
         if place is None:
@@ -436,7 +450,7 @@ class Names:
 
 
 def _text_of(x: Any) -> str:
-    """Return the type of an object; of a function or class which one it is, too."""
+    """Return the type of an object, and the name of a function or class."""
     kind = type(x)
     text = f"a {kind.__module__}.{kind.__qualname__}"
     if issubclass(kind, (type, types.FunctionType)):
@@ -455,6 +469,6 @@ def readable(path: Path) -> str:
         elif type(step) is tuple and len(step) == 1:
             text += f"[{step[0]!r}]"
         elif type(step) is tuple:
-            word, what = step
-            text += f".<{word} {what}>"
+            kind, name = step
+            text += f".<{kind} {name}>"
     return text

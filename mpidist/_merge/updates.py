@@ -1,27 +1,27 @@
 """Updates: a function runs on every rank, and changes its copies of variables.
 
-There is one way to run them, an `UpdateBatch`: updates one after the other, and a join
-at the end. It is a section (`guard`), which ends when it has ended on all ranks. What
-each update has written and returned becomes a few numbers; the header of the join
-carries the fingerprint of them all, and so says whether it was the same on all ranks.
-What fails on some rank is raised on all, and all copies that were written are made
-equal to rank 0's again.
+All updates run in an `UpdateBatch`: one after the other, and a join at the end. A batch
+is a section (`guard`), which ends when it has ended on all ranks. What each update has
+written and returned is reduced to a few numbers. The header of the join contains the
+fingerprint of all these numbers, and so shows whether they are the same on all ranks.
+If an update fails on some rank, all ranks raise, and all copies that were written are
+made equal to rank 0's.
 
-At program level an update is a batch of one: every rank makes it with arguments of
-its own, so these are compared too.
+At program level an update is a batch of one: every rank runs it with its own
+arguments, so these are compared too.
 
-In ``merge_fn`` there may be many, and nothing but rank 0's commands makes the ranks
-meet. Rank 0 sends an update and runs it, without waiting for the other ranks, which run
-it when they come to it. The batch ends before the next command that is no update, at
+In ``merge_fn`` a batch may be long, and only rank 0's commands synchronize the ranks.
+Rank 0 sends an update and runs it, without waiting for the other ranks, which run it
+when they receive it. The batch ends before the next command that is not an update, at
 the end of merge_fn, or when it has become long (`coordinator`).
 
-- Rank 0's own exception is raised at once: the batch ends there.
-- A rank on which a function raises goes to the join at once, and waits there for
+- An exception on rank 0 is raised immediately, and ends the batch.
+- A rank on which a function raises goes to the join immediately, and waits there for
   the others, as at the end of any section. So functions that communicate (few do)
-  learn of it by their headers. The exception is raised on all ranks by the call that
-  ends the batch. What rank 0 has sent in the meantime that rank drops: each message
-  has the number of joins that were before it.
-- All variables that were written in the batch are made equal then: rank 0's copies,
+  learn of it by their headers. The call that ends the batch raises the exception on
+  all ranks. That rank discards what rank 0 has sent in the meantime: each message
+  contains the number of joins that were before it.
+- All variables that were written in the batch are then made equal to rank 0's copies,
   on which all updates of the batch have run.
 """
 
@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -43,18 +43,23 @@ from mpidist._base.fingerprint import (
     fingerprint_of_bytes,
     fingerprint_of_numbers,
 )
+from mpidist._base.types import Array, Nest
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import check_arguments
 from mpidist._runtime.group import ReplicaGroup
+from mpidist._runtime.registry import Key
 from mpidist._values.distributed import Mirrored, PerReplica, argument_of
 from mpidist._values.storage import VariableStorage
 from mpidist._values.variable import Variable, array_of, differs, storage_of
+
+# A user's function: `Any` is what it takes.
+UpdateFunction: TypeAlias = Callable[..., Any]
 
 _BATCH: Final = Call("the end of updates in merge_fn")
 _LONGEST_SECONDS: Final = 0.25
 _LEAF: Final = str(nest.flatten(None)[1])
 _LEAF_FINGERPRINT: Final = fingerprint(_LEAF)
-# Arguments that a function gets as they are.
+# Types of arguments that a function receives unchanged.
 _AS_THEY_ARE: Final = frozenset(
     (np.ndarray, float, int, bool, str, type(None), np.float32, np.float64)
 )
@@ -62,16 +67,14 @@ _AS_THEY_ARE: Final = frozenset(
 
 @dataclasses.dataclass(slots=True)
 class _Effect:
-    """What one update has left, for the message where ranks differ."""
+    """The effect of one update, for the message if ranks differ."""
 
-    var: Any
-    fn: Any
+    var: Variable | None
+    fn: UpdateFunction
     structure: str  # of the result
-    written: list[
-        tuple[VariableStorage, int]
-    ]  # variables and fingerprints of their values
-    returned: list[Any]
-    arguments: str  # where each rank has its own
+    written: list[tuple[VariableStorage, int]]  # with fingerprints of the values
+    returned: list[Nest]
+    arguments: str  # "" if they are known to be the same on all ranks
 
 
 class UpdateBatch:
@@ -79,11 +82,11 @@ class UpdateBatch:
 
     Attributes:
         open: whether there were any since the last join.
-        joins: how many joins there were.
-        ring_start: for rank 0: where its messages were when the batch began.
+        joins: the number of joins so far.
+        ring_start: on rank 0: the position of its messages when the batch began.
     """
 
-    # What is set when the batch begins: most merge_calls have none.
+    # Set when the batch begins: most merge_calls have none.
     _frame: context.Frame
     _began: float
     _outer: Sequence[Written]
@@ -100,11 +103,11 @@ class UpdateBatch:
 
     @property
     def long(self) -> bool:
-        """Whether it is time for a join, so that failures are not told too late."""
+        """Whether it is time for a join, so that failures are reported soon."""
         return self.open and time.monotonic() - self._began > _LONGEST_SECONDS
 
     def begin(self) -> None:
-        """Enter the section, where this is the first update since a join."""
+        """Enter the section, if this is the first update since a join."""
         if self.open:
             return
         guard = self._guard
@@ -120,30 +123,33 @@ class UpdateBatch:
     def run(
         self,
         number: int,
-        var: Any,
-        fn: Any,
-        args: Any,
-        kwargs: Any,
+        var: Variable | None,
+        fn: UpdateFunction,
+        args: Sequence[Nest],
+        kwargs: Mapping[str, Nest],
         grouped: bool,
         arguments: str = "",
-    ) -> Any:
-        """Run an update on this rank; return what its function returns.
+    ) -> Nest:
+        """Run an update on this rank; return the result of its function.
+
+        The parameters are those of the operation "update": an object that holds them
+        would be created for each update, which is short.
 
         Args:
-            number: counted on all ranks alike.
+            number: the number of the call, the same on all ranks.
             var: the variable; None for `update_non_slot`.
             fn: the function.
             args: its further positional arguments.
             kwargs: its keyword arguments.
             grouped: whether the results are the same on all ranks.
-            arguments: a text of those that have to be the same on all ranks.
+            arguments: a text of the arguments that have to be the same on all ranks.
         """
         guard, written = self._guard, self._written
         if self.open:
             guard.require_section()
             guard.record(written)
         before = len(written)
-        own = [_own(x) for x in args]
+        own: list[Nest] = [_own(x) for x in args]
         if var is not None:
             own.insert(0, var)
         with context.entered(self._frame):
@@ -158,13 +164,13 @@ class UpdateBatch:
                 effect.structure = str(shape)
                 if grouped:
                     effect.returned = [x for x in leaves if _is_value(x)]
-            self._note(number, effect, written[before:])
+            self._add(number, effect, written[before:])
         return result
 
-    def _note(
+    def _add(
         self, number: int, effect: _Effect, written: list[VariableStorage]
     ) -> None:
-        """Add what an update has left to what is compared at the join."""
+        """Add the effect of an update to what is compared at the join."""
         if len(written) > 1:
             written = _by_key(written)
         seed = _seed_of(number)
@@ -186,14 +192,14 @@ class UpdateBatch:
         kind: ErrorKind = "raised",
         call: str = "",
     ) -> BaseException | None:
-        """Wait for the end of the batch on all ranks; return what to raise.
+        """Wait for the end of the batch on all ranks; return the exception to raise.
 
         Collective.
 
         Args:
-            error: what an update has raised on this rank.
-            kind: of that error.
-            call: which update.
+            error: the exception of an update on this rank.
+            kind: the kind of that exception.
+            call: the name of the update.
         """
         if not self.open:
             return error
@@ -221,7 +227,7 @@ class UpdateBatch:
             self._written = []
 
     def _describe(self) -> str:
-        """Return a text of what the updates have left."""
+        """Describe the effects of all updates."""
         last = {
             v.key: k
             for k, effect in enumerate(self._effects)
@@ -242,19 +248,19 @@ class UpdateBatch:
             if effect.returned:
                 part += f", returned {_texts_of(effect.returned)}"
             parts.append(part)
-        # First what it is about: of long texts the end is cut off.
+        # The subject first: the ends of long texts are cut off.
         return f"what {_MUST_BE_SAME}: {'; '.join(parts)}"
 
 
-def _own(x: Any) -> Any:
-    """Return what the function gets for an argument."""
+def _own(x: Nest) -> Nest:
+    """Return the object that the function receives for an argument."""
     kind = type(x)
     if kind is Mirrored:
         return x.value()
     return x if kind in _AS_THEY_ARE else nest.map_structure(argument_of, x)
 
 
-def describe(var: Any, fn: Any) -> str:
+def describe(var: Variable | None, fn: object) -> str:
     """Return the name of an update, for messages."""
     if var is None:
         name = getattr(fn, "__qualname__", type(fn).__qualname__)
@@ -264,13 +270,18 @@ def describe(var: Any, fn: Any) -> str:
 
 @dispatch.operation("update")
 def _update(
-    group: ReplicaGroup, var: Any, fn: Any, args: Any, kwargs: Any, grouped: bool
-) -> Any:
-    """Run an update that all ranks make: a batch of one."""
+    group: ReplicaGroup,
+    var: Variable | None,
+    fn: UpdateFunction,
+    args: Sequence[Nest],
+    kwargs: Mapping[str, Nest],
+    grouped: bool,
+) -> Nest:
+    """Run an update that all ranks call: a batch of one."""
     registry = group.registry
     batch = UpdateBatch(group)
     error: BaseException | None = None
-    result: Any = None
+    result: Nest = None
     kind: ErrorKind = "invalid"
     batch.begin()
     try:
@@ -289,25 +300,25 @@ def _update(
     error = batch.end(error, kind, describe(var, fn))
     if error is not None:
         raise error
-    # Counted now: where it has failed, some rank may not have made this call.
+    # Counted now: if it has failed, some rank may not have made this call.
     return wrap(group, result, registry.next_key(), grouped)
 
 
-def wrap(group: ReplicaGroup, result: Any, number: int, grouped: bool) -> Any:
-    """Return what the function of an update has returned, as a value of all ranks."""
+def wrap(group: ReplicaGroup, result: Nest, number: int, grouped: bool) -> Nest:
+    """Return the result of the function of an update as a value of all ranks."""
     if result is None or type(result) is Variable:
         return result
     kind = Mirrored if grouped else PerReplica
     return group.registry.wrap_numbered(kind, result, number)
 
 
-def check_update(var: Any, fn: Any, leaves: list[Any]) -> None:
-    """Raise for what cannot be updated so.
+def check_update(var: Variable | None, fn: object, leaves: list[Nest]) -> None:
+    """Raise if the arguments of an update are wrong.
 
     Args:
         var: the variable, or None.
         fn: the function.
-        leaves: of its further arguments.
+        leaves: the leaves of its further arguments.
 
     Raises:
         TypeError, ValueError: as `StrategyExtended.update` says.
@@ -329,7 +340,7 @@ def check_update(var: Any, fn: Any, leaves: list[Any]) -> None:
             )
 
 
-def _is_value(x: Any) -> bool:
+def _is_value(x: object) -> bool:
     return backend.is_array(x) or backend.is_number(x)
 
 
@@ -341,11 +352,12 @@ def _by_key(written: list[VariableStorage]) -> list[VariableStorage]:
 _MUST_BE_SAME: Final = "must be the same on all replicas, see `reduce_to`"
 
 
-def _array(x: Any) -> Any:
-    return backend.as_array(x, "update")[0]
+def _array(x: Nest) -> Array:
+    array: Array = backend.as_array(x, "update")[0]
+    return array
 
 
-def _texts_of(values: list[Any]) -> str:
+def _texts_of(values: list[Nest]) -> str:
     return ", ".join([backend.sample(_array(x)) for x in values])
 
 
@@ -355,19 +367,19 @@ def _is_large(storage: VariableStorage) -> bool:
 
 
 def _seed_of(number: int) -> int:
-    """Return which words of large arrays are compared in the call with this number."""
-    return (number * 0x9E3779B1 & 0xFFFFFFFF) >> 12  # looks random: calls come in steps
+    """Return a number that chooses the words of large arrays to compare in a call."""
+    return (number * 0x9E3779B1 & 0xFFFFFFFF) >> 12  # as if random: calls are in steps
 
 
-def make_equal(group: ReplicaGroup, keys: list[Any]) -> None:
-    """Give all ranks rank 0's copy of what an update wrote before it failed.
+def make_equal(group: ReplicaGroup, keys: list[Key]) -> None:
+    """Copy rank 0's variables to all ranks, after an update that has failed.
 
     Collective, but without a header: the guard calls it on all ranks, together with
     the exchange of reports.
 
     Args:
-        group: whose variables they are.
-        keys: those of the variables that were written on any rank.
+        group: the group of the variables.
+        keys: the keys of the variables that were written on any rank.
     """
     collectives = group.collectives
     registry = group.registry

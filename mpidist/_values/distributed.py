@@ -137,7 +137,7 @@ class PerReplica(DistributedValues):
     __array_ufunc__ = None
 
     def __bool__(self) -> bool:
-        raise TypeError(f"a PerReplica has no truth value; {_WAY_OUT}")
+        raise TypeError(f"a PerReplica has no truth value; {_ALTERNATIVES}")
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         frame = context.current()
@@ -145,8 +145,8 @@ class PerReplica(DistributedValues):
             inside = context.has_strategy()
             where = frame.level.value if inside else "outside every scope"
             raise TypeError(
-                f"a PerReplica is no array {where}: it has a component on each "
-                f"replica; {_WAY_OUT}"
+                f"a PerReplica is not an array {where}: it has a component on each "
+                f"replica; {_ALTERNATIVES}"
             )
         return np.array(self._own, dtype=dtype, copy=copy)
 
@@ -154,7 +154,7 @@ class PerReplica(DistributedValues):
 def _refuse_operator(self: PerReplica, *others: Any) -> NoReturn:
     raise TypeError(
         "a PerReplica has no operators, since it has a component on each replica; "
-        f"{_WAY_OUT}"
+        f"{_ALTERNATIVES}"
     )
 
 
@@ -171,7 +171,7 @@ for _name in (
     setattr(PerReplica, f"__{_name}__", _refuse_operator)
 
 
-_WAY_OUT: Final = (
+_ALTERNATIVES: Final = (
     "write `strategy.reduce(op, value, axis=None)`, "
     "`strategy.experimental_local_results(value)`, or pass it to `strategy.run`. "
     "Numbers that you pass to `merge_call` become PerReplica too"
