@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NoReturn
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpidist._base import backend, nest
+from mpidist._base.types import Array, DType, HostArray, Nest, Shape
 from mpidist._runtime import context
 from mpidist._runtime.registry import Components
 
@@ -63,8 +65,8 @@ class DistributedValues(Components):
             creates a value for each replica.
     """
 
-    def __init__(self, values: Sequence[Any]) -> None:
-        """Hold one component per replica of the strategy in force.
+    def __init__(self, values: Sequence[Nest]) -> None:
+        """Hold one component for each replica of the active strategy.
 
         Raises:
             TypeError: if ``values`` is not a list or tuple.
@@ -91,7 +93,7 @@ class DistributedValues(Components):
         self._home = group.registry
 
     @property
-    def values(self) -> tuple[Any, ...]:
+    def values(self) -> tuple[Nest, ...]:
         """The components that this process can see, in replica order.
 
         Only this rank's, except in ``merge_fn``: there all of them. The first time
@@ -104,7 +106,7 @@ class DistributedValues(Components):
             return self._all
         return (self._own,)
 
-    def _as_component(self) -> Any:
+    def _as_component(self) -> Nest:
         return self._own
 
     def __repr__(self) -> str:
@@ -139,7 +141,9 @@ class PerReplica(DistributedValues):
     def __bool__(self) -> bool:
         raise TypeError(f"a PerReplica has no truth value; {_ALTERNATIVES}")
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+    def __array__(
+        self, dtype: DTypeLike | None = None, copy: bool | None = None
+    ) -> HostArray:
         frame = context.current()
         if frame.level is not context.Level.REPLICA or not context.has_strategy():
             inside = context.has_strategy()
@@ -197,19 +201,21 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
             "a new array with `x = x + ...`, or put the value into a `mpidist.Variable`"
         )
 
-    def _array_view(self) -> Any:
+    def _array_view(self) -> Array:
         """Return the value as an array, also if it is a number."""
-        return backend.as_array(self.value(), type(self).__name__)[0]
+        array: Array = backend.as_array(self.value(), type(self).__name__)[0]
+        return array
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Shape of the array."""
         return tuple(self._array_view().shape)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DType:
         """Dtype of the array."""
-        return self._array_view().dtype
+        dtype: DType = self._array_view().dtype
+        return dtype
 
     @property
     def ndim(self) -> int:
@@ -228,14 +234,16 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
         """
         raise NotImplementedError
 
-    def numpy(self) -> Any:
+    def numpy(self) -> HostArray:
         """Return a copy, as a NumPy array on the host.
 
         Not collective, except for an ON_READ variable in cross-replica context.
         """
         return np.array(backend.to_host(self.value()))
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+    def __array__(
+        self, dtype: DTypeLike | None = None, copy: bool | None = None
+    ) -> HostArray:
         x = self.value()
         if backend.is_device_array(x):
             raise TypeError(
@@ -272,7 +280,7 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
     def __len__(self) -> int:
         return len(self.value())
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.value())
 
     def __contains__(self, value: Any) -> bool:
@@ -349,7 +357,7 @@ class Mirrored(DistributedValues, ArrayLike):
         return self._own
 
     @property
-    def values(self) -> tuple[Any, ...]:
+    def values(self) -> tuple[Nest, ...]:
         """The components that this process can see; they are all equal."""
         if context.current().coordinator is not None:
             return (self.value(),) * self._num_replicas
@@ -366,12 +374,12 @@ class Mirrored(DistributedValues, ArrayLike):
         return getattr(self.value(), name)
 
 
-def to_plain(x: Any) -> Any:
+def to_plain(x: Nest) -> Nest:
     """Return the array of an `ArrayLike`, and anything else unchanged."""
     return x.value() if isinstance(x, ArrayLike) else x
 
 
-def _plain_arguments(x: Any) -> Any:
+def _plain_arguments(x: Nest) -> Nest:
     if isinstance(x, (list, tuple)) and type(x) in (list, tuple):
         return type(x)(_plain_arguments(item) for item in x)
     if type(x) is dict:
@@ -379,7 +387,7 @@ def _plain_arguments(x: Any) -> Any:
     return to_plain(x)
 
 
-def select_replica(tree: tuple[Any, ...] | dict[str, Any]) -> Any:
+def select_replica(tree: Nest) -> Nest:
     """Replace PerReplica and Mirrored leaves by this rank's component.
 
     The component of a Mirrored is read-only on the host, because it must stay the same
@@ -388,11 +396,11 @@ def select_replica(tree: tuple[Any, ...] | dict[str, Any]) -> Any:
     return nest.map_structure(argument_of, tree) if tree else tree
 
 
-def argument_of(x: Any) -> Any:
+def argument_of(x: Nest) -> Nest:
     """Return the object that a function receives for a leaf of its arguments."""
     return x.value() if isinstance(x, Mirrored) else own_component(x)
 
 
-def own_component(x: Any) -> Any:
-    """Return this rank's component of a distributed value; others unchanged."""
+def own_component(x: Nest) -> Nest:
+    """Return this rank's component of a distributed value; other values unchanged."""
     return x._own if isinstance(x, DistributedValues) else x

@@ -287,7 +287,10 @@ def check_attributes(
 
 
 def initial_array(
-    initial_value: Nest, dtype: DTypeLike, shape: Shape | None, attributes: Attributes
+    initial_value: Nest,
+    dtype: DTypeLike | None,
+    shape: Shape | None,
+    attributes: Attributes,
 ) -> Array:
     """Return the array that a variable begins with.
 

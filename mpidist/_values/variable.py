@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
@@ -113,10 +114,10 @@ class Variable(ArrayLike, Registered):
 
     def __init__(
         self,
-        initial_value: Any,
+        initial_value: Nest,
         trainable: bool | None = None,
         name: str | None = None,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
         shape: Shape | None = None,
@@ -136,7 +137,7 @@ class Variable(ArrayLike, Registered):
         except Exception as error:
             dispatch.refuse(group, "Variable(...)", error)
 
-        def make() -> Any:
+        def make() -> Array:
             return initial_array(initial_value, dtype, shape, attributes)
 
         if frame.coordinator is not None:
@@ -212,10 +213,12 @@ class Variable(ArrayLike, Registered):
     @property
     def distribute_strategy(self) -> Any:
         """The strategy that the variable belongs to."""
+        # `Any`, since the class is defined in a room above. A protocol of a few of its
+        # members would make type checkers reject the others.
         return self._storage.group.strategy
 
     @property
-    def values(self) -> tuple[Any, ...]:
+    def values(self) -> tuple[Array, ...]:
         """The copies that this process can see: its own, read-only.
 
         In ``merge_fn`` one for each replica. There, and only there, reading ``values``
@@ -330,7 +333,7 @@ class Variable(ArrayLike, Registered):
 
     def assign(
         self,
-        value: Any,
+        value: Nest,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
@@ -357,7 +360,7 @@ class Variable(ArrayLike, Registered):
 
     def assign_add(
         self,
-        value: Any,
+        value: Nest,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
@@ -367,7 +370,7 @@ class Variable(ArrayLike, Registered):
 
     def assign_sub(
         self,
-        value: Any,
+        value: Nest,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
@@ -376,7 +379,7 @@ class Variable(ArrayLike, Registered):
         return self._write("assign_sub", value, read_value)
 
     def scatter_add(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+        self, sparse_delta: Nest, use_locking: bool = False, name: str | None = None
     ) -> Variable:
         """Add rows to rows. Collective, except in the function of ``update``.
 
@@ -407,19 +410,19 @@ class Variable(ArrayLike, Registered):
         return self._scatter("add", sparse_delta)
 
     def scatter_sub(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+        self, sparse_delta: Nest, use_locking: bool = False, name: str | None = None
     ) -> Variable:
         """Subtract from rows. Collective; arguments and errors as for `scatter_add`."""
         return self._scatter("sub", sparse_delta)
 
     def scatter_mul(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+        self, sparse_delta: Nest, use_locking: bool = False, name: str | None = None
     ) -> Variable:
         """Multiply rows. Collective; arguments and errors as for `scatter_add`."""
         return self._scatter("mul", sparse_delta)
 
     def scatter_div(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+        self, sparse_delta: Nest, use_locking: bool = False, name: str | None = None
     ) -> Variable:
         """Divide rows. Collective; arguments and errors as for `scatter_add`.
 
@@ -428,7 +431,7 @@ class Variable(ArrayLike, Registered):
         return self._scatter("div", sparse_delta)
 
     def scatter_min(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+        self, sparse_delta: Nest, use_locking: bool = False, name: str | None = None
     ) -> Variable:
         """Set rows to the elementwise minimum. Collective, like `scatter_add`.
 
@@ -439,13 +442,13 @@ class Variable(ArrayLike, Registered):
         return self._scatter("min", sparse_delta)
 
     def scatter_max(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+        self, sparse_delta: Nest, use_locking: bool = False, name: str | None = None
     ) -> Variable:
         """Set rows to the elementwise maximum. Collective, like `scatter_min`."""
         return self._scatter("max", sparse_delta)
 
     def scatter_update(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+        self, sparse_delta: Nest, use_locking: bool = False, name: str | None = None
     ) -> Variable:
         """Replace rows. Collective, like `scatter_min`.
 
