@@ -94,17 +94,17 @@ class Checkpoint:
         compared.
 
         Args:
-            path: the path of the directory to write, on rank 0. An existing checkpoint
-                is replaced; parent directories are created.
+            path: the path of the directory to write, the same on all ranks. An existing
+                checkpoint is replaced; parent directories are created.
             format: the format of the array file: "npz", or "safetensors", which other
                 programs can read (it does not support complex numbers).
 
         Returns:
-            The path, as rank 0 has it.
+            The path.
 
         Raises:
             CollectiveMismatchError: if the copies of a variable differ, naming the
-                rank; if the ranks save different objects.
+                rank; if the ranks save different objects, or to different paths.
             ValueError: for an ON_READ variable with aggregation NONE.
             FileExistsError: if there is something other than a checkpoint at ``path``.
             OSError: if rank 0 cannot write it. The previous checkpoint stays complete.
@@ -128,7 +128,7 @@ class Checkpoint:
         streams.
 
         Args:
-            path: the path of the directory, on rank 0.
+            path: the path of the directory, the same on all ranks.
             partial: whether to leave objects that the checkpoint lacks unchanged, and
                 to ignore items that only the checkpoint has.
 

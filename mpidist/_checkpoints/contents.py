@@ -320,8 +320,22 @@ def check_generator(item: StateItem, values: list[Json]) -> str:
             )
         make = _bit_generator(own)
         if make is not None:
-            make(0).state = state_json.decode(value)
+            state = state_json.decode(value)
+            make(0).state = state
+            _check_position(own, state)
     return ""
+
+
+def _check_position(name: str, state: State) -> None:
+    """Raise if NumPy would read outside a generator's buffer: it does not check."""
+    if name == "MT19937":
+        position, size = state["state"]["pos"], 624
+    elif name == "Philox":
+        position, size = state["buffer_pos"], 4
+    else:
+        return
+    if not 0 <= position <= size:
+        raise ValueError(f"expected a position from 0 to {size}, got {position}")
 
 
 def _generator_name(value: Json) -> str:

@@ -31,7 +31,8 @@ class CheckpointManager:
 
     Args:
         checkpoint: the checkpoint to save.
-        directory: the path of the directory, on rank 0. It need not exist.
+        directory: the path of the directory, the same on all ranks; only rank 0 uses
+            it. It need not exist.
         max_to_keep: the number of checkpoints to keep; None keeps all.
         checkpoint_name: the prefix of the names in the directory.
         format: the format of the array file, as for `Checkpoint.save`.
@@ -107,14 +108,15 @@ class CheckpointManager:
     def save(self, checkpoint_number: object = None) -> str:
         """Save a new checkpoint, then delete the oldest. Collective.
 
-        At program level.
+        At program level. Before writing it deletes what killed jobs have left, and all
+        but the newest ``max_to_keep`` checkpoints, which may have filled the disk.
 
         Args:
             checkpoint_number: an int or a variable, such as the step; None: the
                 highest number plus 1.
 
         Returns:
-            Its path, as rank 0 has it.
+            Its path.
 
         Raises:
             OSError: as for `Checkpoint.save`; also its other errors.

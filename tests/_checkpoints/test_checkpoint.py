@@ -1036,6 +1036,30 @@ def test_malformed_manifests_with_the_right_checksum(tmp_path):
     assert checkpoint.restore(path) == ["it", "rng", "v", "w"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "position"),
+    [("MT19937", 10**6), ("MT19937", -1), ("Philox", -(10**6)), ("Philox", 5)],
+)
+def test_positions_outside_of_a_generators_buffer(tmp_path, kind, position):
+    """NumPy takes them, and reads other memory, or ends the process."""
+    rng = np.random.Generator(getattr(np.random, kind)(0))
+    checkpoint = mpidist.Checkpoint(rng=rng)
+    checkpoint.save(tmp_path / "a")
+
+    def change(content):
+        state = content["states"]["rng"][0]
+        (state["state"] if kind == "MT19937" else state).update(
+            {"pos": position} if kind == "MT19937" else {"buffer_pos": position}
+        )
+        return {}
+
+    rewrite(tmp_path / "a" / "manifest.json", change)
+    text = rf"manifest\.json is malformed.*\['rng'\].*expected a position.*{position}"
+    with pytest.raises(mpidist.CheckpointError, match=text) as caught:
+        checkpoint.restore(tmp_path / "a")
+    assert caught.value.damaged
+
+
 def test_manifests_that_are_nested_too_deep_or_no_object(tmp_path):
     checkpoint = mpidist.Checkpoint(v=mpidist.Variable(1.0))
     manager = mpidist.CheckpointManager(checkpoint, tmp_path)
