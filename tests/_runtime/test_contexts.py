@@ -326,6 +326,7 @@ def test_cross_replica_calls_in_a_replica_function(strategy, name):
     assert_usable(strategy)
 
 
+@pytest.mark.one_size
 def test_the_message_names_the_method_that_was_called(strategy):
     def step():
         with pytest.raises(RuntimeError, match=IN_CROSS_REPLICA) as caught:
@@ -603,8 +604,9 @@ def test_experimental_set_strategy_inside_a_scope(strategy):
     assert_usable(strategy)
 
 
+@pytest.mark.one_size
 @pytest.mark.usefixtures("unset")
-def test_experimental_set_strategy_of_what_is_none(strategy):
+def test_experimental_set_strategy_of_another_object(strategy):
     with pytest.raises(TypeError, match=r"expected a `mpidist\.Strategy` or None"):
         mpidist.experimental_set_strategy("mirrored")
     assert not mpidist.has_strategy()

@@ -150,8 +150,9 @@ def test_per_replica_made_by_hand(strategy, rank, size):
     )
 
 
+@pytest.mark.one_size
 @pytest.mark.parametrize("args", [3, "ab", {"a": 1}, None, {1}, np.ones(2)], ids=repr)
-def test_args_that_are_no_tuple(strategy, args):
+def test_args_must_be_a_tuple(strategy, args):
     with pytest.raises(
         ValueError, match="positional args must be a list or tuple"
     ) as caught:
@@ -160,13 +161,15 @@ def test_args_that_are_no_tuple(strategy, args):
     assert own(strategy, strategy.run(lambda x: x, args=(1,))) == 1
 
 
-def test_kwargs_that_are_no_dict(strategy):
+@pytest.mark.one_size
+def test_kwargs_must_be_a_dict(strategy):
     for kwargs in ([("a", 1)], {1: 2}, "ab"):
         with pytest.raises(TypeError, match="kwargs"):
             strategy.run(lambda **kwargs: None, kwargs=kwargs)
 
 
-def test_a_function_that_is_none(strategy):
+@pytest.mark.one_size
+def test_fn_must_be_a_function(strategy):
     with pytest.raises(TypeError, match="expected `fn` to be a function"):
         strategy.run(3)
 
@@ -174,20 +177,21 @@ def test_a_function_that_is_none(strategy):
 # --- PerReplica -----------------------------------------------------------------------
 
 
-WAYS_OUT = ("strategy.reduce(", "experimental_local_results(", "strategy.run")
+ALTERNATIVES = ("strategy.reduce(", "experimental_local_results(", "strategy.run")
 
 
+@pytest.mark.one_size
 def test_per_replica_has_no_truth_value(strategy):
     value = strategy.run(lambda: 1.0)
     for attempt in (lambda: bool(value), lambda: 1 if value else 2):
         with pytest.raises(TypeError, match="no truth value") as caught:
             attempt()
-        for way_out in WAYS_OUT:
-            assert way_out in str(caught.value)
+        for alternative in ALTERNATIVES:
+            assert alternative in str(caught.value)
 
 
 @pytest.mark.parametrize("in_scope", [True, False])
-def test_per_replica_is_no_array_at_program_level(strategy, in_scope):
+def test_per_replica_is_not_an_array_at_program_level(strategy, in_scope):
     """Not silently this rank's component, in a scope or outside."""
     p = strategy.run(lambda: np.ones(2))
     attempts = {
@@ -209,10 +213,11 @@ def test_per_replica_is_no_array_at_program_level(strategy, in_scope):
             messages[name] = str(error)
     assert messages.keys() == attempts.keys()
     for name in ("asarray(p)", "ones(2) + p", "p @ ones(2)"):
-        for way_out in WAYS_OUT:
-            assert way_out in messages[name]
+        for alternative in ALTERNATIVES:
+            assert alternative in messages[name]
 
 
+@pytest.mark.one_size
 def test_per_replica_has_no_operators(strategy):
     p = strategy.run(lambda: np.ones(2))
     for attempt in (
@@ -232,15 +237,17 @@ def test_per_replica_has_no_operators(strategy):
             attempt()
 
 
-def test_per_replica_operators_say_the_way_out(strategy):
+@pytest.mark.one_size
+def test_per_replica_operators_say_what_to_write(strategy):
     p = strategy.run(lambda: np.ones(2))
     for operation in ("p + 1", "1 + p", "p < 1", "p[0]", "float(p)"):
         with pytest.raises(TypeError) as caught:
             eval(operation, {"p": p})
-        for way_out in WAYS_OUT:
-            assert way_out in str(caught.value)
+        for alternative in ALTERNATIVES:
+            assert alternative in str(caught.value)
 
 
+@pytest.mark.one_size
 def test_per_replica_attributes_of_an_array(strategy):
     """No silent None, and a word about what it is."""
     value = strategy.run(lambda: np.ones(2))
@@ -282,6 +289,7 @@ def test_repr_after_merge_fn_has_looked(strategy, rank, size):
     assert after == f"PerReplica:{{\n{rows}\n}}"
 
 
+@pytest.mark.one_size
 @pytest.mark.parametrize("attempt", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_distributed_values_are_not_pickled(strategy, attempt):
     per_replica = strategy.run(lambda: np.ones(2))

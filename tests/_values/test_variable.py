@@ -196,6 +196,7 @@ def test_an_initial_function_that_raises(strategy):
     assert_mirrored(strategy, make(strategy, 1.0), 1.0)
 
 
+@pytest.mark.one_size
 def test_a_per_replica_initial_value(strategy):
     value = strategy.run(lambda: 1.0)
     for message in raises_everywhere(TypeError, lambda: make(strategy, value)):
@@ -298,6 +299,7 @@ def test_first_replica_with_a_mirrored_variable_as_value(strategy, rank):
     assert_mirrored(strategy, v, [7.0, 8.0])
 
 
+@pytest.mark.one_size
 def test_values_that_do_not_fit_in_a_replica_context(strategy):
     v = make(strategy, [1.0, 2.0], aggregation=MEAN)
     for bad, kind in (
@@ -604,6 +606,7 @@ def test_values_that_do_not_fit(strategy, initial, value, kind):
     assert_mirrored(strategy, v, initial)
 
 
+@pytest.mark.one_size
 def test_a_python_int_that_is_too_large_for_the_dtype(strategy):
     """It must not wrap around silently: 300 is not 44."""
     v = make(strategy, np.zeros((), np.int8), name="small")
@@ -611,6 +614,7 @@ def test_a_python_int_that_is_too_large_for_the_dtype(strategy):
     assert_mirrored(strategy, v, 0)
 
 
+@pytest.mark.one_size
 def test_lists_that_do_not_fit(strategy):
     """A list is converted as numbers are: no silent truncation of its floats."""
     v = make(strategy, np.zeros(2, np.int32), name="ints")
@@ -812,6 +816,7 @@ def test_repr_and_str(strategy, v, x):
     assert len(repr(large)) < 500
 
 
+@pytest.mark.one_size
 def test_it_is_not_pickled_or_copied_in_part(v):
     import copy
     import pickle
