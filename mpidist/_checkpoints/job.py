@@ -50,8 +50,8 @@ class Job:
 
         Collective. All ranks pass equally many numbers.
         """
-        soft = mismatch.fingerprint(",".join(map(str, numbers)))
-        if self.guard.agree_and_compare(Call(f"{self.name}, comparing"), soft):
+        fingerprint = mismatch.fingerprint(",".join(map(str, numbers)))
+        if self.guard.agree_and_compare(Call(f"{self.name}, comparing"), fingerprint):
             return None
         return self.comm.all_gather_integers(numbers)
 

@@ -22,11 +22,11 @@ The checksum is CRC-32 (`zlib.crc32`): it detects every error burst of up to 32 
 and misses 1 in 2**32 of other errors. Measured on one core: 2.1 GB/s, SHA-256: 0.8
 GB/s. It does not protect against deliberate changes.
 
-Rejected: reading by `zipfile` and `numpy.load` (they check the members' CRC-32, but
-flipped bytes in most fields of the zip's own headers go unnoticed, safetensors has no
-checksums, and each chunk is copied once more); the writer of the ``safetensors``
-package (it takes a copy of all arrays as bytes). The formats: NumPy's NEP 1, and
-https://github.com/huggingface/safetensors#format.
+Rejected: reading by `zipfile` and `numpy.load` (they check the members' CRC-32, but do
+not notice a flipped bit in 152 of the 530 bytes of a file with two small arrays: fields
+of the zip's headers; safetensors has no checksums; and each chunk is copied once more);
+the writer of the ``safetensors`` package (it takes a copy of all arrays as bytes). The
+formats: NumPy's NEP 1, and https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class _Replica:
         while True:
             try:
                 self._world.release()
-                self._world.note(self._world.returned, self.number)
-                self._world.note(self._world.ended, self.number)
+                self._world.add_to(self._world.returned, self.number)
+                self._world.add_to(self._world.ended, self.number)
                 for _ in range(_LINES):
                     pass  # an exception sent earlier is raised here
                 return
@@ -96,7 +96,7 @@ class _Replica:
             code = error.code
             if code:
                 self.error = error
-        self._world.note(self._world.returned, self.number)
+        self._world.add_to(self._world.returned, self.number)
         process_exit.leave(code)
 
     def interrupt(self) -> None:

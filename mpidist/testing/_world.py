@@ -93,7 +93,7 @@ class World:
             while True:
                 self.condition.release()
 
-    def note(self, replicas: set[int], replica: int) -> None:
+    def add_to(self, replicas: set[int], replica: int) -> None:
         """Add a replica to those that have returned, or ended."""
         with self.condition:
             replicas.add(replica)

@@ -262,6 +262,7 @@ def test_sync_on_read_variables_by_aggregation(
 
 
 @pytest.mark.mpi
+@pytest.mark.one_size
 @pytest.mark.replicas(2, 3)
 def test_a_sync_on_read_variable_without_aggregation_is_refused(strategy, folder, rank):
     v = on_read(strategy, np.zeros(3), "NONE")
@@ -1254,6 +1255,7 @@ def expected_warnings(rank, patterns, every=True):
 
 
 @pytest.mark.mpi
+@pytest.mark.one_size
 @pytest.mark.replicas(2, 3)
 def test_arguments_of_the_manager(strategy, folder):
     checkpoint = mpidist.Checkpoint(step=variable(strategy, 0))

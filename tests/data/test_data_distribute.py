@@ -635,6 +635,7 @@ def test_elements_that_can_not_be_split(strategy, element, message):
 
 
 @core
+@pytest.mark.one_size
 @pytest.mark.parametrize("policy", ["FILE", "HINT"])
 def test_policies_for_files_are_refused(strategy, policy):
     options = mpidist.InputOptions(auto_shard_policy=policy)
