@@ -24,7 +24,11 @@ Nest: TypeAlias = Any
 
 
 class Array(Protocol):
-    """A NumPy or CuPy array, of any dtype and number of dimensions."""
+    """A NumPy or CuPy array, of any dtype and number of dimensions.
+
+    Arguments of public functions are ``HostArray | DeviceArray`` instead: pyright takes
+    minutes to match `numpy.ndarray` with this protocol.
+    """
 
     @property
     def dtype(self) -> Any:

@@ -1,4 +1,4 @@
-"""CrossDeviceOps: the seam where a user chooses, or writes, a way to reduce."""
+"""CrossDeviceOps: how a user chooses or implements reductions."""
 
 import numpy as np
 import posing
@@ -43,7 +43,7 @@ def strategy_with(strategy):
 
 
 class Recording(mpidist.CollectiveAllReduce):
-    """Writes down what it is asked for, and lets the base class do it."""
+    """Records the calls, and passes them to the base class."""
 
     def __init__(self):
         self.calls = []
@@ -67,8 +67,8 @@ class Recording(mpidist.CollectiveAllReduce):
         return calls
 
 
-def check_all_verbs(strategy, rtol=0.0):
-    """Check what every verb gives against what it must give."""
+def check_all_operations(strategy, rtol=0.0):
+    """Check the result of every operation."""
     rank, size = strategy.replica_id, strategy.num_replicas_in_sync
     total = size * (size + 1) / 2
     v = make(strategy, np.zeros(3))
@@ -125,11 +125,11 @@ def check_all_verbs(strategy, rtol=0.0):
     ],
     ids=lambda c: c.__name__,
 )
-def test_all_verbs(strategy_with, ops):
-    check_all_verbs(strategy_with(ops()))
+def test_all_operations(strategy_with, ops):
+    check_all_operations(strategy_with(ops()))
 
 
-def test_all_verbs_by_an_accumulation_function(strategy, strategy_with):
+def test_all_operations_by_an_accumulation_function(strategy, strategy_with):
     for device in (None, strategy.extended.worker_devices[-1]):
         called = []
 
@@ -138,7 +138,7 @@ def test_all_verbs_by_an_accumulation_function(strategy, strategy_with):
             return np.sum(values, axis=0)
 
         mine = strategy_with(mpidist.ReductionToOneDevice(device, accumulate))
-        check_all_verbs(mine)
+        check_all_operations(mine)
         center = 0 if device is None else mine.num_replicas_in_sync - 1
         assert bool(called) == (mine.replica_id == center)
         assert set(called) <= {mine.num_replicas_in_sync}
@@ -383,7 +383,7 @@ def test_a_class_of_the_user_that_fails_on_one_rank(strategy_with, rank, size, w
 
     assert local(strategy, replica_fn).tolist() == [1.0] * size
     group_of(strategy).custom_ops.when = "never"
-    check_all_verbs(strategy)
+    check_all_operations(strategy)
 
 
 @pytest.mark.one_size
