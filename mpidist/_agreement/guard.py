@@ -38,7 +38,7 @@ from mpidist._agreement.channel import (
     Channel,
     LeftError,
 )
-from mpidist._agreement.mismatch import Call, ErrorKind, Report, judge
+from mpidist._agreement.mismatch import Call, ErrorKind, Key, Report, judge
 from mpidist._agreement.waiting import CONFIRM_SECONDS, Waiting
 from mpidist._base.errors import CollectiveError, CollectiveTimeoutError, on_rank
 from mpidist._mpi.communicator import AnyCommunicator
@@ -54,7 +54,7 @@ class Written(Protocol):
     """A copy of a variable that an update has written."""
 
     @property
-    def key(self) -> Any:
+    def key(self) -> Key:
         """The key of the variable, the same on all ranks."""
 
 
@@ -138,7 +138,7 @@ class Guard(Waiting):
         # What the current update has written to this rank's copies, and how all ranks
         # make copies (given by their keys) equal again if an update has failed.
         self._written: Sequence[Written] = []
-        self._repair: Callable[[list[Any]], None] | None = None
+        self._repair: Callable[[Sequence[Key]], None] | None = None
         self._verdict = _ALONE
 
     # --- settings -----------------------------------------------------------------
@@ -426,7 +426,7 @@ class Guard(Waiting):
             self._repair(written)
         return found
 
-    def repair_with(self, repair: Callable[[list[Any]], None]) -> None:
+    def repair_with(self, repair: Callable[[Sequence[Key]], None]) -> None:
         """Set the function that makes copies equal again after a failed update.
 
         Args:

@@ -1,4 +1,4 @@
-"""What ranks tell each other when they differ, and what each of them then raises."""
+"""Reports: what ranks tell each other if they differ, and what each then raises."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import os
 import pickle
 import sys
 import threading
-from typing import Any, Final, Literal
+from types import FrameType
+from typing import Final, Literal, TypeAlias
 
 from mpidist._base.errors import (
     PACKAGE,
@@ -26,10 +27,12 @@ _THREADING: Final = os.path.abspath(threading.__file__)  # begins every thread
 _LONGEST_CALL: Final = 360
 _logger: Final = logging.getLogger("mpidist")
 ErrorKind = Literal["none", "raised", "invalid", "agreed", "exit"]
+Key: TypeAlias = tuple[int, int]
+"""Of a variable; the same on all ranks."""
 
 
 class Call:
-    """What a rank is about to do, as text and as a number to compare."""
+    """What a rank is about to do, as a text and as its fingerprint."""
 
     __slots__ = ("fingerprint", "text")
 
@@ -40,13 +43,29 @@ class Call:
 
 @functools.lru_cache(maxsize=1024)
 def call_of(text: str) -> Call:
-    """Return the call with this text, for texts that come again."""
+    """Return the call with this text; cached, for texts that are used again."""
     return Call(text)
 
 
 @dataclasses.dataclass
 class Report:
-    """What one rank tells the others when a header shows a difference."""
+    """What one rank tells the others if a header shows a difference.
+
+    Attributes:
+        rank: the sender.
+        call: what it was about to do.
+        site: where the user's code made the call.
+        kind: of its exception: it was raised by the program ("raised"), or in the
+            arguments of a call ("invalid"); all ranks have it already ("agreed"); the
+            rank has left the program ("exit"). "none": it has none.
+        trace: the traceback of the exception.
+        pickled_error: the exception; b"" if it cannot be pickled.
+        exits: whether the exception is a SystemExit.
+        exit_code: of the SystemExit.
+        depth: how many sections the rank is in.
+        joining: whether it is at the end of one.
+        written: the keys of variables that an update has written on it.
+    """
 
     rank: int
     call: str
@@ -58,7 +77,7 @@ class Report:
     exit_code: int | str | None = None
     depth: int = 0
     joining: bool = False
-    written: list[Any] = dataclasses.field(default_factory=list)
+    written: list[Key] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(
@@ -77,7 +96,7 @@ class Report:
         return report
 
     def load_error(self) -> BaseException | None:
-        """Return the exception where it can be rebuilt on this rank, else None."""
+        """Return the exception if it can be rebuilt on this rank, else None."""
         return load_exception(self.pickled_error, self.trace)
 
 
@@ -131,7 +150,7 @@ def _judge_exit(rank: int, reports: list[Report], left: list[Report]) -> BaseExc
 
 
 def _repeat(rank: int, report: Report) -> BaseException:
-    """Return the error that another rank found in its arguments, for this rank."""
+    """Return what this rank raises if another one found an error in its arguments."""
     error = report.load_error()
     if error is None:
         return _replica_error(rank, [report])
@@ -166,7 +185,7 @@ def _describe_mismatch(reports: list[Report]) -> str:
 
 
 def _shorten(calls: list[str]) -> list[str]:
-    """Cut long texts down to their beginning and the place where they differ."""
+    """Shorten long texts to their beginning and the first difference."""
     if max(map(len, calls)) <= _LONGEST_CALL:
         return calls
     first, last = min(calls), max(calls)
@@ -186,10 +205,10 @@ def _shorten(calls: list[str]) -> list[str]:
 
 
 def dump_exception(error: BaseException) -> bytes:
-    """Pickle an exception; return b"" where it does not survive that."""
+    """Pickle an exception; return b"" if it cannot be pickled and unpickled."""
     try:
         data = pickle.dumps(error)
-        pickle.loads(data)  # some exceptions pickle, but do not come back
+        pickle.loads(data)  # some can be pickled, but not unpickled
     except Exception:
         return b""
     return data
@@ -201,7 +220,7 @@ def load_exception(data: bytes, trace: str) -> BaseException | None:
         return None
     try:
         error = pickle.loads(data)
-    except Exception:  # its class is not known here
+    except Exception:  # this rank does not have its class
         return None
     if not isinstance(error, BaseException):
         return None
@@ -211,7 +230,7 @@ def load_exception(data: bytes, trace: str) -> BaseException | None:
 
 def _call_site() -> str:
     """Return where the user's code made the call, as `` (at file.py:12 in fn)``."""
-    frame: Any = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         path = os.path.abspath(code.co_filename)

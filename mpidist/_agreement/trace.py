@@ -1,17 +1,17 @@
 """The trace: a line for each collective call of a rank (``MPIDIST_TRACE``).
 
-A rank that is traced has a `TracedGuard` and `TracedCollectives`, which are made in
-place of the plain ones when the strategy is made. Without it there is not one test more
-in a call.
+A rank that is traced has a `TracedGuard` and `TracedCollectives`, which are made
+instead of the plain ones when the strategy is made. Without the trace a call has no
+additional test.
 
-A line is about a *call*, from where the rank comes to it until it returns, with the
-wait for the others. Who knows its bytes and its route opens it (`Trace.call`); the
+A line is about a *call*, from its begin on this rank until it returns, with the wait
+for the others. The code that knows its bytes and its route opens it (`Trace.call`); the
 guard names it, by the text that its own messages have. What calls do inside, such as
-the header of a broadcast, has no line. A *section* has calls inside, such as `run`:
-these have their lines.
+the header of a broadcast, has no line. A *section*, such as `run`, has calls inside:
+these have lines of their own.
 
-Rejected: tests in the calls themselves (they cost when nobody looks); methods put on
-instances (mypy does not see them, and they make cycles, so that strategies are
+Rejected: tests in the calls themselves (they cost time also without a trace); methods
+set on instances (mypy does not see them, and they make cycles, so that strategies are
 collected later).
 """
 
@@ -32,7 +32,7 @@ NO_ROUTE: Final = "agreement"
 """The route of calls that are a header and nothing else."""
 
 SECTION: Final = "section"
-"""That of sections."""
+"""The route of sections."""
 
 # So that a line is one write, also through a pipe (PIPE_BUF is 4,096 bytes).
 _LONGEST_TEXT: Final = 1024
@@ -43,7 +43,7 @@ _made = threads.ReplicaLocal(lambda: itertools.count(1))
 
 @dataclasses.dataclass(eq=False)
 class Record:
-    """A call that is under way.
+    """A call in progress.
 
     Attributes:
         nbytes: of this rank's buffers.
@@ -52,8 +52,8 @@ class Record:
         number: of the call, as in the messages of the guard.
         start: when this rank came to it.
         section: the one that it ends.
-        raised: the name of the exception that it ended with. Not the exception, whose
-            traceback has the frames that keep the record.
+        raised: the name of the exception that it ended with. Not the exception, since
+            the frames of its traceback refer to the record.
     """
 
     nbytes: int
@@ -66,20 +66,20 @@ class Record:
 
     @property
     def seconds(self) -> float:
-        """How long it is under way."""
+        """How long it has taken until now."""
         return time.perf_counter() - self.start
 
     def ends_with(self, error: BaseException | None) -> None:
-        """Say which exception the call ends with, if any."""
+        """Set the exception that the call ends with, if any."""
         self.raised = "" if error is None else type(error).__name__
 
 
 @dataclasses.dataclass(eq=False)
 class Section:
-    """A stretch that has calls inside.
+    """A part of the program that has calls inside.
 
     Attributes:
-        key: what tells its end from that of others.
+        key: identifies its end.
         start: when this rank entered it.
     """
 
@@ -88,18 +88,18 @@ class Section:
 
     @property
     def seconds(self) -> float:
-        """How long this rank is in it."""
+        """How long this rank has been in it."""
         return time.perf_counter() - self.start
 
 
 class Trace:
-    """What writes the lines of one strategy on one rank.
+    """Writes the lines of one strategy on one rank.
 
     Args:
         rank: of this process.
         size: how many ranks there are.
-        begins: whether calls have a line when they begin, too.
-        stall_seconds: of a wait, after which it has a line.
+        begins: whether calls also have a line when they begin.
+        stall_seconds: the length of a wait after which it has a line.
     """
 
     def __init__(
@@ -114,19 +114,19 @@ class Trace:
         self._open: Record | None = None
         self._sections: list[Section] = []
         self._waited = 0.0
-        self._told = False
+        self._reported = False
         _prepare_logger()
 
     @contextlib.contextmanager
     def call(
         self, nbytes: int, route: str, text: str = "", number: int = 0
     ) -> Iterator[Record]:
-        """Write a line for what is done inside; none, if that is part of a call.
+        """Write a line for the block; none if it is part of another call.
 
         Args:
             nbytes: of this rank's buffers.
             route: how they move.
-            text: of the call; "": the guard will say it (`name`).
+            text: of the call; "": the guard will set it (`name`).
             number: of the call, with a text.
         """
         if self._open is not None:
@@ -146,7 +146,7 @@ class Trace:
                 self._end(record)
 
     def name(self, text: str, number: int) -> None:
-        """Say which call it is that is under way, if that is not known yet."""
+        """Set the text and number of the call in progress, if they are not set yet."""
         record = self._open
         if record is None or record.text:
             return
@@ -156,10 +156,10 @@ class Trace:
 
     @contextlib.contextmanager
     def section(self, key: object, text: str, number: int) -> Iterator[None]:
-        """Give the calls inside lines of their own.
+        """Write lines for the calls inside the block, also if it is part of a call.
 
         Args:
-            key: what `ends` gets.
+            key: the argument of `ends`.
             text: of its end.
             number: of the first call that may be inside.
         """
@@ -187,7 +187,7 @@ class Trace:
 
         Args:
             text: of the line.
-            number: gives that of the call which is the last when it ends.
+            number: returns the number of the last call.
         """
         record = Record(0, SECTION, text)
         try:
@@ -201,21 +201,21 @@ class Trace:
             self._end(record)
 
     def look(self, what: str, waited: float, number: int) -> None:
-        """Write a line, once, where a wait is long.
+        """Write a line, once, if a wait is long.
 
         Args:
             what: this rank waits for.
             waited: for so many seconds, until now.
-            number: of the call, if none is under way.
+            number: of the call, if none is in progress.
         """
         if waited < self._waited:  # another wait than last time
-            self._told = False
+            self._reported = False
         self._waited = waited
-        if self._told or waited < self._stall:
+        if self._reported or waited < self._stall:
             return
-        self._told = True
+        self._reported = True
         record = Record(0, NO_ROUTE, what, number)
-        if self._open is not None:  # what is waited for may be a part of it
+        if self._open is not None:  # the wait may be part of it
             record.nbytes, record.route = self._open.nbytes, self._open.route
             record.number = self._open.number or number
         self._write("waits", record, f"seconds={waited:.6f} ")
@@ -247,7 +247,7 @@ class Trace:
 
 
 class _StderrHandler(logging.StreamHandler[Any]):
-    """Writes to stderr, as it is at that moment, where there is no other handler."""
+    """Writes to the current stderr, if there is no other handler."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -259,17 +259,17 @@ class _StderrHandler(logging.StreamHandler[Any]):
 
     @property
     def stream(self) -> Any:
-        """The stderr of this moment, which programs and tests replace."""
+        """The current stderr, which programs and tests replace."""
         return sys.stderr
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line, in one write, and flush; nothing where the user listens."""
+        """Write a line in one write, and flush; nothing if the user has a handler."""
         if not _is_heard(self):
             super().emit(record)
 
 
 def _is_heard(but: logging.Handler) -> bool:
-    """Whether another handler gets the lines: of this logger or of one above it."""
+    """Whether another handler gets the lines: of this logger or of a parent."""
     logger: logging.Logger | None = _logger
     while logger is not None:
         if any(handler is not but for handler in logger.handlers):

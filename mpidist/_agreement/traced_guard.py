@@ -1,4 +1,4 @@
-"""A guard that says to the trace which call it is; see `trace`."""
+"""A guard that tells the trace which call it is in; see `trace`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TracedGuard(Guard):
     """A guard whose calls have lines in the trace.
 
     Attributes:
-        trace: what writes them.
+        trace: writes them.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class TracedGuard(Guard):
             comm: the ranks.
             channel: where they exchange headers; None for one rank.
             timeout_seconds: how long a rank waits for the others; 0: forever.
-            stall_seconds: after which the missing ranks are named.
-            begins: whether calls have a line when they begin, too.
+            stall_seconds: after which the missing ranks are reported.
+            begins: whether calls also have a line when they begin.
         """
         self.trace = Trace(
             comm.rank, comm.size, begins=begins, stall_seconds=stall_seconds
@@ -50,7 +50,7 @@ class TracedGuard(Guard):
 
     @contextlib.contextmanager
     def _header(self, call: Call, route: str = NO_ROUTE) -> Iterator[Record]:
-        """Name the call that is under way; if there is none, the header is one."""
+        """Name the call in progress; if there is none, the header is one."""
         with self.trace.call(0, route) as record:
             self._name(call)
             yield record
@@ -120,7 +120,7 @@ class TracedGuard(Guard):
             return super().run_section(call, body)
 
     def whole(self, text: str) -> contextlib.AbstractContextManager[None]:
-        """Write a line for a stretch that has calls inside, when it has ended."""
+        """Write a line for a block that has calls inside, when it has ended."""
         return self.trace.whole(text, lambda: self.sequence)
 
     def leave(self, call: Call, code: object) -> Iterator[None]:

@@ -371,7 +371,7 @@ def _seed_of(number: int) -> int:
     return (number * 0x9E3779B1 & 0xFFFFFFFF) >> 12  # as if random: calls are in steps
 
 
-def make_equal(group: ReplicaGroup, keys: list[Key]) -> None:
+def make_equal(group: ReplicaGroup, keys: Sequence[Key]) -> None:
     """Copy rank 0's variables to all ranks, after an update that has failed.
 
     Collective, but without a header: the guard calls it on all ranks, together with

@@ -68,10 +68,10 @@ def check_communicator(comm: object) -> MpiComm:
 
 
 def check_not_alone(comm: MpiComm) -> None:
-    """Raise for COMM_WORLD of one rank, where the launcher started several processes.
+    """Refuse a COMM_WORLD of one rank if the launcher started several processes.
 
     Raises:
-        RuntimeError: then, with what to write instead.
+        RuntimeError: in that case, with what to write instead.
     """
     mpi = mpi_module()
     if comm != mpi.COMM_WORLD or comm.Get_size() > 1:
@@ -89,7 +89,7 @@ def check_not_alone(comm: MpiComm) -> None:
 
 
 def world_rank() -> int | None:
-    """Return this process's rank in COMM_WORLD; None where MPI does not run."""
+    """Return this process's rank in COMM_WORLD; None if MPI does not run."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return None
@@ -98,9 +98,9 @@ def world_rank() -> int | None:
 
 
 def world_size() -> int:
-    """Return the number of processes in COMM_WORLD; 1 where MPI does not run.
+    """Return the number of processes in COMM_WORLD; 1 if MPI does not run.
 
-    Of replicas that are threads: their number.
+    If the replicas are threads: the number of replicas.
     """
     if (replica := threads.current()) is not None:
         return replica.size
@@ -127,8 +127,8 @@ def local_rank(size: int, machine_rank: int) -> int:
 def is_crowded(machine_size: int) -> bool:
     """Return whether a machine has more ranks than cores.
 
-    Then a rank that spins takes the core from the one that it waits for. Launchers bind
-    ranks to cores, so affinity does not tell.
+    A rank that spins then takes the core from the one that it waits for. The affinity
+    does not show it, since launchers bind ranks to cores.
 
     Args:
         machine_size: the number of ranks on it.
@@ -142,11 +142,11 @@ def abort(code: int) -> None:
 
 
 def query_cuda_support() -> str:
-    """Return how the MPI library says that it takes GPU buffers; "" if it does not.
+    """Return how the MPI library says that it accepts GPU buffers; "" if it does not.
 
-    It says what was built, not what works on this fabric; the environment
-    variable ``MPIDIST_CUDA_AWARE`` wins over it. Asked are ``MPIX_Query_cuda_support``
-    (Open MPI, MPICH), ``MPIX_GPU_query_support`` (MPICH and those made from it), and
+    That is what was built, not what works on this network; the environment variable
+    ``MPIDIST_CUDA_AWARE`` overrides it. The function tries ``MPIX_Query_cuda_support``
+    (Open MPI, MPICH), ``MPIX_GPU_query_support`` (MPICH and libraries based on it), and
     the info key of MPI 4.1, section 12.4.
     """
     mpi = mpi_module()

@@ -1,9 +1,9 @@
-"""What the launcher says of this process, before MPI has been started.
+"""What the launcher says about this process, before MPI has been started.
 
-Launchers tell it in environment variables. Those of mpirun come first: where mpirun is
-used inside a SLURM job, the task variables of SLURM describe its daemon, not the ranks.
-A batch script itself has ``SLURM_NTASKS``, and no variable of a step, so that a program
-which it starts without a launcher is not taken for one of many.
+Launchers set environment variables. Those of mpirun are read first: if mpirun runs
+inside a SLURM job, the task variables of SLURM describe its daemon, not the ranks. A
+batch script itself has ``SLURM_NTASKS``, but no variable of a step, so a program which
+it starts without a launcher is not taken for one of many.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 
 ALLOW_ALONE = "MPIDIST_ALONE"
-"""The environment variable that allows ranks which MPI does not know of each other."""
+"""The environment variable that allows processes that MPI does not connect."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Launch:
 
     Attributes:
         launcher: its name, for messages.
-        rank: of this process; None where the launcher does not say.
-        size: how many processes it started together; None where it does not say.
+        rank: of this process; None if the launcher does not say.
+        size: how many processes it started together; None if it does not say.
     """
 
     launcher: str
@@ -66,13 +66,13 @@ def find_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
 
 
 def find_local_rank() -> int | None:
-    """Return this process's number on its node; None where no launcher says it."""
+    """Return this process's number on its node; None if no launcher says it."""
     numbers = (_number(os.environ, name) for name in _LOCAL_RANKS)
     return next((number for number in numbers if number is not None), None)
 
 
 def describe_alone(launch: Launch, library: str) -> str:
-    """Return what to say where MPI does not know the others that were started.
+    """Return the message for a process that MPI does not connect to the others.
 
     Args:
         launch: with a size of more than 1.

@@ -1,35 +1,33 @@
 """What the ranks of a new communicator must have in common, and how they find out.
 
-Functions, arrays, records and headers go between ranks in forms that depend on the
-software of each. So the first thing that ranks do on a communicator of theirs, before
-any of these, is to tell each other what they are; where that does not fit, all of them
-raise, with both sides in the message.
+Functions, arrays, records and headers are sent in forms that depend on the software of
+each rank. So ranks first tell each other on a new communicator which software they
+have. If it does not match, all of them raise, with both sides in the message.
 
-Protocol: one text of each rank, to all ranks (sizes as 64-bit integers, then bytes). It
-is JSON in ASCII, with a format number of its own: ranks whose versions differ in
-everything else must still be able to read each other's, so nothing is pickled, and
-neither the exchange nor the keys "format", "must" and "problem" may ever change.
+Protocol: each rank sends one text to all ranks (sizes as 64-bit integers, then bytes).
+It is JSON in ASCII, with its own format number. Ranks whose versions differ in
+everything else must still be able to read it, so nothing is pickled, and neither the
+exchange nor the keys "format", "must" and "problem" may ever change.
 
 Invariant: *all raise, or none does*. A rank raises exactly if some rank has a problem,
 or if some text differs from another in "format" or "must". All ranks judge the same
-texts, so they come to the same end; and versions of mpidist that judge by other rules
+texts, so they get the same result; and versions of mpidist that judge by other rules
 differ in "must".
 
 What must be equal, and why:
 
 - *Python*: functions travel as bytecode (`marshal`), which every minor version changes.
 - *mpidist*: its headers, commands and layouts have no version numbers of their own.
-- *NumPy*, major and minor version: mirrored variables rest on each rank's own NumPy
-  giving the same bits and dtypes; releases with another minor number may change
-  algorithms, promotion of dtypes and random streams. Those with another micro number
-  only mend.
+- *NumPy*, major and minor version: mirrored variables rely on the NumPy of each rank
+  to compute the same bits and dtypes. Minor releases may change algorithms, promotion
+  of dtypes and random streams; micro releases only fix bugs.
 - *cloudpickle*: what it writes refers to private names of that version.
 - *byte order*, and *sizes of C types*: arrays travel as bytes. Two machines may have
   the same Python, and a ``long double`` of 80 or of 128 bits.
 
-What need not be: versions of MPI and mpi4py (the MPI libraries of the ranks have
+What may differ: versions of MPI and mpi4py (the MPI libraries of the ranks have
 already found each other), of CuPy (each strategy tries it), of the system. The native
-core need not be on all ranks either: all then do without it, and one of them says so.
+core need not be on all ranks either: none then uses it, and one of them says so.
 """
 
 from __future__ import annotations
@@ -112,19 +110,19 @@ def write(problem: str = "") -> bytes:
     """Return the text that this rank sends.
 
     Args:
-        problem: why it cannot take part, which all ranks are to raise; "": it can.
+        problem: why it cannot take part, which all ranks then raise; "": it can.
     """
     must, core = {}, False
     try:
         must, core = describe(), has_core()
-    except Exception as error:  # of a library that does not load, on this rank alone
+    except Exception as error:  # a library that does not load, on this rank only
         problem = problem or f"{type(error).__name__}: {error}"
     text = {"format": _FORMAT, "must": must, "core": core, "problem": problem}
     return json.dumps(text).encode("ascii")
 
 
 def judge(rank: int, texts: list[bytes]) -> tuple[Agreement, Exception | None]:
-    """Return what the ranks have in common, and what all of them raise, if anything.
+    """Return what the ranks have in common, and what all of them raise, or None.
 
     Args:
         rank: this rank.
@@ -145,8 +143,8 @@ def judge(rank: int, texts: list[bytes]) -> tuple[Agreement, Exception | None]:
         listed = "\n".join(f"  {line}" for line in lines)
         message = (
             f"{_CALL}: the ranks do not have the same software, so they cannot work "
-            f"together:\n{listed}\nFunctions, arrays and headers go between the ranks "
-            f"in forms that depend on it; {ADVICE}. `mpidist check` compares them"
+            f"together:\n{listed}\nFunctions, arrays and headers are sent in forms "
+            f"that depend on it; {ADVICE}. `mpidist check` compares them"
         )
         return agreement, CollectiveMismatchError(on_rank(rank, message))
     if rank == 0 and not agreement.core:
@@ -169,11 +167,11 @@ def _read(text: bytes) -> _Rank:
 
 
 def _differences(ranks: list[_Rank]) -> list[str]:
-    """Return a line for each thing in which the ranks differ."""
+    """Return a line for each property in which the ranks differ."""
     formats = [one.must.get(_OTHER_FORMAT, str(_FORMAT)) for one in ranks]
     rows: list[tuple[str, list[str]]] = [(_OTHER_FORMAT, formats)]
     if len(set(formats)) > 1:
-        keys = ["mpidist"]  # of the others all that is sure to be known
+        keys = ["mpidist"]  # the only key that any format has for sure
     else:
         keys = list(dict.fromkeys(key for one in ranks for key in one.must))
     rows += [(key, [one.must.get(key, "unknown") for one in ranks]) for key in keys]
@@ -192,13 +190,13 @@ def _differences(ranks: list[_Rank]) -> list[str]:
 
 
 def _tell_without_core(lacking: list[int], ranks: list[_Rank]) -> None:
-    """Tell the user that some ranks make the others do without the native core."""
+    """Warn the user if the native core is missing on some ranks only."""
     if len(lacking) == len(ranks):
         return
     verb = "has" if len(lacking) == 1 else "have"
     _logger.warning(
-        "mpidist: %s %s no native core, which the others have; all ranks go on without "
-        "it, and are slower. Install mpidist there with a C compiler at hand",
+        "mpidist: %s %s no native core, which the others have; all ranks continue "
+        "without it, and are slower. Install mpidist there with a C compiler",
         format_ranks(lacking),
         verb,
     )

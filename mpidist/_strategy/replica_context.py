@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import numpy as np
@@ -294,7 +294,7 @@ def _trace_merge_call(guard: TracedGuard) -> Callable[..., Nest]:
     return traced
 
 
-def _repairer(group: ReplicaGroup) -> Callable[[list[Key]], None]:
+def _repairer(group: ReplicaGroup) -> Callable[[Sequence[Key]], None]:
     """Return a function that makes copies of variables equal again, on all ranks.
 
     The guard holds it, and is itself kept until all ranks have collected the strategy.
@@ -302,7 +302,7 @@ def _repairer(group: ReplicaGroup) -> Callable[[list[Key]], None]:
     reference = weakref.ref(group)
     comm = group.communicator
 
-    def repair(keys: list[Key]) -> None:
+    def repair(keys: Sequence[Key]) -> None:
         alive = reference()
         if alive is not None:
             updates.make_equal(alive, keys)
