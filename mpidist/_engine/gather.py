@@ -332,8 +332,8 @@ class MpiGather:
             raise guard.fail(self._call, error, "invalid") from None
         same = False
         if guard.enabled:
-            soft = lengths[0] if len(lengths) == 1 else fingerprint(str(lengths))
-            same = guard.agree_and_compare(self._call, soft, timeout)
+            value = lengths[0] if len(lengths) == 1 else fingerprint(str(lengths))
+            same = guard.agree_and_compare(self._call, value, timeout)
         else:
             guard.agree(self._call)  # that the strategy can be used
         if not same:

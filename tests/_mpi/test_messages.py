@@ -195,7 +195,7 @@ def test_integers_wrap_as_in_numpy(new_strategy, rank, size, dtype, op):
             parts.append(np.resize(np.array(edge, dtype), count))
         want = combined(parts, op)
         mine = parts[rank]
-        for _ in range(2):  # the short way, once it has been made
+        for _ in range(2):  # the second time by the plan
             found = all_reduce(strategy, op, mine)
             assert found.dtype == want.dtype
             np.testing.assert_array_equal(found, want)
