@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from mpidist._base import backend, nest
 from mpidist._base.cache import Cache
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions, ReduceOp
+from mpidist._base.types import Array, HostArray, Nest
 from mpidist._engine import dtypes
 from mpidist._engine.buckets import FlatBuffers, Leaf
 from mpidist._engine.node import Node
@@ -34,7 +35,11 @@ from mpidist._engine.nodes import Nodes
 from mpidist._engine.pool import Pool
 from mpidist._engine.staging import Staging
 from mpidist._mpi.communicator import AnyCommunicator
-from mpidist._transports import Transports
+from mpidist._transports import Compression, Transports
+
+Results: TypeAlias = list[Any]
+"""New arrays, one for each leaf; None for each on a rank that wants none."""
+_Key: TypeAlias = tuple[object, ...]
 
 _MOST_PLANS: Final = 1024
 _NUMBERS: Final = frozenset((float, int, np.float32, np.float64))
@@ -81,7 +86,7 @@ class Signature:
     root: int | None
     transports: Transports
     bytes_per_pack: int
-    compress: Callable[[], Any] | None = None
+    compress: Callable[[], Compression] | None = None
 
 
 class Plan(Protocol):
@@ -90,8 +95,11 @@ class Plan(Protocol):
     call: Call
 
     def __call__(
-        self, arrays: list[Any], call: Call | None = None, timeout: float | None = None
-    ) -> list[Any]:
+        self,
+        arrays: list[Array],
+        call: Call | None = None,
+        timeout: float | None = None,
+    ) -> Results:
         """Agree with the other ranks, and reduce. Collective.
 
         Args:
@@ -104,14 +112,14 @@ class Plan(Protocol):
             root wants them, None for each on the other ranks.
         """
 
-    def one(self, x: Any) -> Any:
-        """As a call with a nest of one array, of which all want the result."""
+    def one(self, x: Array) -> Array:
+        """Reduce one array, with a result on all ranks; without a list around it."""
 
 
 class QuickPlan(Plan, Protocol):
     """A plan that finds out by itself whether arrays are of its signature."""
 
-    def attempt(self, arrays: list[Any], timeout: float | None) -> list[Any] | None:
+    def attempt(self, arrays: list[Array], timeout: float | None) -> Results | None:
         """As a call; None, and nothing has happened, for arrays of other kinds.
 
         Args:
@@ -123,8 +131,13 @@ class QuickPlan(Plan, Protocol):
 Route = Callable[[Means, Signature], Plan | None]
 """Makes a plan for a signature; None where it is not for such calls."""
 
+ReduceRows = Callable[
+    [ReduceOp, Nest, CommunicationOptions | None, str, int | None], Nest
+]
+"""All-reduces a nest with `IndexedSlices`; arguments as of `Plans.all_reduce`."""
+
 Describe = Callable[
-    [ReduceOp, nest.Structure, list[Any], str, CommunicationOptions, int | None],
+    [ReduceOp, nest.Structure, list[Array], str, CommunicationOptions, int | None],
     Signature,
 ]
 
@@ -148,8 +161,8 @@ class Plans:
         routes: tuple[Route, ...],
         describe: Describe,
         merge: Callable[[CommunicationOptions | None], CommunicationOptions],
-        report: Callable[[str, BaseException], Any],
-        reduce_rows: Callable[..., Any],
+        report: Callable[[str, BaseException], NoReturn],
+        reduce_rows: ReduceRows,
     ) -> None:
         self._means = means
         self._routes = routes
@@ -157,14 +170,15 @@ class Plans:
         self._merge = merge
         self._report = report
         self._reduce_rows = reduce_rows
-        self._plans: Cache[Any, Plan] = Cache(_MOST_PLANS)
+        self._plans: Cache[_Key, Plan] = Cache(_MOST_PLANS)
         # For arrays that all want, without options: a shorter key.
-        self._arrays: Cache[Any, Plan] = Cache(_MOST_PLANS)
+        self._arrays: Cache[_Key, Plan] = Cache(_MOST_PLANS)
         # For nests: the `QuickPlan` that such a call had last.
-        self._last: Cache[Any, Any] = Cache(_MOST_PLANS)
+        self._last: Cache[_Key, Any] = Cache(_MOST_PLANS)
 
-    def clear(self) -> None:
-        """Forget all plans."""
+    def restart(self, means: Means) -> None:
+        """Forget all plans, and build new ones with other means."""
+        self._means = means
         self._plans.clear()
         self._arrays.clear()
         self._last.clear()
@@ -172,22 +186,24 @@ class Plans:
     def all_reduce(
         self,
         op: ReduceOp,
-        tree: Any,
+        tree: Nest,
         options: CommunicationOptions | None = None,
         call: str = "all_reduce",
         root: int | None = None,
-    ) -> Any:
+    ) -> Nest:
         """Reduce each leaf of ``tree`` over the ranks. Collective.
 
         Args:
             op: the operation.
-            tree: a nest of arrays and numbers.
+            tree: a nest of arrays and numbers; the same structure, shapes and dtypes
+                on all ranks.
             options: of this call.
-            call: its name in messages.
-            root: the one rank that wants the results; None: all do.
+            call: the name of the call in messages.
+            root: the one rank that wants the results (MPI Reduce); None: all do.
 
         Returns:
-            The nest of results; None for each where this rank wants none.
+            The nest of results, new arrays, bit-identical on all ranks; with a
+            ``root`` a nest of None on the others.
         """
         kind = type(tree)
         if kind is np.ndarray:
@@ -224,8 +240,8 @@ class Plans:
                     return structure.unflatten(plan(leaves, None, timeout))
         return self._first_time(op, tree, options, call, root)
 
-    def _remember(self, how: tuple[Any, ...], plan: Plan) -> None:
-        if hasattr(plan, "attempt"):
+    def _remember(self, how: _Key, plan: Plan) -> None:
+        if hasattr(plan, "attempt"):  # as isinstance of a protocol, which is slow
             self._last[how] = plan
 
     def _timeout_of(self, options: CommunicationOptions | None) -> float | None:
@@ -234,11 +250,11 @@ class Plans:
     def _first_time(
         self,
         op: ReduceOp,
-        tree: Any,
+        tree: Nest,
         options: CommunicationOptions | None,
         call: str,
         root: int | None,
-    ) -> Any:
+    ) -> Nest:
         """Look at every leaf, keep the plan, and run it."""
         try:
             merged = self._merge(options)
@@ -271,7 +287,11 @@ class Plans:
         )
 
     def find(
-        self, op: ReduceOp, arrays: list[Any], call: str, options: CommunicationOptions
+        self,
+        op: ReduceOp,
+        arrays: list[Array],
+        call: str,
+        options: CommunicationOptions,
     ) -> Plan:
         """Return the plan for a list of arrays. Not collective."""
         return self._find(op, nest.flatten(arrays)[1], arrays, call, options, None)
@@ -280,7 +300,7 @@ class Plans:
         self,
         op: ReduceOp,
         structure: nest.Structure,
-        arrays: list[Any],
+        arrays: list[Array],
         call: str,
         options: CommunicationOptions,
         root: int | None,
@@ -304,12 +324,12 @@ class Plans:
 
 
 def _short_key(
-    tree: Any,
-    leaves: list[Any],
+    tree: Nest,
+    leaves: list[Nest],
     structure: nest.Structure,
-    arrays: list[Any],
-    how: tuple[Any, ...],
-) -> Any:
+    arrays: list[Array],
+    how: _Key,
+) -> _Key | None:
     """Return the key by which `Plans.all_reduce` finds such calls at once, if it can.
 
     Args:
@@ -334,15 +354,15 @@ def _short_key(
 _ARRAYS: Final = {np.ndarray}
 
 
-def _describe_all(arrays: list[Any]) -> tuple[Any, ...]:
+def _describe_all(arrays: list[Array]) -> _Key:
     return tuple([(x.dtype, x.shape) for x in arrays])
 
 
-def _as_number(x: Any, kind: type) -> Any:
+def _as_number(x: HostArray, kind: type) -> Any:
     return x.item() if kind in (int, float) else x[()]
 
 
-def leaves_of(op: ReduceOp, arrays: list[Any], call: str) -> list[Leaf]:
+def leaves_of(op: ReduceOp, arrays: list[Array], call: str) -> list[Leaf]:
     """Return what a plan knows of these arrays.
 
     Raises:

@@ -1,7 +1,7 @@
 """Collectives and plans with lines in the trace; see `mpidist._agreement.trace`.
 
 The routes of `TracedCollectives` make plans that open a call of the trace, so neither
-`Plans.all_reduce` nor the optimizers, which run plans by themselves, know of it.
+`Plans.all_reduce` nor the optimizers, which run plans themselves, know of it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from mpidist._agreement.traced_guard import TracedGuard
 from mpidist._base import backend, nest
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions, Environment
-from mpidist._engine import ROUTES, Means, Plan, SharedMemory, Signature
+from mpidist._base.types import Array, Nest
+from mpidist._engine import ROUTES
 from mpidist._engine.collectives import Collectives
-from mpidist._engine.plans import Route
+from mpidist._engine.memory import SharedMemory
+from mpidist._engine.plans import Means, Plan, Route, Signature
 from mpidist._mpi.communicator import AnyCommunicator
 
 
 class TracedPlan:
     """A plan whose runs have a line.
 
-    It does not find out by itself whether arrays are of its signature
-    (`plans.QuickPlan`), since a call that did not take place would have begun.
+    It is not a `plans.QuickPlan`, which checks by itself if arrays have its signature:
+    a call that did not take place would have begun.
 
     Args:
         plan: what does the work.
@@ -42,13 +44,16 @@ class TracedPlan:
         self._trace = trace
 
     def __call__(
-        self, arrays: list[Any], call: Call | None = None, timeout: float | None = None
-    ) -> list[Any]:
+        self,
+        arrays: list[Array],
+        call: Call | None = None,
+        timeout: float | None = None,
+    ) -> list[Array]:
         """Agree with the other ranks, and reduce; see `Plan`."""
         with self._trace.call(sum(int(x.nbytes) for x in arrays), self._route):
             return self._plan(arrays, call, timeout)
 
-    def one(self, x: Any) -> Any:
+    def one(self, x: Array) -> Array:
         """As a call with a nest of one array."""
         with self._trace.call(int(x.nbytes), self._route):
             return self._plan.one(x)
@@ -65,9 +70,9 @@ def _traced(route: Route, trace: Trace) -> Route:
 
 
 class TracedCollectives(Collectives):
-    """The operations of one group of replicas, each with a line.
+    """The collectives of one group of replicas, each with a line in the trace.
 
-    An all-reduce has that of its plan.
+    An all-reduce has the line of its plan.
     """
 
     def __init__(
@@ -83,113 +88,113 @@ class TracedCollectives(Collectives):
         self.routes = tuple(_traced(route, guard.trace) for route in ROUTES)
         super().__init__(comm, guard, options, environment, device, memory)
 
-    def buffers_like(self, tree: Any) -> Any:
-        """As that of `Collectives`."""
+    def buffers_like(self, tree: Nest) -> Nest:
+        """Call the method of `Collectives`."""
         with self._trace.call(_bytes_of(tree), NO_ROUTE):
             return super().buffers_like(tree)
 
     def all_gather(
         self,
-        tree: Any,
+        tree: Nest,
         axis: int,
         options: CommunicationOptions | None = None,
         call: str = "all_gather",
-    ) -> Any:
-        """As that of `Collectives`."""
-        with self._trace.call(_bytes_of(tree), self._way(tree, options)):
+    ) -> Nest:
+        """Call the method of `Collectives`."""
+        with self._trace.call(_bytes_of(tree), self._route_of(tree, options)):
             return super().all_gather(tree, axis, options, call)
 
     def broadcast(
         self,
-        tree: Any,
+        tree: Nest,
         root: int = 0,
         options: CommunicationOptions | None = None,
         call: str = "broadcast",
-    ) -> Any:
-        """As that of `Collectives`."""
-        with self._trace.call(_bytes_of(tree), self._way(tree, options)):
+    ) -> Nest:
+        """Call the method of `Collectives`."""
+        with self._trace.call(_bytes_of(tree), self._route_of(tree, options)):
             return super().broadcast(tree, root, options, call)
 
     def share(self, make: Callable[[], list[Any]], text: str) -> list[Any]:
-        """As that of `Collectives`."""
-        with self._trace.call(0, self._way(None)) as record:
+        """Call the method of `Collectives`."""
+        with self._trace.call(0, self._route_of(None)) as record:
             values = super().share(make, text)
             record.nbytes = _bytes_of(values)
         return values
 
     def collect(self, values: list[Any], call: str) -> list[list[Any]]:
-        """As that of `Collectives`."""
-        with self._trace.call(_bytes_of(values), self._way(None)):
+        """Call the method of `Collectives`."""
+        with self._trace.call(_bytes_of(values), self._route_of(None)):
             return super().collect(values, call)
 
     def scatter(self, values: list[list[Any]] | None, call: str) -> list[Any]:
-        """As that of `Collectives`."""
-        with self._trace.call(_bytes_of(values), self._way(None)) as record:
+        """Call the method of `Collectives`."""
+        with self._trace.call(_bytes_of(values), self._route_of(None)) as record:
             own = super().scatter(values, call)
             record.nbytes = record.nbytes or _bytes_of(own)
         return own
 
     def send_arrays(self, values: list[Any], call: str) -> None:
-        """As that of `Collectives`."""
+        """Call the method of `Collectives`."""
         text, number = f"arrays of {call} to all ranks", self.guard.sequence + 1
-        with self._trace.call(_bytes_of(values), self._way(values), text, number):
+        with self._trace.call(_bytes_of(values), self._route_of(values), text, number):
             super().send_arrays(values, call)
 
     def receive_arrays(self, call: str = "a message from rank 0") -> list[Any]:
-        """As that of `Collectives`."""
-        way, number = self._way(None), self.guard.sequence + 1
-        with self._trace.call(0, way, call, number) as record:
+        """Call the method of `Collectives`."""
+        route, number = self._route_of(None), self.guard.sequence + 1
+        with self._trace.call(0, route, call, number) as record:
             values = super().receive_arrays(call)
             record.nbytes = _bytes_of(values)
         return values
 
     def send_bytes(self, data: bytes) -> None:
-        """As that of `Collectives`."""
+        """Call the method of `Collectives`."""
         text, number = "a message to all ranks", self.guard.sequence + 1
-        with self._trace.call(len(data), self._way_of_messages, text, number):
+        with self._trace.call(len(data), self._message_route, text, number):
             super().send_bytes(data)
 
     def receive_bytes(
         self, what: str = "a message from rank 0", timeout: float | None = None
     ) -> bytes:
-        """As that of `Collectives`."""
-        way, number = self._way_of_messages, self.guard.sequence + 1
-        with self._trace.call(0, way, what, number) as record:
+        """Call the method of `Collectives`."""
+        route, number = self._message_route, self.guard.sequence + 1
+        with self._trace.call(0, route, what, number) as record:
             data = super().receive_bytes(what, timeout)
             record.nbytes = len(data)
         return data
 
     @property
-    def _way_of_messages(self) -> str:
+    def _message_route(self) -> str:
         return "mpi" if self.ring is None else "shared"
 
-    def _way(self, tree: Any, options: CommunicationOptions | None = None) -> str:
-        """Return the names of the ways of these arrays: those of the transports."""
+    def _route_of(self, tree: Nest, options: CommunicationOptions | None = None) -> str:
+        """Return the names of the transports of these arrays."""
         try:
             chosen = self.transports
             if options is not None:
-                chosen = self._choose(self.merge_options(options))
+                chosen = self.transports_of(self.merge_options(options))
             on_device = {*map(backend.is_device_array, _leaves_of(tree))} or {False}
-        except Exception:  # which the operation tells all ranks
+        except Exception:  # the collective reports it to all ranks
             return "unknown"
-        ways = []
+        routes = []
         if False in on_device:
             is_shared = self.node is not None and chosen.host.name == "shared"
-            ways.append("shared" if is_shared else "mpi")
+            routes.append("shared" if is_shared else "mpi")
         if True in on_device:
-            ways.append(chosen.device.name)
-        return "+".join(ways)
+            routes.append(chosen.device.name)
+        return "+".join(routes)
 
 
-def _leaves_of(tree: Any) -> list[Any]:
+def _leaves_of(tree: Nest) -> list[Any]:
     return nest.flatten(tree)[0]
 
 
-def _bytes_of(tree: Any) -> int:
-    """Return the bytes of the arrays and numbers of a nest; 0 where it is none."""
+def _bytes_of(tree: Nest) -> int:
+    """Return the bytes of the arrays and numbers of a nest; 0 if it is not a nest."""
     try:
         return sum(map(_nbytes, _leaves_of(tree)))
-    except Exception:  # which the operation tells all ranks
+    except Exception:  # the collective reports it to all ranks
         return 0
 
 

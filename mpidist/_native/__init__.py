@@ -6,8 +6,8 @@
   broadcast;
 - ``binding.h``, ``py_*`` and ``core``: the binding, which is all that knows Python.
 
-It is optional: `core` is None where it was not built, or does not load, and everything
-goes by MPI: right, and slower.
+It is optional: `core` is None if it was not built or does not load. All data then moves
+by MPI, with the same results, but slower.
 """
 
 from __future__ import annotations
@@ -15,24 +15,36 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import pathlib
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 ADVICE: Final = (
     "install a C compiler and Python's headers (Debian, Ubuntu: `apt install gcc "
     "python3-dev`; conda: `conda install c-compiler`), then mpidist again: `pip "
     "install --force-reinstall --no-deps`"
 )
-"""What to do where it is missing."""
+"""What to do if it is missing."""
 
 core: Any = None
-"""The extension module; None where it was not built, or does not load."""
+"""The extension module; None if it was not built or does not load."""
+
+# Objects of the extension module, which has no types.
+Memory: TypeAlias = Any
+"""The memory that the ranks of a node share, with the buffer protocol."""
+Channel: TypeAlias = Any
+"""Where the ranks of a node meet: `mpidist._agreement.channel.Channel` and steps."""
+Pool: TypeAlias = Any
+"""The slots of a rank's arena."""
+Reduce: TypeAlias = Any
+"""All-reduces of nests of one layout."""
+Gather: TypeAlias = Any
+"""All-gathers of nests of one layout."""
 
 missing = ""
-"""Why it is not there; "" where it is."""
+"""Why the core is missing; "" if it is there."""
 
 
 def available() -> bool:
-    """Return whether the core was built, and loads."""
+    """Return whether the core was built and loads."""
     return core is not None
 
 

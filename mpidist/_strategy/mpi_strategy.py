@@ -22,7 +22,7 @@ from mpidist._base.options import (
     read_environment,
 )
 from mpidist._engine import SharedMemory, open_shared_memory
-from mpidist._engine.collectives import Collectives, describe_compression
+from mpidist._engine.collectives import Collectives
 from mpidist._engine.traced import TracedCollectives
 from mpidist._mpi.communicator import Communicator
 from mpidist._mpi.job import check_communicator, check_not_alone, local_rank
@@ -248,8 +248,8 @@ def _make_collectives(
     if cross_device_ops is not None:
         ops = f", {type(cross_device_ops).__qualname__} as cross_device_ops"
     more = ""
-    if collectives.compression[0] != "none":
-        more += f", {describe_compression(collectives.compression)}"
+    if collectives.compression.scheme != "none":
+        more += f", {collectives.compression}"
     if environment.simulated_nodes != 1:
         more += f", MPIDIST_SIMULATED_NODES={environment.simulated_nodes}"
     guard.agree(

@@ -723,10 +723,10 @@ def test_all_gather_without_memory_on_one_rank(
     if rank == size - 1:
         collectives = group_of(strategy).collectives
         if collectives.node is None:
-            monkeypatch.setattr(collectives._pool, "empty", no_memory)
+            monkeypatch.setattr(collectives.pool, "empty", no_memory)
         else:
             full = types.SimpleNamespace(take=no_memory)
-            for plan in collectives._gathers.values():
+            for plan in collectives.gather_plans.values():
                 node = dataclasses.replace(plan._node, pool=full)
                 monkeypatch.setattr(plan, "_node", node)
     for message in raises_everywhere(MemoryError, lambda f=step, s=strategy: s.run(f)):

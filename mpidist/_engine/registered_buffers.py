@@ -1,0 +1,60 @@
+"""Registered buffers: arrays that are already in the memory that ranks share.
+
+`Strategy.buffers_like` makes them: an all-reduce reads them in place, without a copy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpidist._agreement.mismatch import Call
+from mpidist._base import backend, nest
+from mpidist._base.memory import LINE, round_up
+from mpidist._base.types import Array, Nest
+from mpidist._engine.resources import Resources, timed
+
+
+class RegisteredBuffers(Resources):
+    """Makes registered buffers; the arguments of `Resources`."""
+
+    @timed
+    def buffers_like(self, tree: Nest) -> Nest:
+        """Return zeros of the same structure, shapes and dtypes. Collective.
+
+        Host arrays are in this rank's arena, which the other ranks can read, if there
+        is room.
+
+        Args:
+            tree: a nest of arrays and numbers, of the same structure, shapes and
+                dtypes on all ranks.
+        """
+        call = "buffers_like"
+        try:
+            leaves, structure = nest.flatten(tree)
+            like = [backend.as_array(leaf, call)[0] for leaf in leaves]
+            results = self._zeros(like)
+        except Exception as error:
+            self.invalid(call, error)
+        text = structure.render([backend.describe(x) for x in like])
+        self.guard.agree(Call(f"{call} {text}"))
+        return structure.unflatten(results)
+
+    def _zeros(self, like: list[Array]) -> list[Array]:
+        """Return zeros; on the host side by side in one block, each on a line."""
+        starts, end = [], 0
+        for x in like:
+            starts.append(end)
+            if not backend.is_device_array(x):
+                end += round_up(x.nbytes, LINE)
+        block = None
+        if self.node is not None and end:
+            block = self.node.pool.take(end)
+        if block is None:
+            return [backend.module_of(x).zeros(x.shape, x.dtype) for x in like]
+        np.frombuffer(block, np.uint8)[:] = 0
+        return [
+            backend.module_of(x).zeros(x.shape, x.dtype)
+            if backend.is_device_array(x)
+            else np.ndarray(x.shape, x.dtype, block, start)
+            for x, start in zip(like, starts, strict=True)
+        ]

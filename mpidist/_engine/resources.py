@@ -1,0 +1,186 @@
+"""What every collective of a group uses: ranks, guard, options, transports, memory.
+
+The classes of the collectives derive from `Resources`, one job in each file
+(`root_messages`, `share`, `rows`, `all_gather`, `registered_buffers`), and
+`collectives.Collectives` is all of them together, with the all-reduce.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, NoReturn, ParamSpec, TypeVar
+
+from mpidist import _transports
+from mpidist._agreement.guard import Guard
+from mpidist._agreement.mismatch import Call
+from mpidist._base import backend, nest
+from mpidist._base.options import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    Environment,
+)
+from mpidist._base.types import Array
+from mpidist._engine.memory import SharedMemory
+from mpidist._engine.node import Node
+from mpidist._engine.nodes import Nodes
+from mpidist._engine.pool import Pool
+from mpidist._mpi.communicator import AnyCommunicator
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_POOL_BYTES: Final = 512 * 2**20
+
+
+class CompressionChoice(NamedTuple):
+    """The format of sums between nodes, and whether errors are fed back."""
+
+    scheme: str
+    error_feedback: bool
+
+    def __str__(self) -> str:
+        feedback = " and error_feedback" if self.error_feedback else ""
+        return f"compression={self.scheme}{feedback}"
+
+
+UNCOMPRESSED: Final = CompressionChoice("none", False)
+
+
+def timed(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Count the time that a collective takes in the statistics."""
+
+    @functools.wraps(method)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        resources: Any = args[0]  # `self`, which a ParamSpec cannot name
+        with resources.comm.traffic.timed():
+            return method(*args, **kwargs)
+
+    return call
+
+
+class Resources:
+    """What the collectives of one group of replicas have in common.
+
+    Args:
+        comm: the ranks.
+        guard: compares their calls.
+        options: of the strategy.
+        environment: what ``MPIDIST_*`` says.
+        device: of this rank.
+        memory: what the ranks share.
+
+    Attributes:
+        node: the memory that all ranks share; None if they do not.
+        nodes: the memory that the ranks of each node share; None if they do not.
+        devices: how GPU buffers move.
+        pool: private memory for large results.
+        compression: of the strategy's sums between nodes.
+        transports: of calls without options.
+    """
+
+    def __init__(
+        self,
+        comm: AnyCommunicator,
+        guard: Guard,
+        options: CommunicationOptions,
+        environment: Environment,
+        device: backend.Device,
+        memory: SharedMemory,
+    ) -> None:
+        self.comm = comm
+        self.guard = guard
+        self.options = options
+        self.device = device
+        self.node: Node | None = memory.node
+        self.nodes: Nodes | None = memory.nodes
+        self.devices: _transports.Devices = _transports.Devices(
+            comm, device, environment
+        )
+        self.pool = Pool(_POOL_BYTES)
+        self._environment = environment
+        self._memory = memory
+        self._shared = memory.make_transport and memory.make_transport(guard)
+        self._chosen: dict[CommunicationImplementation, _transports.Transports] = {}
+        self.compression: CompressionChoice = self.compression_of(options)
+        # GPU buffers are moved whole until `decide_device_transports`.
+        wanted = self.implementation
+        if wanted is CommunicationImplementation.NCCL:
+            wanted = CommunicationImplementation.STAGED
+        self.transports: _transports.Transports = self._choose(wanted)
+
+    @property
+    def implementation(self) -> CommunicationImplementation:
+        """What the options ask for; if they say AUTO, what the environment does."""
+        return self._resolve(self.options.implementation)
+
+    def _resolve(
+        self, wanted: CommunicationImplementation
+    ) -> CommunicationImplementation:
+        if wanted is CommunicationImplementation.AUTO:
+            return self._environment.implementation
+        return wanted
+
+    def _choose(self, wanted: CommunicationImplementation) -> _transports.Transports:
+        problem = self._memory.problem
+        return _transports.choose(
+            self.comm, wanted, self._shared, self.devices, problem
+        )
+
+    def transports_of(self, options: CommunicationOptions) -> _transports.Transports:
+        """Return the transports of a call with these options.
+
+        Raises:
+            ValueError: if the implementation is not available.
+            RuntimeError: if an earlier call has failed, as NCCL reports only later.
+        """
+        wanted = options.implementation
+        chosen = self._chosen.get(wanted)
+        if chosen is None:
+            chosen = self._chosen[wanted] = self._choose(self._resolve(wanted))
+        chosen.check()
+        return chosen
+
+    def merge_options(
+        self, options: CommunicationOptions | None
+    ) -> CommunicationOptions:
+        """Return the strategy's options, overridden by those of one call.
+
+        Raises:
+            ValueError: if the call sets ``guard``, which is the strategy's.
+        """
+        if options is None:
+            return self.options
+        merged = self.options.merge(options)
+        if options.guard is not None and options.guard != self.guard.enabled:
+            raise ValueError(
+                "`guard` cannot be changed for one call, since the ranks would wait "
+                "for different things; write `MPIStrategy(communication_options="
+                "CommunicationOptions(guard=...))`"
+            )
+        return merged
+
+    def compression_of(self, options: CommunicationOptions) -> CompressionChoice:
+        """Return what ``options`` and the environment say of compression."""
+        scheme = options.compression
+        if scheme is None:
+            scheme = self._environment.compression
+        direct = CommunicationImplementation.DIRECT
+        if scheme == "none" or self._resolve(options.implementation) is direct:
+            return UNCOMPRESSED
+        feedback = options.error_feedback
+        if feedback is None:
+            feedback = self._environment.error_feedback
+        return CompressionChoice(scheme, feedback)
+
+    def invalid(self, call: str, error: BaseException) -> NoReturn:
+        """Raise ``error``, which this rank found in its arguments, on all ranks.
+
+        An error that a collective call raised is already known to all.
+        """
+        raise self.guard.fail(Call(f"{call} with invalid arguments"), error, "invalid")
+
+    def text_of_devices(self, arrays: list[Array], structure: nest.Structure) -> str:
+        """Return, for a call's text, which of its arrays are on a GPU."""
+        mixed = self.devices.decision.mixed
+        return _transports.place_text(arrays, structure, mixed)

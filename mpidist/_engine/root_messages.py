@@ -1,0 +1,128 @@
+"""Messages from rank 0: byte strings for which all other ranks wait.
+
+On one node they go through a ring buffer in the core's channel: rank 0 does not wait
+for readers while there is room. Otherwise they are broadcast by MPI: a short one whole,
+a long one after its length.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from mpidist import _native
+from mpidist._agreement.channel import LEFT, LeftError
+from mpidist._agreement.guard import Guard
+from mpidist._agreement.mismatch import Call, call_of
+from mpidist._base import backend
+from mpidist._base.options import CommunicationOptions, Environment
+from mpidist._engine.memory import SharedMemory
+from mpidist._engine.resources import Resources
+from mpidist._mpi.communicator import AnyCommunicator
+
+_MESSAGE_ROOM: Final = 2**20
+_SENDING: Final = Call("a message to all ranks")
+
+
+class RootMessages(Resources):
+    """Sends messages from rank 0 to all other ranks; the arguments of `Resources`."""
+
+    def __init__(
+        self,
+        comm: AnyCommunicator,
+        guard: Guard,
+        options: CommunicationOptions,
+        environment: Environment,
+        device: backend.Device,
+        memory: SharedMemory,
+    ) -> None:
+        super().__init__(comm, guard, options, environment, device, memory)
+        # For messages of medium length: their length is on its way when the rest is
+        # received, and no allocation may fail in between. No page is used before.
+        self._message_room = np.empty(_MESSAGE_ROOM, np.uint8)
+
+    @property
+    def ring(self) -> _native.Channel | None:
+        """The core's channel, if messages go through its ring buffer; else None."""
+        return None if self.node is None else self.node.channel
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send bytes from rank 0 to all ranks, which wait for them."""
+        comm, ring = self.comm, self.ring
+        self.guard.count()
+        if ring is not None:
+            comm.traffic.count("Ibcast", len(data))
+            self._post(ring, data)
+            return
+        short = len(data) < comm.message_bytes
+        head = b"\1" + data if short else b"\0" + len(data).to_bytes(8, "little")
+        self.guard.wait(comm.start_message(head), "a message")
+        if not short:
+            raw = np.frombuffer(data, np.uint8)
+            if len(data) > _MESSAGE_ROOM:
+                comm.together(_allocate_nothing, "a message from rank 0")
+            comm.broadcast(raw, 0)
+
+    def _post(self, ring: _native.Channel, data: bytes) -> None:
+        """Send a message through the ring, in parts; the first byte marks the last."""
+        room = _native.core.MESSAGE_BYTES - 1
+        self.guard.enter_wait(_SENDING, None)
+        try:
+            for start in range(0, len(data) or 1, room):
+                last = start + room >= len(data)
+                part = data if not start and last else data[start : start + room]
+                if ring.post((b"\1" if last else b"\0") + part) == LEFT:
+                    raise LeftError(ring.who)
+        except BaseException as error:
+            raise self.guard.leave_payload(_SENDING, error) from None
+
+    def receive_bytes(
+        self, what: str = "a message from rank 0", timeout: float | None = None
+    ) -> bytes:
+        """Return the bytes that rank 0 sends.
+
+        Args:
+            what: what this rank waits for, in messages about the deadline.
+            timeout: seconds to wait; None: the strategy's; 0: forever.
+        """
+        comm, ring = self.comm, self.ring
+        self.guard.count()
+        if ring is not None:
+            data = self._take(ring, what, timeout)
+            comm.traffic.count("Ibcast", len(data))
+            return data
+        with comm.traffic:
+            request = comm.start_message(None)
+            self.guard.wait(request, what, timeout)
+            head: bytes = request.result
+            if head[:1] == b"\1":
+                return head[1:]
+            size = int.from_bytes(head[1:], "little")
+            rest = self._message_room[:size]
+            if size > _MESSAGE_ROOM:
+                rest = comm.together(lambda: np.empty(size, np.uint8), what)
+            comm.broadcast(rest, 0)
+            return rest.tobytes()
+
+    def _take(self, ring: _native.Channel, what: str, timeout: float | None) -> bytes:
+        """Return a message of rank 0 from the ring."""
+        call = call_of(what)
+        parts: list[bytes] = []
+        self.guard.enter_wait(call, timeout)
+        try:
+            while True:
+                part = ring.take()
+                if part == LEFT:
+                    raise LeftError(ring.who)
+                if part[:1] == b"\1" and not parts:
+                    return part[1:]  # type: ignore[no-any-return]
+                parts.append(part[1:])
+                if part[:1] == b"\1":
+                    return b"".join(parts)
+        except BaseException as error:
+            raise self.guard.leave_payload(call, error) from None
+
+
+def _allocate_nothing() -> None:
+    """Stand for the allocation that the other ranks make."""
