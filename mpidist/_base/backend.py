@@ -12,14 +12,28 @@ import dataclasses
 import importlib.util
 import numbers
 import sys
+import types
 import warnings
 import zlib
 from collections.abc import Callable
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
+import numpy.typing as npt
+
+from mpidist._base.types import Array, DeviceArray, DType, HostArray, Nest, Shape
 
 LeafKind = Literal["array", "scalar", "number"]
+ArrayModule: TypeAlias = Any
+"""NumPy or CuPy, which has no types."""
+Stream: TypeAlias = Any
+"""A `cupy.cuda.Stream`."""
+Event: TypeAlias = Any
+"""A `cupy.cuda.Event`."""
+
+_A = TypeVar("_A", bound=Array)
+# Of any buffer: NumPy's types say that arrays are one only from Python 3.12 on.
+_crc32: Final[Callable[..., int]] = zlib.crc32
 
 _SMALL_BYTES: Final = 4096
 _END_BYTES: Final = 256
@@ -46,7 +60,7 @@ class Device:
         return f"/rank:{rank}/device:{self.kind.upper()}:{self.index}"
 
     @property
-    def array_module(self) -> Any:
+    def array_module(self) -> ArrayModule:
         """NumPy or CuPy."""
         if self.kind == "gpu":
             return sys.modules["cupy"]
@@ -114,7 +128,7 @@ def count_gpus() -> tuple[int, str]:
     return count, "" if count else "CuPy finds no GPU"
 
 
-def is_device_array(x: object) -> bool:
+def is_device_array(x: object) -> TypeGuard[DeviceArray]:
     """Return whether ``x`` is a CuPy array."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(x, getattr(cupy, "ndarray", ()))
@@ -130,12 +144,12 @@ def is_number(x: object) -> bool:
     return isinstance(x, (int, float, complex)) and not isinstance(x, bool)
 
 
-def module_of(x: object) -> Any:
+def module_of(x: object) -> ArrayModule:
     """Return the array module that ``x`` belongs to."""
     return sys.modules["cupy"] if is_device_array(x) else np
 
 
-def as_array(x: object, call: str) -> tuple[Any, LeafKind]:
+def as_array(x: object, call: str) -> tuple[Array, LeafKind]:
     """Return a leaf as an array, and what it was.
 
     Args:
@@ -212,7 +226,7 @@ def _not_an_array(x: object) -> str:
     )
 
 
-def check_dtype(dtype: Any, call: str) -> None:
+def check_dtype(dtype: DType, call: str) -> None:
     """Raise a TypeError for a dtype that holds no numbers."""
     if dtype.kind in _REAL_AND_COMPLEX or is_bfloat16(dtype):
         return
@@ -223,19 +237,19 @@ def check_dtype(dtype: Any, call: str) -> None:
     )
 
 
-def is_bfloat16(dtype: Any) -> bool:
+def is_bfloat16(dtype: DType) -> bool:
     """Return whether this is the bfloat16 of ml_dtypes."""
     return bool(dtype.kind == "V" and dtype.name == "bfloat16")
 
 
-def restore(array: Any, kind: LeafKind) -> Any:
+def restore(array: Array, kind: LeafKind) -> Nest:
     """Return an array as what the leaf it came from was: the reverse of as_array."""
     if kind == "array":
         return array
     return array.item() if kind == "number" else array[()]
 
 
-def contiguous(x: Any) -> Any:
+def contiguous(x: _A) -> _A:
     """Return ``x`` in C order, copied only if need be; a 0-d array stays 0-d.
 
     And aligned: mpi4py has no MPI datatype for what is not.
@@ -243,35 +257,38 @@ def contiguous(x: Any) -> Any:
     flags = x.flags
     if flags.c_contiguous:
         return x if getattr(flags, "aligned", True) else x.copy()
-    return module_of(x).ascontiguousarray(x)
+    copied: _A = module_of(x).ascontiguousarray(x)
+    return copied
 
 
-def flat(x: Any) -> Any:
+def flat(x: _A) -> _A:
     """Return a C-contiguous array as one dimension, without a copy."""
     return x.reshape(-1)
 
 
-def empty_like(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+def empty_like(x: Array, shape: Shape, dtype: npt.DTypeLike) -> Array:
     """Return a new array, where ``x`` is."""
-    return module_of(x).empty(shape, dtype)
+    made: Array = module_of(x).empty(shape, dtype)
+    return made
 
 
-def to_host(x: Any) -> Any:
+def to_host(x: Array) -> HostArray:
     """Return a NumPy array with the values of ``x``; NumPy arrays as they are."""
     return x.get() if is_device_array(x) else np.asarray(x)
 
 
-def like(x: Any, host: Any) -> Any:
+def like(x: Array, host: Array) -> Array:
     """Return a NumPy array's values as an array where ``x`` is."""
     return sys.modules["cupy"].asarray(host) if is_device_array(x) else host
 
 
-def place(host: Any, device: Device) -> Any:
+def place(host: Array, device: Device) -> Array:
     """Return a NumPy array's values as an array on a device."""
-    return device.array_module.asarray(host)
+    made: Array = device.array_module.asarray(host)
+    return made
 
 
-def fill(target: Any, values: Any) -> None:
+def fill(target: Array, values: Array) -> None:
     """Copy ``values`` into ``target``, from host to GPU or back if need be."""
     if is_device_array(target):
         if is_device_array(values):
@@ -284,7 +301,7 @@ def fill(target: Any, values: Any) -> None:
         target[...] = to_host(values)
 
 
-def synchronize(x: Any) -> None:
+def synchronize(x: Array) -> None:
     """Wait until the GPU has written ``x``, before anybody else reads it.
 
     Until an event, for the sake of the null stream: an event on it waits for what
@@ -295,14 +312,14 @@ def synchronize(x: Any) -> None:
         current_stream().record(new_event()).synchronize()
 
 
-def as_bytes(x: Any) -> Any:
+def as_bytes(x: _A) -> _A:
     """View a C-contiguous array as one dimension of uint8, without a copy."""
     if x.dtype.kind == "V":
         x = x.view(f"u{x.dtype.itemsize}")
     return x.reshape(-1).view(np.uint8)
 
 
-def value_bytes(x: Any) -> Any:
+def value_bytes(x: _A) -> _A:
     """Return the bytes of an array that hold its values, in C order, to compare.
 
     The 80-bit numbers of x86 are padded with 6 bytes, in which anything may be.
@@ -310,23 +327,25 @@ def value_bytes(x: Any) -> Any:
     raw = as_bytes(contiguous(x))
     if x.dtype.char in "gG" and np.finfo(np.longdouble).nmant == _MANTISSA_OF_X87:
         width = np.dtype(np.longdouble).itemsize
-        return np.ascontiguousarray(raw.reshape(-1, width)[:, :10]).reshape(-1)
+        kept: _A = raw.reshape(-1, width)[:, :10]
+        return contiguous(kept).reshape(-1)
     return raw
 
 
-def from_bytes(raw: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+def from_bytes(raw: _A, dtype: DType, shape: Shape) -> _A:
     """View uint8 as an array of a dtype and shape; copies where not aligned."""
     if raw.size == 0:
-        return module_of(raw).empty(shape, dtype)
+        empty: _A = module_of(raw).empty(shape, dtype)
+        return empty
     return raw.view(dtype).reshape(shape)
 
 
-def describe(x: Any) -> str:
+def describe(x: Array) -> str:
     """Return for example ``float32 (3, 4)``."""
     return f"{x.dtype.name} {tuple(x.shape)}"
 
 
-def summarize(x: Any) -> str:
+def summarize(x: Array) -> str:
     """Return a short text that differs where the values differ in a single bit.
 
     Small arrays are written out. Of large ones it is the sum of their 64-bit words,
@@ -340,13 +359,13 @@ def summarize(x: Any) -> str:
     else:
         total = int(words.view(np.uint64).sum(dtype=np.uint64))
     ends = to_host(raw[:_SMALL_BYTES]), to_host(raw[-_SMALL_BYTES:])
-    checksum = zlib.crc32(ends[1], zlib.crc32(ends[0], total & 0xFFFFFFFF)) ^ total
+    checksum = _crc32(ends[1], _crc32(ends[0], total & 0xFFFFFFFF)) ^ total
     if x.size <= _FEW_VALUES:
         return f"{to_host(x).tolist()} (checksum {checksum:x})"
     return f"{describe(x)} with checksum {checksum:x}"
 
 
-def sample(x: Any) -> str:
+def sample(x: Array) -> str:
     """Return a short text that differs where the values differ, as a rule.
 
     As `summarize` for up to a MiB. Of larger arrays it looks at some words that are
@@ -359,11 +378,11 @@ def sample(x: Any) -> str:
     spread = words[:: int(words.size) * 8 // SAMPLED_BYTES]
     total = int(spread.sum(dtype=np.uint64))
     ends = to_host(raw[:_SMALL_BYTES]), to_host(raw[-_SMALL_BYTES:])
-    checksum = zlib.crc32(ends[1], zlib.crc32(ends[0])) ^ total
+    checksum = _crc32(ends[1], _crc32(ends[0])) ^ total
     return f"{describe(x)} with checksum {checksum:x}"
 
 
-def fingerprint_of_array(x: Any, seed: int) -> int:
+def fingerprint_of_array(x: Array, seed: int) -> int:
     """Return a fingerprint that differs where values or dtypes differ, as a rule.
 
     It is the same on every rank, and for arrays on the host and on a GPU. Of arrays of
@@ -377,14 +396,14 @@ def fingerprint_of_array(x: Any, seed: int) -> int:
     raw = value_bytes(x)
     char = ord(x.dtype.char)
     if int(raw.size) <= _SMALL_BYTES:
-        return char << 32 | zlib.crc32(to_host(raw))
+        return char << 32 | _crc32(to_host(raw))
     words = raw[: raw.size // 8 * 8].view(np.uint64)
     if words.size > _MOST_WORDS:
         step = max(_LEAST_STEP, int(words.size) // _MOST_WORDS)
         words = words[seed % step :: step]
     total = int(words.sum(dtype=np.uint64))
     ends = to_host(raw[:_END_BYTES]), to_host(raw[-_END_BYTES:])
-    return _mixed(char, zlib.crc32(ends[1], zlib.crc32(ends[0])), total)
+    return _mixed(char, _crc32(ends[1], _crc32(ends[0])), total)
 
 
 def _mixed(char: int, ends: int, total: int) -> int:
@@ -392,7 +411,7 @@ def _mixed(char: int, ends: int, total: int) -> int:
     return (total * 0x9E3779B97F4A7C15 + (char << 32 | ends)) & 0x3FFFFFFFFFFFFFFF
 
 
-def fingerprinter(x: Any) -> Callable[[int], int]:
+def fingerprinter(x: Array) -> Callable[[int], int]:
     """Return a function that gives `fingerprint_of_array` for a seed.
 
     For arrays that live long: views of the array are made once.
@@ -402,17 +421,17 @@ def fingerprinter(x: Any) -> Callable[[int], int]:
     """
     if is_device_array(x) or x.dtype.char in "gG":
         return lambda seed: fingerprint_of_array(x, seed)
-    raw, char = as_bytes(x), ord(x.dtype.char)
-    checksum = zlib.crc32
+    raw, char = to_host(as_bytes(x)), ord(x.dtype.char)
+    checksum = _crc32
     if raw.size <= _SMALL_BYTES:
-        view = memoryview(raw)
+        view = raw.data
         return lambda seed: char << 32 | checksum(view)
     words = raw[: raw.size // 8 * 8].view(np.uint64)
     step = 1
     if words.size > _MOST_WORDS:
         step = max(_LEAST_STEP, words.size // _MOST_WORDS)
-    first, last = memoryview(raw[:_END_BYTES]), memoryview(raw[-_END_BYTES:])
-    add: Any = np.add.reduce  # NumPy types its overloads by version
+    first, last = raw[:_END_BYTES].data, raw[-_END_BYTES:].data
+    add: Callable[..., np.generic] = np.add.reduce
 
     def look(seed: int) -> int:
         total = int(add(words[seed % step :: step] if step > 1 else words))
@@ -424,13 +443,14 @@ def fingerprinter(x: Any) -> Callable[[int], int]:
 # --- streams and page-locked memory, for copies beside other work -------------------
 
 
-def pinned_empty(count: int, dtype: Any) -> Any:
+def pinned_empty(count: int, dtype: npt.DTypeLike) -> HostArray:
     """Return a NumPy array in page-locked memory, for copies to and from a GPU."""
     cupyx = importlib.import_module("cupyx")
-    return cupyx.empty_pinned(count, dtype)
+    made: HostArray = cupyx.empty_pinned(count, dtype)
+    return made
 
 
-def page_lock(x: Any) -> Callable[[], None]:
+def page_lock(x: HostArray) -> Callable[[], None]:
     """Page-lock the memory of a NumPy array, for copies to and from all GPUs.
 
     Where it is addressed as the host addresses it (all 64-bit systems) no flag is
@@ -456,32 +476,32 @@ def page_lock(x: Any) -> Callable[[], None]:
     return unlock
 
 
-def current_stream() -> Any:
+def current_stream() -> Stream:
     """Return CuPy's current stream, on which kernels of this thread are queued."""
     return sys.modules["cupy"].cuda.get_current_stream()
 
 
-def new_stream() -> Any:
+def new_stream() -> Stream:
     """Return a stream of the current GPU that does not wait for the default one."""
     return sys.modules["cupy"].cuda.Stream(non_blocking=True)
 
 
-def new_event() -> Any:
+def new_event() -> Event:
     """Return an event of the current GPU; until it is recorded it counts as past."""
     return sys.modules["cupy"].cuda.Event(disable_timing=True)
 
 
-def start_copy_to_host(x: Any, host: Any, stream: Any) -> None:
+def start_copy_to_host(x: DeviceArray, host: HostArray, stream: Stream) -> None:
     """Queue a copy of ``x`` into page-locked memory of its dtype and shape."""
     x.get(stream=stream, out=host, blocking=False)
 
 
-def start_copy_to_device(host: Any, x: Any, stream: Any) -> None:
+def start_copy_to_device(host: HostArray, x: DeviceArray, stream: Stream) -> None:
     """Queue a copy of page-locked memory into ``x``, of its dtype and shape."""
     x.set(host, stream=stream)
 
 
-def continue_from(stream: Any) -> Any:
+def continue_from(stream: Stream | None) -> Stream:
     """Have the current stream wait for what is queued on ``stream``; return it.
 
     Args:
@@ -498,7 +518,7 @@ def gpu_bus_id(device: Device) -> str:
     return str(sys.modules["cupy"].cuda.Device(device.index).pci_bus_id)
 
 
-def nccl_module() -> Any:
+def nccl_module() -> types.ModuleType:
     """Return CuPy's NCCL.
 
     Raises:
@@ -515,6 +535,6 @@ def nccl_module() -> Any:
     return module
 
 
-def address(x: Any) -> int:
+def address(x: DeviceArray) -> int:
     """Return where on its GPU a CuPy array begins."""
     return int(x.data.ptr)

@@ -24,8 +24,14 @@ import marshal
 import pkgutil
 import sys
 import types
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
+Globals: TypeAlias = dict[str, Any]
+"""The globals of a module: any objects."""
+Module: TypeAlias = Any
+"""A module, or what a program has put in its place in ``sys.modules``."""
+State: TypeAlias = tuple[Any, ...]
+"""What `fill` gives a function. A plain tuple, since it is pickled with each call."""
 MAIN: Final = "__main__"
 # Rank 0 knows fewer codes than the others keep: what it names they have, also where
 # many new codes come in one message.
@@ -75,19 +81,19 @@ class Codes:
         return found
 
 
-def module_of(names: dict[str, Any]) -> str | None:
+def module_of(names: Globals) -> str | None:
     """Return the name of the module whose globals these are; None if of none."""
     name = names.get("__name__")
     module = sys.modules.get(name) if type(name) is str else None
     return name if module is not None and module.__dict__ is names else None
 
 
-def module(name: str) -> Any:
+def module(name: str) -> Module:
     """Return this rank's module of that name; one that is loaded may have any."""
     return sys.modules.get(name) or pkgutil.resolve_name(name)
 
 
-def globals_of(name: str) -> dict[str, Any]:
+def globals_of(name: str) -> Globals:
     """Return the globals of this rank's module of that name."""
     return module(name).__dict__  # type: ignore[no-any-return]
 
@@ -117,7 +123,7 @@ def lookup_or_raise(module: str, name: str) -> Any:
     return found
 
 
-def is_global(x: Any) -> bool:
+def is_global(x: types.FunctionType | type) -> bool:
     """Whether a function or class is what its module has by its qualified name."""
     name, module = x.__qualname__, x.__module__
     if type(name) is not str or type(module) is not str or "<" in name:
@@ -138,16 +144,16 @@ def is_bare(function: types.FunctionType) -> bool:
 
 def make(
     code: types.CodeType,
-    names: dict[str, Any],
-    closed: list[Any],
-    defaults: tuple[Any, ...],
+    names: Globals,
+    closed: list[object],
+    defaults: tuple[object, ...],
 ) -> types.FunctionType:
     """Make a function that is bare."""
     cells = tuple([types.CellType(x) for x in closed])
     return types.FunctionType(code, names, code.co_name, defaults or None, cells)
 
 
-def make_empty(code: types.CodeType, names: dict[str, Any]) -> types.FunctionType:
+def make_empty(code: types.CodeType, names: Globals) -> types.FunctionType:
     """Make a function whose cells are empty, for `fill`.
 
     In two steps, since a function may close over itself.
@@ -156,9 +162,9 @@ def make_empty(code: types.CodeType, names: dict[str, Any]) -> types.FunctionTyp
     return types.FunctionType(code, names, code.co_name, None, cells)
 
 
-def state_of(function: types.FunctionType) -> tuple[Any, ...]:
+def state_of(function: types.FunctionType) -> State:
     """Return what `fill` needs to make a function like this one."""
-    closed: list[tuple[Any, ...]] = []
+    closed: list[tuple[object, ...]] = []
     for cell in function.__closure__ or ():
         try:
             closed.append((cell.cell_contents,))
@@ -174,7 +180,7 @@ def state_of(function: types.FunctionType) -> tuple[Any, ...]:
     )
 
 
-def fill(function: types.FunctionType, state: tuple[Any, ...]) -> None:
+def fill(function: types.FunctionType, state: State) -> None:
     """Give a function what `state_of` has returned."""
     closed, defaults, keyword_defaults, attributes, name, qualname = state
     for cell, contents in zip(function.__closure__ or (), closed, strict=True):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from collections.abc import Iterable
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 
 from mpidist._base import backend
+from mpidist._base.types import Array, DType, HostArray, Shape
 
 Scatter = Literal["add", "sub", "mul", "div", "min", "max", "update"]
 
-_UFUNCS: Final[dict[str, Any]] = {
+Listed: TypeAlias = list[Any] | tuple[Any, ...]  # numbers, or lists of them
+_UFUNCS: Final[dict[str, np.ufunc]] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
@@ -37,7 +40,12 @@ class IndexedSlices:
         TypeError: for indices that are no integers.
     """
 
-    def __init__(self, values: Any, indices: Any, dense_shape: Any = None) -> None:
+    def __init__(
+        self,
+        values: Array | Listed,
+        indices: Array | Listed,
+        dense_shape: Iterable[int] | None = None,
+    ) -> None:
         """Check and keep the rows. They are not copied."""
         if isinstance(values, (list, tuple)):
             values = np.asarray(values)
@@ -58,29 +66,30 @@ class IndexedSlices:
                 f"shape (k,), got {backend.describe(rows)} and "
                 f"{backend.describe(numbers)}"
             )
-        self._values = values
-        self._indices = indices
+        self._values: Array = values
+        self._indices: Array = indices
         self._dense_shape = None if dense_shape is None else tuple(dense_shape)
 
     @property
-    def values(self) -> Any:
+    def values(self) -> Array:
         """The rows: an array of shape ``(k, ...)``."""
         return self._values
 
     @property
-    def indices(self) -> Any:
+    def indices(self) -> Array:
         """The numbers of the rows: an array of integers, of shape ``(k,)``."""
         return self._indices
 
     @property
-    def dense_shape(self) -> tuple[int, ...] | None:
+    def dense_shape(self) -> Shape | None:
         """The shape of the larger array, if it was given."""
         return self._dense_shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DType:
         """The dtype of the rows."""
-        return backend.as_array(self._values, "IndexedSlices")[0].dtype
+        found: DType = backend.as_array(self._values, "IndexedSlices")[0].dtype
+        return found
 
     def __repr__(self) -> str:
         return (
@@ -89,14 +98,19 @@ class IndexedSlices:
         )
 
 
-def scatter(array: Any, how: Scatter, indices: Any, values: Any) -> None:
+def scatter(array: Array, how: Scatter, indices: Array, values: Array) -> None:
     """Combine rows into ``array``, in place, one after the other in their order.
 
     Indices must be in range. On a GPU the rows are combined on the host: there the
     order of atomic operations, and so the last bits of a sum, would be left to chance.
     """
     if not backend.is_device_array(array):
-        _combine(array, how, backend.to_host(indices), backend.to_host(values))
+        _combine(
+            backend.to_host(array),
+            how,
+            backend.to_host(indices),
+            backend.to_host(values),
+        )
         return
     rows, places = np.unique(backend.to_host(indices), return_inverse=True)
     touched = backend.to_host(array[backend.like(array, rows)])
@@ -104,7 +118,9 @@ def scatter(array: Any, how: Scatter, indices: Any, values: Any) -> None:
     array[backend.like(array, rows)] = backend.like(array, touched)
 
 
-def _combine(array: Any, how: Scatter, indices: Any, values: Any) -> None:
+def _combine(
+    array: HostArray, how: Scatter, indices: HostArray, values: HostArray
+) -> None:
     if how == "update":
         array[indices] = values  # of equal indices the last one stays
     elif how == "div" and backend.is_bfloat16(array.dtype):

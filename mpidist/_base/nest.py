@@ -12,14 +12,17 @@ from __future__ import annotations
 import collections
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import optree
 
 from mpidist._base.cache import Cache
+from mpidist._base.types import Nest
 
 NAMESPACE: Final = "mpidist"
+_Keys: TypeAlias = Any  # a tuple of the keys of a mapping
+_Node: TypeAlias = tuple[list[Nest], _Keys, _Keys]  # children, keys, entries
 _LEAF: Final = "\0"  # stands for a leaf in a text: no repr of a key contains it
 
 
@@ -65,23 +68,23 @@ class Structure:
             pieces += (leaf, part)
         return "".join(pieces)
 
-    def sort(self, leaves: list[Any]) -> list[Any]:
+    def sort(self, leaves: list[Nest]) -> list[Nest]:
         """Bring leaves from optree's order into this structure's order."""
         if self._order is None:
             return leaves
         return [leaves[i] for i in self._order]
 
-    def unflatten(self, leaves: Iterable[Any]) -> Any:
+    def unflatten(self, leaves: Iterable[Nest]) -> Nest:
         """Build the nest with these leaves."""
         if self._order is None:
             return self._spec.unflatten(leaves)
-        unsorted: list[Any] = [None] * len(self._order)
+        unsorted: list[Nest] = [None] * len(self._order)
         for position, leaf in zip(self._order, leaves, strict=True):
             unsorted[position] = leaf
         return self._spec.unflatten(unsorted)
 
 
-def flatten(tree: Any) -> tuple[list[Any], Structure]:
+def flatten(tree: Nest) -> tuple[list[Nest], Structure]:
     """Return the leaves of a nest, and its structure."""
     if type(tree) in _PLAIN:
         return [tree], _LEAF_STRUCTURE
@@ -92,7 +95,7 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
     return structure.sort(leaves), structure
 
 
-def map_structure(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+def map_structure(function: Callable[..., Nest], tree: Nest, *others: Nest) -> Nest:
     """Apply ``function`` to the leaves of nests of one structure.
 
     Raises:
@@ -167,12 +170,12 @@ _LEAF_STRUCTURE: Final = Structure(
 _MAPPINGS: Final[tuple[type, ...]] = (collections.UserDict, types.MappingProxyType)
 
 
-def _register(kind: Any) -> None:
-    def take_apart(mapping: Any) -> tuple[list[Any], tuple[Any, ...], tuple[Any, ...]]:
+def _register(kind: type) -> None:
+    def take_apart(mapping: Nest) -> _Node:
         keys = tuple(sorted(mapping, key=_sort_key))
         return [mapping[key] for key in keys], keys, keys
 
-    def put_together(keys: Any, children: Iterable[Any]) -> Any:
+    def put_together(keys: _Keys, children: Iterable[Nest]) -> Nest:
         return kind(dict(zip(keys, children, strict=True)))
 
     optree.register_pytree_node(kind, take_apart, put_together, namespace=NAMESPACE)

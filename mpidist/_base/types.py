@@ -11,7 +11,7 @@ of these: any container that optree knows, of any depth.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
 import numpy as np
 
@@ -59,27 +59,32 @@ class Array(Protocol):
         """What is known of its memory: ``c_contiguous`` and others."""
 
     @property
-    def T(self) -> Array:  # noqa: N802  # NumPy's name
+    def T(self) -> Self:  # noqa: N802  # NumPy's name
         """It with its dimensions reversed."""
 
     def __len__(self) -> int: ...
+    def __eq__(self, other: object, /) -> Any: ...
+    def __ne__(self, other: object, /) -> Any: ...
+    def __lt__(self, other: Any, /) -> Any: ...
+    def __le__(self, other: Any, /) -> Any: ...
+    def __gt__(self, other: Any, /) -> Any: ...
+    def __ge__(self, other: Any, /) -> Any: ...
     def __getitem__(self, key: Any, /) -> Any: ...
     def __setitem__(self, key: Any, value: Any, /) -> None: ...
     def __add__(self, other: Any, /) -> Array: ...
     def __sub__(self, other: Any, /) -> Array: ...
     def __mul__(self, other: Any, /) -> Array: ...
     def __truediv__(self, other: Any, /) -> Array: ...
-    def __ge__(self, other: Any, /) -> Any: ...
-    def __gt__(self, other: Any, /) -> Any: ...
-    def __le__(self, other: Any, /) -> Any: ...
-    def __lt__(self, other: Any, /) -> Any: ...
+    def __and__(self, other: Any, /) -> Any: ...
+    def __xor__(self, other: Any, /) -> Any: ...
+    def __rshift__(self, other: Any, /) -> Any: ...
     def any(self, *args: Any, **kwargs: Any) -> Any:
         """Return whether some element is true."""
 
-    def astype(self, *args: Any, **kwargs: Any) -> Array:
+    def astype(self, *args: Any, **kwargs: Any) -> Self:
         """Return it with another dtype."""
 
-    def copy(self, *args: Any, **kwargs: Any) -> Array:
+    def copy(self, *args: Any, **kwargs: Any) -> Self:
         """Return a copy."""
 
     def fill(self, value: Any, /) -> None:
@@ -88,10 +93,10 @@ class Array(Protocol):
     def item(self, *args: Any) -> Any:
         """Return the one element, as a Python number."""
 
-    def ravel(self, *args: Any, **kwargs: Any) -> Array:
+    def ravel(self, *args: Any, **kwargs: Any) -> Self:
         """Return it with one dimension."""
 
-    def reshape(self, *args: Any, **kwargs: Any) -> Array:
+    def reshape(self, *args: Any, **kwargs: Any) -> Self:
         """Return it with another shape."""
 
     def sum(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +105,7 @@ class Array(Protocol):
     def tolist(self) -> Any:
         """Return its elements as Python objects, in nested lists."""
 
-    def view(self, *args: Any, **kwargs: Any) -> Array:
+    def view(self, *args: Any, **kwargs: Any) -> Self:
         """Return the same memory, with another dtype."""
 
 
@@ -117,3 +122,6 @@ class DeviceArray(Array, Protocol):
 
     def get(self, *args: Any, **kwargs: Any) -> HostArray:
         """Return a copy on the host."""
+
+    def set(self, *args: Any, **kwargs: Any) -> None:
+        """Copy an array of the host into it."""

@@ -13,7 +13,13 @@ from mpidist._base.cache import Cache
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions, Environment
 from mpidist._base.types import Array, Nest, Shape
-from mpidist._engine.gather_plans import CoreGather, GatherLeaf, MpiGather, make
+from mpidist._engine.gather_plans import (
+    CoreGather,
+    GatherLeaf,
+    GatherSignature,
+    MpiGather,
+    make,
+)
 from mpidist._engine.memory import SharedMemory
 from mpidist._engine.resources import Resources, timed
 from mpidist._mpi.communicator import AnyCommunicator
@@ -127,15 +133,11 @@ class AllGathers(Resources):
         text = structure.render(described) + self.text_of_devices(arrays, structure)
         if implementation is not self.options.implementation:
             text += f" with implementation={implementation.name}"
-        made = make(
-            self.guard,
-            Call(f"{call} axis={axis} {text}"),
-            leaves,
-            transports,
-            self.node,
-            self.pool,
-            anywhere=any(on_device) or self.devices.decision.mixed,
+        on_host = not any(on_device) and not self.devices.decision.mixed
+        signature = GatherSignature(
+            Call(f"{call} axis={axis} {text}"), leaves, transports, on_host
         )
+        made = make(self.guard, signature, self.node, self.pool)
         self.gather_plans[key] = made
         return made
 

@@ -9,25 +9,30 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from mpidist._base import backend
 from mpidist._base.options import ReduceOp
+from mpidist._base.types import Array, DType, Shape
 from mpidist._engine import dtypes
-from mpidist._mpi.communicator import MPIOp
+from mpidist._mpi.communicator import AnyCommunicator, MPIOp, SelfCommunicator
 from mpidist._transports import (
     COMPRESSED_BYTES,
     Compression,
     DirectTransport,
     StagedTransport,
+    Transport,
     Transports,
 )
 
-_NUMPY_COMBINE: Final[dict[ReduceOp, Any]] = {
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
+Results: TypeAlias = list[Any]
+"""New arrays, one for each leaf; None for each on a rank that wants none."""
+
+_NUMPY_COMBINE: Final[dict[ReduceOp, Callable[..., Array]]] = {
+    ReduceOp.MIN: np.minimum.reduce,
+    ReduceOp.MAX: np.maximum.reduce,
 }
 
 
@@ -35,7 +40,7 @@ _NUMPY_COMBINE: Final[dict[ReduceOp, Any]] = {
 class Leaf:
     """What a plan knows of a leaf: everything but its values."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     reduction: dtypes.Reduction
     on_device: bool
 
@@ -62,10 +67,10 @@ class FlatBuffers:
     """Flat buffers that are kept from call to call, one for each kind of array."""
 
     def __init__(self) -> None:
-        self._kept: dict[bool, Any] = {}
-        self._stream: Any = None
+        self._kept: dict[bool, Array] = {}
+        self._stream: backend.Stream = None
 
-    def get(self, count: int, dtype: Any, near: Any) -> Any:
+    def get(self, count: int, dtype: DType, near: Array) -> Array:
         """Return a flat buffer of ``count`` elements, where the array ``near`` is."""
         key = backend.is_device_array(near)
         if key:  # the last call may have used the buffer on another stream
@@ -74,7 +79,8 @@ class FlatBuffers:
         kept = self._kept.get(key)
         if kept is None or kept.nbytes < nbytes:
             kept = self._kept[key] = backend.empty_like(near, (nbytes,), np.uint8)
-        return kept[:nbytes].view(dtype)
+        found: Array = kept[:nbytes].view(dtype)
+        return found
 
 
 def plan_buckets(
@@ -91,7 +97,7 @@ def plan_buckets(
         bytes_per_pack: the most bytes of a bucket of several leaves.
         compress: makes the compression of a bucket of leaves that allow for one.
     """
-    groups: dict[tuple[Any, str, bool, bool], list[int]] = {}
+    groups: dict[tuple[DType, str, bool, bool], list[int]] = {}
     for index, leaf in enumerate(leaves):
         reduction = leaf.reduction
         lossy = compress is not None and reduction.compressible
@@ -123,7 +129,7 @@ def plan_buckets(
 def reserve(
     bucket: Bucket,
     leaves: list[Leaf],
-    arrays: list[Any],
+    arrays: list[Array],
     buffers: FlatBuffers,
 ) -> None:
     """Allocate what a bucket will need."""
@@ -135,10 +141,10 @@ def reserve(
 def reduce_bucket(
     bucket: Bucket,
     leaves: list[Leaf],
-    arrays: list[Any],
+    arrays: list[Array],
     transports: Transports,
     buffers: FlatBuffers,
-    results: list[Any],
+    results: Results,
     root: int | None = None,
 ) -> None:
     """All-reduce the arrays of one bucket into the arrays in ``results``.
@@ -158,9 +164,10 @@ def reduce_bucket(
     transport = transports.of(first)
     operation: MPIOp = reduction.mpi
 
-    def combine(buffer: Any) -> None:
-        if _compresses(bucket, transport, buffer, operation):
-            _reduce_compressed(buffer, bucket.compression, comm)
+    def combine(buffer: Array) -> None:
+        compression = bucket.compression
+        if compression is not None and _compresses(transport, buffer, operation):
+            _reduce_compressed(buffer, compression, comm)
         elif root is None:
             transport.allreduce_in_place(buffer, operation)
         else:
@@ -208,22 +215,24 @@ def reduce_bucket(
             leaf.reduction.decode(part, comm.size, results[index])
 
 
-def _compresses(bucket: Bucket, transport: Any, buffer: Any, operation: MPIOp) -> bool:
+def _compresses(transport: Transport, buffer: Array, operation: MPIOp) -> bool:
     """Whether the ranks send each other a buffer as 16-bit floats.
 
     Of what goes through the memory of nodes see `hierarchical_route`.
     """
     return (
-        bucket.compression is not None
-        and operation == "SUM"
+        operation == "SUM"
         and buffer.nbytes > COMPRESSED_BYTES
         and isinstance(transport, DirectTransport | StagedTransport)
         and not (backend.is_device_array(buffer) and transport.name == "direct")
     )
 
 
-def _reduce_compressed(buffer: Any, compression: Any, comm: Any) -> None:
+def _reduce_compressed(
+    buffer: Array, compression: Compression, comm: AnyCommunicator
+) -> None:
     """All-reduce a buffer in place, by way of the host, as 16-bit floats."""
+    assert not isinstance(comm, SelfCommunicator)  # compression is between nodes
     comm.traffic.count("Allreduce", buffer.nbytes)
     host = backend.to_host(buffer)
     compression.begin().allreduce(comm.messages, host)
@@ -232,12 +241,13 @@ def _reduce_compressed(buffer: Any, compression: Any, comm: Any) -> None:
 
 
 def _reduce_gathered(
-    x: Any, reduction: dtypes.Reduction, transports: Transports
-) -> Any:
+    x: Array, reduction: dtypes.Reduction, transports: Transports
+) -> Array:
     """Reduce what MPI cannot: gather all values, combine them in rank order."""
     size = transports.host.comm.size
     send = backend.as_bytes(backend.contiguous(x))
     receive = backend.empty_like(send, (send.size * size,), np.uint8)
     transports.of(x).all_gather(send, receive, [send.size] * size)
     values = backend.from_bytes(receive, x.dtype, (size, *x.shape))
-    return _NUMPY_COMBINE[reduction.op].reduce(values, axis=0).reshape(x.shape)
+    combined: Array = _NUMPY_COMBINE[reduction.op](values, axis=0)
+    return combined.reshape(x.shape)

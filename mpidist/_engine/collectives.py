@@ -30,7 +30,7 @@ from mpidist._engine import ROUTES
 from mpidist._engine.all_gather import AllGathers
 from mpidist._engine.buckets import FlatBuffers
 from mpidist._engine.memory import NO_MEMORY, SharedMemory
-from mpidist._engine.plans import Means, Plans, Route, Signature, leaves_of
+from mpidist._engine.plans import PlanResources, Plans, Route, Signature, leaves_of
 from mpidist._engine.pool import Pool
 from mpidist._engine.registered_buffers import RegisteredBuffers
 from mpidist._engine.resources import UNCOMPRESSED
@@ -62,7 +62,7 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
         super().__init__(comm, guard, options, environment, device, memory)
         self._staging: Staging | None = None
         self.plans = Plans(
-            self._new_means(),
+            self._plan_resources(),
             self.routes,
             self._describe,
             self.merge_options,
@@ -71,12 +71,12 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
         )
         self.all_reduce = self.plans.all_reduce
 
-    def _new_means(self) -> Means:
+    def _plan_resources(self) -> PlanResources:
         if self._staging is not None:
             self._staging.close()
         node = self.node if self.nodes is None else self.nodes.node
         self._staging = None if node is None else Staging(node)
-        return Means(
+        return PlanResources(
             self.comm,
             self.guard,
             self.node,
@@ -99,7 +99,7 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
             self.implementation, self.transports.host, timeout_seconds or None
         )
         self.transports = self.transports_of(self.options)
-        self.plans.restart(self._new_means())
+        self.plans.restart(self._plan_resources())
         staged = self.transports.device
         if (
             self.device.kind == "gpu"
@@ -122,7 +122,7 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
         self.node = self.nodes = None
         self.comm.traffic.leave_core()
         self.pool = Pool(0)  # its memory goes with the last result
-        self.plans.restart(self._new_means())
+        self.plans.restart(self._plan_resources())
         self._forget_gathers()
         direct = _transports.DirectTransport(self.comm)
         self.transports = _transports.Transports(direct, direct, "closed")

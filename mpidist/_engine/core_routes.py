@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -24,10 +24,11 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.memory import round_up
 from mpidist._base.options import ReduceOp
-from mpidist._engine.buckets import Leaf
+from mpidist._base.types import Array, DType, Shape
+from mpidist._engine.buckets import Leaf, Results
 from mpidist._engine.node import Node
-from mpidist._engine.nodes import Across
-from mpidist._engine.plans import Means, Signature
+from mpidist._engine.nodes import NodeExchange
+from mpidist._engine.plans import PlanResources, Signature
 
 _OPERATIONS: Final = {
     ReduceOp.SUM: 0,
@@ -43,56 +44,58 @@ _EAGER_BYTES_CROWDED: Final = 32 * 1024
 _KEPT_BYTES: Final = 64  # a leaf of a nest that is copied out of its place
 
 
-def eager(means: Means, signature: Signature) -> EagerReduce | None:
+def eager(resources: PlanResources, signature: Signature) -> EagerReduce | None:
     """Return the plan of a small nest."""
     if any(leaf.on_device for leaf in signature.leaves):
         return None
     fits = (
-        means.node is not None
-        and takes(means, signature)
-        and fits_header(means, signature)
+        resources.node is not None
+        and takes(resources, signature)
+        and fits_header(resources, signature)
     )
-    return EagerReduce(means, signature) if fits else None
+    return EagerReduce(resources, signature) if fits else None
 
 
-def shared(means: Means, signature: Signature) -> SharedReduce | None:
+def shared(resources: PlanResources, signature: Signature) -> SharedReduce | None:
     """Return the plan of any nest of host arrays."""
     if any(leaf.on_device for leaf in signature.leaves):
         return None
-    fits = means.node is not None and takes(means, signature)
-    return SharedReduce(means, signature) if fits else None
+    fits = resources.node is not None and takes(resources, signature)
+    return SharedReduce(resources, signature) if fits else None
 
 
-def takes(means: Means, signature: Signature) -> bool:
+def takes(resources: PlanResources, signature: Signature) -> bool:
     """Return whether the core can reduce such leaves, wherever they are.
 
     It says the same on ranks that have them on the host and on a GPU.
     """
     return (
-        (means.node is not None or means.nodes is not None)
+        (resources.node is not None or resources.nodes is not None)
         and signature.transports.host.name == "shared"
-        and all(is_for_core(means, leaf) for leaf in signature.leaves)
+        and all(is_for_core(resources, leaf) for leaf in signature.leaves)
     )
 
 
-def fits_header(means: Means, signature: Signature) -> bool:
+def fits_header(resources: PlanResources, signature: Signature) -> bool:
     """Return whether a nest that the core takes travels with its header."""
-    assert means.node is not None
-    room = min(_native.core.EAGER_BYTES, _EAGER_BYTES_OF_ALL // means.node.size)
-    if means.node.channel.tree:
+    assert resources.node is not None
+    room = min(_native.core.EAGER_BYTES, _EAGER_BYTES_OF_ALL // resources.node.size)
+    if resources.node.channel.tree:
         room = _EAGER_BYTES_CROWDED
     line = _native.core.LINE
-    total = sum(round_up(nbytes_of(means, x), line) for x in signature.leaves)
+    total = sum(round_up(nbytes_of(resources, x), line) for x in signature.leaves)
     return bool(total <= room)
 
 
-def is_for_core(means: Means, leaf: Leaf) -> bool:
+def is_for_core(resources: PlanResources, leaf: Leaf) -> bool:
     """Return whether the core has a kernel for a leaf."""
     operation = _OPERATIONS[leaf.reduction.op]
-    return bool(_native.core.has_kernel(_name_of(travels_as(means, leaf)), operation))
+    return bool(
+        _native.core.has_kernel(_name_of(travels_as(resources, leaf)), operation)
+    )
 
 
-def travels_as(means: Means, leaf: Leaf) -> Any:
+def travels_as(resources: PlanResources, leaf: Leaf) -> DType:
     """Return the dtype in which a leaf goes through the core.
 
     Its own: also 16-bit floats, which the kernels add up in float32, and round once.
@@ -101,26 +104,26 @@ def travels_as(means: Means, leaf: Leaf) -> Any:
     """
     reduction = leaf.reduction
     wide = reduction.compute.itemsize > reduction.dtype.itemsize
-    if means.nodes is not None and wide:
+    if resources.nodes is not None and wide:
         return reduction.compute
     if reduction.op is ReduceOp.MEAN and reduction.dtype.kind in "iu":
         return reduction.result
     return reduction.dtype
 
 
-def _name_of(dtype: Any) -> str:
+def _name_of(dtype: DType) -> str:
     if backend.is_bfloat16(dtype):
         return "bf2"
     return f"{dtype.kind}{dtype.itemsize}"
 
 
-def nbytes_of(means: Means, leaf: Leaf) -> int:
+def nbytes_of(resources: PlanResources, leaf: Leaf) -> int:
     """Return the bytes of a leaf on its way through the core."""
-    return math.prod(leaf.shape) * int(travels_as(means, leaf).itemsize)
+    return math.prod(leaf.shape) * int(travels_as(resources, leaf).itemsize)
 
 
-def _node_of(means: Means) -> Node:
-    node = means.node if means.nodes is None else means.nodes.node
+def _node_of(resources: PlanResources) -> Node:
+    node = resources.node if resources.nodes is None else resources.nodes.node
     assert node is not None
     return node
 
@@ -128,59 +131,71 @@ def _node_of(means: Means) -> Node:
 class CoreReduce:
     """What these plans have in common: the nest in the core, and what goes in."""
 
-    def __init__(self, means: Means, signature: Signature) -> None:
+    def __init__(self, resources: PlanResources, signature: Signature) -> None:
         self.call: Call = signature.call
-        nodes = means.nodes
-        self._node = node = _node_of(means)
-        self._guard = means.guard
-        self._wanted = signature.root in (None, means.comm.rank)
+        nodes = resources.nodes
+        self._node = node = _node_of(resources)
+        self._guard = resources.guard
+        self._wanted = signature.root in (None, resources.comm.rank)
         rows = []
         for leaf in signature.leaves:
             mean = leaf.reduction.op is ReduceOp.MEAN
             operation = _OPERATIONS[leaf.reduction.op]
-            name = _name_of(travels_as(means, leaf))
-            divisor = means.comm.size if mean else 0
-            rows.append((name, operation, leaf.shape, divisor))
+            name = _name_of(travels_as(resources, leaf))
+            divisor = resources.comm.size if mean else 0
+            rows.append(_native.ReduceLeaf(name, operation, leaf.shape, divisor))
         self._core = _native.core.Reduce(
             node.channel,
             # Of several nodes, who adds up their sums divides.
-            rows if nodes is None else [(*row[:3], 0) for row in rows],
+            rows if nodes is None else [row._replace(divisor=0) for row in rows],
             node.piece_bytes,
             signature.call.fingerprint,
-            means.guard.patience_ms,
+            resources.guard.patience_ms,
             signature.root is None,
         )
-        self._traffic = means.comm.traffic
+        self._traffic = resources.comm.traffic
         self._to_root = signature.root is not None
-        self._sizes = [nbytes_of(means, leaf) for leaf in signature.leaves]
+        self._sizes = [nbytes_of(resources, leaf) for leaf in signature.leaves]
         self._nbytes = sum(self._sizes)
         self._shapes = [
-            (leaf.shape, travels_as(means, leaf)) for leaf in signature.leaves
+            (leaf.shape, travels_as(resources, leaf)) for leaf in signature.leaves
         ]
         self._casts = casts = any(
             leaf.reduction.dtype is not dtype
             for leaf, (_, dtype) in zip(signature.leaves, self._shapes, strict=True)
         )
-        self._across: Across | None = None
+        self._exchange: NodeExchange | None = None
         if nodes is not None:
-            self._across = self._make_across(means, signature, rows)
+            self._exchange = self._new_exchange(resources, signature, rows)
         self._views = any(backend.is_bfloat16(dtype) for _, dtype in self._shapes)
         self._plain = not (casts or self._views)
 
-    def _make_across(
-        self, means: Means, signature: Signature, rows: list[Any]
-    ) -> Across:
+    def _new_exchange(
+        self,
+        resources: PlanResources,
+        signature: Signature,
+        rows: list[_native.ReduceLeaf],
+    ) -> NodeExchange:
         """Return what reduces pieces over the nodes."""
-        assert means.nodes is not None
+        assert resources.nodes is not None
         compression = signature.compress() if signature.compress else None
         dtype = self._shapes[0][1] if self._shapes else None
-        return Across(
-            means.nodes, means.guard, self._core, rows, self._sizes, compression, dtype
+        return NodeExchange(
+            resources.nodes,
+            resources.guard,
+            self._core,
+            rows,
+            self._sizes,
+            compression,
+            dtype,
         )
 
     def __call__(
-        self, arrays: list[Any], call: Call | None = None, timeout: float | None = None
-    ) -> list[Any]:
+        self,
+        arrays: list[Array],
+        call: Call | None = None,
+        timeout: float | None = None,
+    ) -> Results:
         """Agree with the other ranks, and reduce; see `Plan`."""
         call = call or self.call
         try:
@@ -197,7 +212,7 @@ class CoreReduce:
             assert results is not None
         return results
 
-    def attempt(self, arrays: list[Any], timeout: float | None) -> list[Any] | None:
+    def attempt(self, arrays: list[Array], timeout: float | None) -> Results | None:
         """As a call; None, and nothing has happened, for arrays of other kinds.
 
         Args:
@@ -206,19 +221,24 @@ class CoreReduce:
         """
         return self._run(arrays, self.call, timeout) if self._plain else None
 
-    def one(self, x: Any) -> Any:
-        """As a call with a nest of one array, of which all want the result."""
-        return self([x])[0]
+    def one(self, x: Array) -> Array:
+        """Reduce one array, with a result on all ranks; see `Plan`."""
+        result: Array = self([x])[0]
+        return result
 
     def _run(
-        self, sources: list[Any], call: Call, timeout: float | None
-    ) -> list[Any] | None:
+        self, sources: list[Array], call: Call, timeout: float | None
+    ) -> Results | None:
         """Reduce arrays; None where they are not what the core expects."""
         raise NotImplementedError
 
     def _agreed(
-        self, status: int, call: Call, again: Callable[[int], int], results: list[Any]
-    ) -> list[Any]:
+        self,
+        status: int,
+        call: Call,
+        again: Callable[[int], int],
+        results: list[Array],
+    ) -> Results:
         """Return the results of a call that has this status; see `Guard.conclude`."""
         if status:
             self._guard.conclude(status, again)
@@ -228,7 +248,7 @@ class CoreReduce:
             self._traffic.count("Reduce", self._nbytes)
         return results if self._wanted else [None] * len(results)
 
-    def _sources(self, arrays: list[Any]) -> list[Any]:
+    def _sources(self, arrays: list[Array]) -> list[Array]:
         """Return arrays that the core reads: of the dtypes in which they travel."""
         if self._casts:
             arrays = [
@@ -238,7 +258,7 @@ class CoreReduce:
         return self._raw(arrays) if self._views else arrays
 
     @staticmethod
-    def _raw(arrays: list[Any]) -> list[Any]:
+    def _raw(arrays: list[Array]) -> list[Array]:
         """Return arrays that have the buffer protocol, which bfloat16 has not."""
         return [
             backend.contiguous(x).view(np.uint16) if backend.is_bfloat16(x.dtype) else x
@@ -249,17 +269,17 @@ class CoreReduce:
 class EagerReduce(CoreReduce):
     """All-reduces small nests, each with its header."""
 
-    def __init__(self, means: Means, signature: Signature) -> None:
-        super().__init__(means, signature)
+    def __init__(self, resources: PlanResources, signature: Signature) -> None:
+        super().__init__(resources, signature)
         self._eager = self._core.eager
-        shapes: list[Any] = [*self._shapes, ((), None)]
+        shapes: list[tuple[Shape, DType | None]] = [*self._shapes, ((), None)]
         self._shape, self._dtype = shapes[0]
 
-    def one(self, x: Any) -> Any:
-        """As a call with a nest of one array: what costs least is called most."""
+    def one(self, x: Array) -> Array:
+        """Reduce one array; see `Plan`. The smallest calls are the most frequent."""
         guard, call = self._guard, self.call
         if guard.blocked or not self._plain:
-            return self([x])[0]
+            return super().one(x)
         try:
             result = np.empty(self._shape, self._dtype)
         except MemoryError as error:
@@ -273,20 +293,24 @@ class EagerReduce(CoreReduce):
             guard.sequence += 1  # `count`, without its 2% of a small call
             return result
         if status is None:
-            return self([x])[0]
-        return self._agreed(
+            return super().one(x)
+        results = self._agreed(
             status,
             call,
             lambda ms: self._eager(x, result, call.fingerprint, ms),
             [result],
-        )[0]
+        )
+        first: Array = results[0]
+        return first
 
     def _run(
-        self, sources: list[Any], call: Call, timeout: float | None
-    ) -> list[Any] | None:
+        self, sources: list[Array], call: Call, timeout: float | None
+    ) -> Results | None:
         guard, empty = self._guard, np.empty
         try:
-            results = [empty(shape, dtype) for shape, dtype in self._shapes]
+            results: list[Array] = [
+                empty(shape, dtype) for shape, dtype in self._shapes
+            ]
             targets = self._raw(results) if self._views else results
         except Exception as error:
             raise guard.fail(call, error, "invalid") from None
@@ -312,8 +336,8 @@ class EagerReduce(CoreReduce):
 class SharedReduce(CoreReduce):
     """All-reduces nests piece by piece."""
 
-    def __init__(self, means: Means, signature: Signature) -> None:
-        super().__init__(means, signature)
+    def __init__(self, resources: PlanResources, signature: Signature) -> None:
+        super().__init__(resources, signature)
         self._starts = self._core.starts
         self._room = self._core.nbytes
         # A loss that is kept must not keep the gradients beside it.
@@ -322,24 +346,24 @@ class SharedReduce(CoreReduce):
             for i, (shape, dtype) in enumerate(self._shapes)
             if math.prod(shape) * dtype.itemsize <= _KEPT_BYTES < self._room
         ]
-        self._places = [
+        self._layout = [
             (shape, dtype, start)
             for (shape, dtype), start in zip(self._shapes, self._starts, strict=True)
         ]
 
     def _run(
-        self, sources: list[Any], call: Call, timeout: float | None
-    ) -> list[Any] | None:
+        self, sources: list[Array], call: Call, timeout: float | None
+    ) -> Results | None:
         guard, reduce = self._guard, self._core.shared
         try:
-            place, results = self._new_results()
+            offset, results = self._new_results()
             targets = self._raw(results) if self._views else results
         except Exception as error:
             raise guard.fail(call, error, "invalid") from None
         patience = guard.enter(call, timeout)
         number = call.fingerprint
         try:
-            status = reduce(sources, targets, place, number, patience)
+            status = reduce(sources, targets, offset, number, patience)
         except BaseException as error:
             raise guard.leave_payload(call, error) from None
         if status is None:
@@ -347,7 +371,7 @@ class SharedReduce(CoreReduce):
         found = self._agreed(
             status,
             call,
-            lambda ms: reduce(sources, targets, place, number, ms),
+            lambda ms: reduce(sources, targets, offset, number, ms),
             results,
         )
         if self._wanted:
@@ -355,13 +379,15 @@ class SharedReduce(CoreReduce):
                 found[i] = found[i].copy()
         return found
 
-    def _new_results(self) -> tuple[int, list[Any]]:
+    def _new_results(self) -> tuple[int, list[Array]]:
         """Return where in the arena the results are, and the results."""
-        block = self._node.pool.take(self._room)
-        if block is None:
-            results = [np.empty(shape, dtype) for shape, dtype in self._shapes]
+        slot = self._node.pool.take(self._room)
+        if slot is None:
+            results: list[Array] = [
+                np.empty(shape, dtype) for shape, dtype in self._shapes
+            ]
             return _native.core.NOWHERE, results
-        array = np.ndarray
-        return block.offset, [
-            array(shape, dtype, block, start) for shape, dtype, start in self._places
+        array: Callable[..., Array] = np.ndarray
+        return slot.offset, [
+            array(shape, dtype, slot, start) for shape, dtype, start in self._layout
         ]

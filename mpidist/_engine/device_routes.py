@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -33,6 +32,8 @@ from mpidist._agreement.channel import LEFT, LeftError
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.memory import round_up
+from mpidist._base.types import Array, DeviceArray, HostArray
+from mpidist._engine.buckets import Results
 from mpidist._engine.core_routes import (
     CoreReduce,
     EagerReduce,
@@ -42,31 +43,31 @@ from mpidist._engine.core_routes import (
 )
 from mpidist._engine.hierarchical_route import LEAST_BYTES
 from mpidist._engine.mpi_route import MpiReduce
-from mpidist._engine.plans import Means, Plan, Signature
-from mpidist._engine.staging import Lane, Part, Piece, Staging
+from mpidist._engine.plans import Plan, PlanResources, Signature
+from mpidist._engine.staging import Lane, LeafRange, Piece, Staging
 
 
-def nccl(means: Means, signature: Signature) -> Plan | None:
+def nccl(resources: PlanResources, signature: Signature) -> Plan | None:
     """Return the plan of a nest on GPUs that NCCL connects."""
-    return MpiReduce(means, signature) if _goes(signature, "nccl") else None
+    return MpiReduce(resources, signature) if _goes(signature, "nccl") else None
 
 
-def direct(means: Means, signature: Signature) -> Plan | None:
+def direct(resources: PlanResources, signature: Signature) -> Plan | None:
     """Return the plan of a nest on GPUs whose memory MPI knows."""
-    return MpiReduce(means, signature) if _goes(signature, "direct") else None
+    return MpiReduce(resources, signature) if _goes(signature, "direct") else None
 
 
-def staged(means: Means, signature: Signature) -> Plan | None:
+def staged(resources: PlanResources, signature: Signature) -> Plan | None:
     """Return the plan of a nest that goes by way of the node's memory."""
-    if not _goes(signature, "staged") or not takes(means, signature):
+    if not _goes(signature, "staged") or not takes(resources, signature):
         return None
-    if means.nodes is not None:
-        nbytes = sum(nbytes_of(means, leaf) for leaf in signature.leaves)
+    if resources.nodes is not None:
+        nbytes = sum(nbytes_of(resources, leaf) for leaf in signature.leaves)
         small = nbytes < LEAST_BYTES or signature.compress is not None
-        return None if small else StagedReduce(means, signature)
-    if fits_header(means, signature):
-        return StagedEager(means, signature)
-    return StagedReduce(means, signature)
+        return None if small else StagedReduce(resources, signature)
+    if fits_header(resources, signature):
+        return StagedEager(resources, signature)
+    return StagedReduce(resources, signature)
 
 
 def _goes(signature: Signature, way: str) -> bool:
@@ -74,7 +75,7 @@ def _goes(signature: Signature, way: str) -> bool:
     return on_device and signature.transports.device.name == way
 
 
-def _nearest(arrays: list[Any]) -> Any:
+def _nearest(arrays: list[Array]) -> DeviceArray:
     """Return the first array that is on a GPU."""
     return next(x for x in arrays if backend.is_device_array(x))
 
@@ -82,22 +83,27 @@ def _nearest(arrays: list[Any]) -> Any:
 class StagedEager:
     """All-reduces small nests on GPUs, each with its header."""
 
-    def __init__(self, means: Means, signature: Signature) -> None:
-        assert means.staging is not None
+    def __init__(self, resources: PlanResources, signature: Signature) -> None:
+        assert resources.staging is not None
         self.call: Call = signature.call
-        self._guard = means.guard
-        self._staging: Staging = means.staging
+        self._guard = resources.guard
+        self._staging: Staging = resources.staging
         self._on_device = [leaf.on_device for leaf in signature.leaves]
         self._results = [leaf.reduction.result for leaf in signature.leaves]
-        self._wanted = signature.root in (None, means.comm.rank)
+        self._wanted = signature.root in (None, resources.comm.rank)
         on_host = [
             dataclasses.replace(leaf, on_device=False) for leaf in signature.leaves
         ]
-        self._plan = EagerReduce(means, dataclasses.replace(signature, leaves=on_host))
+        self._plan = EagerReduce(
+            resources, dataclasses.replace(signature, leaves=on_host)
+        )
 
     def __call__(
-        self, arrays: list[Any], call: Call | None = None, timeout: float | None = None
-    ) -> list[Any]:
+        self,
+        arrays: list[Array],
+        call: Call | None = None,
+        timeout: float | None = None,
+    ) -> Results:
         """Agree with the other ranks, and reduce; see `Plan`."""
         guard, call = self._guard, call or self.call
         try:
@@ -117,16 +123,17 @@ class StagedEager:
             raise guard.fail(call, error, "raised") from None
         return results
 
-    def one(self, x: Any) -> Any:
-        """As a call with a nest of one array, of which all want the result."""
-        return self([x])[0]
+    def one(self, x: Array) -> Array:
+        """Reduce one array, with a result on all ranks; see `Plan`."""
+        result: Array = self([x])[0]
+        return result
 
-    def _load(self, near: Any, arrays: list[Any]) -> list[Any]:
+    def _load(self, near: DeviceArray, arrays: list[Array]) -> list[Array]:
         """Return the values as arrays on the host."""
         scratch, at, hosts = self._staging.scratch(), 0, []
         kept = []  # copies, until they are read
-        for x, on_device in zip(arrays, self._on_device, strict=True):
-            if not on_device:
+        for x in arrays:
+            if not backend.is_device_array(x):
                 hosts.append(x)
                 continue
             raw = backend.as_bytes(backend.contiguous(x))
@@ -138,7 +145,7 @@ class StagedEager:
         backend.synchronize(near)
         return hosts
 
-    def _new_results(self, arrays: list[Any]) -> list[Any]:
+    def _new_results(self, arrays: list[Array]) -> Results:
         return [
             backend.empty_like(x, tuple(x.shape), dtype) if on_device else None
             for x, dtype, on_device in zip(
@@ -146,7 +153,7 @@ class StagedEager:
             )
         ]
 
-    def _store(self, sums: list[Any], results: list[Any]) -> None:
+    def _store(self, sums: list[HostArray], results: Results) -> None:
         """Queue the copies to the GPU.
 
         Of memory that is not page-locked the driver has made a copy when such a call
@@ -169,17 +176,20 @@ class StagedReduce(CoreReduce):
     host reduces its slice.
     """
 
-    def __init__(self, means: Means, signature: Signature) -> None:
-        super().__init__(means, signature)
-        assert means.staging is not None
-        self._staging: Staging = means.staging
-        self._nodes = means.nodes
+    def __init__(self, resources: PlanResources, signature: Signature) -> None:
+        super().__init__(resources, signature)
+        assert resources.staging is not None
+        self._staging: Staging = resources.staging
+        self._nodes = resources.nodes
         self._results = [leaf.reduction.result for leaf in signature.leaves]
         self._pieces = self._cut()
 
     def __call__(
-        self, arrays: list[Any], call: Call | None = None, timeout: float | None = None
-    ) -> list[Any]:
+        self,
+        arrays: list[Array],
+        call: Call | None = None,
+        timeout: float | None = None,
+    ) -> Results:
         """Agree with the other ranks, and reduce; see `Plan`."""
         guard, call = self._guard, call or self.call
         try:
@@ -192,7 +202,7 @@ class StagedReduce(CoreReduce):
                     )
                     for x, (_, t) in zip(arrays, self._shapes, strict=True)
                 ]
-                results: list[Any] = [None] * len(arrays)
+                results: Results = [None] * len(arrays)
                 if self._wanted:
                     results = [
                         backend.empty_like(x, shape, dtype)
@@ -225,9 +235,9 @@ class StagedReduce(CoreReduce):
         self._traffic.count(kind, self._nbytes)
         return results
 
-    def _move(self, lane: Lane, sources: list[Any], results: list[Any]) -> None:
+    def _move(self, lane: Lane, sources: list[Array], results: Results) -> None:
         core, turn, pieces = self._core, self._node.channel.turn, self._pieces
-        across = self._across
+        exchange = self._exchange
         targets = [backend.as_bytes(x) for x in results] if self._wanted else None
         core.start()
         lane.begin()
@@ -241,17 +251,17 @@ class StagedReduce(CoreReduce):
                 if p + 1 < len(pieces):
                     lane.load(pieces[p + 1], turn + p + 1, sources)
                 core.combine(p)
-                if across is not None:
-                    across.begin(p, turn + p)
+                if exchange is not None:
+                    exchange.begin(p, turn + p)
                 lane.land()
-                if across is not None:
-                    across.finish()
+                if exchange is not None:
+                    exchange.finish()
             self._step()
             if targets is not None:
                 lane.store(pieces[-1], turn + len(pieces) - 1, targets)
         except BaseException:
-            if across is not None:
-                across.leave()
+            if exchange is not None:
+                exchange.leave()
             raise
         finally:
             lane.land()
@@ -279,6 +289,6 @@ class StagedReduce(CoreReduce):
                     break
                 a, b = max(first, starts[i]), min(last, stops[i])
                 if a < b:
-                    parts.append(Part(i, a - starts[i], b - starts[i], a - first))
+                    parts.append(LeafRange(i, a - starts[i], b - starts[i], a - first))
             pieces.append(Piece(last - first, parts))
         return pieces

@@ -26,16 +26,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Final, Literal
+from collections.abc import Callable
+from typing import Final, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from mpidist._base import backend
 from mpidist._base.options import ReduceOp
+from mpidist._base.types import Array, DType
 from mpidist._mpi.communicator import MPIOp
 
 Encoding = Literal["none", "cast", "order", "bool"]
 
+# Also of CuPy arrays, which NumPy\'s types do not know.
+_divide: Final[Callable[..., object]] = np.true_divide
 _MPI_OPERATION: Final[dict[ReduceOp, MPIOp]] = {
     ReduceOp.SUM: "SUM",
     ReduceOp.MEAN: "SUM",
@@ -43,7 +48,10 @@ _MPI_OPERATION: Final[dict[ReduceOp, MPIOp]] = {
     ReduceOp.MAX: "MAX",
     ReduceOp.PROD: "PROD",
 }
-_INTEGER_OF_SIZE: Final = {4: np.dtype(np.int32), 8: np.dtype(np.int64)}
+_INTEGER_OF_SIZE: Final[dict[int, DType]] = {
+    4: np.dtype(np.int32),
+    8: np.dtype(np.int64),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +69,10 @@ class Reduction:
     """
 
     op: ReduceOp
-    dtype: Any
-    compute: Any
-    wire: Any
-    result: Any
+    dtype: DType
+    compute: DType
+    wire: DType
+    result: DType
     encoding: Encoding
     mpi: Literal["SUM", "PROD", "MIN", "MAX", "gather"]
 
@@ -77,7 +85,7 @@ class Reduction:
         floats = self.dtype.kind == "f" or backend.is_bfloat16(self.dtype)
         return floats and self.mpi == "SUM" and self.wire.itemsize in (4, 8)
 
-    def encode(self, x: Any, out: Any | None = None) -> Any:
+    def encode(self, x: Array, out: Array | None = None) -> Array:
         """Return ``x`` in the dtype that travels, in ``out`` where it is given."""
         if self.encoding == "none":
             # C's long and long long may be one dtype, but are two of MPI's types.
@@ -93,11 +101,11 @@ class Reduction:
         out[...] = result
         return out
 
-    def decode(self, reduced: Any, num_replicas: int, out: Any) -> None:
+    def decode(self, reduced: Array, num_replicas: int, out: Array) -> None:
         """Write what came back into ``out``, dividing it for MEAN."""
         if self.op is ReduceOp.MEAN:
             if reduced.dtype == out.dtype:
-                np.true_divide(reduced, self._count(num_replicas), out=out)
+                _divide(reduced, self._count(num_replicas), out=out)
             else:
                 out[...] = (reduced / self._count(num_replicas)).astype(out.dtype)
         elif self.encoding == "bool":
@@ -109,25 +117,28 @@ class Reduction:
         else:
             out[...] = reduced.astype(out.dtype)
 
-    def _count(self, num_replicas: int) -> Any:
-        return self.wire.type(num_replicas)
+    def _count(self, num_replicas: int) -> np.generic:
+        count: np.generic = self.wire.type(num_replicas)
+        return count
 
-    def _to_ordered(self, x: Any) -> Any:
+    def _to_ordered(self, x: Array) -> Array:
         xp = backend.module_of(x)
         bits = x.view(self.wire)
         limits = np.iinfo(self.wire)
         ordered = bits ^ ((bits >> (limits.bits - 1)) & limits.max)
         extreme = limits.max if self.op is ReduceOp.MAX else limits.min
-        return xp.where(xp.isnan(x), self.wire.type(extreme), ordered)
+        result: Array = xp.where(xp.isnan(x), self.wire.type(extreme), ordered)
+        return result
 
-    def _from_ordered(self, ordered: Any) -> Any:
+    def _from_ordered(self, ordered: Array) -> Array:
         limits = np.iinfo(self.wire)
         bits = ordered ^ ((ordered >> (limits.bits - 1)) & limits.max)
-        return bits.view(self.compute)
+        result: Array = bits.view(self.compute)
+        return result
 
 
 @functools.lru_cache(maxsize=256)
-def reduction(dtype: Any, op: ReduceOp, call: str) -> Reduction:
+def reduction(dtype: DType, op: ReduceOp, call: str) -> Reduction:
     """Return the entry of the table for a dtype and an operation.
 
     Raises:
@@ -136,12 +147,12 @@ def reduction(dtype: Any, op: ReduceOp, call: str) -> Reduction:
     backend.check_dtype(dtype, call)
 
     def entry(
-        compute: Any,
+        compute: npt.DTypeLike,
         *,
-        wire: Any = None,
-        result: Any = None,
+        wire: npt.DTypeLike | None = None,
+        result: npt.DTypeLike | None = None,
         encoding: Encoding = "none",
-        mpi: Any = None,
+        mpi: Literal["gather"] | None = None,
     ) -> Reduction:
         return Reduction(
             op=op,

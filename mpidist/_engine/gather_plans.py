@@ -25,7 +25,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -35,6 +35,8 @@ from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call, fingerprint
 from mpidist._base import backend
 from mpidist._base.memory import LINE, round_up
+from mpidist._base.types import Array, DType, HostArray, Shape
+from mpidist._engine.buckets import Results
 from mpidist._engine.node import Node
 from mpidist._engine.pool import Pool
 from mpidist._transports import Transports
@@ -45,6 +47,10 @@ _PACKED_BYTES_IN_ALL: Final = 2**20
 # Memory for results up to this is made before lengths are known, as if all had those
 # of this rank.
 _GUESSED_BYTES: Final = 256 * 2**20
+Lengths: TypeAlias = Sequence[int]
+"""The length of each leaf along the axis, on one rank."""
+Index: TypeAlias = tuple[slice, ...]
+"""Where in a result the array of one rank is."""
 _HAVE_MEMORY: Final = Call("all_gather, with memory for the result")
 
 
@@ -60,9 +66,9 @@ class GatherLeaf:
         is_flat: whether the arrays of the ranks lie side by side in the result.
     """
 
-    dtype: Any
-    before: tuple[int, ...]
-    after: tuple[int, ...]
+    dtype: DType
+    before: Shape
+    after: Shape
     row_bytes: int = dataclasses.field(init=False, compare=False)
     is_flat: bool = dataclasses.field(init=False, compare=False)
 
@@ -77,55 +83,73 @@ class GatherLeaf:
         """The axis, from 0."""
         return len(self.before)
 
-    def shape(self, length: int) -> tuple[int, ...]:
+    def shape(self, length: int) -> Shape:
         """Return the shape of an array of this length along the axis."""
         return (*self.before, length, *self.after)
 
 
+@dataclasses.dataclass(frozen=True)
+class GatherSignature:
+    """What is known of a call before its values and lengths.
+
+    Attributes:
+        call: what the header says.
+        leaves: of the nest.
+        transports: of the call.
+        on_host: whether all arrays are on the host, on all ranks.
+    """
+
+    call: Call
+    leaves: list[GatherLeaf]
+    transports: Transports
+    on_host: bool
+
+
 def make(
-    guard: Guard,
-    call: Call,
-    leaves: list[GatherLeaf],
-    transports: Transports,
-    node: Node | None,
-    pool: Pool,
-    *,
-    anywhere: bool,
+    guard: Guard, signature: GatherSignature, node: Node | None, pool: Pool
 ) -> CoreGather | MpiGather:
-    """Return the plan for leaves of these kinds; of the same class on all ranks.
+    """Return the plan of a signature; of the same class on all ranks.
 
     Args:
         guard: of the strategy.
-        call: what the header says.
-        leaves: what is known of the arrays.
-        transports: of the call.
+        signature: of the calls.
         node: what all ranks share, if they are on one node.
-        pool: where memory for results comes from.
-        anywhere: whether some of the arrays may be on a GPU, on some rank.
+        pool: private memory for results.
     """
-    if node is not None and not anywhere and transports.host.name == "shared":
-        room = _native.core.EAGER_BYTES - 8 * len(leaves)
+    is_shared = signature.on_host and signature.transports.host.name == "shared"
+    if node is not None and is_shared:
+        room = _native.core.EAGER_BYTES - 8 * len(signature.leaves)
         if room > LINE:
-            return CoreGather(guard, call, leaves, transports, node)
-    return MpiGather(guard, call, leaves, transports, pool, packs=not anywhere)
+            return CoreGather(guard, signature, node)
+    return MpiGather(guard, signature, pool)
 
 
 # --- through the core -----------------------------------------------------------------
 
 
+class _Target(NamedTuple):
+    """The results of a gather, and their layout in this rank's arena.
+
+    Attributes:
+        offset: of the slot in the arena; ``NOWHERE`` if there was no room.
+        starts: of each result in the slot.
+        shapes: of the results.
+        results: views of the slot, or private memory.
+    """
+
+    offset: int
+    starts: list[int]
+    shapes: list[Shape]
+    results: list[HostArray]
+
+
 class CoreGather:
     """All-gathers host arrays of one node; small ones travel with the header."""
 
-    def __init__(
-        self,
-        guard: Guard,
-        call: Call,
-        leaves: list[GatherLeaf],
-        transports: Transports,
-        node: Node,
-    ) -> None:
+    def __init__(self, guard: Guard, signature: GatherSignature, node: Node) -> None:
+        leaves, transports = signature.leaves, signature.transports
         self._guard = guard
-        self._call = call
+        self._call = signature.call
         self._leaves = leaves
         self._axes = [leaf.axis for leaf in leaves]
         self._node = node
@@ -141,8 +165,8 @@ class CoreGather:
         self._raw = any(backend.is_bfloat16(leaf.dtype) for leaf in leaves)
 
     def __call__(
-        self, arrays: Sequence[Any], timeout: float | None = None
-    ) -> list[Any]:
+        self, arrays: Sequence[Array], timeout: float | None = None
+    ) -> Results:
         """Return the results. Collective.
 
         Args:
@@ -177,7 +201,7 @@ class CoreGather:
             rows = [lengths] * self._node.size if is_same else self._core.lengths()
             return self._gather_large(arrays, rows, timeout)
         try:  # of little: the others learn of it with the next call
-            results = [
+            results: Results = [
                 np.empty(leaf.shape(n), leaf.dtype)
                 for leaf, n in zip(self._leaves, totals, strict=True)
             ]
@@ -187,50 +211,51 @@ class CoreGather:
         return results
 
     def _gather_large(
-        self, arrays: Sequence[Any], rows: list[tuple[int, ...]], timeout: float | None
-    ) -> list[Any]:
+        self, arrays: Sequence[Array], rows: list[Lengths], timeout: float | None
+    ) -> Results:
         guard, node = self._guard, self._node
         try:
             indices = self._indices(rows)
-            place, starts, shapes, results = self._reserve(rows)
+            target = self._reserve(rows)
+            results = target.results
             for result, where, x in zip(
                 results, indices[node.rank], arrays, strict=True
             ):
                 result[where] = x
         except Exception as error:
             raise guard.fail(self._call, error, "invalid") from None
-        placed = guard.agree_place(_HAVE_MEMORY, place, timeout)
+        all_placed = guard.agree_place(_HAVE_MEMORY, target.offset, timeout)
         try:
-            if placed:
-                self._read(starts, shapes, indices, results)
+            if all_placed:
+                self._read(target, indices)
             else:
                 self._send_all(indices, results)
         except BaseException as error:
             raise guard.leave_payload(self._call, error) from None
         return results
 
-    def _reserve(
-        self, rows: list[tuple[int, ...]]
-    ) -> tuple[int, list[int], list[tuple[int, ...]], list[Any]]:
-        """Return the place of the results, where each begins in it, and they."""
+    def _reserve(self, rows: list[Lengths]) -> _Target:
         starts, shapes, end = [], [], 0
         for i, leaf in enumerate(self._leaves):
             total = sum(row[i] for row in rows)
             starts.append(end)
             shapes.append(leaf.shape(total))
             end += round_up(leaf.row_bytes * total, LINE)
-        block = self._node.pool.take(end)
+        slot = self._node.pool.take(end)
         dtypes = [leaf.dtype for leaf in self._leaves]
-        if block is None:
-            results = [np.empty(s, d) for s, d in zip(shapes, dtypes, strict=True)]
-            return _native.core.NOWHERE, starts, shapes, results
-        results = [
-            np.ndarray(shape, dtype, block, start)
+        if slot is None:
+            private: list[HostArray] = [
+                np.empty(shape, dtype)
+                for shape, dtype in zip(shapes, dtypes, strict=True)
+            ]
+            return _Target(_native.core.NOWHERE, starts, shapes, private)
+        results: list[HostArray] = [
+            np.ndarray(shape, dtype, slot, start)
             for shape, dtype, start in zip(shapes, dtypes, starts, strict=True)
         ]
-        return block.offset, starts, shapes, results
+        return _Target(slot.offset, starts, shapes, results)
 
-    def _indices(self, rows: list[tuple[int, ...]]) -> list[list[Any]]:
+    def _indices(self, rows: list[Lengths]) -> list[list[Index]]:
         """Return where in the results the arrays of each rank go."""
         ends = [0] * len(self._leaves)
         indices = []
@@ -245,28 +270,31 @@ class CoreGather:
 
     def _read(
         self,
-        starts: list[int],
-        shapes: list[tuple[int, ...]],
-        indices: list[list[Any]],
-        results: list[Any],
+        target: _Target,
+        indices: list[list[Index]],
     ) -> None:
-        """Copy the arrays of the others from their results to the own ones."""
+        """Copy the arrays of the other ranks from their results to this rank's."""
         node = self._node
         channel, memory = node.channel, node.memory
-        places = channel.places()
+        offsets = channel.places()
         for shift in range(1, node.size):
             rank = (node.rank + shift) % node.size
-            first = channel.arena(rank) + places[rank]
+            first = channel.arena(rank) + offsets[rank]
             for leaf, shape, start, where, result in zip(
-                self._leaves, shapes, starts, indices[rank], results, strict=True
+                self._leaves,
+                target.shapes,
+                target.starts,
+                indices[rank],
+                target.results,
+                strict=True,
             ):
-                theirs = np.ndarray(shape, leaf.dtype, memory, first + start)
+                theirs: HostArray = np.ndarray(shape, leaf.dtype, memory, first + start)
                 result[where] = theirs[where]
         channel.publish()
         if channel.wait() == LEFT:
             raise LeftError(channel.who)
 
-    def _send_all(self, indices: list[list[Any]], results: list[Any]) -> None:
+    def _send_all(self, indices: list[list[Index]], results: Results) -> None:
         """Have every rank send its arrays to all."""
         node = self._node
         for root in range(node.size):
@@ -277,7 +305,7 @@ class CoreGather:
                     result[where] = part
 
 
-def _as_buffers(arrays: list[Any]) -> list[Any]:
+def _as_buffers(arrays: list[Array]) -> list[Array]:
     """Return arrays that have the buffer protocol, which bfloat16 has not."""
     return [x.view(np.uint16) if backend.is_bfloat16(x.dtype) else x for x in arrays]
 
@@ -285,28 +313,42 @@ def _as_buffers(arrays: list[Any]) -> list[Any]:
 # --- by MPI ---------------------------------------------------------------------------
 
 
+class _Packed(NamedTuple):
+    """The bytes of this rank's arrays, and memory for those of all ranks."""
+
+    send: HostArray
+    receive: HostArray
+
+
+class _Memory(NamedTuple):
+    """Memory of an all-gather by transports.
+
+    Attributes:
+        results: of each leaf.
+        spaces: where a leaf is received, if not in its result.
+        packed: the bytes of this rank and of all ranks, if leaves are packed.
+    """
+
+    results: list[Array]
+    spaces: list[Array | None]
+    packed: _Packed | None
+
+
 class MpiGather:
     """All-gathers arrays of any kind by the transports of a call."""
 
-    def __init__(
-        self,
-        guard: Guard,
-        call: Call,
-        leaves: list[GatherLeaf],
-        transports: Transports,
-        pool: Pool,
-        *,
-        packs: bool,
-    ) -> None:
+    def __init__(self, guard: Guard, signature: GatherSignature, pool: Pool) -> None:
         self._guard = guard
-        self._call = call
-        self._leaves = leaves
-        self._transports = transports
-        self._comm = transports.host.comm
+        self._call = signature.call
+        self._leaves = signature.leaves
+        self._transports = signature.transports
+        self._comm = signature.transports.host.comm
         self._pool = pool
-        self._packs = packs and len(leaves) > 1
+        self._packs = signature.on_host and len(signature.leaves) > 1
 
-    def __call__(self, arrays: Sequence[Any], timeout: float | None = None) -> Any:
+    def __call__(
+        self, arrays: Sequence[Array], timeout: float | None = None
+    ) -> Results:
         """Return the results. Collective.
 
         Args:
@@ -316,14 +358,14 @@ class MpiGather:
         with self._comm.traffic.timed():
             return self._gather(arrays, timeout)
 
-    def _gather(self, arrays: Sequence[Any], timeout: float | None) -> list[Any]:
+    def _gather(self, arrays: Sequence[Array], timeout: float | None) -> Results:
         guard, comm = self._guard, self._comm
         pairs = zip(arrays, self._leaves, strict=True)
         lengths = [int(x.shape[leaf.axis]) for x, leaf in pairs]
         # As if all ranks had arrays of these lengths.
-        rows = [lengths] * comm.size
+        rows: list[Lengths] = [lengths] * comm.size
         is_guessed = self._nbytes(lengths) * comm.size <= _GUESSED_BYTES
-        memory: Any = None
+        memory: _Memory | None = None
         try:
             sends = [backend.contiguous(x) for x in arrays]
             if is_guessed:
@@ -337,7 +379,7 @@ class MpiGather:
         else:
             guard.agree(self._call)  # that the strategy can be used
         if not same:
-            rows = comm.all_gather_integers(lengths)
+            rows = list(comm.all_gather_integers(lengths))
         if not (same and is_guessed):  # alike on all ranks
             try:
                 if memory is None or any(row != lengths for row in rows):
@@ -345,6 +387,7 @@ class MpiGather:
             except Exception as error:
                 raise guard.fail(self._call, error, "invalid") from None
             guard.agree(_HAVE_MEMORY, timeout)
+        assert memory is not None
         results, spaces, packed = memory
         if packed is not None:
             self._gather_packed(sends, packed, rows, results)
@@ -353,33 +396,28 @@ class MpiGather:
             counts = [row[i] * leaf.row_bytes for row in rows]
             send = backend.as_bytes(sends[i])
             transport = self._transports.of(sends[i])
-            if spaces[i] is None:
+            space = spaces[i]
+            if space is None:
                 transport.all_gather(send, backend.as_bytes(results[i]), counts)
             else:
-                transport.all_gather(send, spaces[i], counts)
+                transport.all_gather(send, space, counts)
                 starts = [0, *itertools.accumulate(counts)]
-                _unpack(leaf, spaces[i], starts, [row[i] for row in rows], results[i])
+                _unpack(leaf, space, starts, [row[i] for row in rows], results[i])
         return list(results)
 
-    def _reserve(
-        self, arrays: Sequence[Any], rows: list[list[int]]
-    ) -> tuple[list[Any], list[Any], Any]:
-        """Return memory for the results, and for what is received, if not there.
-
-        That is for each of them, or else for all together, if they are packed: those
-        of this rank, and those of all.
-        """
-        results: list[Any] = []
-        spaces: list[Any] = []
+    def _reserve(self, arrays: Sequence[Array], rows: list[Lengths]) -> _Memory:
+        results: list[Array] = []
+        spaces: list[Array | None] = []
         counts = [self._nbytes(row) for row in rows]
-        packed: Any = None
+        packed: _Packed | None = None
         limit = min(_PACKED_BYTES * len(self._leaves), _PACKED_BYTES_IN_ALL)
         if self._packs and max(counts) <= limit:
             own = counts[self._comm.rank]
-            packed = np.empty(own, np.uint8), np.empty(sum(counts), np.uint8)
+            packed = _Packed(np.empty(own, np.uint8), np.empty(sum(counts), np.uint8))
         for i, (x, leaf) in enumerate(zip(arrays, self._leaves, strict=True)):
             total = sum(row[i] for row in rows)
             shape, space = leaf.shape(total), None
+            result: Array
             if backend.is_device_array(x):
                 result = backend.empty_like(x, shape, leaf.dtype)
             else:
@@ -388,19 +426,23 @@ class MpiGather:
                 space = backend.empty_like(x, (total * leaf.row_bytes,), np.uint8)
             results.append(result)
             spaces.append(space)
-        return results, spaces, packed
+        return _Memory(results, spaces, packed)
 
-    def _nbytes(self, row: list[int]) -> int:
+    def _nbytes(self, row: Lengths) -> int:
         return sum(
             leaf.row_bytes * n for leaf, n in zip(self._leaves, row, strict=True)
         )
 
     def _gather_packed(
-        self, sends: list[Any], packed: Any, rows: list[list[int]], results: list[Any]
+        self,
+        sends: list[Array],
+        packed: tuple[HostArray, HostArray],
+        rows: list[Lengths],
+        results: list[Array],
     ) -> None:
         """Gather all arrays as one message."""
         send, receive = packed
-        np.concatenate([backend.as_bytes(x) for x in sends], out=send)
+        np.concatenate([backend.as_bytes(backend.to_host(x)) for x in sends], out=send)
         counts = [self._nbytes(row) for row in rows]
         self._transports.host.all_gather(send, receive, counts)
         starts = [0, *itertools.accumulate(counts)]
@@ -414,7 +456,7 @@ class MpiGather:
 
 
 def _unpack(
-    leaf: GatherLeaf, raw: Any, starts: list[int], lengths: list[int], result: Any
+    leaf: GatherLeaf, raw: Array, starts: list[int], lengths: list[int], result: Array
 ) -> None:
     """Copy the arrays of all ranks, which begin at these bytes, into the result."""
     first = 0

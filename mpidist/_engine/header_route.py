@@ -11,7 +11,8 @@ headers agree have the same plan, and so the same layout.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 
@@ -19,16 +20,19 @@ from mpidist._agreement.channel import MessageChannel
 from mpidist._agreement.mismatch import Call
 from mpidist._base.memory import round_up
 from mpidist._base.options import ReduceOp
-from mpidist._engine.plans import Means, Signature
+from mpidist._base.types import Array, DType, HostArray, Shape
+from mpidist._engine.buckets import Results
+from mpidist._engine.dtypes import Reduction
+from mpidist._engine.plans import PlanResources, Signature
 from mpidist._mpi.messages import COMBINE
 
 _ALIGNMENT: Final = 16  # what the dtypes need
 
 
-def header(means: Means, signature: Signature) -> HeaderReduce | None:
+def header(resources: PlanResources, signature: Signature) -> HeaderReduce | None:
     """Return the plan of a small nest, where ranks exchange headers by messages."""
-    channel = means.guard.channel
-    if not isinstance(channel, MessageChannel) or not means.guard.enabled:
+    channel = resources.guard.channel
+    if not isinstance(channel, MessageChannel) or not resources.guard.enabled:
         return None
     if signature.root is not None or signature.compress is not None:
         return None
@@ -39,22 +43,22 @@ def header(means: Means, signature: Signature) -> HeaderReduce | None:
     nbytes = [leaf.size * leaf.reduction.wire.itemsize for leaf in signature.leaves]
     if not 0 < sum(round_up(n, _ALIGNMENT) for n in nbytes) <= channel.room:
         return None
-    return HeaderReduce(means, signature, channel)
+    return HeaderReduce(resources, signature, channel)
 
 
 class HeaderReduce:
     """All-reduces small nests, each with its header."""
 
     def __init__(
-        self, means: Means, signature: Signature, channel: MessageChannel
+        self, resources: PlanResources, signature: Signature, channel: MessageChannel
     ) -> None:
         self.call = signature.call
-        self._guard = means.guard
-        self._traffic = means.comm.traffic
-        self._size = means.comm.size
+        self._guard = resources.guard
+        self._traffic = resources.comm.traffic
+        self._size = resources.comm.size
         self._channel = channel
         self._leaves: list[_Leaf] = []
-        at, rank = 0, means.comm.rank
+        at, rank = 0, resources.comm.rank
         self._payload = 0
         for leaf in signature.leaves:
             wire, reduction = leaf.reduction.wire, leaf.reduction
@@ -80,23 +84,27 @@ class HeaderReduce:
             at += round_up(nbytes, _ALIGNMENT)
         self._nbytes = at
 
-    def one(self, x: Any) -> Any:
-        """As a call with a nest of one array, of which all want the result."""
-        return self([x])[0]
+    def one(self, x: Array) -> Array:
+        """Reduce one array, with a result on all ranks; see `Plan`."""
+        result: Array = self([x])[0]
+        return result
 
     def __call__(
-        self, arrays: list[Any], call: Call | None = None, timeout: float | None = None
-    ) -> list[Any]:
+        self,
+        arrays: list[Array],
+        call: Call | None = None,
+        timeout: float | None = None,
+    ) -> Results:
         """Agree with the other ranks, and reduce; see `Plan`."""
         # Who has NumPy raise errors would leave the others waiting.
         with np.errstate(all="ignore"):
             return self._reduce(arrays, call or self.call, timeout)
 
     def _reduce(
-        self, arrays: list[Any], call: Call, timeout: float | None
-    ) -> list[Any]:
+        self, arrays: list[Array], call: Call, timeout: float | None
+    ) -> Results:
         guard, channel, nbytes = self._guard, self._channel, self._nbytes
-        results: list[Any] = []
+        results: Results = []
         if guard.blocked:  # MPI may still read what would be written here
             guard.enter(call, timeout)
         try:
@@ -130,23 +138,23 @@ class HeaderReduce:
 class _Leaf:
     """A leaf of a nest, and where those of all ranks are when they have come."""
 
-    shape: tuple[int, ...]
-    reduction: Any
-    mine: Any
-    first: Any
-    others: list[Any]
-    combine: Any
+    shape: Shape
+    reduction: Reduction
+    mine: HostArray
+    first: HostArray
+    others: list[HostArray]
+    combine: Callable[..., HostArray]
     plain: bool
-    result: Any
+    result: DType
 
-    def load(self, x: Any) -> None:
+    def load(self, x: Array) -> None:
         """Write this rank's to where it is sent from."""
         if self.plain:
             self.mine[...] = x
         else:
             self.reduction.encode(x, self.mine)
 
-    def reduce(self, out: Any, size: int) -> None:
+    def reduce(self, out: HostArray, size: int) -> None:
         """Add up those of all ranks, in their order."""
         combine, total = self.combine, self.first
         target = out if self.plain else None

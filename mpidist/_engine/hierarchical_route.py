@@ -19,16 +19,18 @@ each dtype that may are a nest of their own, one after the other behind one head
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
+from mpidist._base.types import Array, DType, HostArray
+from mpidist._engine.buckets import Leaf, Results
 from mpidist._engine.core_routes import CoreReduce, nbytes_of, takes
 from mpidist._engine.nodes import Nodes
-from mpidist._engine.plans import Means, Signature
+from mpidist._engine.plans import PlanResources, Signature
 from mpidist._engine.pool import SMALLEST
 from mpidist._mpi.traffic import Traffic
 from mpidist._transports import COMPRESSED_BYTES
@@ -37,25 +39,29 @@ LEAST_BYTES: Final = 64 * 1024
 """Of a nest; smaller ones go by messages between all ranks (`mpi_route`)."""
 
 
-def hierarchical(means: Means, signature: Signature) -> HierarchicalReduce | None:
+def hierarchical(
+    resources: PlanResources, signature: Signature
+) -> HierarchicalReduce | None:
     """Return the plan of a large nest of host arrays."""
-    if means.nodes is None or any(leaf.on_device for leaf in signature.leaves):
+    if resources.nodes is None or any(leaf.on_device for leaf in signature.leaves):
         return None
-    if not takes(means, signature):
+    if not takes(resources, signature):
         return None
     if signature.compress is not None and signature.transports.mixed:
         return None  # `staged` does not compress: all go by messages
-    groups = _groups(means, signature)
-    nbytes = sum(nbytes_of(means, leaf) for leaf in signature.leaves)
+    groups = _groups(resources, signature)
+    nbytes = sum(nbytes_of(resources, leaf) for leaf in signature.leaves)
     if nbytes < LEAST_BYTES and not any(compressed for _, compressed in groups):
         return None
-    return HierarchicalReduce(means, means.nodes, signature, groups)
+    return HierarchicalReduce(resources, resources.nodes, signature, groups)
 
 
-def _groups(means: Means, signature: Signature) -> list[tuple[list[int], bool]]:
+def _groups(
+    resources: PlanResources, signature: Signature
+) -> list[tuple[list[int], bool]]:
     """Return which leaves go together, and whether as 16-bit floats."""
     plain: list[int] = []
-    lossy: dict[Any, list[int]] = {}
+    lossy: dict[DType, list[int]] = {}
     for index, leaf in enumerate(signature.leaves):
         if signature.compress is not None and leaf.reduction.compressible:
             lossy.setdefault(leaf.reduction.wire, []).append(index)
@@ -63,7 +69,7 @@ def _groups(means: Means, signature: Signature) -> list[tuple[list[int], bool]]:
             plain.append(index)
     groups = []
     for members in lossy.values():
-        nbytes = sum(nbytes_of(means, signature.leaves[i]) for i in members)
+        nbytes = sum(nbytes_of(resources, signature.leaves[i]) for i in members)
         if nbytes > COMPRESSED_BYTES:
             groups.append((members, True))
         else:
@@ -83,34 +89,38 @@ class HierarchicalReduce:
 
     def __init__(
         self,
-        means: Means,
+        resources: PlanResources,
         nodes: Nodes,
         signature: Signature,
         groups: list[tuple[list[int], bool]],
     ) -> None:
         self.call = signature.call
-        self._guard: Guard = means.guard
-        self._traffic: Traffic = means.comm.traffic
-        self._pool = means.pool
+        self._guard: Guard = resources.guard
+        self._traffic: Traffic = resources.comm.traffic
+        self._pool = resources.pool
         self._nodes = nodes
         self._leaves = signature.leaves
-        self._wanted = signature.root in (None, means.comm.rank)
+        self._wanted = signature.root in (None, resources.comm.rank)
         self._kind = "Allreduce" if signature.root is None else "Reduce"
         self._groups = [
-            (members, _Group(means, _part_of(signature, members, compressed)))
+            (members, _Group(resources, _part_of(signature, members, compressed)))
             for members, compressed in groups
         ]
 
-    def one(self, x: Any) -> Any:
-        """As a call with a nest of one array, of which all want the result."""
-        return self([x])[0]
+    def one(self, x: Array) -> Array:
+        """Reduce one array, with a result on all ranks; see `Plan`."""
+        result: Array = self([x])[0]
+        return result
 
     def __call__(
-        self, arrays: list[Any], call: Call | None = None, timeout: float | None = None
-    ) -> list[Any]:
+        self,
+        arrays: list[Array],
+        call: Call | None = None,
+        timeout: float | None = None,
+    ) -> Results:
         """Agree with the other ranks, and reduce; see `Plan`."""
         guard, call = self._guard, call or self.call
-        results: list[Any] = [None] * len(arrays)
+        results: Results = [None] * len(arrays)
         try:
             # All memory before the agreement: who has none must say so.
             if self._wanted:
@@ -127,19 +137,19 @@ class HierarchicalReduce:
                 # Who has NumPy raise errors would leave the others waiting.
                 with np.errstate(all="ignore"):
                     for (_, group), work in zip(self._groups, works, strict=True):
-                        group.run(self._nodes, guard, *work)
+                        group.run(self._nodes, guard, work)
             except BaseException as error:
                 self._nodes.node.channel.leave()  # the others wait for its steps
                 raise guard.leave_payload(call, error) from None
         for (members, _), (_, sums) in zip(self._groups, works, strict=True):
             for i, total in zip(members, sums, strict=True):
-                if self._wanted and total is not results[i]:
+                if total is not None and total is not results[i]:
                     with np.errstate(all="ignore"):
-                        np.copyto(results[i], total, casting="unsafe")
+                        np.copyto(results[i], backend.to_host(total), casting="unsafe")
         self._traffic.count(self._kind, sum(group.nbytes for _, group in self._groups))
         return results
 
-    def _new_result(self, leaf: Any) -> Any:
+    def _new_result(self, leaf: Leaf) -> HostArray:
         dtype = leaf.reduction.result
         if leaf.size * dtype.itemsize < SMALLEST:
             return np.empty(leaf.shape, dtype)
@@ -154,6 +164,13 @@ def _part_of(signature: Signature, members: list[int], compressed: bool) -> Sign
     )
 
 
+class _Work(NamedTuple):
+    """What the core reads, and what it writes."""
+
+    sources: list[Array]
+    sums: list[Array | None]  # None: this rank wants no result
+
+
 class _Group(CoreReduce):
     """Leaves that go together, as one sequence of bytes."""
 
@@ -162,7 +179,7 @@ class _Group(CoreReduce):
         """Bytes of this rank's arrays, as they travel."""
         return self._nbytes
 
-    def prepare(self, pairs: list[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
+    def prepare(self, pairs: list[tuple[Array, Array | None]]) -> _Work:
         """Return what the core reads, and what it writes. Not collective.
 
         Args:
@@ -176,34 +193,32 @@ class _Group(CoreReduce):
             sources.append(x if x.flags.aligned else x.copy())
             fits = result is None or result.dtype == dtype
             sums.append(result if fits else np.empty(shape, dtype))
-        return sources, sums
+        return _Work(sources, sums)
 
-    def run(
-        self, nodes: Nodes, guard: Guard, sources: list[Any], sums: list[Any]
-    ) -> None:
+    def run(self, nodes: Nodes, guard: Guard, work: _Work) -> None:
         """Reduce. Collective, after an agreement."""
-        core, across = self._core, self._across
+        core, exchange = self._core, self._exchange
         pieces, turn = core.pieces, nodes.node.channel.turn
-        assert across is not None
+        assert exchange is not None
         if not pieces:
             return
-        core.start(sources, sums if self._wanted else None)
-        across.start()
+        core.start(work.sources, work.sums if self._wanted else None)
+        exchange.start()
         try:
             core.copy_in(0)
             for p in range(pieces):
                 nodes.step(guard)
                 core.combine(p)
-                across.begin(p, turn + p)
+                exchange.begin(p, turn + p)
                 if p:
                     core.copy_out(p - 1)
                 if p + 1 < pieces:
                     core.copy_in(p + 1)
-                across.finish()
+                exchange.finish()
             nodes.step(guard)
             core.copy_out(pieces - 1)
         except BaseException:
-            across.leave()
+            exchange.leave()
             raise
         finally:
             core.finish()

@@ -7,50 +7,56 @@ buffers (`buckets`), which a transport reduces.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.options import ReduceOp
+from mpidist._base.types import Array
 from mpidist._engine import buckets as _buckets
-from mpidist._engine.plans import Means, Signature
+from mpidist._engine.buckets import Results
+from mpidist._engine.plans import PlanResources, Signature
 from mpidist._engine.pool import SMALLEST
 
 
-def mpi(means: Means, signature: Signature) -> MpiReduce:
+def mpi(resources: PlanResources, signature: Signature) -> MpiReduce:
     """Return the plan of any nest."""
-    return MpiReduce(means, signature)
+    return MpiReduce(resources, signature)
 
 
 class MpiReduce:
     """All-reduces nests by buckets."""
 
-    def __init__(self, means: Means, signature: Signature) -> None:
+    def __init__(self, resources: PlanResources, signature: Signature) -> None:
         self.call = signature.call
-        self._guard = means.guard
-        self._comm = means.comm
-        self._pool = means.pool
+        self._guard = resources.guard
+        self._comm = resources.comm
+        self._pool = resources.pool
         self._leaves = signature.leaves
         self._root = signature.root
         self._transports = signature.transports
-        self._wanted = signature.root in (None, means.comm.rank)
+        self._wanted = signature.root in (None, resources.comm.rank)
         self._buckets = _buckets.plan_buckets(
             signature.leaves,
             signature.bytes_per_pack,
             signature.compress,
         )
-        self._buffers = means.buffers
+        self._buffers = resources.buffers
         self._reduce_one = self._single(signature)
 
-    def one(self, x: Any) -> Any:
-        """As a call with a nest of one array, of which all want the result."""
-        return self([x])[0]
+    def one(self, x: Array) -> Array:
+        """Reduce one array, with a result on all ranks; see `Plan`."""
+        result: Array = self([x])[0]
+        return result
 
     def __call__(
-        self, arrays: list[Any], call: Call | None = None, timeout: float | None = None
-    ) -> list[Any]:
+        self,
+        arrays: list[Array],
+        call: Call | None = None,
+        timeout: float | None = None,
+    ) -> Results:
         """Agree with the other ranks, and reduce; see `Plan`."""
         guard = self._guard
         call = call or self.call
@@ -65,7 +71,7 @@ class MpiReduce:
             self._move_or_leave(arrays, results, call)
         return results
 
-    def _prepare(self, arrays: list[Any]) -> list[Any]:
+    def _prepare(self, arrays: list[Array]) -> Results:
         """Take all memory that a call needs; return what the results go into."""
         self._transports.check()
         for bucket in self._buckets:
@@ -77,7 +83,7 @@ class MpiReduce:
             for x, leaf in zip(arrays, self._leaves, strict=True)
         ]
 
-    def _move_or_leave(self, arrays: list[Any], results: list[Any], call: Call) -> None:
+    def _move_or_leave(self, arrays: list[Array], results: Results, call: Call) -> None:
         try:
             # Who has NumPy raise errors would leave the others waiting.
             with np.errstate(all="ignore"):
@@ -85,7 +91,7 @@ class MpiReduce:
         except BaseException as error:
             raise self._guard.leave_payload(call, error) from None
 
-    def _move(self, arrays: list[Any], results: list[Any]) -> None:
+    def _move(self, arrays: list[Array], results: Results) -> None:
         if self._reduce_one is not None:
             (x,), (leaf,) = arrays, self._leaves
             x = backend.contiguous(x)
@@ -106,7 +112,7 @@ class MpiReduce:
                 self._root,
             )
 
-    def _single(self, signature: Signature) -> Any:
+    def _single(self, signature: Signature) -> Callable[[Array, Array], None] | None:
         """Return what reduces the one leaf of a nest, if that goes as it is."""
         if len(signature.leaves) != 1 or signature.root is not None:
             return None
@@ -118,12 +124,11 @@ class MpiReduce:
             return None
         mean = reduction.op is ReduceOp.MEAN
         return signature.transports.host.reducer(
-            leaf.size * reduction.wire.itemsize,
             reduction.mpi,
             self._comm.size if mean else None,
         )
 
-    def _new_result(self, x: Any, leaf: _buckets.Leaf) -> Any:
+    def _new_result(self, x: Array, leaf: _buckets.Leaf) -> Array:
         if leaf.on_device:
             return backend.empty_like(x, leaf.shape, leaf.reduction.result)
         if leaf.size * leaf.reduction.result.itemsize < SMALLEST:

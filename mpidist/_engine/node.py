@@ -24,7 +24,7 @@ import dataclasses
 import os
 import tempfile
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from mpidist import _native
 from mpidist._base.memory import PAGE
@@ -61,9 +61,9 @@ class Node:
         piece_bytes: the size of a piece area.
     """
 
-    memory: Any
-    channel: Any
-    pool: Any
+    memory: _native.Memory
+    channel: _native.Channel
+    pool: _native.Pool
     rank: int
     size: int
     piece_bytes: int
@@ -163,7 +163,9 @@ def _too_many(comm: Communicator) -> str:
     return f"{comm.local_size} ranks on one node; at most {most} can share memory"
 
 
-def _share_file(comm: Communicator, total: int, head: int) -> tuple[Any, str]:
+def _share_file(
+    comm: Communicator, total: int, head: int
+) -> tuple[_native.Memory | None, str]:
     """Make the file and map it on all ranks. Collective.
 
     Returns:
@@ -209,7 +211,7 @@ def _make_file(total: int, head: int) -> tuple[int, str]:
     return fd, path
 
 
-def _map_file(path: str, total: int) -> Any:
+def _map_file(path: str, total: int) -> _native.Memory:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         return _native.core.Memory(fd, total)
@@ -218,7 +220,7 @@ def _map_file(path: str, total: int) -> Any:
 
 
 def _connect(
-    memory: Any,
+    memory: _native.Memory,
     size: int,
     rank: int,
     area: int,

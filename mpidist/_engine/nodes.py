@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
 
 import numpy as np
 
@@ -33,6 +32,7 @@ from mpidist import _native
 from mpidist._agreement.channel import LEFT, LeftError
 from mpidist._agreement.guard import Guard
 from mpidist._base.memory import LINE, round_up
+from mpidist._base.types import DType, HostArray
 from mpidist._engine.node import Node, open_node
 from mpidist._mpi.communicator import Communicator, Peers
 from mpidist._mpi.messages import Transfers
@@ -55,9 +55,9 @@ class Nodes:
     ranks: list[int]
     peers: Peers | None
     slices: int
-    scratch: Any
+    scratch: HostArray
 
-    def memory(self) -> Any:
+    def memory(self) -> HostArray:
         """Return all that the node shares, as an array of bytes."""
         return np.frombuffer(self.node.memory, np.uint8)
 
@@ -105,7 +105,7 @@ def open_nodes(
     return Nodes(node, comm.node_ranks, peers, slices, scratch), ""
 
 
-class Across:
+class NodeExchange:
     """All-reduces pieces of a nest over the nodes, after each node has added them up.
 
     Args:
@@ -122,11 +122,11 @@ class Across:
         self,
         nodes: Nodes,
         guard: Guard,
-        core: Any,
-        rows: list[Any],
+        core: _native.Reduce,
+        rows: list[_native.ReduceLeaf],
         sizes: list[int],
         compression: Compression | None = None,
-        dtype: Any = None,
+        dtype: DType | None = None,
     ) -> None:
         self._nodes = nodes
         self._guard = guard
@@ -136,13 +136,13 @@ class Across:
         self._layout = _native.core.Reduce(node.channel, rows, node.piece_bytes)
         self._compression = compression
         self._dtype = dtype
-        self._divisor = rows[0][3] if rows else 0
+        self._divisor = rows[0].divisor if rows else 0
         starts = self._layout.starts
         self._places = list(zip(starts, sizes, strict=True))
         self._first = 0
-        self._slice: Any = None
-        self._parts: list[tuple[int, Any]] = []
-        self._rows: list[Any] = []
+        self._slice: HostArray | None = None
+        self._parts: list[tuple[int, HostArray]] = []
+        self._rows: list[HostArray] = []
         self._transfers: Transfers | None = None
 
     def start(self) -> None:
@@ -178,6 +178,7 @@ class Across:
     def _send(self, peers: Peers) -> None:
         """Send the slice to the other one, or to each of the others its part."""
         piece, scratch, me = self._slice, self._nodes.scratch, peers.rank
+        assert piece is not None
         others = [(me + k) % peers.size for k in range(1, peers.size)]
         cuts = _cut(piece.size, peers.size)
         self._parts = [(a, piece[a:b]) for a, b in itertools.pairwise(cuts)]
@@ -228,6 +229,8 @@ class Across:
 
     def _reduce_compressed(self, peers: Peers, compression: Compression) -> None:
         """All-reduce the floats of the slice, as one array, as 16-bit floats."""
+        assert self._slice is not None
+        assert self._dtype is not None
         first, last = self._first, self._first + self._slice.size
         parts = [
             self._slice[max(a, first) - first : min(a + n, last) - first]

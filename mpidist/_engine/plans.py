@@ -29,7 +29,7 @@ from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions, ReduceOp
 from mpidist._base.types import Array, HostArray, Nest
 from mpidist._engine import dtypes
-from mpidist._engine.buckets import FlatBuffers, Leaf
+from mpidist._engine.buckets import FlatBuffers, Leaf, Results
 from mpidist._engine.node import Node
 from mpidist._engine.nodes import Nodes
 from mpidist._engine.pool import Pool
@@ -37,8 +37,6 @@ from mpidist._engine.staging import Staging
 from mpidist._mpi.communicator import AnyCommunicator
 from mpidist._transports import Compression, Transports
 
-Results: TypeAlias = list[Any]
-"""New arrays, one for each leaf; None for each on a rank that wants none."""
 _Key: TypeAlias = tuple[object, ...]
 
 _MOST_PLANS: Final = 1024
@@ -46,7 +44,7 @@ _NUMBERS: Final = frozenset((float, int, np.float32, np.float64))
 
 
 @dataclasses.dataclass(frozen=True)
-class Means:
+class PlanResources:
     """What routes build plans with.
 
     Attributes:
@@ -128,7 +126,7 @@ class QuickPlan(Plan, Protocol):
         """
 
 
-Route = Callable[[Means, Signature], Plan | None]
+Route = Callable[[PlanResources, Signature], Plan | None]
 """Makes a plan for a signature; None where it is not for such calls."""
 
 ReduceRows = Callable[
@@ -157,14 +155,14 @@ class Plans:
 
     def __init__(
         self,
-        means: Means,
+        resources: PlanResources,
         routes: tuple[Route, ...],
         describe: Describe,
         merge: Callable[[CommunicationOptions | None], CommunicationOptions],
         report: Callable[[str, BaseException], NoReturn],
         reduce_rows: ReduceRows,
     ) -> None:
-        self._means = means
+        self._resources = resources
         self._routes = routes
         self._describe = describe
         self._merge = merge
@@ -176,9 +174,9 @@ class Plans:
         # For nests: the `QuickPlan` that such a call had last.
         self._last: Cache[_Key, Any] = Cache(_MOST_PLANS)
 
-    def restart(self, means: Means) -> None:
+    def restart(self, resources: PlanResources) -> None:
         """Forget all plans, and build new ones with other means."""
-        self._means = means
+        self._resources = resources
         self._plans.clear()
         self._arrays.clear()
         self._last.clear()
@@ -317,7 +315,7 @@ class Plans:
 
     def _make(self, signature: Signature) -> Plan:
         for route in self._routes:
-            plan = route(self._means, signature)
+            plan = route(self._resources, signature)
             if plan is not None:
                 return plan
         raise AssertionError("the last route takes everything")

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from mpidist._base.memory import PAGE
+from mpidist._base.types import DType, HostArray, Shape
 
 SMALLEST: Final = 64 * 1024
 
@@ -47,9 +48,9 @@ class Pool:
         self.limit = limit
         self.nbytes: int = 0
         # By size: the blocks, and where in them results begin.
-        self._kept: dict[int, list[tuple[Any, int]]] = {}
+        self._kept: dict[int, list[tuple[HostArray, int]]] = {}
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+    def empty(self, shape: Shape, dtype: DType) -> HostArray:
         """Return an array whose values are not set."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < SMALLEST or nbytes > self.limit:

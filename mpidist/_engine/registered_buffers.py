@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from mpidist import _native
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, nest
 from mpidist._base.memory import LINE, round_up
-from mpidist._base.types import Array, Nest
+from mpidist._base.types import Array, HostArray, Nest
 from mpidist._engine.resources import Resources, timed
 
 
@@ -40,21 +41,27 @@ class RegisteredBuffers(Resources):
         return structure.unflatten(results)
 
     def _zeros(self, like: list[Array]) -> list[Array]:
-        """Return zeros; on the host side by side in one block, each on a line."""
+        """Return zeros; host arrays in one slot, each at the begin of a cache line."""
         starts, end = [], 0
         for x in like:
             starts.append(end)
             if not backend.is_device_array(x):
                 end += round_up(x.nbytes, LINE)
-        block = None
+        slot = None
         if self.node is not None and end:
-            block = self.node.pool.take(end)
-        if block is None:
+            slot = self.node.pool.take(end)
+        if slot is None:
             return [backend.module_of(x).zeros(x.shape, x.dtype) for x in like]
-        np.frombuffer(block, np.uint8)[:] = 0
+        np.frombuffer(slot, np.uint8)[:] = 0
         return [
-            backend.module_of(x).zeros(x.shape, x.dtype)
-            if backend.is_device_array(x)
-            else np.ndarray(x.shape, x.dtype, block, start)
-            for x, start in zip(like, starts, strict=True)
+            _zeros_in(slot, start, x) for x, start in zip(like, starts, strict=True)
         ]
+
+
+def _zeros_in(slot: _native.Slot, start: int, like: Array) -> Array:
+    """Return a GPU array of zeros, or an array in a slot that holds zeros."""
+    if backend.is_device_array(like):
+        zeros: Array = backend.module_of(like).zeros(like.shape, like.dtype)
+        return zeros
+    array: HostArray = np.ndarray(like.shape, like.dtype, slot, start)
+    return array

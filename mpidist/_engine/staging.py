@@ -30,19 +30,20 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from mpidist import _native
 from mpidist._base import backend
+from mpidist._base.types import Array, DeviceArray, HostArray
 from mpidist._engine.node import Node
 
 _SUMS: Final = -1  # the "rank" of the node's areas for sums
 
 
-class Part(NamedTuple):
+class LeafRange(NamedTuple):
     """Bytes of a leaf in a piece: where in the leaf, and where in the piece."""
 
     leaf: int
@@ -55,7 +56,7 @@ class Piece(NamedTuple):
     """A piece of a nest: its bytes, and what of which leaves they are."""
 
     nbytes: int
-    parts: list[Part]
+    parts: list[LeafRange]
 
 
 class Staging:
@@ -69,9 +70,9 @@ class Staging:
         self._node = node
         self._areas: tuple[_Areas, _Areas] | None = None
         self._lanes: dict[int, Lane] = {}
-        self._scratch: Any = None
+        self._scratch: HostArray | None = None
 
-    def lane_of(self, near: Any) -> Lane:
+    def lane_of(self, near: DeviceArray) -> Lane:
         """Return the lane of the GPU that ``near`` is on, which is the current one."""
         number = int(near.device.id)
         lane = self._lanes.get(number)
@@ -81,7 +82,7 @@ class Staging:
             lane = self._lanes[number] = Lane(*self._areas)
         return lane
 
-    def scratch(self) -> Any:
+    def scratch(self) -> HostArray:
         """Return page-locked memory for a nest that travels with its header."""
         if self._scratch is None:
             self._scratch = backend.pinned_empty(_native.core.EAGER_BYTES, "u1")
@@ -108,11 +109,11 @@ class _Areas:
         slot: page-locked memory of one area, where theirs is not; else None.
     """
 
-    def __init__(self, memory: Any) -> None:
+    def __init__(self, memory: HostArray) -> None:
         half = memory.nbytes // 2
-        self.turns: tuple[Any, Any] = memory[:half], memory[half:]
-        self.slot: Any = None
-        self._unlock: Any = None
+        self.turns: tuple[HostArray, HostArray] = memory[:half], memory[half:]
+        self.slot: HostArray | None = None
+        self._unlock: Callable[[], object] | None = None
         try:
             unlock = backend.page_lock(memory)
         except Exception:  # of CUDA, which has classes of its own
@@ -146,14 +147,14 @@ class Lane:
         self._outward = backend.new_stream()
         self._loaded = backend.new_event()
         self._stored = backend.new_event()
-        self._landing: Any = None
+        self._landing: HostArray | None = None
         self.error: Exception | None = None
 
     def begin(self) -> None:
         """Forget what has failed."""
         self.error = self._landing = None
 
-    def load(self, piece: Piece, turn: int, leaves: list[Any]) -> None:
+    def load(self, piece: Piece, turn: int, leaves: list[Array]) -> None:
         """Queue the copies of a piece to this rank's area.
 
         Args:
@@ -177,7 +178,7 @@ class Lane:
                     host[...] = x
             self._loaded.record(stream)
 
-    def store(self, piece: Piece, turn: int, leaves: list[Any]) -> None:
+    def store(self, piece: Piece, turn: int, leaves: list[Array]) -> None:
         """Queue the copies of a piece from the area for sums; see `load`."""
         if self.error is not None:
             return
@@ -198,7 +199,7 @@ class Lane:
         """Wait until all copies have ended."""
         with self._keep_error():
             self._loaded.synchronize()
-            if self._landing is not None:
+            if self._landing is not None and self._own.slot is not None:
                 self._landing[...] = self._own.slot[: self._landing.size]
                 self._landing = None
         with self._keep_error():

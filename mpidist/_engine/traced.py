@@ -21,7 +21,7 @@ from mpidist._base.types import Array, Nest
 from mpidist._engine import ROUTES
 from mpidist._engine.collectives import Collectives
 from mpidist._engine.memory import SharedMemory
-from mpidist._engine.plans import Means, Plan, Route, Signature
+from mpidist._engine.plans import Plan, PlanResources, Route, Signature
 from mpidist._mpi.communicator import AnyCommunicator
 
 
@@ -62,8 +62,8 @@ class TracedPlan:
 def _traced(route: Route, trace: Trace) -> Route:
     name = getattr(route, "__name__", "unknown")
 
-    def make(means: Means, signature: Signature) -> Plan | None:
-        plan = route(means, signature)
+    def make(resources: PlanResources, signature: Signature) -> Plan | None:
+        plan = route(resources, signature)
         return None if plan is None else TracedPlan(plan, name, trace)
 
     return make

@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import pathlib
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 ADVICE: Final = (
     "install a C compiler and Python's headers (Debian, Ubuntu: `apt install gcc "
@@ -34,10 +34,29 @@ Channel: TypeAlias = Any
 """Where the ranks of a node meet: `mpidist._agreement.channel.Channel` and steps."""
 Pool: TypeAlias = Any
 """The slots of a rank's arena."""
+Slot: TypeAlias = Any
+"""Memory of an arena, with the buffer protocol; free again when nothing views it."""
 Reduce: TypeAlias = Any
 """All-reduces of nests of one layout."""
 Gather: TypeAlias = Any
 """All-gathers of nests of one layout."""
+
+
+class ReduceLeaf(NamedTuple):
+    """What `Reduce` needs to know of a leaf.
+
+    Attributes:
+        dtype: kind and bytes, as in "f8"; "bf2" for bfloat16.
+        operation: 0: sum, 1: product, 2: minimum, 3: maximum.
+        shape: of the leaf.
+        divisor: of a mean; 0: none.
+    """
+
+    dtype: str
+    operation: int
+    shape: tuple[int, ...]
+    divisor: int
+
 
 missing = ""
 """Why the core is missing; "" if it is there."""

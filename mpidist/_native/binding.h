@@ -1,6 +1,6 @@
 /* What the files of the binding share.  These are all that know Python:
 
-   - py_memory.c: `Memory`, a file that is mapped; `Pool` and `Block`, parts of it;
+   - py_memory.c: `Memory`, a file that is mapped; `Pool` and `Slot`, parts of it;
    - py_channel.c: `Channel`, and how a call begins, waits and ends;
    - py_reduce.c: `Reduce`, the all-reduce of a nest;
    - py_gather.c: `Gather`, the all-gather of a nest;
@@ -44,7 +44,7 @@ typedef struct {
   md_channel channel;
 } Channel;
 
-extern PyTypeObject MemoryType, PoolType, BlockType, ChannelType, ReduceType, GatherType;
+extern PyTypeObject MemoryType, PoolType, SlotType, ChannelType, ReduceType, GatherType;
 
 /* Begin a call: -1 with an exception if the channel is not open, or is in a call.  What
    `end_call` returns is the status, or NULL where `pause` has raised. */

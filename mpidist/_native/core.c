@@ -31,7 +31,7 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_core",
                                     .m_size = -1, .m_methods = functions};
 
 PyMODINIT_FUNC PyInit__core(void) {
-  PyTypeObject *types[] = {&MemoryType,  &PoolType,   &BlockType,
+  PyTypeObject *types[] = {&MemoryType,  &PoolType,   &SlotType,
                            &ChannelType, &ReduceType, &GatherType};
   const struct {
     const char *name;

@@ -1,4 +1,4 @@
-/* `Memory`, and `Pool` and `Block`: parts of it that are given out and back. */
+/* `Memory`, and `Pool` and `Slot`: parts of it that are given out and back. */
 #define _GNU_SOURCE
 #include "binding.h"
 
@@ -91,7 +91,7 @@ PyTypeObject MemoryType = {
     .tp_methods = Memory_methods,
     .tp_as_buffer = &Memory_buffer};
 
-/* --- Pool and Block ----------------------------------------------------------------- */
+/* --- Pool and Slot ----------------------------------------------------------------- */
 
 typedef struct {
   size_t start, stop;
@@ -112,7 +112,7 @@ typedef struct {
   Pool *pool;
   size_t first, last; /* whole pages, in the pool */
   size_t nbytes;
-} Block;
+} Slot;
 
 static int Pool_init(Pool *self, PyObject *args, PyObject *kwargs) {
   static char *names[] = {"memory", "start", "nbytes", NULL};
@@ -167,19 +167,19 @@ static PyObject *Pool_take(Pool *self, PyObject *argument) {
       self->room *= 2;
       range = &self->ranges[i];
     }
-    Block *block = PyObject_New(Block, &BlockType);
-    if (!block) return NULL;
+    Slot *slot = PyObject_New(Slot, &SlotType);
+    if (!slot) return NULL;
     range->start = last;
     self->blocks++;
     if (range->start == range->stop) {
       memmove(range, range + 1, (size_t)(self->count - i - 1) * sizeof(Range));
       self->count--;
     }
-    block->pool = (Pool *)Py_NewRef(self);
-    block->first = first;
-    block->last = last;
-    block->nbytes = nbytes;
-    return (PyObject *)block;
+    slot->pool = (Pool *)Py_NewRef(self);
+    slot->first = first;
+    slot->last = last;
+    slot->nbytes = nbytes;
+    return (PyObject *)slot;
   }
   Py_RETURN_NONE;
 }
@@ -205,23 +205,23 @@ static void give_back(Pool *self, size_t first, size_t last) {
   }
 }
 
-static void Block_dealloc(Block *self) {
+static void Slot_dealloc(Slot *self) {
   give_back(self->pool, self->first, self->last);
   self->pool->blocks--;
   Py_DECREF(self->pool);
   PyObject_Free(self);
 }
 
-static unsigned char *start_of(const Block *block) {
-  return block->pool->memory->start + block->pool->start + block->first + OFFSET;
+static unsigned char *start_of(const Slot *slot) {
+  return slot->pool->memory->start + slot->pool->start + slot->first + OFFSET;
 }
 
-static int Block_getbuffer(Block *self, Py_buffer *view, int flags) {
+static int Slot_getbuffer(Slot *self, Py_buffer *view, int flags) {
   return PyBuffer_FillInfo(view, (PyObject *)self, start_of(self), (Py_ssize_t)self->nbytes, 0,
                            flags);
 }
 
-static PyObject *Block_offset(Block *self, void *closure) {
+static PyObject *Slot_offset(Slot *self, void *closure) {
   (void)closure;
   return PyLong_FromSize_t(self->first + OFFSET);
 }
@@ -242,7 +242,7 @@ static PyObject *Pool_reserved(Pool *self, void *closure) {
 static PyMethodDef Pool_methods[] = {
     {"take", (PyCFunction)Pool_take, METH_O,
      "take(nbytes)\n--\n\n"
-     "Return a `Block`, whose bytes are not set; None where there is no room."},
+     "Return a `Slot`, whose bytes are not set; None where there is no room."},
     {NULL}};
 static PyGetSetDef Pool_fields[] = {
     {"used", (getter)Pool_used, NULL, "Bytes that blocks have, in whole pages.", NULL},
@@ -252,7 +252,7 @@ PyTypeObject PoolType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.Pool",
     .tp_doc =
         "Pool(memory, start, nbytes)\n--\n\n"
-        "Blocks of a part of a memory; the bytes are set aside when first used.",
+        "Slots of a part of a memory; the bytes are set aside when first used.",
     .tp_basicsize = sizeof(Pool),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = PyType_GenericNew,
@@ -260,14 +260,14 @@ PyTypeObject PoolType = {
     .tp_dealloc = (destructor)Pool_dealloc,
     .tp_methods = Pool_methods,
     .tp_getset = Pool_fields};
-static PyGetSetDef Block_fields[] = {
-    {"offset", (getter)Block_offset, NULL, "Where it begins, in the pool.", NULL}, {NULL}};
-static PyBufferProcs Block_buffer = {(getbufferproc)Block_getbuffer, NULL};
-PyTypeObject BlockType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.Block",
+static PyGetSetDef Slot_fields[] = {
+    {"offset", (getter)Slot_offset, NULL, "Where it begins, in the pool.", NULL}, {NULL}};
+static PyBufferProcs Slot_buffer = {(getbufferproc)Slot_getbuffer, NULL};
+PyTypeObject SlotType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.Slot",
     .tp_doc = "Bytes of a pool, for as long as something refers to them.",
-    .tp_basicsize = sizeof(Block),
+    .tp_basicsize = sizeof(Slot),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_dealloc = (destructor)Block_dealloc,
-    .tp_getset = Block_fields,
-    .tp_as_buffer = &Block_buffer};
+    .tp_dealloc = (destructor)Slot_dealloc,
+    .tp_getset = Slot_fields,
+    .tp_as_buffer = &Slot_buffer};

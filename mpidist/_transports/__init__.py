@@ -7,11 +7,12 @@ kind of array when the strategy is made.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 from mpidist._base import backend
 from mpidist._base.options import CommunicationImplementation
-from mpidist._mpi.communicator import AnyCommunicator
+from mpidist._base.types import Array
+from mpidist._mpi.communicator import AnyCommunicator, MPIOp
 from mpidist._transports.compression import LEAST_BYTES as COMPRESSED_BYTES
 from mpidist._transports.compression import Compression
 from mpidist._transports.devices import Devices, DeviceTransport, place_text
@@ -19,8 +20,6 @@ from mpidist._transports.direct import DirectTransport, NodesTransport
 from mpidist._transports.nccl import NcclTransport
 from mpidist._transports.shared import SharedTransport
 from mpidist._transports.staged import StagedTransport
-
-Transport = DeviceTransport
 
 __all__ = [
     "COMPRESSED_BYTES",
@@ -38,6 +37,33 @@ __all__ = [
 ]
 
 
+class Transport(Protocol):
+    """Moves buffers of one kind, on the host or on GPUs.
+
+    The kind is that of the arrays for which `Transports.of` returns it, which no type
+    says: so the buffers are of `Any`.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name that `mpidist info` and the trace print."""
+
+    def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
+        """Reduce ``send`` of all ranks into ``receive``."""
+
+    def allreduce_in_place(self, buffer: Any, op: MPIOp) -> None:
+        """Reduce ``buffer`` of all ranks into itself."""
+
+    def reduce(self, buffer: Any, op: MPIOp, root: int) -> None:
+        """Reduce ``buffer`` of all ranks into that of the root."""
+
+    def broadcast(self, buffer: Any, root: int) -> None:
+        """Copy the root's ``buffer`` to all ranks."""
+
+    def all_gather(self, send: Any, receive: Any, counts: list[int]) -> None:
+        """Concatenate bytes of all ranks, on all ranks."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Transports:
     """The transports of a strategy: one for host arrays, one for GPU arrays.
@@ -51,12 +77,12 @@ class Transports:
     """
 
     host: DirectTransport
-    device: Transport
+    device: DeviceTransport
     reason: str
     host_reason: str = ""
     mixed: bool = False
 
-    def of(self, x: Any) -> Transport:
+    def of(self, x: Array) -> Transport:
         """Return the transport for the array ``x``."""
         return self.device if backend.is_device_array(x) else self.host
 

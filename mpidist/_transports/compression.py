@@ -32,10 +32,11 @@ J. Liu, "DoubleSqueeze", ICML 2019.
 from __future__ import annotations
 
 import math
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
+from mpidist._base.types import HostArray
 from mpidist._mpi.messages import Messages
 
 LEAST_BYTES: Final = 32 * 1024
@@ -54,10 +55,10 @@ class Codec(Protocol):
     def scale_exponent(self, exponent: int, itemsize: int) -> int:
         """Return the power of two to scale by, for a largest below 2**exponent."""
 
-    def encode(self, x: Any, out: Any, *, finite: bool) -> None:
+    def encode(self, x: HostArray, out: HostArray, *, finite: bool) -> None:
         """Round floats into ``out`` (uint16); ``finite``: none of them is NaN."""
 
-    def decode(self, halves: Any, out: Any) -> None:
+    def decode(self, halves: HostArray, out: HostArray) -> None:
         """Write uint16 as floats into ``out``."""
 
 
@@ -66,10 +67,10 @@ class _Fp16:
         limit = _MOST_SCALE[itemsize]
         return min(max(_TOP - exponent, -limit), limit)
 
-    def encode(self, x: Any, out: Any, *, finite: bool) -> None:
+    def encode(self, x: HostArray, out: HostArray, *, finite: bool) -> None:
         out.view(np.float16)[...] = x
 
-    def decode(self, halves: Any, out: Any) -> None:
+    def decode(self, halves: HostArray, out: HostArray) -> None:
         out[...] = halves.view(np.float16)
 
 
@@ -80,7 +81,7 @@ class _Bf16:
         limit = _MOST_SCALE[itemsize]
         return min(max(_TOP - exponent, -limit), limit)
 
-    def encode(self, x: Any, out: Any, *, finite: bool) -> None:
+    def encode(self, x: HostArray, out: HostArray, *, finite: bool) -> None:
         bits = x.astype(np.float32, copy=False).view(np.uint32)
         rounded = bits >> 16
         rounded &= 1  # the last bit that stays: ties go to even
@@ -91,7 +92,7 @@ class _Bf16:
         if not finite:  # rounding may have carried a NaN into the sign
             out[np.isnan(x)] = 0x7FC0
 
-    def decode(self, halves: Any, out: Any) -> None:
+    def decode(self, halves: HostArray, out: HostArray) -> None:
         bits = halves.astype(np.uint32)
         bits <<= 16
         out[...] = bits.view(np.float32)
@@ -100,7 +101,7 @@ class _Bf16:
 CODECS: Final[dict[str, Codec]] = {"fp16": _Fp16(), "bf16": _Bf16()}
 
 
-def encode(codec: Codec, x: Any, packet: Any) -> None:
+def encode(codec: Codec, x: HostArray, packet: HostArray) -> None:
     """Write floats into a packet.
 
     Args:
@@ -119,7 +120,7 @@ def encode(codec: Codec, x: Any, packet: Any) -> None:
         codec.encode(scaled, halves[i : i + _BLOCK], finite=finite)
 
 
-def decode(codec: Codec, packet: Any, out: Any) -> None:
+def decode(codec: Codec, packet: HostArray, out: HostArray) -> None:
     """Write the floats of a packet into ``out``."""
     exponent = int(packet[:_HEAD_BYTES].view(np.int64)[0])
     scale = out.dtype.type(2.0**-exponent)
@@ -136,7 +137,7 @@ def packet_bytes(count: int) -> int:
     return _HEAD_BYTES + (2 * count + 7) // 8 * 8
 
 
-def _exponent(x: Any) -> tuple[int, bool]:
+def _exponent(x: HostArray) -> tuple[int, bool]:
     """Return e, the largest finite number being below 2**e, and if all are finite."""
     largest = max(float(x.max()), -float(x.min()))  # NaN, where there is one
     finite = math.isfinite(largest)
@@ -157,7 +158,7 @@ class Compression:
         self._codec = CODECS[scheme]
         self._error_feedback = error_feedback
         # What was lost of the n-th buffer of a call: of this node's, and of the sum.
-        self._lost: list[tuple[Any, Any]] = []
+        self._lost: list[tuple[HostArray, HostArray]] = []
         self._next = 0
 
     def begin(self) -> Compression:
@@ -165,7 +166,7 @@ class Compression:
         self._next = 0
         return self
 
-    def allreduce(self, peers: Messages, buffer: Any) -> None:
+    def allreduce(self, peers: Messages, buffer: HostArray) -> None:
         """Sum ``buffer`` of all peers into itself.
 
         Args:
@@ -175,7 +176,7 @@ class Compression:
         with np.errstate(over="ignore", invalid="ignore"):  # infinities are let through
             self._allreduce(peers, buffer)
 
-    def _allreduce(self, peers: Messages, buffer: Any) -> None:
+    def _allreduce(self, peers: Messages, buffer: HostArray) -> None:
         codec, me, nodes = self._codec, peers.rank, peers.size
         count = -(-buffer.size // nodes)
         parts = [buffer[k * count : (k + 1) * count] for k in range(nodes)]
@@ -210,7 +211,9 @@ class Compression:
         for k, part in enumerate(parts):
             decode(codec, received[k], part)
 
-    def _kept(self, buffer: Any, mine: Any) -> tuple[Any, Any] | None:
+    def _kept(
+        self, buffer: HostArray, mine: HostArray
+    ) -> tuple[HostArray, HostArray] | None:
         if not self._error_feedback:
             return None
         number = self._next
@@ -220,7 +223,7 @@ class Compression:
         return self._lost[number]
 
 
-def _keep(codec: Codec, x: Any, packet: Any, lost: Any) -> None:
+def _keep(codec: Codec, x: HostArray, packet: HostArray, lost: HostArray) -> None:
     """Write what the packet lacks of ``x`` into ``lost``; 0 for what is infinite."""
     decode(codec, packet, lost)
     np.subtract(x, lost, out=lost)

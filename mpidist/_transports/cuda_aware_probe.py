@@ -26,14 +26,16 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 
 from mpidist._agreement.waiting import Deadline
 from mpidist._base import backend
+from mpidist._base.types import Array, HostArray
 from mpidist._mpi import job as mpi_job
 from mpidist._mpi.communicator import Communicator
 from mpidist._transports import DirectTransport
@@ -42,7 +44,7 @@ Outcome = Literal[
     "works", "wrong", "refused", "crashed", "timed out", "no gpu", "no mpi"
 ]
 
-_MARK: Final = "mpidist-probe "
+_PREFIX: Final = "mpidist-probe "
 _COUNTS: Final = (1, 256, 100_003, 2**20 + 3)  # float32, below and above eager limits
 _OF_LAUNCHERS: Final = (
     *("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_APP_", "OMPI_NUM_APP", "OMPI_FIRST_"),
@@ -173,9 +175,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _judge(ranks: int, code: int, late: bool, text: str, seconds: float) -> Probe:
     """Return what the output and the exit code of children mean."""
     records = [
-        json.loads(line[len(_MARK) :])
+        json.loads(line[len(_PREFIX) :])
         for line in text.splitlines()
-        if line.startswith(_MARK)
+        if line.startswith(_PREFIX)
     ]
     known: dict[str, str] = {}
     for record in records:
@@ -220,7 +222,7 @@ def _child(arguments: list[str]) -> None:
     """Make the calls, and say before each which it is."""
 
     def say(**record: str) -> None:
-        print(_MARK + json.dumps(record), flush=True)
+        print(_PREFIX + json.dumps(record), flush=True)
 
     try:
         # Whether there is a GPU comes first: without one MPI need not even start.
@@ -249,7 +251,9 @@ def _child(arguments: list[str]) -> None:
         say(outcome="works", detail=f"{name}, ranks: {world.size}, GPU {device.index}")
 
 
-def _try_calls(mpi: Any, xp: Any, say: Any) -> str:
+def _try_calls(
+    mpi: types.ModuleType, xp: backend.ArrayModule, say: Callable[[str], None]
+) -> str:
     """Return what was wrong; "" if all results were right."""
     comm = Communicator(mpi.COMM_WORLD, Deadline(0.0))
     direct = DirectTransport(comm)
@@ -262,7 +266,7 @@ def _try_calls(mpi: Any, xp: Any, say: Any) -> str:
         whole = xp.zeros(4 * count * size, np.uint8)
         raw = backend.as_bytes(x)
         sums = base * total
-        calls: list[tuple[str, Callable[[], None], Any, Any]] = [
+        calls: list[tuple[str, Callable[[], None], Array, HostArray]] = [
             (
                 "Sendrecv",
                 functools.partial(_send_around, mpi, x, y, rank, size),
@@ -293,7 +297,9 @@ def _try_calls(mpi: Any, xp: Any, say: Any) -> str:
     return ""
 
 
-def _send_around(mpi: Any, x: Any, y: Any, rank: int, size: int) -> None:
+def _send_around(
+    mpi: types.ModuleType, x: Array, y: Array, rank: int, size: int
+) -> None:
     backend.synchronize(x)
     mpi.COMM_WORLD.Sendrecv(x, (rank + 1) % size, 0, y, (rank - 1) % size, 0)
 

@@ -12,10 +12,11 @@ import json
 import sys
 import types
 import warnings
-from typing import Any, Literal
+from typing import Literal
 
-from mpidist._base import backend
+from mpidist._base import backend, nest
 from mpidist._base.options import CommunicationImplementation, Environment
+from mpidist._base.types import Array
 from mpidist._mpi.communicator import AnyCommunicator
 from mpidist._mpi.job import query_cuda_support
 from mpidist._transports.direct import DirectTransport
@@ -324,7 +325,7 @@ def _package_of(frame: types.FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
-def place_text(arrays: list[Any], structure: Any, mixed: bool) -> str:
+def place_text(arrays: list[Array], structure: nest.Structure, mixed: bool) -> str:
     """Return, for a call's text, which of its arrays are on a GPU; "" for none.
 
     Where the ranks have devices of different kinds (``mixed``), GPU buffers go in the

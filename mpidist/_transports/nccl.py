@@ -13,14 +13,19 @@ rank; whether another run gives the same bits is NCCL's matter.
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from mpidist._base import backend
+from mpidist._base.types import DeviceArray, DType
 from mpidist._mpi.communicator import AnyCommunicator, MPIOp
 from mpidist._transports.staged import StagedTransport
+
+NcclCommunicator: TypeAlias = Any
+"""A `cupy.cuda.nccl.NcclCommunicator`; CuPy has no types."""
 
 # dtype -> (name of NCCL's type, how many of them one element is). NCCL user guide,
 # "Types": it has no 16-bit integers, no bool and no complex. A complex sum is that of
@@ -62,7 +67,7 @@ class NcclTransport:
 
     def __init__(
         self,
-        communicator: Any,
+        communicator: NcclCommunicator,
         rank: int,
         staged: StagedTransport,
         count: Callable[[str, int], None],
@@ -73,7 +78,7 @@ class NcclTransport:
         self._staged = staged
         self._count = count
 
-    def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
+    def allreduce(self, send: DeviceArray, receive: DeviceArray, op: MPIOp) -> None:
         """Reduce ``send`` of all ranks into ``receive``."""
         kind = self._type_of(send.dtype, op)
         if kind is None:
@@ -89,11 +94,11 @@ class NcclTransport:
             )
             self._count("ncclAllReduce", send.nbytes)
 
-    def allreduce_in_place(self, buffer: Any, op: MPIOp) -> None:
+    def allreduce_in_place(self, buffer: DeviceArray, op: MPIOp) -> None:
         """Reduce ``buffer`` of all ranks into itself."""
         self.allreduce(buffer, buffer, op)
 
-    def reduce(self, buffer: Any, op: MPIOp, root: int) -> None:
+    def reduce(self, buffer: DeviceArray, op: MPIOp, root: int) -> None:
         """Reduce ``buffer`` of all ranks into that of the root; others keep theirs."""
         kind = self._type_of(buffer.dtype, op)
         if kind is None:
@@ -111,7 +116,7 @@ class NcclTransport:
             )
             self._count("ncclReduce", buffer.nbytes)
 
-    def broadcast(self, buffer: Any, root: int) -> None:
+    def broadcast(self, buffer: DeviceArray, root: int) -> None:
         """Copy the root's ``buffer`` to all ranks."""
         if buffer.size:
             where = backend.address(buffer)
@@ -125,7 +130,9 @@ class NcclTransport:
             )
             self._count("ncclBroadcast", buffer.nbytes)
 
-    def all_gather(self, send: Any, receive: Any, counts: list[int]) -> None:
+    def all_gather(
+        self, send: DeviceArray, receive: DeviceArray, counts: list[int]
+    ) -> None:
         """Concatenate bytes of all ranks, on all ranks.
 
         Where ranks have different numbers of bytes it is a group of broadcasts, as
@@ -177,7 +184,7 @@ class NcclTransport:
         backend.current_stream().synchronize()
         self._communicator.destroy()
 
-    def _type_of(self, dtype: Any, op: MPIOp) -> tuple[int, int] | None:
+    def _type_of(self, dtype: DType, op: MPIOp) -> tuple[int, int] | None:
         """Return NCCL's type and how many make an element; None: it cannot."""
         name, parts = _TYPES.get(dtype.name, ("", 0))
         if parts == 0 or (parts > 1 and op != "SUM"):
@@ -188,7 +195,7 @@ class NcclTransport:
 
 def connect(
     comm: AnyCommunicator, device: backend.Device, timeout_seconds: float | None
-) -> tuple[Any, str]:
+) -> tuple[NcclCommunicator | None, str]:
     """Make a communicator of NCCL, and see that it can sum. Collective.
 
     Nobody raises: all ranks return a communicator, or all return why there is none.
@@ -212,7 +219,7 @@ def connect(
     data = comm.all_gather_objects(data)[0]
     if data.startswith(_FAILED):
         return None, f"rank 0 could not begin: {data[1:].decode()}"
-    made: list[Any] = []
+    made: list[NcclCommunicator] = []
     problem: list[str] = []
 
     def make() -> None:
@@ -262,7 +269,12 @@ def _only_waited(text: str) -> bool:
     return _LATE in text
 
 
-def _try_sum(communicator: Any, nccl: Any, size: int, device: backend.Device) -> None:
+def _try_sum(
+    communicator: NcclCommunicator,
+    nccl: types.ModuleType,
+    size: int,
+    device: backend.Device,
+) -> None:
     """Sum ones over the ranks: NCCL connects them only now."""
     x = device.array_module.ones(1, np.float32)
     where, stream = backend.address(x), backend.current_stream()

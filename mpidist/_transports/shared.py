@@ -7,8 +7,9 @@ way through the host, of packed leaves, and what one rank sends to all.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from mpidist import _native
 from mpidist._agreement.channel import LEFT, LeftError
 from mpidist._agreement.guard import Guard
 from mpidist._base.cache import Cache
+from mpidist._base.types import Array
 from mpidist._mpi.communicator import AnyCommunicator, MPIOp
 from mpidist._transports.direct import DirectTransport
 
@@ -36,15 +38,17 @@ class SharedTransport(DirectTransport):
     name = "shared"
 
     def __init__(
-        self, comm: AnyCommunicator, guard: Guard, channel: Any, piece_bytes: int
+        self, comm: AnyCommunicator, guard: Guard, channel: _native.Channel, piece_bytes: int
     ) -> None:
         super().__init__(comm)
         self._guard = guard
         self._channel = channel
         self._piece_bytes = piece_bytes
-        self._reductions: Cache[Any, Any] = Cache(_MOST_REDUCTIONS)
+        self._reductions: Cache[tuple[str, MPIOp, int], _native.Reduce] = Cache(
+            _MOST_REDUCTIONS
+        )
 
-    def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
+    def allreduce(self, send: Array, receive: Array, op: MPIOp) -> None:
         """Reduce ``send`` of all ranks into ``receive``."""
         if send.size == 0:
             return
@@ -53,37 +57,29 @@ class SharedTransport(DirectTransport):
         key = (name, op, send.size)
         reduction = self._reductions.get(key)
         if reduction is None:
-            leaf = (name, _OPERATIONS[op], (send.size,), 0)
+            leaf = _native.ReduceLeaf(name, _OPERATIONS[op], (send.size,), 0)
             reduction = _native.core.Reduce(self._channel, [leaf], self._piece_bytes)
             self._reductions[key] = reduction
         self._do(reduction.run, send, receive)
 
-    def allreduce_in_place(self, buffer: Any, op: MPIOp) -> None:
+    def allreduce_in_place(self, buffer: Array, op: MPIOp) -> None:
         """Reduce ``buffer`` of all ranks into itself."""
         self.allreduce(buffer, buffer, op)
 
-    def reducer(self, nbytes: int, op: MPIOp, divisor: int | None = None) -> Any:
-        """Return a function that reduces one array into another."""
+    def _reducer(self, op: MPIOp) -> Callable[[Array, Array], None]:
+        return functools.partial(self.allreduce, op=op)
 
-        def reduce(send: Any, receive: Any) -> None:
-            self.allreduce(send, receive, op)
-            if divisor is not None:
-                with np.errstate(all="ignore"):
-                    np.true_divide(receive, receive.dtype.type(divisor), out=receive)
-
-        return reduce
-
-    def reduce(self, buffer: Any, op: MPIOp, root: int) -> None:
+    def reduce(self, buffer: Array, op: MPIOp, root: int) -> None:
         """Reduce ``buffer`` of all ranks into that of the root."""
         result = buffer if self.comm.rank == root else np.empty_like(buffer)
         self.allreduce(buffer, result, op)
 
-    def broadcast(self, buffer: Any, root: int) -> None:
+    def broadcast(self, buffer: Array, root: int) -> None:
         """Copy the root's ``buffer`` to all ranks."""
         self.comm.traffic.count("Bcast", buffer.nbytes)
         self._do(self._channel.broadcast, buffer, root)
 
-    def all_gather(self, send: Any, receive: Any, counts: list[int]) -> None:
+    def all_gather(self, send: Array, receive: Array, counts: list[int]) -> None:
         """Concatenate bytes of all ranks, on all ranks."""
         self.comm.traffic.count("Allgatherv", send.nbytes)
         start = 0
@@ -94,7 +90,7 @@ class SharedTransport(DirectTransport):
             self._do(self._channel.broadcast, part, root)
             start += count
 
-    def _do(self, step: Callable[..., int], *args: Any) -> None:
+    def _do(self, step: Callable[..., int], *args: object) -> None:
         """Take a step of all ranks; who is interrupted in it lets the others go."""
         try:
             if step(*args) == LEFT:

@@ -27,10 +27,13 @@ A buffer of one piece has nothing to overlap with: its copies go on the current 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
+
+import numpy as np
 
 from mpidist._base import backend
 from mpidist._base.memory import LINE, round_up
+from mpidist._base.types import DeviceArray, DType, HostArray
 from mpidist._mpi.communicator import MPIOp
 from mpidist._transports.direct import DirectTransport
 
@@ -39,8 +42,10 @@ SMALLEST_PIECE_BYTES: Final = 256 * 1024
 _SLOTS: Final = 3
 _SMALLEST_SHARE: Final = 16 * 1024
 
-_Load = Callable[[int, Any, Any], None]  # of piece, slot's memory, stream
-_Move = Callable[[int, Any], None]  # of piece, slot's memory
+_Load = Callable[
+    [int, HostArray, backend.Stream], None
+]  # of piece, slot's memory, stream
+_Move = Callable[[int, HostArray], None]  # of piece, slot's memory
 
 
 class StagedTransport:
@@ -57,13 +62,13 @@ class StagedTransport:
     def __init__(self, host: DirectTransport, piece_bytes: int | None = None) -> None:
         self._host = host
         self._piece_bytes = piece_bytes
-        self._lanes: dict[int, _Lanes] = {}
+        self._rings: dict[int, _SlotRing] = {}
 
-    def prepare(self, near: Any) -> None:
+    def prepare(self, near: DeviceArray) -> None:
         """Allocate page-locked memory for the GPU of the array ``near``."""
-        self._lanes_of(near)
+        self._ring_of(near)
 
-    def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
+    def allreduce(self, send: DeviceArray, receive: DeviceArray, op: MPIOp) -> None:
         """Reduce ``send`` of all ranks into ``receive``."""
         if self._host.comm.size == 1:
             if send is not receive:
@@ -71,7 +76,7 @@ class StagedTransport:
             return
         pieces = self._cut(send.size, send.dtype)
 
-        def move(k: int, memory: Any) -> None:
+        def move(k: int, memory: HostArray) -> None:
             self._host.allreduce_in_place(_view(memory, pieces[k], send.dtype), op)
 
         self._run(
@@ -83,17 +88,17 @@ class StagedTransport:
             _storer(receive, pieces),
         )
 
-    def allreduce_in_place(self, buffer: Any, op: MPIOp) -> None:
+    def allreduce_in_place(self, buffer: DeviceArray, op: MPIOp) -> None:
         """Reduce ``buffer`` of all ranks into itself."""
         self.allreduce(buffer, buffer, op)
 
-    def reduce(self, buffer: Any, op: MPIOp, root: int) -> None:
+    def reduce(self, buffer: DeviceArray, op: MPIOp, root: int) -> None:
         """Reduce ``buffer`` of all ranks into that of the root."""
         if self._host.comm.size == 1:
             return
         pieces = self._cut(buffer.size, buffer.dtype)
 
-        def move(k: int, memory: Any) -> None:
+        def move(k: int, memory: HostArray) -> None:
             self._host.reduce(_view(memory, pieces[k], buffer.dtype), op, root)
 
         to_here = self._host.comm.rank == root
@@ -106,13 +111,13 @@ class StagedTransport:
             _storer(buffer, pieces) if to_here else None,
         )
 
-    def broadcast(self, buffer: Any, root: int) -> None:
+    def broadcast(self, buffer: DeviceArray, root: int) -> None:
         """Copy the root's ``buffer`` to all ranks."""
         if self._host.comm.size == 1:
             return
         pieces = self._cut(buffer.size, buffer.dtype)
 
-        def move(k: int, memory: Any) -> None:
+        def move(k: int, memory: HostArray) -> None:
             self._host.broadcast(_view(memory, pieces[k], buffer.dtype), root)
 
         from_here = self._host.comm.rank == root
@@ -125,7 +130,9 @@ class StagedTransport:
             None if from_here else _storer(buffer, pieces),
         )
 
-    def all_gather(self, send: Any, receive: Any, counts: list[int]) -> None:
+    def all_gather(
+        self, send: DeviceArray, receive: DeviceArray, counts: list[int]
+    ) -> None:
         """Concatenate bytes of all ranks, on all ranks."""
         rank, size = self._host.comm.rank, self._host.comm.size
         if size == 1:
@@ -140,18 +147,18 @@ class StagedTransport:
             """Return which bytes of rank ``r`` go in step ``k``."""
             return min(k * share, counts[r]), min((k + 1) * share, counts[r])
 
-        def load(k: int, memory: Any, stream: Any) -> None:
+        def load(k: int, memory: HostArray, stream: backend.Stream) -> None:
             first, last = part(rank, k)
             if first < last:
                 host = memory[-share:][: last - first]
                 backend.start_copy_to_host(send[first:last], host, stream)
 
-        def move(k: int, memory: Any) -> None:
+        def move(k: int, memory: HostArray) -> None:
             sizes = [last - first for first, last in (part(r, k) for r in range(size))]
             mine = memory[-share:][: sizes[rank]]
             self._host.all_gather(mine, memory[: sum(sizes)], sizes)
 
-        def store(k: int, memory: Any, stream: Any) -> None:
+        def store(k: int, memory: HostArray, stream: backend.Stream) -> None:
             if steps == 1:  # what is together on the host is together on the GPU
                 host = memory[: receive.size]
                 backend.start_copy_to_device(host, receive, stream)
@@ -169,7 +176,7 @@ class StagedTransport:
 
     # --- pieces -------------------------------------------------------------------
 
-    def _cut(self, count: int, dtype: Any) -> list[slice]:
+    def _cut(self, count: int, dtype: DType) -> list[slice]:
         """Return the pieces of a flat array: the same on all ranks."""
         if count == 0:
             return []
@@ -192,7 +199,7 @@ class StagedTransport:
 
     def _run(
         self,
-        near: Any,
+        near: DeviceArray,
         count: int,
         slot_bytes: int,
         load: _Load | None,
@@ -212,16 +219,16 @@ class StagedTransport:
         if count == 0:
             return
         with near.device:
-            lanes = self._lanes_of(near)
-            lanes.reserve(slot_bytes)
+            ring = self._ring_of(near)
+            ring.reserve(slot_bytes)
             current = backend.current_stream()
             inward = outward = current
             if count > 1:
-                inward, outward = lanes.inward, lanes.outward
-                current.record(lanes.ready)
-                inward.wait_event(lanes.ready)
-                outward.wait_event(lanes.ready)
-            slots = [lanes.next_slot() for _ in range(min(count, _SLOTS))]
+                inward, outward = ring.inward, ring.outward
+                current.record(ring.ready)
+                inward.wait_event(ring.ready)
+                outward.wait_event(ring.ready)
+            slots = [ring.next_slot() for _ in range(min(count, _SLOTS))]
 
             def start(k: int) -> None:
                 slot = slots[k % _SLOTS]
@@ -243,21 +250,21 @@ class StagedTransport:
             if store is not None and outward is not current:
                 current.wait_event(slot.stored)
 
-    def _lanes_of(self, near: Any) -> _Lanes:
+    def _ring_of(self, near: DeviceArray) -> _SlotRing:
         """Return the streams and slots of the GPU that an array is on."""
         number = int(near.device.id)
-        lanes = self._lanes.get(number)
-        if lanes is None:
+        ring = self._rings.get(number)
+        if ring is None:
             nbytes = 0
             if self._piece_bytes is not None:
                 shares = (self._host.comm.size + 1) * _SMALLEST_SHARE
                 nbytes = max(self._piece_bytes, shares)
             with near.device:
-                lanes = self._lanes[number] = _Lanes(nbytes)
-        return lanes
+                ring = self._rings[number] = _SlotRing(nbytes)
+        return ring
 
 
-class _Lanes:
+class _SlotRing:
     """What the copies of one GPU need, kept from call to call."""
 
     def __init__(self, nbytes: int) -> None:
@@ -288,31 +295,31 @@ class _Slot:
     """Page-locked memory, with the ends of the last copies to and from it."""
 
     def __init__(self) -> None:
-        self.memory: Any = None
+        self.memory: HostArray = np.empty(0, np.uint8)  # until `reserve`
         self.loaded = backend.new_event()
         self.stored = backend.new_event()
 
 
-def _view(memory: Any, piece: slice, dtype: Any) -> Any:
+def _view(memory: HostArray, piece: slice, dtype: DType) -> HostArray:
     return memory[: (piece.stop - piece.start) * dtype.itemsize].view(dtype)
 
 
-def _bytes(pieces: list[slice], dtype: Any) -> int:
+def _bytes(pieces: list[slice], dtype: DType) -> int:
     """Return the size of the largest piece, which is the first."""
     first = pieces[0] if pieces else slice(0, 0)
     return int((first.stop - first.start) * dtype.itemsize)
 
 
-def _loader(x: Any, pieces: list[slice]) -> _Load:
-    def load(k: int, memory: Any, stream: Any) -> None:
+def _loader(x: DeviceArray, pieces: list[slice]) -> _Load:
+    def load(k: int, memory: HostArray, stream: backend.Stream) -> None:
         host = _view(memory, pieces[k], x.dtype)
         backend.start_copy_to_host(x[pieces[k]], host, stream)
 
     return load
 
 
-def _storer(x: Any, pieces: list[slice]) -> _Load:
-    def store(k: int, memory: Any, stream: Any) -> None:
+def _storer(x: DeviceArray, pieces: list[slice]) -> _Load:
+    def store(k: int, memory: HostArray, stream: backend.Stream) -> None:
         host = _view(memory, pieces[k], x.dtype)
         backend.start_copy_to_device(host, x[pieces[k]], stream)
 
