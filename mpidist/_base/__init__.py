@@ -1,1 +1,1 @@
-"""What knows no MPI: errors, settings, nests, arrays of NumPy and CuPy, hashes."""
+"""Everything without MPI: errors, settings, nests, NumPy and CuPy arrays, hashes."""

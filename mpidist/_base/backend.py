@@ -1,8 +1,8 @@
 """Arrays on the host and on a GPU; the only user of CuPy.
 
 CuPy is imported only to look for a GPU when a strategy is made. Whether an
-object is a CuPy array is asked of ``sys.modules``: where nobody has imported
-CuPy there are no CuPy arrays.
+object is a CuPy array is decided by ``sys.modules``: if CuPy has not been
+imported there are no CuPy arrays.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _REAL_AND_COMPLEX: Final = "biufc"
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """Where a replica keeps its arrays: the host, or one GPU."""
+    """The device of a replica's arrays: the host, or one GPU."""
 
     kind: Literal["cpu", "gpu"]
     index: int = 0
@@ -56,7 +56,7 @@ class Device:
         return f"{self.kind}:{self.index}"
 
     def name_on(self, rank: int) -> str:
-        """Return the device string, in the manner of TensorFlow's."""
+        """Return the device string, in the style of TensorFlow."""
         return f"/rank:{rank}/device:{self.kind.upper()}:{self.index}"
 
     @property
@@ -73,15 +73,15 @@ class Device:
 
 
 def select_device(request: object, local_rank: int) -> Device:
-    """Return the device that a request such as ``"auto"`` or ``"gpu:1"`` means.
+    """Return the device that ``"auto"``, ``"gpu:1"`` and the like mean.
 
     Args:
         request: "auto", "cpu", "gpu" or "gpu:K".
-        local_rank: this rank's number on its node; ranks are dealt to GPUs in turn.
+        local_rank: this rank's number on its node; GPUs are assigned round-robin.
 
     Raises:
-        TypeError, ValueError: for another request.
-        RuntimeError: for "gpu" where CuPy or the GPU is missing.
+        TypeError, ValueError: if the request is invalid.
+        RuntimeError: if the request is "gpu" and CuPy or the GPU is missing.
     """
     if not isinstance(request, str):
         raise TypeError(
@@ -116,14 +116,14 @@ def select_device(request: object, local_rank: int) -> Device:
 
 
 def count_gpus() -> tuple[int, str]:
-    """Return the number of GPUs, and the reason where it is 0."""
+    """Return the number of GPUs, and the reason if it is 0."""
     if "cupy" not in sys.modules and importlib.util.find_spec("cupy") is None:
         return 0, "CuPy is not installed"
     try:
         import cupy
 
         count = int(cupy.cuda.runtime.getDeviceCount())
-    except Exception as error:  # a broken CuPy or driver: as good as none
+    except Exception as error:  # a broken CuPy or driver counts as none
         return 0, f"CuPy finds no GPU ({type(error).__name__}: {error})"
     return count, "" if count else "CuPy finds no GPU"
 
@@ -140,7 +140,7 @@ def is_array(x: object) -> bool:
 
 
 def is_number(x: object) -> bool:
-    """Return whether ``x`` is a Python number; a bool is not taken for one."""
+    """Return whether ``x`` is a Python number, but not a bool."""
     return isinstance(x, (int, float, complex)) and not isinstance(x, bool)
 
 
@@ -150,19 +150,19 @@ def module_of(x: object) -> ArrayModule:
 
 
 def as_array(x: object, call: str) -> tuple[Array, LeafKind]:
-    """Return a leaf as an array, and what it was.
+    """Return a leaf as an array, and the kind of the leaf.
 
     Args:
         x: a NumPy or CuPy array, a NumPy scalar, a Python number or bool.
         call: the name of the calling function, for the message.
 
     Returns:
-        The array (0-d for numbers; native byte order; not copied unless it must
-        be), and "array", "scalar" (NumPy) or "number" (Python).
+        The array (0-d for numbers; native byte order; copied only if necessary),
+        and "array", "scalar" (NumPy) or "number" (Python).
 
     Raises:
-        TypeError: for anything else, saying what to write.
-        OverflowError: for a Python int beyond 64 bits.
+        TypeError: if it is anything else; the message says what to write.
+        OverflowError: if a Python int does not fit into 64 bits.
     """
     if type(x) is np.ndarray and x.dtype.isnative and x.dtype.kind in _REAL_AND_COMPLEX:
         return x, "array"
@@ -185,7 +185,7 @@ def as_array(x: object, call: str) -> tuple[Array, LeafKind]:
         return array, "scalar"
     if isinstance(x, (bool, int, float, complex)):
         array = np.asarray(x)
-        # NumPy makes uint64 of ints beyond int64, whose sums would wrap.
+        # NumPy converts ints beyond int64 to uint64, whose sums would wrap.
         if array.dtype.kind not in _REAL_AND_COMPLEX or array.dtype == np.uint64:
             raise OverflowError(
                 f"{call}: the int {x} does not fit into int64 (64 bits); convert it "
@@ -193,7 +193,7 @@ def as_array(x: object, call: str) -> tuple[Array, LeafKind]:
             )
         return array, "number"
     component = getattr(type(x), "_as_component", None)
-    if component is not None:  # a Mirrored or a Variable: what this replica has of it
+    if component is not None:  # of a Mirrored or a Variable: this replica's
         return as_array(component(x), call)
     if isinstance(x, numbers.Number):
         raise TypeError(
@@ -227,7 +227,7 @@ def _not_an_array(x: object) -> str:
 
 
 def check_dtype(dtype: DType, call: str) -> None:
-    """Raise a TypeError for a dtype that holds no numbers."""
+    """Raise a TypeError if a dtype does not hold numbers."""
     if dtype.kind in _REAL_AND_COMPLEX or is_bfloat16(dtype):
         return
     raise TypeError(
@@ -243,16 +243,16 @@ def is_bfloat16(dtype: DType) -> bool:
 
 
 def restore(array: Array, kind: LeafKind) -> Nest:
-    """Return an array as what the leaf it came from was: the reverse of as_array."""
+    """Return an array as the kind of leaf that it was: the reverse of `as_array`."""
     if kind == "array":
         return array
     return array.item() if kind == "number" else array[()]
 
 
 def contiguous(x: _A) -> _A:
-    """Return ``x`` in C order, copied only if need be; a 0-d array stays 0-d.
+    """Return ``x`` in C order and aligned, copied only if necessary.
 
-    And aligned: mpi4py has no MPI datatype for what is not.
+    mpi4py has no MPI datatype for unaligned arrays. A 0-d array stays 0-d.
     """
     flags = x.flags
     if flags.c_contiguous:
@@ -267,34 +267,34 @@ def flat(x: _A) -> _A:
 
 
 def empty_like(x: Array, shape: Shape, dtype: npt.DTypeLike) -> Array:
-    """Return a new array, where ``x`` is."""
+    """Return a new array on the device of ``x``."""
     made: Array = module_of(x).empty(shape, dtype)
     return made
 
 
 def to_host(x: Array) -> HostArray:
-    """Return a NumPy array with the values of ``x``; NumPy arrays as they are."""
+    """Return a NumPy array with the values of ``x``; ``x`` itself if it is one."""
     return x.get() if is_device_array(x) else np.asarray(x)
 
 
 def like(x: Array, host: Array) -> Array:
-    """Return a NumPy array's values as an array where ``x`` is."""
+    """Return the values of a NumPy array as an array on the device of ``x``."""
     return sys.modules["cupy"].asarray(host) if is_device_array(x) else host
 
 
 def place(host: Array, device: Device) -> Array:
-    """Return a NumPy array's values as an array on a device."""
+    """Return the values of a NumPy array as an array on a device."""
     made: Array = device.array_module.asarray(host)
     return made
 
 
 def fill(target: Array, values: Array) -> None:
-    """Copy ``values`` into ``target``, from host to GPU or back if need be."""
+    """Copy ``values`` into ``target``, from host to GPU or back if necessary."""
     if is_device_array(target):
         if is_device_array(values):
             target[...] = values
         else:
-            # set() wants the very dtype and C order.
+            # set() requires the same dtype and C order.
             host = np.ascontiguousarray(values, dtype=target.dtype)
             target.set(host.reshape(target.shape))
     else:
@@ -302,11 +302,11 @@ def fill(target: Array, values: Array) -> None:
 
 
 def synchronize(x: Array) -> None:
-    """Wait until the GPU has written ``x``, before anybody else reads it.
+    """Wait until the GPU has written ``x``, before the host or MPI reads it.
 
-    Until an event, for the sake of the null stream: an event on it waits for what
-    blocking streams have queued, as a kernel would. Of a wait for the stream itself
-    CUDA does not say that (driver API, "Stream synchronization behavior").
+    It waits for an event because of the null stream: an event on it waits for what
+    blocking streams have queued, as a kernel would. CUDA does not guarantee that for a
+    wait for the stream itself (driver API, "Stream synchronization behavior").
     """
     if is_device_array(x):
         current_stream().record(new_event()).synchronize()
@@ -322,7 +322,7 @@ def as_bytes(x: _A) -> _A:
 def value_bytes(x: _A) -> _A:
     """Return the bytes of an array that hold its values, in C order, to compare.
 
-    The 80-bit numbers of x86 are padded with 6 bytes, in which anything may be.
+    The 80-bit numbers of x86 are padded with 6 bytes of undefined contents.
     """
     raw = as_bytes(contiguous(x))
     if x.dtype.char in "gG" and np.finfo(np.longdouble).nmant == _MANTISSA_OF_X87:
@@ -333,7 +333,7 @@ def value_bytes(x: _A) -> _A:
 
 
 def from_bytes(raw: _A, dtype: DType, shape: Shape) -> _A:
-    """View uint8 as an array of a dtype and shape; copies where not aligned."""
+    """View uint8 as an array of a dtype and shape."""
     if raw.size == 0:
         empty: _A = module_of(raw).empty(shape, dtype)
         return empty
@@ -346,11 +346,10 @@ def describe(x: Array) -> str:
 
 
 def summarize(x: Array) -> str:
-    """Return a short text that differs where the values differ in a single bit.
+    """Return a short text that differs if the values differ in a single bit.
 
-    Small arrays are written out. Of large ones it is the sum of their 64-bit words,
-    and a checksum of their ends: as fast as memory, and no reason to trust it against
-    an adversary.
+    Small arrays are written out. For large ones it is the sum of their 64-bit words
+    and a checksum of their ends: as fast as memory, but not safe against an adversary.
     """
     raw = value_bytes(x)
     words = raw[: raw.size // 8 * 8]
@@ -366,10 +365,10 @@ def summarize(x: Array) -> str:
 
 
 def sample(x: Array) -> str:
-    """Return a short text that differs where the values differ, as a rule.
+    """Return a short text that usually differs if the values differ.
 
-    As `summarize` for up to a MiB. Of larger arrays it looks at some words that are
-    spread over it and at its ends, so that its cost does not grow with the size.
+    Up to a MiB it is that of `summarize`. Of larger arrays it reads the ends and some
+    words in between, so its cost does not grow with the size.
     """
     raw = value_bytes(x)
     if int(raw.size) <= SAMPLED_BYTES:
@@ -383,11 +382,11 @@ def sample(x: Array) -> str:
 
 
 def fingerprint_of_array(x: Array, seed: int) -> int:
-    """Return a fingerprint that differs where values or dtypes differ, as a rule.
+    """Return a fingerprint that usually differs if values or dtypes differ.
 
     It is the same on every rank, and for arrays on the host and on a GPU. Of arrays of
-    more than 64 KiB it looks at the ends, and at some words that are spread over the
-    array: at others with another seed.
+    more than 64 KiB it reads the ends and some words in between; which words depends on
+    the seed.
 
     Args:
         x: the array.
@@ -412,12 +411,12 @@ def _mixed(char: int, ends: int, total: int) -> int:
 
 
 def fingerprinter(x: Array) -> Callable[[int], int]:
-    """Return a function that gives `fingerprint_of_array` for a seed.
+    """Return a function that returns `fingerprint_of_array` for a seed.
 
-    For arrays that live long: views of the array are made once.
+    For long-lived arrays: views of the array are made once.
 
     Args:
-        x: an array in C order, which keeps its address.
+        x: an array in C order whose address does not change.
     """
     if is_device_array(x) or x.dtype.char in "gG":
         return lambda seed: fingerprint_of_array(x, seed)
@@ -453,31 +452,31 @@ def pinned_empty(count: int, dtype: npt.DTypeLike) -> HostArray:
 def page_lock(x: HostArray) -> Callable[[], None]:
     """Page-lock the memory of a NumPy array, for copies to and from all GPUs.
 
-    Where it is addressed as the host addresses it (all 64-bit systems) no flag is
-    needed for that: CUDA runtime API, `cudaHostRegister`.
+    With unified addressing (all 64-bit systems) no flag is needed for that: CUDA
+    runtime API, `cudaHostRegister`.
 
     Args:
         x: a contiguous array, of whole pages.
 
     Returns:
-        A function that ends it, which must be called while no copy is under way. It
-        keeps the memory until then.
+        A function that unlocks it, to be called when no copy is in progress. It holds
+        a reference to the memory until then.
 
     Raises:
-        RuntimeError: of CUDA, where the driver or a limit of the system refuses.
+        RuntimeError: of CUDA, if the driver or a limit of the system refuses.
     """
     runtime = sys.modules["cupy"].cuda.runtime
     runtime.hostRegister(x.ctypes.data, x.nbytes, 0)
 
     def unlock() -> None:
-        with contextlib.suppress(Exception):  # of a driver that has ended already
+        with contextlib.suppress(Exception):  # if the driver has shut down already
             runtime.hostUnregister(x.ctypes.data)
 
     return unlock
 
 
 def current_stream() -> Stream:
-    """Return CuPy's current stream, on which kernels of this thread are queued."""
+    """Return CuPy's current stream, on which this thread queues kernels."""
     return sys.modules["cupy"].cuda.get_current_stream()
 
 
@@ -487,7 +486,7 @@ def new_stream() -> Stream:
 
 
 def new_event() -> Event:
-    """Return an event of the current GPU; until it is recorded it counts as past."""
+    """Return an event of the current GPU; it counts as complete until recorded."""
     return sys.modules["cupy"].cuda.Event(disable_timing=True)
 
 
@@ -502,10 +501,10 @@ def start_copy_to_device(host: HostArray, x: DeviceArray, stream: Stream) -> Non
 
 
 def continue_from(stream: Stream | None) -> Stream:
-    """Have the current stream wait for what is queued on ``stream``; return it.
+    """Make the current stream wait for the work on ``stream``; return the former.
 
     Args:
-        stream: the stream on which memory was used last; None: on none.
+        stream: the stream that used the memory last; None: no stream did.
     """
     current = current_stream()
     if stream is not None and stream != current:
@@ -514,7 +513,7 @@ def continue_from(stream: Stream | None) -> Stream:
 
 
 def gpu_bus_id(device: Device) -> str:
-    """Return the PCI address of a GPU, however CUDA_VISIBLE_DEVICES numbers it."""
+    """Return the PCI address of a GPU, which does not depend on its number."""
     return str(sys.modules["cupy"].cuda.Device(device.index).pci_bus_id)
 
 
@@ -522,10 +521,10 @@ def nccl_module() -> types.ModuleType:
     """Return CuPy's NCCL.
 
     Raises:
-        ImportError: if the library is not there.
+        ImportError: if the library is missing.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # CuPy's, which the error repeats
+        warnings.simplefilter("ignore")  # CuPy's warning, which the error repeats
         module = importlib.import_module("cupy.cuda.nccl")
     if not module.available:
         raise ImportError(
@@ -536,5 +535,5 @@ def nccl_module() -> types.ModuleType:
 
 
 def address(x: DeviceArray) -> int:
-    """Return where on its GPU a CuPy array begins."""
+    """Return the address of a CuPy array on its GPU."""
     return int(x.data.ptr)

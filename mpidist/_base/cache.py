@@ -1,4 +1,4 @@
-"""A dict that forgets its oldest entries."""
+"""A dict that drops its oldest entries."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _V = TypeVar("_V")
 
 
 class Cache(dict[_K, _V]):
-    """A dict of at most so many entries: a new one drops the oldest.
+    """A dict with a maximum size: a new entry drops the oldest.
 
-    Looking up is as fast as in a dict, since it moves nothing. Threads may share one:
-    it may then have a few entries more.
+    A look-up is as fast as in a dict, since it does not reorder entries. Threads may
+    share a cache: it may then exceed its limit by a few entries.
 
     Args:
-        limit: the most entries.
+        limit: the maximum number of entries.
     """
 
     __slots__ = ("_limit",)
@@ -33,7 +33,7 @@ class Cache(dict[_K, _V]):
     def _drop_oldest(self) -> bool:
         try:
             oldest = next(iter(self))
-        except (StopIteration, RuntimeError):  # another thread is at it
+        except (StopIteration, RuntimeError):  # another thread changed it
             return False
         self.pop(oldest, None)
         return True

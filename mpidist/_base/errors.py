@@ -10,8 +10,8 @@
         ├── OutOfSyncError            copies of a variable differ
         └── ReplicaError              another rank raised
 
-Everything else that mpidist raises is a built-in: ``TypeError`` and
-``ValueError`` for bad input, ``RuntimeError`` for a call in the wrong context.
+All other exceptions of mpidist are built-in: ``TypeError`` and ``ValueError``
+for invalid arguments, ``RuntimeError`` for a call in the wrong context.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class CheckpointError(RuntimeError):
     array, or lists what does not fit.
 
     Attributes:
-        damaged: whether it is the checkpoint's fault, so that another one may do.
+        damaged: whether the file is at fault, so that another checkpoint may work.
     """
 
     damaged: bool = False
 
 
 def damaged_checkpoint(message: str) -> CheckpointError:
-    """Return the error for a checkpoint that is damaged."""
+    """Return the error for a damaged checkpoint."""
     error = CheckpointError(message)
     error.damaged = True
     return error
@@ -61,8 +61,8 @@ class CollectiveMismatchError(CollectiveError):
 class CollectiveTimeoutError(CollectiveError):
     """Some ranks did not arrive at a collective within ``timeout_seconds``.
 
-    The message names the missing ranks. The strategy that timed out cannot be
-    used any more; the arrays of each rank are as they were before the call.
+    The message names the missing ranks. The strategy that timed out is no longer
+    usable; the arrays of each rank are unchanged.
     """
 
 
@@ -82,7 +82,7 @@ class ReplicaError(CollectiveError):
     """
 
 
-class RemoteTraceback(Exception):  # noqa: N818 - no error, but the cause of one
+class RemoteTraceback(Exception):  # noqa: N818 - not an error, but the cause of one
     """Carries a traceback that was printed on another rank, as a ``__cause__``."""
 
     def __init__(self, text: str) -> None:
@@ -101,8 +101,8 @@ def on_rank(rank: int, message: str) -> str:
 def format_exception(error: BaseException) -> str:
     """Return the traceback of ``error`` as text, without the frames of this package.
 
-    What a person looks for is their own code. ``MPIDIST_DEBUG=1`` shows all frames,
-    and so does an error with nothing else to show.
+    Users look for their own code. All frames are shown with ``MPIDIST_DEBUG=1``, and if
+    there are no others.
     """
     report = traceback.TracebackException.from_exception(error)
     if not debugging():

@@ -1,9 +1,9 @@
-"""The fingerprint of what ranks compare: the same number in every process.
+"""Fingerprints of values that ranks compare: the same number in every process.
 
-Ranks never send each other Python's `hash`: it differs between processes for strings,
-is the same for -1 and -2, and is defined by the interpreter alone. A fingerprint is 62
-bits of BLAKE2b, so that it and its complement are both signed 64-bit integers, of which
-MPI can find the largest (`guard`). It guards against mistakes, not against attacks.
+Ranks never compare Python's `hash`: for strings it differs between processes, for -1
+and -2 it is the same, and only the interpreter defines it. A fingerprint is 62 bits of
+BLAKE2b. It and its complement are signed 64-bit integers, so MPI can find the maximum
+of both (`guard`). It protects against mistakes, not against attacks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BLAKE2B = hashlib.blake2b
 
 @functools.lru_cache(maxsize=1024)
 def fingerprint(text: str) -> int:
-    """Return 62 bits that depend on a text, from 0 on."""
+    """Return 62 bits that depend on a text, as an integer that is not negative."""
     data = text.encode("utf-8", "surrogatepass")
     return int.from_bytes(_BLAKE2B(data, digest_size=8).digest(), "little") >> 2
 
@@ -31,7 +31,7 @@ def fingerprint_of(*parts: int | bytes | str) -> int:
 
     Args:
         parts: integers of any size, byte strings and texts. Each is written with its
-            type and its length, so no two lists of parts are the same bytes.
+            type and its length, so different lists of parts are different bytes.
     """
     data = b"".join([b"%di" % x if type(x) is int else _encode(x) for x in parts])
     return int.from_bytes(_BLAKE2B(data, digest_size=8).digest(), "little") >> 2
@@ -52,6 +52,6 @@ def fingerprint_of_bytes(data: bytes) -> int:
 
 
 def fingerprint_of_numbers(numbers: Sequence[int]) -> int:
-    """Return 62 bits that depend on integers, of which the lowest 64 bits count."""
+    """Return 62 bits that depend on the lowest 64 bits of integers."""
     words = [n & _WORD for n in numbers]
     return fingerprint_of_bytes(struct.pack(f"<{len(words)}Q", *words))

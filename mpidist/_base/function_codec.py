@@ -1,21 +1,21 @@
-"""Functions that commands carry.
+"""Functions in commands: what is sent of a function, and how it is rebuilt.
 
-Every rank runs the same program, so most of a function is there already:
+Every rank runs the same program, so most of a function is already on all ranks:
 
-- One that a module has by its name is sent as these two names.
-- Of any other (a lambda, a function in a function) the code object is sent once, and
-  named by a number from then on. Its globals are the module that it is from: each rank
-  takes its own. So what the code does with names (``eval``, ``globals()``, imports,
-  ``global``) is the same on all ranks, and nobody looks into the bytecode. With each
-  call travel what it closes over, its defaults and its attributes, as they are then.
-- Of one whose globals are no module (made by ``exec``) and not those of ``merge_fn``
-  either, cloudpickle copies the globals that its code mentions.
+- A function that its module has under its name is sent as these two names.
+- Of any other function (a lambda, a nested function) the code object is sent once, and
+  has a number from then on. Its globals are those of its module on each rank. So names
+  in the code (``eval``, ``globals()``, imports, ``global``) mean the same on all ranks,
+  and no bytecode is analysed. Closure, defaults and attributes are sent with each call,
+  with their current values.
+- If its globals are not those of a module (made by ``exec``), nor those of
+  ``merge_fn``, cloudpickle copies the globals that its code mentions.
 
-The code itself goes by marshal, which needs the same Python on all ranks. cloudpickle
-takes ten times as long for it, once for each code object, and is no simpler to call.
+Code objects are sent by marshal, which requires the same Python on all ranks.
+cloudpickle takes ten times as long, once for each code object, and is not simpler.
 
-Rejected: sending code and globals with each call, which needs an analysis of the
-bytecode to know which globals it reads; that fails silently where it is incomplete.
+Rejected: sending code and globals with each call. That requires an analysis of the
+bytecode to know which globals it reads, which fails silently if it is incomplete.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Module: TypeAlias = Any
 State: TypeAlias = tuple[Any, ...]
 """What `fill` gives a function. A plain tuple, since it is pickled with each call."""
 MAIN: Final = "__main__"
-# Rank 0 knows fewer codes than the others keep: what it names they have, also where
-# many new codes come in one message.
+# Rank 0 remembers fewer codes than the others keep, so they have every code that it
+# names, even if one message brings many new ones.
 _MOST_SENT: Final = 512
 _MOST_KEPT: Final = 4096
 
 
 class Codes:
-    """The code objects that one strategy has sent, by number; on rank 0 and others.
+    """The code objects that one strategy has sent, by number; on all ranks.
 
     Attributes:
-        unsent: of rank 0: what the next message has to carry, number and code.
+        unsent: on rank 0: numbers and codes for the next message.
     """
 
     def __init__(self) -> None:
@@ -82,14 +82,14 @@ class Codes:
 
 
 def module_of(names: Globals) -> str | None:
-    """Return the name of the module whose globals these are; None if of none."""
+    """Return the name of the module whose globals these are; None if there is none."""
     name = names.get("__name__")
     module = sys.modules.get(name) if type(name) is str else None
     return name if module is not None and module.__dict__ is names else None
 
 
 def module(name: str) -> Module:
-    """Return this rank's module of that name; one that is loaded may have any."""
+    """Return this rank's module of that name, which need not be importable."""
     return sys.modules.get(name) or pkgutil.resolve_name(name)
 
 
@@ -99,7 +99,7 @@ def globals_of(name: str) -> Globals:
 
 
 def lookup(module: str, name: str) -> Any:
-    """Return what a module has by a qualified name; None if nothing."""
+    """Return the object that a module has under a qualified name, or None."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -107,10 +107,10 @@ def lookup(module: str, name: str) -> Any:
 
 
 def lookup_or_raise(module: str, name: str) -> Any:
-    """Return what this rank's module has by a qualified name.
+    """Return the object that this rank's module has under a qualified name.
 
     Raises:
-        AttributeError: if it has nothing.
+        AttributeError: if there is none.
     """
     globals_of(module)
     found = lookup(module, name)
@@ -124,7 +124,7 @@ def lookup_or_raise(module: str, name: str) -> Any:
 
 
 def is_global(x: types.FunctionType | type) -> bool:
-    """Whether a function or class is what its module has by its qualified name."""
+    """Whether a module has this function or class under its qualified name."""
     name, module = x.__qualname__, x.__module__
     if type(name) is not str or type(module) is not str or "<" in name:
         return False
@@ -132,7 +132,7 @@ def is_global(x: types.FunctionType | type) -> bool:
 
 
 def is_bare(function: types.FunctionType) -> bool:
-    """Whether a function is its code, its globals, its closure and its defaults."""
+    """Whether a function is only its code, globals, closure and defaults."""
     code = function.__code__
     return not (
         function.__dict__
@@ -148,7 +148,7 @@ def make(
     closed: list[object],
     defaults: tuple[object, ...],
 ) -> types.FunctionType:
-    """Make a function that is bare."""
+    """Make a function that `is_bare`."""
     cells = tuple([types.CellType(x) for x in closed])
     return types.FunctionType(code, names, code.co_name, defaults or None, cells)
 
@@ -163,7 +163,7 @@ def make_empty(code: types.CodeType, names: Globals) -> types.FunctionType:
 
 
 def state_of(function: types.FunctionType) -> State:
-    """Return what `fill` needs to make a function like this one."""
+    """Return what `fill` needs to rebuild this function."""
     closed: list[tuple[object, ...]] = []
     for cell in function.__closure__ or ():
         try:
@@ -181,7 +181,7 @@ def state_of(function: types.FunctionType) -> State:
 
 
 def fill(function: types.FunctionType, state: State) -> None:
-    """Give a function what `state_of` has returned."""
+    """Set the state of a function to the result of `state_of`."""
     closed, defaults, keyword_defaults, attributes, name, qualname = state
     for cell, contents in zip(function.__closure__ or (), closed, strict=True):
         if contents:

@@ -1,4 +1,4 @@
-"""Rows of an array with their numbers: what `Variable.scatter_add` and its kin take."""
+"""Rows of an array with their numbers, as `Variable.scatter_add` takes them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _UFUNCS: Final[dict[str, np.ufunc]] = {
 class IndexedSlices:
     """Some rows of a larger array, as ``tf.IndexedSlices``.
 
-    It stands for an array that is ``values[k]`` at row ``indices[k]``, and zero in all
-    other rows. Rows that occur more than once add up. All-reduced with SUM or MEAN,
-    the rows of all replicas are concatenated in replica order, and not added.
+    It represents an array with ``values[k]`` in row ``indices[k]`` and zeros in all
+    other rows. Rows that occur more than once are added. All-reduced with SUM or MEAN,
+    the rows of all replicas are concatenated in replica order, not added.
 
     Args:
         values: array of shape ``(k, ...)``: the rows.
@@ -36,8 +36,8 @@ class IndexedSlices:
         dense_shape: shape of the larger array, for the reader; None if not known.
 
     Raises:
-        ValueError: if there is not one index for each row.
-        TypeError: for indices that are no integers.
+        ValueError: if the numbers of indices and rows differ.
+        TypeError: if the indices are not integers.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class IndexedSlices:
 
 
 def scatter(array: Array, how: Scatter, indices: Array, values: Array) -> None:
-    """Combine rows into ``array``, in place, one after the other in their order.
+    """Combine rows into ``array``, in place, in their order.
 
-    Indices must be in range. On a GPU the rows are combined on the host: there the
-    order of atomic operations, and so the last bits of a sum, would be left to chance.
+    Indices must be in range. Rows of a GPU array are combined on the host: on a GPU the
+    order of atomic operations, and so the last bits of a sum, would be undefined.
     """
     if not backend.is_device_array(array):
         _combine(
@@ -122,7 +122,7 @@ def _combine(
     array: HostArray, how: Scatter, indices: HostArray, values: HostArray
 ) -> None:
     if how == "update":
-        array[indices] = values  # of equal indices the last one stays
+        array[indices] = values  # the last of equal indices counts
     elif how == "div" and backend.is_bfloat16(array.dtype):
         for index, row in zip(indices, values, strict=True):
             array[index] = array[index] / row

@@ -1,4 +1,4 @@
-"""Sizes of memory, and memory that is never given back."""
+"""Sizes of memory, and memory that is never released."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PAGE: Final = 4096
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the smallest multiple that is not below ``number``."""
+    """Return the smallest multiple of ``multiple`` that is at least ``number``."""
     return -(-number // multiple) * multiple
 
 
 def leak(x: object) -> None:
-    """Keep an object until the process has ended.
+    """Keep an object alive until the process has ended.
 
-    For buffers of messages that nobody waits for any more: MPI may write to them until
-    it has ended, which is after Python has.
+    For buffers of abandoned messages: MPI may write to them until it ends, which is
+    after Python.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(x))

@@ -1,10 +1,10 @@
 """Nested structures, with the rules of tf.nest; the only user of optree.
 
-Nodes are lists, tuples, named tuples, dicts and other standard mappings (their
-children ordered by sorted key) and deques; everything else, None and strings
-included, is a leaf. optree keeps the insertion order of an OrderedDict, which
-may differ from rank to rank; here its keys are sorted as well, so that no leaf
-is ever reduced into another one.
+Nodes are lists, tuples, named tuples, dicts and other standard mappings (with
+children in the order of sorted keys) and deques; everything else, including None
+and strings, is a leaf. optree keeps the insertion order of an OrderedDict, which
+may differ between ranks; here its keys are sorted as well, so that different
+leaves are never reduced together.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mpidist._base.types import Nest
 NAMESPACE: Final = "mpidist"
 _Keys: TypeAlias = Any  # a tuple of the keys of a mapping
 _Node: TypeAlias = tuple[list[Nest], _Keys, _Keys]  # children, keys, entries
-_LEAF: Final = "\0"  # stands for a leaf in a text: no repr of a key contains it
+_LEAF: Final = "\0"  # represents a leaf in a text; no repr of a key contains it
 
 
 class Structure:
-    """The shape of a nest: hashable, comparable across ranks by its text."""
+    """The structure of a nest: hashable, and comparable between ranks by its text."""
 
     __slots__ = ("_order", "_parts", "_spec", "_text")
 
@@ -46,7 +46,7 @@ class Structure:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether there is no nest, only a leaf."""
+        """Whether it is a leaf alone."""
         return self._parts == ["", ""]
 
     def __str__(self) -> str:
@@ -62,20 +62,20 @@ class Structure:
         return hash(self._text)
 
     def render(self, leaves: list[str]) -> str:
-        """Return the text of this structure with a text for each leaf."""
+        """Return the text of this structure with a text in the place of each leaf."""
         pieces = [self._parts[0]]
         for leaf, part in zip(leaves, self._parts[1:], strict=True):
             pieces += (leaf, part)
         return "".join(pieces)
 
     def sort(self, leaves: list[Nest]) -> list[Nest]:
-        """Bring leaves from optree's order into this structure's order."""
+        """Return leaves in this structure's order, given those in optree's order."""
         if self._order is None:
             return leaves
         return [leaves[i] for i in self._order]
 
     def unflatten(self, leaves: Iterable[Nest]) -> Nest:
-        """Build the nest with these leaves."""
+        """Return a nest with these leaves."""
         if self._order is None:
             return self._spec.unflatten(leaves)
         unsorted: list[Nest] = [None] * len(self._order)
@@ -99,7 +99,7 @@ def map_structure(function: Callable[..., Nest], tree: Nest, *others: Nest) -> N
     """Apply ``function`` to the leaves of nests of one structure.
 
     Raises:
-        ValueError: where the structures differ.
+        ValueError: if the structures differ.
     """
     leaves, structure = flatten(tree)
     columns = [leaves]
@@ -114,12 +114,12 @@ def map_structure(function: Callable[..., Nest], tree: Nest, *others: Nest) -> N
     return structure.unflatten([function(*row) for row in zip(*columns, strict=True)])
 
 
-# What is met most often, and is no node whatever is registered.
+# The most frequent leaves, which are not nodes whatever is registered.
 _PLAIN: Final = frozenset(
     [np.ndarray, np.float32, np.float64, int, float, bool, str, type(None)]
 )
-# A training loop sees a handful of structures; the limit is for programs that
-# make new ones forever.
+# A training loop has a few structures; the limit is for programs that make new ones
+# without end.
 _MOST_STRUCTURES: Final = 1024
 _structures: Cache[optree.PyTreeSpec, Structure] = Cache(_MOST_STRUCTURES)
 
@@ -156,7 +156,7 @@ def _describe(spec: optree.PyTreeSpec, first: int, order: list[int]) -> str:
 
 
 def _sort_key(key: Any) -> tuple[str, Any]:
-    # Keys of one type sort by themselves; mixed ones by type first, as optree does.
+    # Keys of different types are sorted by type first, as in optree.
     try:
         key < key  # noqa: B015
     except TypeError:

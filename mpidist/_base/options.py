@@ -10,10 +10,10 @@ from typing import Final, Literal
 DEFAULT_TIMEOUT_SECONDS: Final = 1800.0
 DEFAULT_STALL_SECONDS: Final = 60.0
 DEFAULT_BYTES_PER_PACK: Final = 32 * 1024 * 1024
-# Of a piece of a GPU buffer on its way through the host. Beside its bytes a piece
-# costs some 20 us (two copies to start, three events, an MPI call). 4 MiB take about
-# 170 us at 25 GB/s, the speed of a PCIe 4 slot, so that is a tenth; and a bucket of
-# 32 MiB still has eight of them to overlap. Worked out, not measured on a GPU yet.
+# Of a piece of a GPU buffer that is staged through the host. A piece has a fixed cost
+# of some 20 us (two copies to start, three events, an MPI call). 4 MiB take about
+# 170 us at 25 GB/s, the speed of a PCIe 4 slot, so the fixed cost is a tenth; and a
+# bucket of 32 MiB still has eight pieces. Calculated, not yet measured on a GPU.
 DEFAULT_STAGING_BYTES: Final = 4 * 1024 * 1024
 SMALLEST_STAGING_BYTES: Final = 64 * 1024
 
@@ -25,8 +25,8 @@ class ReduceOp(enum.Enum):
     """How the values of the replicas are combined.
 
     ``SUM`` and ``MEAN`` are those of ``tf.distribute.ReduceOp``; ``MIN``, ``MAX``
-    and ``PROD`` go beyond it. Wherever one is expected its name is accepted too,
-    in any case. ``docs/porting.md`` has the table of dtypes and operations.
+    and ``PROD`` are additional. Names are accepted in place of members, in upper or
+    lower case. ``docs/porting.md`` has the table of dtypes and operations.
     """
 
     SUM = "SUM"
@@ -43,7 +43,7 @@ class ReduceOp(enum.Enum):
             aggregation: ``VariableAggregation.SUM`` or ``MEAN``.
 
         Raises:
-            ValueError: for every other aggregation.
+            ValueError: if it is another aggregation.
         """
         if aggregation is VariableAggregation.SUM:
             return cls.SUM
@@ -56,7 +56,7 @@ class ReduceOp(enum.Enum):
 
 
 class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are brought together (as in TensorFlow)."""
+    """When the copies of a variable are combined (as in TensorFlow)."""
 
     AUTO = 0
     NONE = 1
@@ -77,17 +77,17 @@ class VariableAggregation(enum.Enum):
 class CommunicationImplementation(enum.Enum):
     """How flat buffers are moved.
 
-    ``AUTO`` picks by where the array lives and what MPI can do: host arrays go through
-    memory that the ranks share where all are on one node; where there are several,
-    small ones go by MPI, and large ones in slices through the memory of each node.
-    ``DIRECT`` gives MPI the buffer as it stands (for a GPU array the MPI must be
-    CUDA-aware). ``SHARED`` is what AUTO does for host arrays, and an error where it
-    cannot be. ``STAGED`` copies GPU arrays through host memory, in pieces. ``NCCL``
-    moves GPU arrays by NCCL, and needs a GPU for each rank; where that cannot be it is
-    an error on all ranks, and not a warning as in TensorFlow. For GPU arrays ``AUTO``
-    is NCCL where it can be, else direct where MPI is CUDA-aware, else staged. ``RING``
-    is TensorFlow's name, and means ``AUTO``, since MPI and NCCL choose their own
-    algorithms.
+    ``AUTO`` chooses by the device of the array and by what MPI supports. Host arrays
+    use shared memory if all ranks are on one node; with several nodes, small arrays use
+    MPI messages, and large ones are sent in slices through the shared memory of each
+    node. ``DIRECT`` passes the buffer to MPI (for a GPU array, MPI must be CUDA-aware).
+    ``SHARED`` is what AUTO does for host arrays; it is an error if there is no shared
+    memory. ``STAGED`` copies GPU arrays through host memory, in pieces. ``NCCL`` moves
+    GPU arrays by NCCL, which requires a GPU for each rank; if it is unavailable, it is
+    an error on all ranks, not a warning as in TensorFlow. For GPU arrays ``AUTO`` is
+    NCCL if it is available, otherwise direct if MPI is CUDA-aware, otherwise staged.
+    ``RING`` is TensorFlow's name, and means ``AUTO``, since MPI and NCCL choose their
+    own algorithms.
     """
 
     AUTO = "AUTO"
@@ -103,29 +103,29 @@ class CommunicationOptions:
     """Options of the collectives of a strategy, or of one call.
 
     Attributes:
-        bytes_per_pack: the most bytes that leaves are packed into before one MPI
-            call. 0, the default, means ``MPIDIST_FUSION_MB`` or 32 MiB. It has no
-            effect where leaves are not packed: through memory that the ranks share,
-            and in small nests, which travel with their header.
+        bytes_per_pack: the maximum number of bytes of leaves that are packed for one
+            MPI call. 0, the default, means ``MPIDIST_FUSION_MB`` or 32 MiB. It has no
+            effect if leaves are not packed: in shared memory, and for small nests,
+            which are sent with their header.
         timeout_seconds: how long a rank waits for the others before every waiting
             rank raises `CollectiveTimeoutError`, in seconds. None, the default,
             means ``MPIDIST_TIMEOUT`` or 1,800; 0 means no limit.
         implementation: a `CommunicationImplementation` or its name.
-        compression: "fp16" or "bf16": sums and means of floats travel between nodes as
-            16-bit floats, which is half of the bytes of float32, and are rounded twice
-            on the way. Never through memory that ranks share, not for arrays of at most
-            32 KiB, not with ``DIRECT``, and not for integers. "fp16" has 11 bits of
-            precision, "bf16" 8; neither overflows. What travels is scaled by a power of
-            two that depends on its largest number: with "fp16", numbers below 2**-29 of
-            it lose precision. All replicas get the same bits. "none" sends all as it
-            is. None, the default, means ``MPIDIST_COMPRESSION`` or "none".
-        error_feedback: with ``compression``, add what rounding lost to the next call of
-            the same operation with the same structure, shapes and dtypes: for gradients
-            of step after step. It takes as much memory as what a rank sends. None, the
-            default, means ``MPIDIST_ERROR_FEEDBACK`` or False.
-        guard: whether each collective first checks that all ranks call the same
-            thing. None, the default, means on, unless ``MPIDIST_GUARD=0``. It
-            belongs to the strategy: in the options of one call it is refused.
+        compression: "fp16" or "bf16": sums and means of floats are sent between nodes
+            as 16-bit floats, half the bytes of float32, and are rounded twice. It is
+            not used in shared memory, for arrays of at most 32 KiB, with ``DIRECT``, or
+            for integers. "fp16" has 11 bits of precision, "bf16" 8; neither overflows.
+            Values are scaled by a power of two that depends on the largest one: with
+            "fp16", values below 2**-29 of it lose precision. All replicas get the same
+            bits. "none" sends full precision. None, the default, means
+            ``MPIDIST_COMPRESSION`` or "none".
+        error_feedback: with ``compression``, add the rounding errors to the next call
+            of the same operation with the same structure, shapes and dtypes: for
+            gradients of successive steps. It takes as much memory as a rank sends.
+            None, the default, means ``MPIDIST_ERROR_FEEDBACK`` or False.
+        guard: whether each collective first checks that all ranks make the same call.
+            None, the default, means yes, unless ``MPIDIST_GUARD=0``. It belongs to the
+            strategy: the options of one call must not set it.
     """
 
     bytes_per_pack: int
@@ -149,9 +149,9 @@ class CommunicationOptions:
         """Check and keep the options.
 
         Raises:
-            ValueError: for a negative size or time, or an unknown implementation or
-                compression.
-            TypeError: for a size, time or flag that is not of its type.
+            ValueError: if a size or time is negative, or an implementation or
+                compression is unknown.
+            TypeError: if a size, time or flag has the wrong type.
         """
         if isinstance(bytes_per_pack, bool) or not isinstance(bytes_per_pack, int):
             raise TypeError(
@@ -195,7 +195,7 @@ class CommunicationOptions:
         object.__setattr__(self, "error_feedback", error_feedback)
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
-        """Return these options, with the fields that ``options`` sets taking over."""
+        """Return these options, overridden by the fields that ``options`` sets."""
         if options is None:
             return self
         if not isinstance(options, CommunicationOptions):
@@ -237,11 +237,11 @@ def CollectiveHints(  # noqa: N802 - TensorFlow's name
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """What the environment variables ``MPIDIST_*`` say.
+    """The values of the environment variables ``MPIDIST_*``.
 
     Attributes:
         abort: end the whole job on an uncaught exception (``MPIDIST_ABORT``).
-        alone: whether a process may be alone that its launcher started with others
+        alone: whether a process may run alone if its launcher started several
             (``MPIDIST_ALONE``).
         cuda_aware: whether MPI takes GPU buffers; None: ask MPI
             (``MPIDIST_CUDA_AWARE``).
@@ -251,14 +251,14 @@ class Environment:
             (``MPIDIST_STALL_SECONDS``), in seconds.
         bytes_per_pack: default bucket size, from ``MPIDIST_FUSION_MB`` (MiB).
         implementation: what AUTO means (``MPIDIST_IMPLEMENTATION``).
-        staging_bytes: pieces in which GPU buffers go through the host, from
+        staging_bytes: size of the pieces of staged GPU buffers, from
             ``MPIDIST_STAGING_MB`` (MiB).
         compression: of sums between nodes (``MPIDIST_COMPRESSION``).
-        error_feedback: whether what it loses is added later
+        error_feedback: whether its errors are added to later calls
             (``MPIDIST_ERROR_FEEDBACK``).
-        simulated_nodes: how many nodes each machine plays, for tests of several nodes
-            on one machine (``MPIDIST_SIMULATED_NODES``).
-        trace: 1: a line for each collective call; 2: and for its begin
+        simulated_nodes: how many nodes each machine simulates, for tests of several
+            nodes on one machine (``MPIDIST_SIMULATED_NODES``).
+        trace: 1: a line for each collective call; 2: also when it begins
             (``MPIDIST_TRACE``).
     """
 
@@ -281,7 +281,7 @@ def read_environment() -> Environment:
     """Read the variables ``MPIDIST_*``.
 
     Raises:
-        ValueError: for a value that cannot be read, naming the variable.
+        ValueError: if a value is invalid; the message names the variable.
     """
     return Environment(
         abort=_flag("MPIDIST_ABORT", True) is not False,
@@ -305,14 +305,14 @@ def read_environment() -> Environment:
 def debugging() -> bool:
     """Return whether ``MPIDIST_DEBUG`` asks for more checks, and longer tracebacks.
 
-    It is read at each call, and never an error: an exception may be about to be shown.
+    It is read at each call, and never raises: an exception may be about to be shown.
     """
     text = os.environ.get("MPIDIST_DEBUG", "").strip().lower()
     return text not in ("", "0", "auto", "false", "no", "off")
 
 
 def get_loss_reduction() -> ReduceOp:
-    """Return SUM: losses that were divided by the global batch size add up.
+    """Return SUM: losses that were divided by the global batch size are added.
 
     Not collective.
     """
@@ -331,8 +331,8 @@ def as_reduce_op(value: object, call: str) -> ReduceOp:
         call: the name of the calling function, for the message.
 
     Raises:
-        ValueError: for a name that is none.
-        TypeError: for another type.
+        ValueError: if the name is unknown.
+        TypeError: if the value has another type.
     """
     if isinstance(value, ReduceOp):
         return value
@@ -395,7 +395,7 @@ def _implementation(name: str) -> CommunicationImplementation:
 
 
 def _staging_bytes(name: str) -> int:
-    """Return a size in bytes from one in MiB: whole pages, and not too few."""
+    """Return bytes for a variable in MiB: whole pages, and not too few."""
     nbytes = int(_number(name, DEFAULT_STAGING_BYTES / 2**20) * 2**20)
     return max(nbytes // 4096 * 4096, SMALLEST_STAGING_BYTES)
 

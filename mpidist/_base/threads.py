@@ -1,12 +1,11 @@
-"""Which replica the current thread is, where replicas are threads of one process.
+"""Which replica the current thread is, if replicas are threads of one process.
 
-Under MPI a replica is a process, and what modules keep belongs to it. `mpidist.testing`
-runs replicas as threads of one process. So what a module keeps for a replica, and for
-nobody else, is a `ReplicaLocal`; and `MPIStrategy` asks `current` how it is connected
-with the other replicas.
+Under MPI a replica is a process, and owns the state of modules. `mpidist.testing` runs
+replicas as threads of one process. So state that belongs to one replica is a
+`ReplicaLocal`, and `MPIStrategy` uses `current` to connect with the other replicas.
 
-A thread that a replica starts is not the replica: it can call functions, but make no
-strategy.
+A thread that a replica starts is not a replica: it can call functions, but cannot make
+a strategy.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ class ThreadReplica(Protocol):
 
     Attributes:
         size: how many replicas there are.
-        locals: what each `ReplicaLocal` keeps for this replica.
+        locals: the object of each `ReplicaLocal`, by its id; of any type.
     """
 
     size: int
     locals: dict[int, Any]
 
     def adapt(self, environment: Environment) -> Environment:
-        """Return what the environment says to replicas that are threads."""
+        """Return the settings for replicas that are threads."""
 
     def connect(self, comm: Any, deadline: Any) -> Any:
         """Return a communicator over the replicas. Collective.
 
         Args:
-            comm: what `MPIStrategy` was given.
+            comm: the argument of `MPIStrategy`.
             deadline: waits for the pending connection; a `waiting.Deadline`.
 
         Raises:
-            TypeError: for a ``comm`` of MPI.
+            TypeError: if ``comm`` is a communicator of MPI.
         """
 
 
@@ -55,13 +54,13 @@ _here = _Here()
 
 
 def current() -> ThreadReplica | None:
-    """Return the replica that this thread is; None where replicas are processes."""
+    """Return the replica that this thread is; None if replicas are processes."""
     return _here.replica
 
 
 @contextlib.contextmanager
 def entered(replica: ThreadReplica) -> Iterator[None]:
-    """Make this thread a replica, for the length of a ``with`` block."""
+    """Make this thread a replica within a ``with`` block."""
     before, _here.replica = _here.replica, replica
     try:
         yield
@@ -70,10 +69,10 @@ def entered(replica: ThreadReplica) -> Iterator[None]:
 
 
 class ReplicaLocal(Generic[_T]):
-    """An object of which each replica has one: each process, or each thread of a run.
+    """An object for each replica: for each process, or for each thread of a run.
 
     Args:
-        make: makes one.
+        make: makes the object of one replica.
     """
 
     def __init__(self, make: Callable[[], _T]) -> None:
@@ -81,7 +80,7 @@ class ReplicaLocal(Generic[_T]):
         self._of_process = make()
 
     def get(self) -> _T:
-        """Return the one of this replica."""
+        """Return the object of this replica."""
         replica = _here.replica
         if replica is None:
             return self._of_process

@@ -1,4 +1,4 @@
-"""Ways to move one flat buffer between ranks; one file each.
+"""Transports: each moves one flat buffer between ranks.
 
 A transport takes one-dimensional, C-contiguous arrays. `choose` picks one for each
 kind of array when the strategy is made.
@@ -73,7 +73,7 @@ class Transports:
         device: moves GPU arrays.
         reason: why that one.
         host_reason: why the one for host arrays.
-        mixed: whether one rank may have on a GPU what another has on the host.
+        mixed: whether an array may be on a GPU on one rank and on the host on another.
     """
 
     host: DirectTransport
@@ -87,7 +87,7 @@ class Transports:
         return self.device if backend.is_device_array(x) else self.host
 
     def check(self) -> None:
-        """Look for failures of earlier calls; before the ranks agree on the next.
+        """Check for failures of earlier calls, before the ranks agree on the next.
 
         Raises:
             RuntimeError: if NCCL reports one.
@@ -109,7 +109,7 @@ def choose(
         comm: the ranks.
         implementation: what the options ask for, or the environment.
         shared: the transport of the ranks' shared memory, where there is one.
-        devices: the ways of GPU buffers.
+        devices: chooses the transport of GPU buffers.
         why_not_shared: why the ranks of a node share no memory.
 
     Raises:
@@ -124,7 +124,7 @@ def choose(
     ):
         raise ValueError(
             "MPIStrategy: `CommunicationImplementation.SHARED` needs room in /dev/shm, "
-            "the native core, and to be asked for on all ranks when the strategy is "
+            "the native core, and the same request on all ranks when the strategy is "
             f"made ({why_not_shared}); write AUTO"
         )
     host: DirectTransport = DirectTransport(comm) if shared is None else shared

@@ -44,7 +44,7 @@ Outcome = Literal[
     "works", "wrong", "refused", "crashed", "timed out", "no gpu", "no mpi"
 ]
 
-_PREFIX: Final = "mpidist-probe "
+RECORD_PREFIX: Final = "mpidist-probe "
 _COUNTS: Final = (1, 256, 100_003, 2**20 + 3)  # float32, below and above eager limits
 _OF_LAUNCHERS: Final = (
     *("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_APP_", "OMPI_NUM_APP", "OMPI_FIRST_"),
@@ -175,9 +175,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _judge(ranks: int, code: int, late: bool, text: str, seconds: float) -> Probe:
     """Return what the output and the exit code of children mean."""
     records = [
-        json.loads(line[len(_PREFIX) :])
+        json.loads(line[len(RECORD_PREFIX) :])
         for line in text.splitlines()
-        if line.startswith(_PREFIX)
+        if line.startswith(RECORD_PREFIX)
     ]
     known: dict[str, str] = {}
     for record in records:
@@ -222,7 +222,7 @@ def _child(arguments: list[str]) -> None:
     """Make the calls, and say before each which it is."""
 
     def say(**record: str) -> None:
-        print(_PREFIX + json.dumps(record), flush=True)
+        print(RECORD_PREFIX + json.dumps(record), flush=True)
 
     try:
         # Whether there is a GPU comes first: without one MPI need not even start.

@@ -1,4 +1,4 @@
-"""Buffers by MPI messages, from where they are and to where they go."""
+"""Buffers by MPI messages, without copies to other memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpidist._mpi.communicator import AnyCommunicator, MPIOp
 
 
 class DirectTransport:
-    """Hands buffers to MPI: host memory, or GPU memory where MPI is CUDA-aware."""
+    """Passes buffers to MPI: host memory, or GPU memory if MPI is CUDA-aware."""
 
     name = "direct"
 
@@ -73,9 +73,9 @@ class DirectTransport:
 
 
 class NodesTransport(DirectTransport):
-    """The same where the ranks of each of several nodes share memory.
+    """The same, if the ranks of each of several nodes share memory.
 
-    Large nests go through that memory (the route *hierarchical*); this moves the rest.
+    Large nests use that memory (the route *hierarchical*); this moves all others.
     """
 
     name = "shared"

@@ -1,13 +1,12 @@
-"""GPU buffers through NCCL, by way of `cupy.cuda.nccl`.
+"""GPU buffers by NCCL, through `cupy.cuda.nccl`.
 
 NCCL moves buffers from GPU to GPU (NVLink, PCIe, InfiniBand), in kernels that are
 queued on the current stream: a call returns before the data has moved, later kernels on
-that stream see it, and the host waits for nothing. MPI brings the ranks together: it
-carries NCCL's id when the communicator is made, and the header before each call, so
-that all ranks do come.
+that stream see the results, and the host does not wait. MPI sends NCCL's id when the
+communicator is made, and the header before each call, so all ranks take part.
 
-Sums are added in the order that NCCL chooses for the size and the machine, not rank by
-rank; whether another run gives the same bits is NCCL's matter.
+NCCL chooses the order of summation by size and machine, and not by rank; it does not
+guarantee the same bits in another run.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from mpidist._transports.staged import StagedTransport
 NcclCommunicator: TypeAlias = Any
 """A `cupy.cuda.nccl.NcclCommunicator`; CuPy has no types."""
 
-# dtype -> (name of NCCL's type, how many of them one element is). NCCL user guide,
-# "Types": it has no 16-bit integers, no bool and no complex. A complex sum is that of
-# its parts.
+# dtype -> (name of NCCL's type, number of them in one element). NCCL user guide,
+# "Types": there are no 16-bit integers, no bool and no complex types. A complex sum
+# consists of the sums of its parts.
 _TYPES: Final[dict[str, tuple[str, int]]] = {
     "int8": ("NCCL_INT8", 1),
     "uint8": ("NCCL_UINT8", 1),
@@ -44,7 +43,7 @@ _TYPES: Final[dict[str, tuple[str, int]]] = {
     "complex64": ("NCCL_FLOAT32", 2),
     "complex128": ("NCCL_FLOAT64", 2),
 }
-# NCCL's id as a message begins with what CuPy made of it on rank 0.
+# The first byte of NCCL's id as a message: its type in the CuPy of rank 0.
 _BYTES: Final = b"b"  # CuPy 14
 _INTEGERS: Final = b"i"  # CuPy 13 and older: a tuple of C's chars
 _FAILED: Final = b"-"
@@ -54,12 +53,12 @@ _LATE: Final = "it did not find all ranks within"
 
 
 class NcclTransport:
-    """Moves GPU buffers by NCCL, and those that it cannot reduce by another transport.
+    """Moves GPU buffers by NCCL, or if it cannot reduce them, by another transport.
 
     Args:
         communicator: an `NcclCommunicator` of all ranks.
         rank: this rank in it.
-        staged: reduces what NCCL has no type or operation for.
+        staged: reduces buffers for which NCCL has no type or operation.
         count: called with the kind and the bytes of each call, for the statistics.
     """
 
@@ -135,8 +134,8 @@ class NcclTransport:
     ) -> None:
         """Concatenate bytes of all ranks, on all ranks.
 
-        Where ranks have different numbers of bytes it is a group of broadcasts, as
-        NCCL's user guide says ("Group Calls"): NCCL has no all-gather of such.
+        If ranks have different numbers of bytes it is a group of broadcasts, as in
+        NCCL's user guide ("Group Calls"): NCCL has no all-gather for them.
         """
         stream = backend.current_stream().ptr
         byte = self._nccl.NCCL_UINT8
@@ -162,7 +161,7 @@ class NcclTransport:
             self._nccl.groupEnd()
 
     def check(self) -> None:
-        """Look whether an earlier call has failed, which shows only later.
+        """Check whether an earlier call has failed, which NCCL reports only later.
 
         Raises:
             RuntimeError: if one has.
@@ -172,20 +171,19 @@ class NcclTransport:
         except Exception as error:
             raise RuntimeError(
                 f"NCCL reports that an earlier call failed on rank {self._rank} "
-                f"({error}); what it was to give is not there. The usual reasons are a "
-                "rank that has died, a network that has failed, and an error of an "
-                "earlier kernel; NCCL_DEBUG=INFO makes NCCL say more. This strategy "
-                "cannot use NCCL any more: make a new one, or write "
-                "MPIDIST_IMPLEMENTATION=staged"
+                f"({error}); its results are missing. The usual reasons are a rank "
+                "that has died, a network failure, and an error of an earlier kernel; "
+                "NCCL_DEBUG=INFO makes NCCL print more. This strategy can no longer "
+                "use NCCL: make a new one, or write MPIDIST_IMPLEMENTATION=staged"
             ) from error
 
     def close(self) -> None:
-        """Give the communicator back, when what was queued is done. Collective."""
+        """Destroy the communicator after all queued work is done. Collective."""
         backend.current_stream().synchronize()
         self._communicator.destroy()
 
     def _type_of(self, dtype: DType, op: MPIOp) -> tuple[int, int] | None:
-        """Return NCCL's type and how many make an element; None: it cannot."""
+        """Return NCCL's type, and how many make an element, or None."""
         name, parts = _TYPES.get(dtype.name, ("", 0))
         if parts == 0 or (parts > 1 and op != "SUM"):
             return None
@@ -196,16 +194,15 @@ class NcclTransport:
 def connect(
     comm: AnyCommunicator, device: backend.Device, timeout_seconds: float | None
 ) -> tuple[NcclCommunicator | None, str]:
-    """Make a communicator of NCCL, and see that it can sum. Collective.
+    """Make a communicator of NCCL, and test it. Collective.
 
-    Nobody raises: all ranks return a communicator, or all return why there is none.
+    It does not raise. All ranks return a communicator, or all return a problem.
 
     Args:
         comm: the ranks; each has a GPU of its own.
         device: of this rank.
-        timeout_seconds: of the strategy. NCCL has five minutes at most to find all
-            ranks, which it does by its own means: a rank that fails in that leaves the
-            others waiting.
+        timeout_seconds: of the strategy. NCCL connects the ranks by its own means, and
+            has five minutes at most: if one rank fails the others would wait forever.
 
     Returns:
         The communicator, and ""; or None, and the reason.
@@ -243,7 +240,7 @@ def connect(
         return made[0], ""
     if made and not late:
         made[0].abort()
-    # Those that only waited come last: another rank was the reason.
+    # Ranks that only waited come last: the cause was on another rank.
     failed = sorted(
         (f"rank {r}: {t}" for r, t in enumerate(texts) if t), key=_only_waited
     )
@@ -251,10 +248,10 @@ def connect(
 
 
 def _pack_id(key: bytes | tuple[int, ...]) -> bytes:
-    """Return NCCL's id as a message that says what it was."""
+    """Return NCCL's id as a message that begins with its type."""
     if isinstance(key, bytes):
         return _BYTES + key
-    # int16: C's char has a sign on some machines and none on others.
+    # int16, since C's char is signed on some machines only.
     return _INTEGERS + np.array(key, np.int16).tobytes()
 
 
@@ -275,7 +272,7 @@ def _try_sum(
     size: int,
     device: backend.Device,
 ) -> None:
-    """Sum ones over the ranks: NCCL connects them only now."""
+    """Sum ones over the ranks: only the first call makes NCCL connect them."""
     x = device.array_module.ones(1, np.float32)
     where, stream = backend.address(x), backend.current_stream()
     communicator.allReduce(

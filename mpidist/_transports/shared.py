@@ -1,8 +1,8 @@
 """Flat buffers through the memory that the ranks of one node share, after a header.
 
-What routes through the core do with their headers (`mpidist._engine.core_routes`) this
-does for buffers on which the ranks have agreed already: those of GPU arrays on their
-way through the host, of packed leaves, and what one rank sends to all.
+Routes through the core exchange headers themselves (`mpidist._engine.core_routes`).
+This transport moves buffers on which the ranks have already agreed: staged GPU arrays,
+packed leaves, and broadcasts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_REDUCTIONS: Final = 256
 
 
 class SharedTransport(DirectTransport):
-    """Reduces and copies host buffers through the core; all else as `DirectTransport`.
+    """Reduces and copies host buffers through the core.
 
     Args:
         comm: the ranks, all on one node.
@@ -91,7 +91,7 @@ class SharedTransport(DirectTransport):
             start += count
 
     def _do(self, step: Callable[..., int], *args: object) -> None:
-        """Take a step of all ranks; who is interrupted in it lets the others go."""
+        """Make a step with all ranks; if interrupted, release the others."""
         try:
             if step(*args) == LEFT:
                 raise LeftError(self._channel.who)

@@ -1,27 +1,28 @@
 """GPU buffers through page-locked host memory, in pieces that overlap.
 
-For what `mpidist._engine.device_routes` does not take to the memory of a node: buffers
-between nodes, without a native core, of dtypes that NCCL lacks; broadcasts and gathers.
+For buffers that `mpidist._engine.device_routes` does not move through the memory of a
+node: between nodes, without the native core, with dtypes that NCCL lacks; broadcasts
+and gathers.
 
-A buffer goes in pieces. Of three neighbours, at the same time, piece k + 1 is copied
-from the GPU, MPI moves piece k, and piece k - 1 is copied to the GPU. The two copies
-have a stream each, so that they also run beside each other::
+A buffer is moved in pieces. At the same time piece k + 1 is copied from the GPU, MPI
+moves piece k, and piece k - 1 is copied to the GPU. Each direction has a stream, so the
+two copies overlap::
 
     from the GPU   0  1  2  3
     MPI               0  1  2  3
     to the GPU           0  1  2  3
 
-What orders them (CUDA C++ Programming Guide, "Streams" and "Events"):
+Their order is enforced as follows (CUDA C++ Programming Guide, "Streams", "Events"):
 
 - both streams wait for the user's current stream first: its kernels have then written
-  what is sent, and have done with the memory that is received into;
+  the data, and no longer use the memory of the results;
 - the host waits for the event that ends a copy from the GPU before MPI may read it;
-- a copy from the GPU waits for the copy to the GPU that read the same page-locked slot
-  last, and so does MPI where it writes to a slot into which nothing was copied;
-- at the end the current stream waits for the last copy to the GPU. The host does not
-  wait, nor does any other stream.
+- a copy from the GPU waits for the last copy to the GPU from the same page-locked slot,
+  and so does MPI if it writes to a slot without such a copy;
+- at the end the current stream waits for the last copy to the GPU. Neither the host nor
+  any other stream waits.
 
-A buffer of one piece has nothing to overlap with: its copies go on the current stream.
+A buffer of one piece has nothing to overlap with: its copies use the current stream.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from mpidist._base.types import DeviceArray, DType, HostArray
 from mpidist._mpi.communicator import MPIOp
 from mpidist._transports.direct import DirectTransport
 
-# At least this, where a buffer is cut so that there is something to overlap.
+# The minimum size of a piece of a buffer that is cut for the sake of overlap.
 SMALLEST_PIECE_BYTES: Final = 256 * 1024
 _SLOTS: Final = 3
 _SMALLEST_SHARE: Final = 16 * 1024
@@ -49,12 +50,12 @@ _Move = Callable[[int, HostArray], None]  # of piece, slot's memory
 
 
 class StagedTransport:
-    """Moves GPU buffers by way of the host, where another transport moves them on.
+    """Moves GPU buffers through the host, where another transport takes over.
 
     Args:
         host: moves the pieces between the ranks.
-        piece_bytes: size of a piece; the same on all ranks. None: a buffer goes as a
-            whole, which fits with ranks that have theirs on the host.
+        piece_bytes: size of a piece; the same on all ranks. None: a buffer is moved
+            whole, as on ranks with arrays on the host.
     """
 
     name = "staged"
@@ -144,7 +145,7 @@ class StagedTransport:
         steps = -(-longest // share) if longest else 0
 
         def part(r: int, k: int) -> tuple[int, int]:
-            """Return which bytes of rank ``r`` go in step ``k``."""
+            """Return which bytes of rank ``r`` are moved in step ``k``."""
             return min(k * share, counts[r]), min((k + 1) * share, counts[r])
 
         def load(k: int, memory: HostArray, stream: backend.Stream) -> None:
@@ -159,7 +160,7 @@ class StagedTransport:
             self._host.all_gather(mine, memory[: sum(sizes)], sizes)
 
         def store(k: int, memory: HostArray, stream: backend.Stream) -> None:
-            if steps == 1:  # what is together on the host is together on the GPU
+            if steps == 1:  # contiguous on the host and on the GPU
                 host = memory[: receive.size]
                 backend.start_copy_to_device(host, receive, stream)
                 return
@@ -206,15 +207,15 @@ class StagedTransport:
         move: _Move,
         store: _Load | None,
     ) -> None:
-        """Take ``count`` pieces through the three steps.
+        """Move ``count`` pieces through the three steps.
 
         Args:
             near: an array on the GPU in question.
             count: number of pieces.
             slot_bytes: what the largest piece needs.
-            load: queues the copies from the GPU; None: there are none.
+            load: queues the copies from the GPU, if any.
             move: has MPI move a piece, in the slot's memory.
-            store: queues the copies to the GPU; None: there are none.
+            store: queues the copies to the GPU, if any.
         """
         if count == 0:
             return
@@ -251,7 +252,7 @@ class StagedTransport:
                 current.wait_event(slot.stored)
 
     def _ring_of(self, near: DeviceArray) -> _SlotRing:
-        """Return the streams and slots of the GPU that an array is on."""
+        """Return the streams and slots for the GPU of an array."""
         number = int(near.device.id)
         ring = self._rings.get(number)
         if ring is None:
@@ -265,7 +266,7 @@ class StagedTransport:
 
 
 class _SlotRing:
-    """What the copies of one GPU need, kept from call to call."""
+    """Streams and slots for the copies of one GPU, kept between calls."""
 
     def __init__(self, nbytes: int) -> None:
         self.inward = backend.new_stream()
@@ -282,17 +283,17 @@ class _SlotRing:
         return self._slots[self._turn]
 
     def reserve(self, nbytes: int) -> None:
-        """See that each slot has at least so many bytes."""
+        """Allocate slots of at least this size."""
         if nbytes <= self._nbytes:
             return
         for slot in self._slots:
-            slot.stored.synchronize()  # nothing is read from its memory any more
+            slot.stored.synchronize()  # its memory is no longer read
             slot.memory = backend.pinned_empty(nbytes, "u1")
         self._nbytes = nbytes
 
 
 class _Slot:
-    """Page-locked memory, with the ends of the last copies to and from it."""
+    """Page-locked memory, and events at the end of the last copies to and from it."""
 
     def __init__(self) -> None:
         self.memory: HostArray = np.empty(0, np.uint8)  # until `reserve`

@@ -364,7 +364,7 @@ def test_an_interrupt_while_a_slice_travels_keeps_its_memory(
     monkeypatch.setattr(Transfers, "leak", noted)
 
     if is_hit:
-        monkeypatch.setattr(engine_nodes.Across, "finish", interrupted)
+        monkeypatch.setattr(engine_nodes.NodeExchange, "finish", interrupted)
     with pytest.raises(SignalError if is_hit else mpidist.CollectiveTimeoutError):
         all_reduce(strategy, "SUM", x)
     assert kept or not is_hit

@@ -131,6 +131,6 @@ def test_a_probe_in_every_rank_of_a_job(tmp_path):
     ],
 )
 def test_what_ends_mean(code, text, outcome, detail):
-    lines = f"{cuda_aware_probe._MARK}{text}\n" if text else ""
+    lines = f"{cuda_aware_probe.RECORD_PREFIX}{text}\n" if text else ""
     found = cuda_aware_probe._judge(1, code, False, lines, 1.0)
     assert (found.outcome, found.detail) == (outcome, detail)
