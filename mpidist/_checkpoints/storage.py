@@ -252,7 +252,7 @@ def _write_safetensors(
     file.write(len(text).to_bytes(8, "little") + text)
     for name, array in arrays:
         x = _host_array(array)
-        file.write(memoryview(backend.as_bytes(x)))
+        file.write(backend.as_bytes(x).data)
         written(name, x)
 
 
@@ -452,7 +452,7 @@ class CheckpointFiles:
                 "checkpoint"
             )
         x = np.empty(part.shape, dtype)
-        self._verify(part, f"array {name!r}", memoryview(backend.as_bytes(x)))
+        self._verify(part, f"array {name!r}", backend.as_bytes(x).data)
         return x
 
     def verify(self) -> None:

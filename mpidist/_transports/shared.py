@@ -38,7 +38,11 @@ class SharedTransport(DirectTransport):
     name = "shared"
 
     def __init__(
-        self, comm: AnyCommunicator, guard: Guard, channel: _native.Channel, piece_bytes: int
+        self,
+        comm: AnyCommunicator,
+        guard: Guard,
+        channel: _native.Channel,
+        piece_bytes: int,
     ) -> None:
         super().__init__(comm)
         self._guard = guard

@@ -166,7 +166,7 @@ class VariableStorage:
         own = self.array
         if (
             type(value) is np.ndarray
-            and type(own) is np.ndarray
+            and isinstance(own, np.ndarray)
             and value.dtype is own.dtype
             and value.shape == own.shape
             and shape is None

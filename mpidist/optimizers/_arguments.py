@@ -192,7 +192,7 @@ def as_gradient(
     array = array_of(variable)
     if (
         type(gradient) is np.ndarray
-        and type(array) is np.ndarray
+        and isinstance(array, np.ndarray)
         and gradient.dtype == array.dtype
         and gradient.shape == array.shape
     ):
