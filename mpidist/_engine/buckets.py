@@ -1,7 +1,7 @@
-"""Many leaves in few flat buffers: the plan of an all-reduce, and its execution.
+"""Buckets: many leaves packed into few flat buffers, and their all-reduce.
 
-A plan is made once for each (operation, structure, shapes, dtypes) and kept: it
-knows which leaf goes to which place of which buffer, and what MPI is asked to do.
+The buckets of a signature are planned once: which leaf is at which offset of which
+buffer, and which MPI operation reduces it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NUMPY_COMBINE: Final[dict[ReduceOp, Callable[..., Array]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """What a plan knows of a leaf: everything but its values."""
+    """What a plan knows of a leaf: everything except its values."""
 
     shape: Shape
     reduction: dtypes.Reduction
@@ -52,9 +52,9 @@ class Leaf:
 
 @dataclasses.dataclass
 class Bucket:
-    """Leaves that travel in one buffer: their indices, and their places in it.
+    """Leaves in one buffer: their indices, and their offsets in it.
 
-    With ``compression`` it travels as 16-bit floats.
+    With ``compression`` it is sent as 16-bit floats.
     """
 
     leaves: tuple[int, ...]
@@ -64,14 +64,14 @@ class Bucket:
 
 
 class FlatBuffers:
-    """Flat buffers that are kept from call to call, one for each kind of array."""
+    """Flat buffers that are kept between calls, one for each kind of device."""
 
     def __init__(self) -> None:
         self._kept: dict[bool, Array] = {}
         self._stream: backend.Stream = None
 
     def get(self, count: int, dtype: DType, near: Array) -> Array:
-        """Return a flat buffer of ``count`` elements, where the array ``near`` is."""
+        """Return a flat buffer of ``count`` elements on the device of ``near``."""
         key = backend.is_device_array(near)
         if key:  # the last call may have used the buffer on another stream
             self._stream = backend.continue_from(self._stream)
@@ -88,14 +88,14 @@ def plan_buckets(
     bytes_per_pack: int,
     compress: Callable[[], Compression] | None = None,
 ) -> list[Bucket]:
-    """Deal leaves to buckets of at most ``bytes_per_pack``, in order, by dtype.
+    """Divide leaves into buckets of at most ``bytes_per_pack``, in order, by dtype.
 
-    A leaf that is larger than a bucket has one of its own.
+    A leaf that is larger than a bucket has its own.
 
     Args:
-        leaves: what is to be reduced.
-        bytes_per_pack: the most bytes of a bucket of several leaves.
-        compress: makes the compression of a bucket of leaves that allow for one.
+        leaves: to be reduced.
+        bytes_per_pack: the maximum size of a bucket of several leaves.
+        compress: makes the compression of a bucket whose leaves allow it.
     """
     groups: dict[tuple[DType, str, bool, bool], list[int]] = {}
     for index, leaf in enumerate(leaves):
@@ -132,7 +132,7 @@ def reserve(
     arrays: list[Array],
     buffers: FlatBuffers,
 ) -> None:
-    """Allocate what a bucket will need."""
+    """Allocate the memory of a bucket."""
     index = bucket.leaves[0]
     if len(bucket.leaves) > 1:
         buffers.get(bucket.size, leaves[index].reduction.wire, arrays[index])
@@ -150,7 +150,7 @@ def reduce_bucket(
     """All-reduce the arrays of one bucket into the arrays in ``results``.
 
     Collective. The input arrays are not changed. With a ``root``, only that rank has
-    results, and only it gets them.
+    results.
     """
     comm = transports.host.comm
     first = arrays[bucket.leaves[0]]
@@ -216,9 +216,9 @@ def reduce_bucket(
 
 
 def _compresses(transport: Transport, buffer: Array, operation: MPIOp) -> bool:
-    """Whether the ranks send each other a buffer as 16-bit floats.
+    """Whether the ranks send a buffer as 16-bit floats.
 
-    Of what goes through the memory of nodes see `hierarchical_route`.
+    For nests in the memory of nodes see `hierarchical_route`.
     """
     return (
         operation == "SUM"
@@ -231,7 +231,7 @@ def _compresses(transport: Transport, buffer: Array, operation: MPIOp) -> bool:
 def _reduce_compressed(
     buffer: Array, compression: Compression, comm: AnyCommunicator
 ) -> None:
-    """All-reduce a buffer in place, by way of the host, as 16-bit floats."""
+    """All-reduce a buffer in place, through the host, as 16-bit floats."""
     assert isinstance(comm, Communicator)  # between nodes
     comm.traffic.count("Allreduce", buffer.nbytes)
     host = backend.to_host(buffer)
@@ -243,7 +243,7 @@ def _reduce_compressed(
 def _reduce_gathered(
     x: Array, reduction: dtypes.Reduction, transports: Transports
 ) -> Array:
-    """Reduce what MPI cannot: gather all values, combine them in rank order."""
+    """Gather all values and combine them in rank order, if MPI cannot reduce them."""
     size = transports.host.comm.size
     send = backend.as_bytes(backend.contiguous(x))
     receive = backend.empty_like(send, (send.size * size,), np.uint8)

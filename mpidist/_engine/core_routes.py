@@ -1,14 +1,14 @@
 """The routes through the memory that the ranks of one node share.
 
-- *eager*, for small nests: the payload travels with the header. One exchange does for
-  both, and every rank has the sum when it has seen all headers.
-- *shared*, for all others: one algorithm that goes piece by piece (``algorithms.h``).
-  Its sources are the caller's arrays, or where those are in the arenas already
-  (`Strategy.buffers_like`, results of earlier calls), what is there. Its destination is
-  a place in each rank's arena, where all ranks write; or where some rank has none left,
-  memory of its own.
+- *eager*, for small nests: the data is sent with the header. One exchange does both,
+  and every rank has the sum when it has read all headers.
+- *shared*, for all others: one algorithm that moves pieces (``algorithms.h``). Its
+  sources are copies of the caller's arrays, or registered buffers: arrays that are
+  already in the arenas (`Strategy.buffers_like`, earlier results). Its destination is a
+  slot in each rank's arena, to which all ranks write; or private memory, if the arena
+  of some rank is full.
 
-Both add up from rank 0 upwards, in the core, so a value has the same bits by either.
+Both add from rank 0 upwards, in the core, so both give the same bits.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _OPERATIONS: Final = {
     ReduceOp.MIN: 2,
     ReduceOp.MAX: 3,
 }
-# Where every rank adds up all payloads, more than this in all is better dealt to them.
+# Every rank adds all data: above this size in all it is faster to divide the work.
 _EAGER_BYTES_OF_ALL: Final = 128 * 1024
-# Where ranks share cores, one adds up for all.
+# If ranks share cores, one of them adds for all.
 _EAGER_BYTES_CROWDED: Final = 32 * 1024
-_KEPT_BYTES: Final = 64  # a leaf of a nest that is copied out of its place
+_KEPT_BYTES: Final = 64  # leaves of this size are copied out of the slot
 
 
 def eager(resources: PlanResources, signature: Signature) -> EagerReduce | None:
@@ -65,7 +65,7 @@ def shared(resources: PlanResources, signature: Signature) -> SharedReduce | Non
 
 
 def takes(resources: PlanResources, signature: Signature) -> bool:
-    """Return whether the core can reduce such leaves, wherever they are.
+    """Return whether the core can reduce such leaves, on the host or a GPU.
 
     It says the same on ranks that have them on the host and on a GPU.
     """
@@ -96,11 +96,11 @@ def is_for_core(resources: PlanResources, leaf: Leaf) -> bool:
 
 
 def travels_as(resources: PlanResources, leaf: Leaf) -> DType:
-    """Return the dtype in which a leaf goes through the core.
+    """Return the dtype of a leaf in the core.
 
-    Its own: also 16-bit floats, which the kernels add up in float32, and round once.
-    Only means of integers are made floats before. Between nodes sums of 16-bit floats
-    are float32 too, since those of the nodes would be rounded.
+    It is the leaf's own, also for 16-bit floats, which the kernels add in float32 and
+    round once. Only means of integers are converted to floats before. Between nodes
+    16-bit floats are converted to float32, since the sum of a node would be rounded.
     """
     reduction = leaf.reduction
     wide = reduction.compute.itemsize > reduction.dtype.itemsize
@@ -118,7 +118,7 @@ def _name_of(dtype: DType) -> str:
 
 
 def nbytes_of(resources: PlanResources, leaf: Leaf) -> int:
-    """Return the bytes of a leaf on its way through the core."""
+    """Return the bytes of a leaf in the core."""
     return math.prod(leaf.shape) * int(travels_as(resources, leaf).itemsize)
 
 
@@ -129,7 +129,7 @@ def _node_of(resources: PlanResources) -> Node:
 
 
 class CoreReduce:
-    """What these plans have in common: the nest in the core, and what goes in."""
+    """What these plans have in common: the nest in the core, and its sources."""
 
     def __init__(self, resources: PlanResources, signature: Signature) -> None:
         self.call: Call = signature.call
@@ -146,7 +146,7 @@ class CoreReduce:
             rows.append(_native.ReduceLeaf(name, operation, leaf.shape, divisor))
         self._core = _native.core.Reduce(
             node.channel,
-            # Of several nodes, who adds up their sums divides.
+            # With several nodes, the sum over the nodes is divided.
             rows if nodes is None else [row._replace(divisor=0) for row in rows],
             node.piece_bytes,
             signature.call.fingerprint,
@@ -176,7 +176,7 @@ class CoreReduce:
         signature: Signature,
         rows: list[_native.ReduceLeaf],
     ) -> NodeExchange:
-        """Return what reduces pieces over the nodes."""
+        """Return the object that reduces pieces over the nodes."""
         assert resources.nodes is not None
         compression = signature.compress() if signature.compress else None
         dtype = self._shapes[0][1] if self._shapes else None
@@ -213,7 +213,7 @@ class CoreReduce:
         return results
 
     def attempt(self, arrays: list[Array], timeout: float | None) -> Results | None:
-        """As a call; None, and nothing has happened, for arrays of other kinds.
+        """Do as a call; or return None, without effect, if the signature differs.
 
         Args:
             arrays: NumPy arrays.
@@ -229,7 +229,7 @@ class CoreReduce:
     def _run(
         self, sources: list[Array], call: Call, timeout: float | None
     ) -> Results | None:
-        """Reduce arrays; None where they are not what the core expects."""
+        """Reduce arrays; return None if they are not what the core expects."""
         raise NotImplementedError
 
     def _agreed(
@@ -244,12 +244,12 @@ class CoreReduce:
             self._guard.conclude(status, again)
         else:
             self._guard.count()
-        if self._to_root:  # the core counts those that all want
+        if self._to_root:  # the core counts calls without a root
             self._traffic.count("Reduce", self._nbytes)
         return results if self._wanted else [None] * len(results)
 
     def _sources(self, arrays: list[Array]) -> list[Array]:
-        """Return arrays that the core reads: of the dtypes in which they travel."""
+        """Return arrays for the core, converted to its dtypes."""
         if self._casts:
             arrays = [
                 x if x.dtype == dtype else x.astype(dtype)
@@ -259,7 +259,7 @@ class CoreReduce:
 
     @staticmethod
     def _raw(arrays: list[Array]) -> list[Array]:
-        """Return arrays that have the buffer protocol, which bfloat16 has not."""
+        """Return arrays with the buffer protocol, which bfloat16 lacks."""
         return [
             backend.contiguous(x).view(np.uint16) if backend.is_bfloat16(x.dtype) else x
             for x in arrays
@@ -340,7 +340,7 @@ class SharedReduce(CoreReduce):
         super().__init__(resources, signature)
         self._starts = self._core.starts
         self._room = self._core.nbytes
-        # A loss that is kept must not keep the gradients beside it.
+        # A user who keeps the loss must not keep the gradients beside it alive.
         self._tiny = [
             i
             for i, (shape, dtype) in enumerate(self._shapes)
@@ -380,7 +380,7 @@ class SharedReduce(CoreReduce):
         return found
 
     def _new_results(self) -> tuple[int, list[Array]]:
-        """Return where in the arena the results are, and the results."""
+        """Return the offset of the results in the arena, and the results."""
         slot = self._node.pool.take(self._room)
         if slot is None:
             results: list[Array] = [

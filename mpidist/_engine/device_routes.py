@@ -1,23 +1,23 @@
-"""The routes of nests with leaves on a GPU; the first that takes a nest has it.
+"""The routes of nests with leaves on a GPU.
 
-- *nccl*, *direct*: leaves are packed into flat buffers on the GPU, which NCCL moves, or
-  an MPI that is CUDA-aware.
+- *nccl*, *direct*: leaves are packed into flat buffers on the GPU, which NCCL or a
+  CUDA-aware MPI moves.
 - *staged*: through the memory of the node, without a buffer on either side: `staging`.
-  Small nests travel with their header, as host arrays. Of several nodes large nests do
-  so, and slices of the sums go between them (`nodes`).
+  Small nests are sent with their header, as host arrays. With several nodes, large
+  nests are reduced in the memory of each node, and slices between nodes (`nodes`).
 
-The others (small ones between nodes, no native core, longdouble, ...) take the mpi
-route, where flat buffers go by way of the host.
+All others (small nests between nodes, no native core, longdouble, ...) use the mpi
+route, whose flat buffers are staged through the host.
 
-To the other ranks *staged* looks like *eager*, *shared* and *hierarchical* do: the same
-headers, pieces, steps and layout, and sums by the same kernels. So a nest may have
-leaves on the host and on a GPU, and a strategy ranks with a GPU and ranks without: each
-copies in and out as its own arrays want it.
+For the other ranks *staged* is the same as *eager*, *shared* and *hierarchical*: the
+same headers, pieces, steps, layout and kernels. So a nest may have leaves on the host
+and on a GPU, and a strategy ranks with and without a GPU: each rank copies its own
+arrays in and out.
 
-What is queued, and then fails (CUDA tells later), must not take this rank out of step:
-it makes all steps, sends what is in the area, and tells the other ranks with the next
-header, on which all raise. Until then the others have results that are not the sums,
-but nothing that they can share or save.
+If a queued operation fails (CUDA reports it later), this rank must stay in step: it
+makes all steps, sends the contents of the area, and tells the other ranks with the next
+header, at which all raise. Until then the others have wrong results, but cannot share
+or save them.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from mpidist._engine.staging import Lane, LeafRange, Piece, Staging
 
 def nccl(resources: PlanResources, signature: Signature) -> Plan | None:
     """Return the plan of a nest on GPUs that NCCL connects."""
-    return MpiReduce(resources, signature) if _goes(signature, "nccl") else None
+    return MpiReduce(resources, signature) if _uses(signature, "nccl") else None
 
 
 def direct(resources: PlanResources, signature: Signature) -> Plan | None:
-    """Return the plan of a nest on GPUs whose memory MPI knows."""
-    return MpiReduce(resources, signature) if _goes(signature, "direct") else None
+    """Return the plan of a nest on GPUs, if MPI is CUDA-aware."""
+    return MpiReduce(resources, signature) if _uses(signature, "direct") else None
 
 
 def staged(resources: PlanResources, signature: Signature) -> Plan | None:
-    """Return the plan of a nest that goes by way of the node's memory."""
-    if not _goes(signature, "staged") or not takes(resources, signature):
+    """Return the plan of a nest that is staged through the node's memory."""
+    if not _uses(signature, "staged") or not takes(resources, signature):
         return None
     if resources.nodes is not None:
         nbytes = sum(nbytes_of(resources, leaf) for leaf in signature.leaves)
@@ -70,9 +70,9 @@ def staged(resources: PlanResources, signature: Signature) -> Plan | None:
     return StagedReduce(resources, signature)
 
 
-def _goes(signature: Signature, way: str) -> bool:
+def _uses(signature: Signature, transport: str) -> bool:
     on_device = any(leaf.on_device for leaf in signature.leaves)
-    return on_device and signature.transports.device.name == way
+    return on_device and signature.transports.device.name == transport
 
 
 def _nearest(arrays: list[Array]) -> DeviceArray:
@@ -129,7 +129,7 @@ class StagedEager:
         return result
 
     def _load(self, near: DeviceArray, arrays: list[Array]) -> list[Array]:
-        """Return the values as arrays on the host."""
+        """Return copies of the arrays on the host."""
         scratch, at, hosts = self._staging.scratch(), 0, []
         kept = []  # copies, until they are read
         for x in arrays:
@@ -156,8 +156,8 @@ class StagedEager:
     def _store(self, sums: list[HostArray], results: Results) -> None:
         """Queue the copies to the GPU.
 
-        Of memory that is not page-locked the driver has made a copy when such a call
-        returns (CUDA runtime API, "API synchronization behavior").
+        The driver has copied memory that is not page-locked when such a call returns
+        (CUDA runtime API, "API synchronization behavior").
         """
         stream = backend.current_stream()
         for i, (host, result) in enumerate(zip(sums, results, strict=True)):
@@ -171,9 +171,9 @@ class StagedEager:
 class StagedReduce(CoreReduce):
     """All-reduces nests on GPUs piece by piece.
 
-    As `md_shared_run` does with host arrays: for each piece one step, after which the
-    sums of the piece before are copied out, and the next piece is copied in, while the
-    host reduces its slice.
+    As in `md_shared_run` for host arrays: there is one step for each piece, after which
+    the sums of the previous piece are copied out, and the next piece is copied in,
+    while the host reduces its slice.
     """
 
     def __init__(self, resources: PlanResources, signature: Signature) -> None:
@@ -218,7 +218,9 @@ class StagedReduce(CoreReduce):
             with near.device, self._traffic.timed():
                 self._move(lane, sources, results)
         except BaseException as error:
-            if self._nodes is not None:  # the others of the node wait for its steps
+            if (
+                self._nodes is not None
+            ):  # the other ranks of the node wait for its steps
                 self._node.channel.leave()
             raise guard.leave_payload(call, error) from None
         try:
@@ -268,7 +270,7 @@ class StagedReduce(CoreReduce):
             core.finish()
 
     def _step(self) -> None:
-        """Say that this rank is so far, and wait until all of its node are."""
+        """Wait until all ranks of the node have made this step."""
         channel = self._node.channel
         if self._nodes is not None:
             self._nodes.step(self._guard)

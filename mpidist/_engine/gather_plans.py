@@ -1,22 +1,21 @@
 """The plans of all-gathers, for nests of one structure.
 
-What does not depend on the values is made once for a call, a structure, dtypes and
-shapes without the axis. How long the arrays are along the axis may differ from rank to
-rank, and from call to call. So the ranks have to tell each other:
+A plan holds everything that does not depend on values: it is made once for a call, a
+structure, dtypes, and shapes without the axis. The lengths along the axis may differ
+between ranks and between calls, so the ranks exchange them:
 
-- `CoreGather`, for host arrays on one node: the lengths travel with the header, and
-  where the arrays of all ranks are small these do too: then one exchange was all. If
-  not, every rank makes its results in its arena and copies its own arrays into them;
-  all agree on where they are; and each copies the arrays of the others from there.
-  Where a rank has no room in its arena, every rank sends its arrays to all, piece by
-  piece.
+- `CoreGather`, for host arrays on one node: the lengths are sent with the header, and
+  small arrays too, which then takes one exchange. Large arrays: every rank makes its
+  results in its arena and copies its own arrays into them; all agree on the offsets;
+  and each copies the arrays of the others from there. If the arena of a rank is full,
+  every rank sends its arrays to all, piece by piece.
 - `MpiGather`, for all others: the header says whether the lengths are the same on all
-  ranks, as they mostly are. Only if not they are exchanged. Then MPI concatenates, once
-  for each array, or once for all where they are small.
+  ranks, which is the usual case. Otherwise they are exchanged. Then MPI concatenates,
+  once for each array, or once for all if they are small.
 
-Why nothing is written that is still read: of small arrays see ``channel.h``. A rank
-returns its results when all have made a step for having read them; until then they are
-referred to here.
+No memory is written while it is read: for small arrays see ``channel.h``. A rank
+returns its results after a step that all make when they have read them; until then they
+are referred to here.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ from mpidist._engine.node import Node
 from mpidist._engine.pool import Pool
 from mpidist._transports import Transports
 
-# Arrays of a nest that are smaller on average, and in all, are packed for MPI.
+# Arrays of a nest are packed for MPI below this average and this total size.
 _PACKED_BYTES: Final = 16 * 1024
 _PACKED_BYTES_IN_ALL: Final = 2**20
-# Memory for results up to this is made before lengths are known, as if all had those
-# of this rank.
+# Up to this size results are allocated before lengths are known, as if they were the
+# same on all ranks.
 _GUESSED_BYTES: Final = 256 * 2**20
 Lengths: TypeAlias = Sequence[int]
 """The length of each leaf along the axis, on one rank."""
@@ -56,14 +55,14 @@ _HAVE_MEMORY: Final = Call("all_gather, with memory for the result")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GatherLeaf:
-    """What is known of a leaf: everything but its values, and its length.
+    """What is known of a leaf: everything except its values and its length.
 
     Attributes:
         dtype: of the elements.
         before: the sizes of the dimensions before the axis.
         after: of those after it.
         row_bytes: bytes of an array of length 1.
-        is_flat: whether the arrays of the ranks lie side by side in the result.
+        is_flat: whether the arrays of the ranks are contiguous in the result.
     """
 
     dtype: DType
@@ -200,7 +199,7 @@ class CoreGather:
             is_same = self._node.channel.verdict[2]
             rows = [lengths] * self._node.size if is_same else self._core.lengths()
             return self._gather_large(arrays, rows, timeout)
-        try:  # of little: the others learn of it with the next call
+        try:  # of a small result: the others learn of it with the next call
             results: Results = [
                 np.empty(leaf.shape(n), leaf.dtype)
                 for leaf, n in zip(self._leaves, totals, strict=True)
@@ -256,7 +255,7 @@ class CoreGather:
         return _Target(slot.offset, starts, shapes, results)
 
     def _indices(self, rows: list[Lengths]) -> list[list[Index]]:
-        """Return where in the results the arrays of each rank go."""
+        """Return the indices of the arrays of each rank in the results."""
         ends = [0] * len(self._leaves)
         indices = []
         for row in rows:
@@ -295,7 +294,7 @@ class CoreGather:
             raise LeftError(channel.who)
 
     def _send_all(self, indices: list[list[Index]], results: Results) -> None:
-        """Have every rank send its arrays to all."""
+        """Send the arrays of every rank to all others."""
         node = self._node
         for root in range(node.size):
             for where, result in zip(indices[root], results, strict=True):
@@ -306,7 +305,7 @@ class CoreGather:
 
 
 def _as_buffers(arrays: list[Array]) -> list[Array]:
-    """Return arrays that have the buffer protocol, which bfloat16 has not."""
+    """Return arrays with the buffer protocol, which bfloat16 lacks."""
     return [x.view(np.uint16) if backend.is_bfloat16(x.dtype) else x for x in arrays]
 
 
@@ -458,7 +457,7 @@ class MpiGather:
 def _unpack(
     leaf: GatherLeaf, raw: Array, starts: list[int], lengths: list[int], result: Array
 ) -> None:
-    """Copy the arrays of all ranks, which begin at these bytes, into the result."""
+    """Copy the arrays of all ranks, given their first bytes, into the result."""
     first = 0
     for start, length in zip(starts, lengths, strict=False):
         part = raw[start : start + length * leaf.row_bytes]

@@ -1,10 +1,10 @@
-"""The route of small nests of host arrays between few ranks that share no memory.
+"""The route of small nests of host arrays between few ranks without shared memory.
 
-The payload travels behind the header (`headers.Rows`): one exchange instead of two.
-Every rank writes its leaves where its messages are sent from, finds those of the others
-where theirs have come, and adds up all in the order of the ranks.
+The data is sent behind the header (`headers.Rows`): one exchange instead of two. Every
+rank writes its leaves to its send buffer, finds those of the others in its receive
+buffers, and adds all in rank order.
 
-A rank that has failed sends no payload: its header says so, and all raise. Ranks whose
+A rank that has failed sends no data: its header says so, and all raise. Ranks whose
 headers agree have the same plan, and so the same layout.
 """
 
@@ -26,17 +26,17 @@ from mpidist._engine.dtypes import Reduction
 from mpidist._engine.plans import PlanResources, Signature
 from mpidist._mpi.messages import COMBINE
 
-_ALIGNMENT: Final = 16  # what the dtypes need
+_ALIGNMENT: Final = 16  # that all dtypes need
 
 
 def header(resources: PlanResources, signature: Signature) -> HeaderReduce | None:
-    """Return the plan of a small nest, where ranks exchange headers by messages."""
+    """Return the plan of a small nest, if ranks exchange headers by messages."""
     channel = resources.guard.channel
     if not isinstance(channel, MessageChannel) or not resources.guard.enabled:
         return None
     if signature.root is not None or signature.compress is not None:
         return None
-    if signature.transports.mixed:  # a rank with its arrays on a GPU goes another way
+    if signature.transports.mixed:  # a rank with arrays on a GPU uses another route
         return None
     if any(x.on_device or x.reduction.mpi == "gather" for x in signature.leaves):
         return None
@@ -96,7 +96,7 @@ class HeaderReduce:
         timeout: float | None = None,
     ) -> Results:
         """Agree with the other ranks, and reduce; see `Plan`."""
-        # Who has NumPy raise errors would leave the others waiting.
+        # An exception of NumPy (`np.seterr`) would leave the others waiting.
         with np.errstate(all="ignore"):
             return self._reduce(arrays, call or self.call, timeout)
 
@@ -108,7 +108,7 @@ class HeaderReduce:
         if guard.blocked:  # MPI may still read what would be written here
             guard.enter(call, timeout)
         try:
-            # All memory before the agreement: who has none must say so.
+            # Allocate before the agreement: a failure must be reported to all ranks.
             for x, leaf in zip(arrays, self._leaves, strict=True):
                 results.append(np.empty(leaf.shape, leaf.result))
                 leaf.load(x)
@@ -128,7 +128,7 @@ class HeaderReduce:
         try:
             for result, leaf in zip(results, self._leaves, strict=True):
                 leaf.reduce(result, self._size)
-        except Exception as error:  # no memory to convert what came
+        except Exception as error:  # no memory for the conversion
             raise guard.fail(call, error, "raised") from None
         traffic.count("Allreduce", self._payload)
         return results
@@ -136,7 +136,7 @@ class HeaderReduce:
 
 @dataclasses.dataclass(slots=True)
 class _Leaf:
-    """A leaf of a nest, and where those of all ranks are when they have come."""
+    """A leaf of a nest, and the buffers of all ranks for it."""
 
     shape: Shape
     reduction: Reduction
@@ -148,14 +148,14 @@ class _Leaf:
     result: DType
 
     def load(self, x: Array) -> None:
-        """Write this rank's to where it is sent from."""
+        """Write this rank's leaf to the send buffer."""
         if self.plain:
             self.mine[...] = x
         else:
             self.reduction.encode(x, self.mine)
 
     def reduce(self, out: HostArray, size: int) -> None:
-        """Add up those of all ranks, in their order."""
+        """Combine the leaves of all ranks, in rank order."""
         combine, total = self.combine, self.first
         target = out if self.plain else None
         for part in self.others:

@@ -1,19 +1,20 @@
 """The route of large nests of host arrays between nodes of several ranks.
 
-After a header by messages, each node adds up a piece in its memory, as *shared* does,
-and its ranks then all-reduce a slice each with their peers on the other nodes
-(`nodes`). While the slice travels, the sums of the piece before are copied out, and the
-next piece is copied in. For each piece there is one step of the ranks of a node, which
-says that this rank has copied the piece in, and that of the piece before its slice has
-the sums of all nodes.
+After a header by messages, each node reduces a piece in its memory, as in *shared*, and
+each of its ranks then all-reduces a slice with its peers on the other nodes (`nodes`).
+While the slice is sent, the sums of the previous piece are copied out, and the next
+piece is copied in. For each piece the ranks of a node make one step, which means that
+this rank has copied the piece in, and that its slice of the previous piece has the sums
+of all nodes.
 
-Why two areas for each are enough: as in ``algorithms.h``. A rank copies piece p + 1 to
-where p - 1 was after the step of p, before which all have reduced p - 1; and it reduces
-p + 1 to where the sums of p - 1 were after the step of p + 1, before which all have
+Two areas for each are enough, as in ``algorithms.h``. A rank copies piece p + 1 to the
+area of p - 1 after the step of p, before which all have reduced p - 1; and it reduces
+p + 1 to the area of the sums of p - 1 after the step of p + 1, before which all have
 copied them out.
 
-Where sums travel as 16-bit floats (`CommunicationOptions.compression`), the floats of
-each dtype that may are a nest of their own, one after the other behind one header.
+If sums are sent as 16-bit floats (`CommunicationOptions.compression`), the floats of
+each dtype that allows it are a nest of their own, one after the other behind one
+header.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from mpidist._mpi.traffic import Traffic
 from mpidist._transports import COMPRESSED_BYTES
 
 LEAST_BYTES: Final = 64 * 1024
-"""Of a nest; smaller ones go by messages between all ranks (`mpi_route`)."""
+"""The minimum size of a nest; smaller ones use messages between all ranks."""
 
 
 def hierarchical(
@@ -48,7 +49,7 @@ def hierarchical(
     if not takes(resources, signature):
         return None
     if signature.compress is not None and signature.transports.mixed:
-        return None  # `staged` does not compress: all go by messages
+        return None  # `staged` does not compress, so all use messages
     groups = _groups(resources, signature)
     nbytes = sum(nbytes_of(resources, leaf) for leaf in signature.leaves)
     if nbytes < LEAST_BYTES and not any(compressed for _, compressed in groups):
@@ -59,7 +60,7 @@ def hierarchical(
 def _groups(
     resources: PlanResources, signature: Signature
 ) -> list[tuple[list[int], bool]]:
-    """Return which leaves go together, and whether as 16-bit floats."""
+    """Return groups of leaves, and whether each is sent as 16-bit floats."""
     plain: list[int] = []
     lossy: dict[DType, list[int]] = {}
     for index, leaf in enumerate(signature.leaves):
@@ -84,7 +85,7 @@ class HierarchicalReduce:
         means: of the strategy.
         nodes: of this rank.
         signature: of the calls.
-        groups: which leaves go together, and whether as 16-bit floats.
+        groups: groups of leaves, and whether each is sent as 16-bit floats.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class HierarchicalReduce:
         guard, call = self._guard, call or self.call
         results: Results = [None] * len(arrays)
         try:
-            # All memory before the agreement: who has none must say so.
+            # Allocate before the agreement: a failure must be reported to all ranks.
             if self._wanted:
                 results = [self._new_result(leaf) for leaf in self._leaves]
             works = [
@@ -134,7 +135,7 @@ class HierarchicalReduce:
         with self._traffic.timed():
             guard.agree(call, timeout)
             try:
-                # Who has NumPy raise errors would leave the others waiting.
+                # An exception of NumPy (`np.seterr`) would leave the others waiting.
                 with np.errstate(all="ignore"):
                     for (_, group), work in zip(self._groups, works, strict=True):
                         group.run(self._nodes, guard, work)
@@ -172,19 +173,19 @@ class _Work(NamedTuple):
 
 
 class _Group(CoreReduce):
-    """Leaves that go together, as one sequence of bytes."""
+    """Leaves that are reduced together, as one sequence of bytes."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's arrays, as they travel."""
+        """Bytes of this rank's arrays, as they are sent."""
         return self._nbytes
 
     def prepare(self, pairs: list[tuple[Array, Array | None]]) -> _Work:
         """Return what the core reads, and what it writes. Not collective.
 
         Args:
-            pairs: arrays of this rank, and those for their sums; where sums travel in
-                another dtype, these are to be cast from what this returns.
+            pairs: arrays of this rank, and those for their sums. If sums have another
+                dtype, they are to be converted from the sums that this returns.
         """
         sources, sums = [], []
         for (x, result), (shape, dtype) in zip(pairs, self._shapes, strict=True):

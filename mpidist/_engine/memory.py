@@ -17,14 +17,14 @@ from mpidist._mpi.job import is_crowded
 
 @dataclasses.dataclass(frozen=True)
 class SharedMemory:
-    """The memory that ranks share, where they share some; alike on all ranks.
+    """The memory that ranks share, if any; the same on all ranks.
 
     Attributes:
         node: of one node.
         nodes: of each of several nodes.
         make_transport: returns the transport of host buffers through that memory; gets
             the guard, which does not exist yet when the memory is opened.
-        problem: why there is none; "" where there is, or one rank.
+        problem: why there is none; "" if there is, or with one rank.
     """
 
     node: Node | None = None
@@ -37,11 +37,11 @@ NO_MEMORY: Final = SharedMemory()
 
 
 def open_shared_memory(comm: Communicator, *, wanted: bool) -> SharedMemory:
-    """Have ranks share memory, where all want to, and can. Collective.
+    """Make shared memory, if all ranks want it and can. Collective.
 
     Args:
         comm: all ranks.
-        wanted: whether this rank wants to.
+        wanted: whether this rank wants it.
     """
     if threads.current() is not None:
         direct = _transports.DirectTransport(comm)

@@ -1,8 +1,8 @@
-"""The route that takes everything: a header, and then buckets through the transports.
+"""The route that accepts everything: a header, then buckets by the transports.
 
-For nests that other routes do not take: ranks that share no memory, small nests between
-nodes, GPU buffers, operations that the core does not have. Leaves are packed into flat
-buffers (`buckets`), which a transport reduces.
+For nests that other routes do not accept: without shared memory, small nests between
+nodes, GPU buffers, operations that the core lacks. Leaves are packed into flat buffers
+(`buckets`), which a transport reduces.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class MpiReduce:
         guard = self._guard
         call = call or self.call
         try:
-            # All memory before the agreement: who has none must say so.
+            # Allocate before the agreement: a failure must be reported to all ranks.
             arrays = list(arrays)
             results = self._prepare(arrays)
         except Exception as error:
@@ -72,7 +72,7 @@ class MpiReduce:
         return results
 
     def _prepare(self, arrays: list[Array]) -> Results:
-        """Take all memory that a call needs; return what the results go into."""
+        """Allocate all memory that a call needs; return that of the results."""
         self._transports.check()
         for bucket in self._buckets:
             _buckets.reserve(bucket, self._leaves, arrays, self._buffers)
@@ -85,7 +85,7 @@ class MpiReduce:
 
     def _move_or_leave(self, arrays: list[Array], results: Results, call: Call) -> None:
         try:
-            # Who has NumPy raise errors would leave the others waiting.
+            # An exception of NumPy (`np.seterr`) would leave the others waiting.
             with np.errstate(all="ignore"):
                 self._move(arrays, results)
         except BaseException as error:
@@ -113,7 +113,7 @@ class MpiReduce:
             )
 
     def _single(self, signature: Signature) -> Callable[[Array, Array], None] | None:
-        """Return what reduces the one leaf of a nest, if that goes as it is."""
+        """Return a function that reduces a single leaf, if it needs no conversion."""
         if len(signature.leaves) != 1 or signature.root is not None:
             return None
         leaf, bucket = signature.leaves[0], self._buckets[0]

@@ -1,17 +1,17 @@
 """The memory that the ranks of a node share: one file for each node and strategy.
 
-Where there are several nodes, each has its own, and ranks of the same number on their
-nodes exchange what theirs have added up (`nodes`).
+With several nodes, each has its own, and ranks with the same number on their nodes
+exchange the sums of their nodes (`nodes`).
 
-The first rank of a node makes a file in memory (/dev/shm), sets its first part aside,
-and tells the others its name; they map it, and it is unlinked at once: so nothing is
-left of it when the processes are gone, however they end. The rest of the file, a piece
-for each rank (its *arena*), takes no memory until results are placed there (`Pool`),
-and is set aside before it is touched: where there is no room a call goes another way,
-and no process is ended by SIGBUS.
+The first rank of a node makes a file in memory (/dev/shm), reserves its first part, and
+sends its name to the others; they map it, and it is unlinked at once. So nothing is
+left of it after the processes, however they end. The rest of the file, one part for
+each rank (its *arena*), uses no memory until results are placed there (`Pool`), and is
+reserved before it is touched: if there is no room a call uses other memory, and no
+process ends by SIGBUS.
 
-The memory stays for as long as an array views it, also after the strategy was closed
-and after ``MPI_Finalize``: MPI does not know of it.
+The memory lives as long as an array views it, also after the strategy was closed and
+after ``MPI_Finalize``, since MPI does not know about it.
 
 Every step that may fail on one rank is followed by an agreement of all: either all
 ranks have the memory, or none has, and all know why (`Opened`).
@@ -31,17 +31,17 @@ from mpidist._base.memory import PAGE
 from mpidist._mpi.communicator import Communicator
 
 _FOLDER: Final = "/dev/shm"
-# Of a piece area: two of each rank, and the piece itself, are in a core's cache. On
-# nodes of many ranks they take no more than so much memory in all.
+# Of a piece area: two of each rank, and the piece itself, fit into a core's cache. On
+# nodes of many ranks all areas together are limited.
 _LARGEST_AREA: Final = 512 * 1024
 _AREAS_BYTES: Final = 64 * 2**20
-# Between nodes each rank sends a slice of a piece, which should be worth a message.
+# Between nodes each rank sends a slice of a piece, which should not be too small.
 _AREA_BETWEEN_NODES: Final = 2 * 2**20
 _SLICE_BETWEEN_NODES: Final = 128 * 1024
 _AREAS_BYTES_BETWEEN_NODES: Final = 512 * 2**20
 _LARGEST_ARENA: Final = 4 * 2**30
 # Loops of a waiting rank before it sleeps: some 20 us. With more ranks than cores it
-# would take the core from the rank that it waits for.
+# would occupy the core of the rank that it waits for.
 _SPINS: Final = 4000
 _SPINS_CROWDED: Final = 20
 
@@ -74,8 +74,8 @@ class Opened:
     """A node's memory, or why there is none.
 
     Attributes:
-        node: None on all ranks where it could not be had on some.
-        problem: why; "" where it was not asked for.
+        node: None on all ranks if a step failed on one of them.
+        problem: why; "" if it was not requested.
     """
 
     node: Node | None
@@ -83,11 +83,11 @@ class Opened:
 
 
 def open_node(comm: Communicator, *, wanted: bool, crowded: bool) -> Opened:
-    """Have the ranks of each node share memory, where all want to, and can. Collective.
+    """Make shared memory on each node, if all ranks want it and can. Collective.
 
     Args:
         comm: all ranks.
-        wanted: whether this rank wants to.
+        wanted: whether this rank wants it.
         crowded: whether this machine has more ranks than cores.
     """
     if comm.size == 1:
@@ -101,7 +101,7 @@ def open_node(comm: Communicator, *, wanted: bool, crowded: bool) -> Opened:
         return Opened(None, found)
     rank, size = comm.local_rank, comm.local_size
     area = comm.all_min(area_bytes_for(size, alone=comm.num_nodes == 1))
-    # Results that all ranks write into are for one node.
+    # Results to which all ranks write are used on one node only.
     arena = arena_bytes_for(comm) if comm.num_nodes == 1 else 0
     total, head = core.total_bytes(size, area, arena)
     spins = _SPINS_CROWDED if crowded else _SPINS
@@ -125,7 +125,7 @@ def agree(comm: Communicator, problem: str) -> str:
 
 
 def area_bytes_for(size: int, *, alone: bool = True) -> int:
-    """Return the size of a piece area on a node of so many ranks.
+    """Return the size of a piece area on a node with this many ranks.
 
     Args:
         size: the ranks of the node.
@@ -141,14 +141,14 @@ def area_bytes_for(size: int, *, alone: bool = True) -> int:
 def arena_bytes_for(comm: Communicator) -> int:
     """Return the size of an arena, the same on all ranks. Collective.
 
-    Half of what the node has free, dealt to its ranks. None of it is taken yet.
+    Half of the free memory of the node, divided by its ranks. None is reserved yet.
     """
     room = free_bytes() // 2 // comm.local_size
     return comm.all_min(min(room, _LARGEST_ARENA)) // PAGE * PAGE
 
 
 def free_bytes() -> int:
-    """Return how much memory for files the node has left."""
+    """Return the free memory for files of the node."""
     try:
         status = os.statvfs(_FOLDER)
         return status.f_bavail * status.f_frsize
@@ -199,7 +199,7 @@ def _path(made: tuple[int, str]) -> bytes:
 
 
 def _make_file(total: int, head: int) -> tuple[int, str]:
-    """Make a file of this size, the first part of which is set aside."""
+    """Make a file of this size, with its first part reserved."""
     fd, path = tempfile.mkstemp(prefix="mpidist-", dir=_FOLDER)
     try:
         os.ftruncate(fd, total)
@@ -236,7 +236,7 @@ def _connect(
 
 
 def _attempt(step: Callable[[], _T]) -> tuple[_T | None, str]:
-    """Return what a step gives and "", or None and what it has raised."""
+    """Return the result of a step and "", or None and its exception as a text."""
     try:
         return step(), ""
     except Exception as error:

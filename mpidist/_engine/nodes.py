@@ -1,24 +1,23 @@
 """How several nodes reduce together: the memory of each, and messages between peers.
 
-The ranks of a node share memory, as where there is only one (`node`). The ranks of the
-same number on their nodes are *peers*: one communicator for each number, of as many
-numbers as the smallest node has ranks. A piece of a nest is reduced
+The ranks of a node share memory (`node`). Ranks with the same number on their nodes are
+*peers*: there is one communicator for each number, as many as the smallest node has
+ranks. A piece of a nest is reduced
 
 1. over each node, in its memory: each rank reduces one slice;
-2. over the nodes: each rank that has peers all-reduces one slice with them, where the
-   node's sums are (`Across`).
+2. over the nodes: each rank with peers all-reduces one slice with them, in the area of
+   the node's sums (`NodeExchange`).
 
-So all ranks of a node send at the same time, each a part, and each byte leaves a node
-once. On a node that has more ranks than the smallest one the slices of step 2 are not
-those of step 1, and its ranks make a step between the two.
+So all ranks of a node send at the same time, and each byte leaves a node once. On a
+node with more ranks than the smallest one the slices of 1 and 2 differ, and its ranks
+make a step between them.
 
-Two nodes send each other their whole slices, and both add them up: as many bytes as in
-two halves, and one message fewer to wait for. More nodes deal a slice out: each gets a
-part of it from all others, adds it up, and sends the sum to all others.
+Two nodes send each other their whole slices, and both add them: as many bytes as with
+two halves, and one message fewer to wait for. With more nodes, each receives a part of
+the slice from all others, adds it, and sends the sum to all others.
 
-Order of summation: that of the ranks of a node, then that of the nodes. A part of a
-slice is added up by one rank, or by two from the same bytes, so all ranks have the same
-bits.
+Order of summation: by rank in a node, then by node. A part of a slice is added by one
+rank, or by two from the same bytes, so all ranks have the same bits.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ from mpidist._transports import Compression
 
 @dataclasses.dataclass(frozen=True)
 class Nodes:
-    """What a rank of one of several nodes has.
+    """One of several nodes, as a rank sees it.
 
     Attributes:
-        node: the memory that it shares with the other ranks of its node.
+        node: the memory of its ranks.
         ranks: of this node, in its order.
-        peers: one rank of each node; None on a rank that has none.
-        slices: how many slices of a piece go between nodes.
+        peers: one rank of each node; None on a rank without peers.
+        slices: how many slices of a piece are sent between nodes.
         scratch: memory (uint8) for slices that come from peers.
     """
 
@@ -58,7 +57,7 @@ class Nodes:
     scratch: HostArray
 
     def memory(self) -> HostArray:
-        """Return all that the node shares, as an array of bytes."""
+        """Return the memory of the node as an array of bytes."""
         return np.frombuffer(self.node.memory, np.uint8)
 
     def step(self, guard: Guard) -> None:
@@ -80,16 +79,15 @@ class Nodes:
 def open_nodes(
     comm: Communicator, *, wanted: bool, crowded: bool
 ) -> tuple[Nodes | None, str]:
-    """Have the ranks of each of several nodes share memory, and find peers. Collective.
+    """Make shared memory on each of several nodes, and find peers. Collective.
 
     Args:
         comm: all ranks.
-        wanted: whether this rank wants to.
+        wanted: whether this rank wants it.
         crowded: whether this machine has more ranks than cores.
 
     Returns:
-        None where not all nodes can, or where each has one rank and nothing to share;
-        and why.
+        None if a node cannot, or if each has one rank and nothing to share; and why.
     """
     if comm.num_nodes == comm.size:
         return None, "each node has one rank"
@@ -146,7 +144,7 @@ class NodeExchange:
         self._transfers: Transfers | None = None
 
     def start(self) -> None:
-        """Begin a call: its pieces are those of the last one again."""
+        """Begin a call, with the pieces of the last one."""
         if self._compression is not None:
             self._compression.begin()
 
@@ -176,7 +174,7 @@ class NodeExchange:
             self._send(peers)
 
     def _send(self, peers: Peers) -> None:
-        """Send the slice to the other one, or to each of the others its part."""
+        """Send the slice to the only other peer, or its parts to several."""
         piece, scratch, me = self._slice, self._nodes.scratch, peers.rank
         assert piece is not None
         others = [(me + k) % peers.size for k in range(1, peers.size)]
@@ -197,7 +195,7 @@ class NodeExchange:
         )
 
     def finish(self) -> None:
-        """Have the sums of all nodes in the slice."""
+        """Wait until the slice has the sums of all nodes."""
         peers = self._nodes.peers
         if self._slice is None or peers is None:
             return
@@ -222,7 +220,7 @@ class NodeExchange:
         )
 
     def leave(self) -> None:
-        """Keep what MPI may still read and write: the call ends in the middle."""
+        """Leak buffers that MPI may still read and write, after an interruption."""
         if self._transfers is not None:
             self._transfers.leak()
             self._transfers = None
@@ -252,6 +250,6 @@ class NodeExchange:
 
 
 def _cut(nbytes: int, count: int) -> list[int]:
-    """Return where ``count`` equal parts of so many bytes begin and end, at lines."""
+    """Return the limits of ``count`` equal parts, in bytes, at cache lines."""
     lines = nbytes // LINE
     return [lines * k // count * LINE for k in range(count + 1)]

@@ -1,16 +1,15 @@
-"""Plans: what an all-reduce does, made once for its signature and kept.
+"""Plans of all-reduces, made once for each signature and kept.
 
-Everything that reduces comes through `Plans.all_reduce`: a Python number, an array, a
-nest, the gradients of an optimizer. The *signature* of a call is its name, operation,
-structure, options, and for each leaf dtype, shape and where it is. The first route that
-accepts a signature makes the plan (`ROUTES`), and every call of the signature runs it,
-the first one like all later ones.
+All reductions use `Plans.all_reduce`: of Python numbers, arrays, nests, the gradients
+of an optimizer. The *signature* of a call is its name, operation, structure and
+options, and for each leaf the dtype, the shape and the kind of device. The first route
+that accepts a signature makes the plan (`ROUTES`), and all calls with the signature use
+it, including the first one.
 
-A plan agrees with the other ranks, by a header that says its `Call`, and reduces. All
-ranks that agree have the same plan: what a route looks at is in the text of the call,
-or the same on all ranks of a strategy. What may differ from rank to rank, such as
-whether an array is contiguous, or where the memory of a result is, only the plan itself
-sees.
+A plan agrees with the other ranks, by a header with its `Call`, and reduces. All ranks
+that agree have the same plan: a route decides by the text of the call, or by what is
+the same on all ranks of a strategy. What may differ between ranks, such as whether an
+array is contiguous, or where the memory of a result is, is known to the plan alone.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ _NUMBERS: Final = frozenset((float, int, np.float32, np.float64))
 
 @dataclasses.dataclass(frozen=True)
 class PlanResources:
-    """What routes build plans with.
+    """What routes need to build plans.
 
     Attributes:
         comm: the ranks.
         guard: of the strategy.
-        node: what the ranks share, where all are on one node and share memory.
-        nodes: what those of each node share, where there are several that do.
+        node: the memory of all ranks, if they are on one node and share memory.
+        nodes: the memory of each of several nodes, if their ranks share memory.
         pool: private memory for large results.
-        buffers: flat buffers that are kept from call to call.
-        staging: copies between GPUs and a node's memory; None without one.
+        buffers: flat buffers, kept between calls.
+        staging: copies between GPUs and a node's memory; None without such memory.
     """
 
     comm: AnyCommunicator
@@ -74,9 +73,9 @@ class Signature:
         call: what the header says.
         leaves: of the nest.
         root: the one rank that wants the results; None: all do.
-        transports: by which the options have arrays go.
-        bytes_per_pack: the most bytes of a bucket of several leaves.
-        compress: makes the compression of a bucket, if sums travel compressed.
+        transports: of the options.
+        bytes_per_pack: the maximum size of a bucket of several leaves.
+        compress: makes the compression of a bucket, if sums are compressed.
     """
 
     call: Call
@@ -101,13 +100,13 @@ class Plan(Protocol):
         """Agree with the other ranks, and reduce. Collective.
 
         Args:
-            arrays: the leaves, which stay as they are; in any order of memory.
-            call: what the header says, if more than `call`.
+            arrays: the leaves, with any memory layout. They are not changed.
+            call: the contents of the header, if they differ from `call`.
             timeout: seconds to wait for the others; None: the strategy's.
 
         Returns:
-            The results: new arrays, with the same bits on all ranks. Where only the
-            root wants them, None for each on the other ranks.
+            The results: new arrays, with the same bits on all ranks. If only the root
+            wants them, None for each on the other ranks.
         """
 
     def one(self, x: Array) -> Array:
@@ -115,10 +114,10 @@ class Plan(Protocol):
 
 
 class QuickPlan(Plan, Protocol):
-    """A plan that finds out by itself whether arrays are of its signature."""
+    """A plan that checks by itself if arrays have its signature."""
 
     def attempt(self, arrays: list[Array], timeout: float | None) -> Results | None:
-        """As a call; None, and nothing has happened, for arrays of other kinds.
+        """Do as a call; or return None, without effect, if the signature differs.
 
         Args:
             arrays: NumPy arrays.
@@ -127,7 +126,7 @@ class QuickPlan(Plan, Protocol):
 
 
 Route = Callable[[PlanResources, Signature], Plan | None]
-"""Makes a plan for a signature; None where it is not for such calls."""
+"""Makes a plan for a signature; None if it does not accept it."""
 
 ReduceRows = Callable[
     [ReduceOp, Nest, CommunicationOptions | None, str, int | None], Nest
@@ -145,10 +144,10 @@ class Plans:
 
     Args:
         means: what routes build them with.
-        routes: in order; the last takes everything.
-        describe: gives the signature of a call.
-        merge: puts the options of a call on top of the strategy's.
-        report: raises an error, which this rank found in its arguments, on all ranks.
+        routes: in order; the last accepts everything.
+        describe: returns the signature of a call.
+        merge: overrides the strategy's options by those of a call.
+        report: raises an error that this rank found in its arguments, on all ranks.
         reduce_rows: all-reduces a nest that has `IndexedSlices`: gets the arguments of
             `all_reduce`.
     """
@@ -169,9 +168,9 @@ class Plans:
         self._report = report
         self._reduce_rows = reduce_rows
         self._plans: Cache[_Key, Plan] = Cache(_MOST_PLANS)
-        # For arrays that all want, without options: a shorter key.
+        # For arrays without options and root: a shorter key.
         self._arrays: Cache[_Key, Plan] = Cache(_MOST_PLANS)
-        # For nests: the `QuickPlan` that such a call had last.
+        # For nests: the `QuickPlan` of the last such call.
         self._last: Cache[_Key, Any] = Cache(_MOST_PLANS)
 
     def restart(self, resources: PlanResources) -> None:
@@ -223,7 +222,7 @@ class Plans:
             try:
                 leaves, structure = nest.flatten(tree)
                 timeout = self._timeout_of(options)
-            except Exception:  # once more there, where all ranks are told
+            except Exception:  # raised again there, where all ranks are told
                 return self._first_time(op, tree, options, call, root)
             if {*map(type, leaves)} == _ARRAYS:
                 how = (call, op._name_, options, root, structure)
@@ -253,7 +252,7 @@ class Plans:
         call: str,
         root: int | None,
     ) -> Nest:
-        """Look at every leaf, keep the plan, and run it."""
+        """Check every leaf, keep the plan, and run it."""
         try:
             merged = self._merge(options)
             leaves, structure = nest.flatten(tree)
@@ -328,14 +327,14 @@ def _short_key(
     arrays: list[Array],
     how: _Key,
 ) -> _Key | None:
-    """Return the key by which `Plans.all_reduce` finds such calls at once, if it can.
+    """Return the key by which `Plans.all_reduce` finds the plan of such calls, if any.
 
     Args:
         tree: of the call.
         leaves: of the tree.
         structure: of the tree.
         arrays: the leaves as arrays.
-        how: what else is in the key.
+        how: the rest of the key.
     """
     kind = type(tree)
     if kind in _NUMBERS:
@@ -364,7 +363,7 @@ def leaves_of(op: ReduceOp, arrays: list[Array], call: str) -> list[Leaf]:
     """Return what a plan knows of these arrays.
 
     Raises:
-        TypeError: for a dtype that the operation is not defined for.
+        TypeError: if the operation is not defined for a dtype.
     """
     return [
         Leaf(

@@ -1,9 +1,9 @@
-"""Memory for results, used again when the user has dropped what was in it.
+"""Memory for results, reused after the user has dropped the results in it.
 
-The pages of fresh memory cost more than a reduction: the system has to find and clear
-each of them at its first use. So large results are views of arrays that are kept here,
-and one of those is given out again when nothing refers to it any more. A result that
-the user keeps, or any view of it, keeps its memory for as long.
+Fresh pages cost more than a reduction: the system has to find and clear each of them at
+its first use. So large results are views of arrays that are kept here, and such an
+array is reused when nothing refers to it. A result that the user keeps, or a view of
+it, keeps its memory.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ SMALLEST: Final = 64 * 1024
 
 
 def _count_unused() -> int:
-    """Return the references to a block that only a pool has, as this Python counts.
+    """Return how many references this Python counts for a block that only a pool has.
 
-    In the list, of the loop, and of the call that counts: 3, of which Python 3.14 and
-    later versions may borrow some. One too many would give away memory in use.
+    From the list, the loop, and the call that counts: 3, some of which Python 3.14 and
+    later borrow. With a number too large, memory in use would be handed out.
     """
     kept = [np.empty(0, np.uint8)]
     for block in kept:
@@ -33,15 +33,15 @@ def _count_unused() -> int:
 
 
 UNUSED: Final = _count_unused()
-"""The references to a block that only a list has, and a loop over it."""
+"""The number of references to a block that only a list and a loop refer to."""
 
 
 class Pool:
-    """Host memory that is kept from call to call.
+    """Host memory that is kept between calls.
 
     Args:
-        limit: most bytes to keep, in use or not. Beyond it memory that is not in use is
-            given back, and what is made goes without being kept.
+        limit: the maximum number of bytes kept, in use or not. Beyond it unused memory
+            is released, and new memory is not kept.
     """
 
     def __init__(self, limit: int) -> None:
@@ -51,7 +51,7 @@ class Pool:
         self._kept: dict[int, list[tuple[HostArray, int]]] = {}
 
     def empty(self, shape: Shape, dtype: DType) -> HostArray:
-        """Return an array whose values are not set."""
+        """Return an uninitialized array."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < SMALLEST or nbytes > self.limit:
             return np.empty(shape, dtype)
@@ -63,9 +63,9 @@ class Pool:
             del kept
             self._release(self.nbytes + nbytes - self.limit)
         block = np.empty(nbytes + PAGE, np.uint8)
-        # Half a page after a page begins. At the same place in their pages as other
-        # arrays are, loads wait for stores that have nothing to do with them ("4K
-        # aliasing"): a sum took 2.5 times as long.
+        # Half a page after the begin of a page. At the same offset in their pages as
+        # other arrays, loads wait for unrelated stores ("4K aliasing"): a sum took 2.5
+        # times as long.
         start = (PAGE // 2 - block.ctypes.data) % PAGE
         if self.nbytes + nbytes <= self.limit:
             self._kept.setdefault(nbytes, []).append((block, start))
@@ -73,7 +73,7 @@ class Pool:
         return np.ndarray(shape, dtype, block, start)
 
     def _release(self, nbytes: int) -> None:
-        """Give back memory that is not in use: at least so much, where there is."""
+        """Release unused memory: at least this much, if there is enough."""
         for size in list(self._kept):
             remaining = []
             for block, start in self._kept[size]:

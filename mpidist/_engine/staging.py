@@ -1,29 +1,29 @@
 """Copies between the GPUs of a rank and the memory that its node shares.
 
-A piece of a nest goes from the GPU straight into this rank's piece area, and its sum
-from the node's area for sums straight back: no copy on the host. For that these areas
-are page-locked, in each process, at its first use of them. Where the driver or a limit
-refuses (RLIMIT_MEMLOCK, a system that cannot page-lock shared memory), a page-locked
-slot lies between: one copy on the host more, and everything else the same.
+A piece of a nest is copied from the GPU directly into this rank's piece area, and its
+sum from the node's area for sums directly back, without a copy on the host. For that
+these areas are page-locked, in each process, at its first use of them. If the driver or
+a limit refuses (RLIMIT_MEMLOCK, a system that cannot page-lock shared memory), a
+page-locked slot is used in between, at the cost of another copy on the host.
 
-What orders the copies of a `Lane` (CUDA C++ Programming Guide, "Streams", "Events"):
+The order of the copies of a `Lane` (CUDA C++ Programming Guide, "Streams", "Events"):
 
-- Copies from the GPU go on the current stream: after the kernels that write what is
-  sent. Those to the GPU go on a stream of their own, beside them.
-- `Lane.land` has the host wait for both, by events, before this rank makes a step. So
-  whoever waits for the step finds in the area what was copied there, and may write over
-  sums that were copied from.
-- A copy to the GPU is queued after a `land` for the first copy from it: what the
-  current stream had queued before the call has ended by then, also what used the memory
-  of the results before.
-- The last `land` comes before the call returns. So the results are there for every
-  stream, and nothing of the call is under way: the areas for sums belong to all calls
-  of all ranks, and those of other kinds need not know of this one. It costs the time of
-  one piece's copy, some 20 us.
+- Copies from the GPU are queued on the current stream, after the kernels that write the
+  data. Those to the GPU have a stream of their own, and overlap.
+- `Lane.land` makes the host wait for both, by events, before this rank makes a step. So
+  after the step the other ranks can read what was copied into the area, and overwrite
+  sums that were copied out.
+- A copy to the GPU is queued after a `land` for the first copy from it: all earlier
+  work of the current stream has then ended, including that which used the memory of the
+  results.
+- The last `land` comes before the call returns. So the results are visible to every
+  stream, and no copy of the call is in progress: the areas for sums are used by all
+  calls of all ranks, and other routes need not know about this one. It costs the time
+  of one piece's copy, some 20 us.
 
-Rejected for the last point: to return at once, have the current stream wait, and the
-next user of the areas for the event. There are many users of the areas, most of which
-never see a GPU, and one that forgets to look is wrong sums.
+Rejected for the last point: returning at once, with the current stream and the next
+user of the areas waiting for the event. The areas have many users, most without a GPU,
+and if one of them did not wait, sums would be wrong.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from mpidist._base import backend
 from mpidist._base.types import Array, DeviceArray, HostArray
 from mpidist._engine.node import Node
 
-_SUMS: Final = -1  # the "rank" of the node's areas for sums
+_SUMS: Final = -1  # the "rank" of the areas for sums
 
 
 class LeafRange(NamedTuple):
-    """Bytes of a leaf in a piece: where in the leaf, and where in the piece."""
+    """Bytes of a leaf in a piece: their range in the leaf, and offset in the piece."""
 
     leaf: int
     start: int
@@ -53,14 +53,14 @@ class LeafRange(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A piece of a nest: its bytes, and what of which leaves they are."""
+    """A piece of a nest: its size, and the ranges of leaves in it."""
 
     nbytes: int
     parts: list[LeafRange]
 
 
 class Staging:
-    """What copies between GPUs and the memory of a node need, kept from call to call.
+    """Resources of copies between GPUs and a node's memory, kept between calls.
 
     Args:
         node: whose memory it is.
@@ -83,13 +83,13 @@ class Staging:
         return lane
 
     def scratch(self) -> HostArray:
-        """Return page-locked memory for a nest that travels with its header."""
+        """Return page-locked memory for a nest that is sent with its header."""
         if self._scratch is None:
             self._scratch = backend.pinned_empty(_native.core.EAGER_BYTES, "u1")
         return self._scratch
 
     def close(self) -> None:
-        """Page-lock nothing any more. Not collective."""
+        """Unlock all page-locked memory. Not collective."""
         self._lanes.clear()
         for areas in self._areas or ():
             areas.unlock()
@@ -102,11 +102,11 @@ class Staging:
 
 
 class _Areas:
-    """Two neighbouring areas that are used in turn, and how a GPU reaches them.
+    """Two adjacent areas that are used alternately, and how a GPU reaches them.
 
     Attributes:
         turns: their memory.
-        slot: page-locked memory of one area, where theirs is not; else None.
+        slot: page-locked memory of the size of one, if they are not page-locked.
     """
 
     def __init__(self, memory: HostArray) -> None:
@@ -119,7 +119,7 @@ class _Areas:
         except Exception:  # of CUDA, which has classes of its own
             self.slot = backend.pinned_empty(half, "u1")
         else:
-            # Before the memory goes, which the function keeps.
+            # Called before the memory is released, to which the function refers.
             self._unlock = weakref.finalize(self, unlock)
 
     def unlock(self) -> None:
@@ -130,15 +130,15 @@ class _Areas:
 class Lane:
     """Moves pieces between one GPU and the areas.
 
-    What fails is kept, and nothing is copied after it: the other ranks wait for the
-    steps of this one, which it has to make all the same.
+    A failure is kept, and nothing is copied after it: the other ranks wait for the
+    steps of this one, which it has to make nevertheless.
 
     Args:
         own: this rank's areas.
         sums: those for sums.
 
     Attributes:
-        error: what has failed since `begin`; None: nothing.
+        error: the first failure since `begin`, if any.
     """
 
     def __init__(self, own: _Areas, sums: _Areas) -> None:
@@ -151,7 +151,7 @@ class Lane:
         self.error: Exception | None = None
 
     def begin(self) -> None:
-        """Forget what has failed."""
+        """Forget earlier failures."""
         self.error = self._landing = None
 
     def load(self, piece: Piece, turn: int, leaves: list[Array]) -> None:

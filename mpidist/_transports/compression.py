@@ -1,27 +1,27 @@
-"""Half the bytes between nodes: float32 and float64 sums that travel as 16-bit floats.
+"""Compression between nodes: sums of float32 and float64, sent as 16-bit floats.
 
-A buffer is what one rank reduces for its node; where the ranks of nodes share no
-memory, what one rank has, and "node" means a rank. It is all-reduced over the nodes in
-two steps, each of which sends 16-bit floats:
+A buffer is what one rank reduces for its node. If the ranks of a node do not share
+memory, it is the buffer of one rank, and "node" below means a rank. It is all-reduced
+over the nodes in two steps, each of which sends 16-bit floats:
 
-1. every node gets a part of the buffer from all others (MPI_Alltoall), and adds them up
-   in the full dtype, in the order of the nodes, its own part as it is;
-2. every node sends its sum to all others (MPI_Allgather). All take what was sent, its
-   sender too, so results are bit-identical.
+1. every node receives a part of the buffer from all others (MPI_Alltoall), and adds
+   them in the full dtype, in the order of the nodes, with its own part uncompressed;
+2. every node sends its sum to all others (MPI_Allgather). All nodes, including the
+   sender, use the compressed sum, so results are bit-identical.
 
 So each value is rounded twice, whatever the number of nodes; summing 16-bit floats in
 one all-reduce would round at each addition.
 
 **Formats.** ``fp16`` is IEEE 754 binary16: 11 bits of precision, from 6e-8 to 65504.
 ``bf16`` is the upper half of a float32: 8 bits of precision, its range. Both round to
-nearest, ties to even. What is sent is scaled by a power of two, which is exact, so that
-its largest number is just below 2**15; bf16 only where it is needed. So nothing that is
-finite becomes infinite, as it would beyond 65504, and small numbers keep their
-precision down to 2**-29 of the largest. Infinities and NaN travel as they are.
+nearest, ties to even. Values are scaled by a power of two, which is exact, so that the
+largest is just below 2**15; bf16 only if necessary. So no finite value becomes
+infinite, as it would beyond 65504, and small values keep their precision down to 2**-29
+of the largest. Infinities and NaN are sent unchanged.
 
-**Error feedback.** What a rounding loses is kept, and added to the same buffer of the
-next call before it is rounded: of what a node sends, and of the sum that it sends. Over
-many calls nothing is lost but what is still kept. Sources: F. Seide, H. Fu, J. Droppo,
+**Error feedback.** Rounding errors are kept, and added to the same buffer of the next
+call before it is rounded: those of the parts that a node sends, and of its sum. Over
+many calls only the errors still kept are lost. Sources: F. Seide, H. Fu, J. Droppo,
 G. Li, D. Yu, "1-bit stochastic gradient descent and its application to data-parallel
 distributed training of speech DNNs", Interspeech 2014; S. P. Karimireddy, Q. Rebjock,
 S. U. Stich, M. Jaggi, "Error feedback fixes SignSGD and other gradient compression
@@ -40,12 +40,12 @@ from mpidist._base.types import HostArray
 from mpidist._mpi.messages import Messages
 
 LEAST_BYTES: Final = 32 * 1024
-"""Buffers up to here go uncompressed: their time is that of a message, not of bytes."""
+"""Buffers up to this size are not compressed: latency dominates their time."""
 
 _HEAD_BYTES: Final = 8
-_BLOCK: Final = 16 * 1024  # elements: the temporary arrays stay in the cache
+_BLOCK: Final = 16 * 1024  # elements, so that temporary arrays fit into the cache
 _TOP: Final = 15  # numbers are scaled to be just below 2**15
-# Powers of two that a dtype has, and whose inverse it has.
+# The largest power of two such that the dtype has its inverse as well.
 _MOST_SCALE: Final = {4: 126, 8: 1020}
 
 
@@ -53,10 +53,10 @@ class Codec(Protocol):
     """One 16-bit format."""
 
     def scale_exponent(self, exponent: int, itemsize: int) -> int:
-        """Return the power of two to scale by, for a largest below 2**exponent."""
+        """Return the exponent of the scale, if all values are below 2**exponent."""
 
     def encode(self, x: HostArray, out: HostArray, *, finite: bool) -> None:
-        """Round floats into ``out`` (uint16); ``finite``: none of them is NaN."""
+        """Round floats into ``out`` (uint16); ``finite``: all are finite."""
 
     def decode(self, halves: HostArray, out: HostArray) -> None:
         """Write uint16 as floats into ``out``."""
@@ -139,7 +139,7 @@ def packet_bytes(count: int) -> int:
 
 def _exponent(x: HostArray) -> tuple[int, bool]:
     """Return e, the largest finite number being below 2**e, and if all are finite."""
-    largest = max(float(x.max()), -float(x.min()))  # NaN, where there is one
+    largest = max(float(x.max()), -float(x.min()))  # NaN if there is one
     finite = math.isfinite(largest)
     if not finite:
         largest = float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
@@ -151,18 +151,18 @@ class Compression:
 
     Args:
         scheme: "fp16" or "bf16".
-        error_feedback: keep what is lost, and add it in the next call.
+        error_feedback: keep rounding errors, and add them in the next call.
     """
 
     def __init__(self, scheme: str, error_feedback: bool) -> None:
         self._codec = CODECS[scheme]
         self._error_feedback = error_feedback
-        # What was lost of the n-th buffer of a call: of this node's, and of the sum.
+        # Errors of the n-th buffer of a call: of this node's parts, and of the sum.
         self._lost: list[tuple[HostArray, HostArray]] = []
         self._next = 0
 
     def begin(self) -> Compression:
-        """Begin a call: the buffers that follow are those of the last call again."""
+        """Begin a call: the next buffers are those of the last call, in its order."""
         self._next = 0
         return self
 
@@ -173,7 +173,7 @@ class Compression:
             peers: one rank of each node, or all ranks.
             buffer: float32 or float64, of the same size on all peers.
         """
-        with np.errstate(over="ignore", invalid="ignore"):  # infinities are let through
+        with np.errstate(over="ignore", invalid="ignore"):  # infinities are passed on
             self._allreduce(peers, buffer)
 
     def _allreduce(self, peers: Messages, buffer: HostArray) -> None:
@@ -224,7 +224,7 @@ class Compression:
 
 
 def _keep(codec: Codec, x: HostArray, packet: HostArray, lost: HostArray) -> None:
-    """Write what the packet lacks of ``x`` into ``lost``; 0 for what is infinite."""
+    """Write the rounding errors of a packet into ``lost``; 0 for infinite values."""
     decode(codec, packet, lost)
     np.subtract(x, lost, out=lost)
     if lost.size and not math.isfinite(float(lost.max()) - float(lost.min())):

@@ -1,15 +1,12 @@
-"""Tries MPI on GPU buffers in child processes, where a crash harms nobody.
+"""Tries MPI on GPU buffers in child processes, so that a crash does no harm.
 
-A wrong guess about CUDA-aware MPI is a segmentation fault, which no `try` catches. So a
-child makes the calls that the direct transport makes, and its parent reads what became
-of it.
+A wrong assumption about CUDA-aware MPI is a segmentation fault, which no `try` catches.
+So a child makes the calls of the direct transport, and its parent reads the outcome.
 
-What a child on one rank proves: that this MPI can be started by itself here, knows GPU
-memory when it is given some, and copies it right, in short and long messages to itself.
-What it does not prove: that the network, or the way between two processes of a node,
-can carry GPU memory; and that sums are made right: with one rank there is nothing to
-add. Two ranks (``ranks=2``) prove the last two, for this node. Between nodes nothing
-does but a run.
+A child on one rank proves that this MPI starts here, recognizes GPU memory, and copies
+it correctly, in short and long messages to itself. It does not prove that the network,
+or two processes of a node, can transfer GPU memory, or that sums are correct. Two ranks
+(``ranks=2``) prove that for this node; between nodes only a run does.
 """
 
 from __future__ import annotations
@@ -64,18 +61,18 @@ _OF_LAUNCHERS: Final = (
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """What became of MPI on GPU buffers, in children.
+    """The outcome of MPI on GPU buffers, in child processes.
 
     Attributes:
-        outcome: "works": all results were right. "wrong": one was not. "refused": MPI
-            or mpi4py raised an exception. "crashed": a signal ended a child. "timed
-            out": it was ended. "no gpu": CuPy finds none, so that nothing was tried.
-            "no mpi": a child could not start MPI, or there is no mpirun.
+        outcome: "works": all results were right. "wrong": a result was wrong.
+            "refused": MPI or mpi4py raised an exception. "crashed": a signal ended a
+            child. "timed out": it was stopped. "no gpu": CuPy finds no GPU, so nothing
+            was tried. "no mpi": a child could not start MPI, or there is no mpirun.
         ranks: number of processes.
-        detail: one line for a person: what was tried last, the exception, the signal.
-        seconds: how long it took.
-        mpi: name and version of the library, where a child could say.
-        says: how the MPI says of itself that it is CUDA-aware; "" if it does not.
+        detail: one line of text: the last step, the exception, the signal.
+        seconds: the duration.
+        mpi: name and version of the library, if known.
+        says: how MPI reports that it is CUDA-aware; "" if it does not.
     """
 
     outcome: Outcome
@@ -95,16 +92,16 @@ def probe_direct(
 ) -> Probe:
     """Try MPI on GPU buffers in a child process. Not collective.
 
-    May be called in a process of an MPI job: the child's environment has nothing of the
-    launcher's, so it does not take itself for a rank of that job. It is a process
-    of its own, on this machine, and with ``ranks=2`` an mpirun with two. What a user
-    has set for the MPI library (``OMPI_MCA_pml``, ``UCX_TLS``, ...) stays set.
+    May be called in a process of an MPI job: the child's environment is without the
+    launcher's variables, so it does not join that job. It is a separate process on this
+    machine, or with ``ranks=2`` an mpirun with two. The user's settings for the MPI
+    library (``OMPI_MCA_pml``, ``UCX_TLS``, ...) stay set.
 
     Args:
-        ranks: 1, or more: under the mpirun beside this Python, or on the PATH.
-        device: number of the GPU; None: ranks are dealt to all in turn.
-        timeout_seconds: after which the children are ended.
-        env: environment variables to set on top.
+        ranks: 1, or more, by the mpirun beside this Python or on the PATH.
+        device: number of the GPU; None: GPUs are assigned round-robin.
+        timeout_seconds: after which the children are stopped.
+        env: additional environment variables.
     """
     command = [sys.executable, "-m", "mpidist._transports.cuda_aware_probe"]
     command += [] if device is None else [str(device)]
@@ -138,12 +135,12 @@ def probe_direct(
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without what launchers tell the ranks of a job."""
+    """Return an environment without the variables that launchers set for ranks."""
     kept = {k: v for k, v in environment.items() if not k.startswith(_OF_LAUNCHERS)}
     kept["PYTHONUNBUFFERED"] = "1"
-    kept["PYTHONFAULTHANDLER"] = ""  # a crash is what is asked about: no traceback
+    kept["PYTHONFAULTHANDLER"] = ""  # a crash is an expected outcome: no traceback
     kept["MPIDIST_ABORT"] = "0"
-    # As many as fit is none of this probe's business.
+    # The probe may have more ranks than cores.
     kept.setdefault("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
     kept.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
     if os.geteuid() == 0:
@@ -162,7 +159,7 @@ def _find_mpirun() -> str | None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a child, and what it has started, if it still runs."""
+    """End a child and its descendants, if it still runs."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             return
@@ -173,7 +170,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _judge(ranks: int, code: int, late: bool, text: str, seconds: float) -> Probe:
-    """Return what the output and the exit code of children mean."""
+    """Return the outcome, from the output and the exit code of children."""
     records = [
         json.loads(line[len(RECORD_PREFIX) :])
         for line in text.splitlines()
@@ -195,7 +192,7 @@ def _judge(ranks: int, code: int, late: bool, text: str, seconds: float) -> Prob
         return result("timed out", f"after {seconds:.0f} s, in {_last(tried)}")
     if len(ended) == ranks and code == 0:
         return result("works", ended[0]["detail"])
-    # An mpirun exits with 128 and the signal of a rank, or only writes it.
+    # An mpirun exits with 128 + the signal of a rank, or only prints the signal.
     number = -code if code < 0 else code - 128
     written = re.search(r"\bsignal (\d+)\b", text)
     if number <= 0 and written is not None:
@@ -219,13 +216,13 @@ def _last(tried: list[str]) -> str:
 
 
 def _child(arguments: list[str]) -> None:
-    """Make the calls, and say before each which it is."""
+    """Make the calls; print the name of each before it."""
 
     def say(**record: str) -> None:
         print(RECORD_PREFIX + json.dumps(record), flush=True)
 
     try:
-        # Whether there is a GPU comes first: without one MPI need not even start.
+        # The GPU first: without one there is no need to start MPI.
         device = backend.select_device("gpu", 0)
     except Exception as error:
         say(outcome="no gpu", detail=str(error))

@@ -1,8 +1,8 @@
-"""Which way GPU buffers go: what each rank knows, and what all make of it.
+"""The transport of GPU buffers: what each rank finds, and what all decide from it.
 
-A GPU buffer is moved piece by piece, or by another library altogether; so all ranks
-must take the same way. When a strategy is made they tell each other what each has found
-(`Finding`), and all decide the same from that (`decide`).
+A GPU buffer is moved piece by piece, or by another library, so all ranks must use the
+same transport. When a strategy is made the ranks exchange their findings (`Finding`),
+and all decide the same from them (`decide`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mpidist._transports.staged import StagedTransport
 
 _AUTO = (CommunicationImplementation.AUTO, CommunicationImplementation.RING)
 _INSTEAD = (
-    "write AUTO, which is direct where MPI is CUDA-aware and staged through the host "
-    "elsewhere"
+    "write AUTO, which is direct if MPI is CUDA-aware, and otherwise staged through "
+    "the host"
 )
 
-# Warnings that were given. Python's own record of them is void whenever somebody uses
-# `warnings.catch_warnings`, as we do when NCCL is looked for.
+# Warnings that were given. Python's own record is invalid after each use of
+# `warnings.catch_warnings`, as in the search for NCCL.
 _told: set[str] = set()
 
 DeviceTransport = DirectTransport | StagedTransport | NcclTransport
@@ -38,14 +38,14 @@ DeviceTransport = DirectTransport | StagedTransport | NcclTransport
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What one rank knows.
+    """What one rank finds.
 
     Attributes:
-        wanted: the name of the `CommunicationImplementation` that is asked for.
+        wanted: the name of the requested `CommunicationImplementation`.
         kind: "cpu" or "gpu".
         gpu: the host and the PCI address of its GPU; "" without.
-        cuda_aware: what ``MPIDIST_CUDA_AWARE`` says, if anything.
-        queried: how the MPI says that it is CUDA-aware; "" if it does not.
+        cuda_aware: the value of ``MPIDIST_CUDA_AWARE``, if it is set.
+        queried: how MPI reports that it is CUDA-aware; "" if it does not.
         no_nccl: why NCCL does not load; "" if it does.
         piece_bytes: of staged copies.
     """
@@ -61,19 +61,19 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What all ranks make of their findings.
+    """What all ranks decide from their findings.
 
     Attributes:
-        way: how GPU buffers go, where AUTO is asked for.
+        transport: of GPU buffers, if AUTO is requested and NCCL is not used.
         reason: why.
         mixed: whether some ranks have their arrays on a GPU and some on the host.
-        try_nccl: whether to connect the ranks by NCCL, and take it if that works.
-        no_nccl: why not, to be told to who asks for it.
-        missing: why NCCL does not load, where it would be taken: each of several
-            ranks has a GPU of its own, and nothing but AUTO is asked for.
+        try_nccl: whether to connect the ranks by NCCL, and use it if that works.
+        no_nccl: why not, for the error if NCCL is requested.
+        missing: why NCCL does not load, if it would be used: AUTO is requested, and
+            each of several ranks has a GPU of its own.
     """
 
-    way: Literal["direct", "staged"]
+    transport: Literal["direct", "staged"]
     reason: str
     mixed: bool = False
     try_nccl: bool = False
@@ -87,7 +87,7 @@ def look(
     host_name: str,
     environment: Environment,
 ) -> Finding:
-    """Return what this rank knows. Does not raise for what a machine has not."""
+    """Return what this rank finds. Does not raise if something is missing."""
     finding = Finding(
         wanted=wanted.name,
         kind=device.kind,
@@ -100,18 +100,18 @@ def look(
     try:
         gpu = f"{host_name} {backend.gpu_bus_id(device)}"
         backend.nccl_module()
-    except Exception as error:  # of CUDA, or of a library that does not fit
+    except Exception as error:  # of CUDA, or of an incompatible library
         no_nccl = f"{error}"
     queried = query_cuda_support() if environment.cuda_aware is None else ""
     return dataclasses.replace(finding, gpu=gpu, queried=queried, no_nccl=no_nccl)
 
 
 def decide(findings: list[Finding]) -> Decision:
-    """Return which way all ranks go. The same findings give the same answer.
+    """Return the decision of all ranks: a function of the findings alone.
 
     Raises:
-        ValueError: if ranks were asked for different things by their environment, or
-            for NCCL where it cannot be.
+        ValueError: if the environment differs between ranks, or NCCL is requested but
+            unavailable.
     """
     first = findings[0]
     for name, values in (
@@ -130,8 +130,8 @@ def decide(findings: list[Finding]) -> Decision:
     no_nccl, loads = _why_no_nccl(findings)
     if first.wanted == "NCCL" and no_nccl:
         raise ValueError(
-            f"MPIStrategy: `CommunicationImplementation.NCCL` cannot be: {no_nccl}. "
-            f"TensorFlow would take AUTO here, with a warning; {_INSTEAD}"
+            "MPIStrategy: `CommunicationImplementation.NCCL` is unavailable: "
+            f"{no_nccl}. TensorFlow would use AUTO here, with a warning; {_INSTEAD}"
         )
     automatic = first.wanted in ("AUTO", "RING")
     try_nccl = first.wanted == "NCCL" or (
@@ -148,17 +148,17 @@ def decide(findings: list[Finding]) -> Decision:
     elif first.cuda_aware is not None:
         reason = f"MPIDIST_CUDA_AWARE={int(first.cuda_aware)}"
         if first.cuda_aware:
-            return dataclasses.replace(decision, way="direct", reason=reason)
+            return dataclasses.replace(decision, transport="direct", reason=reason)
     elif all(f.queried for f in findings):
         reason = f"direct: the MPI says it is CUDA-aware ({first.queried})"
-        return dataclasses.replace(decision, way="direct", reason=reason)
+        return dataclasses.replace(decision, transport="direct", reason=reason)
     else:
         reason = "staged: the MPI does not say that it is CUDA-aware"
     return dataclasses.replace(decision, reason=reason)
 
 
 def _why_no_nccl(findings: list[Finding]) -> tuple[str, bool]:
-    """Return why the ranks cannot use NCCL, and whether it is not for its library.
+    """Return why the ranks cannot use NCCL, and whether its library loads.
 
     The reason is "" if they can, as far as is known.
     """
@@ -179,7 +179,7 @@ def _why_no_nccl(findings: list[Finding]) -> tuple[str, bool]:
 
 
 class Devices:
-    """The ways of a strategy's GPU buffers; each is made when it is first asked for."""
+    """The transports of a strategy's GPU buffers, each made at its first use."""
 
     def __init__(
         self, comm: AnyCommunicator, device: backend.Device, environment: Environment
@@ -189,7 +189,7 @@ class Devices:
         self._environment = environment
         self._staged: dict[str, StagedTransport] = {}
         self._nccl: NcclTransport | None = None
-        # Until the ranks have met, and for who never does: what fits with all.
+        # Until the ranks have decided: what works on any rank.
         self.decision: Decision = Decision("staged", "staged: one replica", mixed=True)
 
     def decide(
@@ -198,15 +198,15 @@ class Devices:
         host: DirectTransport,
         deadline: float | None,
     ) -> None:
-        """Find out, with the other ranks, how GPU buffers go. Collective.
+        """Decide, with the other ranks, how GPU buffers move. Collective.
 
         Args:
-            wanted: what the options or the environment ask for.
+            wanted: the request of the options or the environment.
             host: moves host arrays.
             deadline: seconds for NCCL to connect the ranks; None: no limit.
 
         Raises:
-            ValueError: on all ranks, for what cannot be.
+            ValueError: on all ranks, if the request is unavailable.
         """
         mine = look(wanted, self._device, self._comm.host_name, self._environment)
         rows = self._comm.all_gather_objects(
@@ -216,7 +216,7 @@ class Devices:
         self.decision = decision
         self._staged.clear()
         if not decision.try_nccl:
-            if decision.missing and decision.way == "staged":
+            if decision.missing and decision.transport == "staged":
                 reason = f"{decision.reason}; {decision.missing}"
                 self.decision = dataclasses.replace(decision, reason=reason)
                 self._warn(decision.missing)
@@ -224,9 +224,9 @@ class Devices:
         communicator, problem = connect(self._comm, self._device, deadline)
         if problem and wanted is CommunicationImplementation.NCCL:
             raise ValueError(
-                "MPIStrategy: `CommunicationImplementation.NCCL` cannot be: NCCL did "
-                f"not connect the ranks ({problem}). NCCL_DEBUG=INFO makes it say "
-                f"more; {_INSTEAD}"
+                "MPIStrategy: `CommunicationImplementation.NCCL` is unavailable: NCCL "
+                f"did not connect the ranks ({problem}). NCCL_DEBUG=INFO makes it "
+                f"print more; {_INSTEAD}"
             )
         if problem:
             reason = f"{decision.reason}; NCCL did not connect the ranks ({problem})"
@@ -240,21 +240,21 @@ class Devices:
         )
 
     def _warn(self, problem: str) -> None:
-        """Warn on rank 0, once, that AUTO takes another way than NCCL. Collective.
+        """Warn on rank 0, once, that AUTO does not use NCCL. Collective.
 
-        Each rank has a GPU of its own, so that NCCL would be the fast way, and nothing
-        else would tell: results are right. A warning, which a program can turn off or
-        into an error, and not only a line of `mpidist info`, which has to be asked for.
-        What a filter makes an error is raised on all ranks.
+        Each rank has a GPU of its own, so NCCL would be faster, and nothing else would
+        show it: the results are right. It is a warning, which a program can turn off or
+        into an error, and not only a line of `mpidist info`, which users may never
+        read. If a filter makes it an error, all ranks raise it.
 
         Raises:
             RuntimeWarning: on all ranks, if warnings are errors on rank 0.
         """
-        way = self.decision.way
+        transport = self.decision.transport
         text = (
             f"MPIStrategy: each rank has a GPU of its own, but {problem}; GPU arrays "
-            f"go {way}, which is slower as a rule. To be content with that, and for "
-            f"no warning, write MPIDIST_IMPLEMENTATION={way}"
+            f"go {transport}, which is usually slower. To accept that, without this "
+            f"warning, write MPIDIST_IMPLEMENTATION={transport}"
         )
         raised = b""
         if self._comm.rank == 0 and text not in _told:
@@ -273,7 +273,7 @@ class Devices:
         """Return the transport of GPU buffers, and why. Not collective.
 
         Raises:
-            ValueError: for NCCL where the ranks are not connected by it.
+            ValueError: if NCCL is requested and did not connect the ranks.
             RuntimeError: if NCCL has failed.
         """
         kind = CommunicationImplementation
@@ -292,12 +292,12 @@ class Devices:
             return self._nccl, "nccl: asked for in the options"
         if self._nccl is not None and wanted in _AUTO:
             return self._nccl, "nccl: each rank has a GPU of its own"
-        if self.decision.way == "direct":
+        if self.decision.transport == "direct":
             return DirectTransport(self._comm), self.decision.reason
         return self.staged(host), self.decision.reason
 
     def staged(self, host: DirectTransport) -> StagedTransport:
-        """Return the staged transport whose pieces go by ``host``."""
+        """Return the staged transport whose pieces ``host`` moves."""
         found = self._staged.get(host.name)
         if found is None:
             pieces = None if self.decision.mixed else self._environment.staging_bytes
@@ -305,7 +305,7 @@ class Devices:
         return found
 
     def close(self) -> None:
-        """Give back what NCCL holds, and let go of host transports. Collective."""
+        """Release the resources of NCCL and the host transports. Collective."""
         self._staged.clear()
         if self._nccl is not None:
             self._nccl.close()
@@ -328,8 +328,8 @@ def _package_of(frame: types.FrameType) -> str:
 def place_text(arrays: list[Array], structure: nest.Structure, mixed: bool) -> str:
     """Return, for a call's text, which of its arrays are on a GPU; "" for none.
 
-    Where the ranks have devices of different kinds (``mixed``), GPU buffers go in the
-    same messages as host buffers, and it is enough if places agree within one call.
+    If the ranks have devices of different kinds (``mixed``), GPU buffers use the same
+    messages as host buffers; it is enough if devices are equal within one call.
     """
     places = [backend.is_device_array(x) for x in arrays]
     if not any(places) or (mixed and all(places)):

@@ -580,7 +580,7 @@ HOST = {"kind": "cpu", "gpu": ""}
 )
 def test_the_choice(found, way, nccl, reason):
     decision = decide(found)
-    assert (decision.way, decision.try_nccl) == (way, nccl)
+    assert (decision.transport, decision.try_nccl) == (way, nccl)
     assert reason in decision.reason
     assert decision.mixed == (len({f.kind for f in found}) > 1)
 
