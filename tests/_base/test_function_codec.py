@@ -1,4 +1,4 @@
-"""Functions that commands carry: what travels of them, and what each rank has."""
+"""Functions that commands carry: what is sent, and what each rank has."""
 
 import functools
 import math
@@ -9,7 +9,7 @@ import pytest
 
 import mpidist
 from mpidist._base import function_codec
-from mpidist._merge import wire as _commands
+from mpidist._merge import wire
 from mpidist._merge.object_names import Names
 from mpidist._strategy.strategy import group_of
 
@@ -19,8 +19,8 @@ class Wire:
 
     def __init__(self, names=None, others=None):
         group = group_of(mpidist.get_strategy())
-        self.writer = _commands.Writer(group, self._no_values, names)
-        self.reader = _commands.Reader(group, others)
+        self.writer = wire.Writer(group, self._no_values, names)
+        self.reader = wire.Reader(group, others)
         self.writer.codes, self.reader._codes = (
             function_codec.Codes(),
             function_codec.Codes(),
@@ -35,9 +35,10 @@ class Wire:
         """Return what the other rank gets; keep what was told with it."""
         head, arrays = self.writer.write((function,))
         self.news = self.writer.take_news()
-        message = _commands.load(_commands.dump((self.news, head)))
-        self.reader.receive_news(message[0])
-        (found,) = self.reader.read(message[1], arrays)
+        message = wire.dump(0, "do", head, news=self.news)
+        _, _, _, news, received = wire.load(message)
+        self.reader.receive_news(news)
+        (found,) = self.reader.read(received, arrays)
         return found
 
 
