@@ -123,7 +123,7 @@ def lookup_or_raise(module: str, name: str) -> Any:
     return found
 
 
-def is_global(x: types.FunctionType | type) -> bool:
+def is_global(x: Any) -> bool:
     """Whether a module has this function or class under its qualified name."""
     name, module = x.__qualname__, x.__module__
     if type(name) is not str or type(module) is not str or "<" in name:
