@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import io
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -62,6 +63,14 @@ def pytest_configure(config: pytest.Config) -> None:
         # Rank 0 speaks for all; what this one would say is kept for a crash.
         config.stash[_quiet] = io.StringIO()
         reporter._tw._file = config.stash[_quiet]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Under mpirun leave out files without tests for it, which take time to import."""
+    if not _under_mpi(config) or collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    return None if re.search(r"\bmark\.(mpi|gpu)\b", text) else True
 
 
 _quiet = pytest.StashKey[io.StringIO]()
