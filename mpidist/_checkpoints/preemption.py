@@ -4,6 +4,15 @@ A batch system sends a signal to a job some time before it kills it. Not all ran
 the signal, and not at the same step. So at each step all ranks agree, with a number in
 one header of the guard (`Guard.agree_on_largest`), whether one of them was signalled.
 If so, all save at that step, and exit.
+
+How a batch script learns that they have saved. The exit code does not tell: when the
+first rank has left, launchers end the others, by SIGTERM, and return one of the codes.
+So rank 0 creates the file that ``MPIDIST_SAVED_FILE`` names, after all have saved and
+before any leaves; and the signals are ignored from then on.
+
+A signal may come before this handler exists, while Python still imports. Batch scripts
+start ranks with the signal blocked (``env --block-signal``), which is inherited: it
+stays pending, and the handler unblocks it.
 """
 
 from __future__ import annotations
@@ -24,7 +33,9 @@ from mpidist._base import threads
 from mpidist._checkpoints.checkpoint import Checkpoint, objects_of
 from mpidist._checkpoints.manager import CheckpointManager
 
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
+# Launchers differ in what they pass on: MPICH's mpirun ends at SIGUSR2, NCCL is said to
+# use SIGUSR1. So each of them will do.
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _EXIT_CODE: Final = 42  # the same as TensorFlow's
 _GO_ON, _TOLD, _TIME_IS_UP = range(3)
 _Handler = Callable[[int, FrameType | None], object] | int | None
@@ -37,7 +48,7 @@ class TerminationConfig:
 
     Attributes:
         termination_watcher_fn: called at each step, on each rank; returns whether the
-            job is to end. In addition to the signals SIGTERM and SIGUSR1.
+            job is to end. In addition to the signals SIGTERM, SIGUSR1 and SIGUSR2.
         exit_fn: called on all ranks when the checkpoint is complete; None:
             ``sys.exit(42)``, which tells a job script to restart the job.
         grace_period: seconds to continue before saving; 0 saves at the next step.
@@ -54,8 +65,8 @@ class TerminationConfig:
 class PreemptionCheckpointHandler:
     """Saves a checkpoint on all ranks, at the same step, when any is asked to end.
 
-    The signals are SIGTERM and SIGUSR1; one rank that gets one is enough. (SLURM sends
-    it with ``--signal=USR1@120``; Open MPI's mpirun forwards SIGUSR1.) Creating the
+    The signals are SIGTERM, SIGUSR1 and SIGUSR2; one rank that gets one is enough.
+    (``mpidist sbatch --preemptible`` prints a SLURM script that sends it.) Creating the
     handler restores the newest checkpoint, and installs handlers for these signals::
 
         handler = mpidist.experimental.PreemptionCheckpointHandler(None, manager)
@@ -170,11 +181,14 @@ class PreemptionCheckpointHandler:
             return
         save = self._config.save_fn or self._manager.save
         job.together(lambda: save(*args, **kwargs), scope=False)
-        self._unwatch()
+        job.on_rank_0(_tell_the_batch_script)
         self._told_at = None
         if self._config.exit_fn is not None:
+            self._unwatch()
             self._config.exit_fn()
         else:
+            for number in self._previous:  # of launchers, when the first rank leaves
+                signal.signal(number, signal.SIG_IGN)
             sys.exit(_EXIT_CODE)
 
     def _look(self) -> int:
@@ -193,12 +207,21 @@ class PreemptionCheckpointHandler:
 
         for number in _SIGNALS:
             self._previous[number] = signal.signal(number, told)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     def _unwatch(self) -> None:
         for number, previous in self._previous.items():
             with contextlib.suppress(TypeError):  # None: not set from Python
                 signal.signal(number, previous)
         self._previous = {}
+
+
+def _tell_the_batch_script() -> None:
+    """Create the file that ``MPIDIST_SAVED_FILE`` names."""
+    name = os.environ.get("MPIDIST_SAVED_FILE")
+    if name:
+        with open(name, "w", encoding="utf-8"):
+            pass
 
 
 class _Counter:

@@ -10,11 +10,18 @@ from typing import Final
 import mpidist
 from mpidist._base.options import read_environment
 from mpidist._bench import UsageError, WrongResultError
-from mpidist._cli import bench_command, check_command, info_command, run_command
+from mpidist._cli import (
+    bench_command,
+    check_command,
+    info_command,
+    run_command,
+    sbatch_command,
+)
 from mpidist._cli.speaking import EXIT_USAGE, Parser, complain, say
 
 _COMMANDS: Final[dict[str, tuple[Callable[[Sequence[str]], int], str]]] = {
     "run": (run_command.run, run_command.ABOUT),
+    "sbatch": (sbatch_command.sbatch, sbatch_command.ABOUT),
     "info": (info_command.info, info_command.ABOUT),
     "check": (check_command.check, check_command.ABOUT),
     "bench": (bench_command.bench, bench_command.ABOUT),
@@ -38,9 +45,9 @@ def main(arguments: Sequence[str]) -> int:
                     "commands:",
                     *(f"  {key:<7} {about}" for key, (_, about) in _COMMANDS.items()),
                     "",
-                    "`run` starts ranks. Start the others under mpirun or srun: they "
-                    "describe the",
-                    "ranks that they run on. `mpidist COMMAND --help` says more.",
+                    "`run` and `sbatch` start ranks. Start the others under mpirun or "
+                    "srun: they describe",
+                    "the ranks that they run on. `mpidist COMMAND --help` says more.",
                 ]
             ),
             formatter_class=argparse.RawDescriptionHelpFormatter,

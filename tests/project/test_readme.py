@@ -259,16 +259,25 @@ def mpidist_run(command: Command, ranks: str, program: str) -> None:
 
 
 def srun(command: Command, kind: str, program: str) -> None:
+    """See that the program is there, and the kind one that the scripts look for."""
     compile_file(program)
-    for script in (ROOT / "launch").glob("*.sbatch"):
-        assert f"srun --mpi={kind} " in script.read_text(encoding="utf-8")
+    script = (ROOT / "launch/slurm/srun.sbatch").read_text(encoding="utf-8")
+    assert f"({kind})" in script
 
 
-def sbatch(command: Command, script: str, program: str) -> None:
+def sbatch(command: Command, options: str, script: str, program: str | None) -> None:
+    """See that both are there; tests/slurm runs the scripts."""
+    if script == "job.sbatch":  # which the line before has printed
+        return
+    assert program is not None
     compile_file(program)
-    path = ROOT / script
-    assert "#SBATCH" in path.read_text(encoding="utf-8")
-    ask("bash", "-n", str(path))
+    assert "#SBATCH" in (ROOT / script).read_text(encoding="utf-8")
+
+
+def print_script(command: Command, arguments: str) -> None:
+    words = shlex.split(arguments)
+    script = ask(sys.executable, "-m", "mpidist", "sbatch", *words)
+    assert script.startswith("#!/usr/bin/env bash\n")
 
 
 def pip_install(command: Command, extras: str | None) -> None:
@@ -320,6 +329,7 @@ COMMANDS: list[tuple[str, Callable[..., None]]] = [
         r"((?: \S+)*)",
         setting_up,
     ),
+    (r"mpidist sbatch (.*) > job.sbatch", print_script),
     (r"mpidist run -n (\d+) (\S+\.py)", mpidist_run),
     (r".venv/bin/mpidist run -n \d+ -m pytest (.*)", pytest_in_venv),
     (r"(?:(?:mpirun|srun) (?:-\S+ (?:\d+ )?)*)?mpidist (.*)", command_line),
@@ -327,7 +337,7 @@ COMMANDS: list[tuple[str, Callable[..., None]]] = [
     (r"python (\S+\.py)", python_alone),
     (r"python -m pytest -q (\S+\.py)", pytest_alone),
     (r"srun -n \d+ --mpi=(\w+) python (\S+\.py)", srun),
-    (r"sbatch (launch/\S+) (\S+\.py)", sbatch),
+    (r"sbatch ((?:--\S+ \d+ )*)(\S+\.sbatch)(?: (\S+\.py))?", sbatch),
     (r'pip install -e (?:\.|"\.\[([\w,]+)\]")', pip_install),
     (r"export (MPIDIST_\w+)=\S+", export),
     (r".venv/bin/python -m pytest (.*)", pytest_in_venv),

@@ -1,0 +1,234 @@
+"""The batch scripts of launch/slurm, on a private SLURM cluster of four nodes."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import slurm_cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "launch/slurm"
+STEPS = 40
+
+WHO = """\
+import os
+import mpidist
+strategy = mpidist.MPIStrategy()
+me = strategy.run(lambda: mpidist.get_replica_context().replica_id_in_sync_group)
+ids = strategy.reduce("SUM", me, axis=None)
+if strategy.replica_id == 0:
+    n = strategy.num_replicas_in_sync
+    print("replicas", n, "sum", ids, "threads", os.environ["OMP_NUM_THREADS"],
+          "index", os.environ.get("SLURM_ARRAY_TASK_ID"), flush=True)
+"""
+TRAIN = f"""\
+import sys, time
+import numpy as np
+import mpidist
+
+strategy = mpidist.MPIStrategy()
+with strategy.scope():
+    w = mpidist.Variable(np.zeros(8), aggregation=mpidist.VariableAggregation.MEAN)
+checkpoint = mpidist.Checkpoint(w=w)
+manager = mpidist.CheckpointManager(checkpoint, sys.argv[1], max_to_keep=2)
+time.sleep(float(sys.argv[2]) if len(sys.argv) > 2 else 0.0)
+handler = mpidist.experimental.PreemptionCheckpointHandler(None, manager)
+say = strategy.replica_id == 0
+if say:
+    print("begins at step", handler.total_run_calls, flush=True)
+
+
+def step():
+    rng = np.random.default_rng([handler.total_run_calls, strategy.replica_id])
+    w.assign(0.9 * w.value() + rng.normal(size=8))
+
+
+while handler.total_run_calls < {STEPS}:
+    handler.run(strategy.run, step)
+    time.sleep(0.05)
+if say:
+    print("result", w.numpy().tobytes().hex(), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Return a cluster of four nodes with the programs in its folder."""
+    reason = slurm_cluster.why_not()
+    if reason:
+        assert not os.environ.get("MPIDIST_TEST_SLURM"), reason
+        pytest.skip(reason)
+    with slurm_cluster.Cluster(4) as cluster:
+        for name, text in (("who.py", WHO), ("train.py", TRAIN)):
+            (cluster.folder / name).write_text(text, encoding="utf-8")
+        yield cluster
+
+
+# --- every script runs ----------------------------------------------------------------
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["srun", "mpirun"])
+def test_a_script_starts_a_replica_for_each_task(cluster, name):
+    options = ["--nodes=4", "--ntasks-per-node=2"]
+    job = cluster.submit(SCRIPTS / f"{name}.sbatch", "who.py", options=options)
+    state = cluster.wait(job)
+    output = cluster.output(job)
+    assert state["JobState"] == "COMPLETED", output
+    assert "replicas 8 sum 28 threads 1" in output
+    # Each line says which rank it is from.
+    line = next(line for line in output.splitlines() if "replicas" in line)
+    assert not line.startswith("replicas")
+    assert "0" in line.split("replicas")[0]
+
+
+@pytest.mark.core
+def test_the_jobs_of_an_array_get_their_indices(cluster):
+    options = ["--ntasks-per-node=2", "--output=%A_%a.out"]
+    job = cluster.submit(SCRIPTS / "array.sbatch", "who.py", options=options)
+    for index in range(4):
+        path = cluster.folder / f"{job}_{index}.out"
+        end = time.monotonic() + 100
+        while not path.exists() or "replicas" not in path.read_text():
+            assert time.monotonic() < end, cluster.logs()
+            time.sleep(0.1)
+        assert f"replicas 2 sum 1 threads 1 index {index}" in path.read_text()
+
+
+@pytest.mark.core
+def test_an_exception_ends_the_job_with_a_code(cluster):
+    (cluster.folder / "bad.py").write_text(
+        "import mpidist\nstrategy = mpidist.MPIStrategy()\n"
+        "strategy.run(lambda: [1][strategy.replica_id])\n"
+    )
+    options = ["--nodes=2", "--ntasks-per-node=2"]
+    job = cluster.submit(SCRIPTS / "srun.sbatch", "bad.py", options=options)
+    state = cluster.wait(job)
+    assert state["JobState"] == "FAILED", state
+    assert "IndexError: list index out of range" in cluster.output(job)
+
+
+# --- ranks that do not find each other ------------------------------------------------
+
+
+@pytest.mark.core
+def test_ranks_that_srun_left_alone_raise(cluster):
+    """SLURM's default here, as on many sites, is --mpi=none."""
+    python = ("python", "who.py")
+    output = cluster.run("srun", "-N2", "-n4", "--mpi=none", *python, check=False)
+    assert "replicas" not in output
+    assert "srun --mpi=none started 4 processes, but to mpi4py" in output
+    assert "write `srun --mpi=pm" in output
+    assert cluster.run("srun", "-n1", *python, check=False).count("replicas 1") == 1
+    allowed = cluster.run(
+        *("srun", "-N2", "-n4", "--mpi=none", *python), env={"MPIDIST_ALONE": "1"}
+    )
+    assert allowed.count("replicas 1") == 4
+
+
+@pytest.mark.core
+def test_a_program_in_the_script_itself_may_be_alone(cluster):
+    script = cluster.folder / "alone.sh"
+    script.write_text("#!/bin/bash\npython who.py\n")
+    job = cluster.submit(script, options=["--nodes=2", "--ntasks-per-node=2"])
+    assert cluster.wait(job)["JobState"] == "COMPLETED", cluster.output(job)
+    assert "replicas 1 sum 0" in cluster.output(job)
+
+
+# --- jobs that are told to end --------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster):
+    """Return the result of a training that nobody interrupts."""
+    job = _submit_training(cluster, "undisturbed")
+    assert cluster.wait(job)["JobState"] == "COMPLETED", cluster.output(job)
+    return _result(cluster, job)
+
+
+def _submit_training(cluster, folder, *arguments, options=()):
+    return cluster.submit(
+        SCRIPTS / "preemptible.sbatch",
+        *("train.py", folder, *arguments),
+        options=["--nodes=2", "--ntasks-per-node=1", *options],
+    )
+
+
+def _result(cluster, job):
+    output = cluster.output(job)
+    (line,) = [line for line in output.splitlines() if " result " in line]
+    return line.split(" result ")[1]
+
+
+def _steps(cluster, job):
+    """Return at which step each start of the job began."""
+    lines = cluster.output(job).splitlines()
+    return [int(line.split()[-1]) for line in lines if "begins at step" in line]
+
+
+@pytest.mark.core
+def test_a_job_whose_time_is_up_continues_where_it_was(cluster, undisturbed):
+    job = _submit_training(cluster, "time-is-up")
+    cluster.wait_for_output(job, "begins at step 0")
+    time.sleep(0.5)
+    # What --signal=B:USR1@120 does 120 s before the end.
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    cluster.wait_for_output(job, "saved")
+    state = cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED")
+    assert state["JobState"] == "COMPLETED", cluster.output(job)
+    assert state["Restarts"] == "1"
+    first, second = _steps(cluster, job)
+    assert first == 0
+    assert 0 < second < STEPS
+    assert _result(cluster, job) == undisturbed
+    assert not list(cluster.folder.glob(".mpidist-saved-*"))
+
+
+@pytest.mark.core
+def test_a_signal_that_comes_before_the_handler_is_not_lost(cluster, undisturbed):
+    job = _submit_training(cluster, "early", "2")
+    cluster.wait_for_output(job, "start 0:")
+    time.sleep(1.0)  # the ranks import, or sleep
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    assert cluster.wait(job, "COMPLETED", "FAILED")["JobState"] == "COMPLETED"
+    assert _steps(cluster, job) == [0, 0]
+    assert _result(cluster, job) == undisturbed
+
+
+@pytest.mark.core
+def test_a_cancelled_job_saves_and_does_not_come_back(cluster, undisturbed):
+    job = _submit_training(cluster, "cancelled")
+    cluster.wait_for_output(job, "begins at step 0")
+    time.sleep(0.5)
+    cluster.run("scancel", "--full", job)
+    assert cluster.wait(job)["JobState"] == "CANCELLED"
+    cluster.wait_for_output(job, "saved")
+    time.sleep(3.0)  # longer than a job that is requeued waits
+    state = cluster.state(job)
+    assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "0")
+    # What it saved is there: another job goes on from it.
+    after = _submit_training(cluster, "cancelled")
+    assert cluster.wait(after)["JobState"] == "COMPLETED", cluster.output(after)
+    assert _steps(cluster, after)[0] > 0
+    assert _result(cluster, after) == undisturbed
+
+
+@pytest.mark.core
+def test_a_job_that_makes_room_for_another_continues(cluster, undisturbed):
+    job = _submit_training(cluster, "preempted", options=["--exclusive", "--nodes=4"])
+    cluster.wait_for_output(job, "begins at step 0")
+    time.sleep(0.5)
+    urgent = cluster.submit(
+        SCRIPTS / "srun.sbatch",
+        "who.py",
+        options=["--partition=urgent", "--nodes=4", "--ntasks-per-node=2"],
+    )
+    assert cluster.wait(urgent)["JobState"] == "COMPLETED", cluster.output(urgent)
+    state = cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED")
+    assert state["JobState"] == "COMPLETED", cluster.output(job)
+    first, second = _steps(cluster, job)
+    assert first == 0
+    assert 0 < second < STEPS

@@ -1,0 +1,315 @@
+"""A private SLURM cluster on this machine, for tests of batch jobs.
+
+Everything is in one folder: configuration, keys, logs, spool. Its daemons are children
+of this process, in the foreground, and end with it (PR_SET_PDEATHSIG), however it ends;
+nothing of a SLURM that the machine may have is read or used. All nodes are this
+machine, on different ports (``slurmd -N``), so SLURM starts real steps on each.
+
+It needs slurmctld, slurmd, srun and munged (Debian: slurm-wlm, munge), and libpmix for
+``srun --mpi=pmix`` (libpmix2); `why_not` says what is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import getpass
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import launching
+
+_PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "munged")
+_PR_SET_PDEATHSIG = 1
+_UP_SECONDS = 60.0
+_DOWN_SECONDS = 10.0
+_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+
+# cred_expire is also how long a job that is requeued waits. config_overrides: more
+# nodes than the machine has cores. TmpFS: the PMIx plug-ins of the nodes make folders
+# of the same name.
+_CONFIGURATION = """\
+ClusterName=mpidist
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+TmpFS={folder}/tmp/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf_interval=1
+SlurmdParameters=config_overrides
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+KillWait=5
+MinJobAge=600
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PropagateResourceLimits=NONE
+MailProg=/bin/true
+PartitionName=main Nodes=ALL Default=YES State=UP PriorityTier=1 GraceTime=30
+PartitionName=urgent Nodes=ALL State=UP PriorityTier=9 PreemptMode=OFF
+"""
+
+
+def why_not() -> str:
+    """Return why there can be no cluster here; "" if there can."""
+    missing = [program for program in _PROGRAMS if _find(program) is None]
+    if missing:
+        return f"no {', '.join(missing)} here (Debian: slurm-wlm, munge, libpmix2)"
+    return ""
+
+
+def _find(program: str) -> str | None:
+    return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+
+
+def _version() -> tuple[int, ...]:
+    slurmd = _find("slurmd")
+    assert slurmd is not None
+    text = subprocess.run([slurmd, "-V"], capture_output=True, text=True, check=True)
+    return tuple(int(word) for word in text.stdout.split()[1].split(".")[:2])
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens on now, and that no connection will be given."""
+    ports: list[int] = []
+    candidates = list(range(20_000, 32_000))  # below those that Linux deals out
+    random.shuffle(candidates)
+    for port in candidates:
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise RuntimeError("no free ports between 20000 and 32000")
+
+
+class Cluster:
+    """Nodes ``node1``, ``node2``, ... of two slots each; a context manager.
+
+    Attributes:
+        folder: where everything is; jobs run and write there.
+    """
+
+    def __init__(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+        # A short path: sockets are in it. munged refuses one that others cannot enter.
+        self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+        self.folder.chmod(0o755)
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel all jobs, end all daemons, and remove the folder."""
+        with contextlib.suppress(Exception):  # a cluster that did not start
+            self.run("scancel", "--full", f"--user={getpass.getuser()}", timeout=10)
+            end = time.monotonic() + _DOWN_SECONDS
+            while self.run("squeue", "-h", timeout=10) and time.monotonic() < end:
+                time.sleep(0.1)
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+        end = time.monotonic() + _DOWN_SECONDS
+        for daemon in self._daemons:
+            try:
+                daemon.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        self._kill_the_rest()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _kill_the_rest(self) -> None:
+        """End the steps that did not end by themselves: they outlive their daemons."""
+        mark = str(self.folder).encode()
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):  # gone, or somebody else's
+                facts = Path(f"/proc/{pid}/environ").read_bytes()
+                facts += Path(f"/proc/{pid}/cmdline").read_bytes()
+                if mark in facts and int(pid) != os.getpid():
+                    os.kill(int(pid), signal.SIGKILL)
+
+    def _start(self) -> None:
+        folder = self.folder
+        for name in ("state", "spool", "tmp", "log"):
+            (folder / name).mkdir()
+        key = folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        ports = _free_ports(1 + self._num_nodes)
+        host = socket.gethostname().split(".")[0]
+        text = _CONFIGURATION.format(
+            host=host, port=ports[0], user=getpass.getuser(), folder=folder
+        )
+        for number, port in enumerate(ports[1:], 1):
+            text += (
+                f"NodeName=node{number} NodeHostname={host} NodeAddr=127.0.0.1 "
+                f"Port={port} CPUs=2 Boards=1 SocketsPerBoard=1 CoresPerSocket=2 "
+                "ThreadsPerCore=1 RealMemory=2000 State=UNKNOWN\n"
+            )
+            for name in ("spool", "tmp"):
+                (folder / name / f"node{number}").mkdir()
+        (folder / "slurm.conf").write_text(text, encoding="utf-8")
+        if _version() >= (23, 11):  # older ones do not look for control groups
+            text = "CgroupPlugin=disabled\n"
+            (folder / "cgroup.conf").write_text(text, encoding="utf-8")
+        self._daemon(
+            *("munged", "--foreground", f"--socket={folder}/munge.socket"),
+            *(f"--key-file={key}", f"--pid-file={folder}/munged.pid"),
+            *(f"--log-file={folder}/log/munged", f"--seed-file={folder}/munged.seed"),
+        )
+        self._wait_for(lambda: (folder / "munge.socket").exists())
+        self._daemon("slurmctld", "-D", "-c")
+        for number in range(1, self._num_nodes + 1):
+            self._daemon("slurmd", "-D", "-N", f"node{number}")
+        self._wait_for(
+            lambda: (
+                self.run("sinfo", "-hN", "-pmain", "-o%t", check=False).count("idle")
+                == self._num_nodes
+            )
+        )
+
+    def _daemon(self, program: str, *arguments: str) -> None:
+        path = _find(program)
+        assert path is not None
+        name = f"{program}{arguments[-1] if program == 'slurmd' else ''}"
+        with open(self.folder / "log" / name, "wb") as log:
+            self._daemons.append(
+                subprocess.Popen(
+                    [path, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=self.environment(),
+                    preexec_fn=_end_with_parent,
+                )
+            )
+
+    def _wait_for(self, ready: object) -> None:
+        assert callable(ready)
+        end = time.monotonic() + _UP_SECONDS
+        while not ready():
+            if time.monotonic() > end:
+                raise RuntimeError(f"the cluster did not start:\n{self.logs()}")
+            time.sleep(0.05)
+
+    def logs(self) -> str:
+        """Return the ends of all logs of the daemons."""
+        parts = []
+        for path in sorted((self.folder / "log").iterdir()):
+            lines = path.read_text(errors="replace").splitlines()[-15:]
+            parts.append("\n".join([f"--- {path.name}", *lines]))
+        return "\n".join(parts)
+
+    def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Return the environment of a user of this cluster, with this Python first."""
+        env = launching.rank_environment(extra)
+        env["SLURM_CONF"] = str(self.folder / "slurm.conf")
+        env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}:/usr/sbin:/sbin"
+        env["VIRTUAL_ENV"] = sys.prefix
+        # Without these Open MPI looks for networks for a second, and UCX (in MPICH)
+        # tries the shared memory of "other" nodes, which are the same machine.
+        env.update(OMPI_MCA_pml="ob1", OMPI_MCA_btl="self,sm,tcp", UCX_TLS="tcp,self")
+        return env
+
+    def run(
+        self,
+        *command: object,
+        check: bool = True,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 100.0,
+    ) -> str:
+        """Run a command as a user would, in the folder; return what it printed."""
+        result = subprocess.run(
+            [str(word) for word in command],
+            cwd=self.folder,
+            env=self.environment(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+        )
+        if check and result.returncode:
+            raise RuntimeError(f"{command}: {result.stdout}\n{self.logs()}")
+        return result.stdout
+
+    def submit(
+        self,
+        script: str | os.PathLike[str],
+        *arguments: object,
+        options: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> str:
+        """Submit a batch script; return the number of the job."""
+        command = ["sbatch", "--parsable", "--output=%j.out", *options, script]
+        return self.run(*command, *arguments, env=env).strip().split("\n")[-1]
+
+    def state(self, job: str) -> dict[str, str]:
+        """Return what SLURM says of a job."""
+        text = self.run("scontrol", "-o", "show", "job", job, check=False)
+        return dict(word.split("=", 1) for word in text.split() if "=" in word)
+
+    def wait(self, job: str, *states: str, timeout: float = 100.0) -> dict[str, str]:
+        """Wait until a job is in one of these states; no states: until it has ended."""
+        end = time.monotonic() + timeout
+        while True:
+            state = self.state(job)
+            if state.get("JobState") in (states or _ENDED):
+                return state
+            if time.monotonic() > end:
+                raise TimeoutError(f"{state}\n{self.output(job)}\n{self.logs()}")
+            time.sleep(0.1)
+
+    def output(self, job: str) -> str:
+        """Return what a job has written."""
+        try:
+            return (self.folder / f"{job}.out").read_text(errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    def wait_for_output(self, job: str, text: str, timeout: float = 100.0) -> None:
+        """Wait until a job has written a text."""
+        end = time.monotonic() + timeout
+        while text not in self.output(job):
+            if time.monotonic() > end:
+                raise TimeoutError(f"{text!r} is not in:\n{self.output(job)}")
+            time.sleep(0.05)
