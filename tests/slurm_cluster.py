@@ -36,7 +36,8 @@ _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED
 
 # cred_expire is also how long a job that is requeued waits. config_overrides: more
 # nodes than the machine has cores. TmpFS: the PMIx plug-ins of the nodes make folders
-# of the same name.
+# of the same name. FirstJobId: MPICH names its shared memory by the job, and what a job
+# that was killed leaves behind would meet a later one.
 _CONFIGURATION = """\
 ClusterName=mpidist
 SlurmctldHost={host}(127.0.0.1)
@@ -65,6 +66,7 @@ MpiDefault=none
 ReturnToService=2
 KillWait=5
 MinJobAge=600
+FirstJobId={first_job}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PropagateResourceLimits=NONE
@@ -175,7 +177,11 @@ class Cluster:
         ports = _free_ports(1 + self._num_nodes)
         host = socket.gethostname().split(".")[0]
         text = _CONFIGURATION.format(
-            host=host, port=ports[0], user=getpass.getuser(), folder=folder
+            host=host,
+            port=ports[0],
+            user=getpass.getuser(),
+            folder=folder,
+            first_job=random.randrange(1_000, 60_000_000),
         )
         for number, port in enumerate(ports[1:], 1):
             text += (
@@ -243,9 +249,10 @@ class Cluster:
         env["SLURM_CONF"] = str(self.folder / "slurm.conf")
         env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}:/usr/sbin:/sbin"
         env["VIRTUAL_ENV"] = sys.prefix
-        # Without these Open MPI looks for networks for a second, and UCX (in MPICH)
-        # tries the shared memory of "other" nodes, which are the same machine.
-        env.update(OMPI_MCA_pml="ob1", OMPI_MCA_btl="self,sm,tcp", UCX_TLS="tcp,self")
+        # Without these Open MPI looks for networks for a second; and the pmi2 of SLURM
+        # 22.05 refuses some of the long addresses that UCX has (in MPICH).
+        env.update(OMPI_MCA_pml="ob1", OMPI_MCA_btl="self,sm,tcp")
+        env.update(MPIR_CVAR_CH4_NETMOD="ofi", FI_PROVIDER="tcp")
         return env
 
     def run(

@@ -11,6 +11,8 @@ import slurm_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "launch/slurm"
+NODES = 4
+RANKS = 2 * NODES
 STEPS = 40
 
 WHO = """\
@@ -56,12 +58,12 @@ if say:
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Return a cluster of four nodes with the programs in its folder."""
+    """Return a cluster with the programs in its folder."""
     reason = slurm_cluster.why_not()
     if reason:
         assert not os.environ.get("MPIDIST_TEST_SLURM"), reason
         pytest.skip(reason)
-    with slurm_cluster.Cluster(4) as cluster:
+    with slurm_cluster.Cluster(NODES) as cluster:
         for name, text in (("who.py", WHO), ("train.py", TRAIN)):
             (cluster.folder / name).write_text(text, encoding="utf-8")
         yield cluster
@@ -73,12 +75,12 @@ def cluster():
 @pytest.mark.core
 @pytest.mark.parametrize("name", ["srun", "mpirun"])
 def test_a_script_starts_a_replica_for_each_task(cluster, name):
-    options = ["--nodes=4", "--ntasks-per-node=2"]
+    options = [f"--nodes={NODES}", "--ntasks-per-node=2"]
     job = cluster.submit(SCRIPTS / f"{name}.sbatch", "who.py", options=options)
     state = cluster.wait(job)
     output = cluster.output(job)
     assert state["JobState"] == "COMPLETED", output
-    assert "replicas 8 sum 28 threads 1" in output
+    assert f"replicas {RANKS} sum {RANKS * (RANKS - 1) // 2} threads 1" in output
     # Each line says which rank it is from.
     line = next(line for line in output.splitlines() if "replicas" in line)
     assert not line.startswith("replicas")
@@ -104,7 +106,7 @@ def test_an_exception_ends_the_job_with_a_code(cluster):
         "import mpidist\nstrategy = mpidist.MPIStrategy()\n"
         "strategy.run(lambda: [1][strategy.replica_id])\n"
     )
-    options = ["--nodes=2", "--ntasks-per-node=2"]
+    options = [f"--nodes={NODES}", "--ntasks-per-node=2"]
     job = cluster.submit(SCRIPTS / "srun.sbatch", "bad.py", options=options)
     state = cluster.wait(job)
     assert state["JobState"] == "FAILED", state
@@ -118,22 +120,21 @@ def test_an_exception_ends_the_job_with_a_code(cluster):
 def test_ranks_that_srun_left_alone_raise(cluster):
     """SLURM's default here, as on many sites, is --mpi=none."""
     python = ("python", "who.py")
-    output = cluster.run("srun", "-N2", "-n4", "--mpi=none", *python, check=False)
+    srun = ("srun", f"-N{NODES}", f"-n{RANKS}", "--mpi=none")
+    output = cluster.run(*srun, *python, check=False)
     assert "replicas" not in output
-    assert "srun --mpi=none started 4 processes, but to mpi4py" in output
+    assert f"srun --mpi=none started {RANKS} processes, but to mpi4py" in output
     assert "write `srun --mpi=pm" in output
     assert cluster.run("srun", "-n1", *python, check=False).count("replicas 1") == 1
-    allowed = cluster.run(
-        *("srun", "-N2", "-n4", "--mpi=none", *python), env={"MPIDIST_ALONE": "1"}
-    )
-    assert allowed.count("replicas 1") == 4
+    allowed = cluster.run(*srun, *python, env={"MPIDIST_ALONE": "1"})
+    assert allowed.count("replicas 1") == RANKS
 
 
 @pytest.mark.core
 def test_a_program_in_the_script_itself_may_be_alone(cluster):
     script = cluster.folder / "alone.sh"
     script.write_text("#!/bin/bash\npython who.py\n")
-    job = cluster.submit(script, options=["--nodes=2", "--ntasks-per-node=2"])
+    job = cluster.submit(script, options=["--ntasks-per-node=2"])
     assert cluster.wait(job)["JobState"] == "COMPLETED", cluster.output(job)
     assert "replicas 1 sum 0" in cluster.output(job)
 
@@ -149,11 +150,11 @@ def undisturbed(cluster):
     return _result(cluster, job)
 
 
-def _submit_training(cluster, folder, *arguments, options=()):
+def _submit_training(cluster, folder, *arguments, options=("--nodes=2",)):
     return cluster.submit(
         SCRIPTS / "preemptible.sbatch",
         *("train.py", folder, *arguments),
-        options=["--nodes=2", "--ntasks-per-node=1", *options],
+        options=[*options, "--ntasks-per-node=1"],
     )
 
 
@@ -218,13 +219,15 @@ def test_a_cancelled_job_saves_and_does_not_come_back(cluster, undisturbed):
 
 @pytest.mark.core
 def test_a_job_that_makes_room_for_another_continues(cluster, undisturbed):
-    job = _submit_training(cluster, "preempted", options=["--exclusive", "--nodes=4"])
+    job = _submit_training(
+        cluster, "preempted", options=["--exclusive", f"--nodes={NODES}"]
+    )
     cluster.wait_for_output(job, "begins at step 0")
     time.sleep(0.5)
     urgent = cluster.submit(
         SCRIPTS / "srun.sbatch",
         "who.py",
-        options=["--partition=urgent", "--nodes=4", "--ntasks-per-node=2"],
+        options=["--partition=urgent", f"--nodes={NODES}", "--ntasks-per-node=2"],
     )
     assert cluster.wait(urgent)["JobState"] == "COMPLETED", cluster.output(urgent)
     state = cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED")
