@@ -12,7 +12,12 @@ from mpidist._base import backend, nest
 from mpidist._base.errors import format_exception
 from mpidist._base.types import Array, Nest
 from mpidist._merge import object_names, wire
-from mpidist._merge.updates import UpdateBatch, check_update, wrap
+from mpidist._merge.updates import (
+    UpdateBatch,
+    check_update,
+    has_own_arguments,
+    wrap,
+)
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0, check_arguments
 from mpidist._runtime.group import ReplicaGroup
@@ -94,8 +99,11 @@ class Coordinator:
         group = self._group
         writer = self._writer
         arguments = None if kwargs else writer.arguments(args)
+        keep = False
         if arguments is None or not callable(fn):
-            check_update(var, fn, nest.flatten((tuple(args), kwargs))[0])
+            leaves = nest.flatten((tuple(args), kwargs))[0]
+            check_update(var, fn, leaves)
+            keep = has_own_arguments(leaves)
         if self._collectives.comm.size == 1:
             return self._execute("update", (var, fn, args, kwargs, grouped))
         guard = self._collectives.guard
@@ -107,15 +115,16 @@ class Coordinator:
             arguments = None
             function, buffers = self._write("update", (fn, tuple(args), kwargs))
         # If messages are collective calls of MPI, all ranks have to read each of them.
-        last = not grouped or bool(buffers) or self._collectives.ring is None
-        if batch.open and buffers:
+        last = not grouped or keep or bool(buffers) or self._collectives.ring is None
+        if batch.open and (buffers or keep):
             self.end_updates()
-        self._send("update", key, function, arguments, len(buffers), grouped, last)
+        fields = (key, function, arguments, len(buffers), grouped, keep, last)
+        self._send("update", *fields)
         self._awaited = last
         number = self._registry.next_key()
         try:
             with guard.with_all_ranks():
-                batch.begin()
+                batch.begin(keep=keep)
                 if buffers:
                     self._collectives.send_arrays(buffers, "update")
                 result = batch.run(number, var, fn, args, kwargs, grouped)

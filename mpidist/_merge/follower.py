@@ -114,6 +114,7 @@ class Follower:
         arguments: list[tuple[bool, wire.Plain]] | None,
         num_arrays: int,
         grouped: bool,
+        keep: bool,
         last: bool,
     ) -> None:
         """Run an update, or discard it if it is stale; count its result in both cases.
@@ -124,7 +125,7 @@ class Follower:
         if stale:
             return
         group, batch = self._group, self.batch
-        batch.begin()
+        batch.begin(keep=keep)
         var = fn = None
         kind: ErrorKind = "invalid"
         self._failed(None)

@@ -23,6 +23,12 @@ the end of merge_fn, or when it has become long (`coordinator`).
   contains the number of joins that were before it.
 - All variables that were written in the batch are then made equal to rank 0's copies,
   on which all updates of the batch have run.
+
+With a PerReplica among its arguments (or in a replica function) the function receives a
+value of each replica's own: as in TensorFlow the caller knows that these are equal, or
+that the variable may differ. Such an update is a batch of its own, which keeps the
+values that it overwrites. If the copies differ afterwards, no rank's copy is the right
+one: each rank gets back the value that it had.
 """
 
 from __future__ import annotations
@@ -77,6 +83,25 @@ class _Effect:
     arguments: str  # "" if they are known to be the same on all ranks
 
 
+class _Originals(list[VariableStorage]):
+    """What an update writes, with the values before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[Key, tuple[VariableStorage, Array]] = {}
+
+    def append(self, storage: VariableStorage, /) -> None:
+        """Keep the value of a variable that is about to be written."""
+        if storage.key not in self._values:
+            self._values[storage.key] = storage, storage.array.copy()
+        super().append(storage)
+
+    def restore(self) -> None:
+        """Give all variables the values that they had."""
+        for storage, value in self._values.values():
+            storage.array[...] = value
+
+
 class UpdateBatch:
     """Updates of a ``merge_fn`` on this rank, between two joins.
 
@@ -99,6 +124,7 @@ class UpdateBatch:
         self.ring_start = 0
         self._numbers: list[int] = []
         self._written: list[VariableStorage] = []
+        self._originals: _Originals | None = None
         self._effects: list[_Effect] = []
 
     @property
@@ -106,8 +132,13 @@ class UpdateBatch:
         """Whether it is time for a join, so that failures are reported soon."""
         return self.open and time.monotonic() - self._began > _LONGEST_SECONDS
 
-    def begin(self) -> None:
-        """Enter the section, if this is the first update since a join."""
+    def begin(self, *, keep: bool = False) -> None:
+        """Enter the section, if this is the first update since a join.
+
+        Args:
+            keep: whether the values before the update are kept, for `end`: then it is
+                the only one of the batch.
+        """
         if self.open:
             return
         guard = self._guard
@@ -117,8 +148,14 @@ class UpdateBatch:
             self.open = True
             self._began = time.monotonic()
             self._written = written = []
-            self._outer = guard.record(written)
+            if keep:
+                self._written = written = self._originals = _Originals()
+            self._outer = guard.record(self._repairable())
         self._frame = context.Frame(self._group, context.Level.UPDATE, written=written)
+
+    def _repairable(self) -> list[VariableStorage]:
+        """Return what becomes equal to rank 0's copies if the batch fails."""
+        return self._written if self._originals is None else []
 
     def run(
         self,
@@ -147,7 +184,7 @@ class UpdateBatch:
         guard, written = self._guard, self._written
         if self.open:
             guard.require_section()
-            guard.record(written)
+            guard.record(self._repairable())
         before = len(written)
         own: list[Nest] = [_own(x) for x in args]
         if var is not None:
@@ -206,19 +243,25 @@ class UpdateBatch:
         guard = self._guard
         if isinstance(error, CollectiveError):
             kind = "agreed"
-        guard.record(self._written)
+        guard.record(self._repairable())
         what = call_of(call) if call else _BATCH
         try:
             number = fingerprint_of_numbers(self._numbers)
-            return guard.join(what, error, kind, self._describe, number)
+            found = guard.join(what, error, kind, self._describe, number)
+            if found is None:
+                self._originals = None
+            return found
         finally:
             self.leave()
             self.joins += 1
 
     def leave(self) -> None:
-        """Leave the section, also without a join."""
+        """Leave the section, also without a join: then what it kept comes back."""
         if self.open:
             self.open = False
+            if self._originals is not None:
+                self._originals.restore()
+                self._originals = None
             guard = self._guard
             guard.record(self._outer)
             guard.leave_section()
@@ -277,21 +320,63 @@ def _update(
     kwargs: Mapping[str, Nest],
     grouped: bool,
 ) -> Nest:
-    """Run an update that all ranks call: a batch of one."""
-    registry = group.registry
+    """Run an update that all ranks call."""
+    result = _run_alone(group, var, fn, args, kwargs, grouped)
+    # Counted now: if it has failed, some rank may not have made this call.
+    return wrap(group, result, group.registry.next_key(), grouped)
+
+
+def update_in_replica(
+    group: ReplicaGroup,
+    var: Variable,
+    fn: UpdateFunction,
+    args: Sequence[Nest],
+    kwargs: Mapping[str, Nest],
+) -> Nest:
+    """Run an update in a replica function, with the replica's own arguments.
+
+    Collective. Returns the result of ``fn`` on this replica.
+    """
+    result = _run_alone(group, var, fn, args, kwargs, grouped=False, own=True)
+    group.registry.next_key()  # as for each update
+    return result
+
+
+def _run_alone(
+    group: ReplicaGroup,
+    var: Variable | None,
+    fn: UpdateFunction,
+    args: Sequence[Nest],
+    kwargs: Mapping[str, Nest],
+    grouped: bool,
+    *,
+    own: bool = False,
+) -> Nest:
+    """Run an update as a batch of one; return the result of its function.
+
+    Args:
+        group: the ranks.
+        var: the variable; None for `update_non_slot`.
+        fn: the function.
+        args: its further positional arguments.
+        kwargs: its keyword arguments.
+        grouped: whether the results have to be the same on all ranks.
+        own: whether each rank may have arguments of its own.
+    """
     batch = UpdateBatch(group)
     error: BaseException | None = None
     result: Nest = None
     kind: ErrorKind = "invalid"
-    batch.begin()
+    leaves = nest.flatten((tuple(args), kwargs))[0]
+    batch.begin(keep=own or has_own_arguments(leaves))
     try:
         check_arguments("update", args, kwargs)
-        leaves = nest.flatten((tuple(args), kwargs))[0]
         check_update(var, fn, leaves)
-        plain = [x for x in leaves if _is_value(x)] if batch.open else []
+        plain = [x for x in leaves if _is_value(x)] if batch.open and not own else []
         texts = ", ".join([backend.summarize(_array(x)) for x in plain])
         kind = "raised"
-        result = batch.run(registry.count, var, fn, args, kwargs, grouped, texts)
+        number = group.registry.count
+        result = batch.run(number, var, fn, args, kwargs, grouped, texts)
     except KeyboardInterrupt:
         batch.leave()
         raise
@@ -300,8 +385,7 @@ def _update(
     error = batch.end(error, kind, describe(var, fn))
     if error is not None:
         raise error
-    # Counted now: if it has failed, some rank may not have made this call.
-    return wrap(group, result, registry.next_key(), grouped)
+    return result
 
 
 def wrap(group: ReplicaGroup, result: Nest, number: int, grouped: bool) -> Nest:
@@ -310,6 +394,11 @@ def wrap(group: ReplicaGroup, result: Nest, number: int, grouped: bool) -> Nest:
         return result
     kind = Mirrored if grouped else PerReplica
     return group.registry.wrap_numbered(kind, result, number)
+
+
+def has_own_arguments(leaves: list[Nest]) -> bool:
+    """Return whether the function of an update gets a value of each replica's own."""
+    return any(isinstance(leaf, PerReplica) for leaf in leaves)
 
 
 def check_update(var: Variable | None, fn: object, leaves: list[Nest]) -> None:
@@ -326,13 +415,8 @@ def check_update(var: Variable | None, fn: object, leaves: list[Nest]) -> None:
     if not callable(fn):
         raise TypeError(f"update: expected `fn` to be a function, got {fn!r}")
     for leaf in leaves:
-        if isinstance(leaf, PerReplica):
-            raise ValueError(
-                "update: got a PerReplica among the arguments, which would make "
-                "the copies of the variable differ; reduce it first: "
-                "`strategy.extended.reduce_to(op, value, var)`"
-            )
-        if differs(leaf) and var is not None and not differs(var):
+        on_read = isinstance(leaf, Variable) and differs(leaf)
+        if on_read and var is not None and not differs(var):
             raise ValueError(
                 f"update: got {leaf!r} among the arguments, whose copies would make "
                 "those of the mirrored variable differ; pass its value: "

@@ -27,7 +27,7 @@ dropped, and the news (see `dump`). After these come, by kind:
 do        name of the operation, arguments, number of arrays that follow
 update    key of the variable, function, arguments (None: they are in function),
           number of arrays that follow, whether the results are the same on all
-          ranks, whether a join follows
+          ranks, whether overwritten values are kept, whether a join follows
 join      nothing: a batch of updates ends
 return    result of merge_fn, number of arrays that follow
 raise     pickled exception of merge_fn, its traceback as text

@@ -208,6 +208,14 @@ def require_cross_replica(group: ReplicaGroup, call: str) -> Frame:
     return frame
 
 
+def is_in_replica(group: ReplicaGroup) -> bool:
+    """Return whether this code runs in a replica function of this group."""
+    if not _stack.frames:
+        return False
+    frame = _stack.frames[-1]
+    return frame.level is Level.REPLICA and frame.group is group
+
+
 def require_program_level(group: ReplicaGroup, call: str) -> None:
     """Raise unless every rank of this group runs this code, outside `Strategy.run`.
 

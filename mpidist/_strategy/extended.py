@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from mpidist._base import nest
 from mpidist._base.options import CommunicationOptions, ReduceOp
 from mpidist._base.types import Nest
+from mpidist._merge.updates import update_in_replica
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
@@ -360,31 +361,40 @@ class StrategyExtended:
 
         Collective. In ``fn``, `Variable.assign` and similar methods change the
         replica's own copy, without communication. ``fn`` receives Mirrored arguments as
-        their value. In ``merge_fn`` each rank runs ``fn`` with its own objects, if
+        their value, and the replica's own component of PerReplica arguments: they have
+        to leave the copies of a mirrored variable equal, as gradients do that were
+        reduced before. If not, all ranks raise, and the variable keeps the value that
+        it had. In ``merge_fn`` each rank runs ``fn`` with its own objects, if
         ``merge_fn`` can reach them (through ``self``, closure, defaults, globals,
         arguments). Numbers, strings and objects that ``merge_fn`` creates are sent from
         rank 0.
 
+        In a replica function all replicas call it, each with its own arguments, under
+        the same check.
+
         Args:
             var: the variable.
             fn: the function.
-            args: its other positional arguments, the same on all replicas.
-            kwargs: its keyword arguments, the same on all replicas.
+            args: its other positional arguments; those that are not distributed values
+                have to be the same on all replicas.
+            kwargs: its keyword arguments, under the same condition.
             group: whether to return the results as a single Mirrored.
 
         Returns:
             The result of ``fn`` as `Mirrored`; with ``group=False`` tuples of the
             replicas' results (those that `Strategy.experimental_local_results`
-            returns). If ``var`` is not distributed: ``fn(var, ...)``.
+            returns). If ``var`` is not distributed: ``fn(var, ...)``. In a replica
+            function the replica's own result; with ``group=False`` in a tuple.
 
         Raises:
-            ValueError: if an argument is a PerReplica, which would make the copies
-                differ; in ``merge_fn`` also if a rank does not have an object that
-                ``fn`` refers to, or has one of another type.
+            ValueError: if an argument is an ON_READ variable and ``var`` is mirrored;
+                in ``merge_fn`` if a rank does not have an object that ``fn`` refers
+                to, or has one of another type.
             TypeError: in ``merge_fn``, if an object that it created cannot be sent,
                 such as a lock.
             ReplicaError: if ``fn`` raised on another replica. Then all copies of the
-                variables it wrote are reset to rank 0's.
+                variables it wrote are reset to rank 0's (with arguments of each
+                replica's own: to the values that they had).
             CollectiveMismatchError: if some rank did not make this call, if plain
                 arguments are not the same on all replicas, or if ``fn`` left different
                 values in mirrored variables, or returned different values, on some
@@ -399,6 +409,10 @@ class StrategyExtended:
         ``merge_fn``, pass ``group=False``: this call then waits for all replicas.
         """
         kwargs = {} if kwargs is None else kwargs
+        if context.is_in_replica(self._group) and isinstance(var, Variable):
+            check_owner(self._group, "update", var)
+            result = update_in_replica(self._group, var, fn, args, kwargs)
+            return result if group else (result,)
         frame = context.require_cross_replica(self._group, "update")
         coordinator = frame.coordinator if group and type(var) is Variable else None
         if coordinator is not None and storage_of(var).group is self._group:

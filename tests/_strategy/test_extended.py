@@ -388,16 +388,6 @@ def test_update_non_slot(strategy, rank, size, in_cross_replica):
     in_cross_replica(fn, np.ones(2))
     assert_mirrored(strategy, v, np.array([1.0, 2.0]) + 3 * size)
     assert_copies(strategy, count, [2.0] * size)
-    for message in raises_everywhere(
-        ValueError,
-        lambda: in_cross_replica(
-            lambda s, x: s.extended.update_non_slot(
-                s.extended.non_slot_devices([v]), change, args=(x,)
-            ),
-            np.ones(2),
-        ),
-    ):
-        assert "PerReplica among the arguments" in message
 
 
 @pytest.mark.mpi(min_size=2)

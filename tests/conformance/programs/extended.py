@@ -303,7 +303,7 @@ def update_nest(d):
     "The copies of a mirrored variable would come apart. The page says that arguments "
     "may not be per replica, but TensorFlow does not check it.",
     tensorflow=lambda n: ["accepted", [float(i) for i in range(n)]],
-    mpidist=lambda n: [Raised("ValueError"), [1.0] * n],
+    mpidist=lambda n: [Raised("CollectiveMismatchError"), [1.0] * n],
 )
 def update_per_replica_args(d):
     """A PerReplica among the arguments."""
