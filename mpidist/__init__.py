@@ -17,10 +17,18 @@ from mpidist._base.errors import CollectiveTimeoutError as CollectiveTimeoutErro
 from mpidist._base.errors import OutOfSyncError as OutOfSyncError
 from mpidist._base.errors import ReplicaError as ReplicaError
 from mpidist._base.indexed_slices import IndexedSlices as IndexedSlices
-from mpidist._base.options import ReduceOp as ReduceOp
-from mpidist._base.options import VariableAggregation as VariableAggregation
-from mpidist._base.options import VariableSynchronization as VariableSynchronization
-from mpidist._base.options import get_loss_reduction as get_loss_reduction
+from mpidist._base.reduce_op import (
+    ReduceOp as ReduceOp,
+)
+from mpidist._base.reduce_op import (
+    get_loss_reduction as get_loss_reduction,
+)
+from mpidist._base.variable_enums import (
+    VariableAggregation as VariableAggregation,
+)
+from mpidist._base.variable_enums import (
+    VariableSynchronization as VariableSynchronization,
+)
 from mpidist._checkpoints import Checkpoint as Checkpoint
 from mpidist._checkpoints import CheckpointManager as CheckpointManager
 from mpidist._checkpoints import CheckpointReader as CheckpointReader
@@ -48,18 +56,18 @@ from mpidist._strategy.cross_device_implementations import (
     ReductionToOneDevice as ReductionToOneDevice,
 )
 from mpidist._strategy.cross_device_ops import CrossDeviceOps as CrossDeviceOps
+from mpidist._strategy.current import (
+    experimental_set_strategy as experimental_set_strategy,
+)
+from mpidist._strategy.current import (
+    get_cross_replica_context as get_cross_replica_context,
+)
+from mpidist._strategy.current import get_replica_context as get_replica_context
+from mpidist._strategy.current import get_strategy as get_strategy
 from mpidist._strategy.extended import StrategyExtended as StrategyExtended
 from mpidist._strategy.mpi_strategy import MPIStrategy as MPIStrategy
 from mpidist._strategy.multi_step import MultiStepContext as MultiStepContext
 from mpidist._strategy.replica_context import ReplicaContext as ReplicaContext
-from mpidist._strategy.scopes import (
-    experimental_set_strategy as experimental_set_strategy,
-)
-from mpidist._strategy.scopes import (
-    get_cross_replica_context as get_cross_replica_context,
-)
-from mpidist._strategy.scopes import get_replica_context as get_replica_context
-from mpidist._strategy.scopes import get_strategy as get_strategy
 from mpidist._strategy.strategy import (
     CommunicationStatistics as CommunicationStatistics,
 )

@@ -11,7 +11,9 @@ from typing import NoReturn
 import numpy as np
 
 from mpidist._base import backend, nest
-from mpidist._base.options import ReduceOp
+from mpidist._base.reduce_op import (
+    ReduceOp,
+)
 from mpidist._base.types import Array, Nest
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup

@@ -20,7 +20,9 @@ import os
 import traceback
 from typing import Final
 
-from mpidist._base.options import debugging
+from mpidist._base.environment import (
+    debugging,
+)
 
 # The folder of the package: this file is in one of its rooms.
 PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

@@ -15,7 +15,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
-from mpidist._base.options import Environment
+from mpidist._base.environment import (
+    Environment,
+)
 
 _T = TypeVar("_T")
 

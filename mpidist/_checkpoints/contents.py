@@ -18,7 +18,10 @@ import numpy as np
 
 from mpidist._base import backend
 from mpidist._base.errors import CheckpointError
-from mpidist._base.options import VariableAggregation, VariableSynchronization
+from mpidist._base.variable_enums import (
+    VariableAggregation,
+    VariableSynchronization,
+)
 from mpidist._checkpoints import state_json
 from mpidist._checkpoints.state_json import Json, State
 from mpidist._values.distributed import DistributedValues

@@ -12,8 +12,10 @@ from typing import Final, TypedDict
 import mpidist
 from mpidist import _bench, _native
 from mpidist._base import backend
+from mpidist._base.environment import (
+    read_environment,
+)
 from mpidist._base.errors import format_ranks
-from mpidist._base.options import read_environment
 from mpidist._cli.speaking import Parser, say
 from mpidist._mpi import job as mpi_job
 from mpidist._mpi import launcher, versions

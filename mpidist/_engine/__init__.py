@@ -24,8 +24,8 @@ What they use:
 - ``nodes``: how several nodes exchange their sums;
 - ``memory``: a strategy's share of both;
 - ``staging``: copies between a GPU and that memory;
-- ``dtypes``, ``buckets``, ``pool``: operations by dtype, flat buffers, memory for
-  results.
+- ``operation_table``, ``buckets``, ``pool``: operations by dtype, flat buffers, memory
+  for results.
 """
 
 from typing import Final

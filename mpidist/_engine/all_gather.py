@@ -10,8 +10,13 @@ from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, nest
 from mpidist._base.cache import Cache
+from mpidist._base.environment import (
+    Environment,
+)
 from mpidist._base.indexed_slices import IndexedSlices
-from mpidist._base.options import CommunicationOptions, Environment
+from mpidist._base.options import (
+    CommunicationOptions,
+)
 from mpidist._base.types import Array, Nest, Shape
 from mpidist._engine.gather_plans import (
     CoreGather,

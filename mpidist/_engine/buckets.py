@@ -14,9 +14,11 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from mpidist._base import backend
-from mpidist._base.options import ReduceOp
+from mpidist._base.reduce_op import (
+    ReduceOp,
+)
 from mpidist._base.types import Array, DType, Shape
-from mpidist._engine import dtypes
+from mpidist._engine import operation_table
 from mpidist._mpi.communicator import AnyCommunicator, Communicator, MPIOp
 from mpidist._transports import (
     COMPRESSED_BYTES,
@@ -41,7 +43,7 @@ class Leaf:
     """What a plan knows of a leaf: everything except its values."""
 
     shape: Shape
-    reduction: dtypes.Reduction
+    reduction: operation_table.Reduction
     on_device: bool
 
     @property
@@ -241,7 +243,7 @@ def _reduce_compressed(
 
 
 def _reduce_gathered(
-    x: Array, reduction: dtypes.Reduction, transports: Transports
+    x: Array, reduction: operation_table.Reduction, transports: Transports
 ) -> Array:
     """Gather all values and combine them in rank order, if MPI cannot reduce them."""
     size = transports.host.comm.size

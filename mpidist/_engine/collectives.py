@@ -18,11 +18,15 @@ from mpidist import _transports
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, nest
+from mpidist._base.environment import (
+    Environment,
+)
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import (
     CommunicationImplementation,
     CommunicationOptions,
-    Environment,
+)
+from mpidist._base.reduce_op import (
     ReduceOp,
 )
 from mpidist._base.types import Array, Nest

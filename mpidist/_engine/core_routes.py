@@ -23,20 +23,15 @@ from mpidist import _native
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.memory import round_up
-from mpidist._base.options import ReduceOp
+from mpidist._base.reduce_op import (
+    ReduceOp,
+)
 from mpidist._base.types import Array, DType, Shape
 from mpidist._engine.buckets import Leaf, Results
 from mpidist._engine.node import Node
 from mpidist._engine.nodes import NodeExchange
 from mpidist._engine.plans import PlanResources, Signature
 
-_OPERATIONS: Final = {
-    ReduceOp.SUM: 0,
-    ReduceOp.MEAN: 0,
-    ReduceOp.PROD: 1,
-    ReduceOp.MIN: 2,
-    ReduceOp.MAX: 3,
-}
 # Every rank adds all data: above this size in all it is faster to divide the work.
 _EAGER_BYTES_OF_ALL: Final = 128 * 1024
 # If ranks share cores, one of them adds for all.
@@ -89,7 +84,7 @@ def fits_header(resources: PlanResources, signature: Signature) -> bool:
 
 def is_for_core(resources: PlanResources, leaf: Leaf) -> bool:
     """Return whether the core has a kernel for a leaf."""
-    operation = _OPERATIONS[leaf.reduction.op]
+    operation = _native.OPERATIONS[leaf.reduction.op.name]
     return bool(
         _native.core.has_kernel(_name_of(travels_as(resources, leaf)), operation)
     )
@@ -140,7 +135,7 @@ class CoreReduce:
         rows = []
         for leaf in signature.leaves:
             mean = leaf.reduction.op is ReduceOp.MEAN
-            operation = _OPERATIONS[leaf.reduction.op]
+            operation = _native.OPERATIONS[leaf.reduction.op.name]
             name = _name_of(travels_as(resources, leaf))
             divisor = resources.comm.size if mean else 0
             rows.append(_native.ReduceLeaf(name, operation, leaf.shape, divisor))

@@ -25,9 +25,14 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, nest
 from mpidist._base.cache import Cache
 from mpidist._base.indexed_slices import IndexedSlices
-from mpidist._base.options import CommunicationOptions, ReduceOp
+from mpidist._base.options import (
+    CommunicationOptions,
+)
+from mpidist._base.reduce_op import (
+    ReduceOp,
+)
 from mpidist._base.types import Array, HostArray, Nest
-from mpidist._engine import dtypes
+from mpidist._engine import operation_table
 from mpidist._engine.buckets import FlatBuffers, Leaf, Results
 from mpidist._engine.node import Node
 from mpidist._engine.nodes import Nodes
@@ -368,7 +373,7 @@ def leaves_of(op: ReduceOp, arrays: list[Array], call: str) -> list[Leaf]:
     return [
         Leaf(
             tuple(x.shape),
-            dtypes.reduction(x.dtype, op, call),
+            operation_table.reduction(x.dtype, op, call),
             backend.is_device_array(x),
         )
         for x in arrays

@@ -16,7 +16,12 @@ from mpidist._agreement.channel import LEFT, LeftError
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call, call_of
 from mpidist._base import backend
-from mpidist._base.options import CommunicationOptions, Environment
+from mpidist._base.environment import (
+    Environment,
+)
+from mpidist._base.options import (
+    CommunicationOptions,
+)
 from mpidist._engine.memory import SharedMemory
 from mpidist._engine.resources import Resources
 from mpidist._mpi.communicator import AnyCommunicator

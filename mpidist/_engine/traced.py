@@ -15,8 +15,13 @@ from mpidist._agreement.mismatch import Call
 from mpidist._agreement.trace import NO_ROUTE, Trace
 from mpidist._agreement.traced_guard import TracedGuard
 from mpidist._base import backend, nest
+from mpidist._base.environment import (
+    Environment,
+)
 from mpidist._base.indexed_slices import IndexedSlices
-from mpidist._base.options import CommunicationOptions, Environment
+from mpidist._base.options import (
+    CommunicationOptions,
+)
 from mpidist._base.types import Array, Nest
 from mpidist._engine import ROUTES
 from mpidist._engine.collectives import Collectives

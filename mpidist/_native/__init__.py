@@ -42,12 +42,16 @@ Gather: TypeAlias = Any
 """All-gathers of nests of one layout."""
 
 
+OPERATIONS: Final = {"SUM": 0, "MEAN": 0, "PROD": 1, "MIN": 2, "MAX": 3}
+"""The numbers of the operations in ``kernels.h``; a mean is a sum with a divisor."""
+
+
 class ReduceLeaf(NamedTuple):
     """What `Reduce` needs to know of a leaf.
 
     Attributes:
         dtype: kind and bytes, as in "f8"; "bf2" for bfloat16.
-        operation: 0: sum, 1: product, 2: minimum, 3: maximum.
+        operation: of `OPERATIONS`.
         shape: of the leaf.
         divisor: of a mean; 0: none.
     """

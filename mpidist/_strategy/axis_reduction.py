@@ -8,9 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from mpidist._base import backend
-from mpidist._base.options import ReduceOp
+from mpidist._base.reduce_op import (
+    ReduceOp,
+)
 from mpidist._base.types import Array, DType, Nest
-from mpidist._engine import dtypes
+from mpidist._engine import operation_table
 from mpidist._engine.collectives import Collectives
 
 _CALL = "Strategy.reduce"
@@ -48,7 +50,7 @@ def reduce_axes(op: ReduceOp, x: Array, axes: tuple[int, ...]) -> Partial:
     Raises:
         ValueError: if an axis is out of range.
     """
-    entry = dtypes.reduction(x.dtype, op, _CALL)
+    entry = operation_table.reduction(x.dtype, op, _CALL)
     for axis in axes:
         if not -x.ndim <= axis < x.ndim:
             raise ValueError(
@@ -75,7 +77,7 @@ def reduce_same(op: ReduceOp, leaf: object, axes: tuple[int, ...]) -> Nest:
     x, kind = backend.as_array(leaf, _CALL)
     part = reduce_axes(op, x, axes)
     result = part.array / part.elements if op is ReduceOp.MEAN else part.array
-    entry = dtypes.reduction(x.dtype, op, _CALL)
+    entry = operation_table.reduction(x.dtype, op, _CALL)
     if kind == "array":
         return backend.like(x, np.asarray(backend.to_host(result), entry.result))
     return backend.restore(np.asarray(result, entry.result), kind)
@@ -104,7 +106,7 @@ def combine(
         )
     results = []
     for reduced, total, part in zip(arrays, totals, parts, strict=True):
-        entry = dtypes.reduction(part.dtype, op, _CALL)
+        entry = operation_table.reduction(part.dtype, op, _CALL)
         if op is ReduceOp.MEAN:
             with np.errstate(invalid="ignore", divide="ignore"):
                 reduced = np.true_divide(reduced, entry.compute.type(total))

@@ -14,7 +14,13 @@ from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call, fingerprint
 from mpidist._base import backend
 from mpidist._base.indexed_slices import IndexedSlices
-from mpidist._base.options import CommunicationOptions, ReduceOp, as_reduce_op
+from mpidist._base.options import (
+    CommunicationOptions,
+)
+from mpidist._base.reduce_op import (
+    ReduceOp,
+    as_reduce_op,
+)
 from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup

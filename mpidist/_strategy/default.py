@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from mpidist._agreement.guard import Guard
 from mpidist._base import backend
+from mpidist._base.environment import (
+    Environment,
+)
 from mpidist._base.options import (
     CommunicationOptions,
-    Environment,
 )
 from mpidist._engine.collectives import Collectives
 from mpidist._mpi.self_communicator import SelfCommunicator

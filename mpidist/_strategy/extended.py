@@ -11,7 +11,12 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
 from mpidist._base import nest
-from mpidist._base.options import CommunicationOptions, ReduceOp
+from mpidist._base.options import (
+    CommunicationOptions,
+)
+from mpidist._base.reduce_op import (
+    ReduceOp,
+)
 from mpidist._base.types import Nest
 from mpidist._merge.updates import update_in_replica
 from mpidist._runtime import context, dispatch

@@ -15,11 +15,13 @@ from mpidist._agreement.guard import Guard
 from mpidist._agreement.traced_guard import TracedGuard
 from mpidist._agreement.waiting import Deadline
 from mpidist._base import backend, threads
+from mpidist._base.environment import (
+    Environment,
+    read_environment,
+)
 from mpidist._base.options import (
     CommunicationImplementation,
     CommunicationOptions,
-    Environment,
-    read_environment,
 )
 from mpidist._engine import SharedMemory, open_shared_memory
 from mpidist._engine.collectives import Collectives

@@ -13,7 +13,13 @@ from typing import Final
 from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call, call_of, fingerprint
 from mpidist._base import backend, nest
-from mpidist._base.options import CommunicationOptions, ReduceOp, as_reduce_op
+from mpidist._base.options import (
+    CommunicationOptions,
+)
+from mpidist._base.reduce_op import (
+    ReduceOp,
+    as_reduce_op,
+)
 from mpidist._base.types import Nest
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0, check_arguments

@@ -9,7 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from mpidist._base import backend, nest
-from mpidist._base.options import CommunicationOptions, ReduceOp
+from mpidist._base.options import (
+    CommunicationOptions,
+)
+from mpidist._base.reduce_op import (
+    ReduceOp,
+)
 from mpidist._base.types import DeviceArray, HostArray, Nest
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import (

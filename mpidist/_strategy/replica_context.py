@@ -10,7 +10,13 @@ from types import TracebackType
 import numpy as np
 
 from mpidist._agreement.traced_guard import TracedGuard
-from mpidist._base.options import CommunicationOptions, ReduceOp, as_reduce_op
+from mpidist._base.options import (
+    CommunicationOptions,
+)
+from mpidist._base.reduce_op import (
+    ReduceOp,
+    as_reduce_op,
+)
 from mpidist._base.types import Nest
 from mpidist._merge import updates
 from mpidist._merge.merge_call import merge_call

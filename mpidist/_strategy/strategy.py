@@ -9,7 +9,9 @@ from types import ModuleType
 from typing import Any, NoReturn, TypeAlias
 
 from mpidist._base.nest import map_structure
-from mpidist._base.options import ReduceOp
+from mpidist._base.reduce_op import (
+    ReduceOp,
+)
 from mpidist._base.types import Nest
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup

@@ -10,7 +10,9 @@ import dataclasses
 from typing import Any, Protocol
 
 from mpidist._base import backend
-from mpidist._base.options import CommunicationImplementation
+from mpidist._base.options import (
+    CommunicationImplementation,
+)
 from mpidist._base.types import Array
 from mpidist._mpi.communicator import AnyCommunicator, MPIOp
 from mpidist._transports.compression import LEAST_BYTES as COMPRESSED_BYTES

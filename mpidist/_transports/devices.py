@@ -15,7 +15,12 @@ import warnings
 from typing import Literal
 
 from mpidist._base import backend, nest
-from mpidist._base.options import CommunicationImplementation, Environment
+from mpidist._base.environment import (
+    Environment,
+)
+from mpidist._base.options import (
+    CommunicationImplementation,
+)
 from mpidist._base.types import Array
 from mpidist._mpi.communicator import AnyCommunicator
 from mpidist._mpi.job import query_cuda_support

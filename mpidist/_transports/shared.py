@@ -21,7 +21,6 @@ from mpidist._base.types import Array
 from mpidist._mpi.communicator import AnyCommunicator, MPIOp
 from mpidist._transports.direct import DirectTransport
 
-_OPERATIONS: Final = {"SUM": 0, "PROD": 1, "MIN": 2, "MAX": 3}
 _MOST_REDUCTIONS: Final = 256
 
 
@@ -61,7 +60,7 @@ class SharedTransport(DirectTransport):
         key = (name, op, send.size)
         reduction = self._reductions.get(key)
         if reduction is None:
-            leaf = _native.ReduceLeaf(name, _OPERATIONS[op], (send.size,), 0)
+            leaf = _native.ReduceLeaf(name, _native.OPERATIONS[op], (send.size,), 0)
             reduction = _native.core.Reduce(self._channel, [leaf], self._piece_bytes)
             self._reductions[key] = reduction
         self._do(reduction.run, send, receive)

@@ -16,8 +16,11 @@ from numpy.typing import DTypeLike
 
 from mpidist._base import backend, indexed_slices
 from mpidist._base.indexed_slices import IndexedSlices, Scatter
-from mpidist._base.options import VariableAggregation, VariableSynchronization
 from mpidist._base.types import Array, DType, Nest, Shape
+from mpidist._base.variable_enums import (
+    VariableAggregation,
+    VariableSynchronization,
+)
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import (
     Mirrored,

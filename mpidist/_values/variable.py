@@ -14,8 +14,11 @@ from numpy.typing import DTypeLike
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.indexed_slices import Scatter
-from mpidist._base.options import VariableAggregation, VariableSynchronization
 from mpidist._base.types import Array, DType, Nest, Shape
+from mpidist._base.variable_enums import (
+    VariableAggregation,
+    VariableSynchronization,
+)
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup

@@ -7,7 +7,9 @@ from typing import Any
 
 from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call
-from mpidist._base.options import debugging
+from mpidist._base.environment import (
+    debugging,
+)
 from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup

@@ -12,8 +12,10 @@ import numpy as np
 
 from mpidist._base import backend
 from mpidist._base.indexed_slices import IndexedSlices
-from mpidist._base.options import VariableSynchronization
 from mpidist._base.types import Array, DType, Nest
+from mpidist._base.variable_enums import (
+    VariableSynchronization,
+)
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import component

@@ -19,16 +19,10 @@ from mpidist._base.errors import CollectiveTimeoutError, format_ranks, on_rank
 from mpidist._base.types import Array, HostArray
 from mpidist._mpi.communicator import MPIOp, Request, take_together
 from mpidist._mpi.headers import HeaderByMPI, Headers, Maximum, Prepared
-from mpidist._mpi.messages import Buffer
+from mpidist._mpi.messages import COMBINE, Buffer
 from mpidist._mpi.traffic import Traffic
 from mpidist.testing._world import Channel, Combine, Part, Pending
 
-_UFUNCS: Final[dict[MPIOp, np.ufunc]] = {
-    "SUM": np.add,
-    "PROD": np.multiply,
-    "MIN": np.minimum,
-    "MAX": np.maximum,
-}
 # Number of bytes sent without a second message, as with MPI.
 _MESSAGE_BYTES: Final = 1016
 # How long a member itself waits for a header, before the guard waits with a deadline;
@@ -51,7 +45,7 @@ def _reduce(op: MPIOp, parts: list[HostArray]) -> HostArray:
     result, *others = parts
     for part in others:
         with np.errstate(all="ignore"):
-            _UFUNCS[op](result, part, out=result, casting="no")
+            COMBINE[op](result, part, out=result, casting="no")
     return result
 
 

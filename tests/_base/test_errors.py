@@ -30,6 +30,6 @@ def test_tracebacks_show_the_users_frames(monkeypatch):
             return errors.format_exception(error)
 
     assert "in user_code" in text()
-    assert "_strategy/scopes.py" not in text()
+    assert "_strategy/current.py" not in text()
     monkeypatch.setenv("MPIDIST_DEBUG", "1")
-    assert "_strategy/scopes.py" in text()
+    assert "_strategy/current.py" in text()

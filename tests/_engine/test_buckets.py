@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpidist
-from mpidist._engine import buckets, dtypes
+from mpidist._engine import buckets, operation_table
 
 
 @given(
@@ -22,7 +22,9 @@ from mpidist._engine import buckets, dtypes
 def test_every_leaf_is_in_one_place_of_one_bucket(rows, limit):
     leaves = [
         buckets.Leaf(
-            (n,), dtypes.reduction(np.dtype(c), mpidist.ReduceOp[op], "f"), False
+            (n,),
+            operation_table.reduction(np.dtype(c), mpidist.ReduceOp[op], "f"),
+            False,
         )
         for n, c, op in rows
     ]

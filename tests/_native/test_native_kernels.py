@@ -21,8 +21,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpidist._base.options import ReduceOp
-from mpidist._engine import dtypes
+from mpidist._base.reduce_op import (
+    ReduceOp,
+)
+from mpidist._engine import operation_table
 
 SOURCE = pathlib.Path(__file__).parents[2] / "mpidist" / "_native" / "kernels.c"
 FLAGS = "-O3 -std=c11 -ffp-contract=off -fno-math-errno -fno-trapping-math"
@@ -138,11 +140,11 @@ def multiply(x: Any, y: Any) -> Any:
 
 
 def extreme(op: str) -> Callable[[Any, Any], Any]:
-    """Return the combination that `dtypes` has MPI compute, between two arrays."""
+    """Return what MPI computes for an operation, between two arrays."""
     numpy_function = np.minimum if op == "MIN" else np.maximum
 
     def combine(x: Any, y: Any) -> Any:
-        entry = dtypes.reduction(x.dtype, ReduceOp[op], "test")
+        entry = operation_table.reduction(x.dtype, ReduceOp[op], "test")
         if entry.mpi == "gather":
             return numpy_function(x, y)
         out = np.empty_like(x)

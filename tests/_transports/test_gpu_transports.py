@@ -607,7 +607,7 @@ def test_what_is_missing_for_nccl(found, missing):
         (findings({}, HOST, wanted="NCCL"), "rank 1 has its arrays on the host"),
         (findings({}, NO_NCCL, wanted="NCCL"), r"load on rank 1 \(CuPy does not find"),
         (findings({}, ONE_GPU, wanted="NCCL"), "ranks 0 and 1 share a GPU"),
-        (findings(HOST, wanted="NCCL"), "TensorFlow would take AUTO"),
+        (findings(HOST, wanted="NCCL"), "TensorFlow would use AUTO"),
         (
             findings({}, {"wanted": "STAGED"}),
             "MPIDIST_IMPLEMENTATION must be the same.*auto on rank 0 and staged on",
@@ -690,7 +690,9 @@ def test_a_variable_that_differs_is_an_error_on_all_ranks(monkeypatch, rank):
     ("text", "nbytes"), [("", 4 * 2**20), ("0.5", 2**19), ("0", 64 * 1024)]
 )
 def test_the_size_of_pieces(monkeypatch, text, nbytes):
-    from mpidist._base.options import read_environment
+    from mpidist._base.environment import (
+        read_environment,
+    )
 
     monkeypatch.setenv("MPIDIST_STAGING_MB", text)
     assert read_environment().staging_bytes == nbytes

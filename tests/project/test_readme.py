@@ -36,8 +36,8 @@ from launching import (
 
 import mpidist
 from mpidist import _cli
-from mpidist._base import options
-from mpidist._engine import dtypes
+from mpidist._base import environment as settings
+from mpidist._engine import operation_table
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -435,11 +435,11 @@ def test_the_environment_variables_are_in_readme():
     _, _, *rows = rows_of(README, "variable")
     defaults = {row[0].strip("`"): row[1] for row in rows}
     assert set(defaults) == environment_variables()
-    assert float(defaults["MPIDIST_TIMEOUT"]) == options.DEFAULT_TIMEOUT_SECONDS
-    assert float(defaults["MPIDIST_STALL_SECONDS"]) == options.DEFAULT_STALL_SECONDS
-    mebibytes = options.DEFAULT_BYTES_PER_PACK / 2**20
+    assert float(defaults["MPIDIST_TIMEOUT"]) == settings.DEFAULT_TIMEOUT_SECONDS
+    assert float(defaults["MPIDIST_STALL_SECONDS"]) == settings.DEFAULT_STALL_SECONDS
+    mebibytes = settings.DEFAULT_BYTES_PER_PACK / 2**20
     assert float(defaults["MPIDIST_FUSION_MB"]) == mebibytes
-    environment = options.read_environment()
+    environment = settings.read_environment()
     for name, value in (("ABORT", environment.abort), ("GUARD", environment.guard)):
         if f"MPIDIST_{name}" not in os.environ:
             assert bool(int(defaults[f"MPIDIST_{name}"])) is value
@@ -458,10 +458,10 @@ def test_the_dtypes_in_porting_are_those_of_the_library():
             for op, cell in zip(ops, row[1:], strict=True):
                 if cell == "refused":
                     with pytest.raises(TypeError):
-                        dtypes.reduction(dtype, op, "test")
+                        operation_table.reduction(dtype, op, "test")
                 else:
                     result = dtype if cell == "itself" else np.dtype(cell)
-                    assert dtypes.reduction(dtype, op, "test").result == result
+                    assert operation_table.reduction(dtype, op, "test").result == result
     assert {np.dtype(code) for code in np.typecodes["AllInteger"]} <= seen
     assert {np.dtype(code) for code in np.typecodes["AllFloat"]} <= seen
 

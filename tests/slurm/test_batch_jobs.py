@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import time
 from pathlib import Path
@@ -56,6 +58,27 @@ if say:
 """
 
 
+# Frames of MPI_Init. Once in some fifty starts on several "nodes" of one machine Open
+# MPI crashes in it, when a message arrives early; before any rank has started.
+FAULTS_OF_MPI = ("ompi_mpi_init", "internal_Init_thread")
+numbers = itertools.count()
+
+
+def starts_ranks(test):
+    """Repeat a test once if MPI itself has failed in MPI_Init."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        try:
+            test(*args, **kwargs)
+        except (AssertionError, TimeoutError) as error:
+            if not any(fault in str(error) for fault in FAULTS_OF_MPI):
+                raise
+            test(*args, **kwargs)
+
+    return run
+
+
 @pytest.fixture(scope="module")
 def cluster():
     """Return a cluster with the programs in its folder."""
@@ -74,6 +97,7 @@ def cluster():
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", ["srun", "mpirun"])
+@starts_ranks
 def test_a_script_starts_a_replica_for_each_task(cluster, name):
     options = [f"--nodes={NODES}", "--ntasks-per-node=2"]
     job = cluster.submit(SCRIPTS / f"{name}.sbatch", "who.py", options=options)
@@ -88,6 +112,7 @@ def test_a_script_starts_a_replica_for_each_task(cluster, name):
 
 
 @pytest.mark.core
+@starts_ranks
 def test_the_jobs_of_an_array_get_their_indices(cluster):
     options = ["--ntasks-per-node=2", "--output=%A_%a.out"]
     job = cluster.submit(SCRIPTS / "array.sbatch", "who.py", options=options)
@@ -95,12 +120,14 @@ def test_the_jobs_of_an_array_get_their_indices(cluster):
         path = cluster.folder / f"{job}_{index}.out"
         end = time.monotonic() + 100
         while not path.exists() or "replicas" not in path.read_text():
-            assert time.monotonic() < end, cluster.logs()
+            written = path.read_text() if path.exists() else ""
+            assert time.monotonic() < end, f"{written}\n{cluster.logs()}"
             time.sleep(0.1)
         assert f"replicas 2 sum 1 threads 1 index {index}" in path.read_text()
 
 
 @pytest.mark.core
+@starts_ranks
 def test_an_exception_ends_the_job_with_a_code(cluster):
     (cluster.folder / "bad.py").write_text(
         "import mpidist\nstrategy = mpidist.MPIStrategy()\n"
@@ -117,6 +144,7 @@ def test_an_exception_ends_the_job_with_a_code(cluster):
 
 
 @pytest.mark.core
+@starts_ranks
 def test_ranks_that_srun_left_alone_raise(cluster):
     """SLURM's default here, as on many sites, is --mpi=none."""
     python = ("python", "who.py")
@@ -131,6 +159,7 @@ def test_ranks_that_srun_left_alone_raise(cluster):
 
 
 @pytest.mark.core
+@starts_ranks
 def test_a_program_in_the_script_itself_may_be_alone(cluster):
     script = cluster.folder / "alone.sh"
     script.write_text("#!/bin/bash\npython who.py\n")
@@ -145,9 +174,21 @@ def test_a_program_in_the_script_itself_may_be_alone(cluster):
 @pytest.fixture(scope="module")
 def undisturbed(cluster):
     """Return the result of a training that nobody interrupts."""
-    job = _submit_training(cluster, "undisturbed")
-    assert cluster.wait(job)["JobState"] == "COMPLETED", cluster.output(job)
-    return _result(cluster, job)
+    results = []
+
+    @starts_ranks
+    def run():
+        job = _submit_training(cluster, _folder())
+        assert cluster.wait(job)["JobState"] == "COMPLETED", cluster.output(job)
+        results.append(_result(cluster, job))
+
+    run()
+    return results[-1]
+
+
+def _folder():
+    """Return the name of a new folder for checkpoints."""
+    return f"checkpoints-{next(numbers)}"
 
 
 def _submit_training(cluster, folder, *arguments, options=("--nodes=2",)):
@@ -171,8 +212,9 @@ def _steps(cluster, job):
 
 
 @pytest.mark.core
+@starts_ranks
 def test_a_job_whose_time_is_up_continues_where_it_was(cluster, undisturbed):
-    job = _submit_training(cluster, "time-is-up")
+    job = _submit_training(cluster, _folder())
     cluster.wait_for_output(job, "begins at step 0")
     time.sleep(0.5)
     # What --signal=B:USR1@120 does 120 s before the end.
@@ -189,19 +231,23 @@ def test_a_job_whose_time_is_up_continues_where_it_was(cluster, undisturbed):
 
 
 @pytest.mark.core
+@starts_ranks
 def test_a_signal_that_comes_before_the_handler_is_not_lost(cluster, undisturbed):
-    job = _submit_training(cluster, "early", "2")
+    job = _submit_training(cluster, _folder(), "2")
     cluster.wait_for_output(job, "start 0:")
     time.sleep(1.0)  # the ranks import, or sleep
     cluster.run("scancel", "--batch", "--signal=USR1", job)
-    assert cluster.wait(job, "COMPLETED", "FAILED")["JobState"] == "COMPLETED"
+    state = cluster.wait(job, "COMPLETED", "FAILED")
+    assert state["JobState"] == "COMPLETED", cluster.output(job)
     assert _steps(cluster, job) == [0, 0]
     assert _result(cluster, job) == undisturbed
 
 
 @pytest.mark.core
+@starts_ranks
 def test_a_cancelled_job_saves_and_does_not_come_back(cluster, undisturbed):
-    job = _submit_training(cluster, "cancelled")
+    folder = _folder()
+    job = _submit_training(cluster, folder)
     cluster.wait_for_output(job, "begins at step 0")
     time.sleep(0.5)
     cluster.run("scancel", "--full", job)
@@ -211,16 +257,17 @@ def test_a_cancelled_job_saves_and_does_not_come_back(cluster, undisturbed):
     state = cluster.state(job)
     assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "0")
     # What it saved is there: another job goes on from it.
-    after = _submit_training(cluster, "cancelled")
+    after = _submit_training(cluster, folder)
     assert cluster.wait(after)["JobState"] == "COMPLETED", cluster.output(after)
     assert _steps(cluster, after)[0] > 0
     assert _result(cluster, after) == undisturbed
 
 
 @pytest.mark.core
+@starts_ranks
 def test_a_job_that_makes_room_for_another_continues(cluster, undisturbed):
     job = _submit_training(
-        cluster, "preempted", options=["--exclusive", f"--nodes={NODES}"]
+        cluster, _folder(), options=["--exclusive", f"--nodes={NODES}"]
     )
     cluster.wait_for_output(job, "begins at step 0")
     time.sleep(0.5)

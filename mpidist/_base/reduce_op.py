@@ -1,0 +1,83 @@
+"""`ReduceOp`: the operations of reductions."""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+from mpidist._base.variable_enums import VariableAggregation
+
+
+class ReduceOp(enum.Enum):
+    """How the values of the replicas are combined.
+
+    ``SUM`` and ``MEAN`` are those of ``tf.distribute.ReduceOp``; ``MIN``, ``MAX``
+    and ``PROD`` are additional. Names are accepted in place of members, in upper or
+    lower case. ``docs/porting.md`` has the table of dtypes and operations.
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+    MIN = "MIN"
+    MAX = "MAX"
+    PROD = "PROD"
+
+    @classmethod
+    def from_variable_aggregation(cls, aggregation: VariableAggregation) -> ReduceOp:
+        """Return the operation that aggregates a variable's updates.
+
+        Args:
+            aggregation: ``VariableAggregation.SUM`` or ``MEAN``.
+
+        Raises:
+            ValueError: if it is another aggregation.
+        """
+        if aggregation is VariableAggregation.SUM:
+            return cls.SUM
+        if aggregation is VariableAggregation.MEAN:
+            return cls.MEAN
+        raise ValueError(
+            f"`VariableAggregation.{aggregation.name}` has no `ReduceOp`; only SUM "
+            "and MEAN have one"
+        )
+
+
+_NAMES: Final = {op.name: op for op in ReduceOp}
+
+
+def as_reduce_op(value: object, call: str) -> ReduceOp:
+    """Return the `ReduceOp` that a user means.
+
+    Args:
+        value: a `ReduceOp`, its name in any case, or `VariableAggregation` SUM or
+            MEAN (the StrategyExtended page of TensorFlow writes those).
+        call: the name of the calling function, for the message.
+
+    Raises:
+        ValueError: if the name is unknown.
+        TypeError: if the value has another type.
+    """
+    if isinstance(value, ReduceOp):
+        return value
+    if isinstance(value, str):
+        op = _NAMES.get(value) or _NAMES.get(value.upper())
+        if op is None:
+            raise ValueError(
+                f"{call}: {value!r} is not a valid ReduceOp; expected one of "
+                f"{', '.join(_NAMES)}"
+            )
+        return op
+    if isinstance(value, VariableAggregation):
+        return ReduceOp.from_variable_aggregation(value)
+    raise TypeError(
+        f"{call}: expected `reduce_op` to be a `mpidist.ReduceOp` or its name, got "
+        f"{value!r} of type {type(value).__name__}"
+    )
+
+
+def get_loss_reduction() -> ReduceOp:
+    """Return SUM: losses that were divided by the global batch size are added.
+
+    Not collective.
+    """
+    return ReduceOp.SUM
