@@ -1,8 +1,10 @@
 """How a rank waits for MPI: it tests, then yields its core, then sleeps.
 
 MPI makes progress only while it is called, so every wait is a loop of tests. `poll` is
-the only such loop: waits for headers, data and messages differ in what they do several
-times a second (``look``), which is where deadlines are.
+the only such loop that looks at a clock: waits for headers, data and messages differ in
+what they do several times a second (``look``), which is where deadlines are. (Before it
+`_mpi.headers` and `_mpi.messages` test for a moment. Ranks that share memory wait in
+the core: ``_native/channel.c``.)
 """
 
 from __future__ import annotations

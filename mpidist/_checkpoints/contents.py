@@ -311,6 +311,8 @@ def check_generator(item: StateItem, values: list[Json]) -> str:
         Exception: of any kind, if a state is malformed.
     """
     if item.kind != "generator":
+        for value in values:
+            _check_random_state(value)
         return ""
     own = item.get()["bit_generator"]
     for value in values:
@@ -327,6 +329,13 @@ def check_generator(item: StateItem, values: list[Json]) -> str:
             make(0).state = state
             _check_position(own, state)
     return ""
+
+
+def _check_random_state(value: Json) -> None:
+    """Raise if this is a state of `numpy.random.RandomState` with a bad position."""
+    parts = value.get("$tuple") if isinstance(value, dict) else None
+    if isinstance(parts, list) and len(parts) > 2 and parts[0] == "MT19937":
+        _check_position("MT19937", {"state": {"pos": parts[2]}})
 
 
 def _check_position(name: str, state: State) -> None:

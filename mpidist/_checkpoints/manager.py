@@ -22,10 +22,11 @@ class _Entry(NamedTuple):
 class CheckpointManager:
     """Saves numbered checkpoints in a directory, and finds the newest complete one.
 
-    The directory contains ``ckpt-1``, ``ckpt-2`` and so on. An old checkpoint is
-    deleted only after a new one is complete. Only rank 0 reads the directory, and sends
-    the result to all ranks. The newest checkpoint is the one that was saved last,
-    regardless of its number.
+    The directory contains ``ckpt-1``, ``ckpt-2`` and so on. The oldest one of
+    ``max_to_keep`` is deleted only after a new one is complete; what there is beyond
+    them, and what killed jobs have left, is deleted before. Only rank 0 reads the
+    directory, and sends the result to all ranks. The newest checkpoint is the one that
+    was saved last, regardless of its number.
 
     Collective: creating a manager reads the newest checkpoint, to verify it.
 
@@ -138,16 +139,21 @@ class CheckpointManager:
             for entry in entries:
                 _delete(entry.path, name)
 
-        saved = objects_of(self._checkpoint).save(
-            path,
-            self._format,
-            name,
-            details=f" as number {number}",
-            after=latest,
-            # Before the save too: its disk may be full of them.
-            before_writing=lambda: tidy([] if most is None else others[:-most]),
-            afterwards=lambda: tidy(others[: len(others) - len(kept)]),
-        )
+        excess = [] if most is None else others[:-most]
+        try:
+            saved = objects_of(self._checkpoint).save(
+                path,
+                self._format,
+                name,
+                details=f" as number {number}",
+                after=latest,
+                # Before the save too: its disk may be full of them.
+                before_writing=lambda: tidy(excess),
+                afterwards=lambda: tidy(others[: len(others) - len(kept)]),
+            )
+        except BaseException:
+            self._entries = [entry for entry in self._entries if entry not in excess]
+            raise
         self._entries = [*kept, _Entry(saved.saved_at_ns, number, saved.path)]
         self._highest = max(self._highest, number)
         return saved.path

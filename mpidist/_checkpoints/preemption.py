@@ -73,6 +73,9 @@ class PreemptionCheckpointHandler:
         while handler.total_run_calls < 1000:
             handler.run(train_step)
 
+    When all have saved and this process is about to exit, it ignores these signals:
+    launchers end the ranks by them once the first one has left.
+
     Collective: all ranks create it, at program level, in the main thread. Replicas that
     are threads (`mpidist.testing`) get no signals: use ``termination_watcher_fn``
     there.

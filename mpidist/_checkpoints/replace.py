@@ -29,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable
@@ -88,13 +89,13 @@ def clean(parent: str, name: str) -> None:
 
     Args:
         parent: the directory that it is in.
-        name: its name; "step-*" for all names that begin with "step-".
+        name: its name; "step-*" for "step-" and a number.
     """
-    start, star, _ = name.partition("*")
+    own = re.escape(name).replace(r"\*", r"\d+")
+    pattern = re.compile(rf"\.{own}{re.escape(_MARK)}[0-9a-f]{{8}}")
     with contextlib.suppress(OSError):
         for found in os.listdir(parent):
-            own, mark, _ = found.partition(_MARK)
-            if mark and (own == f".{name}" or (star and own.startswith(f".{start}"))):
+            if pattern.fullmatch(found):
                 shutil.rmtree(os.path.join(parent, found), ignore_errors=True)
 
 

@@ -158,7 +158,10 @@ class SavedObjects:
         job = found.job
         items = [found.items[name] for name in found.variables]
         variables = [item for item in items if isinstance(item, VariableItem)]
-        buffer = job.attempt(lambda: _buffer_for(variables if job.rank else []))
+        # All ranks wait for the end of this: the broadcasts below have no header.
+        buffer = job.together(
+            lambda: _buffer_for(variables if job.rank else []), scope=False
+        )
         _put_states(job, found.states, found.items)
         for item in variables:
             # Rank 0 gives up each copy as soon as it has been sent.

@@ -56,8 +56,10 @@ def main(arguments: Sequence[str]) -> int:
         )
         parser.add_argument("--version", action="store_true", help="print the version")
         parser.add_argument("command", nargs="?", metavar="COMMAND")
-        parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-        given = parser.parse_args(list(arguments))
+        words = list(arguments)
+        # By hand: argparse drops a "--" that follows the command.
+        end = next((n for n, word in enumerate(words, 1) if word[:1] != "-"), None)
+        given = parser.parse_args(words[:end])
         if given.version:
             say(f"mpidist {mpidist.__version__}")
             return 0
@@ -69,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
             parser.error(f"expected one of {known}, got {given.command!r}")
         name = f"mpidist {given.command}"
         _check_environment()
-        return _COMMANDS[given.command][0](given.rest)
+        return _COMMANDS[given.command][0](words[end:])
     except UsageError as error:
         complain(name, str(error))
         return EXIT_USAGE

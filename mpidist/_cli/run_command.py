@@ -73,10 +73,12 @@ def run(arguments: Sequence[str]) -> int:
         "-m", action="store_true", help="PROGRAM is the name of a module, as for python"
     )
     parser.add_argument("program", metavar="PROGRAM", help="a Python file")
-    parser.add_argument(
-        "rest", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="its arguments"
-    )
-    given = parser.parse_args(list(arguments))
+    words = list(arguments)
+    # By hand: argparse drops a "--" that follows the program, which is the program's.
+    end = 0
+    while end < len(words) and words[end].startswith("-"):
+        end += 2 if words[end] == "-n" else 1
+    given = parser.parse_args(words[: end + 1])
     if given.n is not None and given.n < 1:
         parser.error(f"expected N to be at least 1, got {given.n}")
     if not given.m and not Path(given.program).is_file():
@@ -94,7 +96,14 @@ def run(arguments: Sequence[str]) -> int:
     num_ranks = given.n or count_cores()
     mpirun = find_mpirun()
     program = ["-m", given.program] if given.m else [given.program]
-    command = [mpirun, "-n", str(num_ranks), sys.executable, *program, *given.rest]
+    command = [
+        mpirun,
+        "-n",
+        str(num_ranks),
+        sys.executable,
+        *program,
+        *words[end + 1 :],
+    ]
     added = settings(num_ranks, _is_open_mpi(mpirun), os.environ)
     words = [f"{name}={value}" for name, value in added.items()] + command
     print(f"mpidist run: {shlex.join(words)}", file=sys.stderr, flush=True)

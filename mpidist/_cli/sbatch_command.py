@@ -41,6 +41,7 @@ script takes it from its arguments: sbatch job.sbatch train.py --epochs 3
 """
 _TIME: Final = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
 _ARRAY: Final = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
+_WORD: Final = re.compile(r"[\w.@%+,-]*")
 _DEFAULT_PROGRAM: Final = "examples/train_digits.py"
 _WARNING_SECONDS: Final = 120
 
@@ -141,6 +142,12 @@ def sbatch(arguments: Sequence[str]) -> int:
             f"expected --array to be indices such as 0-9 or 1,3,5%2, got "
             f"{given.array!r}"
         )
+    for name in ("account", "partition", "name"):
+        if not _WORD.fullmatch(getattr(given, name)):
+            parser.error(
+                f"expected --{name} to be one word of letters, digits and ._@%+-, got "
+                f"{getattr(given, name)!r}"
+            )
     fields = {**vars(given), "ntasks_per_node": tasks}
     say(script_of(Options(**fields, program=tuple(words[split + 1 :]))).rstrip("\n"))
     return 0
@@ -293,11 +300,9 @@ echo "start ${SLURM_RESTART_COUNT:-0}: $library on $SLURM_JOB_NODELIST:" \\
   "${launch[*]} ${program[*]}"
 "${launch[@]}" "${block[@]}" "${program[@]}" &
 pid=$!
+while kill -0 "$pid" 2>/dev/null; do wait "$pid" || :; done # a signal ends `wait` early
 code=0
-while kill -0 "$pid" 2>/dev/null; do # a signal ends `wait` early
-  code=0
-  wait "$pid" || code=$?
-done
+wait "$pid" || code=$? # which bash remembers
 pid=''
 # The file counts, not the code: launchers end the ranks when the first one leaves.
 if [[ -e $MPIDIST_SAVED_FILE ]]; then
@@ -305,7 +310,7 @@ if [[ -e $MPIDIST_SAVED_FILE ]]; then
   echo "saved"
   # Again later, unless the job was cancelled. (At a preemption SLURM signals the ranks,
   # and would start the job again by itself at the end of the grace time.)
-  job=$(scontrol -o show job "$SLURM_JOB_ID")
+  job=$(scontrol -o show job "$SLURM_JOB_ID") || job=''
   if [[ -z $told_to_end && (-n $time_is_up || $job == *" PreemptTime=2"*) ]]; then
     scontrol requeue "$SLURM_JOB_ID"
   fi

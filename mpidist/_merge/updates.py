@@ -83,18 +83,42 @@ class _Effect:
     arguments: str  # "" if they are known to be the same on all ranks
 
 
-class _Originals(list[VariableStorage]):
-    """What an update writes, with the values before."""
+class _Writes:
+    """What updates write on this rank.
+
+    The variables stay alive until all ranks have compared them: other ranks may have
+    dropped theirs, or not, and all have to make their copies equal.
+
+    Attributes:
+        storages: of the variables, in the order of the writes.
+    """
+
+    def __init__(self) -> None:
+        self._variables: list[Variable] = []
+        self.storages: list[VariableStorage] = []
+
+    def append(self, variable: Variable) -> None:
+        """Add a variable that is about to be written."""
+        self._variables.append(variable)
+        self.storages.append(storage_of(variable))
+
+    def restore(self) -> None:
+        """Undo the writes, if the values before are kept."""
+
+
+class _UndoableWrites(_Writes):
+    """The same, with the values before."""
 
     def __init__(self) -> None:
         super().__init__()
         self._values: dict[Key, tuple[VariableStorage, Array]] = {}
 
-    def append(self, storage: VariableStorage, /) -> None:
-        """Keep the value of a variable that is about to be written."""
+    def append(self, variable: Variable) -> None:
+        """Add a variable that is about to be written, and keep its value."""
+        storage = storage_of(variable)
         if storage.key not in self._values:
             self._values[storage.key] = storage, storage.array.copy()
-        super().append(storage)
+        super().append(variable)
 
     def restore(self) -> None:
         """Give all variables the values that they had."""
@@ -123,8 +147,8 @@ class UpdateBatch:
         self.joins = 0
         self.ring_start = 0
         self._numbers: list[int] = []
-        self._written: list[VariableStorage] = []
-        self._originals: _Originals | None = None
+        self._writes = _Writes()
+        self._keeps = False
         self._effects: list[_Effect] = []
 
     @property
@@ -142,20 +166,19 @@ class UpdateBatch:
         if self.open:
             return
         guard = self._guard
-        written: list[VariableStorage] | None = None
+        written: _Writes | None = None
         if guard.checks:
             guard.enter_section()
             self.open = True
             self._began = time.monotonic()
-            self._written = written = []
-            if keep:
-                self._written = written = self._originals = _Originals()
+            self._writes = written = _UndoableWrites() if keep else _Writes()
+            self._keeps = keep
             self._outer = guard.record(self._repairable())
         self._frame = context.Frame(self._group, context.Level.UPDATE, written=written)
 
     def _repairable(self) -> list[VariableStorage]:
         """Return what becomes equal to rank 0's copies if the batch fails."""
-        return self._written if self._originals is None else []
+        return [] if self._keeps else self._writes.storages
 
     def run(
         self,
@@ -181,7 +204,7 @@ class UpdateBatch:
             grouped: whether the results are the same on all ranks.
             arguments: a text of the arguments that have to be the same on all ranks.
         """
-        guard, written = self._guard, self._written
+        guard, written = self._guard, self._writes.storages
         if self.open:
             guard.require_section()
             guard.record(self._repairable())
@@ -249,7 +272,7 @@ class UpdateBatch:
             number = fingerprint_of_numbers(self._numbers)
             found = guard.join(what, error, kind, self._describe, number)
             if found is None:
-                self._originals = None
+                self._keeps = False
             return found
         finally:
             self.leave()
@@ -259,15 +282,15 @@ class UpdateBatch:
         """Leave the section, also without a join: then what it kept comes back."""
         if self.open:
             self.open = False
-            if self._originals is not None:
-                self._originals.restore()
-                self._originals = None
+            if self._keeps:
+                self._writes.restore()
+                self._keeps = False
             guard = self._guard
             guard.record(self._outer)
             guard.leave_section()
             self._numbers = []
             self._effects = []
-            self._written = []
+            self._writes = _Writes()
 
     def _describe(self) -> str:
         """Describe the effects of all updates."""

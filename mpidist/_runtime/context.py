@@ -52,7 +52,7 @@ class Commander(Protocol):
 class Frame:
     """One entry of the stack; do not change it.
 
-    ``written`` collects what the function of an update writes: `VariableStorage`.
+    ``written.append`` gets each `Variable` that the function of an update writes.
     ``sync_on_read`` says that reading an ON_READ variable in a replica aggregates it.
     """
 
@@ -60,7 +60,7 @@ class Frame:
     level: Level
     replica_context: Any = None  # a `mpidist.ReplicaContext`, handed to users
     coordinator: Commander | None = None
-    written: list[Any] | None = None  # that class is defined above this file
+    written: Any = None  # its class is defined above this file
     sync_on_read: bool = False
 
 

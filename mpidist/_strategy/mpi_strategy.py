@@ -174,18 +174,18 @@ class MPIStrategy(Strategy):
             stall_seconds=environment.stall_seconds,
         )
         deadline.hand_over(guard)
-        if memory.nodes is not None:
-            guard.watch_steps(memory.nodes.node.channel)
-        # The communicator and the guard outlive the collectives: all ranks free them
-        # together, when the last rank has collected its strategy.
-        collectives = _make_collectives(communicator, guard, memory, settings)
 
         def forget() -> None:
             process_exit.forget(guard)
             deadline.release()
 
         communicator.on_free(forget)
+        if memory.nodes is not None:
+            guard.watch_steps(memory.nodes.node.channel)
+        collectives = _make_collectives(communicator, guard, memory, settings)
         self._communicator = communicator
+        # The communicator and the guard outlive the collectives: all ranks free them
+        # together, when the last rank has collected its strategy.
         weakref.finalize(collectives, communicator.drop).atexit = False
         collectives.decide_device_transports(deadline.seconds)
         guard.compare_calls(settings.guard)

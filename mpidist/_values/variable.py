@@ -535,7 +535,7 @@ class Variable(ArrayLike, Registered):
         storage = self._storage
         mirrored = not storage.on_read
         if frame.written is not None and mirrored and frame.group is storage.group:
-            frame.written.append(storage)
+            frame.written.append(self)
 
 
 storage_of: Final[Callable[[Variable], VariableStorage]] = operator.attrgetter(

@@ -32,7 +32,7 @@ from launching import (
     rank_environment,
     run_ranks,
 )
-from replicas import everywhere, set_deadline, split
+from replicas import everywhere, raises_everywhere, set_deadline, split
 
 import mpidist
 from mpidist import VariableAggregation, VariableSynchronization
@@ -299,6 +299,32 @@ def test_generators_of_all_kinds(strategy, folder, kind):
         checkpoint.restore(folder / "a")
     np.testing.assert_array_equal(rng.normal(size=4), expected[0])
     np.testing.assert_array_equal(checkpoint.legacy.normal(size=3), expected[1])
+
+
+class _Legacy:
+    """A state of `numpy.random.RandomState` whose position is outside its buffer."""
+
+    def __init__(self):
+        self.taken = []
+
+    def get_state(self):
+        kind, keys, _, *rest = np.random.RandomState(0).get_state()
+        return kind, keys, 10**9, *rest
+
+    def set_state(self, state):
+        self.taken.append(state)
+
+
+def test_a_position_outside_the_buffer_of_a_random_state(strategy, folder):
+    """NumPy would take it, and end the process when it draws."""
+    legacy = _Legacy()
+    checkpoint = mpidist.Checkpoint(legacy=legacy)
+    checkpoint.save(folder / "a")
+    for message in raises_everywhere(
+        mpidist.CheckpointError, lambda: checkpoint.restore(folder / "a")
+    ):
+        assert "expected a position from 0 to 624, got 1000000000" in message
+    assert legacy.taken == []
 
 
 def test_states_come_back_as_they_were(tmp_path):
@@ -604,7 +630,7 @@ def test_what_a_save_and_a_restore_send(strategy, folder, rank, size):
     saving = sent(lambda: checkpoint.save(folder / "a"))
     assert saving == {"headers": 3, "Ibcast": 1}
     restoring = sent(lambda: checkpoint.restore(folder / "a"))
-    assert restoring == {"headers": 1, "Ibcast": 1, "Bcast": 2}
+    assert restoring == {"headers": 2, "Ibcast": 1, "Bcast": 2}
 
 
 @pytest.mark.mpi
@@ -1217,7 +1243,8 @@ def test_what_killed_jobs_have_left_is_deleted_before_a_save(
         saved.save()
     if rank == 0:
         for number in range(3):
-            (folder / f".ckpt-5.tmp-{number}").mkdir()
+            (folder / f".ckpt-5.tmp-{number:08x}").mkdir()
+        (folder / ".ckpt-best-1.tmp-00000000").mkdir()  # somebody else's
     manager = mpidist.CheckpointManager(checkpoint, folder, max_to_keep=2)
     found = []
 
@@ -1232,8 +1259,10 @@ def test_what_killed_jobs_have_left_is_deleted_before_a_save(
             manager.save()
     if rank == 0:
         (new,) = [name for name in found[0] if name.startswith(".ckpt-5.tmp-")]
-        assert found == [[new, "ckpt-3", "ckpt-4"]]
-        assert sorted(os.listdir(folder)) == ["ckpt-3", "ckpt-4"]
+        others = ".ckpt-best-1.tmp-00000000"
+        assert found == [[new, others, "ckpt-3", "ckpt-4"]]
+        assert sorted(os.listdir(folder)) == [others, "ckpt-3", "ckpt-4"]
+    assert [Path(p).name for p in manager.checkpoints] == ["ckpt-3", "ckpt-4"]
     manager.save()
     assert [Path(p).name for p in manager.checkpoints] == ["ckpt-4", "ckpt-5"]
 

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from mpidist import _cli
 from mpidist._bench import UsageError
 from mpidist._cli import run_command
 from tests import launching
@@ -109,6 +110,16 @@ def test_a_dry_run_prints_the_command(folder, monkeypatch, capsys):
     assert line.startswith("mpidist run: ")
     words = shlex.split(line.removeprefix("mpidist run: "))
     assert words[-5:] == ["-n", "64", sys.executable, "program.py", "-x"]
+
+
+@pytest.mark.parametrize("options", [[], ["-n", "2"]])
+def test_everything_after_the_program_is_the_program_s(
+    options, folder, monkeypatch, capsys
+):
+    monkeypatch.chdir(folder)
+    words = ["program.py", "--", "-n", "9", "--dry-run", "--", "x"]
+    assert _cli.main(["run", "--dry-run", *options, *words]) == 0
+    assert shlex.split(capsys.readouterr().err)[-len(words) :] == words
 
 
 def test_without_a_number_there_is_a_rank_for_each_core(folder, monkeypatch, capsys):

@@ -69,6 +69,11 @@ def test_options_and_program_are_in_the_script(capsys):
     assert not any("#SBATCH" in line for line in lines[first:])
 
 
+def test_a_command_without_options(capsys):
+    assert _cli.main(["sbatch", "--", "python", "train.py", "--", "-x"]) == 0
+    assert "\nprogram=(python train.py -- -x)\n" in capsys.readouterr().out
+
+
 def test_with_gpus_there_is_a_rank_for_each(capsys):
     script = _print(capsys, "--gpus-per-node", "4")
     assert "#SBATCH --gpus-per-node=4\n" in script
@@ -101,6 +106,8 @@ def test_bash_and_shellcheck_accept_them(options, capsys, tmp_path):
         (["--gpus-per-node", "-2"], "no GPUs below 0"),
         (["--time", "1 hour"], "expected --time to be minutes, M:S, H:M:S or D-H:M:S"),
         (["--array", "all"], "expected --array to be indices such as 0-9"),
+        (["--name", "my job"], "expected --name to be one word"),
+        (["--account", "a;b"], "expected --account to be one word"),
         (["train.py"], "unrecognized arguments: train.py"),
     ],
 )

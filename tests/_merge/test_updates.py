@@ -532,3 +532,27 @@ def test_without_the_guard(new_strategy):
     rows = run_merge(strategy, failing)
     others = ["NoneType"] * (size - 1)
     assert names_of(rows) == [*others, "ArithmeticError"]
+
+
+def test_a_variable_that_some_rank_drops_before_the_end_is_made_equal_too(
+    new_strategy, rank, size
+):
+    """Where the update fails on another rank."""
+    strategy = new_strategy()
+    v, extra = make(strategy, 0.0), make(strategy, np.zeros(2))
+    box = [extra]
+    kept = [extra] if rank else []  # rank 0 has no other reference
+    del extra
+
+    def change(variable):
+        box.pop().assign(np.full(2, 1.0 + this_replica()))
+        gc.collect()
+        if this_replica() == last_replica():
+            raise ArithmeticError(LAST)
+
+    rows = outcomes(lambda: strategy.extended.update(v, change))
+    assert {*names_of(rows)} <= {"ReplicaError", "ArithmeticError"}
+    values = everywhere([variable.numpy() for variable in kept])
+    for value in (value for row in values for value in row):
+        np.testing.assert_array_equal(value, np.full(2, 1.0))
+    assert_usable(strategy)

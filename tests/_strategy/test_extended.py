@@ -431,7 +431,6 @@ def test_in_a_replica_context_they_are_refused(strategy, rank):
         lambda: extended.reduce_to("SUM", 1.0, v),
         lambda: extended.batch_reduce_to("SUM", [(1.0, v)]),
         lambda: extended.broadcast_to(1.0, v),
-        lambda: extended.update(v, abs),
         lambda: extended.update_non_slot(extended.worker_devices, abs),
         lambda: extended.call_for_each_replica(abs),
         lambda: extended.read_var(v),
