@@ -292,12 +292,14 @@ class Hosts:
         names = self.names if hosts is None else list(hosts)
         mark = f"job-{uuid.uuid4().hex}"
         environment = launching.rank_environment(env)
-        environment[launching._MARK] = f"{environment.get(launching._MARK, '')} {mark}"
+        environment[launching.JOB_MARK] = (
+            f"{environment.get(launching.JOB_MARK, '')} {mark}"
+        )
         command = self._launcher(names, per_host, environment)
         command += [sys.executable, *[os.fspath(x) for x in argv]]
         with (
-            launching._output_file() as out,
-            launching._output_file() as err,
+            launching.output_file() as out,
+            launching.output_file() as err,
         ):
             process = subprocess.Popen(
                 [*self._enter(_HEAD)[:-1], f"--wd={self.folder}", "--", *command],
@@ -310,7 +312,7 @@ class Hosts:
             try:
                 yield Job(process, out, err)
             finally:
-                launching._kill_marked(mark)
+                launching.kill_marked(mark)
                 process.wait()
 
     def _launcher(

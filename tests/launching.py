@@ -18,7 +18,7 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 
-_MARK = "MPIDIST_TEST_JOB"  # by which the processes of a job are found again
+JOB_MARK = "MPIDIST_TEST_JOB"  # by which the processes of a job are found again
 # Of PMIx, in Open MPI's mpirun: once in some hundred times, before any rank is there.
 LAUNCHER_FAULT = "listener thread failed to start"
 
@@ -79,9 +79,9 @@ def _run_once(
     mark = f"job-{uuid.uuid4().hex}"
     environment = rank_environment(env)
     # Added to that of an outer job, which then finds these processes too.
-    environment[_MARK] = f"{environment.get(_MARK, '')} {mark}"
+    environment[JOB_MARK] = f"{environment.get(JOB_MARK, '')} {mark}"
     # Files, since a stray process that held a pipe open would keep us waiting.
-    with _output_file() as out, _output_file() as err:
+    with output_file() as out, output_file() as err:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -97,7 +97,7 @@ def _run_once(
                 os.killpg(process.pid, signal.SIGTERM)  # mpirun then cleans up
                 _ends_within(process, 3)
         finally:
-            _kill_marked(mark)
+            kill_marked(mark)
             status = process.wait()
         texts = []
         for file in (out, err):
@@ -150,7 +150,7 @@ def _is_installed() -> bool:
     return any(True for _ in found)
 
 
-def _output_file() -> IO[str]:
+def output_file() -> IO[str]:
     return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
 
 
@@ -162,7 +162,7 @@ def _ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
     return True
 
 
-def _kill_marked(mark: str) -> None:
+def kill_marked(mark: str) -> None:
     """Kill mpirun and the ranks, which mpirun puts into sessions of their own."""
     found = True
     while found:

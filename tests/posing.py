@@ -82,22 +82,22 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801 - CuPy's name
     synchronized = 0
 
     def __init__(self, host: np.ndarray) -> None:
-        self._memory = host
+        self.memory = host
 
     @property
     def _host(self) -> np.ndarray:
         """What a kernel on the current stream finds in the memory."""
         Stream.current.queue(_nothing)  # the kernel
         Stream.current.finish()
-        return self._memory
+        return self.memory
 
     @property
     def flags(self) -> Any:
-        return _Flags(self._memory.flags)
+        return _Flags(self.memory.flags)
 
     @property
     def data(self) -> Any:
-        return _MemoryPointer(self._memory.ctypes.data)
+        return _MemoryPointer(self.memory.ctypes.data)
 
     @property
     def device(self) -> _Device:
@@ -105,7 +105,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801 - CuPy's name
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        interface = dict(self._memory.__array_interface__)  # no stream waits for it
+        interface = dict(self.memory.__array_interface__)  # no stream waits for it
         return {**interface, "version": 3, "stream": None}
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,15 +133,15 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801 - CuPy's name
         return wrap(func(*unwrap(tuple(args)), **{k: unwrap(v) for k, v in kw.items()}))
 
     def __getitem__(self, index: Any) -> Any:
-        found = self._memory[unwrap(index)]
-        if not np.may_share_memory(found, self._memory):  # no view
+        found = self.memory[unwrap(index)]
+        if not np.may_share_memory(found, self.memory):  # no view
             found = np.asarray(self._host[unwrap(index)])
         return ndarray(found)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         index = unwrap(index)
         if isinstance(value, ndarray):
-            launch(lambda: self._memory.__setitem__(index, value._memory))
+            launch(lambda: self.memory.__setitem__(index, value.memory))
         else:
             self._host[index] = unwrap(value)
 
@@ -169,15 +169,15 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801 - CuPy's name
     ) -> Any:
         stream = stream or Stream.current
         if out is None:
-            out = np.empty_like(self._memory)
-        elif type(out) is not np.ndarray or out.dtype != self._memory.dtype:
+            out = np.empty_like(self.memory)
+        elif type(out) is not np.ndarray or out.dtype != self.memory.dtype:
             raise TypeError("posing: get() wants a NumPy array `out` of the same dtype")
-        elif out.shape != self._memory.shape:
+        elif out.shape != self.memory.shape:
             raise ValueError("posing: get() wants `out` of the same shape")
         elif not blocking and not is_pinned(out):
             raise ValueError("posing: a copy to memory that is not pinned blocks")
         # What is queued knows addresses, and keeps no page-locked memory.
-        target, source = (_at_address(out) if is_pinned(out) else out), self._memory
+        target, source = (_at_address(out) if is_pinned(out) else out), self.memory
         stream.queue(lambda: np.copyto(target, source))
         if blocking:
             stream.synchronize()
@@ -186,27 +186,27 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801 - CuPy's name
     def set(self, arr: np.ndarray, stream: Any = None) -> None:
         if not isinstance(arr, np.ndarray):
             raise TypeError("Only numpy.ndarray can be set to cupy.ndarray")
-        if arr.dtype != self._memory.dtype:
+        if arr.dtype != self.memory.dtype:
             raise TypeError(
-                f"{arr.dtype} array cannot be set to {self._memory.dtype} array"
+                f"{arr.dtype} array cannot be set to {self.memory.dtype} array"
             )
-        if arr.shape != self._memory.shape:
+        if arr.shape != self.memory.shape:
             raise ValueError(
-                f"Shape mismatch. Old shape: {self._memory.shape}, "
+                f"Shape mismatch. Old shape: {self.memory.shape}, "
                 f"new shape: {arr.shape}"
             )
         # Of memory that is not page-locked the driver makes a copy at once.
         pinned = is_pinned(arr) and arr.flags.c_contiguous
-        source, target = (_at_address(arr) if pinned else arr.copy()), self._memory
+        source, target = (_at_address(arr) if pinned else arr.copy()), self.memory
         (stream or Stream.current).queue(lambda: np.copyto(target, source))
 
     def view(self, *args: Any) -> Any:
-        return ndarray(self._memory.view(*args))
+        return ndarray(self.memory.view(*args))
 
     def __getattr__(self, name: str) -> Any:
         if not known("cupy.ndarray", name):
             raise AttributeError(f"'ndarray' object has no attribute {name!r}")
-        found = getattr(self._memory, name)
+        found = getattr(self.memory, name)
         if not callable(found):
             return wrap(found) if isinstance(found, np.ndarray) else found
 

@@ -35,8 +35,8 @@ State: TypeAlias = tuple[Any, ...]
 MAIN: Final = "__main__"
 # Rank 0 remembers fewer codes than the others keep, so they have every code that it
 # names, even if one message brings many new ones.
-_MOST_SENT: Final = 512
-_MOST_KEPT: Final = 4096
+MOST_SENT: Final = 512
+MOST_KEPT: Final = 4096
 
 
 class Codes:
@@ -48,34 +48,34 @@ class Codes:
 
     def __init__(self) -> None:
         self._count = 0
-        self._numbers: dict[int, tuple[types.CodeType, int]] = {}
-        self._kept: dict[int, types.CodeType] = {}
+        self.sent: dict[int, tuple[types.CodeType, int]] = {}
+        self.received: dict[int, types.CodeType] = {}
         self.unsent: list[tuple[int, bytes]] = []
 
     def number_of(self, code: types.CodeType) -> int:
         """Return the number by which the other ranks know a code object."""
-        known = self._numbers.get(id(code))
+        known = self.sent.get(id(code))
         if known is not None:
             return known[1]
         self.unsent.append((self._count, marshal.dumps(code)))
-        while len(self._numbers) >= _MOST_SENT:
-            del self._numbers[next(iter(self._numbers))]
-        self._numbers[id(code)] = (code, self._count)
+        while len(self.sent) >= MOST_SENT:
+            del self.sent[next(iter(self.sent))]
+        self.sent[id(code)] = (code, self._count)
         self._count += 1
         return self._count - 1
 
     def receive(self, number: int, data: bytes) -> None:
         """Keep a code object that rank 0 has sent."""
-        while len(self._kept) >= _MOST_KEPT:
-            del self._kept[next(iter(self._kept))]
-        self._kept[number] = marshal.loads(data)
+        while len(self.received) >= MOST_KEPT:
+            del self.received[next(iter(self.received))]
+        self.received[number] = marshal.loads(data)
 
     def code(self, number: int) -> types.CodeType:
         """Return the code object with this number."""
-        found = self._kept.get(number)
+        found = self.received.get(number)
         if found is None:
             raise LookupError(
-                f"one message of the coordinator carries more than {_MOST_KEPT} "
+                f"one message of the coordinator carries more than {MOST_KEPT} "
                 "functions; define them in a module that all ranks import"
             )
         return found

@@ -129,7 +129,7 @@ class CoreReduce:
     def __init__(self, resources: PlanResources, signature: Signature) -> None:
         self.call: Call = signature.call
         nodes = resources.nodes
-        self._node = node = _node_of(resources)
+        self.node = node = _node_of(resources)
         self._guard = resources.guard
         self._wanted = signature.root in (None, resources.comm.rank)
         rows = []
@@ -376,7 +376,7 @@ class SharedReduce(CoreReduce):
 
     def _new_results(self) -> tuple[int, list[Array]]:
         """Return the offset of the results in the arena, and the results."""
-        slot = self._node.pool.take(self._room)
+        slot = self.node.pool.take(self._room)
         if slot is None:
             results: list[Array] = [
                 np.empty(shape, dtype) for shape, dtype in self._shapes

@@ -221,7 +221,7 @@ class StagedReduce(CoreReduce):
             if (
                 self._nodes is not None
             ):  # the other ranks of the node wait for its steps
-                self._node.channel.leave()
+                self.node.channel.leave()
             raise guard.leave_payload(call, error) from None
         try:
             if lane.error is not None:
@@ -238,7 +238,7 @@ class StagedReduce(CoreReduce):
         return results
 
     def _move(self, lane: Lane, sources: list[Array], results: Results) -> None:
-        core, turn, pieces = self._core, self._node.channel.turn, self._pieces
+        core, turn, pieces = self._core, self.node.channel.turn, self._pieces
         exchange = self._exchange
         targets = [backend.as_bytes(x) for x in results] if self._wanted else None
         core.start()
@@ -271,7 +271,7 @@ class StagedReduce(CoreReduce):
 
     def _step(self) -> None:
         """Wait until all ranks of the node have made this step."""
-        channel = self._node.channel
+        channel = self.node.channel
         if self._nodes is not None:
             self._nodes.step(self._guard)
             return

@@ -151,7 +151,7 @@ class CoreGather:
         self._call = signature.call
         self._leaves = leaves
         self._axes = [leaf.axis for leaf in leaves]
-        self._node = node
+        self.node = node
         self._transport = transports.host
         self._traffic = transports.host.comm.traffic
         rows = []
@@ -196,8 +196,8 @@ class CoreGather:
             [n * size for n, size in zip(lengths, self._row_bytes, strict=True)]
         )
         if totals is None:
-            is_same = self._node.channel.verdict[2]
-            rows = [lengths] * self._node.size if is_same else self._core.lengths()
+            is_same = self.node.channel.verdict[2]
+            rows = [lengths] * self.node.size if is_same else self._core.lengths()
             return self._gather_large(arrays, rows, timeout)
         try:  # of a small result: the others learn of it with the next call
             results: Results = [
@@ -212,7 +212,7 @@ class CoreGather:
     def _gather_large(
         self, arrays: Sequence[Array], rows: list[Lengths], timeout: float | None
     ) -> Results:
-        guard, node = self._guard, self._node
+        guard, node = self._guard, self.node
         try:
             indices = self._indices(rows)
             target = self._reserve(rows)
@@ -240,7 +240,7 @@ class CoreGather:
             starts.append(end)
             shapes.append(leaf.shape(total))
             end += round_up(leaf.row_bytes * total, LINE)
-        slot = self._node.pool.take(end)
+        slot = self.node.pool.take(end)
         dtypes = [leaf.dtype for leaf in self._leaves]
         if slot is None:
             private: list[HostArray] = [
@@ -273,7 +273,7 @@ class CoreGather:
         indices: list[list[Index]],
     ) -> None:
         """Copy the arrays of the other ranks from their results to this rank's."""
-        node = self._node
+        node = self.node
         channel, memory = node.channel, node.memory
         offsets = channel.places()
         for shift in range(1, node.size):
@@ -295,7 +295,7 @@ class CoreGather:
 
     def _send_all(self, indices: list[list[Index]], results: Results) -> None:
         """Send the arrays of every rank to all others."""
-        node = self._node
+        node = self.node
         for root in range(node.size):
             for where, result in zip(indices[root], results, strict=True):
                 part = np.ascontiguousarray(result[where])

@@ -109,7 +109,7 @@ def open_node(comm: Communicator, *, wanted: bool, crowded: bool) -> Opened:
     if problem:
         return Opened(None, problem)
     node, problem = _attempt(
-        lambda: _connect(memory, size, rank, area, arena, crowded=crowded, spins=spins)
+        lambda: connect(memory, size, rank, area, arena, crowded=crowded, spins=spins)
     )
     found = agree(comm, problem)
     return Opened(None, found) if found else Opened(node)
@@ -174,7 +174,7 @@ def _share_file(
     made: tuple[int, str] | None = None
     problem = ""
     if comm.local_rank == 0:
-        made, problem = _attempt(lambda: _make_file(total, head))
+        made, problem = _attempt(lambda: make_file(total, head))
     try:
         # A path of each node's first rank; the problem of any.
         rows = comm.all_gather_objects(
@@ -184,7 +184,7 @@ def _share_file(
         if found:
             return None, f"no memory in {_FOLDER}: {found}"
         path = rows[comm.node_ranks[0]].decode()
-        memory, problem = _attempt(lambda: _map_file(path, total))
+        memory, problem = _attempt(lambda: map_file(path, total))
         found = agree(comm, problem)
         return (None, found) if found else (memory, "")
     finally:
@@ -198,7 +198,7 @@ def _path(made: tuple[int, str]) -> bytes:
     return made[1].encode()
 
 
-def _make_file(total: int, head: int) -> tuple[int, str]:
+def make_file(total: int, head: int) -> tuple[int, str]:
     """Make a file of this size, with its first part reserved."""
     fd, path = tempfile.mkstemp(prefix="mpidist-", dir=_FOLDER)
     try:
@@ -211,7 +211,7 @@ def _make_file(total: int, head: int) -> tuple[int, str]:
     return fd, path
 
 
-def _map_file(path: str, total: int) -> _native.Memory:
+def map_file(path: str, total: int) -> _native.Memory:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         return _native.core.Memory(fd, total)
@@ -219,7 +219,7 @@ def _map_file(path: str, total: int) -> _native.Memory:
         os.close(fd)
 
 
-def _connect(
+def connect(
     memory: _native.Memory,
     size: int,
     rank: int,

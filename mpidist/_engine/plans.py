@@ -172,7 +172,7 @@ class Plans:
         self._merge = merge
         self._report = report
         self._reduce_rows = reduce_rows
-        self._plans: Cache[_Key, Plan] = Cache(_MOST_PLANS)
+        self.known: Cache[_Key, Plan] = Cache(_MOST_PLANS)
         # For arrays without options and root: a shorter key.
         self._arrays: Cache[_Key, Plan] = Cache(_MOST_PLANS)
         # For nests: the `QuickPlan` of the last such call.
@@ -181,7 +181,7 @@ class Plans:
     def restart(self, resources: PlanResources) -> None:
         """Forget all plans, and build new ones with other means."""
         self._resources = resources
-        self._plans.clear()
+        self.known.clear()
         self._arrays.clear()
         self._last.clear()
 
@@ -214,12 +214,12 @@ class Plans:
                 if plan is not None:
                     return plan.one(tree)
             key = (call, op._name_, options, root, tree.dtype, tree.shape)
-            plan = self._plans.get(key)
+            plan = self.known.get(key)
             if plan is not None:
                 return plan([tree], None, self._timeout_of(options))[0]
         elif kind in _NUMBERS:
             x = np.asarray(tree)
-            plan = self._plans.get((call, op._name_, options, root, kind, x.dtype))
+            plan = self.known.get((call, op._name_, options, root, kind, x.dtype))
             if plan is not None:
                 result = plan([x], None, self._timeout_of(options))[0]
                 return result if result is None else _as_number(result, kind)
@@ -236,7 +236,7 @@ class Plans:
                     results = last.attempt(leaves, timeout)
                     if results is not None:
                         return structure.unflatten(results)
-                plan = self._plans.get((*how, _describe_all(leaves)))
+                plan = self.known.get((*how, _describe_all(leaves)))
                 if plan is not None:
                     self._remember(how, plan)
                     return structure.unflatten(plan(leaves, None, timeout))
@@ -270,7 +270,7 @@ class Plans:
                 tree, leaves, structure, arrays, (call, op._name_, options, root)
             )
             if key is not None:
-                self._plans[key] = plan
+                self.known[key] = plan
             if (
                 type(tree) is np.ndarray
                 and key is not None
@@ -311,10 +311,10 @@ class Plans:
             (x.dtype, tuple(x.shape), backend.is_device_array(x)) for x in arrays
         )
         key = (op._name_, structure, call, options, root, described)
-        plan = self._plans.get(key)
+        plan = self.known.get(key)
         if plan is None:
             signature = self._describe(op, structure, arrays, call, options, root)
-            plan = self._plans[key] = self._make(signature)
+            plan = self.known[key] = self._make(signature)
         return plan
 
     def _make(self, signature: Signature) -> Plan:

@@ -44,7 +44,7 @@ class TracedPlan:
 
     def __init__(self, plan: Plan, route: str, trace: Trace) -> None:
         self.call: Call = plan.call
-        self._plan = plan
+        self.traced = plan
         self._route = route
         self._trace = trace
 
@@ -56,12 +56,12 @@ class TracedPlan:
     ) -> list[Array]:
         """Agree with the other ranks, and reduce; see `Plan`."""
         with self._trace.call(sum(int(x.nbytes) for x in arrays), self._route):
-            return self._plan(arrays, call, timeout)
+            return self.traced(arrays, call, timeout)
 
     def one(self, x: Array) -> Array:
         """As a call with a nest of one array."""
         with self._trace.call(int(x.nbytes), self._route):
-            return self._plan.one(x)
+            return self.traced.one(x)
 
 
 def _traced(route: Route, trace: Trace) -> Route:

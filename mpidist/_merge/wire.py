@@ -462,7 +462,7 @@ class Reader:
 
     def __init__(self, group: ReplicaGroup, names: object_names.Names | None) -> None:
         self._group = group
-        self._codes = group.registry.codes
+        self.codes = group.registry.codes
         self._made: dict[tuple[int, str | int], types.FunctionType] = {}
         self.names = names
 
@@ -471,7 +471,7 @@ class Reader:
         if news:
             codes, names = news
             for code in codes:
-                self._codes.receive(*code)
+                self.codes.receive(*code)
             for name in names:
                 if self.names is not None:
                     self.names.receive(*name)
@@ -491,7 +491,7 @@ class Reader:
             if not (closed or defaults):
                 return self._without_closure(code, home)
             return function_codec.make(
-                self._codes.code(code),
+                self.codes.code(code),
                 self.globals_of(home),
                 [self.read(x, arrays) for x in closed],
                 tuple([self.read(x, arrays) for x in defaults]),
@@ -540,7 +540,7 @@ class Reader:
         made = self._made.get((code, home))
         if made is None:
             variables = self.globals_of(home)
-            made = function_codec.make(self._codes.code(code), variables, [], ())
+            made = function_codec.make(self.codes.code(code), variables, [], ())
             self._made[code, home] = made
         return made
 
@@ -559,7 +559,7 @@ class Reader:
         if tag == _KNOWN:
             return self._group.public_objects[number]
         if tag == _CODE:
-            return self._codes.code(number)
+            return self.codes.code(number)
         if tag == _GLOBALS:
             return self.globals_of(number)
         if self.names is None:

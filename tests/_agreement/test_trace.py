@@ -133,7 +133,7 @@ class TestLines:
             "HeaderReduce": "header",
             "MpiReduce": "mpi",
         }
-        made = {p.call.text: type(p._plan).__name__ for p in plans._plans.values()}
+        made = {p.call.text: type(p.traced).__name__ for p in plans.known.values()}
         assert routes[:2] == [
             names[made[f"all_reduce SUM float64 ({n},)"]] for n in (10, 200_000)
         ]

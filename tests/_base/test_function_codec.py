@@ -21,7 +21,7 @@ class Wire:
         group = group_of(mpidist.get_strategy())
         self.writer = wire.Writer(group, self._no_values, names)
         self.reader = wire.Reader(group, others)
-        self.writer.codes, self.reader._codes = (
+        self.writer.codes, self.reader.codes = (
             function_codec.Codes(),
             function_codec.Codes(),
         )
@@ -324,20 +324,20 @@ def test_many_functions_do_not_fill_the_memory():
     wire = Wire()
     made = [
         eval(f"lambda x: x + {number}", globals())
-        for number in range(function_codec._MOST_KEPT + 100)
+        for number in range(function_codec.MOST_KEPT + 100)
     ]
     for number, function in enumerate(made):
         assert wire.send(function)(1) == number + 1
     assert wire.send(made[0])(1) == 1  # sent again
     assert wire.news[0]
-    assert len(wire.writer.codes._numbers) <= function_codec._MOST_SENT
-    assert len(wire.reader._codes._kept) <= function_codec._MOST_KEPT
+    assert len(wire.writer.codes.sent) <= function_codec.MOST_SENT
+    assert len(wire.reader.codes.received) <= function_codec.MOST_KEPT
 
 
 def test_too_many_functions_in_one_message_are_an_error():
     made = [
         eval(f"lambda x: x + {number}", globals())
-        for number in range(function_codec._MOST_KEPT + 1)
+        for number in range(function_codec.MOST_KEPT + 1)
     ]
     with pytest.raises(LookupError, match="one message"):
         Wire().send(made)

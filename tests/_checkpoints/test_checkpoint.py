@@ -24,11 +24,11 @@ import numpy as np
 import posing
 import pytest
 from launching import (
-    _MARK,
+    JOB_MARK,
     LAUNCHER_FAULT,
     ROOT,
-    _kill_marked,
     find_mpirun,
+    kill_marked,
     rank_environment,
     run_ranks,
 )
@@ -1452,7 +1452,7 @@ def _kill_when(argv, output, ready):
     """Return whether the job was started."""
     mark = f"job-{os.getpid()}-{output.name}"
     environment = rank_environment()
-    environment[_MARK] = f"{environment.get(_MARK, '')} {mark}"
+    environment[JOB_MARK] = f"{environment.get(JOB_MARK, '')} {mark}"
     with open(output, "wb") as out:
         process = subprocess.Popen(
             [find_mpirun(), "-n", "2", sys.executable, *map(os.fspath, argv)],
@@ -1474,7 +1474,7 @@ def _kill_when(argv, output, ready):
         finally:
             with contextlib.suppress(OSError):
                 os.kill(process.pid, signal.SIGKILL)
-            _kill_marked(mark)
+            kill_marked(mark)
             process.wait()
     return True
 

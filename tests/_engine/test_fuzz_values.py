@@ -236,7 +236,7 @@ class Calls:
         there = xp.zeros((2, *x.shape), x.dtype)[int(self.mine.integers(2))]
         if x.ndim and self.mine.integers(3) == 0:
             there = xp.zeros((*x.shape[:-1], 2 * x.shape[-1]), x.dtype)[..., ::2]
-        posing.launch(lambda: np.copyto(there._memory, x))
+        posing.launch(lambda: np.copyto(there.memory, x))
         return there
 
     def _misplaced(self, own: list[Any], results: list[Any]) -> str:

@@ -307,11 +307,13 @@ def test_an_axis_that_is_given_twice(strategy, op):
     assert_usable(strategy)
 
 
+@pytest.mark.one_size
 def test_numbers_have_no_axis(strategy):
     value = strategy.run(lambda: 1.0)
     raises_everywhere(ValueError, lambda: strategy.reduce("SUM", value, axis=0))
 
 
+@pytest.mark.one_size
 def test_axis_has_no_default(strategy):
     """As in TensorFlow 2: with and without is too different to be left out."""
     value = strategy.run(lambda: 1.0)
@@ -727,8 +729,8 @@ def test_all_gather_without_memory_on_one_rank(
         else:
             full = types.SimpleNamespace(take=no_memory)
             for plan in collectives.gather_plans.values():
-                node = dataclasses.replace(plan._node, pool=full)
-                monkeypatch.setattr(plan, "_node", node)
+                node = dataclasses.replace(plan.node, pool=full)
+                monkeypatch.setattr(plan, "node", node)
     for message in raises_everywhere(MemoryError, lambda f=step, s=strategy: s.run(f)):
         assert "no memory here" in message
     monkeypatch.undo()

@@ -53,14 +53,14 @@ def shared(new_strategy):
 def files_made(monkeypatch):
     """The files that this rank makes for a node; other jobs here have theirs."""
     made = []
-    make_file = node_module._make_file
+    make_file = node_module.make_file
 
     def noted(*args):
         fd, path = make_file(*args)
         made.append(Path(path))
         return fd, path
 
-    monkeypatch.setattr(node_module, "_make_file", noted)
+    monkeypatch.setattr(node_module, "make_file", noted)
     return made
 
 
@@ -491,15 +491,15 @@ def no_memory_once(strategy, monkeypatch):
 
     monkeypatch.setattr(np, "empty", fail)
     full = types.SimpleNamespace(take=fail)
-    for plan in group_of(strategy).collectives.plans._plans.values():
-        node = dataclasses.replace(plan._node, pool=full)
-        monkeypatch.setattr(plan, "_node", node)
+    for plan in group_of(strategy).collectives.plans.known.values():
+        node = dataclasses.replace(plan.node, pool=full)
+        monkeypatch.setattr(plan, "node", node)
     assert np.empty is not empty
 
 
 # --- making the strategy ------------------------------------------------------------
 
-STEPS = ["_make_file", "_map_file", "_connect"]
+STEPS = ["make_file", "map_file", "connect"]
 
 
 @mpi
@@ -516,7 +516,7 @@ def test_what_fails_on_one_rank_takes_all_ranks_to_mpi(
     def fail(*args, **kwargs):
         raise OSError("no room here")
 
-    for culprit in range(size) if step != "_make_file" else [0]:
+    for culprit in range(size) if step != "make_file" else [0]:
         with monkeypatch.context() as patch:
             if rank == culprit:
                 patch.setattr(node_module, step, fail)

@@ -47,7 +47,7 @@ def cupy(request, monkeypatch, rank):
 def staged(request, cupy, new_strategy, monkeypatch, size):
     """Give the staged transport of a strategy, over each of those on the host."""
     if request.param == "direct":
-        monkeypatch.setattr(node_module, "_make_file", no_room)
+        monkeypatch.setattr(node_module, "make_file", no_room)
     strategy = new_strategy(device="gpu")
     transport = group_of(strategy).collectives.transports.device
     assert isinstance(transport, StagedTransport)
@@ -62,7 +62,7 @@ def counting(start, count, dtype="float32"):
 def on_gpu(cupy, host):
     """Return an array that a kernel has yet to fill, and has filled with others."""
     x = cupy.asarray(np.full_like(host, 77))
-    posing.launch(lambda: np.copyto(x._memory, host))
+    posing.launch(lambda: np.copyto(x.memory, host))
     return x
 
 
@@ -70,7 +70,7 @@ class Reader:
     """A kernel after the call, on the stream of the call."""
 
     def __init__(self, x):
-        posing.launch(lambda: setattr(self, "seen", x._memory.copy()))
+        posing.launch(lambda: setattr(self, "seen", x.memory.copy()))
 
     def get(self):
         posing.Stream.current.synchronize()
@@ -98,10 +98,10 @@ def test_pieces_go_in_the_order_of_the_streams(cupy, staged, rank, size):
             start = rank + 10 * repeat
             send = on_gpu(cupy, counting(start, count))
             receive = cupy.empty(count, np.float32)
-            posing.launch(lambda x=receive: x._memory.fill(-1))
+            posing.launch(lambda x=receive: x.memory.fill(-1))
             staged.allreduce(send, receive, "SUM")
             sums = Reader(receive)
-            posing.launch(lambda x=send: x._memory.fill(-2))  # after it was read
+            posing.launch(lambda x=send: x.memory.fill(-2))  # after it was read
             staged.allreduce_in_place(receive, "MAX")
             again = Reader(receive)
             want = counting(0, count) * size + total + 10 * repeat * size
@@ -135,9 +135,9 @@ def test_a_broadcast_does_not_overtake_a_kernel(cupy, staged, rank, size):
     for count in (1000, 40_001):
         x = cupy.empty(count, np.float32)
         host = counting(5, count)
-        posing.launch(lambda x=x: x._memory.fill(-1))
+        posing.launch(lambda x=x: x.memory.fill(-1))
         if rank == 0:
-            posing.launch(lambda x=x, host=host: np.copyto(x._memory, host))
+            posing.launch(lambda x=x, host=host: np.copyto(x.memory, host))
         staged.broadcast(x, 0)
         pairs.append((Reader(x).get(), host))
     check(pairs)
@@ -152,7 +152,7 @@ def test_all_gathers_of_unequal_parts(cupy, staged, rank, size):
         parts = [counting(r, n, "uint8") for r, n in enumerate(counts)]
         send = on_gpu(cupy, parts[rank])
         receive = cupy.empty(sum(counts), np.uint8)
-        posing.launch(lambda x=receive: x._memory.fill(255))
+        posing.launch(lambda x=receive: x.memory.fill(255))
         staged.all_gather(send, receive, counts)
         pairs.append((Reader(receive).get(), np.concatenate(parts)))
     check(pairs)
@@ -216,9 +216,9 @@ def test_direct_waits_for_the_stream(cupy, new_strategy, rank, size):
     highest = counting(size - 1, 1000)
     x = on_gpu(cupy, counting(rank, 1000))
     y = cupy.empty(1000, np.float32)
-    posing.launch(lambda: y._memory.fill(-1))
+    posing.launch(lambda: y.memory.fill(-1))
     direct.allreduce(x, y, "MAX")
-    pairs = [(y._memory, highest)]
+    pairs = [(y.memory, highest)]
     for call in (
         lambda x: direct.allreduce_in_place(x, "MAX"),
         lambda x: direct.broadcast(x, size - 1),
@@ -226,7 +226,7 @@ def test_direct_waits_for_the_stream(cupy, new_strategy, rank, size):
     ):
         x = on_gpu(cupy, counting(rank, 1000))
         call(x)
-        pairs.append((x._memory, highest))
+        pairs.append((x.memory, highest))
     if rank:
         pairs.pop()
     for limit in (2**30, 7):  # one message, and broadcasts

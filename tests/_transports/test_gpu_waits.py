@@ -110,9 +110,9 @@ class Program:
         inputs, targets, call = self.random.choice(self.verbs)(self)
         with before:
             for x in targets:
-                posing.launch(lambda x=x: x._memory.fill(GARBAGE))
+                posing.launch(lambda x=x: x.memory.fill(GARBAGE))
             for x, host in inputs:
-                posing.launch(lambda x=x, host=host: np.copyto(x._memory, host))
+                posing.launch(lambda x=x, host=host: np.copyto(x.memory, host))
         self.order(before, on)
         with on:
             results = call()
@@ -121,13 +121,13 @@ class Program:
             for x, want in results:
                 self.read(x, want)
             for x, _ in (*inputs, *results):
-                posing.launch(lambda x=x: x._memory.fill(GARBAGE))
+                posing.launch(lambda x=x: x.memory.fill(GARBAGE))
         self.last[which] = after
 
     def read(self, x, want):
         """Queue a kernel that reads a result."""
         box = []
-        posing.launch(lambda: box.append(x._memory.copy()))
+        posing.launch(lambda: box.append(x.memory.copy()))
         self.seen.append((box, want))
 
 
@@ -302,7 +302,7 @@ def install(monkeypatch, way, order, seed, rank, size):
 def set_up(monkeypatch, new_strategy, way):
     """Return a strategy that goes a way, and the transport that it takes."""
     if way == "staged by MPI":
-        monkeypatch.setattr(node_module, "_make_file", no_room)
+        monkeypatch.setattr(node_module, "make_file", no_room)
     if way == "staged between nodes":  # with 2 ranks by messages, with more in slices
         monkeypatch.setenv("MPIDIST_SIMULATED_NODES", "2")
         monkeypatch.setattr(device_routes, "LEAST_BYTES", 1)

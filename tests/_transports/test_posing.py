@@ -316,6 +316,6 @@ def test_results_of_nccl_are_written_late(monkeypatch, strategy):
     x, y = xp.full(3, 2.0, np.float32), xp.zeros(3, np.float32)
     where = [a.data.ptr for a in (x, y)]
     communicator.allReduce(*where, 3, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, 0)
-    assert y._memory.tolist() == [0, 0, 0]
+    assert y.memory.tolist() == [0, 0, 0]
     assert y.get().tolist() == [2, 2, 2]
     communicator.destroy()

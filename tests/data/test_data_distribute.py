@@ -588,6 +588,7 @@ def test_debug_mode_compares_the_global_batches(new_strategy, rank, size, monkey
     assert f"  rank {size - 1}: checksum" in str(got.value)
 
 
+@pytest.mark.one_size
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -679,6 +680,7 @@ def test_an_argument_that_is_wrong_on_one_rank(strategy, rank, size):
 # --- where it may be called --------------------------------------------------------
 
 
+@pytest.mark.one_size
 @core
 def test_next_in_a_replica_function_says_where_to_call_it(strategy):
     dataset = strategy.experimental_distribute_dataset(as_list(8, 4))
