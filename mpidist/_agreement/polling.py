@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Final
 
 from mpidist._mpi.communicator import Request
-from mpidist._mpi.job import is_crowded
+from mpidist._mpi.library import is_crowded
 
 LOOK_SECONDS: Final = 0.05
 """The time between two looks."""

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from mpidist._mpi import job as mpi_job
+from mpidist._mpi import library
 
 RawComm: TypeAlias = Any
 """A communicator of mpi4py. One module imports mpi4py, so its types have no names."""
@@ -39,7 +39,7 @@ class Job:
 
     def __init__(self) -> None:
         """Duplicate COMM_WORLD. Collective; starts MPI."""
-        self.mpi: ModuleType = mpi_job.mpi_module()
+        self.mpi: ModuleType = library.mpi_module()
         self.comm: RawComm = self.mpi.COMM_WORLD.Dup()
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()

@@ -58,7 +58,7 @@ class CheckpointManager:
                 f", got {given!r:.80}; write `CheckpointManager(mpidist.Checkpoint("
                 "weights=weights), directory)`"
             )
-        job = objects_of(checkpoint).job("CheckpointManager")
+        call = objects_of(checkpoint).call("CheckpointManager")
 
         def check() -> str:
             _check_arguments(max_to_keep, checkpoint_name)
@@ -66,15 +66,15 @@ class CheckpointManager:
             return os.fspath(directory)
 
         self._checkpoint = checkpoint
-        self._directory = job.attempt(check)
+        self._directory = call.attempt(check)
         self._max_to_keep = max_to_keep
         self._name = checkpoint_name
         self._format = format
-        job.agree(
+        call.agree(
             f"({self._directory!r}, max_to_keep={max_to_keep}, "
             f"checkpoint_name={checkpoint_name!r})"
         )
-        found = job.on_rank_0(self._scan)
+        found = call.on_rank_0(self._scan)
         self._directory, self._entries, self._highest = found
 
     def __repr__(self) -> str:
@@ -125,8 +125,8 @@ class CheckpointManager:
         name = "CheckpointManager.save"
         number = self._highest + 1
         if checkpoint_number is not None:
-            job = objects_of(self._checkpoint).job(name)
-            number = job.attempt(lambda: _as_number(checkpoint_number))
+            call = objects_of(self._checkpoint).call(name)
+            number = call.attempt(lambda: _as_number(checkpoint_number))
         path = os.path.join(self._directory, f"{self._name}-{number}")
         latest = self._entries[-1].saved_at if self._entries else 0
         others = [entry for entry in self._entries if entry.number != number]
@@ -180,7 +180,7 @@ class CheckpointManager:
                 if isinstance(error, CheckpointError) and not error.damaged:
                     raise
                 text = str(error)
-                objects.job(name).on_rank_0(lambda: _warn(path, text))  # noqa: B023
+                objects.call(name).on_rank_0(lambda: _warn(path, text))  # noqa: B023
                 self._entries.pop()
             else:
                 # Outside the `try`: an exception in a user's `restore` is no reason to

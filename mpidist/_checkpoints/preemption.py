@@ -175,16 +175,16 @@ class PreemptionCheckpointHandler:
             args: positional arguments for the function that saves.
             kwargs: keyword arguments for the function that saves.
         """
-        job = objects_of(self._checkpoint).job("PreemptionCheckpointHandler")
-        state = job.attempt(self._look)
-        state, _ = job.guard.agree_on_largest(Call(job.name), state)
+        call = objects_of(self._checkpoint).call("PreemptionCheckpointHandler")
+        state = call.attempt(self._look)
+        state, _ = call.guard.agree_on_largest(Call(call.name), state)
         if state != _GO_ON and self._told_at is None:
             self._told_at = time.monotonic()
         if state != _TIME_IS_UP:
             return
         save = self._config.save_fn or self._manager.save
-        job.together(lambda: save(*args, **kwargs), scope=False)
-        job.on_rank_0(_tell_the_batch_script)
+        call.together(lambda: save(*args, **kwargs), scope=False)
+        call.on_rank_0(_tell_the_batch_script)
         self._told_at = None
         if self._config.exit_fn is not None:
             self._unwatch()

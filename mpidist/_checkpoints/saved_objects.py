@@ -11,7 +11,8 @@ it matches the objects, while the others wait. Only then does anything change: f
 states, because a user's `restore` may raise (then the objects restored before it get
 their old state back), then the variables, whose arrays rank 0 sends one at a time.
 
-Errors on rank 0 are raised on all ranks, also with the guard off (`Job.on_rank_0`).
+Errors on rank 0 are raised on all ranks, also with the guard off
+(`CollectiveCall.on_rank_0`).
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from mpidist._base.errors import (
 )
 from mpidist._base.types import Array, HostArray
 from mpidist._checkpoints import contents, replace, storage
+from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._checkpoints.contents import Item, SavedState, StateItem, VariableItem
-from mpidist._checkpoints.job import Job
 from mpidist._checkpoints.state_json import Json, State
 from mpidist._checkpoints.storage import CheckpointFiles, FileFormat, Snapshot
-from mpidist._mpi import job as mpi_job
+from mpidist._mpi import library
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.variable import storage_of
@@ -61,14 +62,14 @@ class Found:
     """What a checkpoint has for the items.
 
     Attributes:
-        job: the call that restores it.
+        call: the call that restores it.
         items: the items, by name.
         variables: the names of the variables to restore.
         states: the states to restore.
         arrays: the values of the variables; on rank 0 only.
     """
 
-    job: Job
+    call: CollectiveCall
     items: Mapping[str, Item]
     variables: list[str]
     states: dict[str, SavedState]
@@ -109,9 +110,9 @@ class SavedObjects:
             before_writing: called on rank 0 before it writes.
             afterwards: called on rank 0 when the checkpoint is complete.
         """
-        job, items, target = self._begin(name, path, details)
-        job.attempt(lambda: _check_variables(items))
-        snapshot = _take(job, items)
+        call, items, target = self._begin(name, path, details)
+        call.attempt(lambda: _check_variables(items))
+        snapshot = _take(call, items)
 
         def write() -> Saved:
             storage.check_format(snapshot.arrays, file_format)
@@ -126,12 +127,12 @@ class SavedObjects:
             afterwards()
             return Saved(target, saved_at)
 
-        return job.on_rank_0(write)
+        return call.on_rank_0(write)
 
     def read(self, path: object, partial: bool, name: str) -> Found:
         """Read and verify a checkpoint on rank 0; nothing changes yet. Collective."""
-        job, items, source = self._begin(name, path, f", partial={bool(partial)}")
-        alike = _alike_now(job, items)
+        call, items, source = self._begin(name, path, f", partial={bool(partial)}")
+        alike = _alike_now(call, items)
         arrays: dict[str, HostArray] = {}
 
         def read() -> tuple[list[str], dict[str, SavedState]]:
@@ -141,7 +142,7 @@ class SavedObjects:
                 state_name: SavedState(values, replicas, alike.get(state_name, True))
                 for state_name, values in files.manifest.states.items()
             }
-            fitting = _fit(job, items, files, saved, bool(partial))
+            fitting = _fit(call, items, files, saved, bool(partial))
             files.verify_rest()
             for item in fitting:
                 if isinstance(item, VariableItem):
@@ -149,33 +150,33 @@ class SavedObjects:
             states = [item.name for item in fitting if isinstance(item, StateItem)]
             return [*arrays], {state_name: saved[state_name] for state_name in states}
 
-        variables, states = job.on_rank_0(read)
+        variables, states = call.on_rank_0(read)
         by_name = {item.name: item for item in items}
-        return Found(job, by_name, variables, states, arrays)
+        return Found(call, by_name, variables, states, arrays)
 
     def put(self, found: Found) -> list[str]:
         """Restore the objects; return the names of the items. Collective."""
-        job = found.job
+        call = found.call
         items = [found.items[name] for name in found.variables]
         variables = [item for item in items if isinstance(item, VariableItem)]
         # All ranks wait for the end of this: the broadcasts below have no header.
-        buffer = job.together(
-            lambda: _buffer_for(variables if job.rank else []), scope=False
+        buffer = call.together(
+            lambda: _buffer_for(variables if call.rank else []), scope=False
         )
-        _put_states(job, found.states, found.items)
+        _put_states(call, found.states, found.items)
         for item in variables:
             # Rank 0 gives up each copy as soon as it has been sent.
-            x = _view(buffer, item) if job.rank else found.arrays.pop(item.name)
+            x = _view(buffer, item) if call.rank else found.arrays.pop(item.name)
             if x.size:
-                job.comm.broadcast(backend.as_bytes(x), 0)
-            job.assign(item, x)
+                call.comm.broadcast(backend.as_bytes(x), 0)
+            call.assign(item, x)
         return sorted([*found.states, *found.variables])
 
-    def job(self, name: str) -> Job:
+    def call(self, name: str) -> CollectiveCall:
         """Return a call by the ranks that save these objects together."""
         return self._find(name)[0]
 
-    def _find(self, name: str) -> tuple[Job, list[Item]]:
+    def _find(self, name: str) -> tuple[CollectiveCall, list[Item]]:
         """Find the items, which may have changed, and their strategy."""
         context.require_program_level(context.current().group, name)
         try:
@@ -187,19 +188,19 @@ class SavedObjects:
             group = context.current().group
             # Each process restores plain variables by itself.
             saves = name != "Checkpoint.restore"
-            if saves and not group.is_mpi and mpi_job.world_size() > 1:
+            if saves and not group.is_mpi and library.world_size() > 1:
                 raise RuntimeError(
                     f"{name}: none of its variables belongs to an MPIStrategy, so it "
                     "is not clear which ranks save together; write "
                     "`with strategy.scope():` around it"
                 )
-        return Job(group, name), items
+        return CollectiveCall(group, name), items
 
     def _begin(
         self, name: str, path: object, details: str
-    ) -> tuple[Job, list[Item], str]:
+    ) -> tuple[CollectiveCall, list[Item], str]:
         """Find the items; check that all ranks have the same, and the same path."""
-        job, items = self._find(name)
+        call, items = self._find(name)
 
         def check() -> str:
             if isinstance(path, (str, os.PathLike)) and os.fspath(path):
@@ -208,9 +209,9 @@ class SavedObjects:
                 f"{name}: expected a path, a str or `os.PathLike`, got {path!r}"
             )
 
-        target = job.attempt(check)
-        job.agree(f" of {{{', '.join(map(str, items))}}} at {target!r}{details}")
-        return job, items, target
+        target = call.attempt(check)
+        call.agree(f" of {{{', '.join(map(str, items))}}} at {target!r}{details}")
+        return call, items, target
 
 
 def _group_of(items: list[Item], name: str) -> ReplicaGroup | None:
@@ -238,7 +239,7 @@ def _check_variables(items: list[Item]) -> None:
 # --- saving -------------------------------------------------------------------------
 
 
-def _take(job: Job, items: list[Item]) -> Snapshot:
+def _take(call: CollectiveCall, items: list[Item]) -> Snapshot:
     """Return the current arrays and states. Collective."""
 
     def read() -> tuple[dict[str, Array], dict[str, Json]]:
@@ -253,11 +254,11 @@ def _take(job: Job, items: list[Item]) -> Snapshot:
                 arrays[item.name] = item.variable.values[0]
         return arrays, states
 
-    arrays, states = job.together(read)
+    arrays, states = call.together(read)
     texts = {name: json.dumps(state, sort_keys=True) for name, state in states.items()}
     numbers = [_checksum(x) for x in arrays.values()]
     numbers += [mismatch.fingerprint(text) for text in texts.values()]
-    rows = job.same(numbers)
+    rows = call.same(numbers)
     differing = set()
     if rows is not None:
         for name, column in zip(
@@ -266,14 +267,14 @@ def _take(job: Job, items: list[Item]) -> Snapshot:
             if len(set(column)) > 1:
                 differing.add(name)
                 if name in arrays:
-                    raise CollectiveMismatchError(_drifted(job, name, column))
+                    raise CollectiveMismatchError(_drifted(call, name, column))
     values = {name: [state] for name, state in states.items()}
     if differing:
         own = json.dumps({name: states[name] for name in sorted(differing)})
-        everybody = [json.loads(x) for x in job.comm.all_gather_objects(own.encode())]
+        everybody = [json.loads(x) for x in call.comm.all_gather_objects(own.encode())]
         for name in differing:
             values[name] = [row[name] for row in everybody]
-    return Snapshot(list(arrays.items()), values, job.size)
+    return Snapshot(list(arrays.items()), values, call.size)
 
 
 def _checksum(x: Array) -> int:
@@ -285,7 +286,7 @@ def _checksum(x: Array) -> int:
     return mismatch.fingerprint(backend.summarize(x))
 
 
-def _drifted(job: Job, name: str, column: tuple[int, ...]) -> str:
+def _drifted(call: CollectiveCall, name: str, column: tuple[int, ...]) -> str:
     """Return the message for a variable whose copies differ; name the minority."""
     groups: dict[int, list[int]] = {}
     for rank, number in enumerate(column):
@@ -294,9 +295,9 @@ def _drifted(job: Job, name: str, column: tuple[int, ...]) -> str:
     odd = sorted(rank for ranks in others for rank in ranks)
     have = "has" if len(odd) == 1 else "have"
     return on_rank(
-        job.rank,
-        f"{job.name}: the copies of {name!r} are not equal: {format_ranks(odd)} {have} "
-        f"another value than {format_ranks(most)}. Nothing was saved. Make the "
+        call.rank,
+        f"{call.name}: the copies of {name!r} are not equal: {format_ranks(odd)} "
+        f"{have} another value than {format_ranks(most)}. Nothing was saved. Make the "
         "variable in the scope of the strategy, and change it by its own methods only",
     )
 
@@ -304,13 +305,13 @@ def _drifted(job: Job, name: str, column: tuple[int, ...]) -> str:
 # --- restoring ----------------------------------------------------------------------
 
 
-def _alike_now(job: Job, items: list[Item]) -> dict[str, bool]:
+def _alike_now(call: CollectiveCall, items: list[Item]) -> dict[str, bool]:
     """Return for each generator whether it is the same on all ranks. Collective."""
     generators = [x for x in items if isinstance(x, StateItem) and x.kind != "object"]
     if not generators:
         return {}
     texts = [json.dumps(x.encoded(), sort_keys=True) for x in generators]
-    rows = job.same([mismatch.fingerprint(text) for text in texts])
+    rows = call.same([mismatch.fingerprint(text) for text in texts])
     if rows is None:
         return dict.fromkeys((x.name for x in generators), True)
     columns = zip(*rows, strict=True)
@@ -321,7 +322,7 @@ def _alike_now(job: Job, items: list[Item]) -> dict[str, bool]:
 
 
 def _fit(
-    job: Job,
+    call: CollectiveCall,
     items: list[Item],
     files: CheckpointFiles,
     saved: dict[str, SavedState],
@@ -340,14 +341,14 @@ def _fit(
         else:
             fitting.append(item)
             if isinstance(item, StateItem):  # which may not support the number of ranks
-                contents.choose_state(item, saved[item.name], 0, job.size)
+                contents.choose_state(item, saved[item.name], 0, call.size)
     names = {item.name for item in items}
     unexpected = [name for name in [*arrays, *saved] if name not in names]
     if partial and (fitting or not items):
         missing, unexpected = [], []
     if not (wrong or missing or unexpected):
         return fitting
-    lines = [f"{job.name}: the checkpoint {files.path!r} does not fit:", *wrong]
+    lines = [f"{call.name}: the checkpoint {files.path!r} does not fit:", *wrong]
     if missing:
         lines.append(f"missing in the checkpoint: {_listed(missing)}")
     if unexpected:
@@ -400,7 +401,7 @@ def _problem(item: Item, files: CheckpointFiles) -> str:
 
 
 def _put_states(
-    job: Job, states: dict[str, SavedState], items: Mapping[str, Item]
+    call: CollectiveCall, states: dict[str, SavedState], items: Mapping[str, Item]
 ) -> None:
     """Restore all states; if one raises, set the others back to their old state."""
     before: list[tuple[StateItem, State]] = []
@@ -408,16 +409,16 @@ def _put_states(
         for name, saved in states.items():
             item = items[name]
             assert isinstance(item, StateItem)
-            before.append((item, job.together(item.get)))
+            before.append((item, call.together(item.get)))
 
             def put(item: StateItem = item, saved: SavedState = saved) -> None:
-                item.set(contents.choose_state(item, saved, job.rank, job.size))
+                item.set(contents.choose_state(item, saved, call.rank, call.size))
 
-            job.together(put)
+            call.together(put)
     except Exception as error:
         for item, old in reversed(before):
             try:
-                job.together(functools.partial(item.set, old))
+                call.together(functools.partial(item.set, old))
             except Exception as again:
                 error.add_note(
                     f"{item.name!r} did not take its old state back either: {again}"

@@ -17,8 +17,7 @@ from mpidist._base.environment import (
 )
 from mpidist._base.errors import format_ranks
 from mpidist._cli.speaking import Parser, say
-from mpidist._mpi import job as mpi_job
-from mpidist._mpi import launcher, versions
+from mpidist._mpi import launcher, library, versions
 from mpidist._strategy.strategy import group_of
 
 ABOUT: Final = "what this job is: ranks, nodes, libraries, transports, settings"
@@ -162,7 +161,7 @@ def facts_of_job(device: str) -> JobFacts:
         "crowded": _bench.is_crowded(job),
         "native_core": core_facts([one["core"] for one in ranks]),
         "gpu": ranks[0]["gpu"],
-        "cuda_aware": mpi_job.query_cuda_support(),
+        "cuda_aware": library.query_cuda_support(),
         "environment": ranks[0]["environment"],
         "problems": _problems(ranks, job.size),
         "strategy": strategy,
@@ -261,7 +260,7 @@ def describe_stranger(size: int) -> str:
     launch = launcher.find_launch()
     if size > 1 or launch is None or (launch.size or 1) == 1:
         return ""
-    version = mpi_job.mpi_module().Get_library_version()
+    version = library.mpi_module().Get_library_version()
     return launcher.describe_alone(launch, version)
 
 

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import Final, NoReturn, TypeVar
 
 from mpidist._bench import UsageError, parse_seconds
-from mpidist._mpi import job as mpi_job
-from mpidist._mpi import launcher
+from mpidist._mpi import launcher, library
 
 EXIT_USAGE: Final = 2
 _PATIENCE_SECONDS: Final = 10.0
@@ -64,7 +63,7 @@ def launched_rank() -> int | None:
 
 def say(text: str) -> None:
     """Print on rank 0, whether MPI has been started or not. Not collective."""
-    rank = mpi_job.world_rank()
+    rank = library.world_rank()
     if rank is None:
         rank = launched_rank()
     if not rank:
@@ -73,7 +72,7 @@ def say(text: str) -> None:
 
 def complain(command: str, message: str) -> None:
     """Print an error on rank 0, and return on no rank before that. Collective."""
-    rank = mpi_job.world_rank()
+    rank = library.world_rank()
     if rank is None:
         rank = launched_rank()
     if not rank:
@@ -81,7 +80,7 @@ def complain(command: str, message: str) -> None:
     if rank is None:
         return
     try:
-        world = mpi_job.mpi_module().COMM_WORLD
+        world = library.mpi_module().COMM_WORLD
     except ImportError:
         return
     request = world.Ibarrier()

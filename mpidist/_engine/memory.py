@@ -12,7 +12,7 @@ from mpidist._base import threads
 from mpidist._engine.node import Node, open_node
 from mpidist._engine.nodes import Nodes, open_nodes
 from mpidist._mpi.communicator import Communicator
-from mpidist._mpi.job import is_crowded
+from mpidist._mpi.library import is_crowded
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,7 @@ from mpidist._base.memory import leak
 from mpidist._base.types import HostArray
 from mpidist._mpi import collective_release, versions
 from mpidist._mpi.headers import FEW, Headers, Maximum, Prepared, Rows
-from mpidist._mpi.job import MpiComm, MpiRequest, is_crowded, mpi_module
+from mpidist._mpi.library import MpiComm, MpiRequest, is_crowded, mpi_module
 from mpidist._mpi.messages import Buffer, Messages, Transfers
 from mpidist._mpi.messages import MPIOp as MPIOp
 from mpidist._mpi.traffic import Traffic

@@ -37,7 +37,7 @@ from mpidist._base.cache import Cache
 from mpidist._base.memory import LINE, leak
 from mpidist._base.types import HostArray
 from mpidist._mpi.header_words import LATENESS, PATIENCE, WORDS
-from mpidist._mpi.job import MpiComm, MpiRequest
+from mpidist._mpi.library import MpiComm, MpiRequest
 
 FEW: Final = 8
 """The most ranks that send each other rows."""

@@ -47,7 +47,7 @@ import numpy as np
 from mpidist._base import backend
 from mpidist._base.memory import LINE, leak, round_up
 from mpidist._base.types import Array
-from mpidist._mpi.job import MpiComm, MpiRequest
+from mpidist._mpi.library import MpiComm, MpiRequest
 
 Buffer: TypeAlias = Array
 """A one-dimensional, C-contiguous array on the host or on a GPU."""

@@ -62,7 +62,7 @@ from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._base import threads
 from mpidist._base.errors import CollectiveError, RemoteTraceback, format_exception
-from mpidist._mpi import job
+from mpidist._mpi import library
 from mpidist._runtime import context
 
 _LEAVING: Final = Call("nothing more: this rank has left the program")
@@ -164,9 +164,9 @@ def _is_child() -> bool:
 
 def _rank_of_job() -> int | None:
     """Return this process's rank; None if no other could wait for it."""
-    if _is_child() or job.world_size() == 1:
+    if _is_child() or library.world_size() == 1:
         return None
-    return job.world_rank()
+    return library.world_rank()
 
 
 def _end_program(
@@ -250,12 +250,12 @@ def _end_job(
         # MPI_Abort may wait for the lost rank, and keeps Python from running.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=nowhere)
-    job.abort(code)
+    library.abort(code)
 
 
 def _leave() -> None:
     """Wait until all ranks of all strategies have reached their end."""
-    if not _is_child() and job.world_rank() is not None:
+    if not _is_child() and library.world_rank() is not None:
         leave(_exit_code)
 
 

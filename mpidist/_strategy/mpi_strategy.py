@@ -27,7 +27,7 @@ from mpidist._engine import SharedMemory, open_shared_memory
 from mpidist._engine.collectives import Collectives
 from mpidist._engine.traced import TracedCollectives
 from mpidist._mpi.communicator import Communicator
-from mpidist._mpi.job import check_communicator, check_not_alone, local_rank
+from mpidist._mpi.library import check_communicator, check_not_alone, local_rank
 from mpidist._runtime import context, process_exit
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.cross_device_ops import CrossDeviceOps

@@ -33,7 +33,7 @@ import numpy as np
 from mpidist._agreement.waiting import Deadline
 from mpidist._base import backend
 from mpidist._base.types import Array, HostArray
-from mpidist._mpi import job as mpi_job
+from mpidist._mpi import library
 from mpidist._mpi.communicator import Communicator
 from mpidist._transports import DirectTransport
 
@@ -227,11 +227,11 @@ def _child(arguments: list[str]) -> None:
     except Exception as error:
         say(outcome="no gpu", detail=str(error))
         return
-    mpi = mpi_job.mpi_module()
+    mpi = library.mpi_module()
     world = mpi.COMM_WORLD
     vendor, version = mpi.get_vendor()
     name = f"{vendor} {'.'.join(map(str, version))}"
-    say(mpi=name, says=mpi_job.query_cuda_support())
+    say(mpi=name, says=library.query_cuda_support())
     try:
         request = arguments[0] if arguments else ""
         if request or world.size > 1:

@@ -23,7 +23,7 @@ from mpidist._base.options import (
 )
 from mpidist._base.types import Array
 from mpidist._mpi.communicator import AnyCommunicator
-from mpidist._mpi.job import query_cuda_support
+from mpidist._mpi.library import query_cuda_support
 from mpidist._transports.direct import DirectTransport
 from mpidist._transports.nccl import NcclTransport, connect
 from mpidist._transports.staged import StagedTransport

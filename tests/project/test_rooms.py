@@ -33,7 +33,7 @@ def _read_rooms() -> list[str]:
 
 ROOMS = _read_rooms()
 OWNERS = {
-    "mpi4py": "_mpi.job",
+    "mpi4py": "_mpi.library",
     "cupy": "_base.backend",
     "cupyx": "_base.backend",
     "cupy_backends": "_base.backend",

@@ -1,4 +1,4 @@
-"""A call that all ranks of a strategy make together; rank 0 does a part alone."""
+"""`CollectiveCall`: all ranks of a strategy make it, and rank 0 does a part alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpidist._values.variable import storage_of
 _R = TypeVar("_R")
 
 
-class Job:
+class CollectiveCall:
     """A call that all ranks of a strategy make; rank 0 does a part alone."""
 
     def __init__(self, group: ReplicaGroup, name: str) -> None:
