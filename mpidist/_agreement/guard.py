@@ -50,12 +50,11 @@ _ALONE: Final = (0, 1, 1, 0, 0)
 _R = TypeVar("_R")
 
 
-class Written(Protocol):
-    """A copy of a variable that an update has written."""
+class Writes(Protocol):
+    """What an update has written to this rank's copies of variables."""
 
-    @property
-    def key(self) -> Key:
-        """The key of the variable, the same on all ranks."""
+    def undo(self) -> list[Key]:
+        """Undo the writes if the values before are kept; return the variables' keys."""
 
 
 class SectionResult:
@@ -137,7 +136,7 @@ class Guard(Waiting):
         self._all_joined = False
         # What the current update has written to this rank's copies, and how all ranks
         # make copies (given by their keys) equal again if an update has failed.
-        self._written: Sequence[Written] = []
+        self._writes: Writes | None = None
         self._repair: Callable[[Sequence[Key]], None] | None = None
         self._verdict = _ALONE
 
@@ -406,8 +405,9 @@ class Guard(Waiting):
         """Exchange reports, and return the exception that this rank raises."""
         report = Report.of(self._comm.rank, call, error, kind)
         report.depth, report.joining = self._depth, joining
-        report.written = sorted({one.key for one in self._written})
-        self._written = []
+        if self._writes is not None:
+            report.written = self._writes.undo()
+            self._writes = None
         data = self._comm.all_gather_objects(pickle.dumps(report))
         reports: list[Report] = [pickle.loads(item) for item in data]
         found = judge(self._comm.rank, reports) if error is None else error
@@ -434,15 +434,15 @@ class Guard(Waiting):
         """
         self._repair = repair
 
-    def record(self, written: Sequence[Written]) -> Sequence[Written]:
-        """Set the list to which an update appends the variables that it writes.
+    def record(self, writes: Writes | None) -> Writes | None:
+        """Set what the current update writes.
 
-        If the ranks then differ, these are made equal again (`repair_with`).
+        If the ranks then differ, the variables are made equal again (`repair_with`).
 
         Returns:
-            The list that was in use before.
+            What was in use before.
         """
-        before, self._written = self._written, written
+        before, self._writes = self._writes, writes
         return before
 
     # --- sections -----------------------------------------------------------------

@@ -28,7 +28,8 @@ With a PerReplica among its arguments (or in a replica function) the function re
 value of each replica's own: as in TensorFlow the caller knows that these are equal, or
 that the variable may differ. Such an update is a batch of its own, which keeps the
 values that it overwrites. If the copies differ afterwards, no rank's copy is the right
-one: each rank gets back the value that it had.
+one: each rank gets back the value that it had. (Then rank 0's are sent as usual, for
+ranks that did not make this update.)
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from mpidist._agreement.guard import Written
-from mpidist._agreement.mismatch import Call, ErrorKind, call_of
+from mpidist._agreement.guard import Writes
+from mpidist._agreement.mismatch import Call, ErrorKind, Key, call_of
 from mpidist._base import backend, nest
 from mpidist._base.errors import CollectiveError
 from mpidist._base.fingerprint import (
@@ -53,7 +54,6 @@ from mpidist._base.types import Array, Nest
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import check_arguments
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._runtime.registry import Key
 from mpidist._values.distributed import Mirrored, PerReplica, argument_of
 from mpidist._values.storage import VariableStorage
 from mpidist._values.variable import Variable, array_of, differs, storage_of
@@ -102,8 +102,9 @@ class _Writes:
         self._variables.append(variable)
         self.storages.append(storage_of(variable))
 
-    def restore(self) -> None:
-        """Undo the writes, if the values before are kept."""
+    def undo(self) -> list[Key]:
+        """Return the keys of the variables."""
+        return sorted({storage.key for storage in self.storages})
 
 
 class _UndoableWrites(_Writes):
@@ -120,10 +121,12 @@ class _UndoableWrites(_Writes):
             self._values[storage.key] = storage, storage.array.copy()
         super().append(variable)
 
-    def restore(self) -> None:
-        """Give all variables the values that they had."""
+    def undo(self) -> list[Key]:
+        """Give all variables the values that they had; return their keys."""
         for storage, value in self._values.values():
             storage.array[...] = value
+        self._values.clear()
+        return super().undo()
 
 
 class UpdateBatch:
@@ -138,7 +141,7 @@ class UpdateBatch:
     # Set when the batch begins: most merge_calls have none.
     _frame: context.Frame
     _began: float
-    _outer: Sequence[Written]
+    _outer: Writes | None
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
@@ -173,12 +176,8 @@ class UpdateBatch:
             self._began = time.monotonic()
             self._writes = written = _UndoableWrites() if keep else _Writes()
             self._keeps = keep
-            self._outer = guard.record(self._repairable())
+            self._outer = guard.record(self._writes)
         self._frame = context.Frame(self._group, context.Level.UPDATE, written=written)
-
-    def _repairable(self) -> list[VariableStorage]:
-        """Return what becomes equal to rank 0's copies if the batch fails."""
-        return [] if self._keeps else self._writes.storages
 
     def run(
         self,
@@ -207,7 +206,7 @@ class UpdateBatch:
         guard, written = self._guard, self._writes.storages
         if self.open:
             guard.require_section()
-            guard.record(self._repairable())
+            guard.record(self._writes)
         before = len(written)
         own: list[Nest] = [_own(x) for x in args]
         if var is not None:
@@ -266,7 +265,7 @@ class UpdateBatch:
         guard = self._guard
         if isinstance(error, CollectiveError):
             kind = "agreed"
-        guard.record(self._repairable())
+        guard.record(self._writes)
         what = call_of(call) if call else _BATCH
         try:
             number = fingerprint_of_numbers(self._numbers)
@@ -283,7 +282,7 @@ class UpdateBatch:
         if self.open:
             self.open = False
             if self._keeps:
-                self._writes.restore()
+                self._writes.undo()
                 self._keeps = False
             guard = self._guard
             guard.record(self._outer)
@@ -390,10 +389,10 @@ def _run_alone(
     error: BaseException | None = None
     result: Nest = None
     kind: ErrorKind = "invalid"
-    leaves = nest.flatten((tuple(args), kwargs))[0]
-    batch.begin(keep=own or has_own_arguments(leaves))
+    batch.begin(keep=own or _may_have_own(args, kwargs))
     try:
         check_arguments("update", args, kwargs)
+        leaves = nest.flatten((tuple(args), kwargs))[0]
         check_update(var, fn, leaves)
         plain = [x for x in leaves if _is_value(x)] if batch.open and not own else []
         texts = ", ".join([backend.summarize(_array(x)) for x in plain])
@@ -422,6 +421,14 @@ def wrap(group: ReplicaGroup, result: Nest, number: int, grouped: bool) -> Nest:
 def has_own_arguments(leaves: list[Nest]) -> bool:
     """Return whether the function of an update gets a value of each replica's own."""
     return any(isinstance(leaf, PerReplica) for leaf in leaves)
+
+
+def _may_have_own(args: Sequence[Nest], kwargs: Mapping[str, Nest]) -> bool:
+    """As `has_own_arguments`; False if the arguments are wrong on this rank."""
+    try:
+        return has_own_arguments(nest.flatten((tuple(args), kwargs))[0])
+    except Exception:
+        return False
 
 
 def check_update(var: Variable | None, fn: object, leaves: list[Nest]) -> None:

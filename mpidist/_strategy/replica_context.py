@@ -9,6 +9,7 @@ from types import TracebackType
 
 import numpy as np
 
+from mpidist._agreement.mismatch import Key
 from mpidist._agreement.traced_guard import TracedGuard
 from mpidist._base.options import (
     CommunicationOptions,
@@ -23,7 +24,6 @@ from mpidist._merge.merge_call import merge_call
 from mpidist._runtime import context
 from mpidist._runtime.dispatch import check_arguments
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._runtime.registry import Key
 from mpidist._strategy.cross_device_ops import CrossDeviceOps
 from mpidist._strategy.reductions import all_reduce
 from mpidist._strategy.strategy import Strategy, group_of

@@ -1373,7 +1373,8 @@ def test_bad_arguments_of_update_on_one_rank(new_strategy, rank, size, what):
             strategy.extended.update(v, fn, args, kwargs)
 
     rows = outcomes(call)
-    kind = {"args": "ValueError", "value": "ValueError"}.get(what, "TypeError")
+    kinds = {"args": "ValueError", "value": "CollectiveMismatchError"}
+    kind = kinds.get(what, "TypeError")
     assert {name for name, _, _ in rows} == {kind}, rows
     assert len({*everywhere(v.numpy().tobytes())}) == 1
     assert_usable(strategy)

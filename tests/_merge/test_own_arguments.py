@@ -228,3 +228,17 @@ def test_a_replica_that_does_not_call_it(strategy, rank, size):
     assert kinds_of(rows) == {"CollectiveMismatchError"}
     assert_mirrored(strategy, v, np.zeros(2))
     assert_usable(strategy)
+
+
+def test_where_only_one_replica_passes_its_own(strategy, rank, size):
+    """The others did not keep what they overwrote: then rank 0's copies count."""
+    if size == 1:
+        pytest.skip("needs another replica")
+    v = make(strategy, np.zeros(4))
+    value = strategy.run(lambda: np.ones(4))
+    for odd in (0, size - 1):
+        given = value if rank == odd else np.ones(4)
+        rows = outcomes(lambda x=given: strategy.extended.update(v, set_to, args=(x,)))
+        assert kinds_of(rows) == {"CollectiveMismatchError"}
+        mpidist.check_in_sync(v)
+    assert_usable(strategy)
