@@ -51,6 +51,7 @@ import contextlib
 import faulthandler
 import functools
 import os
+import signal
 import sys
 import threading
 import time
@@ -221,6 +222,10 @@ def _end_job(
         where: " in thread ..." if it is not the main thread's; otherwise "".
         show: prints it; None: print its traceback without mpidist's frames.
     """
+    # Ctrl-C reaches ranks one after the other: this one may already be here because of
+    # another, and ends by what follows in any case.
+    with contextlib.suppress(ValueError):  # in another thread than the main one
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     if isinstance(error, KeyboardInterrupt):
         text, show = f"mpidist: rank {rank}: interrupted\n", None
         code = _INTERRUPTED
