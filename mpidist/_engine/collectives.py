@@ -11,6 +11,7 @@ the all-reduce, and what concerns them all: the choice of GPU transports, and re
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -34,6 +35,8 @@ from mpidist._engine import ROUTES
 from mpidist._engine.all_gather import AllGathers
 from mpidist._engine.buckets import FlatBuffers
 from mpidist._engine.memory import NO_MEMORY, SharedMemory
+from mpidist._engine.node import Node
+from mpidist._engine.nodes import Nodes
 from mpidist._engine.plans import PlanResources, Plans, Route, Signature, leaves_of
 from mpidist._engine.pool import Pool
 from mpidist._engine.registered_buffers import RegisteredBuffers
@@ -65,7 +68,7 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
     ) -> None:
         super().__init__(comm, guard, options, environment, device, memory)
         self._staging: Staging | None = None
-        self.plans = Plans(
+        self.plans: Plans = Plans(
             self._plan_resources(),
             self.routes,
             self._describe,
@@ -73,7 +76,7 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
             self.invalid,
             self._all_reduce_rows,
         )
-        self.all_reduce = self.plans.all_reduce
+        self.all_reduce: Callable[..., Nest] = self.plans.all_reduce
 
     def _plan_resources(self) -> PlanResources:
         if self._staging is not None:
@@ -123,13 +126,15 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
     def release(self) -> None:
         """Let go of shared memory: the strategy is being closed. Not collective."""
         self._memory, self._shared = NO_MEMORY, None
-        self.node = self.nodes = None
+        self.node: Node | None = None
+        self.nodes: Nodes | None = None
         self.comm.traffic.leave_core()
-        self.pool = Pool(0)  # its memory goes with the last result
+        self.pool: Pool = Pool(0)  # its memory goes with the last result
         self.plans.restart(self._plan_resources())
         self._forget_gathers()
         direct = _transports.DirectTransport(self.comm)
-        self.transports = _transports.Transports(direct, direct, "closed")
+        closed = _transports.Transports(direct, direct, "closed")
+        self.transports: _transports.Transports = closed
         self._chosen = dict.fromkeys(CommunicationImplementation, self.transports)
 
     def _describe(

@@ -99,7 +99,7 @@ class Resources:
         self.devices: _transports.Devices = _transports.Devices(
             comm, device, environment
         )
-        self.pool = Pool(_POOL_BYTES)
+        self.pool: Pool = Pool(_POOL_BYTES)
         self._environment = environment
         self._memory = memory
         self._shared = memory.make_transport and memory.make_transport(guard)
