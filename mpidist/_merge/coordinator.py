@@ -124,7 +124,9 @@ class Coordinator:
         number = self._registry.next_key()
         try:
             with guard.with_all_ranks():
-                batch.begin(keep=keep)
+                batch.begin()
+                if keep:
+                    batch.keep()
                 if buffers:
                     self._collectives.send_arrays(buffers, "update")
                 result = batch.run(number, var, fn, args, kwargs, grouped)

@@ -125,7 +125,9 @@ class Follower:
         if stale:
             return
         group, batch = self._group, self.batch
-        batch.begin(keep=keep)
+        batch.begin()
+        if keep:
+            batch.keep()
         var = fn = None
         kind: ErrorKind = "invalid"
         self._failed(None)

@@ -159,25 +159,27 @@ class UpdateBatch:
         """Whether it is time for a join, so that failures are reported soon."""
         return self.open and time.monotonic() - self._began > _LONGEST_SECONDS
 
-    def begin(self, *, keep: bool = False) -> None:
-        """Enter the section, if this is the first update since a join.
-
-        Args:
-            keep: whether the values before the update are kept, for `end`: then it is
-                the only one of the batch.
-        """
+    def begin(self) -> None:
+        """Enter the section, if this is the first update since a join."""
         if self.open:
             return
         guard = self._guard
-        written: _Writes | None = None
+        writes: _Writes | None = None
         if guard.checks:
             guard.enter_section()
             self.open = True
             self._began = time.monotonic()
-            self._writes = written = _UndoableWrites() if keep else _Writes()
-            self._keeps = keep
-            self._outer = guard.record(self._writes)
-        self._frame = context.Frame(self._group, context.Level.UPDATE, written=written)
+            self._writes = writes = _Writes()
+            self._outer = guard.record(writes)
+        self._frame = context.Frame(self._group, context.Level.UPDATE, written=writes)
+
+    def keep(self) -> None:
+        """Keep the values that the update overwrites: the only one of this batch."""
+        if self.open:
+            self._writes = writes = _UndoableWrites()
+            self._keeps = True
+            self._guard.record(writes)
+            self._frame = dataclasses.replace(self._frame, written=writes)
 
     def run(
         self,
@@ -389,11 +391,13 @@ def _run_alone(
     error: BaseException | None = None
     result: Nest = None
     kind: ErrorKind = "invalid"
-    batch.begin(keep=own or _may_have_own(args, kwargs))
+    batch.begin()
     try:
         check_arguments("update", args, kwargs)
         leaves = nest.flatten((tuple(args), kwargs))[0]
         check_update(var, fn, leaves)
+        if own or has_own_arguments(leaves):
+            batch.keep()
         plain = [x for x in leaves if _is_value(x)] if batch.open and not own else []
         texts = ", ".join([backend.summarize(_array(x)) for x in plain])
         kind = "raised"
@@ -421,14 +425,6 @@ def wrap(group: ReplicaGroup, result: Nest, number: int, grouped: bool) -> Nest:
 def has_own_arguments(leaves: list[Nest]) -> bool:
     """Return whether the function of an update gets a value of each replica's own."""
     return any(isinstance(leaf, PerReplica) for leaf in leaves)
-
-
-def _may_have_own(args: Sequence[Nest], kwargs: Mapping[str, Nest]) -> bool:
-    """As `has_own_arguments`; False if the arguments are wrong on this rank."""
-    try:
-        return has_own_arguments(nest.flatten((tuple(args), kwargs))[0])
-    except Exception:
-        return False
 
 
 def check_update(var: Variable | None, fn: object, leaves: list[Nest]) -> None:
