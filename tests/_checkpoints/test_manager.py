@@ -1,0 +1,175 @@
+"""CheckpointManager: which checkpoints it keeps, finds, skips and deletes."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from checkpoint_objects import (
+    expected_warnings,
+    flip_in_array,
+    per_rank,
+    variable,
+)
+
+import mpidist
+from mpidist._base.errors import damaged_checkpoint
+
+
+@pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
+@pytest.mark.core
+def test_the_manager_keeps_the_newest(strategy, folder, rank):
+    step = variable(strategy, 0)
+    checkpoint = mpidist.Checkpoint(step=step)
+    manager = mpidist.CheckpointManager(checkpoint, folder / "run", max_to_keep=2)
+    assert manager.latest_checkpoint is None
+    assert manager.checkpoints == []
+    assert manager.restore_or_initialize() is None
+    for number in (1, 2):
+        step.assign_add(1)
+        assert manager.save() == f"{manager.directory}/ckpt-{number}"
+    step.assign_add(8)
+    manager.save(step)  # a variable: the step
+    assert manager.save(4) == f"{manager.directory}/ckpt-4"  # a lower number
+    assert [Path(p).name for p in manager.checkpoints] == ["ckpt-10", "ckpt-4"]
+    assert manager.checkpoint is checkpoint
+    if rank == 0:
+        assert sorted(os.listdir(folder / "run")) == ["ckpt-10", "ckpt-4"]
+
+    again = mpidist.CheckpointManager(checkpoint, folder / "run", max_to_keep=None)
+    assert again.checkpoints == manager.checkpoints
+    assert again.save() == f"{manager.directory}/ckpt-11"
+    assert again.save(11) == again.latest_checkpoint  # once more, in its place
+    assert [Path(p).name for p in again.checkpoints] == ["ckpt-10", "ckpt-4", "ckpt-11"]
+    step.assign(0)
+    assert again.restore_or_initialize() == again.latest_checkpoint
+    assert step.numpy() == 10
+    everybody = per_rank(strategy, again.checkpoints)
+    assert everybody.count(everybody[0]) == len(everybody)
+
+
+@pytest.mark.mpi
+@pytest.mark.core
+def test_the_manager_finds_the_newest_whole_one(strategy, folder, rank):
+    step = variable(strategy, 0)
+    checkpoint = mpidist.Checkpoint(step=step)
+    manager = mpidist.CheckpointManager(checkpoint, folder)
+    for _ in range(5):
+        step.assign_add(1)
+        manager.save()
+    if rank == 0:
+        flip_in_array(folder / "ckpt-5", "step")
+        (folder / "ckpt-4" / "manifest.json").unlink()
+        (folder / "ckpt-3" / "arrays-1.npz").unlink()
+        (folder / ".ckpt-6.tmp-0a1b2c3d").mkdir()  # of a killed job
+        (folder / "ckpt-notes").mkdir()
+    with expected_warnings(rank, ["ckpt-3", "ckpt-4", "ckpt-5.*array 'step'"]):
+        manager = mpidist.CheckpointManager(checkpoint, folder)
+    assert manager.latest_checkpoint == f"{manager.directory}/ckpt-2"
+    assert manager.restore_or_initialize() == f"{manager.directory}/ckpt-2"
+    assert step.numpy() == 2
+    if rank == 0:
+        flip_in_array(folder / "ckpt-2", "step")
+    with expected_warnings(rank, ["ckpt-2.*array 'step'"]):
+        assert manager.restore_or_initialize() == f"{manager.directory}/ckpt-1"
+    assert step.numpy() == 1
+    assert manager.save() == f"{manager.directory}/ckpt-6"
+    if rank == 0:
+        assert not list(folder.glob(".*"))
+    manager.save(4)  # where a half one was
+    other = mpidist.Checkpoint(step=variable(strategy, 0.5))
+    with expected_warnings(rank, ["ckpt-2", "ckpt-3", "ckpt-5"], every=False):
+        manager = mpidist.CheckpointManager(other, folder)
+    with pytest.raises(mpidist.CheckpointError, match="expected float64"):
+        manager.restore_or_initialize()  # the program's fault, and not skipped
+
+
+@pytest.mark.mpi
+def test_what_killed_jobs_have_left_is_deleted_before_a_save(
+    strategy, folder, rank, monkeypatch
+):
+    """Their disk may be full of it, so that no save completes before."""
+    checkpoint = mpidist.Checkpoint(step=variable(strategy, 0))
+    saved = mpidist.CheckpointManager(checkpoint, folder, max_to_keep=None)
+    for _ in range(4):
+        saved.save()
+    if rank == 0:
+        for number in range(3):
+            (folder / f".ckpt-5.tmp-{number:08x}").mkdir()
+        (folder / ".ckpt-best-1.tmp-00000000").mkdir()  # somebody else's
+    manager = mpidist.CheckpointManager(checkpoint, folder, max_to_keep=2)
+    found = []
+
+    def full(fd):
+        if not found:
+            found.append(sorted(os.listdir(folder)))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            manager.save()
+    if rank == 0:
+        (new,) = [name for name in found[0] if name.startswith(".ckpt-5.tmp-")]
+        others = ".ckpt-best-1.tmp-00000000"
+        assert found == [[new, others, "ckpt-3", "ckpt-4"]]
+        assert sorted(os.listdir(folder)) == [others, "ckpt-3", "ckpt-4"]
+    assert [Path(p).name for p in manager.checkpoints] == ["ckpt-3", "ckpt-4"]
+    manager.save()
+    assert [Path(p).name for p in manager.checkpoints] == ["ckpt-4", "ckpt-5"]
+
+
+@pytest.mark.mpi
+@pytest.mark.one_size
+@pytest.mark.replicas(2, 3)
+def test_arguments_of_the_manager(strategy, folder):
+    checkpoint = mpidist.Checkpoint(step=variable(strategy, 0))
+    for arguments, error, message in (
+        ({"max_to_keep": 0}, ValueError, "at least 1"),
+        ({"checkpoint_name": "a/b"}, ValueError, "without a slash"),
+        ({"format": "hdf5"}, ValueError, '"npz" or "safetensors"'),
+    ):
+        with pytest.raises(error, match=message):
+            mpidist.CheckpointManager(checkpoint, folder, **arguments)
+    with pytest.raises(TypeError, match=r"CheckpointManager\(mpidist.Checkpoint"):
+        mpidist.CheckpointManager(folder, checkpoint)
+    manager = mpidist.CheckpointManager(checkpoint, folder)
+    with pytest.raises(TypeError, match="`checkpoint_number` to be an int"):
+        manager.save(1.5)
+    with pytest.raises(ValueError, match=">= 0"):
+        manager.save(-1)
+
+
+@pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["missing", "damaged"])
+def test_what_a_restore_of_the_users_raises_is_no_damage(
+    strategy, folder, rank, size, kind
+):
+    # Taken for a checkpoint that is not there, it would start the training anew.
+    error = FileNotFoundError("a file of the user")
+    if kind == "damaged":
+        error = damaged_checkpoint("a checkpoint of the user")
+
+    class Stateful:
+        def state(self):
+            return 1
+
+        def restore(self, state):
+            if rank == size - 1:
+                raise error
+
+    with strategy.scope():
+        step = mpidist.Variable(1)
+    checkpoint = mpidist.Checkpoint(step=step, other=Stateful())
+    manager = mpidist.CheckpointManager(checkpoint, folder)
+    path = manager.save()
+    step.assign(2)
+    with pytest.raises(type(error), match="of the user"):
+        manager.restore_or_initialize()
+    assert manager.latest_checkpoint == path
+    assert step.numpy() == 2

@@ -1,0 +1,135 @@
+"""What can be saved, by which name, and with which state."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from checkpoint_objects import (
+    Iterator,
+)
+from replicas import raises_everywhere
+
+import mpidist
+
+
+@pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
+@pytest.mark.parametrize("kind", ["PCG64", "MT19937", "Philox", "SFC64"])
+def test_generators_of_all_kinds(strategy, folder, kind):
+    rng = np.random.Generator(getattr(np.random, kind)(1))
+    rng.integers(10, size=3, dtype=np.uint16)  # half of a word stays in the state
+    checkpoint = mpidist.Checkpoint(rng=rng, legacy=np.random.RandomState(2))
+    with strategy.scope():
+        checkpoint.save(folder / "a")
+        expected = rng.normal(size=4), checkpoint.legacy.normal(size=3)
+        rng.normal(size=9)
+        checkpoint.restore(folder / "a")
+    np.testing.assert_array_equal(rng.normal(size=4), expected[0])
+    np.testing.assert_array_equal(checkpoint.legacy.normal(size=3), expected[1])
+
+
+class _Legacy:
+    """A state of `numpy.random.RandomState` whose position is outside its buffer."""
+
+    def __init__(self):
+        self.taken = []
+
+    def get_state(self):
+        kind, keys, _, *rest = np.random.RandomState(0).get_state()
+        return kind, keys, 10**9, *rest
+
+    def set_state(self, state):
+        self.taken.append(state)
+
+
+def test_a_position_outside_the_buffer_of_a_random_state(strategy, folder):
+    """NumPy would take it, and end the process when it draws."""
+    legacy = _Legacy()
+    checkpoint = mpidist.Checkpoint(legacy=legacy)
+    checkpoint.save(folder / "a")
+    for message in raises_everywhere(
+        mpidist.CheckpointError, lambda: checkpoint.restore(folder / "a")
+    ):
+        assert "expected a position from 0 to 624, got 1000000000" in message
+    assert legacy.taken == []
+
+
+def test_states_come_back_as_they_were(tmp_path):
+    state = {
+        "list": [1, 2.5, None, True, "x", -0.0, float("inf")],
+        "tuple": (1, (2, [3]), b"\0\xff"),
+        "big": 2**200,
+        "complex": 1 - 2j,
+        3: {"$array": 1, ("a", 1): "b"},
+        "array": np.arange(6, dtype=np.uint32).reshape(2, 3),
+        "scalar": np.float32(0.1),
+    }
+    it = Iterator()
+    it.state = lambda: state
+    got = []
+    it.restore = got.append
+    checkpoint = mpidist.Checkpoint(it=it)
+    checkpoint.save(tmp_path / "a")
+    checkpoint.restore(tmp_path / "a")
+    assert repr(got) == repr([state])
+    assert np.signbit(got[0]["list"][5])
+    reader = mpidist.load_checkpoint(tmp_path / "a")
+    assert repr(reader.states["it"]) == repr((state,))
+    it.state = lambda: {"f": len}
+    with pytest.raises(TypeError, match=r"'it': its state has <built-in .* len>"):
+        checkpoint.save(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (3, r"step = mpidist.Variable\(3\)"),
+        (2.5, r"step = mpidist.Variable\(2.5\)"),
+        (np.zeros(3), r"step = mpidist.Variable\(array\)"),
+        ("text", "a small class with these two methods"),
+        (len, "cannot be saved; expected a `mpidist.Variable`"),
+        ({(1, 2): 3}, r"the keys of 'step' to be str or int, got \(1, 2\)"),
+        (type("M", (), {"variables": [3]})(), r"`step.variables` to be a list"),
+    ],
+)
+def test_what_can_not_be_saved_is_refused_at_once(value, message):
+    with pytest.raises(TypeError, match=message):
+        mpidist.Checkpoint(step=value)
+
+
+def test_names():
+    v = mpidist.Variable(0)
+    with pytest.raises(ValueError, match="would both be 'a/b'"):
+        mpidist.Checkpoint(a={"b": v}, **{"a/b": v})
+    with pytest.raises(ValueError, match="'save' is the name of its method"):
+        mpidist.Checkpoint(save=v)
+    with pytest.raises(ValueError, match="a null byte"):
+        mpidist.Checkpoint(a={"b\0": v})
+    checkpoint = mpidist.Checkpoint(v=v)
+    assert checkpoint.v is v
+    with pytest.raises(AttributeError, match="no object 'w'; it has v"):
+        _ = checkpoint.w
+    nested = mpidist.Checkpoint(inner=checkpoint, random=random.Random(3))
+    assert "1 variables of 8 bytes, 1 states" in repr(nested)
+
+
+def test_an_optimizer_may_make_its_variables_later(tmp_path):
+    class Late:
+        made = None
+
+        @property
+        def variables(self):
+            if self.made is None:
+                raise RuntimeError("write `optimizer.build(variables)`")
+            return self.made
+
+    optimizer = Late()
+    checkpoint = mpidist.Checkpoint(optimizer=optimizer)
+    assert "0 variables" in repr(checkpoint)
+    with pytest.raises(RuntimeError, match="build"):
+        checkpoint.save(tmp_path / "a")
+    optimizer.made = [mpidist.Variable(3.0, name="slot")]
+    checkpoint.save(tmp_path / "a")
+    assert list(mpidist.load_checkpoint(tmp_path / "a")) == ["optimizer/slot"]

@@ -1,0 +1,126 @@
+"""Objects, comparisons and damage that tests of checkpoints share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import warnings
+import zlib
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist import VariableAggregation, VariableSynchronization
+from mpidist._strategy.strategy import group_of
+
+
+def values_of(dtype, shape, seed=0):
+    """Return an array with other bits in every element; NaN and infinity too."""
+    if dtype == "bfloat16":
+        dtype = pytest.importorskip("ml_dtypes").bfloat16
+    x = np.random.default_rng(seed).normal(size=shape) * 50
+    with np.errstate(all="ignore"):
+        x = np.asarray(x).astype(dtype)
+    if x.ndim == 2 and x.size and x.dtype.kind == "f":
+        x[0, :2] = [np.nan, np.inf]
+    return x
+
+
+def assert_same_bits(x, y):
+    assert x.dtype == y.dtype
+    assert x.shape == y.shape
+    np.testing.assert_array_equal(x, y)
+    if x.dtype.kind == "f":
+        np.testing.assert_array_equal(np.signbit(x), np.signbit(y))
+
+
+class Iterator:
+    """An iterator whose state is a position; refuses negative ones."""
+
+    def __init__(self, position=0):
+        self.position = position
+
+    def state(self):
+        return {"position": self.position}
+
+    def restore(self, state):
+        if state["position"] < 0:
+            raise ValueError("this iterator cannot go back")
+        self.position = state["position"]
+
+
+class Momentum:
+    """What an optimizer looks like from here: a list of variables."""
+
+    def __init__(self, variables):
+        self.variables = [
+            mpidist.Variable(np.zeros(v.shape), name=f"momentum_of_{v.name}")
+            for v in variables
+        ]
+
+
+def per_rank(strategy, value):
+    """Return the values of all ranks, on all ranks."""
+    comm = group_of(strategy).communicator
+    return [json.loads(x) for x in comm.all_gather_objects(json.dumps(value).encode())]
+
+
+def variable(strategy, value, **kwargs):
+    with strategy.scope():
+        return mpidist.Variable(value, **kwargs)
+
+
+def on_read(strategy, value, aggregation):
+    try:
+        return variable(
+            strategy,
+            value,
+            synchronization=VariableSynchronization.ON_READ,
+            aggregation=VariableAggregation[aggregation],
+        )
+    except ValueError as error:
+        if "not in this version" not in str(error):
+            raise
+        pytest.skip("ON_READ variables are not in this version")
+
+
+def rewrite(manifest, change):
+    """Give some entries of a manifest other values, and it the right checksum."""
+    content = json.loads(manifest.read_text())
+    write_manifest(manifest, json.dumps({**content, **change(content)}, indent=1))
+
+
+def write_manifest(manifest, text):
+    """Write JSON that begins with a checksum, with the right one."""
+    text = re.sub(r'"crc32": "\w+"', '"crc32": "00000000"', text, count=1)
+    checksum = f"{zlib.crc32(text.encode()):08x}"
+    manifest.write_text(text.replace("00000000", checksum, 1) + "\n")
+
+
+def flip_in_array(path, name):
+    content = json.loads((path / "manifest.json").read_text())
+    part = content["arrays"][name]
+    with open(path / content["file"], "r+b") as file:
+        file.seek(part["end"] - part["nbytes"])
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+
+
+@contextlib.contextmanager
+def expected_warnings(rank, patterns, every=True):
+    """See that rank 0 warns of each, and other ranks of nothing."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    # What other tests have left open is told when it is collected, perhaps now.
+    caught = [w for w in caught if not issubclass(w.category, ResourceWarning)]
+    texts = " ".join(str(w.message).replace("\n", " ") for w in caught)
+    if rank:
+        assert texts == ""
+    elif every:
+        assert len(caught) == len(patterns)
+        assert all(re.search(pattern, texts) for pattern in patterns), texts
