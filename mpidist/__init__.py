@@ -6,6 +6,7 @@ first `MPIStrategy` does.
 
 from __future__ import annotations
 
+from mpidist import cluster as cluster
 from mpidist import data as data
 from mpidist import experimental as experimental
 from mpidist import optimizers as optimizers
@@ -42,7 +43,6 @@ from mpidist._runtime.context import (
 from mpidist._runtime.context import (
     variable_sync_on_read_context as variable_sync_on_read_context,
 )
-from mpidist._strategy.cluster_resolver import MPIClusterResolver as MPIClusterResolver
 from mpidist._strategy.cross_device_implementations import (
     CollectiveAllReduce as CollectiveAllReduce,
 )
@@ -78,6 +78,7 @@ from mpidist._values.distributed import Mirrored as Mirrored
 from mpidist._values.distributed import PerReplica as PerReplica
 from mpidist._values.variable import Variable as Variable
 from mpidist._version import __version__ as __version__
+from mpidist.cluster import MPIClusterResolver as MPIClusterResolver
 from mpidist.data import DistributedDataset as DistributedDataset
 from mpidist.data import DistributedIterator as DistributedIterator
 from mpidist.data import InputContext as InputContext
@@ -121,6 +122,7 @@ __all__ = [
     "VariableSynchronization",
     "__version__",
     "check_in_sync",
+    "cluster",
     "compute_average_loss",
     "data",
     "experimental",
@@ -163,7 +165,7 @@ def __getattr__(name: str) -> object:
 for _name in __all__:
     if hasattr(globals()[_name], "__module__"):
         globals()[_name].__module__ = __name__
-for _module in (data, experimental, optimizers, testing):
+for _module in (cluster, data, experimental, optimizers, testing):
     for _name in set(_module.__all__) - set(__all__):
         if callable(getattr(_module, _name)):
             getattr(_module, _name).__module__ = _module.__name__

@@ -87,6 +87,7 @@ class AnyCommunicator(Protocol):
         machine_size: the number of ranks on this machine.
         local_rank: this rank's number on its node.
         local_size: the number of ranks on its node.
+        node_ranks: the ranks of its node, in its order.
         num_nodes: the number of nodes; the same on all ranks.
         smallest_node: the fewest ranks of a node; the same on all ranks.
         host_name: of this machine.
@@ -99,6 +100,7 @@ class AnyCommunicator(Protocol):
     machine_size: int
     local_rank: int
     local_size: int
+    node_ranks: list[int]
     num_nodes: int
     smallest_node: int
     host_name: str

@@ -24,23 +24,27 @@ class Launch:
         launcher: its name, for messages.
         rank: of this process; None if the launcher does not say.
         size: how many processes it started together; None if it does not say.
+        local_rank: of this process on its host; None if the launcher does not say.
     """
 
     launcher: str
     rank: int | None
     size: int | None
+    local_rank: int | None = None
 
 
 _LAUNCHERS = (
-    ("mpirun of Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("mpirun of MVAPICH2", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-    ("mpirun of MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE"),
+    ("mpirun of Open MPI", "OMPI_COMM_WORLD_", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("mpirun of MVAPICH2", "MV2_COMM_WORLD_", "MV2_COMM_WORLD_LOCAL_RANK"),
+    ("mpirun of MPICH or Intel MPI", "PMI_", "MPI_LOCALRANKID"),
 )
-_LOCAL_RANKS = (
-    "OMPI_COMM_WORLD_LOCAL_RANK",  # Open MPI
-    "MPI_LOCALRANKID",  # MPICH, Intel MPI
-    "SLURM_LOCALID",  # srun
+_SRUN_LOCAL_RANK = "SLURM_LOCALID"  # under mpirun that of its daemon
+LOCAL_SIZES = (
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
 )
+"""The variables with which mpiruns say how many processes are on this host."""
 
 
 def find_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
@@ -51,24 +55,22 @@ def find_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
     """
     variables = os.environ if environment is None else environment
     step = _number(variables, "SLURM_STEP_NUM_TASKS")
-    for name, rank, size in _LAUNCHERS:
+    for name, prefix, local in _LAUNCHERS:
+        rank, size = f"{prefix}RANK", f"{prefix}SIZE"
         if rank in variables or size in variables:
             if step is not None and name.endswith("Intel MPI"):
                 kind = variables.get("SLURM_MPI_TYPE", "")
                 if kind.startswith("pmi"):  # else it is mpirun in a SLURM job
-                    name = f"srun --mpi={kind}"
-            return Launch(name, _number(variables, rank), _number(variables, size))
+                    name, local = f"srun --mpi={kind}", _SRUN_LOCAL_RANK
+            numbers = (_number(variables, key) for key in (rank, size, local))
+            return Launch(name, *numbers)
     if step is not None:
         kind = variables.get("SLURM_MPI_TYPE", "none")
-        return Launch(f"srun --mpi={kind}", _number(variables, "SLURM_PROCID"), step)
+        rank_and_local = ("SLURM_PROCID", _SRUN_LOCAL_RANK)
+        own, local_rank = (_number(variables, key) for key in rank_and_local)
+        return Launch(f"srun --mpi={kind}", own, step, local_rank)
     own = _number(variables, "PMIX_RANK")
     return None if own is None else Launch("a launcher with PMIx", own, None)
-
-
-def find_local_rank() -> int | None:
-    """Return this process's number on its node; None if no launcher says it."""
-    numbers = (_number(os.environ, name) for name in _LOCAL_RANKS)
-    return next((number for number in numbers if number is not None), None)
 
 
 def describe_alone(launch: Launch, library: str) -> str:

@@ -120,8 +120,10 @@ def local_rank(size: int, machine_rank: int) -> int:
     """
     if size == world_size():
         return machine_rank
-    found = launcher.find_local_rank()
-    return machine_rank if found is None else found
+    found = launcher.find_launch()
+    if found is None or found.local_rank is None:
+        return machine_rank
+    return found.local_rank
 
 
 def is_crowded(machine_size: int) -> bool:

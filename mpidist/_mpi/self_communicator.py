@@ -25,6 +25,7 @@ class SelfCommunicator:
 
     def __init__(self) -> None:
         self.traffic: Traffic = Traffic()
+        self.node_ranks: list[int] = [0]
 
     def together(self, step: Callable[[], _T], what: str) -> _T:
         """Run the step."""

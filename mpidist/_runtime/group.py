@@ -46,6 +46,8 @@ class ReplicaGroup:
         device_name: the device of this rank's replica, as users see it.
         device_names: the devices of all replicas, in replica order.
         host_names: the machines of all replicas, in replica order.
+        node_numbers: the nodes of all replicas, in replica order, from 0 in the order
+            of their first ranks. Ranks of a node share memory; names do not say it.
         registry: the distributed values by key.
         custom_ops: the user's `CrossDeviceOps`; None if there are none.
         all_reduce: ``all_reduce(op, tree, options=None, call=...)`` reduces a nest of
@@ -85,10 +87,12 @@ class ReplicaGroup:
         self.replica_id: int = comm.rank
         self.num_replicas: int = comm.size
         self.device_name: str = self.device.name_on(comm.rank)
-        mine = f"{self.device_name}\n{comm.host_name}".encode()
+        mine = f"{self.device_name}\n{comm.host_name}\n{comm.node_ranks[0]}".encode()
         rows = [row.decode().split("\n") for row in comm.all_gather_objects(mine)]
-        self.device_names: tuple[str, ...] = tuple(device for device, _ in rows)
-        self.host_names: tuple[str, ...] = tuple(host for _, host in rows)
+        self.device_names: tuple[str, ...] = tuple(device for device, _, _ in rows)
+        self.host_names: tuple[str, ...] = tuple(host for _, host, _ in rows)
+        firsts = list(dict.fromkeys(first for _, _, first in rows))
+        self.node_numbers: tuple[int, ...] = tuple(firsts.index(row[2]) for row in rows)
         self.registry: Registry = Registry(self, comm.rank, comm.size)
         self.custom_ops: BatchReducer | None = None
         self.all_reduce: Callable[..., Any] = collectives.all_reduce

@@ -15,11 +15,11 @@ from mpidist._base.reduce_op import (
 from mpidist._base.types import Nest
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._strategy.cluster_resolver import MPIClusterResolver
 from mpidist._strategy.extended import StrategyExtended
 from mpidist._strategy.local_results import local_results
 from mpidist._strategy.value_context import ValueContext
 from mpidist._values.distributed import PerReplica, own_component
+from mpidist.cluster import MPIClusterResolver
 from mpidist.data import (
     Dataset,
     DistributedDataset,
@@ -104,12 +104,15 @@ class Strategy:
 
     @property
     def cluster_resolver(self) -> MPIClusterResolver | None:
-        """A description of the processes; None for the default strategy."""
+        """The ranks, their hosts and devices; None for the default strategy."""
         group = self._group
         if not group.is_mpi:
             return None
         return MPIClusterResolver(
-            group.host_names, group.replica_id, group.device_names
+            group.host_names,
+            group.replica_id,
+            group.device_names,
+            group.node_numbers,
         )
 
     def communication_statistics(self) -> CommunicationStatistics:

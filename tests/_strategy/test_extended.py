@@ -104,9 +104,13 @@ def is_cross_replica(strategy):
 
 def test_cluster_resolver(strategy, rank, size):
     resolver = strategy.cluster_resolver
-    hosts = resolver.cluster_spec()["worker"]
+    hosts = resolver.cluster_spec().job_tasks("worker")
     assert isinstance(resolver, mpidist.MPIClusterResolver)
-    assert len(hosts) == size
+    assert len(hosts) == len(resolver.devices) == size
+    for number, node in enumerate(resolver.nodes):
+        before = resolver.nodes[:number]
+        assert resolver.local_ranks[number] == before.count(node)
+        assert node <= len(set(before))
     assert (resolver.task_type, resolver.task_id) == ("worker", rank)
     assert (resolver.environment, resolver.rpc_layer) == ("mpi", "mpi")
     assert resolver.master() == hosts[0]

@@ -22,7 +22,14 @@ DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 DOCUMENTS = [page for page in DOCUMENTS if "_build" not in page.parts]
 FOLDERS = (".ci", ".github", "docs", "examples", "launch", "mpidist")
 FOLDERS += ("pytest_mpidist", "tests")
-MODULES = ("", "data", "experimental", "optimizers", "testing")  # the public ones
+MODULES = (
+    "",
+    "cluster",
+    "data",
+    "experimental",
+    "optimizers",
+    "testing",
+)  # the public ones
 
 by_page = pytest.mark.parametrize(
     "page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT))

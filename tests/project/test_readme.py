@@ -479,8 +479,10 @@ def test_the_api_page_has_all_public_names():
     assert sorted(shown["mpidist.optimizers"]) == sorted(mpidist.optimizers.__all__)
     own = set(mpidist.data.__all__) - set(mpidist.__all__)
     assert sorted(shown["mpidist.data"]) == sorted(own)
+    own = set(mpidist.cluster.__all__) - set(mpidist.__all__)
+    assert sorted(shown["mpidist.cluster"]) == sorted(own)
     assert sorted(shown["mpidist.testing"]) == sorted(mpidist.testing.__all__)
-    modules = {"data", "experimental", "optimizers", "testing"}
+    modules = {"cluster", "data", "experimental", "optimizers", "testing"}
     objects = set(mpidist.__all__) - {"__version__", *modules}
     assert sorted(shown["mpidist"]) == sorted(objects)
 

@@ -1,0 +1,78 @@
+"""What is known about this process before a strategy is created."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import platform
+from collections.abc import Mapping
+
+from mpidist._base import threads
+from mpidist._mpi import launcher, library
+from mpidist.cluster._hostlist import expand_tasks_per_node
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """This process among those that its launcher started.
+
+    Attributes:
+        launcher: such as "mpirun of Open MPI" or "srun --mpi=pmix"; "" without one.
+        rank: its number among all of them, from 0.
+        size: how many there are.
+        local_rank: its number among those on its host, from 0; None if unknown.
+        local_size: how many are on its host; None if unknown.
+        node: the number of its host in the job, from 0; None if unknown: only srun
+            says it.
+        host: the name of its host.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int | None
+    local_size: int | None
+    node: int | None
+    host: str
+
+
+def this_process() -> Process:
+    """Return which of the launched processes this is; it starts no MPI.
+
+    Each rank may call it by itself, also before the first `mpidist.MPIStrategy`, for
+    example to choose a GPU or a folder. Rank and size are those of MPI's COMM_WORLD if
+    MPI runs, else what the launcher says in environment variables; without a launcher
+    rank 0 of 1. The rest is the launcher's. All of it for all ranks, as MPI knows it:
+    `mpidist.Strategy.cluster_resolver`.
+    """
+    variables = os.environ
+    found = launcher.find_launch(variables)
+    name, local_rank, local_size, node = "", None, None, None
+    rank, size = 0, 1
+    if found is not None:
+        name = found.launcher
+        local_rank = found.local_rank
+        local_size, node = _place(variables, name)
+        rank, size = found.rank or 0, found.size or 1
+    # A replica that is a thread is in a process of its own kind: one, without MPI.
+    running = None if threads.current() is not None else library.world_rank()
+    if running is not None:
+        rank, size = running, library.world_size()
+    if size == 1:
+        local_rank, local_size, node = 0, 1, 0
+    return Process(name, rank, size, local_rank, local_size, node, platform.node())
+
+
+def _place(variables: Mapping[str, str], name: str) -> tuple[int | None, int | None]:
+    """Return how many processes are on this host, and the number of the host."""
+    for variable in launcher.LOCAL_SIZES:
+        if variables.get(variable, "").isdigit():
+            return int(variables[variable]), None
+    node = variables.get("SLURM_NODEID", "")
+    if not name.startswith("srun") or not node.isdigit():
+        return None, None
+    with contextlib.suppress(ValueError, IndexError):
+        counts = expand_tasks_per_node(variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        return counts[int(node)], int(node)
+    return None, int(node)
