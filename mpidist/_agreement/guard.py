@@ -151,10 +151,14 @@ class Guard(Waiting):
         """Whether calls are compared with those of other ranks."""
         return self.enabled and self._comm.size > 1
 
-    def close(self) -> None:
-        """Make every later call raise: the strategy is closed. Not collective."""
+    def close(self, why: str = "this strategy was closed; make a new one") -> None:
+        """Make every later call raise: the strategy is closed. Not collective.
+
+        Args:
+            why: and what to do instead.
+        """
         self.closed = True
-        self.broken = "this strategy was closed; make a new one"
+        self.broken = why
         self.channel = None  # and with it the memory that the ranks share
 
     def in_merge_fn(self) -> _MergeFnScope:

@@ -28,8 +28,38 @@ _MPIX_GPU_SUPPORT_CUDA: Final = 0  # of MPICH's mpi.h
 _MEMORY_KINDS: Final = "mpi_memory_alloc_kinds"
 
 
+IN_CHILD: Final = (
+    "this process was forked by a rank, and is no rank itself, so the strategies of "
+    "its parent are closed here, and it cannot make one. It can read variables and "
+    "arrays, and compute. Make collective calls in the parent, and start processes "
+    "that are to have nothing of it by the `multiprocessing` method `spawn`, or by "
+    "`subprocess`"
+)
+"""Why a child that was forked cannot communicate."""
+
+_in_child = False
+
+
+def forbid() -> None:
+    """Refuse MPI from now on: this process was forked by one in which it runs."""
+    global _in_child
+    _in_child = True
+
+
+def is_forbidden() -> bool:
+    """Return whether this process was forked by one in which MPI was running."""
+    return _in_child
+
+
 def mpi_module() -> MpiModule:
-    """Import mpi4py, which starts MPI, and return it."""
+    """Import mpi4py, which starts MPI, and return it.
+
+    Raises:
+        ImportError: if there is no MPI library.
+        RuntimeError: in a process that was forked by a rank.
+    """
+    if _in_child:
+        raise RuntimeError(f"MPIStrategy: {IN_CHILD}")
     try:
         return importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
@@ -91,7 +121,7 @@ def check_not_alone(comm: MpiComm) -> None:
 def world_rank() -> int | None:
     """Return this process's rank in COMM_WORLD; None if MPI does not run."""
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+    if mpi is None or _in_child or not mpi.Is_initialized() or mpi.Is_finalized():
         return None
     rank: int = mpi.COMM_WORLD.Get_rank()
     return rank

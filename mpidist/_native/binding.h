@@ -22,11 +22,12 @@
 #define PAGE 4096
 #define FEW 32 /* leaves for which no memory is taken */
 
-typedef struct {
+typedef struct Memory {
   PyObject_HEAD
   unsigned char *start;
   Py_ssize_t nbytes;
   int fd;
+  struct Memory *before, *after; /* of those that are mapped files */
 } Memory;
 
 typedef struct {
@@ -43,6 +44,9 @@ typedef struct {
   md_header started;       /* by `start`, for `test` */
   md_channel channel;
 } Channel;
+
+/* `core.detach`, for the child of a fork. */
+PyObject *detach_memories(PyObject *module, PyObject *nothing);
 
 extern PyTypeObject MemoryType, PoolType, SlotType, ChannelType, ReduceType, GatherType;
 

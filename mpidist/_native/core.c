@@ -24,6 +24,9 @@ static PyMethodDef functions[] = {
      "Return how large the memory of a channel is, and where its arenas begin."},
     {"has_kernel", has_kernel, METH_VARARGS,
      "has_kernel(dtype, operation)\n--\n\nWhether arrays of this dtype can be reduced so."},
+    {"detach", detach_memories, METH_NOARGS,
+     "detach()\n--\n\n"
+     "In the child of a fork: what it writes to shared memory, no other process sees."},
     {NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_core",

@@ -11,6 +11,9 @@
    arrays, loads wait for stores that have nothing to do with them ("4K aliasing"). */
 #define OFFSET (PAGE / 2)
 
+/* All mapped files of this process; the GIL guards the list. */
+static Memory *files;
+
 static int Memory_init(Memory *self, PyObject *args, PyObject *kwargs) {
   static char *names[] = {"fd", "nbytes", NULL};
   int fd;
@@ -38,10 +41,40 @@ static int Memory_init(Memory *self, PyObject *args, PyObject *kwargs) {
   }
   self->start = start;
   self->nbytes = nbytes;
+  if (self->fd >= 0) {
+    self->after = files;
+    if (files) files->before = self;
+    files = self;
+  }
   return 0;
 }
 
+static void unlist(Memory *self) {
+  if (self->before) self->before->after = self->after;
+  if (self->after) self->after->before = self->before;
+  if (files == self) files = self->after;
+  self->before = self->after = NULL;
+}
+
+/* A child sees what its parent has, and what it writes it writes for itself: the file is
+   mapped again, in the same place.  Where that fails the child can only read. */
+PyObject *detach_memories(PyObject *module, PyObject *nothing) {
+  (void)module, (void)nothing;
+  while (files) {
+    Memory *self = files;
+    size_t nbytes = (size_t)self->nbytes;
+    int flags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
+    unlist(self);
+    if (mmap(self->start, nbytes, PROT_READ | PROT_WRITE, flags, self->fd, 0) == MAP_FAILED)
+      mprotect(self->start, nbytes, PROT_READ);
+    close(self->fd);
+    self->fd = -1;
+  }
+  Py_RETURN_NONE;
+}
+
 static void Memory_dealloc(Memory *self) {
+  unlist(self);
   if (self->start) munmap(self->start, (size_t)self->nbytes);
   if (self->start && self->fd >= 0) close(self->fd);
   Py_TYPE(self)->tp_free((PyObject *)self);

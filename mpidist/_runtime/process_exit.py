@@ -16,6 +16,13 @@ Therefore, while a process has an `MPIStrategy`,
 
 ``MPIDIST_ABORT=0`` turns all of this off.
 
+A process that a rank has forked (`forked_child`) ends by itself, and without
+MPI_Finalize, which would wait for the other ranks, or break the connections that it has
+in common with its parent. mpi4py calls it after all `atexit` handlers, and there is no
+way to tell it not to, so the process ends in the last of these: with the code of its
+`sys.exit`, or 1 after an uncaught exception. The code of ``raise SystemExit(code)`` is
+lost: it is 1 if the outermost frame did not end by a return.
+
 The hooks are `sys.excepthook`, `threading.excepthook`, `sys.exit` and an atexit
 function. They are installed when the first strategy is created, and removed when the
 last one is closed. They stay if creating the first one failed, or if a strategy is
@@ -48,6 +55,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dis
 import faulthandler
 import functools
 import os
@@ -56,7 +64,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import ModuleType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 from typing import Any, Final
 
 from mpidist._agreement.guard import Guard
@@ -116,17 +124,17 @@ class _Hook:
 _guards: Final[threads.ReplicaLocal[dict[Guard, bool]]] = threads.ReplicaLocal(dict)
 _hooks: list[_Hook] = []
 _making = False  # a strategy is being created, or creating it has failed
-_process_id = 0
 _exit_code: Any = None
+_outermost: FrameType | None = None  # of a forked child
 
 
 def install() -> None:
     """Install the hooks, unless they are installed: a strategy is being created."""
-    global _making, _process_id, _exit_code
+    global _making, _exit_code
     _making = True
     if _hooks:
         return
-    _process_id, _exit_code = os.getpid(), None
+    _exit_code = None
     _hooks.append(_Hook(sys, "excepthook", _end_program))
     _hooks.append(_Hook(threading, "excepthook", _end_thread))
     _hooks.append(_Hook(sys, "exit", _exit))
@@ -158,16 +166,40 @@ def forget(guard: Guard) -> None:
     atexit.unregister(_leave)
 
 
-def _is_child() -> bool:
-    """Return whether this is a fork of the rank, such as a data loader, without MPI."""
-    return os.getpid() != _process_id
+def become_child() -> None:
+    """Have this process, which a rank has forked, end by itself."""
+    global _exit_code, _outermost
+    _exit_code = None
+    if not _hooks:
+        _hooks.append(_Hook(sys, "excepthook", _end_program))
+        _hooks.append(_Hook(sys, "exit", _exit))
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    _outermost = frame
+
+
+def _ended_by_return(frame: FrameType) -> bool:
+    instruction = frame.f_code.co_code[frame.f_lasti]
+    return dis.opname[instruction].startswith("RETURN")
+
+
+def _was_raised() -> bool:
+    """Return whether a child ends by a SystemExit that was not made by `sys.exit`."""
+
+    def ends() -> FrameType:
+        return sys._getframe()
+
+    return (
+        _outermost is not None
+        and _ended_by_return(ends())  # as this Python tells it
+        and not _ended_by_return(_outermost)
+    )
 
 
 def _rank_of_job() -> int | None:
     """Return this process's rank; None if no other could wait for it."""
-    if _is_child() or library.world_size() == 1:
-        return None
-    return library.world_rank()
+    return None if library.world_size() == 1 else library.world_rank()
 
 
 def _end_program(
@@ -177,8 +209,10 @@ def _end_program(
     trace: TracebackType | None,
 ) -> None:
     """End the job because of an uncaught exception."""
+    global _exit_code
     rank = _rank_of_job()
     if rank is None:
+        _exit_code = _INTERRUPTED if kind is KeyboardInterrupt else 1
         previous(kind, error, trace)
         return
     show = None
@@ -207,7 +241,7 @@ def _exit(previous: Callable[..., Any], status: Any = None, /) -> None:
     """Store the exit code, for the ranks that wait for this one."""
     global _exit_code
     if threading.current_thread() is threading.main_thread():
-        _exit_code = status
+        _exit_code = 0 if status is None and library.is_forbidden() else status
     previous(status)
 
 
@@ -260,7 +294,7 @@ def _end_job(
 
 def _leave() -> None:
     """Wait until all ranks of all strategies have reached their end."""
-    if not _is_child() and library.world_rank() is not None:
+    if library.world_rank() is not None:
         leave(_exit_code)
 
 
@@ -276,10 +310,10 @@ def leave(code: Any) -> None:
 
 
 def _end() -> None:
-    """End without MPI_Finalize if it would wait for a lost rank."""
-    if not _process_id or _is_child():
-        return
-    if not any(guard.has_lost for guard in _guards.get()):
+    """End without MPI_Finalize if it would wait for a lost rank, or is not ours."""
+    if not library.is_forbidden() and not any(
+        guard.has_lost for guard in _guards.get()
+    ):
         return
     logging = sys.modules.get("logging")
     if logging is not None:
@@ -288,6 +322,8 @@ def _end() -> None:
         with contextlib.suppress(Exception):
             stream.flush()
     code = _exit_code
+    if code is None and library.is_forbidden() and _was_raised():
+        code = 1
     if code is not None and not isinstance(code, int):
         code = 1  # a text, which was printed
     os._exit((code or 0) & 0xFF)

@@ -28,7 +28,7 @@ from mpidist._engine.collectives import Collectives
 from mpidist._engine.traced import TracedCollectives
 from mpidist._mpi.communicator import Communicator
 from mpidist._mpi.library import check_communicator, check_not_alone, local_rank
-from mpidist._runtime import context, process_exit
+from mpidist._runtime import context, forked_child, process_exit
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.cross_device_ops import CrossDeviceOps
 from mpidist._strategy.replica_context import attach
@@ -127,6 +127,7 @@ class MPIStrategy(Strategy):
             environment = read_environment()
         except ValueError as error:  # perhaps on this rank only: tell all ranks
             environment, problem = Environment(), str(error)
+        forked_child.prepare()
         replica = threads.current()
         if replica is not None:
             environment = replica.adapt(environment)
@@ -174,6 +175,7 @@ class MPIStrategy(Strategy):
             stall_seconds=environment.stall_seconds,
         )
         deadline.hand_over(guard)
+        forked_child.close_in_children(guard)
 
         def forget() -> None:
             process_exit.forget(guard)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import functools
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -28,6 +30,16 @@ class _Shelf:
             self.ready.clear()
             self.changed.notify_all()
 
+    def abandon(self) -> None:
+        """Stop waiting for the thread, in a forked child, which does not have it."""
+        self.changed = threading.Condition()  # the thread may have held the other
+        if not self.ended:
+            self.ended = True
+            self.error = RuntimeError(
+                "this process was forked while a thread of its parent read this "
+                "dataset ahead; make a new iterator here, or call `iter` after the fork"
+            )
+
     def put(self, item: Any) -> bool:
         """Add an item when there is space; return False to stop."""
         with self.changed:
@@ -43,6 +55,19 @@ class _Shelf:
         with self.changed:
             self.ended, self.error = True, error
             self.changed.notify_all()
+
+
+_shelves: weakref.WeakSet[_Shelf] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for shelf in list(_shelves):
+        shelf.abandon()
+
+
+@functools.cache
+def _prepare_for_forks() -> None:
+    os.register_at_fork(after_in_child=_abandon_all)
 
 
 def _fill(items: Iterator[Any], shelf: _Shelf) -> None:
@@ -87,6 +112,8 @@ class Prefetcher(Generic[_T]):
     def __next__(self) -> _T:
         if not self._started:
             self._started = True
+            _prepare_for_forks()
+            _shelves.add(self._shelf)
             self._thread.start()
         shelf = self._shelf
         with shelf.changed:

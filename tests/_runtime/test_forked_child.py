@@ -1,0 +1,240 @@
+"""A child that a rank has forked: what it may do, and what nobody else notices."""
+
+import textwrap
+
+import pytest
+from launching import run_ranks
+
+pytestmark = pytest.mark.core
+
+PROLOGUE = """
+import concurrent.futures, multiprocessing, os, sys, time
+import numpy as np
+import mpidist
+from mpidist.data import Dataset
+strategy = mpidist.MPIStrategy()
+rank = strategy.replica_id
+context = mpidist.get_replica_context
+def all_reduce(x):
+    return strategy.run(lambda: context().all_reduce("SUM", x))
+(shared,) = strategy.experimental_local_results(all_reduce(np.ones(300_000)))
+with strategy.scope():
+    v = mpidist.Variable(np.zeros(3))
+
+def status_of(function):
+    "Run a function in a child, and return the child's exit code."
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        return function() or 0
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def in_child(function):
+    "Run a function in a child; return what it returns, or the text of what it raises."
+    with concurrent.futures.ProcessPoolExecutor(
+        1, multiprocessing.get_context("fork")
+    ) as pool:
+        try:
+            return pool.submit(function).result()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+"""
+
+EPILOGUE = """
+(total,) = strategy.experimental_local_results(all_reduce(1.0))
+assert total == 3.0, total
+assert (shared == 3).all()
+v.assign(v + 1)
+assert (v.numpy() == 1).all()
+print("done", flush=True)
+"""
+
+
+def run_job(body, **env):
+    text = PROLOGUE + textwrap.dedent(body) + EPILOGUE
+    result = run_ranks(3, ["-c", text], timeout=60, env=env)
+    outcome = (result.returncode, result.stdout.split())
+    assert outcome == (0, ["done"] * 3), f"{result.stdout}\n{result.stderr}"
+    return result.stderr
+
+
+CALLS = """
+def reads():
+    return v.numpy().sum() + shared[:4].sum()
+def computes():
+    alone = mpidist.get_strategy()
+    total = alone.run(lambda: context().all_reduce("SUM", 2.0))
+    return float(alone.experimental_local_results(total)[0])
+def writes():
+    shared[:] = 7
+    return shared[-1]
+def reduces_small():
+    all_reduce(1.0)
+def reduces_large():
+    all_reduce(np.ones(300_000))
+def runs():
+    strategy.run(lambda: 3)
+def merges():
+    strategy.run(lambda: context().merge_call(lambda s: None))
+def gathers():
+    strategy.gather(strategy.run(lambda: np.ones(2)), axis=0)
+def assigns():
+    v.assign(np.ones(3))
+def updates():
+    strategy.extended.update(v, lambda v: v.assign(np.ones(3)))
+def takes_buffers():
+    strategy.buffers_like(np.ones(3))
+def saves():
+    mpidist.Checkpoint(v=v).save("nowhere")
+def restores():
+    mpidist.Checkpoint(v=v).restore("nowhere")
+def makes_a_dataset():
+    strategy.experimental_distribute_dataset(Dataset.from_tensor_slices(np.ones(6)).batch(3))
+def makes_a_strategy():
+    mpidist.MPIStrategy()
+if rank != 2:
+    assert in_child(reads) == 12
+    assert in_child(writes) == 7
+    assert in_child(computes) == 2.0
+    for call in (reduces_small, reduces_large, runs, merges, gathers, assigns, updates,
+                 takes_buffers, saves, restores, makes_a_dataset, makes_a_strategy):
+        text = in_child(call)
+        assert text.startswith("RuntimeError"), (call, text)
+        assert "this process was forked by a rank" in text, (call, text)
+        assert "`spawn`" in text and "Make collective calls in the parent" in text
+"""
+
+
+@pytest.mark.parametrize("implementation", ["auto", "direct"])
+def test_calls_of_a_child_are_errors_and_what_it_writes_is_its_own(implementation):
+    run_job(CALLS, MPIDIST_IMPLEMENTATION=implementation)
+
+
+@pytest.mark.parametrize("abort", ["1", "0"])
+def test_how_a_child_ends_is_its_own(abort):
+    body = """
+    me = os.getpid()
+    if rank == 1:
+        def raises():
+            raise LookupError("of the child")
+        def raises_exit():
+            raise SystemExit(7)
+        for function, code in [
+            (lambda: sys.exit(5), 5), (lambda: sys.exit(), 0), (lambda: os._exit(6), 6),
+            (lambda: sys.exit("a reason"), 1), (raises, 1), (raises_exit, 1),
+        ]:
+            found = status_of(function)
+            assert found == code, (found, code)
+        assert os.getpid() == me
+    # They end while their parent makes calls.
+    pids = []
+    for number in range(3):
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(write_end)
+            os.read(read_end, 1)  # until the parent has closed its end
+            sys.exit(number)
+        all_reduce(1.0)
+        os.close(write_end)
+        os.close(read_end)
+        all_reduce(1.0)
+        pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert codes == [0, 1, 2], codes
+    """
+    err = run_job(body, MPIDIST_ABORT=abort)
+    assert err.count("LookupError: of the child") == 1
+    assert err.count("a reason") == 1
+    assert "ending the job" not in err
+
+
+def test_a_child_that_reaches_the_end_of_the_program():
+    body = """
+    pid = os.fork() if rank == 0 else -1
+    if pid > 0:
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
+    if pid == 0:
+        import atexit
+        atexit.register(print, "its own handlers run", file=sys.stderr)
+        sys.exit(4)
+    """
+    assert run_job(body) == "its own handlers run\n"
+
+
+@pytest.mark.parametrize("where", ["run", "merge_fn", "update"])
+def test_a_child_of_a_replica_function(where):
+    body = f"""
+    def forks():
+        pid = os.fork()
+        if pid == 0:
+            try:
+                calls()
+            except RuntimeError as error:
+                assert "this process was forked by a rank" in str(error)
+                return
+            os._exit(9)  # not reached
+        children.append(pid)
+    children, me = [], os.getpid()
+    def replica_fn():
+        forks() if rank == 1 else None
+        return context().all_reduce("SUM", 1.0)
+    def merge_fn(s, x):
+        forks()
+        return s.reduce("SUM", x, axis=None)
+    def update_fn(v):
+        forks() if rank == 1 else None
+        v.assign_add(np.zeros(3))
+    if {where!r} == "run":
+        calls = lambda: context().all_reduce("SUM", 1.0)
+        program = lambda: strategy.run(replica_fn)
+    elif {where!r} == "merge_fn":
+        calls = lambda: mpidist.get_strategy().extended.update(v, lambda v: None)
+        program = lambda: strategy.run(lambda: context().merge_call(merge_fn, (1.0,)))
+    else:
+        calls = lambda: all_reduce(1.0)
+        program = lambda: strategy.extended.update(v, update_fn)
+    try:
+        program()
+    except RuntimeError:
+        assert os.getpid() != me
+        sys.exit(3)  # of the child, which has gone on as far as here
+    for pid in children:
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+    """
+    run_job(body)
+
+
+def test_workers_that_read_data():
+    body = """
+    def double(x):
+        return 2 * x
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        numbers = Dataset.from_tensor_slices(np.arange(12))
+        doubles = numbers.map(lambda x: np.int64(pool.apply(double, (int(x),))))
+        ahead = doubles.batch(6).prefetch(1)
+        got = []
+        for batch in strategy.experimental_distribute_dataset(ahead):
+            (part,) = strategy.experimental_local_results(batch)
+            got += part.tolist()
+            all_reduce(1.0)
+    rows = [list(range(12))[b + 2 * rank : b + 2 * rank + 2] for b in (0, 6)]
+    assert got == [2 * x for row in rows for x in row], got
+    """
+    run_job(body)
+
+
+def test_an_iterator_that_is_read_ahead_by_a_thread_of_the_parent():
+    body = """
+    rows = iter(Dataset.from_tensor_slices(np.arange(100)).prefetch(2))
+    assert next(rows) == 0
+    def goes_on():
+        return [int(next(rows)) for _ in range(50)]
+    text = in_child(goes_on)
+    assert "RuntimeError: this process was forked while a thread of its parent" in text
+    def begins():
+        return [int(x) for x in Dataset.from_tensor_slices(np.arange(5)).prefetch(2)]
+    assert in_child(begins) == [0, 1, 2, 3, 4]
+    assert next(rows) == 1
+    """
+    run_job(body)
