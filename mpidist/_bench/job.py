@@ -35,6 +35,11 @@ class Job:
         nodes: the number of machines that they are on.
         local_rank: the number of this process on its machine.
         local_size: the number of ranks on this machine.
+        node_of: the number of each rank's machine, from 0. Ranks of one share memory:
+            host names need not differ.
+        node: that of this rank.
+        node_sizes: the number of ranks on each machine.
+        first_ranks: the first rank of each machine.
     """
 
     def __init__(self) -> None:
@@ -46,8 +51,16 @@ class Job:
         node = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED)
         self.local_rank: int = node.Get_rank()
         self.local_size: int = node.Get_size()
+        first: int = node.bcast(self.rank, 0)
         node.Free()
-        self.nodes: int = self.comm.allreduce(int(self.local_rank == 0))
+        firsts: list[int] = self.comm.allgather(first)
+        self.first_ranks: list[int] = sorted(set(firsts))
+        self.nodes: int = len(self.first_ranks)
+        self.node_of: list[int] = [self.first_ranks.index(first) for first in firsts]
+        self.node: int = self.node_of[self.rank]
+        self.node_sizes: list[int] = [
+            self.node_of.count(number) for number in range(self.nodes)
+        ]
 
     def free(self) -> None:
         """Free the communicator. Collective."""

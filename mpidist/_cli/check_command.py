@@ -11,7 +11,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,18 @@ import mpidist
 from mpidist import _bench, _native
 from mpidist._base.types import HostArray, Nest
 from mpidist._cli.info_command import core_facts, describe_stranger, gpu_facts
-from mpidist._cli.speaking import Parser, positive_seconds, say
+from mpidist._cli.outcomes import (
+    BUG,
+    FAILED,
+    NOTE,
+    OK,
+    CheckFailedError,
+    Note,
+    Outcome,
+    attempt,
+)
+from mpidist._cli.speaking import Parser, let_the_first_speak, positive_seconds, say
+from mpidist._cli.system_checks import SystemChecks
 from mpidist._mpi import versions
 from mpidist._strategy.strategy import group_of
 from mpidist._transports.cuda_aware_probe import probe_direct
@@ -34,49 +45,17 @@ real job:
   mpirun -n 4 mpidist check
   srun -N 2 --ntasks-per-node 4 --mpi=pmix mpidist check
 
+  mpirun -n 4 mpidist check --folder /scratch/me
+
 Exits 0 if all is well, 1 if a check failed; a note is not a failure. No check waits
 longer than --timeout.
 """
-_NEEDED_SHM: Final = 64 * 2**20
 _CUDA: Final = "CUDA-aware MPI"
 _PROBE_SECONDS: Final = 60.0
-_OK: Final = "ok"
-_NOTE: Final = "note"
-_FAILED: Final = "FAILED"
 _OF_ONE_RANK: Final = ("MPIDIST_TRACE",)  # may differ between ranks
 _T = TypeVar("_T")
 
 
-class _FailedError(Exception):
-    """A check failed; the message says what is wrong, ``advice`` what to do."""
-
-    def __init__(self, wrong: str, advice: str) -> None:
-        super().__init__(wrong)
-        self.advice = advice
-
-
-@dataclasses.dataclass(frozen=True)
-class _Outcome:
-    """The line of one check, the same on all ranks."""
-
-    name: str
-    state: str
-    text: str
-    advice: str = ""
-
-
-class _Finding(NamedTuple):
-    """What one rank found; ``wrong`` is None if nothing is wrong."""
-
-    text: str
-    wrong: str | None
-    advice: str
-
-
-_BUG: Final = (
-    "this should not happen: please report it, with the output of `mpidist info`. "
-    "MPIDIST_IMPLEMENTATION=direct uses only MPI"
-)
 _LIBRARY: Final = (
     "test the MPI library first: `mpirun -n 2 python -m mpi4py.bench helloworld`"
 )
@@ -93,7 +72,7 @@ class _Checks:
     @property
     def _strategy(self) -> mpidist.MPIStrategy:
         if self._made is None:
-            raise _FailedError("there is no strategy to try it with", "see above")
+            raise CheckFailedError("there is no strategy to try it with", "see above")
         return self._made
 
     @property
@@ -113,10 +92,11 @@ class _Checks:
         job = self._job
         alone = describe_stranger(job.size)
         if alone:
-            raise _FailedError(alone.partition(": ")[0], alone)
+            wrong, _, advice = alone.partition(" is alone: ")
+            raise CheckFailedError(f"{wrong} is alone", advice)
         total = job.comm.allreduce(job.rank)
         if total != job.size * (job.size - 1) // 2:
-            raise _FailedError(f"the sum of all ranks is {total}", _LIBRARY)
+            raise CheckFailedError(f"the sum of all ranks is {total}", _LIBRARY)
         more = "; start more with mpirun -n N" if job.size == 1 else ""
         nodes = f"{job.nodes} node{'s' * (job.nodes != 1)}"
         return f"{job.size} rank{'s' * (job.size != 1)} on {nodes}{more}"
@@ -128,7 +108,7 @@ class _Checks:
         for key in dict.fromkeys([*facts, *first]):
             mine, other = facts.get(key, "unknown"), first.get(key, "unknown")
             if mine != other:
-                raise _FailedError(
+                raise CheckFailedError(
                     f"{key} is {mine} here, and {other} on rank 0", versions.ADVICE
                 )
         return f"{facts['mpi']}, mpi4py {facts['mpi4py']}, NumPy {facts['numpy']}"
@@ -143,7 +123,7 @@ class _Checks:
         first = self._job.from_root(mine)
         for key in sorted({*mine, *first}):
             if mine.get(key) != first.get(key):
-                raise _FailedError(
+                raise CheckFailedError(
                     f"{key} is {mine.get(key, 'not set')} here, and "
                     f"{first.get(key, 'not set')} on rank 0",
                     f"export it to all ranks (Open MPI: mpirun -x {key}; MPICH: "
@@ -153,8 +133,6 @@ class _Checks:
 
     def strategy(self) -> str:
         """Make a strategy."""
-        if describe_stranger(self._job.size):
-            raise _FailedError("the ranks do not know each other", "see above")
         self._made = mpidist.MPIStrategy(
             communication_options=mpidist.experimental.CommunicationOptions(
                 timeout_seconds=self._timeout
@@ -190,9 +168,11 @@ class _Checks:
             if sums[name].dtype != x.dtype or not np.array_equal(
                 sums[name], x * factor
             ):
-                raise _FailedError(f"the sum of {name} is wrong", _BUG)
+                raise CheckFailedError(f"the sum of {name} is wrong", BUG)
         if largest != size - 1 or mean != (size - 1) / 2:
-            raise _FailedError(f"MAX of the ranks is {largest}, MEAN is {mean}", _BUG)
+            raise CheckFailedError(
+                f"MAX of the ranks is {largest}, MEAN is {mean}", BUG
+            )
         return f"SUM of {', '.join(cases)}; MAX, MEAN"
 
     def gather(self) -> str:
@@ -201,7 +181,7 @@ class _Checks:
         expected = np.concatenate([np.full(r + 1, r) for r in range(size)])
         found = self._run(lambda ctx: ctx.all_gather(np.full(rank + 1, rank), 0))
         if not np.array_equal(found, expected):
-            raise _FailedError(f"got {found.tolist()!r:.60}", _BUG)
+            raise CheckFailedError(f"got {found.tolist()!r:.60}", BUG)
         return f"{len(expected)} rows of {size} ranks"
 
     def merge_call(self) -> str:
@@ -227,9 +207,9 @@ class _Checks:
         total = self._run(replica)
         expected = size * (size - 1) / 2
         if total != expected or not np.array_equal(w.numpy(), np.full(1000, expected)):
-            raise _FailedError(f"rank 0 found {total}, expected {expected}", _BUG)
+            raise CheckFailedError(f"rank 0 found {total}, expected {expected}", BUG)
         if len(calls) != (rank == 0):
-            raise _FailedError("merge_fn did not run once, on rank 0 alone", _BUG)
+            raise CheckFailedError("merge_fn did not run once, on rank 0 alone", BUG)
         return "merge_fn ran once, on rank 0; a variable was updated on all"
 
     def training(self) -> str:
@@ -241,7 +221,7 @@ class _Checks:
         gradient = np.full(100, 1 / size, np.float32)
         self._run(lambda ctx: sgd.apply_gradients([(gradient, w)]))
         if not np.allclose(w.numpy(), 0.5):
-            raise _FailedError(f"the weights are {w.numpy()[:3]} ...", _BUG)
+            raise CheckFailedError(f"the weights are {w.numpy()[:3]} ...", BUG)
         mpidist.check_in_sync(w)
         return "the copies of the weights are in sync"
 
@@ -262,8 +242,8 @@ class _Checks:
             self._run(replica)
         except mpidist.CollectiveMismatchError:
             return "CollectiveMismatchError on all ranks"
-        raise _FailedError(
-            "arrays of different shapes were added without an error", _BUG
+        raise CheckFailedError(
+            "arrays of different shapes were added without an error", BUG
         )
 
     def exception(self) -> str:
@@ -285,7 +265,9 @@ class _Checks:
         except mpidist.ReplicaError:
             if self._job.rank != last:
                 return f"raised on rank {last}, and all ranks learned of it"
-        raise _FailedError(f"an exception on rank {last} did not reach this rank", _BUG)
+        raise CheckFailedError(
+            f"an exception on rank {last} did not reach this rank", BUG
+        )
 
     def _run(self, replica: Callable[[mpidist.ReplicaContext], _T]) -> _T:
         """Run on all replicas; return the result of this rank's replica."""
@@ -298,38 +280,6 @@ class _Checks:
 
         self._strategy.run(keep)
         return result[0]
-
-    # --- notes ------------------------------------------------------------------
-
-    def cores(self) -> str | None:
-        """Return a note about ranks and cores; None if there is nothing to note."""
-        threads = os.environ.get("OMP_NUM_THREADS", "")
-        cores = os.cpu_count() or 1
-        if self._job.local_size > cores:
-            return (
-                f"{self._job.local_size} ranks on {cores} cores: ranks wait for a "
-                "core, and calls take many times as long as with one rank per core"
-            )
-        if self._job.local_size > 1 and not threads:
-            return (
-                "OMP_NUM_THREADS is not set: NumPy's BLAS may use all cores in every "
-                "rank; `export OMP_NUM_THREADS=1`"
-            )
-        return None
-
-    def shared_memory(self) -> str | None:
-        """Return a note about shared memory; None if there is nothing to note."""
-        try:
-            status = os.statvfs("/dev/shm")
-        except OSError:
-            return "there is no /dev/shm: ranks of a node cannot share memory"
-        free = status.f_bavail * status.f_frsize
-        if self._job.local_size > 1 and free < _NEEDED_SHM:
-            return (
-                f"/dev/shm has {free / 2**20:.0f} MiB: too little for ranks to share "
-                "memory efficiently (containers: --shm-size 1g)"
-            )
-        return None
 
 
 def _assign(variable: mpidist.Variable, value: HostArray) -> None:
@@ -350,21 +300,29 @@ def check(arguments: Sequence[str]) -> int:
         metavar="S",
         help="seconds that ranks wait for each other (default: 60)",
     )
+    parser.add_argument(
+        "--folder",
+        metavar="DIR",
+        help="also test whether files there can be replaced safely, as checkpoints are",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(list(arguments))
     job = _bench.Job()
     checks = _Checks(job, given.timeout)
+    gpu = gpu_facts()
+    system = SystemChecks(job, gpu["gpus"], gpu["reason"])
     outcomes = []
 
-    def show(outcome: _Outcome) -> None:
+    def show(outcome: Outcome) -> None:
         outcomes.append(outcome)
         if not given.json:
             say(f"{outcome.name:<15} {outcome.state:<6}  {outcome.text}")
-            if outcome.state != _OK and outcome.advice:
+            if outcome.state != OK and outcome.advice:
                 say(f"{'':<15} {'':<6}  -> {outcome.advice}")
 
-    for name, one in (
+    made: list[tuple[str, Callable[[], str | Note]]] = [
         ("ranks", checks.ranks),
+        ("MPI library", system.libraries),
         ("versions", checks.versions),
         ("settings", checks.settings),
         ("strategy", checks.strategy),
@@ -374,20 +332,23 @@ def check(arguments: Sequence[str]) -> int:
         ("optimizer", checks.training),
         ("mismatch", checks.mismatch),
         ("exception", checks.exception),
-    ):
-        show(_attempt(job, name, one))
-    core = core_facts(job.comm.allgather(_native.missing))
-    lacks = bool(core["missing_on"])
-    show(_Outcome("native core", _NOTE if lacks else _OK, core["text"], core["advice"]))
-    for name, remark in (
-        ("cores", checks.cores),
-        ("shared memory", checks.shared_memory),
-    ):
-        notes = [note for note in job.comm.allgather(remark()) if note is not None]
-        show(_Outcome(name, _NOTE if notes else _OK, notes[0] if notes else ""))
-    show(_cuda(job, checks.gpu_arrays))
+        ("native core", lambda: _native_core(job)),
+        ("placement", system.spread),
+        ("cores", system.cores),
+        ("GPUs", system.gpus),
+        ("shared memory", system.shared_memory),
+    ]
+    if given.folder is not None:
+        made.append(("folder", lambda: system.folder(given.folder)))
+    made.append(("clocks", system.clock))
+    for name, one in made:
+        show(attempt(job, name, one))
+        if name == "ranks" and describe_stranger(job.size):
+            break  # what follows would fail for this reason
+    else:
+        show(_cuda(job, checks.gpu_arrays))
     checks.close()
-    failed = sum(one.state == _FAILED for one in outcomes)
+    failed = sum(one.state == FAILED for one in outcomes)
     if given.json:
         rows = [dataclasses.asdict(one) for one in outcomes]
         say(json.dumps({"failed": failed, "checks": rows}, indent=1))
@@ -396,46 +357,34 @@ def check(arguments: Sequence[str]) -> int:
     else:
         say("\nall is well")
     job.free()
+    if describe_stranger(job.size):
+        let_the_first_speak()
     return 1 if failed else 0
 
 
-def _attempt(job: _bench.Job, name: str, one: Callable[[], str]) -> _Outcome:
-    """Make a check on all ranks; return the same outcome on all. Collective."""
-    try:
-        mine = _Finding(one(), None, "")
-    except _FailedError as failure:
-        mine = _Finding("", str(failure), failure.advice)
-    except Exception as error:
-        first_line = str(error).partition("\n")[0]
-        mine = _Finding("", f"{type(error).__name__}: {first_line}", _BUG)
-    findings: list[_Finding] = job.comm.allgather(mine)
-    failed = [rank for rank, found in enumerate(findings) if found.wrong is not None]
-    if not failed:
-        return _Outcome(name, _OK, findings[0].text)
-    first = findings[failed[0]]
-    others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-    text = f"rank {failed[0]}{others}: {first.wrong}"
-    return _Outcome(name, _FAILED, text, first.advice)
+def _native_core(job: _bench.Job) -> str | Note:
+    core = core_facts(job.comm.allgather(_native.missing))
+    return Note(core["text"], core["advice"]) if core["missing_on"] else core["text"]
 
 
-def _cuda(job: _bench.Job, gpu_arrays: str) -> _Outcome:
+def _cuda(job: _bench.Job, gpu_arrays: str) -> Outcome:
     """Test in child processes whether MPI accepts GPU arrays. Collective.
 
     Args:
         job: the ranks.
         gpu_arrays: the name of the strategy's transport for GPU arrays.
     """
-    outcome = _Outcome(_CUDA, _OK, "")
+    outcome = Outcome(_CUDA, OK, "")
     if job.rank == 0:
         facts = gpu_facts()
         if facts["gpus"]:
             outcome = probe_gpu_arrays(min(job.size, 2), gpu_arrays)
         else:
-            outcome = _Outcome(_CUDA, _OK, f"not tried: {facts['reason']}")
+            outcome = Outcome(_CUDA, OK, f"not tried: {facts['reason']}")
     return job.from_root(outcome)
 
 
-def probe_gpu_arrays(ranks: int, gpu_arrays: str) -> _Outcome:
+def probe_gpu_arrays(ranks: int, gpu_arrays: str) -> Outcome:
     """Pass GPU arrays to MPI in child processes. Not collective.
 
     Args:
@@ -447,8 +396,8 @@ def probe_gpu_arrays(ranks: int, gpu_arrays: str) -> _Outcome:
     works = found.outcome == "works"
     if gpu_arrays == "direct" and not works:
         advice = "GPU arrays are passed to MPI directly; export MPIDIST_CUDA_AWARE=0"
-        return _Outcome(_CUDA, _FAILED, text, advice)
+        return Outcome(_CUDA, FAILED, text, advice)
     if works and gpu_arrays == "staged":
         text += "; but arrays are staged through the host: export MPIDIST_CUDA_AWARE=1"
-        return _Outcome(_CUDA, _NOTE, text)
-    return _Outcome(_CUDA, _OK, text)
+        return Outcome(_CUDA, NOTE, text)
+    return Outcome(_CUDA, OK, text)

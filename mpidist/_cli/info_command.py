@@ -16,7 +16,9 @@ from mpidist._base.environment import (
     read_environment,
 )
 from mpidist._base.errors import format_ranks
-from mpidist._cli.speaking import Parser, say
+from mpidist._cli import placement
+from mpidist._cli.placement import CoreUse, LauncherFacts
+from mpidist._cli.speaking import Parser, let_the_first_speak, say
 from mpidist._mpi import launcher, library, versions
 from mpidist._strategy.strategy import group_of
 
@@ -39,8 +41,11 @@ _OTHERS: Final = (
     "OMPI_MCA_osc",
     "OMPI_MCA_btl",
     "OMPI_MCA_pml",
+    "OMPI_MCA_btl_tcp_if_include",
+    "OMPI_MCA_btl_tcp_if_exclude",
     "UCX_TLS",
-    "SLURM_JOB_ID",
+    "UCX_NET_DEVICES",
+    "FI_PROVIDER",
 )
 _SHOWN_NODES: Final = 16
 _WIDTH: Final = 12
@@ -71,23 +76,24 @@ class RankFacts(TypedDict):
     environment: dict[str, str]
     gpu: GPUFacts
     core: str
+    cores: CoreUse
 
 
 class NodeFacts(TypedDict):
-    """One node, and the ranks on it."""
+    """One node, and the ranks on it; ranks of one node share memory."""
 
     host: str
     processor: str
-    cores: int
     gpus: int
     ranks: list[int]
-    cores_of_ranks: list[int]
+    cores: str
 
 
 class StrategyFacts(TypedDict):
     """How a strategy communicates."""
 
     devices: tuple[str, ...]
+    why_devices: list[str]
     transports: dict[str, _bench.TransportFacts]
     guard: bool
     stall_seconds: float
@@ -100,7 +106,9 @@ class JobFacts(TypedDict):
     """All facts; those of a rank are rank 0's, and differences are problems."""
 
     software: dict[str, str]
+    launcher: LauncherFacts
     ranks: int
+    network: list[str]
     nodes: list[NodeFacts]
     crowded: bool
     native_core: CoreFacts
@@ -130,6 +138,8 @@ def info(arguments: Sequence[str]) -> int:
         say(json.dumps(facts, indent=1))
     else:
         say(text_of_facts(facts))
+    if describe_stranger(facts["ranks"]):
+        let_the_first_speak()
     return 1 if facts["problems"] else 0
 
 
@@ -151,13 +161,16 @@ def facts_of_job(device: str) -> JobFacts:
         "environment": _environment(),
         "gpu": gpu_facts(),
         "core": _native.missing,
+        "cores": placement.core_use(),
     }
     ranks: list[RankFacts] = job.comm.allgather(mine)
-    strategy, problem = _strategy_facts(device)
+    strategy, problem = _strategy_facts(device, job, ranks)
     facts: JobFacts = {
         "software": ranks[0]["software"],
+        "launcher": job.from_root(placement.launcher_facts(os.environ)),
         "ranks": job.size,
-        "nodes": _nodes(ranks),
+        "network": placement.measure_network(job),
+        "nodes": _nodes(job, ranks),
         "crowded": _bench.is_crowded(job),
         "native_core": core_facts([one["core"] for one in ranks]),
         "gpu": ranks[0]["gpu"],
@@ -205,24 +218,21 @@ def gpu_facts() -> GPUFacts:
     return {"cupy": version, "gpus": count, "reason": reason}
 
 
-def _nodes(ranks: Sequence[RankFacts]) -> list[NodeFacts]:
-    nodes: dict[str, NodeFacts] = {}
-    for one in ranks:
-        machine = one["machine"]
-        node = nodes.setdefault(
-            machine["host"],
+def _nodes(job: _bench.Job, ranks: Sequence[RankFacts]) -> list[NodeFacts]:
+    nodes: list[NodeFacts] = []
+    for number, first in enumerate(job.first_ranks):
+        here = [one for one in ranks if job.node_of[one["rank"]] == number]
+        machine = ranks[first]["machine"]
+        nodes.append(
             {
                 "host": machine["host"],
                 "processor": machine["processor"],
-                "cores": machine["cores"],
-                "gpus": one["gpu"]["gpus"],
-                "ranks": [],
-                "cores_of_ranks": [],
-            },
+                "gpus": ranks[first]["gpu"]["gpus"],
+                "ranks": [one["rank"] for one in here],
+                "cores": placement.cores_text([one["cores"] for one in here]),
+            }
         )
-        node["ranks"].append(one["rank"])
-        node["cores_of_ranks"].append(machine["cores_for_this_rank"])
-    return list(nodes.values())
+    return nodes
 
 
 def _problems(ranks: Sequence[RankFacts], size: int) -> list[str]:
@@ -243,7 +253,7 @@ def _differences(rank: int, mine: dict[str, str], first: dict[str, str]) -> list
     return [
         f"{key} is {first.get(key) or 'not set'} on rank 0, and "
         f"{mine.get(key) or 'not set'} on rank {rank}"
-        for key in sorted({*first, *mine} - {"SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES"})
+        for key in sorted({*first, *mine} - {"CUDA_VISIBLE_DEVICES"})
         if first.get(key) != mine.get(key)
     ]
 
@@ -264,7 +274,9 @@ def describe_stranger(size: int) -> str:
     return launcher.describe_alone(launch, version)
 
 
-def _strategy_facts(device: str) -> tuple[StrategyFacts | None, str | None]:
+def _strategy_facts(
+    device: str, job: _bench.Job, ranks: Sequence[RankFacts]
+) -> tuple[StrategyFacts | None, str | None]:
     """Create a strategy; return its choices, or why there is none. Collective."""
     try:
         strategy = mpidist.MPIStrategy(device=device)
@@ -273,6 +285,13 @@ def _strategy_facts(device: str) -> tuple[StrategyFacts | None, str | None]:
     environment = read_environment()
     facts: StrategyFacts = {
         "devices": strategy.extended.worker_devices,
+        "why_devices": placement.describe_devices(
+            job.node_of,
+            strategy.extended.worker_devices,
+            [one["gpu"]["gpus"] for one in ranks],
+            [one["environment"].get("CUDA_VISIBLE_DEVICES") for one in ranks],
+            device,
+        ),
         "transports": _bench.transport_facts(strategy),
         "guard": group_of(strategy).guard.enabled,
         "stall_seconds": environment.stall_seconds,
@@ -294,13 +313,16 @@ def text_of_facts(facts: JobFacts) -> str:
         ("mpi4py", software["mpi4py"]),
         ("NumPy", software["numpy"]),
         *_under("native core", list(filter(None, (core["text"], core["advice"])))),
-        ("GPU", _gpu_text(facts)),
+        ("launcher", placement.launcher_text(facts["launcher"])),
         ("ranks", _ranks_text(facts)),
         *_node_lines(facts["nodes"]),
+        *_under("network", facts["network"]),
+        ("GPU", _gpu_text(facts)),
     ]
     if strategy is not None:
         transports = strategy["transports"]
         lines += [
+            *_under("devices", _device_texts(strategy)),
             ("host arrays", transports["host"]["text"]),
             ("GPU arrays", transports["gpu"]["text"]),
             ("packs", f"{strategy['bytes_per_pack'] / 2**20:g} MiB of small arrays"),
@@ -323,16 +345,19 @@ def _under(name: str, texts: Sequence[str]) -> list[tuple[str, str]]:
 def _gpu_text(facts: JobFacts) -> str:
     gpu = facts["gpu"]
     if not gpu["gpus"]:
-        return f"none: {gpu['reason']}"
+        return f"none: {gpu['reason']}; arrays are on the host"
     aware = "reports" if facts["cuda_aware"] else "does not report"
     return f"{gpu['gpus']}, CuPy {gpu['cupy']}; MPI {aware} that it is CUDA-aware"
 
 
 def _ranks_text(facts: JobFacts) -> str:
-    nodes = len(facts["nodes"])
-    text = f"{facts['ranks']} on {nodes} node{'s' * (nodes != 1)}"
+    sizes = [len(node["ranks"]) for node in facts["nodes"]]
+    text = f"{facts['ranks']} on {placement.sizes_text(sizes)}"
     if facts["ranks"] == 1:
         text += " (start more with mpirun -n N mpidist info)"
+    hosts = [node["host"] for node in facts["nodes"]]
+    if len(set(hosts)) < len(hosts):
+        text += ", of which some have one name; ranks of a node share memory"
     if facts["crowded"]:
         text += ": more ranks than cores, so ranks wait for a core"
     return text
@@ -340,21 +365,22 @@ def _ranks_text(facts: JobFacts) -> str:
 
 def _node_lines(nodes: Sequence[NodeFacts]) -> list[tuple[str, str]]:
     lines = []
-    for node in nodes[:_SHOWN_NODES]:
-        ranks = node["ranks"]
-        bound = {*node["cores_of_ranks"]}
-        few, many = min(bound), max(bound)
-        each = f"{few}" if few == many else f"{few} to {many}"
-        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    for number, node in enumerate(nodes[:_SHOWN_NODES]):
         gpus = f", {node['gpus']} GPUs" if node["gpus"] else ""
+        name = f"{number}: {node['host']}" if len(nodes) > 1 else node["host"]
         lines.append(
-            f"{node['host']}: {node['cores']} cores{gpus}; "
-            f"rank{'s' * (len(ranks) > 1)} {shown}, each on {each} "
-            f"core{'s' * (many > 1)}; {node['processor']}"
+            f"{name}: {format_ranks(node['ranks'])}, {node['cores']}{gpus}, "
+            f"{node['processor']}"
         )
     if len(nodes) > _SHOWN_NODES:
         lines.append(f"... and {len(nodes) - _SHOWN_NODES} more (--json has all)")
     return _under("nodes", lines)
+
+
+def _device_texts(strategy: StrategyFacts) -> list[str]:
+    if all("device:CPU" in device for device in strategy["devices"]):
+        return []
+    return strategy["why_devices"]
 
 
 def _guard_text(strategy: StrategyFacts) -> str:

@@ -19,6 +19,7 @@ from mpidist._mpi import launcher, library
 EXIT_USAGE: Final = 2
 _PATIENCE_SECONDS: Final = 10.0
 _FORWARD_SECONDS: Final = 0.3  # in which the launcher forwards the output
+_ALONE_SECONDS: Final = 2.0  # a launcher may end all processes when the first one fails
 _T = TypeVar("_T")
 
 
@@ -61,13 +62,23 @@ def launched_rank() -> int | None:
     return None if launch is None else launch.rank
 
 
+def _speaker() -> int | None:
+    """Return this process's rank: that of its launcher, if to MPI it is alone."""
+    rank = library.world_rank()
+    alone = rank is not None and library.world_size() == 1
+    return launched_rank() if rank is None or alone else rank
+
+
 def say(text: str) -> None:
     """Print on rank 0, whether MPI has been started or not. Not collective."""
-    rank = library.world_rank()
-    if rank is None:
-        rank = launched_rank()
-    if not rank:
+    if not _speaker():
         print(text, flush=True)
+
+
+def let_the_first_speak() -> None:
+    """Wait, on others than rank 0, where no barrier can: MPI connects no ranks."""
+    if _speaker():
+        time.sleep(_ALONE_SECONDS)
 
 
 def complain(command: str, message: str) -> None:
@@ -75,7 +86,7 @@ def complain(command: str, message: str) -> None:
     rank = library.world_rank()
     if rank is None:
         rank = launched_rank()
-    if not rank:
+    if not _speaker():
         print(f"{command}: error: {message}", file=sys.stderr, flush=True)
     if rank is None:
         return

@@ -665,8 +665,6 @@ assert "mpi4py.MPI" not in sys.modules
     assert rest == ["  inner/v: float64 (2,)", "  dice: state", "  rng: state"]
 
 
-
-
 @pytest.mark.parametrize("format", ["npz", "safetensors"])
 def test_neither_writing_nor_reading_makes_a_second_copy(tmp_path, format):
     value = np.random.default_rng(0).random(2**23)  # 64 MiB

@@ -149,7 +149,9 @@ def test_info_on_ranks():
     text = result.stdout
     assert text.count("mpi4py  ") == 1
     assert "ranks        3 on 1 node" in text
-    assert "ranks 0, 1, 2, each on" in text
+    assert ": ranks 0-2, " in text
+    assert "launcher     mpirun of " in text
+    assert "started 3 processes" in text
     assert "guard        off" in text
     assert "MPIDIST_GUARD=0" in text
     assert "host arrays  " in text
@@ -160,6 +162,15 @@ def test_info_says_when_the_launcher_is_of_another_mpi():
     assert result.returncode == 1
     assert "mpirun of MVAPICH2 started 2 processes, but to mpi4py" in result.stdout
     assert "use the mpirun of the environment that mpi4py is in" in result.stdout
+
+
+def test_check_says_only_that_the_launcher_is_of_another_mpi():
+    result = alone("check", env={"MV2_COMM_WORLD_SIZE": "2"})
+    assert result.returncode == 1
+    first, second, _, last = result.stdout.splitlines()
+    assert first.startswith("ranks           FAILED  mpirun of MVAPICH2 started 2 pro")
+    assert "-> the launcher is that of another MPI library; use the mpirun" in second
+    assert last == "1 of 1 checks failed"
 
 
 def test_info_says_when_there_can_be_no_strategy():
@@ -173,18 +184,22 @@ def test_info_says_when_there_can_be_no_strategy():
 
 
 @pytest.mark.core
-def test_check_on_ranks():
-    result = command(3, "check", "--json")
+def test_check_on_ranks(tmp_path):
+    result = command(3, "check", "--json", "--folder", tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     found = json.loads(result.stdout)
     assert found["failed"] == 0
     states = {row["name"]: row["state"] for row in found["checks"]}
     assert list(states) == [
-        *("ranks", "versions", "settings", "strategy", "all_reduce", "all_gather"),
-        *("merge_call", "optimizer", "mismatch", "exception"),
-        *("native core", "cores", "shared memory", "CUDA-aware MPI"),
+        *("ranks", "MPI library", "versions", "settings", "strategy"),
+        *("all_reduce", "all_gather", "merge_call", "optimizer", "mismatch"),
+        *("exception", "native core", "placement", "cores", "GPUs"),
+        *("shared memory", "folder", "clocks", "CUDA-aware MPI"),
     ]
     assert set(states.values()) <= {"ok", "note"}
+    assert "3 ranks on 1 node" in result.stdout
+    assert "rename is atomic" in result.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_check_prints_a_line_each():

@@ -1,0 +1,293 @@
+"""Where the ranks are: launcher, nodes, cores, devices, and what connects them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, TypedDict
+
+import numpy as np
+
+from mpidist import _bench
+from mpidist._base.errors import format_ranks
+from mpidist._mpi import launcher
+from mpidist.cluster import expand_tasks_per_node
+
+_PROBE_BYTES: Final = 8 * 2**20
+_INTERFACES: Final = Path("/proc/net/dev")  # /sys may be that of another namespace
+_SENT: Final = 8  # the column of the bytes sent
+_CARDS: Final = Path("/sys/class/infiniband")
+_CARD_UNIT: Final = 4  # its counters count words of so many bytes
+
+
+class LauncherFacts(TypedDict):
+    """How the ranks were started; None where nothing says it.
+
+    Attributes:
+        name: such as "mpirun of Open MPI"; "" without one.
+        size: how many processes it started.
+        slurm_job: the id of the SLURM job.
+        slurm_step: the id of its step, and
+        slurm_mpi_type: what srun was told by ``--mpi``; both under srun only.
+        tasks_per_node: the tasks that SLURM placed on each node; under srun only.
+    """
+
+    name: str
+    size: int | None
+    slurm_job: str | None
+    slurm_step: str | None
+    slurm_mpi_type: str | None
+    tasks_per_node: list[int] | None
+
+
+class CoreUse(TypedDict):
+    """The cores of one rank: what it may use, and what limits it.
+
+    Attributes:
+        machine: the cores of the machine.
+        allowed: the numbers of those that this rank may run on.
+        quota: cores' worth of time that the control group allows; None: no limit.
+        slurm: the cores of the machine that SLURM gave to the job; None: no SLURM.
+    """
+
+    machine: int
+    allowed: list[int]
+    quota: float | None
+    slurm: int | None
+
+
+def launcher_facts(variables: Mapping[str, str]) -> LauncherFacts:
+    """Return how this process was started. Not collective."""
+    found = launcher.find_launch(variables)
+    name = "" if found is None else found.launcher
+    by_srun = name.startswith("srun")
+    counts = None
+    if by_srun:
+        try:
+            counts = expand_tasks_per_node(variables["SLURM_STEP_TASKS_PER_NODE"])
+        except (KeyError, ValueError):
+            counts = None
+    return {
+        "name": name,
+        "size": None if found is None else found.size,
+        "slurm_job": variables.get("SLURM_JOB_ID"),
+        "slurm_step": variables.get("SLURM_STEP_ID") if by_srun else None,
+        "slurm_mpi_type": variables.get("SLURM_MPI_TYPE", "none") if by_srun else None,
+        "tasks_per_node": counts,
+    }
+
+
+def launcher_text(facts: LauncherFacts) -> str:
+    """Return the launcher in one line."""
+    job = facts["slurm_job"]
+    if not facts["name"]:
+        return f"none, in SLURM job {job}" if job else "none"
+    many = facts["size"] or 1
+    text = f"{facts['name']} started {many} process{'es' * (many != 1)}"
+    if facts["slurm_step"] is not None:
+        text += f", step {facts['slurm_step']} of SLURM job {job}"
+    elif job:
+        text += f", in SLURM job {job}"
+    return text
+
+
+def core_use() -> CoreUse:
+    """Return the cores that this rank may use. Not collective."""
+    given = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    return {
+        "machine": os.cpu_count() or 1,
+        "allowed": sorted(os.sched_getaffinity(0)),
+        "quota": _quota(),
+        "slurm": int(given) if given.isdigit() else None,
+    }
+
+
+def _quota() -> float | None:
+    """Return the limit of this process's control group, or a group above, in cores."""
+    limits = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, kinds, group = line.split(":", 2)
+        if kinds and "cpu" not in kinds.split(","):
+            continue
+        root = Path("/sys/fs/cgroup") / ("cpu" if kinds else "")
+        here = root / group.lstrip("/")
+        for folder in (here, *here.parents):
+            limits += _limit_of(folder)
+            if folder == root:
+                break
+    return min(limits, default=None)
+
+
+def _limit_of(folder: Path) -> list[float]:
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+            period = (folder / "cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return []
+    return [] if quota in ("max", "-1") else [int(quota) / int(period)]
+
+
+def cores_text(ranks: Sequence[CoreUse]) -> str:
+    """Return the cores of a node that the job has, in words.
+
+    Args:
+        ranks: of the ranks of one node.
+    """
+    machine = ranks[0]["machine"]
+    allowed = len({core for one in ranks for core in one["allowed"]})
+    limits = [(allowed, "its ranks may run on no others")]
+    quotas = [one["quota"] for one in ranks if one["quota"] is not None]
+    if quotas:
+        limits.append((max(1, math.ceil(max(quotas))), "by the control group"))
+    if ranks[0]["slurm"] is not None:
+        limits.append((ranks[0]["slurm"], "by SLURM"))
+    fewest, why = min(limits, key=lambda limit: limit[0])
+    text = f"{min(fewest, machine)} of {machine} cores"
+    if fewest < machine:
+        text += f" ({why})"
+    each = [len(one["allowed"]) for one in ranks]
+    few, many = min(each), max(each)
+    if few < allowed:
+        span = f"{few}" if few == many else f"{few} to {many}"
+        text += f", each rank on {span}"
+    return text
+
+
+def sizes_text(sizes: Sequence[int]) -> str:
+    """Return the numbers of ranks of the nodes: ``4 nodes, 2 ranks on each``."""
+    if len(sizes) == 1:
+        return "1 node"
+    if len(set(sizes)) == 1:
+        return f"{len(sizes)} nodes, {sizes[0]} on each"
+    if len(sizes) <= 8:
+        return f"{len(sizes)} nodes, {' + '.join(map(str, sizes))}"
+    return f"{len(sizes)} nodes, {min(sizes)} to {max(sizes)} on each"
+
+
+def describe_devices(
+    node_of: Sequence[int],
+    devices: Sequence[str],
+    gpus: Sequence[int],
+    visible: Sequence[str | None],
+    request: str,
+) -> list[str]:
+    """Return which device each rank has, and why: a line for each kind of node.
+
+    Args:
+        node_of: the node of each rank.
+        devices: the device of each rank, such as "/rank:0/device:GPU:1".
+        gpus: how many GPUs each rank sees.
+        visible: ``CUDA_VISIBLE_DEVICES`` of each rank; None if it is not set.
+        request: the device that the strategy was asked for.
+    """
+    kinds: dict[tuple[tuple[str, ...], str], list[int]] = {}
+    for node in dict.fromkeys(node_of):
+        ranks = [rank for rank, other in enumerate(node_of) if other == node]
+        names = tuple(devices[rank].rpartition("device:")[2] for rank in ranks)
+        why = _why(ranks, names, gpus, visible, request)
+        kinds.setdefault((names, why), []).append(node)
+    lines = []
+    for (names, why), nodes in kinds.items():
+        where = ""
+        if len(kinds) > 1:
+            where = f"{format_ranks(nodes).replace('rank', 'node')}: "
+        shown = names[0] if len(set(names)) == 1 else ", ".join(names)
+        if len(set(names)) == 1 and len(node_of) > 1:
+            shown += " for all ranks"
+        lines.append(f"{where}{shown}; {why}")
+    return lines
+
+
+def _why(
+    ranks: Sequence[int],
+    names: Sequence[str],
+    gpus: Sequence[int],
+    visible: Sequence[str | None],
+    request: str,
+) -> str:
+    seen = {visible[rank] for rank in ranks}
+    if request != "auto":
+        return f"--device {request}"
+    if all(name.startswith("CPU") for name in names):
+        return "no GPU is found"
+    if len(seen) > 1:
+        own = ", ".join(str(visible[rank]) for rank in ranks)
+        return f"each rank sees its own: CUDA_VISIBLE_DEVICES={own}"
+    count = gpus[ranks[0]]
+    limited = "" if seen == {None} else f" (CUDA_VISIBLE_DEVICES={seen.pop()})"
+    return f"the rank's number on its node, modulo {count} GPUs that it sees{limited}"
+
+
+# --- the network ------------------------------------------------------------------
+
+
+def measure_network(job: _bench.Job) -> list[str]:
+    """Return what carries messages between nodes, in words. Collective.
+
+    The first rank of each node sends 8 MiB to that of the next node. What the
+    interfaces of the machine have sent meanwhile shows which ones MPI uses, whatever
+    its settings say.
+
+    Returns:
+        A line for each kind of node; none if there is one node.
+    """
+    if job.nodes == 1:
+        return []
+    leaders = job.comm.Split(0 if job.local_rank == 0 else job.mpi.UNDEFINED, job.rank)
+    found = ""
+    if leaders != job.mpi.COMM_NULL:
+        node, nodes = leaders.Get_rank(), leaders.Get_size()
+        send = np.ones(_PROBE_BYTES, np.uint8)
+        receive = np.empty_like(send)
+        leaders.Barrier()
+        before = _sent()
+        leaders.Sendrecv(send, (node + 1) % nodes, 0, receive, (node - 1) % nodes, 0)
+        leaders.Barrier()
+        after = _sent()
+        found = ", ".join(
+            name
+            for name in after
+            if after[name] - before.get(name, 0) > _PROBE_BYTES / 4
+        )
+        leaders.Free()
+    by_rank: list[str] = job.comm.allgather(found)
+    kinds: dict[str, list[int]] = {}
+    for node, first in enumerate(job.first_ranks):
+        kinds.setdefault(by_rank[first], []).append(node)
+    lines = []
+    for names, where in kinds.items():
+        text = (
+            names or "no interface of Linux: memory, or a network with its own driver"
+        )
+        if len(kinds) > 1:
+            text = f"{format_ranks(where).replace('rank', 'node')}: {text}"
+        lines.append(text)
+    return lines
+
+
+def _sent() -> dict[str, int]:
+    """Return how many bytes each interface and InfiniBand card has sent."""
+    found: dict[str, int] = {}
+    for line in _INTERFACES.read_text().splitlines()[2:]:
+        name, _, numbers = line.partition(":")
+        found[name.strip()] = int(numbers.split()[_SENT])
+    for path in _CARDS.glob("*/ports/*/counters/port_xmit_data"):
+        card = path.parts[len(_CARDS.parts)]
+        found[card] = found.get(card, 0) + _read(path) * _CARD_UNIT
+    return found
+
+
+def _read(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,410 @@
+"""The checks of `mpidist check` that look at machines, not at mpidist."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from mpidist import _bench
+from mpidist._cli.outcomes import CheckFailedError, Note
+from mpidist._cli.placement import launcher_facts, sizes_text
+from mpidist._mpi import launcher
+
+_NEEDED_SHM: Final = 64 * 2**20
+_LIBRARY_NAME: Final = re.compile(r"/libmpi(ch)?\.so[.\d]*$")
+_VERSION_SECONDS: Final = 20
+_JUMP_SECONDS: Final = 0.5
+_APART_SECONDS: Final = 2.0
+_ROUNDS: Final = 30
+_BLOCK: Final = 64 * 2**10
+_PATIENCE_SECONDS: Final = 30.0
+_STALE_SECONDS: Final = 5.0
+
+
+class SystemChecks:
+    """Checks of libraries, placement, cores, memory, clocks and file systems.
+
+    Args:
+        job: the ranks.
+        gpus: how many GPUs this rank sees.
+        why_none: why there are none.
+    """
+
+    def __init__(self, job: _bench.Job, gpus: int, why_none: str) -> None:
+        self._job = job
+        self._gpus = gpus
+        self._why_none = why_none
+        self._clocks = _clocks()
+
+    def libraries(self) -> str | Note:
+        """Check that there is one MPI: in this process, and on the PATH."""
+        loaded = loaded_libraries(Path("/proc/self/maps"))
+        if len(loaded) > 1:
+            raise CheckFailedError(
+                f"two MPI libraries are in one process: {' and '.join(loaded)}",
+                "another module was built with another MPI (h5py, CuPy, PETSc): "
+                "install it for the MPI that mpi4py uses",
+            )
+        vendor = self._job.mpi.get_vendor()[0]
+        if self._job.rank == 0:
+            other = _other_launcher(vendor)
+            if other:
+                return other
+        return f"{vendor}: {', '.join(loaded) or 'linked into mpi4py'}"
+
+    def spread(self) -> str | Note:
+        """Check that the ranks are on the nodes that they were asked to be on."""
+        job = self._job
+        sizes = job.node_sizes
+        text = sizes_text(sizes)
+        facts = launcher_facts(os.environ)
+        counts = facts["tasks_per_node"]
+        if counts is not None and sorted(counts) != sorted(sizes):
+            return Note(
+                f"SLURM placed {' + '.join(map(str, counts))} ranks, but those that "
+                f"share memory are {' + '.join(map(str, sizes))}",
+                "ranks of one node that are in different containers cannot share "
+                "memory: start one container for all (--ipc=host)",
+            )
+        local = next(
+            (os.environ[name] for name in launcher.LOCAL_SIZES if name in os.environ),
+            "",
+        )
+        if local.isdigit() and int(local) != job.local_size:
+            return Note(
+                f"{facts['name']} put {local} ranks on this host, of which "
+                f"{job.local_size} share memory",
+                "are they in containers of their own (--ipc=host), or do two hosts "
+                "have one name?",
+            )
+        held = os.environ.get("SLURM_JOB_NUM_NODES", "")
+        by_mpirun = facts["name"].startswith("mpirun")
+        if by_mpirun and job.rank == 0 and held.isdigit() and int(held) > len(sizes):
+            return Note(
+                f"the job has {held} nodes, and its ranks are on {len(sizes)}",
+                "mpirun -n N fills one node after the other: say how many ranks go on "
+                "each (Open MPI: --map-by ppr:K:node; MPICH: -ppn K)",
+            )
+        if counts is None and max(sizes) - min(sizes) > 1:
+            return Note(
+                text,
+                "nodes with more ranks take longer, and the others wait for them: the "
+                "same number on each is faster",
+            )
+        return text
+
+    def gpus(self) -> str | Note:
+        """Check that there are GPUs for the ranks of this node."""
+        given = os.environ.get("SLURM_GPUS_ON_NODE", "0")
+        local, count = self._job.local_size, self._gpus
+        # Ranks that SLURM has given GPUs of their own see different ones.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        alike = len(set(self._job.comm.allgather(visible))) == 1
+        if count == 0:
+            if given.isdigit() and int(given) > 0:
+                return Note(
+                    f"SLURM gave this node {given} GPUs, and {self._why_none}",
+                    'pip install "mpidist[cuda12]"; `python -c "import cupy; '
+                    'cupy.show_config()"` says more',
+                )
+            return f"none: {self._why_none}"
+        if local > count and alike:
+            return Note(
+                f"{local} ranks on a node with {count} GPUs: ranks share them, and "
+                "NCCL cannot be used",
+                f"start {count} ranks on each node",
+            )
+        return f"{count}, for {local} ranks of a node"
+
+    def cores(self) -> str | Note:
+        """Check that there are cores for the ranks of this node."""
+        job = self._job
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        cores = os.cpu_count() or 1
+        allowed = job.comm.allgather(sorted(os.sched_getaffinity(0)))
+        mine = [allowed[r] for r in range(job.size) if job.node_of[r] == job.node]
+        usable = len({core for one in mine for core in one})
+        if job.local_size > cores:
+            return Note(
+                f"{job.local_size} ranks on {cores} cores: ranks wait for a core, and "
+                "calls take many times as long as with one rank per core"
+            )
+        if job.local_size > usable:
+            return Note(
+                f"{job.local_size} ranks may run on {usable} of {cores} cores only",
+                "the launcher binds several ranks to one core: ask for more cores "
+                "(--cpus-per-task), or bind to none (mpirun --bind-to none)",
+            )
+        if job.local_size > 1 and not threads:
+            return Note(
+                "OMP_NUM_THREADS is not set: NumPy's BLAS may use all cores in every "
+                "rank; `export OMP_NUM_THREADS=1`"
+            )
+        return f"{usable} of {cores} cores, for {job.local_size} ranks of a node"
+
+    def shared_memory(self) -> str | Note:
+        """Check that ranks of this node can share memory."""
+        job = self._job
+        advice = "containers: --shm-size 1g; else `mount -o remount,size=... /dev/shm`"
+        try:
+            status = os.statvfs("/dev/shm")
+            size = status.f_blocks * status.f_frsize
+            free = status.f_bavail * status.f_frsize
+        except OSError:
+            size = free = -1
+        smallest: int = job.comm.allreduce(free, job.mpi.MIN)
+        if free < 0 and job.local_size > 1:
+            return Note("there is no /dev/shm: ranks of a node cannot share memory")
+        if job.local_size > 1 and free < _NEEDED_SHM:
+            return Note(
+                f"/dev/shm has {free / 2**20:.0f} MiB free of {size / 2**20:.0f}: too "
+                "little for ranks to share memory efficiently",
+                advice,
+            )
+        return f"/dev/shm: {max(smallest, 0) / 2**30:.3g} GiB free"
+
+    def clock(self) -> str | Note:
+        """Check that the clocks run evenly, and show the same time."""
+        job = self._job
+        (wall, steady), (wall_now, steady_now) = self._clocks, _clocks()
+        mine = (wall_now - wall) - (steady_now - steady)
+        jumps: list[float] = job.comm.allgather(mine)
+        jump = max(jumps, key=abs)
+        job.comm.Barrier()
+        now: list[float] = job.comm.allgather(time.time())
+        apart = max(now) - min(now)
+        if abs(jump) > _JUMP_SECONDS:
+            return Note(
+                f"the clock of rank {jumps.index(jump)} jumped by {jump:.3g} s in the "
+                f"last {steady_now - steady:.3g} s",
+                "is the time of this machine being set? mpidist measures with a clock "
+                "that does not jump; times of files and logs are wrong",
+            )
+        if apart > _APART_SECONDS:
+            behind = now.index(min(now))
+            return Note(
+                f"the clocks of the nodes are {apart:.3g} s apart (rank {behind}'s is "
+                "behind): times of files and logs cannot be compared",
+                "synchronise them: NTP, chrony",
+            )
+        return "they run evenly, and show the same time"
+
+    def folder(self, path: str) -> str | Note:
+        """Check that files in a folder can be replaced safely, as checkpoints are."""
+        return _FolderCheck(self._job, path).run()
+
+
+def loaded_libraries(maps: Path) -> list[str]:
+    """Return the files of MPI libraries that are loaded into a process.
+
+    Args:
+        maps: its ``/proc/PID/maps``.
+    """
+    paths = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines()}
+    found = {path for path in paths if _LIBRARY_NAME.search(path)}
+    return sorted({os.path.realpath(path): path for path in found}.values())
+
+
+def _other_launcher(vendor: str) -> Note | None:
+    """Return a note if the first mpirun on the PATH is that of another MPI."""
+    mpirun = shutil.which("mpirun")
+    if mpirun is None:
+        return None
+    try:
+        done = subprocess.run(
+            [mpirun, "--version"],
+            capture_output=True,
+            text=True,
+            timeout=_VERSION_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    names = {"Open MPI": ("Open MPI", "OpenRTE", "PRRTE"), "MPICH": ("HYDRA",)}
+    known = [
+        name for name, words in names.items() for word in words if word in done.stdout
+    ]
+    if not known or vendor not in names or vendor in known:
+        return None
+    return Note(
+        f"mpi4py uses {vendor}, and {mpirun}, the first on the PATH, is that of "
+        f"{known[0]}: with it each rank would be alone",
+        f"put the folder of {vendor}'s mpirun first, or start by `mpidist run`",
+    )
+
+
+def _clocks() -> tuple[float, float]:
+    return time.time(), time.monotonic()
+
+
+def file_system(path: str, mounts: Sequence[str]) -> str:
+    """Return the kind of file system that a path is on, such as "ext4".
+
+    Args:
+        path: absolute, without links.
+        mounts: the lines of ``/proc/self/mounts``.
+    """
+    found = ("", "unknown")
+    for line in mounts:
+        _, where, kind, *_ = line.split()
+        where = where.replace("\\040", " ")
+        inside = path == where or path.startswith(where.rstrip("/") + "/")
+        if inside and len(where) >= len(found[0]):
+            found = (where, kind)
+    return found[1]
+
+
+class _FolderCheck:
+    """Rank 0 replaces a file again and again; the others read it meanwhile.
+
+    A checkpoint relies on three properties (`_checkpoints/replace.py`): a file that is
+    renamed over another is at any moment the old or the new one, whole; fsync of files
+    and directories works; and what rank 0 wrote is what other ranks then read.
+
+    Args:
+        job: the ranks.
+        path: an existing folder.
+    """
+
+    def __init__(self, job: _bench.Job, path: str) -> None:
+        self._job = job
+        self._path = os.path.realpath(path)
+        self._inside = ""
+
+    def run(self) -> str | Note:
+        """Make the check. Collective.
+
+        Raises:
+            CheckFailedError: on the ranks that see that a property does not hold.
+        """
+        problem, seconds = "", 0.0
+        if self._job.rank == 0:
+            problem = self._prepare()
+        self._inside, problem = self._job.from_root((self._inside, problem))
+        if problem:
+            raise CheckFailedError(problem, "choose a folder that rank 0 may write to")
+        try:
+            unseen = self._job.comm.allgather(not self._is_seen())
+            if unseen[self._job.rank]:
+                raise CheckFailedError(
+                    f"what rank 0 writes to {self._path} is not seen here",
+                    "name a folder of a file system that all nodes share",
+                )
+            if any(unseen):
+                return f"{self._path} is seen here"
+            if self._job.rank == 0:
+                problem, seconds = self._replace()
+            else:
+                problem = self._read_all()
+            self._job.comm.Barrier()
+            stale = "" if problem else self._wait_for_last()
+            self._job.comm.Barrier()
+        finally:
+            if self._job.rank == 0:
+                shutil.rmtree(self._inside, ignore_errors=True)
+        if problem:
+            raise CheckFailedError(problem, "save checkpoints to another file system")
+        if stale:
+            return Note(stale, "the file system caches: read files on rank 0 only")
+        kind = file_system(
+            self._path, Path("/proc/self/mounts").read_text().splitlines()
+        )
+        if kind in ("tmpfs", "ramfs"):
+            return Note(
+                f"{self._path} is {kind}: in the memory of this node, and gone with it"
+            )
+        return (
+            f"{self._path} ({kind}): rename is atomic; an fsync takes "
+            f"{seconds * 1000:.2g} ms"
+        )
+
+    def _prepare(self) -> str:
+        self._inside = os.path.join(
+            self._path, f".mpidist-check-{secrets.token_hex(4)}"
+        )
+        try:
+            os.mkdir(self._inside)
+            Path(self._inside, "file").write_bytes(_block(0))
+        except OSError as error:
+            return f"rank 0 cannot write to {self._path}: {error.strerror}"
+        return ""
+
+    def _is_seen(self) -> bool:
+        """Return whether this rank sees the folder that rank 0 made, after a while."""
+        end = time.monotonic() + _STALE_SECONDS
+        while not os.path.isdir(self._inside):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def _replace(self) -> tuple[str, float]:
+        """Replace the file; return what went wrong, and the mean time of an fsync."""
+        seconds = 0.0
+        new, file = (os.path.join(self._inside, name) for name in ("new", "file"))
+        try:
+            for number in range(1, _ROUNDS + 1):
+                with open(new, "wb") as stream:
+                    stream.write(_block(number))
+                    stream.flush()
+                    start = time.monotonic()
+                    os.fsync(stream.fileno())
+                    seconds += time.monotonic() - start
+                os.rename(new, file)
+                directory = os.open(self._inside, os.O_RDONLY)
+                try:
+                    os.fsync(directory)
+                finally:
+                    os.close(directory)
+        except OSError as error:
+            # What the others wait for.
+            with contextlib.suppress(OSError):
+                Path(file).write_bytes(_block(_ROUNDS))
+            return f"a file cannot be replaced or synchronised: {error}", 0.0
+        return "", seconds / _ROUNDS
+
+    def _read_all(self) -> str:
+        """Read the file until it is the last one; return what was wrong with it."""
+        end = time.monotonic() + _PATIENCE_SECONDS
+        while time.monotonic() < end:
+            problem, number = self._read()
+            if problem or number == _ROUNDS:
+                return problem
+        return ""  # that it is late is found next
+
+    def _read(self) -> tuple[str, int]:
+        try:
+            found = Path(self._inside, "file").read_bytes()
+        except FileNotFoundError:
+            return "while rank 0 replaced a file there was none for a moment", -1
+        except OSError as error:
+            return f"while rank 0 replaced a file: {error}", -1
+        if len(found) != _BLOCK or found.strip(found[:1]):
+            return "while rank 0 replaced a file part of another was read", -1
+        return "", found[0]
+
+    def _wait_for_last(self) -> str:
+        """Return a text if this rank does not see what rank 0 wrote."""
+        end = time.monotonic() + _STALE_SECONDS
+        while True:
+            problem, number = self._read()
+            if not problem and number == _ROUNDS:
+                return ""
+            if time.monotonic() > end:
+                return (
+                    f"{_STALE_SECONDS:g} s after rank 0 replaced a file, an older "
+                    f"one is read here{f' ({problem})' if problem else ''}"
+                )
+            time.sleep(0.01)
+
+
+def _block(number: int) -> bytes:
+    return bytes([number]) * _BLOCK

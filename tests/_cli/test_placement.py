@@ -1,0 +1,110 @@
+"""What `mpidist info` says of launchers, nodes, cores and devices."""
+
+import pytest
+
+from mpidist._cli import placement
+
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "3",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_PROCID": "4",
+}
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({}, "none"),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, "none, in SLURM job 7"),
+        (STEP, "srun --mpi=none started 5 processes, step 3 of SLURM job 7"),
+        (
+            {**STEP, "SLURM_MPI_TYPE": "pmix"},
+            "srun --mpi=pmix started 5 processes, step 3 of SLURM job 7",
+        ),
+        (
+            {**STEP, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8"},
+            "mpirun of Open MPI started 8 processes, in SLURM job 7",
+        ),
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "1"},
+            "mpirun of MPICH or Intel MPI started 1 process",
+        ),
+    ],
+)
+def test_launchers(variables, text):
+    facts = placement.launcher_facts(variables)
+    assert placement.launcher_text(facts) == text
+    by_srun = facts["name"].startswith("srun")
+    assert facts["tasks_per_node"] == ([2, 2, 1] if by_srun else None)
+    assert facts["slurm_mpi_type"] == (
+        variables.get("SLURM_MPI_TYPE", "none") if by_srun else None
+    )
+
+
+def use(allowed, machine=64, quota=None, slurm=None):
+    return {"machine": machine, "allowed": allowed, "quota": quota, "slurm": slurm}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([use([0, 1], 2)], "2 of 2 cores"),
+        ([use([0], 2), use([1], 2)], "2 of 2 cores, each rank on 1"),
+        (
+            [use([0, 1]), use([2])],
+            "3 of 64 cores (its ranks may run on no others), each rank on 1 to 2",
+        ),
+        ([use(list(range(64)), quota=2.5)], "3 of 64 cores (by the control group)"),
+        ([use(list(range(64)), slurm=8)] * 2, "8 of 64 cores (by SLURM)"),
+        ([use([0], slurm=8)], "1 of 64 cores (its ranks may run on no others)"),
+    ],
+)
+def test_cores_that_the_job_has(ranks, text):
+    assert placement.cores_text(ranks) == text
+
+
+def test_the_cores_of_this_process():
+    found = placement.core_use()
+    assert 1 <= len(found["allowed"]) <= found["machine"]
+    assert found["quota"] is None or found["quota"] > 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ([3], "1 node"),
+        ([2, 2], "2 nodes, 2 on each"),
+        ([3, 1], "2 nodes, 3 + 1"),
+        ([4] * 8 + [3], "9 nodes, 3 to 4 on each"),
+    ],
+)
+def test_sizes_of_nodes(sizes, text):
+    assert placement.sizes_text(sizes) == text
+
+
+def test_devices_and_why():
+    def devices(*names):
+        return [f"/rank:{rank}/device:{name}" for rank, name in enumerate(names)]
+
+    nodes = [0, 0, 1, 1]
+    four = devices("GPU:0", "GPU:1", "GPU:0", "GPU:1")
+    describe = placement.describe_devices
+    (line,) = describe(nodes, four, [2] * 4, [None] * 4, "auto")
+    assert line == (
+        "GPU:0, GPU:1; the rank's number on its node, modulo 2 GPUs that it sees"
+    )
+    (line,) = describe(nodes, four, [2] * 4, ["2,3"] * 4, "auto")
+    assert line.endswith("sees (CUDA_VISIBLE_DEVICES=2,3)")
+    own = devices("GPU:0", "GPU:0", "GPU:0", "GPU:0")
+    (line,) = describe(nodes, own, [1] * 4, ["0", "1", "0", "1"], "auto")
+    assert line == (
+        "GPU:0 for all ranks; each rank sees its own: CUDA_VISIBLE_DEVICES=0, 1"
+    )
+    mixed = devices("GPU:0", "GPU:1", "CPU:0", "CPU:0")
+    first, second = describe(nodes, mixed, [2, 2, 0, 0], [None] * 4, "auto")
+    assert first.startswith("node 0: GPU:0, GPU:1; ")
+    assert second == "node 1: CPU:0 for all ranks; no GPU is found"
+    (line,) = describe([0], devices("CPU:0"), [1], [None], "cpu")
+    assert line == "CPU:0; --device cpu"

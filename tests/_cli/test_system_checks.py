@@ -1,0 +1,166 @@
+"""The checks of `mpidist check` that look at machines: what each finds.
+
+The faults are made in the ranks of a real job: a rename in two steps, an fsync that
+fails, a clock that jumps, ranks that are bound to one core. Those that need several
+hosts are in tests/_engine/test_hosts.py.
+"""
+
+import json
+import os
+import sys
+
+import pytest
+from launching import run_ranks
+
+from mpidist._bench import Job
+from mpidist._cli.outcomes import CheckFailedError, Note, attempt
+from mpidist._cli.system_checks import SystemChecks, file_system, loaded_libraries
+
+FAULTS = """
+import os, sys, time
+from mpidist._cli.speaking import launched_rank
+rank = launched_rank()
+fault = sys.argv.pop()
+
+if fault == "rename" and rank == 0:
+    def rename(old, new, rename=os.rename):
+        if os.path.exists(new) and os.path.isfile(new):
+            os.unlink(new)
+            time.sleep(0.02)
+        rename(old, new)
+    os.rename = rename
+elif fault == "fsync" and rank == 0:
+    def fsync(descriptor):
+        raise OSError(22, "Invalid argument")
+    os.fsync = fsync
+elif fault == "machine" and rank == 1:
+    seconds = iter(range(0, 10**9, 1000))
+    time.time = lambda: float(next(seconds))
+os.environ["SLURM_GPUS_ON_NODE"] = "2"
+if fault == "machine":
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    os.environ.update(SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="1(x2)")
+    import mpi4py.MPI  # starts, and needs the variables
+    for name in list(os.environ):
+        if name.startswith(("OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL")):
+            del os.environ[name]
+from mpidist import _cli
+_cli.run()
+"""
+
+
+def found_with(fault, *arguments):
+    program = ["-c", FAULTS, "check", "--json", *map(str, arguments), fault]
+    result = run_ranks(2, program, timeout=100)
+    assert result.stdout, result.stderr
+    report = json.loads(result.stdout[result.stdout.index("{") :])
+    return {row["name"]: row for row in report["checks"]}, result.returncode
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("rename", "rank 1: while rank 0 replaced a file there was none for a moment"),
+        ("fsync", "rank 0: a file cannot be replaced or synchronised: [Errno 22]"),
+    ],
+)
+def test_a_folder_that_is_not_safe_for_checkpoints(tmp_path, fault, text):
+    rows, code = found_with(fault, "--folder", tmp_path)
+    assert code == 1
+    assert rows["folder"]["state"] == "FAILED"
+    assert rows["folder"]["text"].startswith(text)
+    assert rows["folder"]["advice"] == "save checkpoints to another file system"
+    assert [name for name, row in rows.items() if row["state"] == "FAILED"] == [
+        "folder"
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.core
+def test_what_is_wrong_with_machines():
+    rows, code = found_with("machine")
+    assert code == 0  # notes
+    assert rows["clocks"]["text"].startswith("the clock of rank 1 jumped by ")
+    assert rows["placement"]["text"] == (
+        "SLURM placed 1 + 1 ranks, but those that share memory are 2"
+    )
+    if (os.cpu_count() or 1) > 1:
+        assert rows["cores"]["text"].startswith("2 ranks may run on 1 of ")
+        assert "--bind-to none" in rows["cores"]["advice"]
+    assert rows["GPUs"]["text"].startswith("SLURM gave this node 2 GPUs, and CuPy ")
+
+
+def test_a_folder_that_is_missing(tmp_path):
+    checks = SystemChecks(Job(), 0, "none")
+    missing = tmp_path / "no"
+    with pytest.raises(CheckFailedError, match=f"rank 0 cannot write to {missing}: No"):
+        checks.folder(str(missing))
+    assert isinstance(checks.folder("/dev/shm"), Note)
+
+
+def test_gpus_that_ranks_share(monkeypatch):
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+    job = Job()
+    assert SystemChecks(job, 2, "").gpus() == "2, for 1 ranks of a node"
+    assert SystemChecks(job, 0, "CuPy is not installed").gpus().startswith("none: Cu")
+    job.local_size = 4
+    found = SystemChecks(job, 2, "").gpus()
+    assert found.text.startswith("4 ranks on a node with 2 GPUs: ranks share them")
+    assert found.advice == "start 2 ranks on each node"
+
+
+def test_an_mpirun_of_another_mpi(tmp_path, monkeypatch):
+    checks = SystemChecks(Job(), 0, "")
+    vendor = Job().mpi.get_vendor()[0]
+    other = {"Open MPI": "HYDRA build details:", "MPICH": "mpirun (Open MPI) 5.0"}
+    if vendor not in other:
+        pytest.skip(f"of {vendor} the other launcher is not known")
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(f"#!/bin/sh\necho '{other[vendor]}'\n")
+    mpirun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = checks.libraries()
+    assert isinstance(found, Note)
+    assert found.text.startswith(f"mpi4py uses {vendor}, and {mpirun}, the first on")
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable) + ":/usr/bin:/bin")
+    assert isinstance(checks.libraries(), str)
+
+
+def test_libraries_of_a_process(tmp_path):
+    first, second = tmp_path / "libmpi.so.40", tmp_path / "libmpich.so.12"
+    for path in (first, second):
+        path.touch()
+    (tmp_path / "libmpi.so").symlink_to(first)
+    maps = tmp_path / "maps"
+    row = "7f00-7f01 r-xp 00000000 08:01 1 {}\n"
+    names = [first, tmp_path / "libmpi.so", "/usr/lib/libmpi_cxx.so.40", "[heap]"]
+    maps.write_text("".join(row.format(name) for name in names))
+    assert loaded_libraries(maps) in ([str(first)], [str(tmp_path / "libmpi.so")])
+    maps.write_text("".join(row.format(name) for name in (first, second)))
+    assert loaded_libraries(maps) == [str(first), str(second)]
+
+
+def test_kinds_of_file_systems():
+    mounts = [
+        "/dev/a / ext4 rw 0 0",
+        "tmpfs /dev/shm tmpfs rw 0 0",
+        "server:/x /home/a\\040b nfs4 rw 0 0",
+        "s /scratch lustre rw 0 0",
+    ]
+    for path, kind in (
+        ("/etc", "ext4"),
+        ("/dev/shm/x", "tmpfs"),
+        ("/dev/shmx", "ext4"),
+        ("/home/a b/c", "nfs4"),
+        ("/scratch", "lustre"),
+    ):
+        assert file_system(path, mounts) == kind
+    assert file_system("/etc", []) == "unknown"
+
+
+def test_an_exception_in_a_check_is_a_failure():
+    outcome = attempt(Job(), "x", lambda: str(1 / 0))
+    assert (outcome.state, outcome.text) == (
+        "FAILED",
+        "ZeroDivisionError: division by zero",
+    )
