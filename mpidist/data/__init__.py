@@ -1,4 +1,4 @@
-"""Input: a small `Dataset`, and the types that distributed datasets use.
+"""Input: `Dataset`, and the types that distributed datasets use.
 
 ``Strategy.experimental_distribute_dataset`` and
 ``Strategy.distribute_datasets_from_function`` accept a `Dataset` of this module, or any
@@ -7,9 +7,18 @@ other iterable.
 
 from __future__ import annotations
 
+from typing import NoReturn as _NoReturn
+
 from mpidist.data._dataset import Dataset as Dataset
+from mpidist.data._dataset_iterator import DatasetIterator as DatasetIterator
 from mpidist.data._distribute import DistributedDataset as DistributedDataset
+from mpidist.data._elsewhere import advise as _advise
 from mpidist.data._iterator import DistributedIterator as DistributedIterator
+from mpidist.data._options import AutotuneOptions as AutotuneOptions
+from mpidist.data._options import DistributeOptions as DistributeOptions
+from mpidist.data._options import OptimizationOptions as OptimizationOptions
+from mpidist.data._options import Options as Options
+from mpidist.data._options import ThreadingOptions as ThreadingOptions
 from mpidist.data._records import INFINITE_CARDINALITY as INFINITE_CARDINALITY
 from mpidist.data._records import UNKNOWN_CARDINALITY as UNKNOWN_CARDINALITY
 from mpidist.data._records import ArraySpec as ArraySpec
@@ -19,18 +28,30 @@ from mpidist.data._records import InputOptions as InputOptions
 from mpidist.data._records import InputReplicationMode as InputReplicationMode
 from mpidist.data._records import Optional as Optional
 from mpidist.data._records import OutOfRangeError as OutOfRangeError
+from mpidist.data._workers import AUTOTUNE as AUTOTUNE
 
 __all__ = [
+    "AUTOTUNE",
     "INFINITE_CARDINALITY",
     "UNKNOWN_CARDINALITY",
     "ArraySpec",
     "AutoShardPolicy",
+    "AutotuneOptions",
     "Dataset",
+    "DatasetIterator",
+    "DistributeOptions",
     "DistributedDataset",
     "DistributedIterator",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
+    "OptimizationOptions",
     "Optional",
+    "Options",
     "OutOfRangeError",
+    "ThreadingOptions",
 ]
+
+
+def __getattr__(name: str) -> _NoReturn:
+    raise AttributeError(_advise("mpidist.data", name))

@@ -143,16 +143,31 @@ def stack(rows: Sequence[Nest], call: str) -> RowBlock:
             one, two = sorted(shapes)[:2]
             raise ValueError(
                 f"{call}: expected rows of one shape, got {one} and {two}; pad or cut "
-                "them in a `map` before"
+                "them in a `map` before, or write `padded_batch`"
             )
     leaves = [backend.module_of(column[0]).stack(column) for column in columns]
     return RowBlock(leaves, first.structure)
 
 
 def join(blocks: Sequence[RowBlock]) -> RowBlock:
-    """Concatenate blocks into one."""
+    """Concatenate blocks into one.
+
+    Raises:
+        ValueError: if they differ in structure, dtype, or the shape of a row.
+    """
     if len(blocks) == 1:
         return blocks[0]
+    first = blocks[0]
+    for other in blocks[1:]:
+        if other.structure != first.structure or any(
+            one.shape[1:] != two.shape[1:] or one.dtype != two.dtype
+            for one, two in zip(first.leaves, other.leaves, strict=True)
+        ):
+            raise ValueError(
+                "Dataset.batch: expected rows of one structure, dtype and shape, got "
+                f"{describe_block(first)} and {describe_block(other)}; pad or cut them "
+                "in a `map` before, or write `padded_batch`"
+            )
     columns = zip(*(block.leaves for block in blocks), strict=True)
     return RowBlock(
         [backend.module_of(column[0]).concatenate(column) for column in columns],

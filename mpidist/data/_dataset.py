@@ -1,33 +1,65 @@
-"""Dataset: a small input pipeline over arrays."""
+"""Dataset: an input pipeline over arrays, with the methods of tf.data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import builtins
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
-from mpidist._base import backend, nest
+from mpidist._base import nest
 from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
-from mpidist.data import _stages
-from mpidist.data._blocks import as_leaf
-from mpidist.data._prefetch import Prefetcher
+from mpidist.data import _stage_order as order
+from mpidist.data._blocks import block_of
+from mpidist.data._dataset_arguments import (
+    FilePattern,
+    as_calls,
+    as_count,
+    as_dtype,
+    as_function,
+    check_same_spec,
+    declared,
+    matching_files,
+    shuffle_arguments,
+    stack_lists,
+    stage_of_slices,
+)
+from mpidist.data._dataset_base import Elements, stage_of
+from mpidist.data._options import Options
 from mpidist.data._records import INFINITE_CARDINALITY
-from mpidist.data._stages import INFINITE, Stage
+from mpidist.data._stage import INFINITE, Stage
+from mpidist.data._stage_batches import Batch, PaddedBatch, Unbatch
+from mpidist.data._stage_combinations import Concatenate, Interleave, Zip
+from mpidist.data._stage_functions import Filter, Map, TakeWhile
+from mpidist.data._stage_sources import (
+    Generated,
+    Range,
+    Single,
+    lists_to_arrays,
+)
+from mpidist.data._workers import AUTOTUNE
+
+_CYCLE: Final = 16
 
 
-class Dataset:
-    """Rows of arrays, which can be shuffled, batched and repeated.
+class Dataset(Elements):
+    """Elements, which can be shuffled, batched, mapped and more, as in tf.data.
 
-    It has the part of ``tf.data.Dataset`` that the pages of ``tf.distribute`` use. For
-    anything else use another library, since `Strategy.experimental_distribute_dataset`
-    accepts any iterable. Datasets are immutable: each method returns a new one. Data is
-    read only when an element is requested, and only the part that it needs.
+    The methods have the names, the order of arguments and the meaning of those of
+    ``tf.data.Dataset``; elements are NumPy or CuPy arrays and numbers in nests.
+    Datasets are immutable: each method returns a new one. Data is read only when an
+    element is requested. Each iteration over a dataset starts from the beginning.
 
-    Start with `from_tensor_slices`. Each iteration over a dataset starts from the
-    beginning.
+    Start with `from_tensor_slices`, `range`, `from_generator`, `from_tensors`,
+    `list_files` or `zip`. The elements of most datasets can be found by number; after
+    `from_generator`, `filter`, `take_while`, `unbatch`, `interleave` and `flat_map`
+    only by going through those before them, on each rank. Then, too, `map` and `batch`
+    run for a rank's own rows only.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -36,9 +68,9 @@ class Dataset:
             raise TypeError(
                 "Dataset: write `mpidist.data.Dataset.from_tensor_slices(arrays)`"
             )
-        self._stage = stage
-        self._iterations = 0
-        self._spec: Nest | None = None
+        super().__init__(stage)
+
+    # --- sources --------------------------------------------------------------
 
     @staticmethod
     def from_tensor_slices(tensors: Nest) -> Dataset:
@@ -56,23 +88,413 @@ class Dataset:
             TypeError: if it is none of these.
             ValueError: if the first dimensions differ, or there is none.
         """
-        name = "Dataset.from_tensor_slices"
-        if _is_row_source(tensors):
-            return Dataset(_stages.Rows(tensors))
-        leaves, structure = nest.flatten(_lists_to_arrays(tensors))
-        arrays = [_as_array_like(leaf, name) for leaf in leaves]
-        shapes = [tuple(x.shape) for x in arrays]
-        if not shapes or not all(shapes):
+        return Dataset(stage_of_slices(tensors))
+
+    @staticmethod
+    def from_tensors(tensors: Nest) -> Dataset:
+        """Create a dataset of one element.
+
+        Args:
+            tensors: the element: a nest of arrays and numbers. It is read-only.
+        """
+        block = block_of(lists_to_arrays(tensors), "Dataset.from_tensors")
+        return Dataset(Single(block))
+
+    @staticmethod
+    def range(*args: int, output_type: npt.DTypeLike = np.int64) -> Dataset:
+        """Create a dataset of numbers: ``range(stop)``, ``range(start, stop, step)``.
+
+        Args:
+            *args: as for Python's range.
+            output_type: their dtype.
+        """
+        numbers = [as_count("range", "args", x, least=-(2**63)) for x in args]
+        steps = builtins.range(*numbers)  # raises what Python's does
+        dtype = as_dtype("range", output_type)
+        return Dataset(Range(steps.start, steps.stop, steps.step, dtype))
+
+    @staticmethod
+    def from_generator(
+        generator: Callable[..., Iterable[Nest]],
+        output_types: Nest | None = None,
+        output_shapes: Nest | None = None,
+        args: Iterable[Any] | None = None,
+        output_signature: Nest | None = None,
+    ) -> Dataset:
+        """Create a dataset from what a function yields.
+
+        Each iteration, and each round of a `repeat`, calls the function again. A saved
+        position is reached by reading up to it.
+
+        Args:
+            generator: a function that returns an iterable of nests of arrays and
+                numbers. In a distributed dataset each rank calls it, so it must yield
+                the same on all.
+            output_types: tf.data's older form: a nest of dtypes.
+            output_shapes: with the former: a nest of shapes, None for any size.
+            args: arguments for the function, which gets them as NumPy values.
+            output_signature: a nest of `ArraySpec`. Not needed; if given, elements are
+                converted to its dtypes, and their shapes are compared with it.
+
+        Raises:
+            TypeError: if the arguments are not such.
+        """
+        as_function("from_generator", "generator", generator)
+        expected = declared(output_signature, output_types, output_shapes)
+        values = tuple(np.asarray(x)[()] for x in args or ())
+        return Dataset(Generated(generator, values, expected))
+
+    @staticmethod
+    def list_files(
+        file_pattern: FilePattern,
+        shuffle: bool | None = None,
+        seed: int | None = None,
+    ) -> Dataset:
+        """Create a dataset of the names of files, for `interleave`.
+
+        Args:
+            file_pattern: a pattern as for `glob.glob`, or several. The names are
+                sorted.
+            shuffle: whether to shuffle them, which needs a seed. None: if there is a
+                seed.
+            seed: as for `shuffle`.
+
+        Raises:
+            TypeError: for ``shuffle=True`` without a seed.
+            ValueError: if there is no such file.
+        """
+        names = matching_files(file_pattern)
+        files = Dataset.from_tensor_slices(np.array(names))
+        if shuffle or (shuffle is None and seed is not None):
+            return files.shuffle(len(names), seed=seed)
+        return files
+
+    @staticmethod
+    def zip(*args: Nest, datasets: Nest | None = None) -> Dataset:
+        """Create a dataset whose elements are those of several, side by side.
+
+        Args:
+            *args: datasets, for elements that are tuples; or a nest of datasets, for
+                elements with its structure. The shortest one ends it.
+            datasets: the nest, as tf.data's older form names it.
+        """
+        given = args if datasets is None else (*args, datasets)
+        leaves, structure = nest.flatten(given[0] if len(given) == 1 else given)
+        if not leaves or not all(isinstance(one, Dataset) for one in leaves):
+            kinds = [type(one).__name__ for one in leaves]
+            raise TypeError(f"Dataset.zip: expected datasets, got {kinds}")
+        return Dataset(Zip([stage_of(one) for one in leaves], structure))
+
+    # --- order ----------------------------------------------------------------
+
+    def shuffle(
+        self,
+        *args: Any,
+        seed: int | None = None,
+        reshuffle_each_iteration: bool | None = None,
+        buffer_size: int | None = None,
+    ) -> Dataset:
+        """Shuffle the elements.
+
+        If they are found by number, this is a full permutation. It takes 8 bytes for
+        each element, and ``buffer_size`` is ignored. Otherwise it is tf.data's: each
+        element is a random one of a buffer of ``buffer_size`` elements; without a size
+        the buffer has all of them.
+
+        The order depends on the seed and on the number of the iteration over the
+        dataset, and is the same on all ranks. As in TensorFlow, rows mix across the
+        rounds of a `repeat` only if that comes before.
+
+        Call ``shuffle(seed)`` or, as in TensorFlow, ``shuffle(size, seed=seed)`` or
+        ``shuffle(size, seed, reshuffle_each_iteration)``.
+
+        Args:
+            *args: the seed, or as above.
+            seed: 0 or more. Required, because without a seed the ranks would shuffle
+                differently.
+            reshuffle_each_iteration: whether each iteration over the dataset, and each
+                round of a later `repeat`, has a different order; None: True.
+            buffer_size: see above.
+
+        Raises:
+            TypeError: if there is no seed.
+            ValueError: if the dataset is infinite, and there is no size.
+        """
+        chosen = shuffle_arguments(args, buffer_size, seed, reshuffle_each_iteration)
+        if chosen.buffer_size is None and self._stage.size >= INFINITE:
             raise ValueError(
-                f"{name}: expected arrays of at least one dimension, got "
-                f"{structure.render([str(shape) for shape in shapes])}"
+                "Dataset.shuffle: this dataset has no end, so there is no order of all "
+                "of it; write `shuffle` before `repeat`, or `shuffle(buffer_size, "
+                "seed=seed)`"
             )
-        if len({shape[0] for shape in shapes}) > 1:
+        return Dataset(
+            order.Shuffle(self._stage, chosen.seed, chosen.anew, chosen.buffer_size)
+        )
+
+    def repeat(self, count: int | None = None) -> Dataset:
+        """Repeat the dataset ``count`` times; None or -1: infinitely."""
+        if count is not None and count != -1:
+            count = as_count("repeat", "count", count, least=0)
+        return Dataset(order.Repeat(self._stage, None if count == -1 else count))
+
+    def take(self, count: int) -> Dataset:
+        """Keep the first ``count`` elements; -1: all of them."""
+        if count != -1:
+            count = as_count("take", "count", count, least=0)
+        return Dataset(order.Take(self._stage, count))
+
+    def skip(self, count: int) -> Dataset:
+        """Leave out the first ``count`` elements; -1: all of them."""
+        if count != -1:
+            count = as_count("skip", "count", count, least=0)
+        return Dataset(order.Skip(self._stage, count))
+
+    def shard(self, num_shards: int, index: int) -> Dataset:
+        """Keep every ``num_shards``-th element, starting at number ``index``.
+
+        For `Strategy.distribute_datasets_from_function`:
+        ``dataset.shard(context.num_input_pipelines, context.input_pipeline_id)``.
+        """
+        num_shards = as_count("shard", "num_shards", num_shards, least=1)
+        index = as_count("shard", "index", index, least=0)
+        if index >= num_shards:
             raise ValueError(
-                f"{name}: expected arrays with the same first dimension, got shapes "
-                f"{structure.render([str(shape) for shape in shapes])}"
+                f"Dataset.shard: expected 0 <= index < {num_shards}, got {index}"
             )
-        return Dataset(_stages.Slices(arrays, structure))
+        return Dataset(order.Shard(self._stage, num_shards, index))
+
+    def concatenate(self, dataset: Dataset) -> Dataset:
+        """Add the elements of another dataset at the end.
+
+        Raises:
+            TypeError: if its elements differ in structure, dtype or number of
+                dimensions, as far as that is known before reading.
+        """
+        if not isinstance(dataset, Dataset):
+            raise TypeError(f"Dataset.concatenate: expected a Dataset, got {dataset!r}")
+        other = stage_of(dataset)
+        check_same_spec(self._stage.spec(), other.spec())
+        return Dataset(Concatenate(self._stage, other))
+
+    def enumerate(self, start: int = 0) -> Dataset:
+        """Number the elements: each becomes ``(number, element)``, an int64 first."""
+        start = as_count("enumerate", "start", start, least=-(2**63))
+        numbers = Range(start, None, 1, np.dtype(np.int64))
+        return Dataset(Zip([numbers, self._stage], nest.flatten((0, 0))[1]))
+
+    def cache(self, filename: str = "") -> Dataset:
+        """Keep each element in memory once it was loaded. Elements are read-only.
+
+        In a distributed dataset each rank keeps its own rows. As in tf.data a `shuffle`
+        before it has the order of the first iteration for ever.
+
+        Args:
+            filename: must be empty.
+
+        Raises:
+            TypeError: if there is a filename.
+        """
+        if filename:
+            raise TypeError(
+                "Dataset.cache: elements are kept in memory, not in a file; write "
+                "`numpy.save(path, array)` once, and `Dataset.from_tensor_slices("
+                'numpy.load(path, mmap_mode="r"))`, which reads rows as needed'
+            )
+        return Dataset(order.Cache(self._stage))
+
+    def prefetch(self, buffer_size: int) -> Dataset:
+        """Read up to ``buffer_size`` elements ahead in a thread; 0: do not.
+
+        The thread runs the whole pipeline, wherever `prefetch` stands in it. It never
+        calls MPI. In a distributed dataset each rank reads its own rows ahead.
+        """
+        if buffer_size == AUTOTUNE:
+            buffer_size = 2
+        size = as_count("prefetch", "buffer_size", buffer_size, least=0)
+        return Dataset(order.Prefetch(self._stage, size))
+
+    # --- functions ------------------------------------------------------------
+
+    def map(
+        self,
+        map_func: Callable[..., Nest],
+        num_parallel_calls: int | None = None,
+        deterministic: bool | None = None,
+    ) -> Dataset:
+        """Apply a function to each element.
+
+        Before `batch` the function gets one row; after `batch` it gets a batch. In the
+        second case each rank of a distributed dataset has to read whole batches to get
+        its rows of the result, so prefer the first.
+
+        Args:
+            map_func: gets an element (the parts of a tuple as separate arguments) and
+                returns a nest of arrays and numbers. It runs when an element is read,
+                in a thread if there are any, and must not call collectives.
+            num_parallel_calls: the number of threads that call it, for elements one
+                after the other; `AUTOTUNE`: one for each core of this rank, up to 8.
+                Of use if it waits for files or runs outside of the GIL, as much of
+                NumPy does. The order of elements stays, and it is called for at most
+                so many elements ahead.
+            deterministic: accepted: the order is kept with False, too.
+        """
+        as_function("map", "map_func", map_func)
+        calls = as_calls("map", num_parallel_calls)
+        return Dataset(Map(self._stage, map_func, calls))
+
+    def filter(self, predicate: Callable[..., object]) -> Dataset:
+        """Keep the elements for which a function returns True.
+
+        Args:
+            predicate: gets an element as in `map`, and returns a bool. In a distributed
+                dataset each rank calls it for all elements, so it must say the same
+                everywhere.
+        """
+        as_function("filter", "predicate", predicate)
+        return Dataset(Filter(self._stage, predicate))
+
+    def take_while(self, predicate: Callable[..., object]) -> Dataset:
+        """Keep the elements before the first for which a function returns False."""
+        as_function("take_while", "predicate", predicate)
+        return Dataset(TakeWhile(self._stage, predicate))
+
+    def interleave(
+        self,
+        map_func: Callable[..., Dataset],
+        cycle_length: int | None = None,
+        block_length: int | None = None,
+        num_parallel_calls: int | None = None,
+        deterministic: bool | None = None,
+    ) -> Dataset:
+        """Read the datasets that a function makes of the elements, in turn.
+
+        For files: ``names.interleave(open_one, cycle_length=4)``. With
+        ``AutoShardPolicy.FILE`` each replica opens files of its own.
+
+        Args:
+            map_func: gets an element as in `map`, and returns a `Dataset`.
+            cycle_length: how many datasets are open at a time; None or `AUTOTUNE`: 16,
+                where TensorFlow takes the number of cores, on which the order depends.
+            block_length: how many elements of one come before the next one's turn.
+            num_parallel_calls: how many of the open datasets have a thread that reads
+                ``block_length`` elements ahead; `AUTOTUNE`: all.
+            deterministic: accepted: the order is kept with False, too.
+        """
+        as_function("interleave", "map_func", map_func)
+        if cycle_length in (None, AUTOTUNE):
+            cycle_length = _CYCLE
+        cycle = as_count("interleave", "cycle_length", cycle_length, least=1)
+        length = 1 if block_length is None else block_length
+        length = as_count("interleave", "block_length", length, least=1)
+        readers = as_calls("interleave", num_parallel_calls)
+        if num_parallel_calls == AUTOTUNE:
+            readers = cycle
+
+        def open_one(*element: Nest) -> Stage:
+            made = map_func(*element)
+            if not isinstance(made, Dataset):
+                raise TypeError(
+                    "Dataset.interleave: expected `map_func` to return a Dataset, got "
+                    f"{made!r:.80} of type {type(made).__name__}; write "
+                    "`Dataset.from_tensor_slices(...)` or `Dataset.from_generator(...)`"
+                )
+            return stage_of(made)
+
+        open_one.__qualname__ = getattr(map_func, "__qualname__", "a function")
+        return Dataset(Interleave(self._stage, open_one, cycle, length, readers))
+
+    def flat_map(self, map_func: Callable[..., Dataset]) -> Dataset:
+        """Read the datasets that a function makes of the elements, one by one."""
+        return self.interleave(map_func, cycle_length=1)
+
+    def apply(self, transformation_func: Callable[[Dataset], Dataset]) -> Dataset:
+        """Return ``transformation_func(self)``, which must be a Dataset."""
+        made = as_function("apply", "transformation_func", transformation_func)(self)
+        if not isinstance(made, Dataset):
+            raise TypeError(
+                f"Dataset.apply: expected a Dataset as result, got {made!r}"
+            )
+        return made
+
+    def reduce(self, initial_state: Nest, reduce_func: Callable[..., Nest]) -> Nest:
+        """Fold the elements: ``state = reduce_func(state, element)`` for each."""
+        state = initial_state
+        for element in self:
+            state = reduce_func(state, element)
+        return state
+
+    # --- batches --------------------------------------------------------------
+
+    def batch(
+        self,
+        batch_size: int,
+        drop_remainder: bool = False,
+        num_parallel_calls: int | None = None,
+        deterministic: bool | None = None,
+    ) -> Dataset:
+        """Combine each ``batch_size`` consecutive elements into a batch.
+
+        Args:
+            batch_size: the number of rows in a batch; for
+                `Strategy.experimental_distribute_dataset` that of all replicas
+                together.
+            drop_remainder: whether to drop a last batch with fewer rows.
+            num_parallel_calls: accepted, without effect: use that of `map`.
+            deterministic: accepted, without effect.
+        """
+        size = as_count("batch", "batch_size", batch_size, least=1)
+        return Dataset(Batch(self._stage, size, bool(drop_remainder)))
+
+    def padded_batch(
+        self,
+        batch_size: int,
+        padded_shapes: Nest | None = None,
+        padding_values: Nest | None = None,
+        drop_remainder: bool = False,
+    ) -> Dataset:
+        """Combine elements into a batch, after padding each array at its end.
+
+        Args:
+            batch_size: the number of rows in a batch, as in `batch`.
+            padded_shapes: the shape of each array of an element: a tuple, or a nest of
+                tuples like an element. A size of None or -1, or no shapes: that of the
+                longest row of the batch, to find which each rank of a distributed
+                dataset has to load all rows.
+            padding_values: a value for each array, or one for all; None: 0, False or an
+                empty string.
+            drop_remainder: whether to drop a last batch with fewer rows.
+        """
+        size = as_count("padded_batch", "batch_size", batch_size, least=1)
+        drop = bool(drop_remainder)
+        return Dataset(
+            PaddedBatch(self._stage, size, drop, padded_shapes, padding_values)
+        )
+
+    def unbatch(self) -> Dataset:
+        """Take elements apart into their rows."""
+        return Dataset(Unbatch(self._stage))
+
+    # --- properties -----------------------------------------------------------
+
+    def with_options(self, options: Options) -> Dataset:
+        """Set options; of `Options`, those that are not the default."""
+        if not isinstance(options, Options):
+            raise TypeError(
+                "Dataset.with_options: expected a `mpidist.data.Options`, got "
+                f"{options!r:.80}"
+            )
+        return Dataset(order.WithOptions(self._stage, copy.deepcopy(options)))
+
+    def assert_cardinality(self, expected_cardinality: int) -> Dataset:
+        """Say how many elements there are, where only reading would tell.
+
+        Reading raises ValueError if there are not so many.
+        """
+        count = expected_cardinality
+        if count == INFINITE_CARDINALITY:
+            count = INFINITE
+        count = as_count("assert_cardinality", "expected_cardinality", count, least=0)
+        return Dataset(order.WithCardinality(self._stage, count))
 
     @staticmethod
     def _of_numpy(group: ReplicaGroup, arrays: Nest) -> Dataset:
@@ -82,244 +504,6 @@ class Dataset:
             group: the group of the strategy.
             arrays: a nest of arrays with the same first dimension; a list is stacked.
         """
-        context.require_cross_replica(group, "experimental_make_numpy_dataset")
-        return Dataset.from_tensor_slices(_stack_lists(arrays))
-
-    def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
-        """Combine each ``batch_size`` consecutive elements into a batch.
-
-        Args:
-            batch_size: the number of rows in a batch; for
-                `Strategy.experimental_distribute_dataset` that of all replicas
-                together.
-            drop_remainder: whether to drop a last batch with fewer rows.
-        """
-        size = _as_count("batch", "batch_size", batch_size, least=1)
-        return Dataset(_stages.Batch(self._stage, size, bool(drop_remainder)))
-
-    def shuffle(
-        self,
-        *args: Any,
-        seed: int | None = None,
-        reshuffle_each_iteration: bool = True,
-        buffer_size: int | None = None,
-    ) -> Dataset:
-        """Shuffle all elements: a full permutation.
-
-        TensorFlow shuffles in a buffer; here there is no buffer, but the order takes 8
-        bytes for each element. It depends on the seed and on the number of the
-        iteration over the dataset, and is the same on all ranks. As in TensorFlow, rows
-        mix across the rounds of a `repeat` only if that comes before.
-
-        Call ``shuffle(seed)`` or, as in TensorFlow, ``shuffle(size, seed=seed)``.
-
-        Args:
-            *args: the seed. With ``seed=``, the size of TensorFlow's buffer, which is
-                ignored.
-            seed: 0 or more. Required, because without a seed the ranks would shuffle
-                differently.
-            reshuffle_each_iteration: whether each iteration over the dataset, and each
-                round of a later `repeat`, has a different order.
-            buffer_size: accepted and ignored.
-
-        Raises:
-            TypeError: if there is no seed.
-            ValueError: if the dataset is infinite.
-        """
-        if len(args) == 1 and seed is None and buffer_size is None:
-            (seed,) = args
-        elif len(args) > (buffer_size is None) or seed is None:
-            raise TypeError(
-                "Dataset.shuffle: expected a seed, the same on all ranks; write "
-                "`shuffle(seed)` or `shuffle(buffer_size, seed=seed)`"
-            )
-        seed = _as_count("shuffle", "seed", seed, least=0)
-        if self._stage.size >= INFINITE:
-            raise ValueError(
-                "Dataset.shuffle: this dataset has no end, so there is no order of all "
-                "of it; write `shuffle` before `repeat`"
-            )
-        return Dataset(_stages.Shuffle(self._stage, seed, reshuffle_each_iteration))
-
-    def repeat(self, count: int | None = None) -> Dataset:
-        """Repeat the dataset ``count`` times; None or -1: infinitely."""
-        if count is not None and count != -1:
-            count = _as_count("repeat", "count", count, least=0)
-        return Dataset(_stages.Repeat(self._stage, None if count == -1 else count))
-
-    def map(self, fn: Callable[..., Nest]) -> Dataset:
-        """Apply a function to each element.
-
-        Before `batch` the function gets one row; after `batch` it gets a batch. In the
-        second case each rank of a distributed dataset has to read whole batches to get
-        its rows of the result, so prefer the first.
-
-        Args:
-            fn: gets an element (the parts of a tuple as separate arguments) and returns
-                a nest of arrays and numbers. It runs when an element is read, in the
-                thread of `prefetch` if there is one, and must not call collectives.
-        """
-        if not callable(fn):
-            raise TypeError(f"Dataset.map: expected a function, got {fn!r}")
-        return Dataset(_stages.Map(self._stage, fn))
-
-    def take(self, count: int) -> Dataset:
-        """Keep the first ``count`` elements; -1: all of them."""
-        if count != -1:
-            count = _as_count("take", "count", count, least=0)
-        return Dataset(_stages.Take(self._stage, count))
-
-    def shard(self, num_shards: int, index: int) -> Dataset:
-        """Keep every ``num_shards``-th element, starting at number ``index``.
-
-        For `Strategy.distribute_datasets_from_function`:
-        ``dataset.shard(context.num_input_pipelines, context.input_pipeline_id)``.
-        """
-        num_shards = _as_count("shard", "num_shards", num_shards, least=1)
-        index = _as_count("shard", "index", index, least=0)
-        if index >= num_shards:
-            raise ValueError(
-                f"Dataset.shard: expected 0 <= index < {num_shards}, got {index}"
-            )
-        return Dataset(_stages.Shard(self._stage, num_shards, index))
-
-    def prefetch(self, buffer_size: int) -> Dataset:
-        """Read up to ``buffer_size`` elements ahead in a thread; 0: do not.
-
-        The thread runs the whole pipeline, wherever `prefetch` stands in it. It never
-        calls MPI. In a distributed dataset each rank reads its own rows ahead.
-        """
-        if buffer_size == -1:  # tf.data.AUTOTUNE
-            buffer_size = 2
-        size = _as_count("prefetch", "buffer_size", buffer_size, least=0)
-        return Dataset(_stages.Prefetch(self._stage, size))
-
-    @property
-    def element_spec(self) -> Nest:
-        """The nest of `ArraySpec` of an element.
-
-        After a `map` it is found by applying the function to the first row.
-
-        Raises:
-            ValueError: if this is needed and there is no row.
-        """
-        if self._spec is None:
-            self._spec = self._stage.spec()
-        if self._spec is None:
-            if not self._stage.size:
-                raise ValueError(
-                    "Dataset.element_spec: the dataset is empty, so the "
-                    "result of its `map` is unknown"
-                )
-            opened = self._stage.open(0, (0,))
-            batched = self._stage.batch_size is not None
-            block = opened.read(0, 1) if batched else opened.whole
-            if block is not None:
-                self._spec = _stages.spec_of(block.nest(), (None,) if batched else None)
-        return self._spec
-
-    def cardinality(self) -> int:
-        """Return the number of elements; `INFINITE_CARDINALITY` (-1) if infinite."""
-        size = self._stage.size
-        return INFINITE_CARDINALITY if size >= INFINITE else size
-
-    def __len__(self) -> int:
-        if self._stage.size >= INFINITE:
-            raise TypeError("Dataset: an infinite dataset has no len()")
-        return self._stage.size
-
-    def __iter__(self) -> Iterator[Nest]:
-        in_pass = (self._iterations,)
-        self._iterations += 1
-        elements = _read(self._stage, in_pass)
-        if self._stage.depth:
-            return Prefetcher(elements, self._stage.depth)
-        return elements
-
-    def __repr__(self) -> str:
-        return f"<mpidist.data.Dataset of {self._stage.text}>"
-
-
-def _read(stage: Stage, in_pass: _stages.Pass) -> Iterator[Nest]:
-    index = 0
-    while index < stage.size:
-        yield stage.elements(np.array([index]), in_pass)[0]
-        index += 1
-
-
-def stage_of(dataset: Dataset) -> Stage:
-    """Return the last stage of a dataset."""
-    return dataset._stage
-
-
-def _stack_lists(tree: Nest) -> Nest:
-    if isinstance(tree, list):
-        parts = [
-            as_leaf(_stack_lists(part), "experimental_make_numpy_dataset")
-            for part in tree
-        ]
-        if not parts:
-            return np.asarray(tree)
-        return backend.module_of(parts[0]).stack(parts)
-    if isinstance(tree, dict):
-        return type(tree)({key: _stack_lists(part) for key, part in tree.items()})
-    if isinstance(tree, tuple):
-        items = [_stack_lists(part) for part in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
-    return tree
-
-
-def _lists_to_arrays(tree: Nest) -> Nest:
-    """Convert lists of numbers in a nest to arrays."""
-    if isinstance(tree, list):
-        if _holds_numbers(tree):
-            return np.asarray(tree)
-        return [_lists_to_arrays(part) for part in tree]
-    if isinstance(tree, dict):
-        return type(tree)({key: _lists_to_arrays(part) for key, part in tree.items()})
-    if isinstance(tree, tuple):
-        parts = [_lists_to_arrays(part) for part in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
-    return tree
-
-
-def _holds_numbers(tree: Nest) -> bool:
-    if isinstance(tree, list):
-        return bool(tree) and all(_holds_numbers(part) for part in tree)
-    return isinstance(tree, (bool, int, float, complex, str, np.generic))
-
-
-def _is_row_source(x: object) -> bool:
-    return (
-        hasattr(x, "__getitem__")
-        and hasattr(x, "__len__")
-        and not hasattr(x, "shape")
-        and not isinstance(x, (list, tuple, str, bytes))
-        and not (hasattr(x, "keys") and hasattr(x, "items"))
-    )
-
-
-def _as_array_like(x: Any, call: str) -> Any:
-    """Return a leaf as an array, or unchanged if it supports slices of rows."""
-    if isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray):
-        return x
-    if hasattr(x, "__dlpack__") or not (
-        hasattr(x, "shape") and hasattr(x, "__getitem__")
-    ):
-        return as_leaf(x, call)
-    if isinstance(x, np.ma.MaskedArray):
-        return as_leaf(x, call)
-    return x
-
-
-def _as_count(method: str, name: str, value: object, *, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(
-            f"Dataset.{method}: expected `{name}` to be an int, got {value!r} of type "
-            f"{type(value).__name__}"
-        )
-    if value < least:
-        raise ValueError(
-            f"Dataset.{method}: expected `{name}` to be {least} or more, got {value}"
-        )
-    return int(value)
+        call = "experimental_make_numpy_dataset"
+        context.require_cross_replica(group, call)
+        return Dataset.from_tensor_slices(stack_lists(arrays, call))

@@ -9,6 +9,7 @@ from mpidist._base import nest
 from mpidist.data._feed import Feed
 from mpidist.data._records import AutoShardPolicy
 from mpidist.data._sources import DatasetSource
+from mpidist.data._stage import open_from
 
 # With more batches only the first is described: each must be opened to count rows.
 _MOST_BATCHES: Final = 100_000
@@ -32,7 +33,7 @@ def describe_feed(feed: Feed) -> str:
     fact("elements", _elements(feed))
     if feed.policy is None:
         fact("steps", _own_steps(feed))
-        fact("rows", "each rank reads its own input, and its replica gets all of it")
+        fact("rows", _own_rows(feed))
         fact("uneven ends", "a rank without rows gets empty arrays until all are done")
         return "\n".join(lines)
     sizes = _batch_sizes(feed)
@@ -56,6 +57,15 @@ def _elements(feed: Feed) -> str:
     return structure.render([str(leaf) for leaf in leaves])
 
 
+def _own_rows(feed: Feed) -> str:
+    if isinstance(feed.source, DatasetSource) and feed.source.by_file:
+        return (
+            f"FILE: each replica opens every {feed.replicas}th input of the "
+            f"`interleave`; this one takes {feed.source.batch_size} rows in a step"
+        )
+    return "each rank reads its own input, and its replica gets all of it"
+
+
 def _own_steps(feed: Feed) -> str:
     count = feed.source.cardinality()
     if count == -1:
@@ -71,13 +81,13 @@ def _batch_sizes(feed: Feed) -> dict[int, int] | None:
     if (
         not isinstance(source, DatasetSource)
         or source.reads_whole
+        or not source.stage.indexed
         or not 0 <= source.cardinality() <= _MOST_BATCHES
     ):
         return None
     sizes: dict[int, int] = {}
-    for index in range(source.cardinality()):
-        rows = source.stage.open(index, (0,)).rows
-        sizes[rows] = sizes.get(rows, 0) + 1
+    for opened in open_from(source.stage, (0,), 0):
+        sizes[opened.rows] = sizes.get(opened.rows, 0) + 1
     return sizes
 
 
@@ -108,13 +118,18 @@ def _rule(feed: Feed) -> str:
 
 
 def _reading(feed: Feed) -> str:
-    if not feed.source.reads_whole:
-        ahead = feed.source.depth
-        more = f"; a thread reads {ahead} ahead" if ahead else ""
-        return f"each rank reads the rows of its replica, and no others{more}"
+    source = feed.source
+    ahead = f"; a thread reads {source.depth} ahead" if source.depth else ""
+    if isinstance(source, DatasetSource) and not source.reads_whole:
+        if source.stage.indexed:
+            return f"each rank reads the rows of its replica, and no others{ahead}"
+        return (
+            "each rank goes through all elements, and keeps the rows of its replica"
+            f"{ahead}"
+        )
     why = ""
-    if isinstance(feed.source, DatasetSource):
-        why = ", because of the `map` after `batch` (one before it works row by row)"
+    if isinstance(source, DatasetSource):
+        why = f", because of {source.stage.whole}"
     many = f", 1 of {feed.replicas} parts" if feed.replicas > 1 else ""
     return (
         f"each rank reads whole batches, and keeps the rows of its replica{many}{why}"

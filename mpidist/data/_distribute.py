@@ -14,12 +14,14 @@ from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist.data._dataset import Dataset
+from mpidist.data._dataset_base import stage_of
 from mpidist.data._describe import describe_feed
 from mpidist.data._feed import (
     Feed,
     describe,
     spec_from_nest,
 )
+from mpidist.data._files import shard_by_file
 from mpidist.data._iterator import DistributedIterator
 from mpidist.data._records import (
     INFINITE_CARDINALITY,
@@ -28,8 +30,9 @@ from mpidist.data._records import (
     InputContext,
     InputOptions,
     InputReplicationMode,
+    as_policy,
 )
-from mpidist.data._sources import FunctionSource, Source, source_of
+from mpidist.data._sources import DatasetSource, FunctionSource, Source, source_of
 
 _NO_POLICY = (AutoShardPolicy.AUTO, AutoShardPolicy.OFF)
 
@@ -162,29 +165,16 @@ def _distribute_dataset(
                 f"{call}: InputReplicationMode.PER_REPLICA is only supported in "
                 "`distribute_datasets_from_function`"
             )
-        policy = chosen.auto_shard_policy
-        if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
-            raise ValueError(
-                f"{call}: AutoShardPolicy.{policy.name} is not supported, since a "
-                "dataset here does not know its files; write `strategy."
-                "distribute_datasets_from_function(fn)`, where `fn` takes the files of "
-                "its rank: `files[context.input_pipeline_id::context."
-                "num_input_pipelines]`"
-            )
-        source = source_of(dataset, call)
-        if isinstance(dataset, Dataset) and source.batch_size is None:
-            raise ValueError(
-                f"{call}: got {dataset!r}, whose elements are single rows. Call the "
-                "`batch` method on the input Dataset in order to be able to split your "
-                f"input across {group.num_replicas} replicas: "
-                "`dataset.batch(global_batch_size)`"
-            )
+        source, policy = _split_source(group, dataset, chosen, call)
         spec = spec_from_nest(source.spec) if source.spec is not None else None
         kind = "" if spec is None else f", {describe(spec.empty())}"
         text = (
             f"{call} of {source.text} ({_many(source)}{kind}), split by {policy.name}"
         )
-        checked = source.reads_whole and debugging()
+        by_file = policy is AutoShardPolicy.FILE
+        if by_file:  # the ranks have different numbers of rows
+            text = f"{call} of {source.text}, split by FILE"
+        checked = source.reads_whole and debugging() and not by_file
         if checked:
             text += ", compared (MPIDIST_DEBUG)"
     except Exception as error:
@@ -195,12 +185,49 @@ def _distribute_dataset(
             group,
             source,
             group.registry.next_key(),
-            policy,
+            None if by_file else policy,
             chosen.experimental_fetch_to_device,
             spec=spec,
             checked=checked,
         )
     )
+
+
+def _split_source(
+    group: ReplicaGroup, dataset: object, options: InputOptions, call: str
+) -> tuple[Source, AutoShardPolicy]:
+    """Return what this rank reads of a dataset of global batches, and the policy."""
+    policy = options.auto_shard_policy
+    if isinstance(dataset, Dataset) and policy is AutoShardPolicy.AUTO:
+        own = dataset.options().experimental_distribute.auto_shard_policy
+        policy = as_policy(own, "DistributeOptions")
+    if policy is AutoShardPolicy.HINT:
+        raise ValueError(
+            f"{call}: AutoShardPolicy.HINT is not supported; write `strategy."
+            "distribute_datasets_from_function(fn)`, where `fn` calls `dataset.shard("
+            "context.num_input_pipelines, context.input_pipeline_id)`"
+        )
+    source = source_of(dataset, call)
+    if isinstance(dataset, Dataset) and source.batch_size is None:
+        raise ValueError(
+            f"{call}: got {dataset!r}, whose elements are single rows. Call the "
+            "`batch` method on the input Dataset in order to be able to split your "
+            f"input across {group.num_replicas} replicas: "
+            "`dataset.batch(global_batch_size)`; if its elements are batches already, "
+            "`dataset.unbatch().batch(global_batch_size)`"
+        )
+    if policy is AutoShardPolicy.FILE:
+        if not isinstance(dataset, Dataset):
+            raise ValueError(
+                f"{call}: AutoShardPolicy.FILE is for a `mpidist.data.Dataset` with an "
+                "`interleave` over files; otherwise write `strategy."
+                "distribute_datasets_from_function(fn)`, where `fn` takes the files of "
+                "its rank: `files[context.input_pipeline_id::context."
+                "num_input_pipelines]`"
+            )
+        part = shard_by_file(stage_of(dataset), group.num_replicas, group.replica_id)
+        source = DatasetSource(Dataset(part), whole=dataset)
+    return source, policy
 
 
 def _many(source: Source) -> str:

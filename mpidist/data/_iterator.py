@@ -210,13 +210,13 @@ class DistributedIterator:
             self._spoil(stream)
             feed.collectives.invalid("DistributedIterator.restore", _no_stop(error))
         try:
-            feed.collectives.guard.agree(
-                Call(
-                    f"restore of dataset #{feed.number} to element {position} of "
-                    f"iteration {iteration}, with batch_size="
-                    f"{source.batch_size or state['batch_size']}"
-                )
+            text = (
+                f"restore of dataset #{feed.number} to element {position} of iteration "
+                f"{iteration}"
             )
+            if feed.policy is not None:
+                text += f", with batch_size={source.batch_size or state['batch_size']}"
+            feed.collectives.guard.agree(Call(text))
         except BaseException:
             self._spoil(stream)
             raise

@@ -35,7 +35,9 @@ class AutoShardPolicy(enum.Enum):
 
     ``AUTO`` and ``DATA``: each batch is split separately into parts of ceil(rows /
     replicas). ``OFF``: by a balanced plan for the full batch, whose parts differ by at
-    most one row. ``FILE`` and ``HINT`` exist in TensorFlow and are rejected.
+    most one row. ``FILE``: each replica opens every n-th input of the dataset's
+    `interleave`, and makes its own part of each global batch of their rows; in
+    TensorFlow ``AUTO`` does that for files. ``HINT`` is rejected.
     """
 
     OFF = -1
@@ -144,7 +146,7 @@ class InputOptions:
         experimental_per_replica_buffer_size: accepted and ignored; use
             `Dataset.prefetch`.
         auto_shard_policy: an `AutoShardPolicy` or its name. In TensorFlow it is an
-            option of the dataset.
+            option of the dataset, which counts here if this is AUTO.
     """
 
     experimental_fetch_to_device: bool
@@ -207,16 +209,21 @@ class InputOptions:
             "experimental_per_replica_buffer_size",
             experimental_per_replica_buffer_size,
         )
-        put(self, "auto_shard_policy", _as_policy(auto_shard_policy))
+        put(self, "auto_shard_policy", as_policy(auto_shard_policy, "InputOptions"))
 
 
-def _as_policy(value: object) -> AutoShardPolicy:
+def as_policy(value: object, where: str) -> AutoShardPolicy:
+    """Return an `AutoShardPolicy`, given one or its name.
+
+    Raises:
+        ValueError: if it is neither; ``where`` is named in the message.
+    """
     if isinstance(value, AutoShardPolicy):
         return value
     if isinstance(value, str) and value.upper() in AutoShardPolicy.__members__:
         return AutoShardPolicy[value.upper()]
     raise ValueError(
-        "InputOptions: expected `auto_shard_policy` to be one of "
+        f"{where}: expected `auto_shard_policy` to be one of "
         f"{', '.join(AutoShardPolicy.__members__)}, got {value!r}"
     )
 

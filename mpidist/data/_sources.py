@@ -14,14 +14,22 @@ import numpy as np
 
 from mpidist._base import backend, nest
 from mpidist._base.types import Array, Nest
-from mpidist.data._blocks import RowBlock, block_of
-from mpidist.data._dataset import Dataset, stage_of
+from mpidist.data._blocks import RowBlock
+from mpidist.data._dataset import Dataset
+from mpidist.data._dataset_base import stage_of
 from mpidist.data._records import (
     INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY,
     OutOfRangeError,
 )
-from mpidist.data._stages import INFINITE, Opened, Stage
+from mpidist.data._stage import (
+    INFINITE,
+    Opened,
+    Stage,
+    open_from,
+    open_tokens,
+    open_whole,
+)
 
 SourceState: TypeAlias = Any
 """The state of a user's input, as JSON; None if it has none."""
@@ -69,22 +77,29 @@ class Source(Protocol):
 
 
 class DatasetSource:
-    """A `Dataset`."""
+    """A `Dataset`.
+
+    Args:
+        dataset: the dataset that this rank reads.
+        whole: the dataset of which that is this replica's part, by files; or None.
+    """
 
     again = True
     one_shot = False
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: Dataset, whole: Dataset | None = None) -> None:
         self.dataset = dataset
-        self.stage: Stage = stage_of(dataset)
-        self.text = f"Dataset of {self.stage.text}"
+        self.by_file = whole is not None
+        self.stage = stage_of(dataset)
+        self.text = f"Dataset of {stage_of(whole or dataset).text}"
         self.batch_size = self.stage.batch_size
-        self.reads_whole = self.stage.reads_whole
+        self.reads_whole = bool(self.stage.whole)
         self.depth = self.stage.depth
         self.spec = self.stage.spec()
 
     def cardinality(self) -> int:
-        return self.dataset.cardinality()
+        size = self.stage.size
+        return INFINITE_CARDINALITY if size >= INFINITE else size
 
     def open(self, iteration: int) -> Stream:
         return _StageStream(self.stage, iteration)
@@ -94,16 +109,23 @@ class _StageStream:
     def __init__(self, stage: Stage, iteration: int) -> None:
         self._stage = stage
         self._pass = (iteration,)
-        self._position = 0
+        self._elements = open_from(stage, self._pass, 0)
 
     def seek(self, position: int, state: SourceState = None) -> None:
-        self._position = position
+        if position and not self._stage.indexed:
+            # Up to the position, so that what fails there fails here, on all ranks.
+            tokens = self._stage.tokens(self._pass, position - 1)
+            if next(tokens, _END) is _END:
+                raise ValueError(
+                    f"restore: expected an input of {position} or more elements, got "
+                    "one that ends before; pass the input that the state was taken from"
+                )
+            self._elements = open_tokens(self._stage, tokens)
+        else:
+            self._elements = open_from(self._stage, self._pass, position)
 
     def read(self) -> Opened | None:
-        if self._position >= self._stage.size:
-            return None
-        self._position += 1
-        return self._stage.open(self._position - 1, self._pass)
+        return next(self._elements, None)
 
     def state(self) -> SourceState:
         return None
@@ -150,7 +172,7 @@ class _SequenceStream:
             element = source.items[self._position]
             self._position += 1
             if element is not None:
-                opened = open_element(element, source.call)
+                opened = open_whole(element, source.call)
                 if opened.whole is not None:
                     # The item may be requested again, so it must not be written to.
                     opened.whole.leaves = [_read_only(x) for x in opened.whole.leaves]
@@ -235,7 +257,7 @@ class _IteratorStream:
         if element is _END:
             return None
         self._position += 1
-        return open_element(element, self._call)
+        return open_whole(element, self._call)
 
     def state(self) -> SourceState:
         items: Any = self._items
@@ -278,15 +300,6 @@ class FunctionSource:
             except (StopIteration, OutOfRangeError):
                 return
             yield element
-
-
-def open_element(element: Nest, call: str) -> Opened:
-    """Return an element that was read as a whole, to read some of its rows."""
-    block = block_of(element, call)
-    rows = 1
-    if block.leaves and block.leaves[0].ndim:
-        rows = int(block.leaves[0].shape[0])
-    return Opened(rows, block.part, block)
 
 
 def source_of(dataset: object, call: str) -> Source:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist.data import ArraySpec, Dataset
-from mpidist.data._dataset import stage_of
+from mpidist.data._dataset_base import stage_of
 from mpidist.data._describe import describe_feed
 from mpidist.data._feed import Feed
 from mpidist.data._prefetch import Prefetcher
@@ -33,6 +33,11 @@ ROWS = 10
 def numbers(dataset):
     """Return the elements as nested lists."""
     return [np.asarray(element).tolist() for element in dataset]
+
+
+def open_at(stage, index):
+    """Open an element of the first iteration."""
+    return stage.open(stage.at(np.array([index]), (0,))[0])
 
 
 def arange(count=ROWS):
@@ -232,7 +237,7 @@ def test_parts_of_batches_are_those_of_the_whole(rows, seed, batch, repeat, part
     dataset = arange(rows).shuffle(seed).repeat(repeat).batch(batch)
     stage = stage_of(dataset)
     for index, whole in enumerate(dataset):
-        opened = stage.open(index, (0,))
+        opened = open_at(stage, index)
         assert opened.rows == len(whole)
         found = []
         for part in range(parts):
@@ -273,7 +278,7 @@ def test_of_an_array_like_only_the_rows_asked_for_are_read():
     source = CountingRows(100)
     dataset = Dataset.from_tensor_slices(source).shuffle(1).batch(10)
     assert source.touched == []
-    opened = stage_of(dataset).open(3, (0,))
+    opened = open_at(stage_of(dataset), 3)
     block = opened.read(2, 5)
     assert len(source.touched) == 3
     assert sorted(block.leaves[0][:, 0] / 10) == sorted(source.touched)
