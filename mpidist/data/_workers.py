@@ -45,10 +45,20 @@ def ordered_map(
     started = 0
     source = iter(items)
     failure: Exception | None = None
+    process = os.getpid()
+
+    def first() -> _R:
+        if os.getpid() != process:
+            raise RuntimeError(
+                "this process was forked while threads of its parent read this "
+                "dataset; make a new iterator here, or call `iter` after the fork"
+            )
+        return waiting.popleft().result()
+
     try:
         while True:
             if len(waiting) == count:
-                yield waiting.popleft().result()
+                yield first()
             try:
                 item = next(source)
             except StopIteration:
@@ -69,14 +79,15 @@ def ordered_map(
                     daemon=True,
                 ).start()
         while waiting:
-            yield waiting.popleft().result()
+            yield first()
         if failure is not None:
             raise failure
     finally:
         for future in waiting:
             future.cancel()
-        for _ in range(started):
-            tasks.put(None)
+        if os.getpid() == process:
+            for _ in range(started):
+                tasks.put(None)
 
 
 def _work(
