@@ -43,6 +43,7 @@ from mpidist._runtime.context import (
 from mpidist._runtime.context import (
     variable_sync_on_read_context as variable_sync_on_read_context,
 )
+from mpidist._runtime.timelines import timeline as timeline
 from mpidist._strategy.cross_device_implementations import (
     CollectiveAllReduce as CollectiveAllReduce,
 )
@@ -137,6 +138,7 @@ __all__ = [
     "load_checkpoint",
     "optimizers",
     "testing",
+    "timeline",
     "variable_sync_on_read_context",
 ]
 

@@ -24,6 +24,7 @@ that differ inside it meet at its end, and can then continue.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,7 @@ from mpidist._base.errors import CollectiveError, CollectiveTimeoutError, on_ran
 from mpidist._mpi.communicator import AnyCommunicator
 
 _NO_FLOOR: Final = sys.maxsize
+_NO_SPAN: Final = contextlib.nullcontext()
 
 _ALONE: Final = (0, 1, 1, 0, 0)
 
@@ -450,6 +452,14 @@ class Guard(Waiting):
         return before
 
     # --- sections -----------------------------------------------------------------
+
+    def span(self, text: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context for work of this rank that a timeline shows.
+
+        Args:
+            text: what it is.
+        """
+        return _NO_SPAN
 
     @property
     def depth(self) -> int:

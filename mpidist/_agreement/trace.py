@@ -1,8 +1,9 @@
-"""The trace: a line for each collective call of a rank (``MPIDIST_TRACE``).
+"""The trace: each collective call of a rank, as a line or in a timeline.
 
-A rank that is traced has a `TracedGuard` and `TracedCollectives`, which are made
-instead of the plain ones when the strategy is made. Without the trace a call has no
-additional test.
+Lines are asked for by ``MPIDIST_TRACE``, a timeline by ``MPIDIST_TIMELINE`` or
+`mpidist.timeline`. A rank that is traced has a `TracedGuard` and `TracedCollectives`,
+which are made instead of the plain ones when the strategy is made. Without the trace a
+call has no additional test.
 
 A line is about a *call*, from its begin on this rank until it returns, with the wait
 for the others. The code that knows its bytes and its route opens it (`Trace.call`); the
@@ -27,12 +28,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from mpidist._base import threads
+from mpidist._timeline.recorder import Event, Kind, Recorder
 
 NO_ROUTE: Final = "agreement"
 """The route of calls that are a header and nothing else."""
 
 SECTION: Final = "section"
 """The route of sections."""
+
+END_OF: Final = "the end of "
+"""What the text of a section's last call begins with."""
 
 # So that a line is one write, also through a pipe (PIPE_BUF is 4,096 bytes).
 _LONGEST_TEXT: Final = 1024
@@ -52,6 +57,7 @@ class Record:
         number: of the call, as in the messages of the guard.
         start: when this rank came to it.
         section: the one that it ends.
+        is_message: whether it is a message, which is part of a call of the guard.
         raised: the name of the exception that it ended with. Not the exception, since
             the frames of its traceback refer to the record.
     """
@@ -62,6 +68,7 @@ class Record:
     number: int = 0
     start: float = dataclasses.field(default_factory=time.perf_counter)
     section: Section | None = None
+    is_message: bool = False
     raised: str = ""
 
     @property
@@ -86,42 +93,66 @@ class Section:
     key: object
     start: float = dataclasses.field(default_factory=time.perf_counter)
 
-    @property
-    def seconds(self) -> float:
-        """How long this rank has been in it."""
-        return time.perf_counter() - self.start
+
+@dataclasses.dataclass(frozen=True)
+class TraceOptions:
+    """What is traced, and where it goes.
+
+    Attributes:
+        lines: 1: a line for each call; 2: also when it begins; 0: none.
+        recorder: of the timeline; None: there is none.
+    """
+
+    lines: int = 0
+    recorder: Recorder | None = None
 
 
 class Trace:
-    """Writes the lines of one strategy on one rank.
+    """Writes the lines of one strategy on one rank, and records its timeline.
 
     Args:
         rank: of this process.
         size: how many ranks there are.
-        begins: whether calls also have a line when they begin.
+        identity: of the strategy; the same on all its ranks.
+        options: where it goes.
         stall_seconds: the length of a wait after which it has a line.
+
+    Attributes:
+        recorder: of the timeline, if there is one.
     """
 
     def __init__(
-        self, rank: int, size: int, *, begins: bool, stall_seconds: float
+        self,
+        rank: int,
+        size: int,
+        identity: str,
+        options: TraceOptions,
+        *,
+        stall_seconds: float,
     ) -> None:
         number = next(_made.get())
         self._who = f"rank={rank}/{size}"
         if number > 1:
             self._who += f" strategy={number}"
-        self._begins = begins
+        self._lines = options.lines > 0
+        self._begins = options.lines > 1
+        self.recorder = options.recorder
+        self._recorded = 0  # the number of this strategy in the timeline
+        if self.recorder is not None:
+            self._recorded = self.recorder.add_strategy(identity, rank, size)
         self._stall = stall_seconds
         self._open: Record | None = None
         self._sections: list[Section] = []
         self._waited = 0.0
         self._reported = False
-        _prepare_logger()
+        if self._lines:
+            _prepare_logger()
 
     @contextlib.contextmanager
     def call(
         self, nbytes: int, route: str, text: str = "", number: int = 0
     ) -> Iterator[Record]:
-        """Write a line for the block; none if it is part of another call.
+        """Trace the block as a call, unless it is part of another call.
 
         Args:
             nbytes: of this rank's buffers.
@@ -134,6 +165,7 @@ class Trace:
             return
         record = self._open = Record(nbytes, route)
         if text:
+            record.is_message = True
             self.name(text, number)
         try:
             yield record
@@ -156,7 +188,7 @@ class Trace:
 
     @contextlib.contextmanager
     def section(self, key: object, text: str, number: int) -> Iterator[None]:
-        """Write lines for the calls inside the block, also if it is part of a call.
+        """Trace the calls inside the block, also if it is part of a call.
 
         Args:
             key: the argument of `ends`.
@@ -166,7 +198,7 @@ class Trace:
         outer, self._open = self._open, None
         section = Section(key)
         if self._begins:
-            begin = text.removeprefix("the end of ")
+            begin = text.removeprefix(END_OF)
             self._write("begin", Record(0, SECTION, begin, number))
         self._sections.append(section)
         try:
@@ -183,7 +215,7 @@ class Trace:
 
     @contextlib.contextmanager
     def whole(self, text: str, number: Callable[[], int]) -> Iterator[None]:
-        """Write a line for a section that does not end with a call of its own.
+        """Trace a section that does not end with a call of its own.
 
         Args:
             text: of the line.
@@ -200,8 +232,27 @@ class Trace:
             record.number = number()
             self._end(record)
 
+    @contextlib.contextmanager
+    def span(self, text: str, number: int) -> Iterator[None]:
+        """Record the block in the timeline, as a section without a line.
+
+        Args:
+            text: what it is.
+            number: of the first call that may be inside.
+        """
+        record = Record(0, SECTION, text, number)
+        try:
+            yield
+        except BaseException as error:
+            record.ends_with(error)
+            raise
+        finally:
+            if self.recorder is not None:
+                end = time.perf_counter()
+                self._record("section", record, record.start, end)
+
     def look(self, what: str, waited: float, number: int) -> None:
-        """Write a line, once, if a wait is long.
+        """Trace a wait, once, if it is long.
 
         Args:
             what: this rank waits for.
@@ -219,16 +270,46 @@ class Trace:
             record.nbytes, record.route = self._open.nbytes, self._open.route
             record.number = self._open.number or number
         self._write("waits", record, f"seconds={waited:.6f} ")
+        if self.recorder is not None:
+            now = time.perf_counter()
+            self._record("waits", record, now - waited, now)
+            self.recorder.flush()  # it may never end
 
     def _end(self, record: Record) -> None:
+        end = time.perf_counter()
+        seconds = end - record.start
         if record.section is None:
-            seconds = f"seconds={record.seconds:.6f} "
+            self._write("end", record, f"seconds={seconds:.6f} ")
         else:
-            whole = record.section.seconds
-            seconds = f"seconds={whole:.6f} waited={record.seconds:.6f} "
-        self._write("end", record, seconds)
+            whole = end - record.section.start
+            self._write("end", record, f"seconds={whole:.6f} waited={seconds:.6f} ")
+        if self.recorder is not None:
+            if record.section is not None:
+                self._record("section", record, record.section.start, end)
+            self._record(_kind_of(record), record, record.start, end)
+
+    def _record(self, kind: Kind, record: Record, start: float, end: float) -> None:
+        text = record.text[:_LONGEST_TEXT]
+        if kind == "section":
+            text = text.removeprefix(END_OF)
+        assert self.recorder is not None
+        self.recorder.add(
+            Event(
+                self._recorded,
+                kind,
+                record.number,
+                round(start, 7),
+                round(end, 7),
+                record.nbytes,
+                record.route,
+                record.raised,
+                text,
+            )
+        )
 
     def _write(self, event: str, record: Record, seconds: str = "") -> None:
+        if not self._lines:
+            return
         text = " ".join(record.text.split())
         if len(text) > _LONGEST_TEXT:
             text = f"{text[:_LONGEST_TEXT]} ..."
@@ -244,6 +325,14 @@ class Trace:
             raised,
             text,
         )
+
+
+def _kind_of(record: Record) -> Kind:
+    if record.section is not None:
+        return "end of section"
+    if record.route == SECTION:
+        return "section"
+    return "message" if record.is_message else "call"
 
 
 class _StderrHandler(logging.StreamHandler[Any]):

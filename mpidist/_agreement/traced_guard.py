@@ -9,7 +9,7 @@ from typing import TypeVar
 from mpidist._agreement.channel import Channel
 from mpidist._agreement.guard import Guard, SectionResult
 from mpidist._agreement.mismatch import Call, ErrorKind
-from mpidist._agreement.trace import NO_ROUTE, SECTION, Record, Trace
+from mpidist._agreement.trace import NO_ROUTE, SECTION, Record, Trace, TraceOptions
 from mpidist._base.errors import CollectiveError
 from mpidist._mpi.communicator import AnyCommunicator, Request
 
@@ -17,10 +17,10 @@ _R = TypeVar("_R")
 
 
 class TracedGuard(Guard):
-    """A guard whose calls have lines in the trace.
+    """A guard whose calls are traced.
 
     Attributes:
-        trace: writes them.
+        trace: of them.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class TracedGuard(Guard):
         *,
         timeout_seconds: float,
         stall_seconds: float,
-        begins: bool,
+        options: TraceOptions,
     ) -> None:
         """As `Guard`.
 
@@ -39,10 +39,10 @@ class TracedGuard(Guard):
             channel: where they exchange headers; None for one rank.
             timeout_seconds: how long a rank waits for the others; 0: forever.
             stall_seconds: after which the missing ranks are reported.
-            begins: whether calls also have a line when they begin.
+            options: where the trace goes.
         """
         self.trace = Trace(
-            comm.rank, comm.size, begins=begins, stall_seconds=stall_seconds
+            comm.rank, comm.size, comm.identity, options, stall_seconds=stall_seconds
         )
         super().__init__(
             comm, channel, timeout_seconds=timeout_seconds, stall_seconds=stall_seconds
@@ -120,8 +120,12 @@ class TracedGuard(Guard):
             return super().run_section(call, body)
 
     def whole(self, text: str) -> contextlib.AbstractContextManager[None]:
-        """Write a line for a block that has calls inside, when it has ended."""
+        """Trace a block that has calls inside."""
         return self.trace.whole(text, lambda: self.sequence)
+
+    def span(self, text: str) -> contextlib.AbstractContextManager[None]:
+        """As that of `Guard`."""
+        return self.trace.span(text, self.sequence + 1)
 
     def leave(self, call: Call, code: object) -> Iterator[None]:
         """As that of `Guard`."""

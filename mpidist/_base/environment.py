@@ -48,6 +48,8 @@ class Environment:
             nodes on one machine (``MPIDIST_SIMULATED_NODES``).
         trace: 1: a line for each collective call; 2: also when it begins
             (``MPIDIST_TRACE``).
+        timeline: the file of the timeline of all ranks (``MPIDIST_TIMELINE``); "":
+            none is recorded.
     """
 
     abort: bool = True
@@ -63,6 +65,7 @@ class Environment:
     error_feedback: bool = False
     simulated_nodes: int = 1
     trace: int = 0
+    timeline: str = ""
 
 
 def read_environment() -> Environment:
@@ -87,6 +90,7 @@ def read_environment() -> Environment:
         error_feedback=_flag("MPIDIST_ERROR_FEEDBACK", False) is True,
         simulated_nodes=max(1, int(_number("MPIDIST_SIMULATED_NODES", 1))),
         trace=_trace("MPIDIST_TRACE"),
+        timeline=os.environ.get("MPIDIST_TIMELINE", "").strip(),
     )
 
 

@@ -111,23 +111,24 @@ class SavedObjects:
             afterwards: called on rank 0 when the checkpoint is complete.
         """
         call, items, target = self._begin(name, path, details)
-        call.attempt(lambda: _check_variables(items))
-        snapshot = _take(call, items)
+        with call.guard.span(name):
+            call.attempt(lambda: _check_variables(items))
+            snapshot = _take(call, items)
 
-        def write() -> Saved:
-            storage.check_format(snapshot.arrays, file_format)
-            before_writing()
-            saved_at = max(time.time_ns(), after + 1)
-            replace.replace(
-                target,
-                lambda directory, number: storage.write_checkpoint(
-                    directory, number, snapshot, file_format, saved_at
-                ),
-            )
-            afterwards()
-            return Saved(target, saved_at)
+            def write() -> Saved:
+                storage.check_format(snapshot.arrays, file_format)
+                before_writing()
+                saved_at = max(time.time_ns(), after + 1)
+                replace.replace(
+                    target,
+                    lambda directory, number: storage.write_checkpoint(
+                        directory, number, snapshot, file_format, saved_at
+                    ),
+                )
+                afterwards()
+                return Saved(target, saved_at)
 
-        return call.on_rank_0(write)
+            return call.on_rank_0(write)
 
     def read(self, path: object, partial: bool, name: str) -> Found:
         """Read and verify a checkpoint on rank 0; nothing changes yet. Collective."""
@@ -150,7 +151,8 @@ class SavedObjects:
             states = [item.name for item in fitting if isinstance(item, StateItem)]
             return [*arrays], {state_name: saved[state_name] for state_name in states}
 
-        variables, states = call.on_rank_0(read)
+        with call.guard.span(name):
+            variables, states = call.on_rank_0(read)
         by_name = {item.name: item for item in items}
         return Found(call, by_name, variables, states, arrays)
 

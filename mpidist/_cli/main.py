@@ -18,6 +18,7 @@ from mpidist._cli import (
     info_command,
     run_command,
     sbatch_command,
+    timeline_command,
 )
 from mpidist._cli.speaking import EXIT_USAGE, Parser, complain, say
 
@@ -27,6 +28,7 @@ _COMMANDS: Final[dict[str, tuple[Callable[[Sequence[str]], int], str]]] = {
     "info": (info_command.info, info_command.ABOUT),
     "check": (check_command.check, check_command.ABOUT),
     "bench": (bench_command.bench, bench_command.ABOUT),
+    "timeline": (timeline_command.timeline, timeline_command.ABOUT),
 }
 _EXIT_WRONG: Final = 1
 
@@ -45,11 +47,12 @@ def main(arguments: Sequence[str]) -> int:
             epilog="\n".join(
                 [
                     "commands:",
-                    *(f"  {key:<7} {about}" for key, (_, about) in _COMMANDS.items()),
+                    *(f"  {key:<8} {about}" for key, (_, about) in _COMMANDS.items()),
                     "",
-                    "`run` and `sbatch` start ranks. Start the others under mpirun or "
-                    "srun: they describe",
-                    "the ranks that they run on. `mpidist COMMAND --help` says more.",
+                    "`run` and `sbatch` start ranks; `timeline` needs none. Start the "
+                    "others under mpirun",
+                    "or srun: they describe the ranks that they run on. "
+                    "`mpidist COMMAND --help` says more.",
                 ]
             ),
             formatter_class=argparse.RawDescriptionHelpFormatter,

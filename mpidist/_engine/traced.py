@@ -1,4 +1,4 @@
-"""Collectives and plans with lines in the trace; see `mpidist._agreement.trace`.
+"""Collectives and plans that are traced; see `mpidist._agreement.trace`.
 
 The routes of `TracedCollectives` make plans that open a call of the trace, so neither
 `Plans.all_reduce` nor the optimizers, which run plans themselves, know of it.

@@ -92,6 +92,7 @@ class AnyCommunicator(Protocol):
         smallest_node: the fewest ranks of a node; the same on all ranks.
         host_name: of this machine.
         message_bytes: the most bytes of a message that is sent at once.
+        identity: the same on all ranks, and of no other communicator.
         traffic: what this rank has communicated.
     """
 
@@ -105,6 +106,7 @@ class AnyCommunicator(Protocol):
     smallest_node: int
     host_name: str
     message_bytes: int
+    identity: str
     traffic: Traffic
 
     def together(self, step: Callable[[], _T], what: str) -> _T: ...
@@ -180,9 +182,10 @@ class Communicator:
         rows = self.all_gather_integers([self.local_size, int(self.local_rank == 0)])
         self.smallest_node: int = min(row[0] for row in rows)
         self.num_nodes: int = sum(row[1] for row in rows)
-        key = self._agreed(lambda: os.urandom(_KEY_BYTES))
+        key = self._gather_objects(self._agreed(lambda: os.urandom(_KEY_BYTES)))[0]
+        self.identity: str = key.hex()
         self._resource = collective_release.CollectiveResource(
-            self._gather_objects(key)[0], self.size, self._in_use, self._free
+            key, self.size, self._in_use, self._free
         )
         collective_release.release_unused(self._gather_objects)
 

@@ -22,6 +22,7 @@ class SelfCommunicator:
     num_nodes = smallest_node = 1
     host_name = "localhost"
     message_bytes = MESSAGE_BYTES
+    identity = ""
 
     def __init__(self) -> None:
         self.traffic: Traffic = Traffic()

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 from mpidist._agreement import mismatch
 from mpidist._agreement.channel import open_channel
 from mpidist._agreement.guard import Guard
+from mpidist._agreement.trace import TraceOptions
 from mpidist._agreement.traced_guard import TracedGuard
 from mpidist._agreement.waiting import Deadline
 from mpidist._base import backend, threads
@@ -28,7 +29,7 @@ from mpidist._engine.collectives import Collectives
 from mpidist._engine.traced import TracedCollectives
 from mpidist._mpi.communicator import Communicator
 from mpidist._mpi.library import check_communicator, check_not_alone, local_rank
-from mpidist._runtime import context, forked_child, process_exit
+from mpidist._runtime import context, forked_child, process_exit, timelines
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.cross_device_ops import CrossDeviceOps
 from mpidist._strategy.replica_context import attach
@@ -166,8 +167,10 @@ class MPIStrategy(Strategy):
         shared = None if memory.node is None else memory.node.channel
         channel = open_channel(communicator, shared)
         make_guard: Callable[..., Guard] = Guard
-        if environment.trace:
-            make_guard = functools.partial(TracedGuard, begins=environment.trace > 1)
+        recorder = timelines.recorder_for(environment.timeline)
+        if environment.trace or recorder is not None:
+            options = TraceOptions(environment.trace, recorder)
+            make_guard = functools.partial(TracedGuard, options=options)
         guard = make_guard(
             communicator,
             channel,
@@ -245,6 +248,8 @@ def _make_collectives(
         make: Callable[..., Collectives] = Collectives
         if isinstance(guard, TracedGuard):
             make = TracedCollectives
+            if guard.trace.recorder is not None:
+                timelines.begin(guard.trace.recorder, communicator.machine_rank, guard)
         collectives = make(communicator, guard, merged, environment, chosen, memory)
     except Exception as error:
         raise guard.fail(mismatch.Call("MPIStrategy(...)"), error, "invalid") from None

@@ -10,6 +10,7 @@ from types import TracebackType
 import numpy as np
 
 from mpidist._agreement.mismatch import Key
+from mpidist._agreement.trace import END_OF
 from mpidist._agreement.traced_guard import TracedGuard
 from mpidist._base.options import (
     CommunicationOptions,
@@ -285,7 +286,7 @@ def attach(strategy: Strategy, ops: CrossDeviceOps | None) -> None:
 
 
 def _trace_merge_call(guard: TracedGuard) -> Callable[..., Nest]:
-    """Return a function that does a merge_call and writes a line to the trace."""
+    """Return a function that does a merge_call, and traces it."""
 
     def traced(
         group: ReplicaGroup,
@@ -294,7 +295,7 @@ def _trace_merge_call(guard: TracedGuard) -> Callable[..., Nest]:
         kwargs: dict[str, Nest],
     ) -> Nest:
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__qualname__)
-        with guard.whole(f"the end of merge_call({name})"):
+        with guard.whole(f"{END_OF}merge_call({name})"):
             return merge_call(group, merge_fn, args, kwargs)
 
     return traced

@@ -296,7 +296,8 @@ class DistributedIterator:
             feed.collectives.invalid(name, RuntimeError(f"{name}: {self._failure}"))
         try:
             if not self._waiting:
-                self._piece = self._read()
+                with guard.span("reading input"):
+                    self._piece = self._read()
                 self._waiting = True
             piece = self._piece
             call = self._call_for(piece)

@@ -78,6 +78,7 @@ class ThreadCommunicator:
         self.size = self.local_size = self.machine_size = channel.size
         self.smallest_node = channel.size
         self.node_ranks = list(range(channel.size))
+        self.identity = f"{id(channel):x}"
         self.traffic = Traffic()
         # How long this rank waits for the others in a payload; 0: forever.
         self._patience = max(seconds, CONFIRM_SECONDS) if seconds else 0.0

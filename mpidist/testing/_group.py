@@ -138,6 +138,7 @@ class Replica(threads.ThreadReplica):
             environment,
             abort=True,  # the other replicas are notified when this one ends
             cuda_aware=True,
+            timeline="",  # the program has not ended when a run ends
             implementation=(
                 CommunicationImplementation.DIRECT
                 if kind is CommunicationImplementation.AUTO

@@ -19,7 +19,7 @@ from replicas import (
 
 import mpidist
 from mpidist._agreement.guard import Guard
-from mpidist._agreement.trace import Trace
+from mpidist._agreement.trace import Trace, TraceOptions
 from mpidist._engine.collectives import Collectives
 from mpidist._strategy.strategy import group_of
 from mpidist.testing import each_replica
@@ -375,7 +375,7 @@ def test_a_user_can_turn_it_off():
 
 @pytest.fixture
 def trace(listener):
-    return Trace(0, 1, begins=False, stall_seconds=1.0)
+    return Trace(0, 1, "one", TraceOptions(lines=1), stall_seconds=1.0)
 
 
 def test_what_a_call_does_inside_is_part_of_it(trace, listener):
@@ -430,7 +430,7 @@ class _Counting:
 
 def test_a_line_is_one_write(monkeypatch):
     logger = logging.getLogger("mpidist.trace")
-    trace = Trace(0, 1, begins=False, stall_seconds=1.0)
+    trace = Trace(0, 1, "one", TraceOptions(lines=1), stall_seconds=1.0)
     monkeypatch.setattr(logger, "propagate", False)  # pytest listens further up
     stream = _Counting()
     monkeypatch.setattr(sys, "stderr", stream)

@@ -76,8 +76,8 @@ def test_without_a_command_it_helps(capsys):
     [
         (
             ["bnech"],
-            "mpidist: error: expected one of run, sbatch, info, check, bench, got "
-            "'bnech'",
+            "mpidist: error: expected one of run, sbatch, info, check, bench, "
+            "timeline, got 'bnech'",
         ),
         (["info", "-x"], "mpidist info: error: unrecognized arguments: -x"),
         (["check", "--timeout", "0"], "expected a time above 0, got '0'"),

@@ -27,6 +27,7 @@ NOT_EXPORTED = {"annotations"}  # from __future__
 
 # Every rank, or every replica, has to call these.
 COLLECTIVE = {
+    "timeline",
     "compute_average_loss",
     "global_batch_size",
     "optimizers.Optimizer.apply_gradients",

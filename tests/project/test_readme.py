@@ -210,6 +210,20 @@ def mpirun(command: Command, variables: str, ranks: str, program: str) -> None:
     compare(command.output, result)
 
 
+def timeline(command: Command, path: str) -> None:
+    """Summarize what a program of the block has recorded."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mpidist", "timeline", path],
+        cwd=command.folder,
+        env=rank_environment(),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    compare(command.output or [], done)
+
+
 def python_alone(command: Command, program: str) -> None:
     compare(command.output or [], alone(command, program, program))
 
@@ -332,6 +346,7 @@ COMMANDS: list[tuple[str, Callable[..., None]]] = [
     (r"mpidist sbatch (.*) > job.sbatch", print_script),
     (r"mpidist run -n (\d+) (\S+\.py)", mpidist_run),
     (r".venv/bin/mpidist run -n \d+ -m pytest (.*)", pytest_in_venv),
+    (r"mpidist timeline (run\.json)", timeline),
     (r"(?:(?:mpirun|srun) (?:-\S+ (?:\d+ )?)*)?mpidist (.*)", command_line),
     (r"((?:MPIDIST_\w+=\S+ )*)mpirun -n (\d+) python (\S+\.py)", mpirun),
     (r"python (\S+\.py)", python_alone),

@@ -39,6 +39,7 @@ OWNERS = {
     "cupy_backends": "_base.backend",
     "optree": "_base.nest",
     "cloudpickle": "_merge.wire",
+    "matplotlib": "_timeline.plot",
     "ml_dtypes": None,  # a dtype of it is known by its name
 }
 NEEDED = {"numpy", "optree", "cloudpickle"}  # loaded by `import mpidist`

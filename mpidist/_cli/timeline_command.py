@@ -1,0 +1,54 @@
+"""`mpidist timeline`: what a recorded timeline says. It needs no MPI."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from mpidist._bench import UsageError
+from mpidist._cli.speaking import Parser, say
+from mpidist._timeline import merging, plot, summary
+from mpidist._timeline.parts import PartError
+from mpidist._timeline.trace_events import FormatError
+
+ABOUT: Final = "summarize or draw what MPIDIST_TIMELINE recorded"
+_DESCRIPTION: Final = """\
+Summarizes a timeline: where the time of each rank went, the rank that the others waited
+for, the largest waits, and the calls with the most time. Record one with
+
+  MPIDIST_TIMELINE=run.json mpirun -n 4 python train.py
+
+and look at every call in https://ui.perfetto.dev (open the file there). If the job was
+killed, or rank 0 could not read the parts of all ranks (run.json.rank*), this merges
+the parts that are there first.
+"""
+
+
+def timeline(arguments: Sequence[str]) -> int:
+    """Run `mpidist timeline` with these arguments; return the exit code.
+
+    Raises:
+        UsageError: if the arguments are wrong, or if a file cannot be read or written.
+        ImportError: if there is no Matplotlib, with ``--plot``.
+    """
+    parser = Parser(
+        prog="mpidist timeline",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("path", metavar="FILE", help="the timeline")
+    parser.add_argument(
+        "--plot", metavar="PICTURE", help="draw it to this file (.png, .svg, .pdf)"
+    )
+    given = parser.parse_args(arguments)
+    path = Path(given.path).absolute()
+    try:
+        found = merging.load(path)
+        say(summary.summarize(found).rstrip("\n"))
+        if given.plot is not None:
+            plot.draw(found, Path(given.plot))
+    except (OSError, FormatError, PartError, ValueError) as error:
+        raise UsageError(str(error)) from None
+    return 0

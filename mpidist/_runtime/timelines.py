@@ -1,0 +1,177 @@
+"""When timelines are recorded, and how their parts become one file.
+
+A strategy that is made inside `timeline` records there; else, if ``MPIDIST_TIMELINE``
+names a file, there until the program ends. Then rank 0 merges the parts of all
+processes, which it reads from the file system. If it does not see all of them, or if a
+process was killed, the parts stay, for the command `mpidist timeline`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Final
+
+from mpidist._agreement.guard import Guard
+from mpidist._agreement.mismatch import Call
+from mpidist._base import threads
+from mpidist._mpi import library
+from mpidist._runtime import process_exit
+from mpidist._timeline import merging
+from mpidist._timeline.parts import PartError, are_complete
+from mpidist._timeline.recorder import Recorder
+
+# For a network file system to show rank 0 what the others have written.
+_PATIENCE_SECONDS: Final = 5.0
+_PAUSE_SECONDS: Final = 0.05
+
+_logger: Final = logging.getLogger("mpidist")
+
+
+class _Recording:
+    """A timeline that is being recorded.
+
+    Args:
+        path: of the timeline.
+
+    Attributes:
+        recorder: writes the part of this process.
+        guards: of the strategies that were made meanwhile.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.recorder = Recorder(path)
+        self.guards: list[weakref.ref[Guard]] = []
+
+    def end(self) -> None:
+        """Close the part; see that all ranks have, and merge them."""
+        self.recorder.close()
+        for reference in reversed(self.guards):
+            guard = reference()
+            if guard is not None and not guard.closed and not guard.broken:
+                guard.agree(Call("the end of mpidist.timeline"))
+                break
+        _merge(self.recorder)
+
+
+_blocks: Final = threads.ReplicaLocal[list[_Recording]](list)
+_of_program: list[_Recording] = []
+
+
+@contextlib.contextmanager
+def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Record what strategies do that are made inside the block. Collective.
+
+    Every rank enters and leaves it. At the end rank 0 writes one file for all ranks, on
+    one clock, which https://ui.perfetto.dev and ``chrome://tracing`` show, and
+    ``mpidist timeline PATH`` summarizes: runs, collective calls with their bytes,
+    routes and who was waited for, merge_call, updates, input and checkpoints.
+
+    A call costs some 10 microseconds more while it is recorded. Strategies that were
+    made before are not recorded. ``MPIDIST_TIMELINE=PATH`` does the same for a whole
+    program.
+
+    Args:
+        path: of the file, on a file system that all ranks share; compressed with gzip
+            if it ends in ".gz". An older file is replaced. Each rank writes to
+            ``PATH.rank<N>`` meanwhile. If rank 0 cannot read all of these, it says so
+            and they stay; ``mpidist timeline PATH`` reads them too.
+
+    Raises:
+        OSError: by `MPIStrategy` in the block, on all ranks, if a rank cannot write.
+    """
+    recording = _Recording(path)
+    blocks = _blocks.get()
+    blocks.append(recording)
+    try:
+        yield
+    except BaseException:
+        blocks.remove(recording)
+        recording.recorder.close()  # its part stays: the ranks may be anywhere
+        raise
+    blocks.remove(recording)
+    if not recording.guards:
+        warnings.warn(
+            "mpidist.timeline: no MPIStrategy was made in the block, so nothing was "
+            f"recorded in {recording.recorder.path}; make it inside",
+            stacklevel=3,
+        )
+        return
+    recording.end()
+
+
+def recorder_for(path: str) -> Recorder | None:
+    """Return where a strategy that is made now is recorded; None: nowhere.
+
+    Args:
+        path: of the timeline of the program; "": there is none.
+    """
+    if blocks := _blocks.get():
+        return blocks[-1].recorder
+    if not path:
+        return None
+    if not _of_program:
+        _of_program.append(_Recording(path))
+        atexit.register(_of_program[0].recorder.close)  # before the ranks meet
+    return _of_program[0].recorder
+
+
+def begin(recorder: Recorder, thread: int, guard: Guard) -> None:
+    """Open the file for a strategy.
+
+    Args:
+        recorder: of the timeline.
+        thread: the number of this replica, if replicas are threads of one process.
+        guard: of the strategy.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    rank = library.world_rank() if threads.current() is None else thread
+    recorder.open(rank or 0)
+    for recording in (*_blocks.get(), *_of_program):
+        if recording.recorder is recorder:
+            recording.guards.append(weakref.ref(guard))
+
+
+def _merge(recorder: Recorder) -> None:
+    """Merge the parts into one file, if this is rank 0."""
+    if recorder.rank != 0:
+        return
+    path = recorder.path
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    try:
+        while not are_complete(parts := merging.read_parts(path)):
+            if time.monotonic() > deadline:
+                _logger.warning(
+                    "mpidist.timeline: rank 0 does not see the complete parts of all "
+                    "ranks (%s.rank*). Copy them into one folder if they are on other "
+                    "machines, and run: mpidist timeline %s",
+                    path,
+                    path,
+                )
+                return
+            time.sleep(_PAUSE_SECONDS)
+        merging.merge_files(path, parts)
+    except (OSError, PartError) as error:
+        _logger.warning("mpidist.timeline: rank 0 cannot write %s: %s", path, error)
+
+
+def _end_program() -> None:
+    for recording in _of_program:
+        guards = [reference() for reference in recording.guards]
+        if not any(guard is not None and guard.broken for guard in guards):
+            _merge(recording.recorder)
+
+
+# Functions of atexit are called in reverse, and that of `process_exit`, which may end
+# the process, was registered when it was imported: so this runs before it, and after
+# the ranks have met at their ends.
+assert process_exit
+atexit.register(_end_program)

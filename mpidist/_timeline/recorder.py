@@ -1,0 +1,178 @@
+"""Writes one process's part of a timeline.
+
+A part is a text file of JSON lines, which grows while the program runs, so that a
+process that is killed leaves all but its last second. Its first line is about the
+process; a line that is an object is about a strategy, and a list is an event
+(`Event`). The last line of a complete part is `END`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import IO, Final, Literal, NamedTuple
+
+FORMAT: Final = 1
+END: Final = "end"
+_FLUSH_SECONDS: Final = 1.0
+_FLUSH_EVENTS: Final = 1000
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+Kind = Literal["call", "section", "end of section", "message", "waits"]
+
+
+class Event(NamedTuple):
+    """What a rank did for some time.
+
+    Attributes:
+        strategy: the number of the strategy in its process.
+        kind: a "section" has other events inside, and ends with a call, its "end of
+            section". A "message" is between rank 0 and the others, within a call.
+            "waits" is the begin of a call that has not ended since.
+        number: of the call, the same on all ranks of the strategy.
+        start: in seconds of the clock of `time.perf_counter` on its host.
+        end: as ``start``.
+        nbytes: of this rank's buffers.
+        route: how they move.
+        raised: the name of the exception that it ended with; "" if none.
+        text: the call, as in the messages of mpidist.
+    """
+
+    strategy: int
+    kind: Kind
+    number: int
+    start: float
+    end: float
+    nbytes: int
+    route: str
+    raised: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """The first line of a part.
+
+    Attributes:
+        rank: of the process among those of the job.
+        host: the name of its machine.
+        boot: identifies the clock: the same for processes of one machine.
+        epoch: the time of day, in seconds since 1970, at the clock's zero.
+    """
+
+    rank: int
+    host: str
+    boot: str
+    epoch: float
+
+
+def part_of(path: Path, rank: int) -> Path:
+    """Return the path of a process's part of the timeline ``path``."""
+    return path.with_name(f"{path.name}.rank{rank}")
+
+
+class Recorder:
+    """Writes the part of this process. Does nothing in a forked child.
+
+    Args:
+        path: of the timeline.
+
+    Attributes:
+        path: of the timeline, absolute: programs change their directory.
+        rank: of this process; -1 before `open`.
+        strategies: how many strategies it has recorded.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self.rank = -1
+        self.strategies = 0
+        self._file: IO[str] | None = None
+        self._process_id = os.getpid()
+        self._stopped = False
+        self._lines: list[object] = []
+        self._flushed = time.perf_counter()
+
+    def open(self, rank: int) -> None:
+        """Open the file, the first time that it is called.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        if self._file is not None or self._stopped:
+            return
+        self.rank = rank
+        self._file = open(  # noqa: SIM115 - until `close`
+            part_of(self.path, rank), "w", encoding="utf-8"
+        )
+        epoch = time.time() - time.perf_counter()
+        process = Process(rank, socket.gethostname(), _boot_id(), round(epoch, 6))
+        header = {"mpidist timeline": FORMAT, **dataclasses.asdict(process)}
+        self._lines.insert(0, header)
+        self.flush()
+
+    def add_strategy(self, identity: str, rank: int, size: int) -> int:
+        """Record that a strategy was made.
+
+        Args:
+            identity: the same on its ranks, and of no other strategy of the job.
+            rank: of this process in it.
+            size: how many ranks it has.
+
+        Returns:
+            Its number.
+        """
+        self.strategies += 1
+        about = {"identity": identity, "rank": rank, "size": size}
+        self._lines.append({"strategy": self.strategies, **about})
+        return self.strategies
+
+    def add(self, event: Event) -> None:
+        """Record an event; write those that there are now and then."""
+        if self._stopped:
+            return
+        self._lines.append(event)
+        late = event.end - self._flushed > _FLUSH_SECONDS
+        if late or len(self._lines) >= _FLUSH_EVENTS or event.raised:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was recorded. A disk that is full ends the recording."""
+        if os.getpid() != self._process_id:
+            return
+        self._flushed = time.perf_counter()
+        if self._file is None:
+            return
+        lines, self._lines = self._lines, []
+        try:
+            self._file.writelines(f"{json.dumps(line)}\n" for line in lines)
+            self._file.flush()
+        except OSError:  # what was written can still be read
+            self._stop()
+
+    def close(self) -> None:
+        """Write the rest, and that it is complete."""
+        if self._file is not None and os.getpid() == self._process_id:
+            self._lines.append(END)
+            self.flush()
+            self._stop()
+
+    def _stop(self) -> None:
+        file, self._file = self._file, None
+        self._lines, self._stopped = [], True
+        if file is not None:
+            try:
+                file.close()
+            except OSError:
+                return
+
+
+def _boot_id() -> str:
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()

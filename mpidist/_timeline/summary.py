@@ -1,0 +1,210 @@
+"""What a timeline says, as text: each rank's time, the largest waits, the calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from typing import Final
+
+from mpidist._timeline.spans import Span, Timeline
+
+_MOST_WAITS: Final = 3
+_MOST_CALLS: Final = 10
+_LONGEST_TEXT: Final = 60
+# What differs between calls of one kind: the number of an update in its batch.
+_COUNTER: Final = re.compile(r" \[#\d+\]$")
+
+
+@dataclasses.dataclass
+class RankTime:
+    """Where the time of one rank went, in seconds.
+
+    Attributes:
+        waiting: for other ranks, in calls.
+        in_calls: the rest of its time in calls: data moves, messages.
+        outside: of calls: the program's own work.
+        caused: the time that each other rank waited for this one, on average.
+        late: how many calls it was the last to come to.
+    """
+
+    waiting: float = 0.0
+    in_calls: float = 0.0
+    outside: float = 0.0
+    caused: float = 0.0
+    late: int = 0
+
+
+@dataclasses.dataclass
+class CallTime:
+    """The calls of one kind.
+
+    Attributes:
+        text: of the first one.
+        seconds: in them, summed over ranks.
+        waiting: of these, waiting for other ranks.
+        by_rank: how many calls each rank made, and the bytes of its buffers in them.
+    """
+
+    text: str
+    seconds: float = 0.0
+    waiting: float = 0.0
+    by_rank: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """How many calls."""
+        return max(count for count, _ in self.by_rank.values())
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one rank's buffers, of that with the most."""
+        return max(nbytes for _, nbytes in self.by_rank.values())
+
+    def add(self, span: Span) -> None:
+        """Add one rank's part of a call."""
+        self.seconds += span.seconds
+        self.waiting += span.waited
+        count, nbytes = self.by_rank.get(span.rank, (0, 0))
+        self.by_rank[span.rank] = count + 1, nbytes + span.nbytes
+
+
+def times_of(timeline: Timeline) -> dict[int, RankTime]:
+    """Return where the time of each rank went."""
+    found = {rank: RankTime() for rank in sorted(timeline.hosts)}
+    bounds: dict[int, list[float]] = {}
+    others = max(len(found) - 1, 1)
+    meetings: set[tuple[int, int]] = set()
+    for span in timeline.spans:
+        if span.kind == "section":
+            continue
+        time = found[span.rank]
+        time.waiting += span.waited
+        time.in_calls += span.seconds - span.waited
+        bound = bounds.setdefault(span.rank, [span.start, span.end])
+        bound[1] = max(bound[1], span.end)
+        if span.waited_for in found:
+            late = found[span.waited_for]
+            late.caused += span.waited / others
+            if (span.strategy, span.number) not in meetings:
+                late.late += 1
+                meetings.add((span.strategy, span.number))
+    for rank, (start, end) in bounds.items():
+        time = found[rank]
+        time.outside = max(end - start - time.waiting - time.in_calls, 0.0)
+    return found
+
+
+def largest_waits(timeline: Timeline, most: int = _MOST_WAITS) -> list[Span]:
+    """Return the longest wait of each of the calls with the longest waits."""
+    by_call: dict[tuple[int, int, str], Span] = {}
+    for span in timeline.spans:
+        key = (span.strategy, span.number, span.kind)
+        if span.waited and span.waited > by_call.get(key, _NO_WAIT).waited:
+            by_call[key] = span
+    waits = sorted(by_call.values(), key=lambda span: -span.waited)
+    return waits[:most]
+
+
+_NO_WAIT: Final = Span(0, 0, "call", 0, 0.0, 0.0, 0, "", "", "")
+
+
+def calls_of(timeline: Timeline) -> list[CallTime]:
+    """Return the calls by kind, those with the most time first."""
+    found: dict[str, CallTime] = {}
+    for span in timeline.spans:
+        if span.kind == "section":
+            continue
+        text = _COUNTER.sub("", span.text)
+        found.setdefault(text, CallTime(text)).add(span)
+    return sorted(found.values(), key=lambda call: -call.seconds)
+
+
+def summarize(timeline: Timeline) -> str:
+    """Return the summary, some twenty lines."""
+    ranks, hosts = len(timeline.hosts), len(set(timeline.hosts.values()))
+    calls = [span for span in timeline.spans if span.kind != "section"]
+    if not calls:
+        return f"timeline of {_count(ranks, 'rank')}: no calls\n"
+    length = max(span.end for span in calls) - min(span.start for span in calls)
+    where = f"{_count(ranks, 'rank')} on {_count(hosts, 'host')}"
+    lines = [f"timeline of {where}, {_seconds(length)} in all", ""]
+    times = times_of(timeline)
+    lines += _table_of_ranks(timeline, times)
+    slowest = max(times, key=lambda rank: times[rank].caused)
+    if times[slowest].caused:
+        time = times[slowest]
+        lines += [
+            "",
+            f"slowest: rank {slowest}: each other rank waited "
+            f"{_seconds(time.caused)} for it; it came last to {time.late} calls",
+        ]
+    lines += ["", "largest waits:"]
+    waits = largest_waits(timeline)
+    lines += [
+        f"{number:>3}  {_seconds(span.waited):>8} at {_seconds(span.start)}: "
+        f"rank {span.rank} {_for(span)} in call {span.number}, {_short(span.text)}"
+        for number, span in enumerate(waits, 1)
+    ]
+    if not waits:
+        lines.append("  none")
+    return "\n".join([*lines, "", *_table_of_calls(calls_of(timeline)), ""])
+
+
+def _for(span: Span) -> str:
+    return f"for rank {span.waited_for}" if span.waited_for >= 0 else "to its end"
+
+
+def _table_of_ranks(timeline: Timeline, times: dict[int, RankTime]) -> list[str]:
+    rows = [["rank", "host", "own work", "in calls", "waiting", "waited for"]]
+    rows += [
+        [
+            str(rank),
+            timeline.hosts[rank],
+            *map(_seconds, (time.outside, time.in_calls, time.waiting, time.caused)),
+        ]
+        for rank, time in times.items()
+    ]
+    return _aligned(rows, left=(1,))
+
+
+def _table_of_calls(calls: Iterable[CallTime]) -> list[str]:
+    rows = [["calls", "seconds", "waiting", "bytes", "call"]]
+    rows += [
+        [
+            str(call.count),
+            _seconds(call.seconds),
+            _seconds(call.waiting),
+            f"{call.nbytes:,}",
+            _short(call.text),
+        ]
+        for call in list(calls)[:_MOST_CALLS]
+    ]
+    return _aligned(rows, left=(4,))
+
+
+def _aligned(rows: list[list[str]], left: tuple[int, ...]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _seconds(seconds: float) -> str:
+    if seconds >= 1 or seconds == 0:
+        return f"{seconds:.2f} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.0f} us"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,0 +1,235 @@
+"""Timelines of real strategies: what is in the file, and what stays after a failure."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+import time
+
+import numpy as np
+import pytest
+from launching import run_ranks
+from replicas import everywhere, raises_everywhere
+
+import mpidist
+from mpidist._timeline import merging, trace_events
+from mpidist._timeline.parts import find_parts
+
+on_replicas = [pytest.mark.mpi, pytest.mark.replicas(1, 2, 3), pytest.mark.core]
+
+
+@pytest.fixture
+def folder(strategy, tmp_path_factory, rank):
+    """Return the path of a folder, the same on all ranks."""
+    return everywhere(tmp_path_factory.mktemp("timeline") if rank == 0 else None)[0]
+
+
+def reductions_in(path):
+    spans = trace_events.read(path).spans
+    return [span for span in spans if span.text == "all_reduce SUM float64 (10,)"]
+
+
+def all_reduce():
+    return mpidist.get_replica_context().all_reduce("SUM", np.ones(10))
+
+
+class TestRecording:
+    pytestmark = on_replicas
+
+    def test_a_file_for_all_ranks(self, new_strategy, folder, rank, size):
+        path = folder / "run.json"
+        with mpidist.timeline(path):
+            strategy = new_strategy()
+            with strategy.scope():
+                v = mpidist.Variable(np.zeros(10))
+            rows = mpidist.data.Dataset.from_tensor_slices(np.arange(12.0)).batch(6)
+
+            def step(x):
+                def add(strategy, x):
+                    total = strategy.extended.reduce_to("SUM", x, v)
+                    strategy.extended.update(v, mpidist.Variable.assign_add, (total,))
+
+                mpidist.get_replica_context().merge_call(add, (x,))
+                return all_reduce()
+
+            for _ in strategy.experimental_distribute_dataset(rows):
+                strategy.run(step, args=(np.ones(10),))
+            mpidist.Checkpoint(v=v).save(folder / "saved")
+        if rank == 0:  # the others may still be on their way here
+            found = trace_events.read(path)
+            assert not find_parts(path)
+            assert sorted(found.hosts) == list(range(size))
+            for process in range(size):
+                own = [span for span in found.spans if span.rank == process]
+                sections = [s.text for s in own if s.kind == "section"]
+                assert sum(text.startswith("run(") for text in sections) == 2
+                assert sum(text.startswith("merge_call(") for text in sections) == 2
+                assert sections.count("reading input") == 3
+                assert sections.count("Checkpoint.save") == 1
+                reduced = [s for s in own if s.text == "all_reduce SUM float64 (10,)"]
+                assert [s.nbytes for s in reduced] == [80, 80]
+                run = next(s for s in own if s.text.startswith("run("))
+                assert run.start <= reduced[0].start <= reduced[0].end <= run.end
+        everywhere(None)
+
+    def test_who_was_waited_for(self, new_strategy, folder, rank, size):
+        path = folder / "run.json"
+        late = size - 1
+        with mpidist.timeline(path):
+            strategy = new_strategy()
+
+            def step():
+                if mpidist.get_replica_context().replica_id_in_sync_group == late:
+                    time.sleep(0.3)
+                return all_reduce()
+
+            strategy.run(step)
+        if rank == 0:
+            calls = reductions_in(path)
+            assert len(calls) == size
+            for span in calls:
+                if span.rank == late:
+                    assert (span.waited, span.waited_for) == (0.0, -1)
+                else:
+                    assert span.waited_for == late
+                    assert 0.0 < span.waited <= span.seconds
+        everywhere(None)
+
+    def test_results_are_those_without_it(self, new_strategy, folder, size):
+        with mpidist.timeline(folder / "run.json"):
+            strategy = new_strategy()
+            total = strategy.experimental_local_results(strategy.run(all_reduce))[0]
+        np.testing.assert_array_equal(total, np.full(10, float(size)))
+
+    def test_a_place_that_cannot_be_written_is_told_to_all(
+        self, new_strategy, folder, rank, size, strategy
+    ):
+        path = folder / ("run.json" if rank < size - 1 else "missing/run.json")
+
+        def record():
+            with mpidist.timeline(path):
+                new_strategy()
+
+        for message in raises_everywhere(FileNotFoundError, record):
+            assert "missing/run.json.rank" in message
+
+    def test_an_exception_in_the_block_leaves_the_parts(
+        self, new_strategy, folder, rank, size
+    ):
+        path = folder / "run.json"
+
+        def divide():
+            with mpidist.timeline(path):
+                new_strategy().run(all_reduce)
+                _ = 1 / 0
+
+        raises_everywhere(ZeroDivisionError, divide)
+        everywhere(None)
+        if rank == 0:
+            assert not path.exists()
+            assert len(find_parts(path)) == size
+            assert sorted(merging.load(path).hosts) == list(range(size))
+        everywhere(None)
+
+    def test_compressed(self, new_strategy, folder, rank, size):
+        path = folder / "run.json.gz"
+        with mpidist.timeline(path):
+            new_strategy().run(all_reduce)
+        if rank == 0:
+            assert path.read_bytes()[:2] == b"\x1f\x8b"
+            assert sorted(trace_events.read(path).hosts) == list(range(size))
+        everywhere(None)
+
+
+@pytest.mark.mpi
+def test_strategies_of_before_are_not_recorded(strategy, folder):
+    path = folder / "run.json"
+    message = "no MPIStrategy was made in the block"
+    with pytest.warns(UserWarning, match=message), mpidist.timeline(path):
+        strategy.run(all_reduce)
+    everywhere(None)
+    assert not list(folder.iterdir())
+
+
+PROGRAM = """
+import os, sys, time
+import numpy as np
+import mpidist
+strategy = mpidist.MPIStrategy()
+def step():
+    return mpidist.get_replica_context().all_reduce("SUM", np.ones(10))
+for _ in range(5):
+    strategy.run(step)
+"""
+
+
+def run(program, path, n, **env):
+    source = textwrap.dedent(program)
+    env = {"MPIDIST_TIMELINE": str(path), **env}
+    return run_ranks(n, ["-c", source], timeout=60, env=env, cwd=path.parent)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_program_is_recorded_by_a_variable(tmp_path, n):
+    done = run(PROGRAM, tmp_path / "run.json", n)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert os.listdir(tmp_path) == ["run.json"]
+    calls = [span.rank for span in reductions_in(tmp_path / "run.json")]
+    assert sorted(calls) == sorted(5 * list(range(n)))
+
+
+@pytest.mark.core
+def test_a_program_that_ends_by_an_exception_leaves_what_it_has_done(tmp_path):
+    path = tmp_path / "run.json"
+    body = (
+        f"{PROGRAM}\nif strategy.replica_id == 1: raise LookupError\nstrategy.run(step)"
+    )
+    done = run(body, path, 2)
+    assert done.returncode != 0
+    assert not path.exists()
+    # A second after the last event at most is lost: here perhaps all, but the header.
+    assert sorted(merging.load(path).hosts) == [0, 1]
+    assert path.exists()
+
+
+def test_strategies_of_groups_are_told_apart(tmp_path):
+    body = """
+    import numpy as np
+    import mpidist
+    from mpi4py import MPI
+    rank = MPI.COMM_WORLD.rank
+    def step():
+        return mpidist.get_replica_context().all_reduce("SUM", np.ones(10))
+    half = mpidist.MPIStrategy(MPI.COMM_WORLD.Split(rank % 2))
+    half.run(step)
+    mpidist.MPIStrategy().run(step)
+    """
+    path = tmp_path / "run.json"
+    done = run(body, path, 4)
+    assert (done.returncode, done.stderr) == (0, "")
+    spans = [
+        s for s in trace_events.read(path).spans if s.text.startswith("all_reduce")
+    ]
+    members = {}
+    for span in spans:
+        members.setdefault(span.strategy, set()).add(span.rank)
+    assert sorted(map(sorted, members.values())) == [[0, 1, 2, 3], [0, 2], [1, 3]]
+    for span in spans:
+        assert span.waited_for in {-1, *members[span.strategy]}
+
+
+def test_a_forked_child_writes_nothing(tmp_path):
+    body = f"""{PROGRAM}
+child = os.fork()
+if child == 0:
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+    path = tmp_path / "run.json"
+    done = run(body, path, 1)
+    assert (done.returncode, done.stderr) == (0, "")
+    calls = [
+        s for s in trace_events.read(path).spans if s.text.startswith("all_reduce")
+    ]
+    assert len(calls) == 5
