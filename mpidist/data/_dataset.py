@@ -166,7 +166,7 @@ class Dataset(Elements):
         names = matching_files(file_pattern)
         files = Dataset.from_tensor_slices(np.array(names))
         if shuffle or (shuffle is None and seed is not None):
-            return files.shuffle(len(names), seed=seed)
+            return files.shuffle(seed=seed)
         return files
 
     @staticmethod
@@ -198,8 +198,7 @@ class Dataset(Elements):
 
         If they are found by number, this is a full permutation. It takes 8 bytes for
         each element, and ``buffer_size`` is ignored. Otherwise it is tf.data's: each
-        element is a random one of a buffer of ``buffer_size`` elements; without a size
-        the buffer has all of them.
+        element is a random one of a buffer of ``buffer_size`` elements.
 
         The order depends on the seed and on the number of the iteration over the
         dataset, and is the same on all ranks. As in TensorFlow, rows mix across the
@@ -218,17 +217,25 @@ class Dataset(Elements):
 
         Raises:
             TypeError: if there is no seed.
-            ValueError: if the dataset is infinite, and there is no size.
+            ValueError: if there is no size, but the dataset is infinite, or its
+                elements are not found by number.
         """
         chosen = shuffle_arguments(args, buffer_size, seed, reshuffle_each_iteration)
-        if chosen.buffer_size is None and self._stage.size >= INFINITE:
+        stage = self._stage
+        if chosen.buffer_size is None and stage.size >= INFINITE:
             raise ValueError(
                 "Dataset.shuffle: this dataset has no end, so there is no order of all "
                 "of it; write `shuffle` before `repeat`, or `shuffle(buffer_size, "
                 "seed=seed)`"
             )
+        if chosen.buffer_size is None and not stage.indexed:
+            raise ValueError(
+                "Dataset.shuffle: the elements of this dataset can only be read one "
+                "after the other, so they are shuffled in a buffer; write "
+                "`shuffle(buffer_size, seed=seed)`"
+            )
         return Dataset(
-            order.Shuffle(self._stage, chosen.seed, chosen.anew, chosen.buffer_size)
+            order.Shuffle(stage, chosen.seed, chosen.anew, chosen.buffer_size)
         )
 
     def repeat(self, count: int | None = None) -> Dataset:
@@ -411,9 +418,7 @@ class Dataset(Elements):
         """Return ``transformation_func(self)``, which must be a Dataset."""
         made = as_function("apply", "transformation_func", transformation_func)(self)
         if not isinstance(made, Dataset):
-            raise TypeError(
-                f"Dataset.apply: expected a Dataset as result, got {made!r}"
-            )
+            raise TypeError(f"Dataset.apply: expected a Dataset, got {made!r}")
         return made
 
     def reduce(self, initial_state: Nest, reduce_func: Callable[..., Nest]) -> Nest:

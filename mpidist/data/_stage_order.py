@@ -198,7 +198,7 @@ class Shuffle(Via):
 
     seed: int
     anew: bool
-    buffer_size: int | None
+    buffer_size: int | None  # None: for the first case only
 
     def __post_init__(self) -> None:
         also = "" if self.anew else ", reshuffle_each_iteration=False"

@@ -191,11 +191,16 @@ class Generated(Stage):
                 f"got {made!r:.80} of type {type(made).__name__} from it; write a "
                 "function with `yield`"
             )
-        for element in itertools.islice(made, start, None):
-            if self._declared is None:
-                yield nest.map_structure(_text_to_array, lists_to_arrays(element))
-            else:
-                yield _declared_nest(self._declared, element)
+        try:
+            for element in itertools.islice(made, start, None):
+                if self._declared is None:
+                    yield nest.map_structure(_text_to_array, lists_to_arrays(element))
+                else:
+                    yield _declared_nest(self._declared, element)
+        finally:
+            # A generator or a file, which nobody reads any more.
+            if hasattr(made, "__next__") and hasattr(made, "close"):
+                made.close()
 
     def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
         return iter(tokens)

@@ -83,7 +83,8 @@ def shuffle(pair, seed):
         order = random_of(seed, p).permutation(len(elements))
         return [elements[i] for i in order]
 
-    return pair.dataset.shuffle(seed), model
+    # A buffer for all, where elements are not found by number.
+    return pair.dataset.shuffle(MOST, seed), model
 
 
 def shuffle_in_a_buffer(pair, size):
@@ -107,7 +108,7 @@ def shuffle_once(pair, seed):
         order = random_of(seed, ()).permutation(len(elements))
         return [elements[i] for i in order]
 
-    return pair.dataset.shuffle(seed, reshuffle_each_iteration=False), model
+    return pair.dataset.shuffle(MOST, seed, False), model
 
 
 def cache(pair, _):

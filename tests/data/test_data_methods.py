@@ -1,0 +1,633 @@
+"""The methods of `Dataset`, one by one: what tf.data's documentation says. No MPI here.
+
+Random chains of them are in test_data_chains.
+"""
+
+from __future__ import annotations
+
+import collections
+import gc
+import itertools
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist import data
+from mpidist.data import AUTOTUNE, ArraySpec, AutoShardPolicy, Dataset, Options
+from mpidist.data._workers import ordered_map
+
+Pair = collections.namedtuple("Pair", ["x", "y"])
+INT = np.dtype(np.int64)
+
+
+def lists(dataset):
+    """Return the elements as nested lists."""
+    return [np.asarray(element).tolist() for element in dataset]
+
+
+def fails_at(number):
+    def function(x):
+        if x == number:
+            raise KeyError(f"element {number}")
+        return x
+
+    return function
+
+
+# --- sources ------------------------------------------------------------------------
+
+
+def test_range():
+    assert lists(Dataset.range(5)) == [0, 1, 2, 3, 4]
+    assert lists(Dataset.range(2, 5)) == [2, 3, 4]
+    assert lists(Dataset.range(1, 5, 2)) == [1, 3]
+    assert lists(Dataset.range(1, 5, -2)) == []
+    assert lists(Dataset.range(5, 1, -2)) == [5, 3]
+    dataset = Dataset.range(3, output_type=np.float32)
+    assert dataset.element_spec == ArraySpec((), np.dtype(np.float32))
+    assert [x.dtype for x in dataset.batch(2)] == [np.float32] * 2
+    assert [type(x) for x in dataset] == [np.float32] * 3
+    assert len(Dataset.range(2**40)) == 2**40
+    assert next(iter(Dataset.range(2**40).skip(2**39))) == 2**39
+
+
+def test_from_tensors_is_one_element():
+    (element,) = Dataset.from_tensors(([1, 2, 3], {"a": 4.0}))
+    assert element[0].tolist() == [1, 2, 3]
+    assert element[1]["a"] == 4.0
+    with pytest.raises(ValueError, match="read-only"):
+        element[0][0] = 5
+    assert len(Dataset.from_tensors([1, 2, 3])) == 1
+    assert lists(Dataset.from_tensors([1, 2]).repeat(2).batch(2)) == [[[1, 2], [1, 2]]]
+
+
+def test_from_generator_starts_anew_in_each_iteration():
+    calls = []
+
+    def count(stop):
+        calls.append(stop)
+        yield from range(stop)
+
+    dataset = Dataset.from_generator(count, args=(3,))
+    assert calls == []
+    assert lists(dataset) == lists(dataset) == [0, 1, 2]
+    assert lists(dataset.repeat(2).batch(4)) == [[0, 1, 2, 0], [1, 2]]
+    assert calls == [3] * 4
+    assert type(calls[0]) is np.int64
+    assert dataset.cardinality() == data.UNKNOWN_CARDINALITY
+    with pytest.raises(TypeError, match="not known before the end"):
+        len(dataset)
+    assert dataset.element_spec == ArraySpec((), INT)
+
+
+def test_from_generator_closes_the_generator_on_break():
+    closed = []
+
+    def forever():
+        try:
+            yield from itertools.count()
+        finally:
+            closed.append(True)
+
+    for element in Dataset.from_generator(forever).map(lambda x: x):
+        if element == 3:
+            break
+    gc.collect()
+    assert closed == [True]
+
+
+def test_from_generator_converts_to_its_signature():
+    def pairs():
+        yield [1, 2], {"a": 3}
+        yield [4], {"a": np.float32(5)}
+
+    signature = (ArraySpec((None,), np.float64), {"a": ArraySpec((), np.float32)})
+    dataset = Dataset.from_generator(pairs, output_signature=signature)
+    assert dataset.element_spec == signature
+    first, second = dataset
+    assert first[0].dtype == np.float64
+    assert first[1]["a"].dtype == np.float32
+    assert second[0].tolist() == [4.0]
+    older = Dataset.from_generator(
+        pairs, (np.float64, {"a": "float32"}), ([None], {"a": []})
+    )
+    assert older.element_spec == signature
+    assert next(iter(older))[0].tolist() == [1.0, 2.0]
+    only_types = Dataset.from_generator(pairs, (np.float64, {"a": "float32"}))
+    assert next(iter(only_types))[0].dtype == np.float64
+
+
+def test_from_generator_of_lines(tmp_path):
+    (tmp_path / "text").write_text("one\ntwo\nthree\n")
+    lines = Dataset.from_generator(open, args=(str(tmp_path / "text"),))
+    assert [x.tolist() for x in lines.map(str.strip).map(np.array).batch(3)] == [
+        ["one", "two", "three"]
+    ]
+    assert [x.tolist() for x in lines.batch(2)] == [["one\n", "two\n"], ["three\n"]]
+
+
+def test_list_files(tmp_path):
+    for name in "cab":
+        np.save(tmp_path / f"{name}.npy", np.full(2, ord(name)))
+    pattern = str(tmp_path / "*.npy")
+    files = Dataset.list_files(pattern)
+    assert [x[-5] for x in files] == ["a", "b", "c"]
+    assert sorted(Dataset.list_files(pattern, seed=1)) == sorted(files)
+    assert list(Dataset.list_files([tmp_path / "a.*", tmp_path / "*.npy"])) == list(
+        files
+    )
+    rows = files.interleave(lambda f: Dataset.from_tensor_slices(np.load(f)))
+    assert "".join(map(chr, rows)) == "abcabc"
+    with pytest.raises(ValueError, match="no file matches"):
+        Dataset.list_files(pattern + ".gz")
+    with pytest.raises(TypeError, match="expected a seed"):
+        Dataset.list_files(pattern, shuffle=True)
+
+
+def test_zip_keeps_the_structure_of_its_argument():
+    a, b = Dataset.range(1, 4), Dataset.range(4, 8)
+    assert [tuple(map(int, x)) for x in Dataset.zip(a, b)] == [(1, 4), (2, 5), (3, 6)]
+    assert list(Dataset.zip((a, b))) == list(Dataset.zip(a, b))
+    assert list(Dataset.zip(datasets=(a, b))) == list(Dataset.zip(a, b))
+    (first, *_) = Dataset.zip({"p": Pair(a, b.batch(2)), "q": b})
+    assert first["p"].x == 1
+    assert first["p"].y.tolist() == [4, 5]
+    assert Dataset.zip(a, b).element_spec == (ArraySpec((), INT), ArraySpec((), INT))
+    (batch,) = Dataset.zip({"a": a, "b": b}).batch(3)
+    assert batch["b"].tolist() == [4, 5, 6]
+    assert len(Dataset.zip(a, b.repeat())) == 3
+    assert Dataset.zip(a.repeat(), b.repeat()).cardinality() == -1
+    assert Dataset.zip(a, b.filter(bool)).cardinality() == -2
+    # Of a tuple from nests: map gets the parts as arguments.
+    assert lists(Dataset.zip(a, b).map(lambda x, y: x * y)) == [4, 10, 18]
+
+
+# --- order --------------------------------------------------------------------------
+
+
+def test_skip_and_negative_counts():
+    assert lists(Dataset.range(10).skip(7)) == [7, 8, 9]
+    assert lists(Dataset.range(3).skip(7)) == []
+    assert lists(Dataset.range(3).skip(-1)) == []
+    assert len(Dataset.range(10).skip(7)) == 3
+    assert Dataset.range(3).repeat().skip(5).cardinality() == -1
+    assert lists(Dataset.range(9).filter(lambda x: x > 4).skip(-1)) == []
+    assert lists(Dataset.range(9).filter(lambda x: x > 4).take(-1)) == [5, 6, 7, 8]
+
+
+def test_concatenate_and_enumerate():
+    assert lists(Dataset.range(1, 4).concatenate(Dataset.range(4, 8))) == [*range(1, 8)]
+    found = list(Dataset.range(7, 9).enumerate(start=5))
+    assert found == [(5, 7), (6, 8)]
+    assert found[0][0].dtype == np.int64
+    both = Dataset.range(3).concatenate(Dataset.range(2, output_type=np.int64))
+    assert len(both) == 5
+    assert both.concatenate(both.repeat()).cardinality() == -1
+    one = Dataset.from_tensor_slices(np.zeros((2, 3)))
+    two = Dataset.from_tensor_slices(np.zeros((2, 4)))
+    assert one.concatenate(two).element_spec == ArraySpec((None,), np.dtype(float))
+    for other in (Dataset.range(3), Dataset.zip(one, two)):
+        with pytest.raises(TypeError, match="expected a dataset with elements like"):
+            one.concatenate(other)
+
+
+def test_shuffle_in_a_buffer_of_a_dataset_without_end():
+    dataset = Dataset.range(100).repeat().shuffle(10, 3)
+    found = lists(dataset.take(200))
+    assert all(x % 100 in range(100) for x in found)
+    # An element comes at most the size of the buffer early.
+    assert all(x < place + 10 for place, x in enumerate(found[:100]))
+    assert found != lists(Dataset.range(100).repeat().take(200))
+    assert dataset.cardinality() == -1
+
+
+def test_shuffle_takes_the_positional_arguments_of_tensorflow():
+    expected = lists(Dataset.range(9).shuffle(7))
+    assert lists(Dataset.range(9).shuffle(100, 7)) == expected
+    dataset = Dataset.range(9).shuffle(100, 7, False)
+    assert lists(dataset) == lists(dataset)
+    assert lists(Dataset.range(9).shuffle(100, seed=7, buffer_size=None)) == expected
+    for wrong in (
+        lambda d: d.shuffle(1, 2, True, 4),
+        lambda d: d.shuffle(1, 2, seed=3),
+    ):
+        with pytest.raises(TypeError, match="expected a seed"):
+            wrong(Dataset.range(9))
+
+
+# --- cache --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["rows", "generator"])
+@pytest.mark.parametrize("threads", [None, 2])
+def test_cache_loads_each_element_once(source, threads):
+    mapped = []
+    rows = Dataset.range(10)
+    if source == "generator":
+        rows = Dataset.from_generator(lambda: iter(range(10)))
+    dataset = rows.map(lambda x: mapped.append(int(x)) or x, threads).cache()
+    assert mapped == []
+    first = iter(dataset)
+    assert [int(next(first)) for _ in range(4)] == [0, 1, 2, 3]  # and break
+    assert lists(dataset.batch(3).repeat(2)) == 2 * [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6, 7, 8],
+        [9],
+    ]
+    assert sorted(lists(dataset.shuffle(9, seed=1))) == list(range(10))
+    assert sorted(mapped) == list(range(10))
+
+
+def test_cache_keeps_the_order_and_its_elements():
+    dataset = Dataset.range(20).shuffle(3).cache()
+    assert lists(dataset) == lists(dataset) == lists(Dataset.range(20).shuffle(3))
+    (element,) = Dataset.range(3).batch(3).cache()
+    with pytest.raises(ValueError, match="read-only"):
+        element += 1
+    with pytest.raises(TypeError, match="kept in memory, not in a file"):
+        dataset.cache("file")
+
+
+def test_cache_reads_on_after_an_exception():
+    left = [1]
+
+    def generate():
+        for number in range(6):
+            if number == 3 and left:
+                left.pop()
+                raise OSError("try again")
+            yield number
+
+    dataset = Dataset.from_generator(generate).cache()
+    with pytest.raises(OSError, match="try again"):
+        lists(dataset)
+    assert lists(dataset) == lists(dataset) == list(range(6))
+
+
+# --- functions ----------------------------------------------------------------------
+
+
+def test_filter_and_take_while():
+    assert lists(Dataset.range(6).filter(lambda x: x < 3)) == [0, 1, 2]
+    assert lists(Dataset.range(9).take_while(lambda x: x != 4)) == [0, 1, 2, 3]
+    pairs = Dataset.zip(Dataset.range(4), Dataset.range(4, 8))
+    assert [int(x) for x, _ in pairs.filter(lambda x, y: x + y > 6)] == [2, 3]
+    dataset = Dataset.range(6).batch(2).filter(lambda x: np.array(x.sum() > 1))
+    assert lists(dataset) == [[2, 3], [4, 5]]
+    assert dataset.cardinality() == -2
+    assert dataset.element_spec == ArraySpec((None,), INT)
+    for wrong in (lambda x: x > 0, lambda x: 1, lambda x: None, lambda x: x[:1] > 0):
+        with pytest.raises(TypeError, match="expected a bool from the predicate, got"):
+            list(Dataset.range(6).batch(2).filter(wrong))
+
+
+def test_interleave_is_in_the_order_of_tensorflow():
+    # The example of its documentation.
+    dataset = Dataset.range(1, 6).interleave(
+        lambda x: Dataset.from_tensors(x).repeat(6), cycle_length=2, block_length=4
+    )
+    expected = [
+        1, 1, 1, 1, 2, 2, 2, 2, 1, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 3, 3, 4, 4,
+        5, 5, 5, 5, 5, 5,
+    ]  # fmt: skip
+    assert lists(dataset) == expected
+    for calls in (1, 2, AUTOTUNE):
+        parallel = Dataset.range(1, 6).interleave(
+            lambda x: Dataset.from_tensors(x).repeat(6), 2, 4, calls, False
+        )
+        assert lists(parallel) == expected
+    rows = Dataset.from_tensor_slices(np.arange(9).reshape(3, 3))
+    assert lists(rows.flat_map(Dataset.from_tensor_slices)) == list(range(9))
+    with pytest.raises(TypeError, match="expected `map_func` to return a Dataset"):
+        list(rows.interleave(lambda x: x))
+
+
+def test_interleave_of_files_that_differ():
+    parts = [np.zeros(2), np.zeros(2, np.float32)]
+    dataset = Dataset.range(2).interleave(
+        lambda i: Dataset.from_tensor_slices(parts[i])
+    )
+    with pytest.raises(ValueError, match="one structure, dtype and shape, got float64"):
+        list(dataset.batch(4))
+
+
+def test_apply_and_reduce():
+    assert lists(Dataset.range(3).apply(lambda d: d.batch(3))) == [[0, 1, 2]]
+    with pytest.raises(TypeError, match=r"apply: expected a Dataset, got \[0, 1"):
+        Dataset.range(2).apply(lists)
+    assert Dataset.range(5).reduce(np.int64(0), lambda state, x: state + x) == 10
+
+
+# --- batches ------------------------------------------------------------------------
+
+
+def test_unbatch():
+    ragged = Dataset.from_generator(lambda: (np.arange(n) for n in (3, 0, 2)))
+    assert lists(ragged.unbatch()) == [0, 1, 2, 0, 1]
+    pairs = Dataset.zip(Dataset.range(4), Dataset.range(4)).batch(3).unbatch()
+    assert list(pairs) == [(n, n) for n in range(4)]
+    assert pairs.element_spec == (ArraySpec((), INT), ArraySpec((), INT))
+    for wrong in (Dataset.range(3), Dataset.from_tensors((np.ones(2), np.ones(3)))):
+        with pytest.raises(ValueError, match="arrays have the same first dimension"):
+            list(wrong.unbatch())
+
+
+def test_padded_batch_is_that_of_tensorflow():
+    # The examples of its documentation.
+    rows = Dataset.range(1, 5).map(lambda x: np.full(x, x))
+    assert lists(rows.padded_batch(2)) == [
+        [[1, 0], [2, 2]],
+        [[3, 3, 3, 0], [4, 4, 4, 4]],
+    ]
+    assert lists(rows.padded_batch(2, [5]))[0] == [[1, 0, 0, 0, 0], [2, 2, 0, 0, 0]]
+    assert lists(rows.padded_batch(2, [5], -1))[0] == [
+        [1, -1, -1, -1, -1],
+        [2, 2, -1, -1, -1],
+    ]
+    assert lists(rows.padded_batch(3, [-1], drop_remainder=True)) == [
+        [[1, 0, 0], [2, 2, 0], [3, 3, 3]]
+    ]
+    both = Dataset.zip(rows, rows)
+    first, second = next(iter(both.padded_batch(2, ([-1], [3]), (-1, 100))))
+    assert first.tolist() == [[1, -1], [2, 2]]
+    assert second.tolist() == [[1, 100, 100], [2, 2, 100]]
+    assert next(iter(both.padded_batch(2, padding_values=7)))[1].tolist() == [
+        [1, 7],
+        [2, 2],
+    ]
+    grid = Dataset.range(1, 3).map(
+        lambda n: {"g": np.ones((n, n)), "s": np.str_("a" * n)}
+    )
+    (batch,) = grid.padded_batch(2)
+    assert batch["g"].tolist() == [[[1, 0], [0, 0]], [[1, 1], [1, 1]]]
+    assert batch["s"].tolist() == ["a", "aa"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            ([3],),
+            ValueError,
+            r"into `padded_shapes` \(3,\), got one of shape \(4,\)",
+        ),
+        (([5, 5],), ValueError, "arrays of 2 dimensions"),
+        ((([5], [5]),), TypeError, "`padded_shapes` to have a tuple of sizes"),
+        (({"x": [5]},), TypeError, "`padded_shapes` to have a tuple of sizes"),
+        (([-2],), TypeError, "`padded_shapes` to have a tuple of sizes"),
+        (([5], 0.5), TypeError, "`padding_values` of one int64, got 0.5"),
+        (([5], {"x": 1}), TypeError, "expected `padding_values` like an element"),
+    ],
+)
+def test_what_padded_batch_refuses(arguments, error, message):
+    rows = Dataset.range(1, 5).map(lambda x: np.full(x, x))
+    with pytest.raises(error, match=message):
+        list(rows.padded_batch(4, *arguments))
+
+
+# --- properties ---------------------------------------------------------------------
+
+
+def test_options():
+    options = Options()
+    options.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
+    options.deterministic = False
+    options.threading.private_threadpool_size = 4
+    dataset = Dataset.range(5).with_options(options).map(lambda x: x).batch(2)
+    assert dataset.options() == options
+    later = Options(deterministic=True)
+    assert dataset.with_options(later).options() == options.merge(later)
+    assert options.merge(later).deterministic is True
+    assert options.merge(later).threading.private_threadpool_size == 4
+    assert Dataset.zip(dataset, Dataset.range(4)).options() == options
+    assert Dataset.range(3).options() == Options()
+    dataset.options().deterministic = None  # a copy
+    assert dataset.options() == options
+    with pytest.raises(AttributeError, match="private_threads"):
+        options.threading.private_threads = 4
+    with pytest.raises(TypeError, match=r"expected a `mpidist\.data\.Options`"):
+        Dataset.range(3).with_options(mpidist.InputOptions())
+
+
+def test_assert_cardinality():
+    dataset = Dataset.range(9).filter(lambda x: x > 4)
+    assert len(dataset.assert_cardinality(4).batch(3)) == 2
+    assert lists(dataset.assert_cardinality(4)) == [5, 6, 7, 8]
+    for count, message in ((3, "has more than the 3"), (5, "ended after 4")):
+        with pytest.raises(ValueError, match=message):
+            list(dataset.assert_cardinality(count))
+    assert dataset.assert_cardinality(-1).cardinality() == -1
+
+
+def test_iterator():
+    iterator = iter(Dataset.range(3).prefetch(1))
+    assert iterator.get_next() == 0
+    assert iterator.get_next_as_optional().get_value() == 1
+    state = iterator.state()
+    assert next(iterator) == 2
+    assert not iterator.get_next_as_optional().has_value()
+    with pytest.raises(data.OutOfRangeError, match="ended, after 3 elements"):
+        iterator.get_next()
+    iterator.restore(state)
+    assert lists(iterator) == [2]
+    with pytest.raises(ValueError, match=r"expected the result of the `state\(\)`"):
+        iterator.restore({"position": 3})
+    numbers = list(Dataset.range(2).as_numpy_iterator())
+    assert numbers == [0, 1]
+    assert bool(Dataset.range(0)) is True
+
+
+def test_an_iterator_goes_on_after_an_exception_by_restore():
+    iterator = iter(Dataset.range(5).map(fails_at(2)))
+    assert lists(itertools.islice(iterator, 2)) == [0, 1]
+    with pytest.raises(KeyError, match="element 2"):
+        next(iterator)
+    with pytest.raises(StopIteration):
+        next(iterator)
+    assert iterator.state()["position"] == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Dataset.range(), TypeError, "range expected at least 1"),
+        (lambda: Dataset.range(1, 2, 0), ValueError, "must not be zero"),
+        (lambda: Dataset.range(2.5), TypeError, "expected `args` to be an int"),
+        (lambda: Dataset.range(2, output_type="no"), TypeError, "expected a dtype"),
+        (lambda: Dataset.from_generator([1, 2]), TypeError, "expected a function"),
+        (lambda: list(Dataset.from_generator(int)), TypeError, "returns an iterable"),
+        (
+            lambda: Dataset.from_generator(list, output_shapes=[]),
+            TypeError,
+            "without `output_types`",
+        ),
+        (
+            lambda: Dataset.from_generator(list, int, output_signature=int),
+            TypeError,
+            "together with",
+        ),
+        (
+            lambda: Dataset.from_generator(list, output_signature=int),
+            TypeError,
+            "expected `output_signature` to be a nest",
+        ),
+        (lambda: Dataset.zip(), TypeError, "expected datasets"),
+        (lambda: Dataset.zip(Dataset.range(2), [1]), TypeError, "expected datasets"),
+        (lambda: Dataset.range(2).concatenate([1]), TypeError, "expected a Dataset"),
+        (lambda: Dataset.range(2).filter(None), TypeError, "expected a function"),
+        (
+            lambda: Dataset.range(2).map(abs, 0),
+            ValueError,
+            "`num_parallel_calls` to",
+        ),
+        (lambda: Dataset.range(2).interleave(abs, 0), ValueError, "`cycle_length` to"),
+        (
+            lambda: Dataset.range(2).interleave(abs, 1, 0),
+            ValueError,
+            "`block_length` to",
+        ),
+        (lambda: Dataset.range(2).skip(-2), ValueError, "`count` to be 0 or more"),
+        (lambda: Dataset.range(2).shuffle(0, 1), ValueError, "`buffer_size` to be 1"),
+        (lambda: Dataset.range(2).enumerate("a"), TypeError, "`start` to be an int"),
+    ],
+)
+def test_bad_arguments(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("element", "error", "message"),
+    [
+        (1.5, TypeError, "expected elements of dtype int64.*yielded float64: 1.5"),
+        ([1, 2], ValueError, r"of shape \(\), .* yielded one of shape \(2,\)"),
+        ([[1], [2, 3]], TypeError, "which is not an array of int64"),
+    ],
+)
+def test_elements_that_do_not_fit_the_signature(element, error, message):
+    dataset = Dataset.from_generator(
+        lambda: iter([element]), output_signature=ArraySpec((), INT)
+    )
+    with pytest.raises(error, match=message):
+        list(dataset)
+    nested = Dataset.from_generator(
+        lambda: iter([element]), output_signature={"a": ArraySpec((), INT)}
+    )
+    with pytest.raises(TypeError, match=r"expected elements like \{'a'"):
+        list(nested)
+
+
+# --- names that are not here --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("TFRecordDataset", "webdataset.WebDataset(urls)"),
+        ("TextLineDataset", "Dataset.from_generator(open, args=(path,))"),
+        ("window", "sliding_window_view(x, size, axis=0)"),
+        ("group_by_window", "torch.utils.data.DataLoader(rows, batch_sampler="),
+        ("sample_from_datasets", "grain.MapDataset.mix([one, two], weights="),
+        ("snapshot", "numpy.save(path, array)"),
+        ("save", "numpy.save(path, array)"),
+        ("rebatch", "dataset.unbatch().batch(n)"),
+        ("service", "grain.MapDataset.source(rows)"),
+        ("experimental", "mpidist.data.AutoShardPolicy"),
+    ],
+)
+def test_names_that_are_not_here_say_what_to_write(name, line):
+    for place in (data, Dataset, Dataset.range(3)):
+        assert not hasattr(place, name)
+        with pytest.raises(AttributeError) as raised:
+            getattr(place, name)
+        assert line in str(raised.value)
+        assert repr(name) in str(raised.value)
+    with pytest.raises(AttributeError, match=r"Dataset has no attribute 'bacth'$"):
+        Dataset.range(3).bacth  # noqa: B018
+
+
+# --- threads of map -----------------------------------------------------------------
+
+
+def map_threads():
+    return [t for t in threading.enumerate() if t.name == "mpidist-map"]
+
+
+def wait_for_no_thread():
+    deadline = time.monotonic() + 30
+    while map_threads() and time.monotonic() < deadline:
+        gc.collect()  # an iterator of another test may not be collected yet
+        time.sleep(0.01)
+    assert map_threads() == []
+
+
+def test_map_calls_its_function_in_parallel_and_keeps_the_order():
+    together = threading.Barrier(3, timeout=60)  # broken if they are called one by one
+
+    def meet(x):
+        together.wait()
+        return x * 10
+
+    dataset = Dataset.range(9).map(meet, num_parallel_calls=3, deterministic=False)
+    assert lists(dataset) == [n * 10 for n in range(9)]
+    assert lists(dataset.batch(3)) == [[0, 10, 20], [30, 40, 50], [60, 70, 80]]
+    assert lists(Dataset.range(9).batch(3).map(meet, 3))[2] == [60, 70, 80]
+    wait_for_no_thread()
+
+
+def test_map_runs_ahead_by_its_threads_and_not_farther():
+    started, go_on = [], threading.Event()
+
+    def wait(x):
+        started.append(int(x))
+        if x > 0:
+            assert go_on.wait(60)
+        return x
+
+    taken = []
+    source = (taken.append(x) or x for x in range(100))
+    results = ordered_map(wait, source, 4)
+    assert next(results) == 0
+    assert taken == [0, 1, 2, 3]
+    go_on.set()
+    assert next(results) == 1
+    assert taken == [0, 1, 2, 3, 4]
+    results.close()
+    wait_for_no_thread()
+    assert sorted(started) == list(range(len(started)))
+    assert len(started) <= 5
+
+
+def test_an_exception_in_a_thread_comes_at_its_place():
+    dataset = Dataset.range(9).map(fails_at(3), num_parallel_calls=4)
+    iterator = iter(dataset)
+    assert lists(itertools.islice(iterator, 3)) == [0, 1, 2]
+    with pytest.raises(KeyError, match="element 3"):
+        next(iterator)
+    # One of the source, which is read ahead of the results.
+    source = Dataset.range(9).map(fails_at(3)).map(lambda x: x, num_parallel_calls=4)
+    iterator = iter(source)
+    assert lists(itertools.islice(iterator, 3)) == [0, 1, 2]
+    with pytest.raises(KeyError, match="element 3"):
+        next(iterator)
+    wait_for_no_thread()
+
+
+def test_the_threads_end_with_a_break():
+    for element in Dataset.range(1000).map(lambda x: x, AUTOTUNE).prefetch(2):
+        if element == 5:
+            break
+    del element
+    gc.collect()
+    wait_for_no_thread()
+    for _ in Dataset.range(9).interleave(Dataset.range, 4, 1, AUTOTUNE):
+        break
+    gc.collect()
+    deadline = time.monotonic() + 30
+    while any(t.name == "mpidist-prefetch" for t in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,361 @@
+"""Stages of a `Dataset` that is distributed: parts, positions, failures."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from replicas import assert_usable, everywhere, own, raises_everywhere, split
+from test_data_state import gathered
+
+import mpidist
+from mpidist.data import ArraySpec, AutoShardPolicy, Dataset, Options
+from mpidist.data._sharding import split_as_it_comes, split_by_plan
+
+pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2, 3)]
+core = pytest.mark.core
+
+FILES = ["a", "b", "c", "d", "e"]
+BY_FILE = mpidist.InputOptions(auto_shard_policy="FILE")
+
+
+def squares(count=23):
+    for number in range(count):
+        yield number * number
+
+
+def rows_of_file(name):
+    """Return a dataset of 3 to 7 rows, in which the first digit is the file."""
+    number = FILES.index(name)
+    return Dataset.range(10 * number, 10 * number + 3 + number)
+
+
+def ragged():
+    return Dataset.from_generator(lambda: (np.full(n % 5, n) for n in range(11)))
+
+
+PIPELINES = {
+    "generator": lambda: Dataset.from_generator(squares).batch(4),
+    "filter": lambda: Dataset.range(30).filter(lambda x: x % 3 > 0).batch(6),
+    "filter after batch": lambda: (
+        Dataset.range(30).batch(4).filter(lambda x: x[0] % 3 > 0)
+    ),
+    "unbatch": lambda: Dataset.range(20).batch(3).unbatch().batch(7),
+    "take_while": lambda: Dataset.range(99).take_while(lambda x: x < 18).batch(5),
+    "interleave": lambda: (
+        Dataset.from_tensor_slices(FILES)
+        .interleave(rows_of_file, cycle_length=2, num_parallel_calls=2)
+        .batch(4)
+    ),
+    "shuffled generator": lambda: (
+        Dataset.from_generator(squares).shuffle(5, seed=1).repeat(2).batch(5)
+    ),
+    "zip of batches": lambda: Dataset.zip(
+        Dataset.range(16).batch(4), Dataset.from_generator(squares).batch(4)
+    ).map(lambda x, y: x + y),
+    "zip": lambda: Dataset.zip(Dataset.range(12).batch(4), Dataset.range(20).batch(4)),
+    "concatenate": lambda: (
+        Dataset.range(7).batch(4).concatenate(Dataset.range(50, 59).batch(3))
+    ),
+    "cache of batches": lambda: Dataset.range(14).shuffle(1).batch(4).cache().repeat(2),
+    "cache of a generator": lambda: (
+        Dataset.from_generator(squares).cache().shuffle(9, seed=1).batch(4).prefetch(2)
+    ),
+    "threads": lambda: (
+        Dataset.range(23).map(lambda x: x * 2, num_parallel_calls=3).batch(5)
+    ),
+    "threads after batch": lambda: (
+        Dataset.range(23).batch(5).map(lambda x: x * 2, num_parallel_calls=3)
+    ),
+    "padded": lambda: ragged().padded_batch(4),
+    "padded to a shape": lambda: ragged().padded_batch(4, [6], -1),
+    "skip": lambda: Dataset.from_generator(squares).skip(3).batch(4).skip(1).take(3),
+}
+
+
+@core
+@pytest.mark.parametrize("policy", ["AUTO", "OFF"])
+@pytest.mark.parametrize("kind", PIPELINES)
+def test_each_replica_gets_its_rows(strategy, rank, size, kind, policy):
+    expected = list(PIPELINES[kind]())
+    full = expected[0][0] if type(expected[0]) is tuple else expected[0]
+    options = mpidist.InputOptions(auto_shard_policy=policy)
+    dataset = strategy.experimental_distribute_dataset(PIPELINES[kind](), options)
+    steps = list(dataset)
+    assert len(steps) == len(expected)
+    for step, whole in zip(steps, expected, strict=True):
+        parts = (
+            zip(step, whole, strict=True) if type(whole) is tuple else [(step, whole)]
+        )
+        for part, rows in parts:
+            if policy == "OFF":
+                bounds = split_by_plan(len(rows), size, rank, len(full))
+            else:
+                bounds = split_as_it_comes(len(rows), size, rank)
+            assert own(strategy, part).tolist() == rows[slice(*bounds)].tolist()
+
+
+@core
+@pytest.mark.parametrize("kind", sorted(set(PIPELINES) - {"zip"}))
+def test_a_position_is_restored_on_any_number_of_ranks(
+    strategy, new_strategy, rank, kind
+):
+    alone = new_strategy(comm=split(rank))
+    for before, after in ((strategy, strategy), (alone, strategy), (strategy, alone)):
+        first = iter(before.experimental_distribute_dataset(PIPELINES[kind]()))
+        states = [json.dumps(first.state())]
+        batches = []
+        for batch in first:
+            batches.append(before.gather(batch, axis=0).tolist())
+            states.append(json.dumps(first.state()))
+        assert len(batches) >= 3
+        # Not all, which would take longer: test_data_chains restores every position.
+        for position in (0, 2, len(batches)):
+            second = iter(after.experimental_distribute_dataset(PIPELINES[kind]()))
+            second.restore(json.loads(states[position]))
+            assert gathered(after, second) == batches[position:]
+
+
+@core
+def test_a_map_after_a_filter_runs_for_own_rows_only(strategy, rank, size):
+    mapped = []
+    dataset = Dataset.range(24).filter(lambda x: x % 2 == 0)
+    dataset = dataset.map(lambda x: mapped.append(int(x)) or x).batch(6)
+    mine = [
+        own(strategy, batch).tolist()
+        for batch in strategy.experimental_distribute_dataset(dataset)
+    ]
+    assert mapped == [x for batch in mine for x in batch]
+    assert len(mapped) <= 12 - 2 * (6 - -(-6 // size))
+    everyone = [x for rows in everywhere(mapped) for x in rows]
+    assert sorted(everyone) == list(range(0, 24, 2))
+
+
+@core
+def test_a_cache_holds_own_rows_which_are_mapped_once(strategy, size):
+    mapped = []
+    dataset = Dataset.range(12).map(lambda x: mapped.append(int(x)) or x)
+    dataset = strategy.experimental_distribute_dataset(dataset.cache().batch(4))
+    epochs = [[own(strategy, b).tolist() for b in dataset] for _ in range(2)]
+    assert epochs[0] == epochs[1]
+    assert mapped == [x for batch in epochs[0] for x in batch]
+
+
+# --- failures -------------------------------------------------------------------------
+
+
+class FailsOnce:
+    """A function that raises once, on one rank, for one element."""
+
+    def __init__(self, here, element, result=lambda x: x):
+        self.left = 1 if here else 0
+        self.element, self.result = element, result
+
+    def __call__(self, x):
+        if x == self.element and self.left:
+            self.left -= 1
+            raise OSError(f"element {x} cannot be read")
+        return self.result(x)
+
+    def generate(self):
+        for number in range(12):
+            yield self(number)
+
+
+FAILING = {
+    "map": lambda f: Dataset.range(12).batch(1).unbatch().map(f).batch(4),
+    "threads": lambda f: Dataset.range(12).map(f, num_parallel_calls=3).batch(4),
+    "threads and prefetch": lambda f: (
+        Dataset.range(12).map(f, num_parallel_calls=3).batch(4).prefetch(2)
+    ),
+    "filter": lambda f: Dataset.range(12).filter(lambda x: f(x) >= 0).batch(4),
+    "generator": lambda f: Dataset.from_generator(f.generate).batch(4),
+    "cache": lambda f: Dataset.from_generator(f.generate).cache().batch(4),
+    "interleave": lambda f: (
+        Dataset.range(12)
+        .interleave(lambda x: Dataset.from_tensors(f(x)), 1, 1, 1)
+        .batch(4)
+    ),
+}
+
+
+@core
+@pytest.mark.parametrize("kind", FAILING)
+def test_a_failure_on_one_rank_is_told_on_all(strategy, rank, size, kind):
+    # Of the second batch, a row of the last replica that has one.
+    last = max(r for r in range(size) if split_as_it_comes(4, size, r)[0] < 4)
+    function = FailsOnce(rank == last, 7)
+    dataset = strategy.experimental_distribute_dataset(FAILING[kind](function))
+    iterator = iter(dataset)
+    assert strategy.gather(next(iterator), axis=0).tolist() == [0, 1, 2, 3]
+    error = OSError if rank == last else mpidist.ReplicaError
+    with pytest.raises(error, match="element 7 cannot be read"):
+        next(iterator)
+    # The step was not counted, and is read again.
+    assert gathered(strategy, iterator) == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    assert_usable(strategy)
+
+
+@core
+def test_a_filter_that_differs_between_ranks_is_told_on_all(strategy, rank, size):
+    if size == 1:
+        pytest.skip("one rank does not differ")
+    dataset = Dataset.range(10).filter(lambda x: x < 9 - 4 * (rank == 0)).batch(4)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    next(iterator)
+    for text in raises_everywhere(ValueError, lambda: next(iterator)):
+        assert "batch 1 is not the same on all ranks" in text
+        assert "1 rows" in text
+        assert "4 rows" in text
+
+
+@core
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rank: Dataset.range(9 + (rank == 0)).batch(4),
+        lambda rank: Dataset.range(9).skip((rank == 0 and 1) or 2).batch(4),
+        lambda rank: (
+            Dataset.range(9).interleave(Dataset.range, 1 + (rank == 0)).batch(4)
+        ),
+        lambda rank: (
+            Dataset.from_generator(squares).shuffle(4 + (rank == 0), seed=1).batch(4)
+        ),
+        lambda rank: (
+            Dataset.range(9).batch(4).with_options(policy("OFF" if rank else "DATA"))
+        ),
+    ],
+)
+def test_datasets_that_differ_between_ranks(strategy, rank, size, make):
+    if size == 1:
+        pytest.skip("one rank does not differ")
+    raises_everywhere(
+        mpidist.CollectiveMismatchError,
+        lambda: strategy.experimental_distribute_dataset(make(rank)),
+    )
+
+
+def test_a_state_of_more_elements_than_there_are(strategy):
+    first = iter(strategy.experimental_distribute_dataset(PIPELINES["generator"]()))
+    gathered(strategy, first)
+    short = Dataset.from_generator(squares, args=(9,)).batch(4)
+    second = iter(strategy.experimental_distribute_dataset(short))
+    texts = raises_everywhere(ValueError, lambda: second.restore(first.state()))
+    assert all("expected an input of 6 or more elements" in text for text in texts)
+    assert gathered(strategy, second) == [[0, 1, 4, 9], [16, 25, 36, 49], [64]]
+
+
+# --- by files -------------------------------------------------------------------------
+
+
+def policy(name):
+    options = Options()
+    options.experimental_distribute.auto_shard_policy = name
+    return options
+
+
+def by_files(batch=6):
+    files = Dataset.from_tensor_slices(FILES).shuffle(3)
+    return files.interleave(rows_of_file, cycle_length=2).batch(batch)
+
+
+def mine_of(strategy, iterator):
+    return [own(strategy, batch).tolist() for batch in iterator]
+
+
+@core
+@pytest.mark.parametrize("how", ["input options", "options"])
+def test_each_replica_opens_files_of_its_own(strategy, rank, size, how):
+    dataset, options = by_files(), BY_FILE
+    if how == "options":
+        dataset, options = dataset.with_options(policy(AutoShardPolicy.FILE)), None
+    dataset = strategy.experimental_distribute_dataset(dataset, options)
+    assert "FILE: each replica opens" in dataset.shard_plan
+    mine = mine_of(strategy, dataset)
+    files = [row // 10 for batch in mine for row in batch]
+    assert list(dict.fromkeys(files)) == file_order()[rank::size]
+    full = split_by_plan(6, size, rank, 6)
+    assert max(map(len, mine)) == full[1] - full[0]
+    rows = [row for part in everywhere(mine) for batch in part for row in batch]
+    assert sorted(rows) == [10 * f + i for f in range(5) for i in range(3 + f)]
+    # All make the same number of steps.
+    assert len(set(everywhere(len(mine)))) == 1
+
+
+def file_order():
+    names = Dataset.from_tensor_slices(FILES).shuffle(3)
+    return [FILES.index(name) for name in names]
+
+
+@core
+def test_a_position_by_files(strategy, size):
+    first = iter(strategy.experimental_distribute_dataset(by_files(7), BY_FILE))
+    seen = [own(strategy, next(first)).tolist() for _ in range(2)]
+    state = json.loads(json.dumps(first.state()))
+    rest = mine_of(strategy, first)
+    second = iter(strategy.experimental_distribute_dataset(by_files(7), BY_FILE))
+    second.restore(state)
+    assert mine_of(strategy, second) == rest
+    assert sum(len(batch) for part in everywhere(seen + rest) for batch in part) == 25
+    if size > 1:
+        raises_everywhere(ValueError, lambda: second.restore(state | {"replicas": 99}))
+
+
+@core
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Dataset.range(9).batch(4), "is for a dataset that opens files"),
+        (lambda: [np.arange(4)], "is for a `mpidist.data.Dataset`"),
+        (lambda: by_files().unbatch().take(9).batch(4), "with the `take` after"),
+        (lambda: Dataset.zip(by_files(), by_files()), "is for a dataset that opens"),
+    ],
+)
+def test_what_cannot_be_split_by_files(strategy, make, message):
+    texts = raises_everywhere(
+        ValueError, lambda: strategy.experimental_distribute_dataset(make(), BY_FILE)
+    )
+    assert all(message in text for text in texts)
+
+
+def test_fewer_files_or_rows_than_replicas(strategy, size):
+    few = Dataset.range(size - 1).interleave(Dataset.range).batch(8)
+    small = Dataset.range(9).interleave(Dataset.range).batch(max(1, size - 1))
+    if size > 1:
+        for dataset in (few, small):
+            raises_everywhere(
+                ValueError,
+                lambda d=dataset: strategy.experimental_distribute_dataset(d, BY_FILE),
+            )
+
+
+@core
+def test_steps_are_counted_after_the_last_batch_by_files(strategy, size):
+    dataset = by_files().prefetch(2).take(2)
+    steps = list(strategy.experimental_distribute_dataset(dataset, BY_FILE))
+    assert len(steps) == 2
+
+
+# --- an input for each rank -----------------------------------------------------------
+
+
+@core
+def test_an_input_of_each_rank(strategy, rank):
+    def make(context):
+        number = context.input_pipeline_id
+        rows = Dataset.from_generator(
+            squares, args=(6 + 3 * number,), output_signature=ArraySpec((), np.int64)
+        )
+        return rows.filter(lambda x: x % 2 == 0).map(lambda x: x + number).batch(2)
+
+    first = iter(strategy.distribute_datasets_from_function(make))
+    step = own(strategy, next(first)).tolist()
+    assert step == [rank, 4 + rank]
+    state = first.state()
+    rest = mine_of(strategy, first)
+    second = iter(strategy.distribute_datasets_from_function(make))
+    second.restore(state)
+    assert mine_of(strategy, second) == rest
+    own_rows = [x for batch in [step, *rest] for x in batch]
+    assert own_rows == [n * n + rank for n in range(0, 6 + 3 * rank, 2)]
