@@ -10,11 +10,12 @@ from typing import NoReturn
 
 import numpy as np
 
-from mpidist._base import backend, nest
+from mpidist._base import backend, guests, nest
+from mpidist._base.guests import Guest
 from mpidist._base.reduce_op import (
     ReduceOp,
 )
-from mpidist._base.types import Array, Nest
+from mpidist._base.types import Array, Nest, Shape
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import component
@@ -136,7 +137,9 @@ def compute_average_loss(
 
     Returns:
         A scalar of the dtype of the loss (float64 for integers), on its device. It is 0
-        if no replica has any rows.
+        if no replica has any rows. For losses of torch and JAX one of the same library,
+        with its gradient, by its rules for dtypes; in a function that JAX transforms
+        pass ``global_batch_size``.
 
     Raises:
         TypeError, ValueError: for invalid arguments.
@@ -152,6 +155,10 @@ def compute_average_loss(
     ask = global_batch_size is None
     collectives = frame.group.collectives
     total = 0
+    if guests.kind_of(per_example_loss) is not None:
+        return _share_with_gradient(
+            frame.group, per_example_loss, sample_weight, global_batch_size
+        )
     try:
         losses = backend.as_array(per_example_loss, _LOSS)[0]
         if losses.ndim == 0:
@@ -177,15 +184,59 @@ def compute_average_loss(
     return (share / max(total, 1)).astype(result)
 
 
+def _share_with_gradient(
+    group: ReplicaGroup,
+    losses: Guest,
+    sample_weight: Nest,
+    global_batch_size: int | None,
+) -> Guest:
+    """Return the share by functions of torch or JAX, which record gradients."""
+    ask = global_batch_size is None
+    total = 0
+    try:
+        if losses.ndim == 0:
+            raise ValueError(
+                f"{_LOSS}: expected one loss per example, got {losses.dtype} (); leave "
+                "out the mean over the examples"
+            )
+        if sample_weight is not None:
+            losses = losses * _expand_guest(sample_weight, losses)
+        if not ask:
+            total = _as_rows(global_batch_size)
+    except Exception as error:
+        if not ask:
+            raise
+        group.collectives.invalid(_LOSS, error)
+    if ask:
+        total = _sum_of_rows(group, losses)
+    return losses.sum() / max(total, 1)
+
+
+def _expand_guest(sample_weight: Nest, losses: Guest) -> Guest:
+    weights = sample_weight
+    library = guests.kind_of(losses)
+    if library is not None and guests.kind_of(weights) != library:
+        array, kind = backend.as_array(weights, _LOSS)
+        if kind == "number":
+            return weights
+        weights = guests.restore(array.copy(), library)
+    shape = tuple(weights.shape)
+    _check_weights(shape, tuple(losses.shape), str(weights.dtype))
+    return weights.reshape(shape + (1,) * (losses.ndim - len(shape)))
+
+
+def _check_weights(weights: Shape, losses: Shape, dtype: str) -> None:
+    if weights != losses[: len(weights)]:
+        raise ValueError(
+            f"{_LOSS}: expected `sample_weight` to be a number, or of shape "
+            f"{losses} or its leading axes, got {dtype} {weights}"
+        )
+
+
 def _expand(sample_weight: Nest, losses: Array) -> Nest:
     weights = backend.as_array(sample_weight, _LOSS)[0]
     shape = tuple(weights.shape)
-    if shape != tuple(losses.shape[: len(shape)]):
-        raise ValueError(
-            f"{_LOSS}: expected `sample_weight` to be a number, or of shape "
-            f"{tuple(losses.shape)} or its leading axes, got "
-            f"{backend.describe(weights)}"
-        )
+    _check_weights(shape, tuple(losses.shape), weights.dtype.name)
     if not shape:  # a number, which does not change the dtype of the losses
         return weights.item()
     expanded = weights.reshape(shape + (1,) * (losses.ndim - len(shape)))

@@ -21,9 +21,10 @@ from typing import Any, Final, Literal, TypeAlias, TypeGuard, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from mpidist._base import guests
 from mpidist._base.types import Array, DeviceArray, DType, HostArray, Nest, Shape
 
-LeafKind = Literal["array", "scalar", "number"]
+LeafKind = Literal["array", "scalar", "number", "torch", "jax"]
 ArrayModule: TypeAlias = Any
 """NumPy or CuPy, which has no types."""
 Stream: TypeAlias = Any
@@ -135,8 +136,15 @@ def is_device_array(x: object) -> TypeGuard[DeviceArray]:
 
 
 def is_array(x: object) -> bool:
-    """Return whether ``x`` is a NumPy array or scalar, or a CuPy array."""
-    return isinstance(x, (np.ndarray, np.generic)) or is_device_array(x)
+    """Return whether ``x`` is a NumPy array or scalar, or an array of CuPy, torch, JAX.
+
+    `as_array` makes a NumPy or CuPy array of it, and `restore` the reverse.
+    """
+    return (
+        isinstance(x, (np.ndarray, np.generic))
+        or is_device_array(x)
+        or guests.kind_of(x) is not None
+    )
 
 
 def is_number(x: object) -> bool:
@@ -153,12 +161,13 @@ def as_array(x: object, call: str) -> tuple[Array, LeafKind]:
     """Return a leaf as an array, and the kind of the leaf.
 
     Args:
-        x: a NumPy or CuPy array, a NumPy scalar, a Python number or bool.
+        x: a NumPy or CuPy array, a torch tensor, a JAX array, a NumPy scalar, a Python
+            number or bool.
         call: the name of the calling function, for the message.
 
     Returns:
         The array (0-d for numbers; native byte order; copied only if necessary),
-        and "array", "scalar" (NumPy) or "number" (Python).
+        and "array", "torch", "jax", "scalar" (NumPy) or "number" (Python).
 
     Raises:
         TypeError: if it is anything else; the message says what to write.
@@ -192,6 +201,11 @@ def as_array(x: object, call: str) -> tuple[Array, LeafKind]:
                 "to float first"
             )
         return array, "number"
+    guest = guests.kind_of(x)
+    if guest is not None:
+        view = guests.as_view(x, guest, call)
+        check_dtype(view.dtype, call)
+        return view, guest
     component = getattr(type(x), "_as_component", None)
     if component is not None:  # of a Mirrored or a Variable: this replica's
         return as_array(component(x), call)
@@ -217,11 +231,12 @@ def _not_an_array(x: object) -> str:
         )
     if hasattr(x, "__dlpack__"):
         return (
-            f"expected a NumPy or CuPy array, got {type(x).__module__}.{kind}; write "
+            "expected an array of NumPy, CuPy, torch or JAX, got "
+            f"{type(x).__module__}.{kind}; write "
             "`numpy.from_dlpack(x)` or `cupy.from_dlpack(x)`, which do not copy"
         )
     return (
-        f"expected a NumPy or CuPy array or a number, got {x!r:.80} of type {kind}; "
+        f"expected an array or a number, got {x!r:.80} of type {kind}; "
         "write `numpy.asarray(x)` if it holds numbers"
     )
 
@@ -244,9 +259,24 @@ def is_bfloat16(dtype: DType) -> bool:
 
 def restore(array: Array, kind: LeafKind) -> Nest:
     """Return an array as the kind of leaf that it was: the reverse of `as_array`."""
-    if kind == "array":
-        return array
-    return array.item() if kind == "number" else array[()]
+    if kind == "number":
+        return array.item()
+    return array[()] if kind == "scalar" else as_given(array, kind)
+
+
+def copied(x: Nest, call: str) -> Nest:
+    """Return a copy of an array, of its own library and of any dtype."""
+    guest = guests.kind_of(x)
+    if guest is None:
+        return x.copy()
+    return guests.restore(guests.as_view(x, guest, call).copy(), guest)
+
+
+def as_given(array: Array, kind: LeafKind) -> Nest:
+    """Return an array as one of the library that the leaf was of; NumPy for numbers."""
+    if kind == "torch" or kind == "jax":
+        return guests.restore(array, kind)
+    return array
 
 
 def contiguous(x: _A) -> _A:

@@ -99,7 +99,8 @@ class AllGathers(Resources):
                     f"{call} does not support IndexedSlices; gather its `values` and "
                     "`indices`"
                 )
-            arrays = [backend.as_array(leaf, call)[0] for leaf in leaves]
+            pairs = [backend.as_array(leaf, call) for leaf in leaves]
+            arrays = [x for x, _ in pairs]
             axes = [_check_axis(x, axis, call) for x in arrays]
             plan = self._gather_plan(call, axis, structure, arrays, axes, merged)
             if type(tree) is np.ndarray and arrays[0] is tree and options is None:
@@ -107,7 +108,13 @@ class AllGathers(Resources):
                 self._array_plans[key] = plan
         except Exception as error:
             self.invalid(call, error)
-        return structure.unflatten(plan(arrays, merged.timeout_seconds))
+        results = plan(arrays, merged.timeout_seconds)
+        return structure.unflatten(
+            [
+                backend.as_given(x, kind)
+                for x, (_, kind) in zip(results, pairs, strict=True)
+            ]
+        )
 
     def _gather_plan(
         self,

@@ -203,10 +203,10 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
             dense = [x for i, x in enumerate(leaves) if i not in sparse]
             parts = []
             for i in sparse:
-                values = backend.as_array(leaves[i].values, call)[0]
+                values, kind = backend.as_array(leaves[i].values, call)
                 if op is ReduceOp.MEAN:
                     values = values / values.dtype.type(self.comm.size)
-                parts.append([values, leaves[i].indices])
+                parts.append([backend.as_given(values, kind), leaves[i].indices])
         except Exception as error:
             self.invalid(call, error)
         gathered = self.all_gather(parts, 0, options, call)
@@ -226,7 +226,7 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
         texts = [
             backend.summarize(backend.as_array(value, call)[0])
             for value in values
-            if backend.is_array(value) or backend.is_number(value)
+            if backend.is_number(value) or backend.is_array(value)
         ]
         if texts:
             self.guard.agree(

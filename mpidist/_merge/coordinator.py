@@ -374,7 +374,9 @@ def lead(
 
 def _own_result(leaf: Nest) -> Nest:
     """Return rank 0's part: a copy of an array, since the program may keep using it."""
-    return leaf.copy() if backend.is_array(leaf) else own_component(leaf)
+    if backend.is_array(leaf):
+        return backend.copied(leaf, "merge_call")
+    return own_component(leaf)
 
 
 def _part_of(leaf: Nest, group: ReplicaGroup) -> Nest:

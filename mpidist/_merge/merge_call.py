@@ -211,7 +211,7 @@ def _kind_of(leaf: Nest, group: ReplicaGroup) -> str:
         return f"Variable {leaf.name!r} #{storage.key}"
     if isinstance(leaf, (DistributedValues, IndexedSlices)):
         return "component"
-    if backend.is_array(leaf) or backend.is_number(leaf):
+    if backend.is_number(leaf) or backend.is_array(leaf):
         backend.as_array(leaf, "merge_call")
         return "component"
     return "object"

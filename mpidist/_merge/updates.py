@@ -451,7 +451,7 @@ def check_update(var: Variable | None, fn: object, leaves: list[Nest]) -> None:
 
 
 def _is_value(x: object) -> bool:
-    return backend.is_array(x) or backend.is_number(x)
+    return backend.is_number(x) or backend.is_array(x)
 
 
 def _by_key(written: list[VariableStorage]) -> list[VariableStorage]:

@@ -199,6 +199,5 @@ class Registry:
 
 def is_component(x: Nest) -> bool:
     """Return whether `run` returns a PerReplica for this leaf: an array or number."""
-    return backend.is_array(x) or isinstance(
-        x, (bool, int, float, complex, IndexedSlices)
-    )
+    numbers = (bool, int, float, complex, IndexedSlices)
+    return isinstance(x, numbers) or backend.is_array(x)

@@ -24,6 +24,7 @@ class Partial(NamedTuple):
     array: Array
     elements: int  # the number that each of its elements combines
     dtype: DType  # of the array before the reduction
+    kind: backend.LeafKind
 
 
 def as_axes(axis: object) -> tuple[int, ...] | None:
@@ -44,12 +45,15 @@ def as_axes(axis: object) -> tuple[int, ...] | None:
     return tuple(int(one) for one in axes)
 
 
-def reduce_axes(op: ReduceOp, x: Array, axes: tuple[int, ...]) -> Partial:
+def reduce_axes(op: ReduceOp, leaf: object, axes: tuple[int, ...]) -> Partial:
     """Reduce one replica's array over its axes. Not collective.
 
     Raises:
+        TypeError: if it is not an array.
         ValueError: if an axis is out of range.
     """
+    x: Array
+    x, kind = backend.as_array(leaf, _CALL)
     entry = operation_table.reduction(x.dtype, op, _CALL)
     for axis in axes:
         if not -x.ndim <= axis < x.ndim:
@@ -69,23 +73,22 @@ def reduce_axes(op: ReduceOp, x: Array, axes: tuple[int, ...]) -> Partial:
         result = xp.full(kept, _identity(op, x.dtype), x.dtype)
     else:
         result = (xp.min if op is ReduceOp.MIN else xp.max)(x, axis=axes)
-    return Partial(result, count, x.dtype)
+    return Partial(result, count, x.dtype, kind)
 
 
 def reduce_same(op: ReduceOp, leaf: object, axes: tuple[int, ...]) -> Nest:
     """Reduce a value that is the same on all replicas over axes. Not collective."""
     x, kind = backend.as_array(leaf, _CALL)
-    part = reduce_axes(op, x, axes)
+    part = reduce_axes(op, leaf, axes)
     result = part.array / part.elements if op is ReduceOp.MEAN else part.array
     entry = operation_table.reduction(x.dtype, op, _CALL)
-    if kind == "array":
-        return backend.like(x, np.asarray(backend.to_host(result), entry.result))
+    if kind not in ("scalar", "number"):
+        host = np.asarray(backend.to_host(result), entry.result)
+        return backend.restore(backend.like(x, host), kind)
     return backend.restore(np.asarray(result, entry.result), kind)
 
 
-def combine(
-    collectives: Collectives, op: ReduceOp, parts: list[Partial]
-) -> list[Array]:
+def combine(collectives: Collectives, op: ReduceOp, parts: list[Partial]) -> list[Nest]:
     """Combine the partial results of all replicas. Collective.
 
     Raises:
@@ -110,7 +113,8 @@ def combine(
         if op is ReduceOp.MEAN:
             with np.errstate(invalid="ignore", divide="ignore"):
                 reduced = np.true_divide(reduced, entry.compute.type(total))
-        results.append(reduced.astype(entry.result, copy=False))
+        result = reduced.astype(entry.result, copy=False)
+        results.append(backend.as_given(result, part.kind))
     return results
 
 

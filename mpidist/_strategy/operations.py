@@ -122,12 +122,7 @@ def _reduce(
                 results[i] = _reduce_same(group, op, leaf, axes, "Strategy.reduce")
         local = [component_of(leaves[i]) for i in moving]
         if axes is not None:
-            parts = [
-                axis_reduction.reduce_axes(
-                    op, backend.as_array(x, "Strategy.reduce")[0], axes
-                )
-                for x in local
-            ]
+            parts = [axis_reduction.reduce_axes(op, x, axes) for x in local]
     except Exception as error:
         collectives.invalid("Strategy.reduce", error)
     if plain:

@@ -114,7 +114,8 @@ def broadcast_value(group: ReplicaGroup, get: Callable[[], Nest]) -> Nest:
         if isinstance(value, ArrayLike):
             value = value.value()
         # A copy: later changes to the array must not show on one rank only.
-        return [backend.as_array(value, "broadcast_to")[0].copy(), False]
+        array, kind = backend.as_array(value, "broadcast_to")
+        return [backend.as_given(array.copy(), kind), False]
 
     value, is_number = group.collectives.share(make, "broadcast_to")
     if is_number:

@@ -8,7 +8,7 @@ from typing import Any, Final, NoReturn
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpidist._base import backend, nest
+from mpidist._base import backend, guests, nest
 from mpidist._base.types import Array, DType, HostArray, Nest, Shape
 from mpidist._runtime import context
 from mpidist._runtime.registry import Components
@@ -239,12 +239,12 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
 
         Not collective, except for an ON_READ variable in cross-replica context.
         """
-        return np.array(backend.to_host(self.value()))
+        return np.array(backend.to_host(self._array_view()))
 
     def __array__(
         self, dtype: DTypeLike | None = None, copy: bool | None = None
     ) -> HostArray:
-        x = self.value()
+        x = self._array_view()
         if backend.is_device_array(x):
             raise TypeError(
                 f"this {type(self).__name__} is on a GPU and is not copied to the "
@@ -252,6 +252,36 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
                 "the CuPy array"
             )
         return np.array(x, dtype=dtype, copy=copy)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """Return a copy for ``from_dlpack`` of torch, JAX, NumPy and CuPy.
+
+        Always a copy: torch does not know read-only memory, and arrays of JAX must not
+        change, as a variable does. `value` is the array without a copy.
+
+        Raises:
+            BufferError: for ``copy=False``.
+        """
+        if copy is False:
+            raise BufferError(
+                f"a {type(self).__name__} gives a copy over DLPack, because its memory "
+                "is read-only; leave out `copy=False`, or use `x.value()`"
+            )
+        return guests.export_copy(self._array_view(), stream, max_version, dl_device)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        device: tuple[int, int] = self._array_view().__dlpack_device__()
+        return device
+
+    def __jax_array__(self) -> Any:
+        return guests.restore(self._array_view().copy(), "jax")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kw: Any) -> Any:
         for target in kw.get("out", ()):

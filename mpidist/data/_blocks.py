@@ -40,8 +40,8 @@ def as_leaf(x: Any, call: str) -> Array:
     """Return a leaf as a NumPy or CuPy array, without a copy if possible.
 
     Args:
-        x: an array, a number, a torch tensor or another array that supports DLPack, or
-            anything with ``__array__``.
+        x: an array, a number, another array that supports DLPack, or anything with
+            ``__array__``.
         call: the name of the call, for the message.
 
     Raises:
@@ -56,6 +56,9 @@ def as_leaf(x: Any, call: str) -> Array:
     masked = isinstance(x, np.ma.MaskedArray)  # which `as_array` refuses
     if isinstance(x, (np.ndarray, np.generic)) and not masked:
         return native(np.asarray(x))
+    if not masked and backend.is_array(x):
+        leaf, _ = backend.as_array(x, call)
+        return leaf
     if not masked and hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return _from_dlpack(x, call)
     if not masked and hasattr(x, "__array__") and not hasattr(type(x), "_as_component"):
@@ -65,8 +68,6 @@ def as_leaf(x: Any, call: str) -> Array:
 
 
 def _from_dlpack(x: Any, call: str) -> Array:
-    if hasattr(x, "detach"):
-        x = x.detach()  # torch does not export tensors that require a gradient
     module: ModuleType = np
     if int(x.__dlpack_device__()[0]) not in _DLPACK_CPU:
         module = sys.modules.get("cupy", np)

@@ -347,7 +347,9 @@ def _describe(x: object) -> str:
     if len(leaves) > 8:
         return f"a {type(x).__name__} of {len(leaves)} leaves"
     texts = [
-        backend.describe(leaf) if backend.is_array(leaf) else type(leaf).__name__
+        backend.describe(backend.as_array(leaf, "dataset")[0])
+        if backend.is_array(leaf)
+        else type(leaf).__name__
         for leaf in leaves
     ]
     return structure.render(texts)

@@ -227,7 +227,7 @@ def as_gradient(
             f"{call}: expected shape {tuple(array.shape)}, got {backend.describe(x)}"
         )
     if backend.is_device_array(x) != backend.is_device_array(array):
-        if kind == "array":
+        if kind not in ("scalar", "number"):
             where = "on the GPU" if backend.is_device_array(array) else "on the host"
             raise TypeError(
                 f"{call}: expected an array {where}, as the variable is; write "

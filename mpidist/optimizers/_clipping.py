@@ -54,12 +54,15 @@ def clip_by_global_norm(grads: Nest, clip_norm: float) -> tuple[Nest, Nest]:
                 '`strategy.reduce("SUM", gradients, axis=None)`, or in a replica '
                 'function `mpidist.get_replica_context().all_reduce("SUM", gradients)`'
             )
-    arrays = [None if x is None else backend.as_array(x, call)[0] for x in leaves]
+    pairs = [None if x is None else backend.as_array(x, call) for x in leaves]
     with np.errstate(all="ignore"):
-        given = [x for x in arrays if x is not None]
+        given = [pair[0] for pair in pairs if pair is not None]
         norm = global_norm(given, norm_scratch(given))
         scale = clip_scale(norm, clip)
-        clipped = [None if x is None else _scaled(x, scale) for x in arrays]
+        clipped = [
+            None if pair is None else backend.as_given(_scaled(pair[0], scale), pair[1])
+            for pair in pairs
+        ]
     return structure.unflatten(clipped), norm
 
 

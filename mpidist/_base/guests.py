@@ -1,0 +1,202 @@
+"""Arrays of torch and JAX: the only module that knows what they are.
+
+It imports neither to recognize their arrays: if a library is not in ``sys.modules``,
+there are none. A rank that receives a value from another rank that used a library
+imports it then, as pickle would.
+
+Torch tensors and JAX arrays on the host become NumPy arrays of the same memory, those
+on a GPU CuPy arrays (through DLPack, which orders the streams), and results are turned
+back in the same way. docs/guide/arrays.md has the table of what is copied.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+
+from mpidist._base.types import Array
+
+GuestKind: TypeAlias = Literal["torch", "jax"]
+Guest: TypeAlias = Any
+"""A torch tensor or a JAX array."""
+
+KINDS: Final = frozenset(("torch", "jax"))
+_CLASSES: Final[dict[GuestKind, str]] = {"torch": "Tensor", "jax": "Array"}
+_OUTSIDE: Final = (
+    "inside `jax.jit`, `jax.grad`, `jax.vmap` or the like there are no values yet; "
+    "call it outside, with what the transformed function returns (for example on the "
+    "gradients that `jax.jit(jax.value_and_grad(loss))` returns)"
+)
+
+
+def kind_of(x: object) -> GuestKind | None:
+    """Return the library that an array is of; None if it is of neither."""
+    modules = sys.modules
+    for kind in ("torch", "jax"):
+        if kind in modules and isinstance(
+            x, getattr(modules[kind], _CLASSES[kind], ())
+        ):
+            return kind
+    return None
+
+
+def as_view(x: Guest, kind: GuestKind, call: str) -> Array:
+    """Return a torch tensor or JAX array as a NumPy or CuPy array.
+
+    A view of the same memory, except for lazily conjugated or negated tensors, and JAX
+    arrays whose layout NumPy does not have. It may have any strides. That of a JAX
+    array is read-only. A gradient is not recorded.
+
+    Args:
+        x: the tensor or array.
+        kind: its library.
+        call: the name of the calling function, for the message.
+
+    Raises:
+        TypeError: if it has no values (meta tensors, JAX tracers), no dense memory
+            (sparse, nested, quantized tensors), or is on another device or several.
+    """
+    return _view_of_torch(x, call) if kind == "torch" else _view_of_jax(x, call)
+
+
+def _view_of_torch(x: Guest, call: str) -> Array:
+    torch = sys.modules["torch"]
+    kind = x.device.type
+    if kind == "meta":
+        raise TypeError(
+            f"{call}: got a torch tensor on device 'meta', which has no values; write "
+            "`torch.zeros_like(x, device='cpu')`, or make the module on the host "
+            "(`module.to_empty(device='cpu')`, and then its parameters)"
+        )
+    if kind not in ("cpu", "cuda"):
+        raise TypeError(
+            f"{call}: got a torch tensor on device {str(x.device)!r}, neither on the "
+            "host nor on a GPU of CUDA; write `x.cpu()`"
+        )
+    if x.is_nested:
+        raise TypeError(
+            f"{call}: got a nested torch tensor; write "
+            "`torch.nested.to_padded_tensor(x, 0)`, or pass `x.unbind()`, a nest"
+        )
+    if x.layout is not torch.strided:
+        layout = str(x.layout).removeprefix("torch.")
+        raise TypeError(
+            f"{call}: got a {layout} torch tensor; write `x.to_dense()`, or for rows "
+            "of a sparse gradient `mpidist.IndexedSlices(values, indices)`"
+        )
+    x = x.detach()
+    if kind == "cpu" and (x.is_conj() or x.is_neg()):
+        x = x.resolve_conj().resolve_neg()
+    wanted = None
+    try:
+        if x.dtype is torch.bfloat16:  # NumPy gets it from ml_dtypes
+            wanted = np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+            x = x.view(torch.int16)
+        found: Array = _from_cuda(x) if kind == "cuda" else x.numpy()
+        return found if wanted is None else found.view(wanted)
+    except ImportError as error:
+        raise TypeError(
+            f"{call}: a torch tensor of dtype {x.dtype} on {kind} needs {error.name}, "
+            f"which is not installed; `pip install {error.name}` for bfloat16, the "
+            "extra `cuda12` or `cuda13` for a GPU, or write `x.float()`, `x.cpu()`"
+        ) from error
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(
+            f"{call}: cannot take a torch tensor of dtype {x.dtype} ({error}); convert "
+            "it to a dtype that NumPy has, and call this outside `torch.func` "
+            "transforms, `torch.compile` and `torch.export`"
+        ) from error
+
+
+def _view_of_jax(x: Guest, call: str) -> Array:
+    jax = sys.modules["jax"]
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(f"{call}: got a JAX tracer, {x!r:.80}: {_OUTSIDE}")
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        raise TypeError(
+            f"{call}: got a JAX array of dtype {x.dtype}, which holds no numbers; for "
+            "a random key write `jax.random.key_data(key)`"
+        )
+    if x.is_deleted():
+        raise TypeError(
+            f"{call}: got a JAX array of {x.dtype} {x.shape} that has been deleted or "
+            "donated to a jitted function; pass what that function returned"
+        )
+    devices = x.devices()
+    if len(devices) > 1:
+        raise TypeError(
+            f"{call}: got a JAX array on {len(devices)} devices; a replica is one "
+            "device: pass an array of one (`jax.device_put(x, jax.local_devices()[0])`"
+            "), and one rank for each"
+        )
+    (device,) = devices
+    if device.platform == "cpu":
+        view: Array = np.asarray(x)
+        return view
+    try:
+        return _from_cuda(x)
+    except (ImportError, TypeError, RuntimeError, BufferError) as error:
+        raise TypeError(
+            f"{call}: cannot take a JAX array on {device.platform} without a copy "
+            f"({error}); install CuPy for GPUs, or write `jax.device_get(x)`"
+        ) from error
+
+
+def _from_cuda(x: Guest) -> Array:
+    # Through the name: CuPy belongs to `backend`, which is above this module.
+    view: Array = importlib.import_module("cupy").from_dlpack(x)
+    return view
+
+
+def restore(array: Array, kind: GuestKind) -> Guest:
+    """Return a NumPy or CuPy array as a torch tensor or JAX array.
+
+    Nobody else may write to the array from now on: tensors share its memory, and so do
+    JAX arrays if it begins at a multiple of 64 bytes (XLA copies others).
+
+    Args:
+        array: the array, with any strides; a read-only one is copied.
+        kind: the library.
+    """
+    if kind == "torch":
+        return _to_torch(array)
+    jax = importlib.import_module("jax")
+    if not isinstance(array, (np.ndarray, np.generic)):
+        return jax.dlpack.from_dlpack(array)
+    if jax.default_backend() == "cpu":
+        return jax.numpy.asarray(array)
+    return jax.device_put(array, jax.local_devices(backend="cpu")[0])
+
+
+def export_copy(
+    array: Array,
+    stream: Any,
+    max_version: tuple[int, int] | None,
+    dl_device: tuple[int, int] | None,
+) -> Any:
+    """Return a copy of an array as a DLPack capsule; the arguments of ``__dlpack__``.
+
+    Raises:
+        BufferError: if neither the array's library nor torch can export its dtype.
+    """
+    own: Any = array.copy()
+    if array.dtype.kind == "V" and "torch" in sys.modules:
+        own = _to_torch(own)  # NumPy cannot export bfloat16
+    if not isinstance(own, np.ndarray):
+        return own.__dlpack__(stream=stream, max_version=max_version)
+    return own.__dlpack__(max_version=max_version, dl_device=dl_device)
+
+
+def _to_torch(array: Array) -> Guest:
+    torch = importlib.import_module("torch")
+    short = array.dtype.kind == "V"  # bfloat16
+    raw = array.view(np.int16) if short else array
+    if isinstance(raw, (np.ndarray, np.generic)):
+        host = np.require(raw, requirements="W")
+        tensor = torch.from_numpy(host)
+    else:
+        tensor = torch.from_dlpack(raw)
+    return tensor.view(torch.bfloat16) if short else tensor
