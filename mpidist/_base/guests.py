@@ -99,15 +99,15 @@ def _view_of_torch(x: Guest, call: str) -> Array:
         return found if wanted is None else found.view(wanted)
     except ImportError as error:
         raise TypeError(
-            f"{call}: a torch tensor of dtype {x.dtype} on {kind} needs {error.name}, "
-            f"which is not installed; `pip install {error.name}` for bfloat16, the "
-            "extra `cuda12` or `cuda13` for a GPU, or write `x.float()`, `x.cpu()`"
+            f"{call}: for torch tensors of dtype bfloat16 install ml_dtypes (`pip "
+            "install ml_dtypes`, or the extra `torch`), or write `x.float()`"
         ) from error
-    except (TypeError, RuntimeError) as error:
+    except (TypeError, RuntimeError, BufferError) as error:
         raise TypeError(
-            f"{call}: cannot take a torch tensor of dtype {x.dtype} ({error}); convert "
-            "it to a dtype that NumPy has, and call this outside `torch.func` "
-            "transforms, `torch.compile` and `torch.export`"
+            f"{call}: cannot take a torch tensor of dtype {x.dtype} on {kind} "
+            f"({error}); convert it to a dtype that NumPy has, or to the host by "
+            "`x.cpu()`; inside `torch.func` transforms and `torch.export` there are "
+            "no values yet: call it outside"
         ) from error
 
 
@@ -138,16 +138,21 @@ def _view_of_jax(x: Guest, call: str) -> Array:
         return view
     try:
         return _from_cuda(x)
-    except (ImportError, TypeError, RuntimeError, BufferError) as error:
+    except (TypeError, RuntimeError, BufferError) as error:
         raise TypeError(
-            f"{call}: cannot take a JAX array on {device.platform} without a copy "
-            f"({error}); install CuPy for GPUs, or write `jax.device_get(x)`"
+            f"{call}: cannot take a JAX array on {device.platform} ({error}); for a "
+            "copy on the host write `jax.device_get(x)`"
         ) from error
 
 
 def _from_cuda(x: Guest) -> Array:
-    # Through the name: CuPy belongs to `backend`, which is above this module.
-    view: Array = importlib.import_module("cupy").from_dlpack(x)
+    cupy = sys.modules.get("cupy")
+    if cupy is None:
+        raise TypeError(
+            "arrays on a GPU need CuPy, which a strategy on a GPU imports: "
+            "`mpidist.MPIStrategy(device='gpu')`"
+        )
+    view: Array = cupy.from_dlpack(x)
     return view
 
 
@@ -167,7 +172,7 @@ def restore(array: Array, kind: GuestKind) -> Guest:
     if not isinstance(array, (np.ndarray, np.generic)):
         return jax.dlpack.from_dlpack(array)
     if jax.default_backend() == "cpu":
-        return jax.numpy.asarray(array)
+        return jax.device_put(array)  # without a copy, other than jax.numpy.asarray
     return jax.device_put(array, jax.local_devices(backend="cpu")[0])
 
 
@@ -195,8 +200,8 @@ def _to_torch(array: Array) -> Guest:
     short = array.dtype.kind == "V"  # bfloat16
     raw = array.view(np.int16) if short else array
     if isinstance(raw, (np.ndarray, np.generic)):
-        host = np.require(raw, requirements="W")
-        tensor = torch.from_numpy(host)
+        writable = isinstance(raw, np.ndarray) and raw.flags.writeable
+        tensor = torch.from_numpy(raw if writable else np.array(raw))
     else:
         tensor = torch.from_dlpack(raw)
     return tensor.view(torch.bfloat16) if short else tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpidist._runtime import context
+from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy import default as default  # makes itself current
 from mpidist._strategy.replica_context import ReplicaContext
 from mpidist._strategy.strategy import Strategy, group_of
@@ -40,6 +41,53 @@ def get_cross_replica_context() -> Strategy | None:
     """
     frame = context.current()
     return frame.group.strategy if frame.replica_context is None else None
+
+
+def group_of_call(strategy: Strategy | None, call: str) -> ReplicaGroup:
+    """Return the group of a call that every rank makes, at program or replica level.
+
+    Args:
+        strategy: the argument of the call; None: the current strategy.
+        call: its name, for messages.
+
+    Raises:
+        RuntimeError: outside every scope without a strategy; where one rank runs for
+            all, or without communication; in the scope of another strategy.
+    """
+    frame = context.current()
+    if frame.level in (context.Level.COORDINATOR, context.Level.UPDATE):
+        raise RuntimeError(
+            f"{call}: this code runs {frame.level.value}, but all ranks have to make "
+            "this call; make it in the replica function, or at program level"
+        )
+    if strategy is None:
+        if not context.has_strategy():
+            raise RuntimeError(
+                f"{call}: no strategy is active; call it in `with strategy.scope():` "
+                "or in the function of `strategy.run`, or pass `strategy=strategy`"
+            )
+        return frame.group
+    group = group_of(strategy)
+    if context.has_strategy() and group is not frame.group:
+        raise RuntimeError(
+            f"{call}: Mixing different Strategy objects: got {strategy}, but "
+            f"{frame.group} is the current strategy"
+        )
+    return group
+
+
+def check_root(root: object, group: ReplicaGroup, call: str) -> None:
+    """Raise if an argument is not the number of a rank.
+
+    Raises:
+        TypeError, ValueError: if it is not.
+    """
+    if isinstance(root, bool) or not isinstance(root, int):
+        raise TypeError(f"{call}: expected `root` to be an int, got {root!r}")
+    if not 0 <= root < group.num_replicas:
+        raise ValueError(
+            f"{call}: expected `root` from 0 to {group.num_replicas - 1}, got {root}"
+        )
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NoReturn
 
@@ -290,9 +291,20 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
         if method == "at" and isinstance(inputs[0], ArrayLike):
             inputs[0]._refuse_write(f"numpy.{ufunc.__name__}.at({{x}}, ...)")
         inputs = tuple(to_plain(x) for x in inputs)
+        if ufunc in _OPERATORS and not _HOST.issuperset(map(type, inputs)):
+            for kind in map(guests.kind_of, inputs):
+                if kind is not None and method == "__call__" and not kw:
+                    return _OPERATORS[ufunc](*(_as_guest(x, kind) for x in inputs))
         return getattr(ufunc, method)(
             *inputs, **{k: to_plain(v) for k, v in kw.items()}
         )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = (_tensors(args), _tensors(kwargs or {}))
+        return func(*args, **kwargs)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(kwargs.get("out"), ArrayLike):
@@ -344,11 +356,36 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
         )
 
 
+# Of torch and JAX: NumPy's functions would convert them to NumPy arrays.
+_HOST: Final = frozenset((np.ndarray, int, float, np.float64, np.float32))
+_OPERATORS: Final[dict[Any, Callable[..., Any]]] = {
+    np.add: operator.add,
+    np.subtract: operator.sub,
+    np.multiply: operator.mul,
+    np.true_divide: operator.truediv,
+    np.floor_divide: operator.floordiv,
+    np.remainder: operator.mod,
+    np.power: operator.pow,
+    np.matmul: operator.matmul,
+    np.bitwise_and: operator.and_,
+    np.bitwise_or: operator.or_,
+    np.bitwise_xor: operator.xor,
+    np.less: operator.lt,
+    np.less_equal: operator.le,
+    np.equal: operator.eq,
+    np.not_equal: operator.ne,
+    np.greater: operator.gt,
+    np.greater_equal: operator.ge,
+    np.negative: operator.neg,
+    np.absolute: operator.abs,
+}
+
+
 def _make_in_place(symbol: str) -> Callable[[ArrayLike, Any], NoReturn]:
-    def operator(self: ArrayLike, other: Any) -> NoReturn:
+    def refuse(self: ArrayLike, other: Any) -> NoReturn:
         self._refuse_write(f"{{x}} {symbol} ...")
 
-    return operator
+    return refuse
 
 
 for _name, _symbol in {
@@ -407,6 +444,22 @@ class Mirrored(DistributedValues, ArrayLike):
 def to_plain(x: Nest) -> Nest:
     """Return the array of an `ArrayLike`, and anything else unchanged."""
     return x.value() if isinstance(x, ArrayLike) else x
+
+
+def _as_guest(x: Nest, kind: guests.GuestKind) -> Nest:
+    """Return an operand as an array of torch or JAX: a copy, which stays as it is."""
+    if backend.is_number(x) or guests.kind_of(x) is not None:
+        return x
+    return guests.restore(backend.as_array(x, "operand")[0].copy(), kind)
+
+
+def _tensors(x: Nest) -> Nest:
+    """Replace what is `ArrayLike` in the arguments of a function of torch."""
+    if isinstance(x, (list, tuple)) and type(x) in (list, tuple):
+        return type(x)(_tensors(item) for item in x)
+    if type(x) is dict:
+        return {key: _tensors(item) for key, item in x.items()}
+    return _as_guest(x.value(), "torch") if isinstance(x, ArrayLike) else x
 
 
 def _plain_arguments(x: Nest) -> Nest:

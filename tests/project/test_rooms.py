@@ -40,8 +40,10 @@ OWNERS = {
     "optree": "_base.nest",
     "cloudpickle": "_merge.wire",
     "matplotlib": "_timeline.plot",
-    "ml_dtypes": None,  # a dtype of it is known by its name
+    "ml_dtypes": "_base.guests",
 }
+# Libraries whose users have a room; `guests` knows their arrays.
+ROOM_OF = {"torch": "torch", "jax": "jax"}
 NEEDED = {"numpy", "optree", "cloudpickle"}  # loaded by `import mpidist`
 
 
@@ -116,9 +118,11 @@ def test_the_table_lists_every_room_once():
 
 
 def test_every_room_has_tests_in_a_folder_of_its_name():
+    # A folder tests/torch would be the module where torch is not installed.
+    other = {"torch": "with_torch", "jax": "with_jax"}
     for room in ROOMS:
         if (PACKAGE / room).is_dir():
-            tests = ROOT / "tests" / room
+            tests = ROOT / "tests" / other.get(room, room)
             assert list(tests.glob("test_*.py")), tests
 
 
@@ -190,9 +194,21 @@ def test_a_foreign_library_has_one_owner(name):
     assert wrong == []
 
 
+@pytest.mark.parametrize("library", ROOM_OF)
+def test_a_library_with_a_room_is_imported_there_only(library):
+    users = {
+        name.removeprefix("mpidist.")
+        for name, imports in IMPORTS.items()
+        if any(one.name.split(".")[0] == library for one in imports)
+    }
+    assert "_base.guests" in users
+    assert {room_of(f"mpidist.{user}") for user in users} == {"_base", ROOM_OF[library]}
+    assert len({user for user in users if user.startswith("_base.")}) == 1
+
+
 def test_owners_do_import_what_they_own():
     for library, owner in OWNERS.items():
-        if owner is None or library == "cupy_backends":
+        if library == "cupy_backends":
             continue
         imported = {one.name.split(".")[0] for one in IMPORTS[f"mpidist.{owner}"]}
         assert library in imported, f"{owner} does not import {library} any more"
@@ -214,7 +230,9 @@ def test_what_is_slow_to_import_is_imported_inside_functions():
 def test_no_other_library_is_imported():
     import sys
 
-    allowed = set(sys.stdlib_module_names) | set(OWNERS) | NEEDED | {"mpidist"}
+    allowed = (
+        set(sys.stdlib_module_names) | set(OWNERS) | set(ROOM_OF) | NEEDED | {"mpidist"}
+    )
     others = {
         f"{name} {one}"
         for name, imports in IMPORTS.items()

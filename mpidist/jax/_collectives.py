@@ -1,0 +1,163 @@
+"""Reductions of pytrees, and gradients that are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
+
+import jax
+
+from mpidist._base.cache import Cache
+from mpidist._base.reduce_op import ReduceOp, as_reduce_op
+from mpidist._strategy.current import check_root, group_of_call
+from mpidist._strategy.strategy import Strategy
+
+PyTree: TypeAlias = Any
+"""Arrays and numbers in any containers that JAX knows."""
+
+_MOST_STRUCTURES: Final = 256
+_names: Final[Cache[Any, list[str]]] = Cache(_MOST_STRUCTURES)
+
+
+def all_reduce(
+    tree: PyTree,
+    op: ReduceOp | str = ReduceOp.MEAN,
+    *,
+    strategy: Strategy | None = None,
+) -> PyTree:
+    """Reduce the leaves of a pytree over the ranks, in one call. Collective.
+
+    `ReplicaContext.all_reduce` does the same for lists, tuples and dicts. This takes
+    any pytree, such as the modules of Equinox or the state of an optax optimizer, also
+    at program level.
+
+    Args:
+        tree: arrays and numbers, with the same structure, shapes and dtypes on all
+            ranks. None is no leaf in JAX: it stays None.
+        op: a `ReduceOp` or its name.
+        strategy: the ranks; default: the current strategy.
+
+    Returns:
+        The same pytree with the results, the same on all ranks, bit for bit.
+
+    Raises:
+        TypeError: if a leaf is not an array, or is a tracer: inside a function that JAX
+            transforms.
+        CollectiveMismatchError: if structures, shapes or dtypes differ between ranks.
+        RuntimeError: if no strategy is active.
+    """
+    return _all_reduce(tree, op, strategy, "mpidist.jax.all_reduce")
+
+
+def broadcast(
+    tree: PyTree, root: int = 0, *, strategy: Strategy | None = None
+) -> PyTree:
+    """Return the leaves of one rank on all ranks. Collective.
+
+    Once, before training: for parameters whose initial values differ between ranks.
+
+    Args:
+        tree: arrays and numbers, with the same structure, shapes and dtypes on all
+            ranks.
+        root: the rank whose values are copied.
+        strategy: the ranks; default: the current strategy.
+
+    Returns:
+        The same pytree with the values of the root.
+
+    Raises:
+        TypeError, ValueError: for other arguments.
+        CollectiveMismatchError: if structures, shapes or dtypes differ between ranks.
+        RuntimeError: if no strategy is active.
+    """
+    call = "mpidist.jax.broadcast"
+    group = group_of_call(strategy, call)
+    try:
+        check_root(root, group, call)
+        leaves, structure = _flatten(tree)
+    except Exception as error:
+        group.collectives.invalid(call, error)
+    received = group.collectives.broadcast(leaves, root, call=f"{call} from {root}")
+    return structure.unflatten([received[name] for name in leaves])
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    op: ReduceOp | str = ReduceOp.MEAN,
+    jit: bool = True,
+    strategy: Strategy | None = None,
+) -> Callable[..., tuple[Any, Any]]:
+    """Return `jax.value_and_grad` of a loss, reduced over the ranks.
+
+    Each rank computes loss and gradients of its own rows; one all-reduce makes them
+    those of all rows. The returned function is collective, and cannot be transformed by
+    JAX itself.
+
+    Args:
+        fun: the loss: a function of pytrees that returns a scalar.
+        argnums: the arguments to differentiate by, as in JAX.
+        has_aux: whether ``fun`` returns ``(loss, aux)``. The aux is this rank's own.
+        op: MEAN if the loss is a mean over this rank's rows; SUM if it is this rank's
+            share of the mean over all rows, as `mpidist.compute_average_loss` returns
+            it for a ``global_batch_size``, which also holds for uneven batches.
+        jit: whether to compile the function before the reduction.
+        strategy: the ranks; default: the current strategy, at each call.
+
+    Returns:
+        A function of the arguments of ``fun`` that returns ``(loss, gradients)``, or
+        ``((loss, aux), gradients)``.
+
+    Raises:
+        TypeError: if ``fun`` is not a function.
+        ValueError: if the operation is unknown.
+
+    Example::
+
+        step = mpidist.jax.value_and_grad(loss)
+        loss, gradients = step(parameters, x, y)
+    """
+    call = "mpidist.jax.value_and_grad"
+    given: object = fun
+    if not callable(given):
+        raise TypeError(f"{call}: expected `fun` to be a function, got {fun!r:.80}")
+    checked = as_reduce_op(op, call)
+    local = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux)
+    if jit:
+        local = jax.jit(local)
+
+    def reduced(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        value, gradients = local(*args, **kwargs)
+        loss, aux = value if has_aux else (value, None)
+        tree = {"loss": loss, "gradients": gradients}
+        tree = _all_reduce(tree, checked, strategy, call)
+        loss, gradients = tree["loss"], tree["gradients"]
+        return ((loss, aux) if has_aux else loss), gradients
+
+    return reduced
+
+
+def _all_reduce(
+    tree: PyTree, op: ReduceOp | str, strategy: Strategy | None, call: str
+) -> PyTree:
+    group = group_of_call(strategy, call)
+    try:
+        checked = as_reduce_op(op, call)
+        leaves, structure = _flatten(tree)
+    except Exception as error:
+        group.collectives.invalid(call, error)
+    results = group.all_reduce(checked, leaves, None, call)
+    return structure.unflatten([results[name] for name in leaves])
+
+
+def _flatten(tree: PyTree) -> tuple[dict[str, Any], Any]:
+    """Return the leaves by their names, for messages; and JAX's structure."""
+    leaves, structure = jax.tree_util.tree_flatten(tree)
+    names = _names.get(structure)
+    if names is None:
+        paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+        names = [jax.tree_util.keystr(path) for path, _ in paths]
+        _names[structure] = names
+    return dict(zip(names, leaves, strict=True)), structure

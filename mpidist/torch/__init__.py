@@ -1,0 +1,25 @@
+"""Data-parallel training of torch modules: parameters, gradients, optimizers.
+
+All of these calls are collective. They are for the program, in
+``with strategy.scope():`` or with ``strategy=``, and for functions that `Strategy.run`
+calls. Tensors are on the host, or on a GPU that CuPy knows too. `import mpidist` does
+not import this module; importing it imports torch.
+"""
+
+from __future__ import annotations
+
+from mpidist.torch._gradients import all_reduce_gradients as all_reduce_gradients
+from mpidist.torch._optimizer import DistributedOptimizer as DistributedOptimizer
+from mpidist.torch._parameters import (
+    broadcast_optimizer_state as broadcast_optimizer_state,
+)
+from mpidist.torch._parameters import broadcast_parameters as broadcast_parameters
+from mpidist.torch._parameters import check_in_sync as check_in_sync
+
+__all__ = [
+    "DistributedOptimizer",
+    "all_reduce_gradients",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "check_in_sync",
+]

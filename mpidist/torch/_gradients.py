@@ -1,0 +1,147 @@
+"""The gradients of a module, all-reduced by one plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, TypeAlias
+
+import numpy as np
+import torch
+
+from mpidist._base import backend, guests
+from mpidist._base.reduce_op import ReduceOp, as_reduce_op
+from mpidist._base.types import Array
+from mpidist._runtime.group import ReplicaGroup
+from mpidist._strategy.current import group_of_call
+from mpidist._strategy.strategy import Strategy
+
+Parameters: TypeAlias = torch.nn.Module | Iterable[torch.nn.Parameter]
+"""A module, or parameters in the same order on all ranks."""
+Named: TypeAlias = list[tuple[str, torch.nn.Parameter]]
+
+# No parameter has this name: those of modules have no spaces.
+_PRESENT: Final = "which parameters have a gradient"
+
+
+def all_reduce_gradients(
+    module: Parameters,
+    op: ReduceOp | str = ReduceOp.MEAN,
+    *,
+    strategy: Strategy | None = None,
+) -> None:
+    """Reduce the gradients of all parameters over the ranks, in one call. Collective.
+
+    Between ``loss.backward()`` and ``optimizer.step()``. Each rank's gradients are read
+    from where they are, and replaced by the results: ``p.grad`` is another tensor
+    afterwards, the same on all ranks, bit for bit. On one node its memory is shared, so
+    that gradients that are accumulated there (``zero_grad(set_to_none=False)``) are
+    not copied before the next call.
+
+    A parameter that has no gradient on some rank counts as zeros there, as in torch's
+    DistributedDataParallel with ``find_unused_parameters=True``; if it has none on any
+    rank, ``p.grad`` stays None. Parameters with ``requires_grad=False`` are left out.
+
+    Args:
+        module: a module, or its parameters in the same order on all ranks.
+        op: MEAN if the loss is a mean over the rows of each rank, as with
+            DistributedDataParallel; SUM if it is this rank's share of the mean over all
+            rows (`mpidist.compute_average_loss`), which also holds for uneven batches.
+        strategy: the ranks; default: the current strategy.
+
+    Raises:
+        TypeError, ValueError: for other operations and arguments, and for sparse
+            gradients (write ``Embedding(..., sparse=False)``).
+        CollectiveMismatchError: if names, dtypes or shapes differ between ranks.
+        RuntimeError: if no strategy is active.
+    """
+    call = "mpidist.torch.all_reduce_gradients"
+    group = group_of_call(strategy, call)
+    try:
+        checked = check_op(op, call)
+        named = named_parameters(module, call)
+    except Exception as error:
+        group.collectives.invalid(call, error)
+    reduce_gradients(group, named, checked, call)
+
+
+def check_op(op: ReduceOp | str, call: str) -> ReduceOp:
+    """Return a reduction of gradients.
+
+    Raises:
+        TypeError, ValueError: if it is not MEAN or SUM.
+    """
+    checked = as_reduce_op(op, call)
+    if checked not in (ReduceOp.MEAN, ReduceOp.SUM):
+        raise ValueError(f"{call}: expected `op` to be MEAN or SUM, got {op!r}")
+    return checked
+
+
+def named_parameters(module: Parameters, call: str) -> Named:
+    """Return the parameters that have gradients, with their names.
+
+    Raises:
+        TypeError: if it is neither a module nor parameters.
+        ValueError: if there are none.
+    """
+    if isinstance(module, torch.nn.Module):
+        named = list(module.named_parameters())
+    else:
+        given: object = module
+        if guests.kind_of(given) or not isinstance(given, Iterable):
+            raise TypeError(
+                f"{call}: expected a `torch.nn.Module` or its parameters, got a "
+                f"{type(given).__name__}; write `module.parameters()`"
+            )
+        named = [(f"parameter {i}", p) for i, p in enumerate(module)]
+    for _, parameter in named:
+        if guests.kind_of(parameter) != "torch":
+            raise TypeError(
+                f"{call}: expected parameters, got a {type(parameter).__name__}; write "
+                "`module.parameters()`"
+            )
+    named = [(name, p) for name, p in named if p.requires_grad]
+    if not named:
+        raise ValueError(f"{call}: no parameter requires a gradient")
+    return named
+
+
+def reduce_gradients(
+    group: ReplicaGroup, named: Named, op: ReduceOp, call: str, divisor: int = 1
+) -> None:
+    """Replace the gradients by their reductions over the ranks. Collective.
+
+    Args:
+        group: the ranks.
+        named: the parameters.
+        op: MEAN or SUM.
+        call: the name of the call, for messages.
+        divisor: divides the results.
+    """
+    try:
+        arrays = _arrays_of(named, call)
+    except Exception as error:
+        group.collectives.invalid(call, error)
+    results = group.all_reduce(op, arrays, None, call)
+    present: Sequence[float] = results[_PRESENT].tolist()
+    for (name, parameter), some in zip(named, present, strict=True):
+        if not some:
+            continue
+        gradient = guests.restore(results[name], "torch")
+        parameter.grad = gradient.div_(divisor) if divisor > 1 else gradient
+
+
+def _arrays_of(named: Named, call: str) -> dict[str, Array]:
+    """Return the gradients as arrays, zeros for those that are missing."""
+    arrays: dict[str, Array] = {}
+    present = np.ones(len(named), np.float32)
+    for i, (name, parameter) in enumerate(named):
+        gradient = parameter.grad
+        if gradient is None:
+            present[i] = 0
+            gradient = torch.zeros_like(parameter)
+        array, _ = backend.as_array(gradient, f"{call}: the gradient of {name!r}")
+        arrays[name] = array
+    if len(arrays) < len(named):
+        raise ValueError(f"{call}: two parameters have the same name")
+    arrays[_PRESENT] = present
+    return arrays

@@ -1,0 +1,180 @@
+"""A torch optimizer whose steps use the gradients of all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from mpidist._base.reduce_op import ReduceOp
+from mpidist._strategy.current import group_of_call
+from mpidist._strategy.strategy import Strategy
+from mpidist.torch._gradients import Named, check_op, reduce_gradients
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer that reduces the gradients over all ranks before each step.
+
+    It replaces the optimizer in an unchanged training loop. Learning rate schedulers
+    and `mpidist.Checkpoint` take it in place of the optimizer, whose parameter groups
+    and state it has.
+
+    Args:
+        optimizer: the optimizer of the module's parameters.
+        op: MEAN or SUM, see `all_reduce_gradients`.
+        backward_passes_per_step: the number k of backward passes whose gradients are
+            accumulated, without communication. Then `step` and `zero_grad` do nothing
+            after the first k - 1 passes; after pass k the gradients, divided by k, are
+            reduced and the step is made. So k batches act as one of k times the rows.
+        max_norm: if given, the reduced gradients are scaled so that their global norm
+            is at most this, by `torch.nn.utils.clip_grad_norm_`.
+        named_parameters: ``module.named_parameters()``: for names in messages.
+        strategy: the ranks; default: the current strategy, at each step.
+
+    Raises:
+        TypeError, ValueError: for other arguments.
+
+    Example::
+
+        optimizer = torch.optim.Adam(model.parameters())
+        optimizer = mpidist.torch.DistributedOptimizer(optimizer, max_norm=1.0)
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        op: ReduceOp | str = ReduceOp.MEAN,
+        backward_passes_per_step: int = 1,
+        max_norm: float | None = None,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+        strategy: Strategy | None = None,
+    ) -> None:
+        # Without the base class's constructor: groups and state are the optimizer's.
+        call = type(self).__name__
+        given: object = optimizer
+        if not isinstance(given, torch.optim.Optimizer):
+            raise TypeError(
+                f"{call}: expected a `torch.optim.Optimizer`, got "
+                f"{type(given).__name__}"
+            )
+        if isinstance(given, DistributedOptimizer):
+            raise TypeError(f"{call}: the optimizer is a {call} already")
+        passes: object = backward_passes_per_step
+        if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+            raise ValueError(
+                f"{call}: expected `backward_passes_per_step` to be an int, 1 or more, "
+                f"got {passes!r}"
+            )
+        if max_norm is not None and not (
+            isinstance(max_norm, (int, float)) and 0 < max_norm < math.inf
+        ):
+            raise ValueError(
+                f"{call}: expected `max_norm` to be greater than 0, got {max_norm!r}"
+            )
+        self._optimizer = optimizer
+        self._op = check_op(op, call)
+        self._passes_per_step = passes
+        self._passes = 0
+        self._max_norm = max_norm
+        self._names: dict[int, str] = {
+            id(p): name for name, p in named_parameters or ()
+        }
+        self._strategy = strategy
+
+    def __getattr__(self, name: str) -> Any:
+        # What the base class's constructor would have set, and the subclass's own.
+        if name == "_optimizer":
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self._optimizer!r})"
+
+    @property
+    def passes(self) -> int:
+        """The number of backward passes since the last step."""
+        return self._passes
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce the gradients, clip them, and step. Collective at each k-th call.
+
+        Args:
+            closure: a function that computes the gradients and returns the loss, for
+                optimizers such as LBFGS. After each call of it the gradients and the
+                loss are reduced. Not with ``backward_passes_per_step``.
+
+        Returns:
+            What the optimizer returns; None if this call made no step.
+        """
+        call = f"{type(self).__name__}.step"
+        if closure is not None:
+            if self._passes_per_step > 1:
+                raise ValueError(
+                    f"{call}: a closure cannot be used with backward_passes_per_step="
+                    f"{self._passes_per_step}; accumulate inside the closure"
+                )
+            return self._optimizer.step(self._reduced(closure, call))
+        self._passes += 1
+        if self._passes < self._passes_per_step:
+            return None
+        self._passes = 0
+        self._reduce(call)
+        return self._optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, unless more passes are to be accumulated.
+
+        Args:
+            set_to_none: whether they become None instead of zeros. Zeros are kept in
+                memory that all ranks of a node share, and not copied there again.
+        """
+        if self._passes == 0:
+            self._optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer."""
+        state: dict[str, Any] = self._optimizer.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the state of the optimizer.
+
+        Args:
+            state_dict: from `state_dict`, of this class or of the optimizer's.
+        """
+        self._optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the optimizer.
+
+        Args:
+            param_group: their settings, as in torch.
+        """
+        self._optimizer.add_param_group(param_group)
+
+    def _reduced(self, closure: Callable[[], Any], call: str) -> Callable[[], Any]:
+        def reduced() -> Any:
+            loss = closure()
+            self._reduce(call)
+            group = group_of_call(self._strategy, call)
+            return group.all_reduce(self._op, loss, None, f"{call}: the loss")
+
+        return reduced
+
+    def _reduce(self, call: str) -> None:
+        group = group_of_call(self._strategy, call)
+        named = self._named()
+        reduce_gradients(group, named, self._op, call, self._passes_per_step)
+        if self._max_norm is not None:
+            torch.nn.utils.clip_grad_norm_([p for _, p in named], self._max_norm)
+
+    def _named(self) -> Named:
+        parameters = [p for g in self._optimizer.param_groups for p in g["params"]]
+        return [
+            (self._names.get(id(p), f"parameter {i}"), p)
+            for i, p in enumerate(parameters)
+            if p.requires_grad
+        ]

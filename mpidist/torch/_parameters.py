@@ -1,0 +1,174 @@
+"""The tensors of modules and optimizers, the same on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import torch
+
+from mpidist._agreement.mismatch import Call
+from mpidist._base import backend, guests, nest
+from mpidist._base.errors import OutOfSyncError, format_ranks, on_rank
+from mpidist._base.fingerprint import fingerprint_of
+from mpidist._base.types import Array, Nest
+from mpidist._strategy.current import check_root, group_of_call
+from mpidist._strategy.strategy import Strategy
+
+Tensors: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor]
+"""A module, or its tensors by name, such as `module.state_dict()`."""
+
+_MOST_NAMED = 5
+_DIGEST = 16  # bytes
+
+
+def broadcast_parameters(
+    module: Tensors, root: int = 0, *, strategy: Strategy | None = None
+) -> None:
+    """Give the tensors of a module the values of one rank, in place. Collective.
+
+    Once, before training: modules are initialized with random numbers, which differ
+    between ranks without a common seed.
+
+    Args:
+        module: a module: its parameters and buffers; or tensors by name. Names, dtypes
+            and shapes are the same on all ranks.
+        root: the rank whose values are copied.
+        strategy: the ranks; default: the current strategy.
+
+    Raises:
+        TypeError, ValueError: for other arguments.
+        CollectiveMismatchError: if names, dtypes or shapes differ between ranks.
+        RuntimeError: if no strategy is active.
+    """
+    call = "mpidist.torch.broadcast_parameters"
+    group = group_of_call(strategy, call)
+    try:
+        tensors = tensors_of(module, call)
+        check_root(root, group, call)
+    except Exception as error:
+        group.collectives.invalid(call, error)
+    received = group.collectives.broadcast(tensors, root, call=f"{call} from {root}")
+    if group.replica_id == root:
+        return
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(received[name])
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, *, strategy: Strategy | None = None
+) -> None:
+    """Give an optimizer the state of rank 0's. Collective.
+
+    For programs that load a checkpoint of torch on rank 0 only. The other ranks need
+    no state: it is created. The settings of the parameter groups (learning rates) are
+    copied too.
+
+    Args:
+        optimizer: an optimizer of the same parameters on all ranks.
+        strategy: the ranks; default: the current strategy.
+
+    Raises:
+        TypeError: if it is not an optimizer.
+        ValueError: if rank 0's parameter groups have other numbers of parameters.
+        RuntimeError: if no strategy is active.
+    """
+    call = "mpidist.torch.broadcast_optimizer_state"
+    group = group_of_call(strategy, call)
+
+    def state() -> list[Nest]:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"{call}: expected a `torch.optim.Optimizer`, got "
+                f"{type(optimizer).__name__}"
+            )
+        leaves, structure = nest.flatten(optimizer.state_dict())
+        return [structure.unflatten(range(len(leaves))), *leaves]
+
+    numbered, *leaves = group.collectives.share(state, call)
+    if group.replica_id != 0:
+        optimizer.load_state_dict(nest.map_structure(lambda i: leaves[i], numbered))
+
+
+def check_in_sync(module: Tensors, *, strategy: Strategy | None = None) -> None:
+    """Check that the tensors of a module are the same on all ranks. Collective.
+
+    Compares checksums of 128 bits (BLAKE2b), in one message. Buffers that each rank
+    computes from its own data, such as the running means of batch norm, may differ:
+    pass ``dict(module.named_parameters())`` to leave them out.
+
+    Args:
+        module: as for `broadcast_parameters`.
+        strategy: the ranks; default: the current strategy.
+
+    Raises:
+        OutOfSyncError: on all ranks, with the names of the tensors that differ.
+        TypeError: for other arguments.
+        CollectiveMismatchError: if names, dtypes or shapes differ between ranks.
+        RuntimeError: if no strategy is active.
+    """
+    call = "mpidist.torch.check_in_sync"
+    group = group_of_call(strategy, call)
+    collectives = group.collectives
+    try:
+        tensors = tensors_of(module, call)
+        arrays = [backend.as_array(x, call)[0] for x in tensors.values()]
+        digests = [_digest(x) for x in arrays]
+    except Exception as error:
+        collectives.invalid(call, error)
+    described = [
+        f"{name!r}: {backend.describe(x)}"
+        for name, x in zip(tensors, arrays, strict=True)
+    ]
+    text = f"{call} of {{{', '.join(described)}}}"
+    if collectives.guard.agree_and_compare(Call(text), fingerprint_of(*digests)):
+        return
+    rows = collectives.comm.all_gather_objects(b"".join(digests))
+    lines = []
+    for i, name in enumerate(tensors):
+        column = [row[i * _DIGEST : (i + 1) * _DIGEST] for row in rows]
+        usual = max(column, key=column.count)  # in a tie, the first
+        other = [rank for rank, digest in enumerate(column) if digest != usual]
+        if other:
+            same = [rank for rank in range(len(rows)) if rank not in other]
+            lines.append(
+                f"  {name!r} on {format_ranks(other)}, compared with "
+                f"{format_ranks(same)}"
+            )
+    more = len(lines) - _MOST_NAMED
+    if more > 0:
+        lines[_MOST_NAMED:] = [f"  and {more} more tensors"]
+    listed = "\n".join(lines)
+    raise OutOfSyncError(
+        on_rank(
+            group.replica_id,
+            f"{call}: tensors differ between ranks:\n{listed}\nFind what changed them. "
+            "Rank 0's values for all: `mpidist.torch.broadcast_parameters(module)`",
+        )
+    )
+
+
+def tensors_of(module: Tensors, call: str) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a module, by name.
+
+    Raises:
+        TypeError: if it is neither a module nor tensors by name.
+    """
+    if isinstance(module, torch.nn.Module):
+        return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    given: object = module
+    if not isinstance(given, Mapping) or not all(
+        guests.kind_of(x) == "torch" for x in given.values()
+    ):
+        raise TypeError(
+            f"{call}: expected a `torch.nn.Module`, or a dict of tensors by name, got "
+            f"{module!r:.80}; write `dict(module.named_parameters())`"
+        )
+    return dict(module)
+
+
+def _digest(array: Array) -> bytes:
+    raw = backend.value_bytes(backend.to_host(array))
+    return hashlib.blake2b(raw.data, digest_size=_DIGEST).digest()

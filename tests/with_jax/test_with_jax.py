@@ -1,0 +1,218 @@
+"""mpidist.jax: two ranks do what one does with all rows, on JAX's own functions."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from replicas import everywhere, make, raises_everywhere
+
+import mpidist
+
+pytestmark = [pytest.mark.mpi, pytest.mark.one_size, pytest.mark.replicas(2)]
+
+ROWS = 16
+
+
+@pytest.fixture
+def jax():
+    return pytest.importorskip("jax")
+
+
+@pytest.fixture
+def mj(jax):
+    import mpidist.jax
+
+    return mpidist.jax
+
+
+def parameters(jax, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "w": jax.numpy.asarray(rng.normal(size=(4, 3)), jax.numpy.float32),
+        "b": (jax.numpy.zeros(3), None),
+    }
+
+
+def make_rows(jax):
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(ROWS, 4)).astype(np.float32)
+    return jax.numpy.asarray(x), jax.numpy.arange(ROWS) % 3
+
+
+def losses_of(jax, p, x, y):
+    scores = x @ p["w"] + p["b"][0]
+    return -jax.nn.log_softmax(scores)[jax.numpy.arange(len(y)), y]
+
+
+def bits(jax, tree):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def assert_close(jax, tree, expected):
+    assert jax.tree.structure(tree) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
+        assert isinstance(x, jax.Array)
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("level", ["scope", "argument", "replica"])
+def test_value_and_grad(strategy, rank, jax, mj, level, jit):
+    x, y = make_rows(jax)
+    p = parameters(jax)
+
+    def loss(p, x, y):
+        return losses_of(jax, p, x, y).mean()
+
+    expected = jax.value_and_grad(loss)(p, x, y)
+    x, y = x[rank::2], y[rank::2]
+    given = {"strategy": strategy} if level == "argument" else {}
+    step = mj.value_and_grad(loss, jit=jit, **given)
+    if level == "scope":
+        with strategy.scope():
+            result = step(p, x, y)
+    elif level == "argument":
+        result = step(p, x, y=y)
+    else:
+        result = []
+        strategy.run(lambda: result.extend(step(p, x, y)))
+        result = tuple(result)
+    assert_close(jax, result, expected)
+    assert everywhere(bits(jax, result)) == [bits(jax, result)] * 2
+
+
+def test_aux_and_argnums_with_uneven_rows(strategy, rank, jax, mj):
+    x, y = make_rows(jax)
+    p = parameters(jax)
+
+    def loss(scale, p, x, y):
+        losses = scale * losses_of(jax, p, x, y)
+        share = mpidist.compute_average_loss(losses, global_batch_size=ROWS)
+        return share, len(y)
+
+    part = slice(0, 3) if rank == 0 else slice(3, ROWS)
+
+    def replica():
+        step = mj.value_and_grad(loss, argnums=(0, 1), has_aux=True, op="SUM")
+        return step(2.0, p, x[part], y[part])
+
+    results = []
+    strategy.run(lambda: results.append(replica()))
+    (((value, rows), gradients),) = results
+    assert rows == (3 if rank == 0 else 13)
+
+    def whole(scale, p):
+        return scale * losses_of(jax, p, x, y).mean()
+
+    expected = jax.value_and_grad(whole, argnums=(0, 1))(2.0, p)
+    assert_close(jax, (value, gradients), expected)
+
+
+def test_training_is_that_of_one_rank(strategy, rank, jax, mj):
+    x, y = make_rows(jax)
+
+    def loss(p, x, y):
+        return losses_of(jax, p, x, y).mean()
+
+    def train(p, step, x, y):
+        values = []
+        for _ in range(5):
+            value, gradients = step(p, x, y)
+            p = jax.tree.map(lambda a, b: a - 0.5 * b, p, gradients)
+            values.append(float(value))
+        return values, p
+
+    one, its = train(parameters(jax), jax.jit(jax.value_and_grad(loss)), x, y)
+    p = mj.broadcast(parameters(jax, seed=rank), strategy=strategy)
+    step = mj.value_and_grad(loss, strategy=strategy)
+    two, ours = train(p, step, x[rank::2], y[rank::2])
+    np.testing.assert_allclose(two, one, rtol=1e-5)
+    assert_close(jax, ours, its)
+    assert everywhere(bits(jax, ours)) == [bits(jax, ours)] * 2
+
+
+def test_pytrees_that_mpidist_does_not_know(strategy, rank, jax, mj):
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Layer:
+        weight: object
+        rest: object
+
+    tree = Layer(jax.numpy.full(3, rank + 1.0), (None, [rank, np.ones(2) * rank]))
+    total = mj.all_reduce(tree, "SUM", strategy=strategy)
+    assert isinstance(total, Layer)
+    assert total.weight.tolist() == [3, 3, 3]
+    none, (number, array) = total.rest
+    assert none is None
+    assert (number, type(number)) == (1, int)
+    assert type(array) is np.ndarray
+    for root in (0, 1):
+        sent = mj.broadcast(tree, root, strategy=strategy)
+        assert sent.weight.tolist() == [root + 1] * 3
+        assert sent.rest[1][0] == root
+    assert mj.all_reduce((), strategy=strategy) == ()
+
+
+def test_variables_are_pytrees_of_one_array(strategy, jax, mj):
+    variable = make(strategy, np.arange(3, dtype=np.float32))
+    mirrored = strategy.extended.broadcast_to(np.ones(3, np.float32), variable)
+
+    def square(w):
+        return (w * w).sum()
+
+    assert jax.grad(square)(variable).tolist() == [0, 2, 4]
+    assert jax.jit(square)({"v": variable}["v"]) == 5
+    value, gradient = mj.value_and_grad(square, strategy=strategy)(mirrored)
+    assert value == 3
+    (leaf,) = jax.tree.leaves([variable])
+    variable.assign(variable * 0)
+    assert leaf.tolist() == [0, 1, 2]  # a copy
+    assert jax.tree.map(lambda x: x + 1, [variable])[0].tolist() == [1, 1, 1]
+    assert gradient.tolist() == [2, 2, 2]
+
+
+def test_errors(strategy, rank, jax, mj):
+    s = {"strategy": strategy}
+    ones = jax.numpy.ones(3)
+    bad = rank == 1  # on this rank alone
+    for kind, message, call in [
+        (RuntimeError, "no strategy is active", lambda: mj.all_reduce(ones)),
+        (
+            ValueError,
+            "expected one of",
+            lambda: mj.all_reduce(ones, "BAD" if bad else "SUM", **s),
+        ),
+        (
+            TypeError,
+            "JAX tracer",
+            lambda: jax.jit(lambda x: mj.all_reduce(x, **s))(ones),
+        ),
+        (
+            TypeError,
+            "JAX tracer",
+            lambda: jax.grad(lambda x: mj.value_and_grad(lambda y: y.sum(), **s)(x)[0])(
+                ones
+            ),
+        ),
+        (
+            TypeError,
+            "got 'text'",
+            lambda: mj.all_reduce(["text" if bad else ones], **s),
+        ),
+        (ValueError, "from 0 to 1, got 5", lambda: mj.broadcast(ones, 5, **s)),
+        (TypeError, "to be a function", lambda: mj.value_and_grad(3)),
+        (
+            mpidist.CollectiveMismatchError,
+            "float32 (2,)",
+            lambda: mj.all_reduce({"a": ones[: 2 + rank]}, **s),
+        ),
+        (
+            mpidist.CollectiveMismatchError,
+            "['b']",
+            lambda: mj.all_reduce({"b" if bad else "a": ones}, **s),
+        ),
+    ]:
+        for text in raises_everywhere(kind, call):
+            assert message in text
+    assert mj.all_reduce(ones, strategy=strategy).tolist() == [1, 1, 1]

@@ -1,0 +1,345 @@
+"""mpidist.torch: two ranks do what one does with all rows, on torch's own functions."""
+
+import numpy as np
+import pytest
+from replicas import everywhere, raises_everywhere
+
+import mpidist
+
+pytestmark = [pytest.mark.mpi, pytest.mark.one_size, pytest.mark.replicas(2)]
+
+ROWS = 16
+
+
+@pytest.fixture
+def torch():
+    module = pytest.importorskip("torch")
+    module.set_num_threads(1)
+    return module
+
+
+@pytest.fixture
+def mt(torch):
+    import mpidist.torch
+
+    return mpidist.torch
+
+
+def make_model(torch, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)
+    ).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return model
+
+
+def make_rows(torch):
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(ROWS, 4, generator=generator, dtype=torch.float64)
+    return x, torch.arange(ROWS) % 3
+
+
+def mine(rank, *arrays):
+    return [x[rank::2] for x in arrays]
+
+
+def loss_of(torch, model, x, y):
+    return torch.nn.functional.cross_entropy(model(x), y)
+
+
+def bytes_of(model):
+    return [p.detach().numpy().tobytes() for p in model.parameters()]
+
+
+def assert_equal_on_all(model):
+    first, *others = everywhere(bytes_of(model))
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_broadcast_parameters(strategy, rank, torch, mt, root):
+    model = make_model(torch, seed=rank)
+    model.append(torch.nn.BatchNorm1d(3).bfloat16())
+    model[3].num_batches_tracked += rank
+    before = bytes_of_state(model)
+    addresses = [p.data_ptr() for p in model.parameters()]
+    mt.broadcast_parameters(model, root, strategy=strategy)
+    assert everywhere(bytes_of_state(model)) == [everywhere(before)[root]] * 2
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    assert all(p.requires_grad for p in model.parameters())
+    assert int(model[3].num_batches_tracked) == root
+
+
+def bytes_of_state(model):
+    return {name: x.double().numpy().tobytes() for name, x in state_of(model).items()}
+
+
+def state_of(model):
+    return {name: x.detach() for name, x in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("level", ["scope", "argument", "replica"])
+def test_gradients_are_those_of_all_rows(strategy, rank, torch, mt, level):
+    x, y = make_rows(torch)
+    one = make_model(torch)
+    loss_of(torch, one, x, y).backward()
+    two = make_model(torch)
+    loss_of(torch, two, *mine(rank, x, y)).backward()
+    if level == "scope":
+        with strategy.scope():
+            mt.all_reduce_gradients(two)
+    elif level == "argument":
+        mt.all_reduce_gradients(two.parameters(), "MEAN", strategy=strategy)
+    else:
+        strategy.run(lambda: mt.all_reduce_gradients(two))
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-14)
+    grads = [p.grad.numpy().tobytes() for p in two.parameters()]
+    assert everywhere(grads) == [grads] * 2
+
+
+def test_uneven_rows_with_sum(strategy, rank, torch, mt):
+    x, y = make_rows(torch)
+    one = make_model(torch)
+    loss_of(torch, one, x, y).backward()
+    two = make_model(torch)
+    part = slice(0, 3) if rank == 0 else slice(3, ROWS)
+
+    def step():
+        losses = torch.nn.functional.cross_entropy(
+            two(x[part]), y[part], reduction="none"
+        )
+        mpidist.compute_average_loss(losses).backward()
+        mt.all_reduce_gradients(two, "SUM")
+
+    strategy.run(step)
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_parameters_without_a_gradient(strategy, rank, torch, mt):
+    everywhere_, rank_1, nowhere, frozen = (
+        torch.nn.Parameter(torch.ones(2)) for _ in range(4)
+    )
+    frozen.requires_grad_(False)
+    everywhere_.grad = torch.full((2,), rank + 1.0)
+    if rank == 1:
+        rank_1.grad = torch.full((2,), 4.0)
+    parameters = [everywhere_, rank_1, nowhere, frozen]
+    mt.all_reduce_gradients(parameters, strategy=strategy)
+    assert everywhere_.grad.tolist() == [1.5, 1.5]
+    assert rank_1.grad.tolist() == [2, 2]
+    assert nowhere.grad is None
+    assert frozen.grad is None
+
+
+def train(torch, model, optimizer, batches, closure=False):
+    for x, y in batches:
+
+        def compute(x=x, y=y):
+            optimizer.zero_grad()
+            loss = loss_of(torch, model, x, y)
+            loss.backward()
+            return loss
+
+        if closure:
+            optimizer.step(compute)
+        else:
+            compute()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "LBFGS"])
+def test_the_same_training_as_on_one_rank(strategy, rank, torch, mt, kind):
+    def make(model):
+        made = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR
+        return made, schedule
+
+    x, y = make_rows(torch)
+    one, two = make_model(torch), make_model(torch)
+    optimizer, schedule = make(one)
+    scheduler = schedule(optimizer, 2)
+    for _ in range(4):
+        train(torch, one, optimizer, [(x, y)], kind == "LBFGS")
+        scheduler.step()
+    wrapped = mt.DistributedOptimizer(
+        make(two)[0], strategy=strategy, named_parameters=two.named_parameters()
+    )
+    scheduler = schedule(wrapped, 2)
+    for _ in range(4):
+        train(torch, two, wrapped, [mine(rank, x, y)], kind == "LBFGS")
+        scheduler.step()
+    assert wrapped.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] < 0.1
+    assert_equal_on_all(two)
+    mt.check_in_sync(two, strategy=strategy)
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-7, atol=1e-9)
+
+
+def test_backward_passes_and_clipping(strategy, rank, torch, mt):
+    x, y = make_rows(torch)
+    one, two = make_model(torch), make_model(torch)
+    reference = torch.optim.SGD(one.parameters(), lr=0.5)
+    for _ in range(3):
+        reference.zero_grad()
+        loss_of(torch, one, x, y).backward()
+        norm = torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+        assert norm > 0.1
+        reference.step()
+    wrapped = mt.DistributedOptimizer(
+        torch.optim.SGD(two.parameters(), lr=0.5),
+        backward_passes_per_step=2,
+        max_norm=0.1,
+        strategy=strategy,
+    )
+    x, y = mine(rank, x, y)
+    calls = strategy.communication_statistics().calls
+    before = bytes_of(two)
+    train(torch, two, wrapped, [(x[:4], y[:4])])
+    assert wrapped.passes == 1
+    assert bytes_of(two) == before
+    assert strategy.communication_statistics().calls == calls
+    train(torch, two, wrapped, [(x[4:], y[4:])])
+    assert wrapped.passes == 0
+    assert bytes_of(two) != before
+    for _ in range(2):
+        train(torch, two, wrapped, [(x[:4], y[:4]), (x[4:], y[4:])])
+    assert_equal_on_all(two)
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_gradients_in_shared_memory_are_accumulated_there(
+    strategy, rank, torch, mt, kept
+):
+    # Larger than what is sent with a header.
+    weight = torch.nn.Parameter(torch.zeros(1 << 16, dtype=torch.float64))
+    wrapped = mt.DistributedOptimizer(torch.optim.SGD([weight], 1.0), strategy=strategy)
+    for step in range(1, 4):
+        wrapped.zero_grad(set_to_none=not kept)
+        address = None if weight.grad is None else weight.grad.data_ptr()
+        ((rank + 1.0) * step * weight).sum().backward()
+        if kept and address is not None:
+            assert weight.grad.data_ptr() == address
+        wrapped.step()
+    assert (
+        everywhere(weight.detach().numpy().tobytes())
+        == [np.full(1 << 16, -1.5 * 6).tobytes()] * 2
+    )
+
+
+def test_optimizer_state_of_rank_0(strategy, rank, torch, mt):
+    model = make_model(torch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + rank)
+    if rank == 0:
+        train(torch, model, optimizer, [make_rows(torch)] * 2)
+    wrapped = mt.DistributedOptimizer(optimizer, strategy=strategy)
+    mt.broadcast_optimizer_state(wrapped, strategy=strategy)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    texts = everywhere(repr(optimizer.state_dict()))
+    assert texts[0] == texts[1]
+    assert len(optimizer.state) == 4
+
+
+def test_check_in_sync(strategy, rank, torch, mt):
+    model = make_model(torch)
+    mt.check_in_sync(model, strategy=strategy)
+    if rank == 1:
+        with torch.no_grad():
+            model[2].bias[1] += 1e-15
+    for text in raises_everywhere(
+        mpidist.OutOfSyncError, lambda: mt.check_in_sync(model, strategy=strategy)
+    ):
+        assert "'2.bias' on rank 1, compared with rank 0" in text
+        assert "'0.weight'" not in text
+
+
+def test_models_that_differ(strategy, rank, torch, mt):
+    model = torch.nn.Linear(4, 3 + rank)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    for call in (mt.all_reduce_gradients, mt.broadcast_parameters, mt.check_in_sync):
+        for text in raises_everywhere(
+            mpidist.CollectiveMismatchError,
+            lambda call=call: call(model, strategy=strategy),
+        ):
+            assert "float32 (3, 4)" in text
+            assert "float32 (4, 4)" in text
+
+
+def test_wrong_arguments(strategy, rank, torch, mt):
+    model = make_model(torch)
+    x = torch.ones(2)
+    sgd = torch.optim.SGD(model.parameters())
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+
+    def wrapper(*args, **kwargs):
+        return mt.DistributedOptimizer(*args, **kwargs)
+
+    def closure():
+        return x.sum()
+
+    s = {"strategy": strategy}
+    bad = rank == 1  # on this rank alone
+    for kind, message, call in [
+        (
+            TypeError,
+            "module.parameters()",
+            lambda: mt.all_reduce_gradients(x if bad else model, **s),
+        ),
+        (
+            ValueError,
+            "MEAN or SUM",
+            lambda: mt.all_reduce_gradients(model, "MAX" if bad else "SUM", **s),
+        ),
+        (ValueError, "no parameter requires", lambda: mt.all_reduce_gradients([], **s)),
+        (
+            TypeError,
+            "gradient of 'weight': got a sparse",
+            lambda: mt.all_reduce_gradients(embedding, **s),
+        ),
+        (
+            ValueError,
+            "from 0 to 1, got 2",
+            lambda: mt.broadcast_parameters(model, 2 if bad else 0, **s),
+        ),
+        (TypeError, "to be an int", lambda: mt.broadcast_parameters(model, "0", **s)),
+        (
+            TypeError,
+            "a dict of tensors by name",
+            lambda: mt.broadcast_parameters([x], **s),
+        ),
+        (RuntimeError, "no strategy is active", lambda: mt.all_reduce_gradients(model)),
+        (
+            RuntimeError,
+            "inside merge_fn",
+            lambda: strategy.run(
+                lambda: mpidist.get_replica_context().merge_call(
+                    lambda _: mt.all_reduce_gradients(model)
+                )
+            ),
+        ),
+        (TypeError, "a `torch.optim.Optimizer`", lambda: wrapper(model)),
+        (TypeError, "already", lambda: wrapper(wrapper(sgd))),
+        (ValueError, "1 or more", lambda: wrapper(sgd, backward_passes_per_step=0)),
+        (ValueError, "greater than 0", lambda: wrapper(sgd, max_norm=0)),
+        (
+            ValueError,
+            "accumulate inside",
+            lambda: wrapper(sgd, backward_passes_per_step=2, **s).step(closure),
+        ),
+        (
+            TypeError,
+            "a `torch.optim.Optimizer`",
+            lambda: mt.broadcast_optimizer_state(model, **s),
+        ),
+    ]:
+        for text in raises_everywhere(kind, call):
+            assert message in text
+    mt.all_reduce_gradients(list(model.parameters()), strategy=strategy)
