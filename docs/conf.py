@@ -23,10 +23,12 @@ default_role = "py:obj"
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:(?!obj).*", r".*"),  # types in signatures, each Python's in its own way
-    (r"py:obj", r"(collections|numpy|mpi4py|os|typing)(\..*)?"),
+    (r"py:obj", r"(collections|jax|numpy|mpi4py|os|torch|typing)(\..*)?"),
 ]
 myst_heading_anchors = 3
 
+# The same pages whether these are installed or not.
+autodoc_mock_imports = ["torch", "jax"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 napoleon_google_docstring = True

@@ -329,7 +329,7 @@ class Strategy:
                 own rows. Or anything with ``__len__`` and ``__getitem__``, or any
                 iterable, whose items are global batches: nests of arrays with a common
                 first dimension. Every rank then reads all items and keeps its own rows.
-                Torch tensors become arrays without a copy.
+                Torch tensors and JAX arrays become NumPy arrays without a copy.
             options: `mpidist.InputOptions`.
 
         Returns:

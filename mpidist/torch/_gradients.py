@@ -15,9 +15,9 @@ from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.current import group_of_call
 from mpidist._strategy.strategy import Strategy
 
-Parameters: TypeAlias = torch.nn.Module | Iterable[torch.nn.Parameter]
+Parameters: TypeAlias = "torch.nn.Module | Iterable[torch.nn.Parameter]"
 """A module, or parameters in the same order on all ranks."""
-Named: TypeAlias = list[tuple[str, torch.nn.Parameter]]
+Named: TypeAlias = "list[tuple[str, torch.nn.Parameter]]"
 
 # No parameter has this name: those of modules have no spaces.
 _PRESENT: Final = "which parameters have a gradient"

@@ -16,7 +16,7 @@ from mpidist._base.types import Array, Nest
 from mpidist._strategy.current import check_root, group_of_call
 from mpidist._strategy.strategy import Strategy
 
-Tensors: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor]
+Tensors: TypeAlias = "torch.nn.Module | Mapping[str, torch.Tensor]"
 """A module, or its tensors by name, such as `module.state_dict()`."""
 
 _MOST_NAMED = 5

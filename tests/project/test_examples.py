@@ -35,6 +35,8 @@ def test_every_example_is_tested():
         "kmeans.py",
         "monte_carlo_pi.py",
         "train_digits.py",
+        "train_jax.py",
+        "train_torch.py",
     }
 
 
@@ -129,6 +131,24 @@ def test_train_digits(tmp_path):
     # One progress bar, which came to its end.
     the_match(r"training: +0%\|.* 0/20 ", result.stderr)
     assert " 20/20 " in result.stderr
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_train_with_torch_and_jax(tmp_path, library):
+    pytest.importorskip("sklearn")
+    pytest.importorskip(library)
+    losses = []
+    for ranks in (1, 2):
+        options = ["--losses", f"{ranks}.json", "--epochs", "3"]
+        result = run_example(f"train_{library}.py", *options, cwd=tmp_path, ranks=ranks)
+        the_match(rf"replicas +{ranks}, with", result.stdout)
+        accuracy = the_match(r"test accuracy +(\S+)%", result.stdout)[1]
+        assert float(accuracy) >= 90
+        picture = tmp_path / f"train_{library}.png"
+        assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+        losses.append(json.loads((tmp_path / f"{ranks}.json").read_text()))
+    assert len(losses[0]) == 3 * 14
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
 
 
 def test_train_digits_names_a_bad_argument(tmp_path):

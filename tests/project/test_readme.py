@@ -112,6 +112,11 @@ def treat(block: Block, blocks: list[Block], folder: Path) -> None:
             assert f" {block.program}\n" in following[0].text
     elif language == "console":
         programs = {b.program: b.text for b in blocks if b.program}
+        for library in ("torch", "jax"):
+            if any(
+                re.search(rf"^import {library}$", x, re.M) for x in programs.values()
+            ):
+                pytest.importorskip(library)
         for command, output in commands_with_output(block.text):
             do(Command(command, output, programs, folder))
     elif language == "sh":
