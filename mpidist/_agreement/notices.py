@@ -111,7 +111,7 @@ class Notices:
         A rank that did not come to a call may still do so, and has to know. One that
         has stopped in the middle of its data is lost.
         """
-        self.missing = tuple(self._waiting_and_missing(wait)[1])
+        self.missing = tuple(self.waiting_and_missing(wait)[1])
         if wait.awaited is not None:
             self.lost = self.missing
         self.post(wait, why)
@@ -136,7 +136,7 @@ class Notices:
 
     # --- what is known of the others ----------------------------------------------
 
-    def _waiting_and_missing(self, wait: Wait) -> tuple[list[int], list[int]]:
+    def waiting_and_missing(self, wait: Wait) -> tuple[list[int], list[int]]:
         """Return the ranks that wait as this one does, and those that do not."""
         waiting = [
             rank
@@ -154,12 +154,12 @@ class Notices:
 
     def is_first_to_report(self, wait: Wait) -> bool:
         """Whether this rank is the one that tells the user who is missing."""
-        waiting, missing = self._waiting_and_missing(wait)
+        waiting, missing = self.waiting_and_missing(wait)
         return bool(missing) and waiting[:1] == [self._comm.rank]
 
     def describe(self, wait: Wait, waited: float) -> str:
         """Return who waits for whom, for messages."""
-        waiting, missing = self._waiting_and_missing(wait)
+        waiting, missing = self.waiting_and_missing(wait)
         calls: dict[str, list[int]] = {}
         for rank in waiting:
             calls.setdefault(self._latest[rank].call, []).append(rank)

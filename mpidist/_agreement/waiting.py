@@ -31,6 +31,7 @@ from mpidist._agreement.polling import (
     poll,
     spins_for,
 )
+from mpidist._agreement.stacks import Stacks
 from mpidist._base.errors import CollectiveTimeoutError, on_rank
 from mpidist._mpi.communicator import AnyCommunicator, Request
 from mpidist._mpi.messages import Transfers
@@ -86,6 +87,7 @@ class Waiting:
         self._waited = 0.0
         self._posted = self._reported = False
         self._notices = Notices(comm)
+        self._stacks: Stacks | None = None
         self._spins = spins_for(comm.machine_size)
         self._data_spins = _SPINS_FOR_DATA * self._spins
         # The ranks whose data has not come; None while this rank waits for no data.
@@ -211,8 +213,19 @@ class Waiting:
             self._reported = True
             if self._notices.is_first_to_report(wait):
                 _logger.warning("mpidist: %s", self._notices.describe(wait, waited))
+            self._report_stacks(wait)
         if timeout and waited >= timeout:
             raise self._give_up(wait, timeout)
+
+    def _report_stacks(self, wait: Wait) -> None:
+        if self._stacks is None:
+            return
+        if text := self._stacks.report(*self._notices.waiting_and_missing(wait)):
+            _logger.warning("mpidist: %s", text)
+
+    def ask_missing_ranks(self, stacks: Stacks) -> None:
+        """Report the Python stacks of ranks that are missing for long."""
+        self._stacks = stacks
 
     def _describe(self, what: str) -> Wait:
         missing = self.channel.missing() if self.channel is not None else []

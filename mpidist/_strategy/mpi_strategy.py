@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 from mpidist._agreement import mismatch
 from mpidist._agreement.channel import open_channel
 from mpidist._agreement.guard import Guard
+from mpidist._agreement.stacks import Stacks
 from mpidist._agreement.trace import TraceOptions
 from mpidist._agreement.traced_guard import TracedGuard
 from mpidist._agreement.waiting import Deadline
@@ -178,6 +179,8 @@ class MPIStrategy(Strategy):
             stall_seconds=environment.stall_seconds,
         )
         deadline.hand_over(guard)
+        if threads.current() is None and communicator.size > 1:
+            guard.ask_missing_ranks(Stacks(communicator))
         forked_child.close_in_children(guard)
 
         def forget() -> None:

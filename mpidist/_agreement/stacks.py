@@ -1,0 +1,185 @@
+"""Where a rank is that the others miss: its Python stack, asked for by a signal.
+
+A rank that waits for long cannot ask by MPI: the missing rank may be in an endless
+loop, a lock, or in C code that does not return. So each process lets `faulthandler`
+write its stack to a file in memory when it gets a signal, which needs none of its
+cooperation, and the first waiting rank of the same machine sends that signal and reads
+the file (``/proc/<pid>/fd``). If it does not answer, the message has what Linux says
+about the process: it was stopped, for example.
+
+Sending is safe: a signal goes only to a process that catches it. The handler stays
+until the process ends, since others may ask late. System calls are restarted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from mpidist._base.environment import debugging
+from mpidist._mpi.communicator import AnyCommunicator
+
+# A real-time signal that neither glibc nor MPI launchers or SLURM use.
+_OFFSET: Final = 13
+_ANSWER_SECONDS: Final = 0.5
+_SETTLE_SECONDS: Final = 0.02
+_MOST_RANKS: Final = 4
+_MOST_FRAMES: Final = 20
+_STATES: Final = {
+    "T": "its process is stopped (by SIGSTOP, or by a terminal)",
+    "t": "its process is stopped by a debugger",
+    "Z": "its process has ended",
+    "": "its process has ended",
+    "D": "its process is in the kernel, waiting for a disk or a network file system",
+}
+_THREAD: Final = re.compile(r"^(?:Current thread|Thread) 0x.*\n", re.M)
+
+_OURS: Final = f'File "{Path(__file__).parents[1]}{os.sep}'
+
+_file = -1  # of this process, once it answers
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """A process that may be asked.
+
+    Attributes:
+        machine: identifies its machine and PID namespace.
+        pid: its process ID there.
+        file: the descriptor of its file; -1: it does not answer.
+        host: the name of the machine.
+    """
+
+    machine: str
+    pid: int
+    file: int
+    host: str
+
+
+class Stacks:
+    """The processes of a communicator, as those that can be asked. Collective.
+
+    Args:
+        comm: the ranks.
+    """
+
+    def __init__(self, comm: AnyCommunicator) -> None:
+        self._rank = comm.rank
+        own = Process(_machine(), os.getpid(), _answer_signals(), comm.host_name)
+        rows = comm.all_gather_objects(json.dumps(dataclasses.astuple(own)).encode())
+        self._processes = [Process(*json.loads(row)) for row in rows]
+
+    def report(self, waiting: Sequence[int], missing: Sequence[int]) -> str:
+        """Return where ranks of this machine are; "" if another rank tells that.
+
+        Args:
+            waiting: the ranks that wait.
+            missing: the ranks that they miss.
+        """
+        here = self._processes[self._rank].machine
+        first = [rank for rank in waiting if self._processes[rank].machine == here][:1]
+        ours = [rank for rank in missing if self._processes[rank].machine == here]
+        if not here or first != [self._rank] or not ours:
+            return ""
+        texts = [self._describe(rank) for rank in ours[:_MOST_RANKS]]
+        if len(ours) > _MOST_RANKS:
+            texts.append(f"and {len(ours) - _MOST_RANKS} more ranks of this machine")
+        return "\n".join(texts)
+
+    def _describe(self, rank: int) -> str:
+        process = self._processes[rank]
+        where = f"where rank {rank} is (process {process.pid} on {process.host}):"
+        if stack := ask(process):
+            return f"{where}\n{stack}"
+        state = _state_of(process.pid)
+        return f"{where} {_STATES.get(state, 'it does not answer')}"
+
+
+def _machine() -> str:
+    """Return what identifies this machine and PID namespace; "" if nothing does."""
+    if sys.platform != "linux":
+        return ""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _signal() -> int:
+    return signal.SIGRTMIN + _OFFSET
+
+
+def _answer_signals() -> int:
+    """Let this process answer; return the descriptor of its file, or -1."""
+    global _file
+    if _file >= 0 or sys.platform != "linux":
+        return _file
+    try:
+        if signal.getsignal(_signal()) is not signal.SIG_DFL or _catches(os.getpid()):
+            return -1  # the program uses it
+        file = os.memfd_create("mpidist-stack")
+        faulthandler.register(_signal(), file=file, all_threads=True, chain=False)
+        _file = file
+    except (OSError, ValueError, RuntimeError):
+        return -1
+    return _file
+
+
+def _catches(pid: int) -> bool:
+    """Whether a process has a handler for the signal."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text("ascii", errors="replace")
+    except OSError:
+        return False
+    found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.M)
+    return found is not None and bool(int(found[1], 16) >> (_signal() - 1) & 1)
+
+
+def _state_of(pid: int) -> str:
+    """Return the letter of a process's state; "" if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace")
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[0]
+
+
+def ask(process: Process) -> str:
+    """Return the stack of the main thread of a process; "" if it does not answer."""
+    if process.file < 0 or not _catches(process.pid):
+        return ""
+    answer = b""
+    try:
+        with open(f"/proc/{process.pid}/fd/{process.file}", "rb", buffering=0) as file:
+            file.seek(0, os.SEEK_END)
+            os.kill(process.pid, _signal())
+            deadline = time.monotonic() + _ANSWER_SECONDS
+            more = b""
+            while time.monotonic() < deadline and (more or not answer):
+                time.sleep(_SETTLE_SECONDS)
+                more = file.readall()
+                answer += more
+    except OSError:  # it has ended
+        return ""
+    return _main_thread(answer.decode("utf-8", "replace"))
+
+
+def _main_thread(text: str) -> str:
+    """Return the frames of the last thread that `faulthandler` writes: the main one."""
+    frames = _THREAD.split(text)[-1].rstrip().splitlines()
+    own = [line for line in frames if _OURS not in line]  # as in tracebacks
+    if own and not debugging():
+        frames = own
+    if len(frames) > _MOST_FRAMES:
+        frames[_MOST_FRAMES:] = [f"  ... and {len(frames) - _MOST_FRAMES} more"]
+    return "\n".join(frames)
