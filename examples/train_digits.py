@@ -13,6 +13,7 @@ goes on from there: a run that was killed ends with the weights of one that was 
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -121,6 +122,7 @@ def train(
     batch_size,
     seed,
     show_progress=False,
+    bar=False,
     progress=None,
     directory=None,
     resume=False,
@@ -165,15 +167,15 @@ def train(
 
     cuts = range(batch_size, len(labels), batch_size)
     num_steps = epochs * (len(cuts) + 1)
-    bar = tqdm(
+    epochs_to_go = tqdm(
         range(len(accuracies), epochs),
         "training",
         initial=len(accuracies),
         total=epochs,
         unit=" epochs",
-        disable=not show_progress,
+        disable=not (show_progress and bar),
     )
-    for _ in bar:
+    for _ in epochs_to_go:
         for batch in np.split(shuffle_rng.permutation(len(labels)), cuts):
             sums = strategy.run(train_step, args=(batch,))
             loss, gradients = strategy.reduce("SUM", sums, axis=None)
@@ -186,7 +188,10 @@ def train(
             losses.append(float(loss) / len(batch))
         correct = strategy.reduce("SUM", strategy.run(count_correct), axis=None)
         accuracies.append(int(correct) / len(test_labels))
-        bar.set_postfix_str(f"test accuracy {accuracies[-1]:.1%}", refresh=False)
+        found = f"test accuracy {accuracies[-1]:.1%}"
+        epochs_to_go.set_postfix_str(found, refresh=False)
+        if show_progress and not bar:
+            print(f"epoch {len(accuracies)} of {epochs}: {found}", file=sys.stderr)
         if manager is not None:
             manager.save(len(accuracies))
     return variables, losses, accuracies
@@ -231,6 +236,11 @@ def parse_arguments():
     add("--output", type=Path, default=Path("train_digits.png"), help="the picture")
     add("--losses", type=Path, help="write the loss at each step there, as JSON")
     add("--checkpoint", type=Path, metavar="DIR", help="save there after each epoch")
+    add(
+        "--progress",
+        action="store_true",
+        help="a bar, not lines, though stderr is no terminal (mpirun makes it a pipe)",
+    )
     add("--resume", action="store_true", help="go on from the newest one there")
     options = parser.parse_args()
     if options.resume and options.checkpoint is None:
@@ -253,6 +263,7 @@ def main():
         batch_size=options.batch_size,
         seed=options.seed,
         show_progress=strategy.replica_id == 0,
+        bar=options.progress or sys.stderr.isatty(),
         progress=progress,
         directory=options.checkpoint,
         resume=options.resume,

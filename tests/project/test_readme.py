@@ -181,10 +181,12 @@ def check_demo(output: list[str], folder: Path) -> None:
     """Run what launch/demo runs once it has set things up; compare, but for speed."""
     if importlib.util.find_spec("sklearn") is None:
         pytest.skip("scikit-learn is not installed (extra `examples`)")
-    result = run_ranks(
-        4, [ROOT / "examples" / "train_digits.py"], timeout=SECONDS, cwd=folder
-    )
+    script = ROOT / "examples" / "train_digits.py"
+    # As in a terminal: it shows one bar, which comes to its end.
+    result = run_ranks(4, [script, "--progress"], timeout=SECONDS, cwd=folder)
     assert result.returncode == 0, result.stderr
+    assert len(re.findall(r"training: +0%\|.* 0/20 ", result.stderr)) == 1
+    assert "epoch" not in result.stderr.replace(" epochs", "")
     printed = dict(re.findall(r"^(\w[\w ]*?) {2,}(.*)$", result.stdout, re.M))
     shown = dict(re.findall(r"^(\w[\w ]*?) {2,}(.*)$", "\n".join(output), re.M))
     assert list(shown) == list(printed)
