@@ -100,7 +100,8 @@ class Stage:
     def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
         """Yield elements, as nests.
 
-        Takes at most `workers` tokens more than it has yielded elements, or one.
+        Of an iterator it takes at most `workers` tokens more than it has yielded
+        elements, or one. Those of a sequence may be read all at once.
         """
         raise NotImplementedError
 

@@ -39,6 +39,9 @@ class Slices(_Numbered):
     def __init__(self, leaves: Sequence[Any], structure: nest.Structure) -> None:
         self._leaves = leaves
         self._structure = structure
+        self._plain = all(
+            isinstance(leaf, np.ndarray) and leaf.dtype.isnative for leaf in leaves
+        )
         self.size = int(leaves[0].shape[0])
         self.text = f"{self.size} rows"
 
@@ -49,8 +52,15 @@ class Slices(_Numbered):
         )
 
     def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
-        for token in tokens:
-            yield self.block([token]).row(0)
+        if isinstance(tokens, (np.ndarray, Sequence)):
+            block = self.block(tokens)  # one access for all
+            yield from map(block.row, range(len(tokens)))
+        elif self._plain:
+            for token in tokens:
+                yield self._structure.unflatten([_row(x, token) for x in self._leaves])
+        else:
+            for token in tokens:
+                yield self.block([token]).row(0)
 
     def spec(self) -> Nest | None:
         specs = [
@@ -58,6 +68,11 @@ class Slices(_Numbered):
             for leaf in self._leaves
         ]
         return self._structure.unflatten(specs)
+
+
+def _row(x: HostArray, index: int) -> Nest:
+    """Return a row as a new array, or as a number."""
+    return x[index] if x.ndim == 1 else np.array(x[index])
 
 
 def _dtype_of(leaf: Any) -> DType:
