@@ -25,6 +25,8 @@ import pytest
 from replicas import everywhere
 
 import mpidist
+from mpidist._base import threads
+from mpidist._strategy.strategy import group_of
 from mpidist.testing import each_replica
 
 pytest_plugins = ["pytest_mpidist"]
@@ -109,8 +111,24 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
     return report
 
 
+def _end_as_failed() -> None:
+    """Keep the code of a failed run whose rank leaves without MPI_Finalize.
+
+    mpidist does not see it, since pytest raises SystemExit instead of calling sys.exit.
+    """
+    if _status and _had_broken:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_status)
+
+
+atexit.register(_end_as_failed)  # runs after what is registered later: mpidist's wait
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Fail on all ranks if something failed on one after its last test."""
+    global _status
+    _status = int(exitstatus)
     ended = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
     if _is_shared(session.config) and exitstatus in ended:
         failures = _failures("", "".join(_untold))
@@ -130,6 +148,10 @@ def _is_shared(config: pytest.Config) -> bool:
 
 
 _report_comm: Any = None  # of mpi4py
+_shared: list[mpidist.MPIStrategy] = []  # what `strategy` returns, in this process
+_is_broken = False  # on some rank, after the last test; the same on all ranks
+_had_broken = False  # whether it ever was
+_status = 0  # of pytest, at its end
 _untold: list[str] = []  # what failed on this rank, and the others do not know yet
 
 
@@ -140,16 +162,18 @@ def _failures(nodeid: str, text: str) -> str:
         nodeid: the test; it has to be the same on all ranks.
         text: what failed on this rank, or "".
     """
-    global _report_comm
+    global _report_comm, _is_broken, _had_broken
     from mpi4py import MPI
 
     if _report_comm is None:
         _report_comm = MPI.COMM_WORLD.Dup()
     # One message if all is well: with more ranks than cores each takes its time.
     test = zlib.crc32(nodeid.encode())
-    largest = np.array([bool(text), test, -test])
+    broken = any(group_of(one).guard.broken for one in _shared)
+    largest = np.array([bool(text), test, -test, broken])
     _report_comm.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
-    failed, most, least = largest
+    failed, most, least, _is_broken = largest
+    _had_broken = _had_broken or _is_broken
     if not failed and most == -least:
         return ""
     outcomes = _report_comm.allgather((nodeid, text))
@@ -164,11 +188,21 @@ def _failures(nodeid: str, text: str) -> str:
 
 
 @each_replica
-@pytest.fixture(scope="session")
+@pytest.fixture
 def strategy() -> mpidist.MPIStrategy:
-    """A strategy over all ranks, which tests share and leave usable."""
+    """A strategy over all ranks, which tests share and leave usable.
+
+    If one of them breaks it (a rank gave up waiting), the next one gets a new one: it
+    has failed, and not those after it.
+    """
     options = mpidist.experimental.CommunicationOptions(timeout_seconds=60)
-    return mpidist.MPIStrategy(communication_options=options)
+    if threads.current() is not None:
+        return mpidist.MPIStrategy(communication_options=options)
+    if _is_broken:
+        _shared.clear()
+    if not _shared:
+        _shared.append(mpidist.MPIStrategy(communication_options=options))
+    return _shared[0]
 
 
 @each_replica

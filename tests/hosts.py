@@ -78,12 +78,17 @@ def _do(*command: object) -> None:
 class Hosts:
     """Virtual hosts ``node1``, ``node2`` ...
 
+    Args:
+        count: how many.
+        shm: the size of the /dev/shm of some hosts, by name, as mount takes it.
+
     Attributes:
         names: of the hosts.
         folder: the one folder under /tmp that all of them and this process share.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, shm: Mapping[str, str] | None = None) -> None:
+        self._shm = dict(shm or {})
         self.names = [f"node{k}" for k in range(1, count + 1)]
         self.folder = Path(tempfile.mkdtemp(prefix="mpidist-hosts-"))
         self._own = self.folder / ".hosts"
@@ -162,7 +167,8 @@ class Hosts:
             f"hostname {name}",
             "ip link set lo up",
             f"mount --bind {self._own}/hosts.txt /etc/hosts",
-            "mount -t tmpfs -o mode=1777 tmpfs /dev/shm",
+            f"mount -t tmpfs -o mode=1777,size={self._shm.get(name, '50%')} "
+            "tmpfs /dev/shm",
             "mount -t tmpfs tmpfs /mnt",
         ]
         for k, folder in enumerate(shared):
@@ -269,6 +275,11 @@ class Hosts:
     def kill(self, name: str, pid: int, number: int) -> None:
         """Send a signal to a process of a host, by its id there."""
         _do(*self._enter(name), "kill", f"-{number}", str(pid))
+
+    def power_off(self, name: str) -> None:
+        """End a host and all its processes; its connections are not closed."""
+        self.cut(name)
+        self._holders[name].kill()
 
     # --- jobs ---------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """A job for test_hosts: all-reduces on several hosts, with a fault in the middle.
 
     job_on_hosts.py FOLDER right
+    job_on_hosts.py FOLDER done
     job_on_hosts.py FOLDER loop ELEMENTS TIMEOUT IMPLEMENTATION [stop RANK | cut]
 
 Each rank writes what it saw to a file of FOLDER: ``error.RANK`` what was raised, and
@@ -30,6 +31,8 @@ def main() -> None:
     folder, what = Path(sys.argv[1]), sys.argv[2]
     if what == "right":
         right()
+    elif what == "done":
+        done(folder)
     elif "inner" in sys.argv:
         loop(folder, *sys.argv[3:])
     else:
@@ -76,6 +79,28 @@ def right() -> None:
     host = os.uname().nodename
     moved = Path("/proc/net/dev").read_text().split("eth0:")[1].split()[8]
     print(json.dumps([rank, size, comm.node_ranks, host, int(moved)]), flush=True)
+
+
+def done(folder: Path) -> None:
+    """Work until a file is there; then rank 0 writes that all is done."""
+    import mpidist
+
+    strategy = mpidist.MPIStrategy()
+
+    def step() -> Any:
+        context = mpidist.get_replica_context()
+        assert context is not None
+        return context.all_reduce("MIN", float((folder / "end").exists()))
+
+    ended = False
+    while not ended:
+        strategy.run(step)
+        write(folder / f"in.{strategy.replica_id}", "")
+        (least,) = strategy.experimental_local_results(strategy.run(step))
+        ended = bool(least)
+    strategy.run(lambda: None)  # all ranks are here
+    if strategy.replica_id == 0:
+        write(folder / "done", "")
 
 
 def loop(

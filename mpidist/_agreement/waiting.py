@@ -60,7 +60,11 @@ class Waiting:
         sequence: the number of headers that have completed; the same on all ranks.
         blocked: whether a call may not begin before it has been checked (`enter`).
         closed: whether the strategy was closed.
+        when_timed_out: called at the deadline with the error that is about to be
+            raised, here or on a rank that told this one; None: nothing is.
     """
+
+    when_timed_out: Callable[[CollectiveTimeoutError], None] | None = None
 
     def __init__(
         self,
@@ -215,7 +219,7 @@ class Waiting:
                 _logger.warning("mpidist: %s", self._notices.describe(wait, waited))
             self._report_stacks(wait)
         if timeout and waited >= timeout:
-            raise self._give_up(wait, timeout)
+            raise self._timed_out(self._give_up(wait, timeout))
 
     def _report_stacks(self, wait: Wait) -> None:
         if self._stacks is None:
@@ -261,7 +265,13 @@ class Waiting:
         """
         if why := self._notices.read(self.sequence):
             self.broken = why
-            raise CollectiveTimeoutError(on_rank(self._comm.rank, why))
+            error = CollectiveTimeoutError(on_rank(self._comm.rank, why))
+            raise self._timed_out(error)
+
+    def _timed_out(self, error: CollectiveTimeoutError) -> CollectiveTimeoutError:
+        if self.when_timed_out is not None:
+            self.when_timed_out(error)
+        return error
 
     # --- a call that cannot go on -------------------------------------------------
 
@@ -280,7 +290,9 @@ class Waiting:
 
     def _broken_error(self) -> RuntimeError:
         text = on_rank(self._comm.rank, self._broken)
-        return RuntimeError(text) if self.closed else CollectiveTimeoutError(text)
+        if self.closed:
+            return RuntimeError(text)
+        return self._timed_out(CollectiveTimeoutError(text))
 
     def _break_off(self, what: str, error: BaseException) -> None:
         """Give up after an exception that came from outside, such as a signal's."""

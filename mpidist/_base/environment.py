@@ -35,6 +35,8 @@ class Environment:
             (``MPIDIST_CUDA_AWARE``).
         guard: check every collective (``MPIDIST_GUARD``).
         timeout_seconds: default deadline (``MPIDIST_TIMEOUT``), in seconds.
+        timeout_abort: end the job at the deadline, in place of an exception
+            (``MPIDIST_TIMEOUT_ABORT``).
         stall_seconds: wait after which the missing ranks are named on stderr
             (``MPIDIST_STALL_SECONDS``), in seconds.
         bytes_per_pack: default bucket size, from ``MPIDIST_FUSION_MB`` (MiB).
@@ -57,6 +59,7 @@ class Environment:
     cuda_aware: bool | None = None
     guard: bool = True
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    timeout_abort: bool = False
     stall_seconds: float = DEFAULT_STALL_SECONDS
     bytes_per_pack: int = DEFAULT_BYTES_PER_PACK
     implementation: CommunicationImplementation = CommunicationImplementation.AUTO
@@ -80,6 +83,7 @@ def read_environment() -> Environment:
         cuda_aware=_flag("MPIDIST_CUDA_AWARE", None),
         guard=_flag("MPIDIST_GUARD", True) is not False,
         timeout_seconds=_number("MPIDIST_TIMEOUT", DEFAULT_TIMEOUT_SECONDS),
+        timeout_abort=_flag("MPIDIST_TIMEOUT_ABORT", False) is True,
         stall_seconds=_number("MPIDIST_STALL_SECONDS", DEFAULT_STALL_SECONDS),
         bytes_per_pack=int(
             _number("MPIDIST_FUSION_MB", DEFAULT_BYTES_PER_PACK / 2**20) * 2**20

@@ -70,7 +70,12 @@ from typing import Any, Final
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._base import threads
-from mpidist._base.errors import CollectiveError, RemoteTraceback, format_exception
+from mpidist._base.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    RemoteTraceback,
+    format_exception,
+)
 from mpidist._mpi import library
 from mpidist._runtime import context
 
@@ -197,6 +202,18 @@ def _was_raised() -> bool:
     )
 
 
+def end_at_deadline(error: CollectiveTimeoutError) -> None:
+    """End the job now, since this rank has waited too long. Does not return.
+
+    With ``MPIDIST_TIMEOUT_ABORT=1``, in place of an exception, which a program may
+    catch, or which may never leave it: a rank that cleans up can wait for another.
+    """
+    rank = library.world_rank()
+    if rank is not None:
+        _end_job(rank, error, "", None, waits=False)
+        os._exit(1)  # MPICH's MPI_Abort may return before the launcher ends the process
+
+
 def _rank_of_job() -> int | None:
     """Return this process's rank; None if no other could wait for it."""
     return None if library.world_size() == 1 else library.world_rank()
@@ -246,7 +263,12 @@ def _exit(previous: Callable[..., Any], status: Any = None, /) -> None:
 
 
 def _end_job(
-    rank: int, error: BaseException, where: str, show: Callable[[], Any] | None
+    rank: int,
+    error: BaseException,
+    where: str,
+    show: Callable[[], Any] | None,
+    *,
+    waits: bool = True,
 ) -> None:
     """Print an exception, and abort the job. Does not return.
 
@@ -255,6 +277,7 @@ def _end_job(
         error: the exception.
         where: " in thread ..." if it is not the main thread's; otherwise "".
         show: prints it; None: print its traceback without mpidist's frames.
+        waits: whether a rank that raises because of another first waits for that one.
     """
     # Ctrl-C reaches ranks one after the other: this one may already be here because of
     # another, and ends by what follows in any case.
@@ -264,8 +287,9 @@ def _end_job(
         text, show = f"mpidist: rank {rank}: interrupted\n", None
         code = _INTERRUPTED
     else:
-        because_of_others = isinstance(error, CollectiveError) or isinstance(
-            error.__cause__, RemoteTraceback
+        because_of_others = waits and (
+            isinstance(error, CollectiveError)
+            or isinstance(error.__cause__, RemoteTraceback)
         )
         wait = _OTHERS_FIRST_SECONDS if because_of_others else 0.0
         turn = _OTHERS_TURN_SECONDS if because_of_others else _TURN_SECONDS

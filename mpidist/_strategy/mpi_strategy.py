@@ -178,6 +178,8 @@ class MPIStrategy(Strategy):
             timeout_seconds=deadline.seconds,
             stall_seconds=environment.stall_seconds,
         )
+        if environment.timeout_abort and threads.current() is None:
+            guard.when_timed_out = process_exit.end_at_deadline
         deadline.hand_over(guard)
         if threads.current() is None and communicator.size > 1:
             guard.ask_missing_ranks(Stacks(communicator))

@@ -25,6 +25,15 @@ TIMEOUT = 6.0  # of the strategies, in seconds
 LATER = 20.0  # what may be added to it on a machine with much to do
 STALL = {"MPIDIST_STALL_SECONDS": "2"}
 
+# Of a job that has lost a host: docs/guide/launching.md.
+FAST_END = {
+    "MPIDIST_TIMEOUT_ABORT": "1",
+    "MPIDIST_TIMEOUT": "6",
+    "PRTE_MCA_oob_tcp_keepalive_time": "2",
+    "PRTE_MCA_oob_tcp_keepalive_intvl": "1",
+    "PRTE_MCA_oob_tcp_keepalive_probes": "3",
+}
+
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -38,13 +47,21 @@ def make_hosts() -> Iterator[Callable[[int], virtual.Hosts]]:
         pytest.skip("mpirun starts no other host from a path with a blank in it")
     made: list[virtual.Hosts] = []
 
-    def make(count: int) -> virtual.Hosts:
-        made.append(virtual.Hosts(count))
+    def make(count: int, **options: Any) -> virtual.Hosts:
+        made.append(virtual.Hosts(count, **options))
         return made[-1]
 
     yield make
     for one in made:
         one.close()
+
+
+def report_of(hosts: virtual.Hosts, command: str, *arguments: Any) -> Any:
+    """Return what `mpidist COMMAND --json` says on two ranks of each host."""
+    argv = ["-m", "mpidist", command, "--json", *arguments]
+    with hosts.job(2, argv) as job:
+        assert job.wait(100) == 0, job.output()
+        return json.JSONDecoder().raw_decode(job.output())[0]
 
 
 def await_files(folder: Path, pattern: str, count: int, seconds: float, job: Any):
@@ -135,3 +152,52 @@ def test_a_stopped_rank_on_one_node_is_reported(tmp_path, elements):
         assert text.startswith(f"[rank {rank}] rank 1 did not go on in call "), text
         assert (tmp_path / f"code.{rank}").read_text() == "3"
     assert "mpidist: rank 1 did not go on in call" in errors
+
+
+def test_what_info_and_check_find_on_hosts(make_hosts):
+    hosts = make_hosts(2, shm={"node2": "8m"})
+    facts = report_of(hosts, "info")
+    assert [node["host"] for node in facts["nodes"]] == ["node1", "node2"]
+    assert [node["ranks"] for node in facts["nodes"]] == [[0, 1], [2, 3]]
+    assert facts["network"] == ["eth0"]
+    report = report_of(hosts, "check", "--folder", hosts.folder)
+    rows = {row["name"]: row for row in report["checks"]}
+    assert rows["shared memory"]["state"] == "note"
+    assert re.match(
+        r"ranks 2-3: /dev/shm has \d MiB free of 8: too", rows["shared memory"]["text"]
+    )
+    assert rows["placement"]["text"] == "2 nodes, 2 on each"
+    assert "rename is atomic" in rows["folder"]["text"]
+    assert rows["all_reduce"]["state"] == "ok"
+
+
+def test_a_job_whose_host_dies_is_not_done(make_hosts):
+    """The exit code does not say it: Open MPI's mpirun returns 0."""
+    hosts = make_hosts(2)
+    with hosts.job(1, [JOB, hosts.folder, "done"], env=FAST_END) as job:
+        await_files(hosts.folder, "in.*", 2, 120, job)
+        hosts.power_off("node2")
+        job.wait(120)
+    assert not (hosts.folder / "done").exists()
+    for path in hosts.folder.glob("in.*"):
+        path.unlink()
+    (hosts.folder / "end").touch()
+    with hosts.job(2, [JOB, hosts.folder, "done"], hosts=["node1"]) as job:
+        assert job.wait(100) == 0, job.output()
+    assert (hosts.folder / "done").exists()
+
+
+def test_a_black_hole_ends_the_job_if_that_is_asked_for(make_hosts):
+    """Ranks abort at their deadline, and mpirun notices that a host is gone."""
+    hosts = make_hosts(2)
+    arguments = ["loop", "300000", str(TIMEOUT), "AUTO", "cut", "inner"]
+    with hosts.job(1, [JOB, hosts.folder, *arguments], env=FAST_END) as job:
+        await_files(hosts.folder, "in.*", 2, 120, job)
+        hosts.cut("node2")
+        (hosts.folder / "cut").touch()
+        job.wait(120)  # Open MPI's mpirun alone: 489 s
+        by_rank = "ending the job:" in job.output()
+        by_mpirun = "PRTE has lost communication" in job.output()
+        assert by_rank or (by_mpirun and virtual.is_open_mpi()), job.output()
+        if by_rank:
+            assert "rank 1 did not go on in call" in job.output()

@@ -187,6 +187,24 @@ def test_a_time_out_that_is_not_caught_ends_the_job():
     assert "CollectiveTimeoutError" in err
 
 
+def test_a_time_out_can_end_a_program_that_would_catch_it():
+    body = """
+    while True:
+        try:
+            if rank == 1:
+                time.sleep(600)
+            strategy.run(step)
+        except mpidist.CollectiveTimeoutError:
+            print("caught", flush=True)
+    """
+    settings = {"MPIDIST_TIMEOUT": "4", "MPIDIST_TIMEOUT_ABORT": "1"}
+    code, out, err = end_of(body, **settings)
+    assert code != 0
+    assert out == ""
+    assert "mpidist: rank 0 raised an exception, ending the job:" in err
+    assert "CollectiveTimeoutError: [rank 0] rank 1 did not come to call" in err
+
+
 def test_a_time_out_that_is_caught_lets_the_program_end():
     body = """
     from mpi4py import MPI

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 import time
 from pathlib import Path
 
+import hosts
 import pytest
 import slurm_cluster
 
@@ -156,6 +158,9 @@ def test_ranks_that_srun_left_alone_raise(cluster):
     assert cluster.run("srun", "-n1", *python, check=False).count("replicas 1") == 1
     allowed = cluster.run(*srun, *python, env={"MPIDIST_ALONE": "1"})
     assert allowed.count("replicas 1") == RANKS
+    checked = cluster.run(*srun, "python", "-m", "mpidist", "check", check=False)
+    assert checked.count("ranks           FAILED") == 1, checked
+    assert checked.count("-> SLURM did not tell MPI of the others; write") == 1
 
 
 @pytest.mark.core
@@ -166,6 +171,50 @@ def test_a_program_in_the_script_itself_may_be_alone(cluster):
     job = cluster.submit(script, options=["--ntasks-per-node=2"])
     assert cluster.wait(job)["JobState"] == "COMPLETED", cluster.output(job)
     assert "replicas 1 sum 0" in cluster.output(job)
+
+
+# --- where the ranks are --------------------------------------------------------------
+
+
+@pytest.mark.core
+@starts_ranks
+def test_info_names_the_step(cluster):
+    kind = "pmix" if hosts.is_open_mpi() else "pmi2"
+    srun = ("srun", "-N2", "-n3", f"--mpi={kind}")
+    output = cluster.run(*srun, "python", "-m", "mpidist", "info", "--json")
+    facts = json.JSONDecoder().raw_decode(output[output.index("{") :])[0]
+    launcher = facts["launcher"]
+    assert launcher.pop("slurm_job").isdigit()
+    assert sorted(launcher.pop("tasks_per_node")) == [1, 2]
+    assert launcher == {
+        "name": f"srun --mpi={kind}",
+        "size": 3,
+        "slurm_step": "0",
+        "slurm_mpi_type": kind,
+    }
+    assert facts["ranks"] == 3
+    assert facts["problems"] == []
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("distribution", ["block", "cyclic"])
+def test_the_resolver_finds_the_tasks_of_a_step(cluster, distribution):
+    (cluster.folder / "place.py").write_text(
+        "import os\n"
+        "from mpidist.cluster import SlurmClusterResolver, this_process\n"
+        "task, me = SlurmClusterResolver(rpc_layer=None), this_process()\n"
+        "found = [task.master(), task.task_id, me.rank, me.local_rank, me.local_size]\n"
+        "said = [os.environ[f'SLURM{n}'] for n in ('D_NODENAME', '_PROCID', '_LOCALID')]"
+        "\nwith open(f'place.{me.rank}', 'w') as file: print(*found, *said, file=file)\n"
+    )
+    srun = ("srun", "-N3", "-n6", "-m", distribution, "--mpi=none")
+    cluster.run(*srun, "python", "place.py")
+    for rank in range(6):
+        words = (cluster.folder / f"place.{rank}").read_text().split()
+        address, task, number, local_rank, local_size, node, said, local = words
+        assert (task, number, said) == (str(rank),) * 3
+        assert (local_rank, local_size) == (local, "2")
+        assert address == f"{node}:{8888 + int(local)}"
 
 
 # --- jobs that are told to end --------------------------------------------------------
