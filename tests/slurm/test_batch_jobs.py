@@ -60,6 +60,17 @@ if say:
 """
 
 
+PLACE = """\
+import os
+from mpidist.cluster import SlurmClusterResolver, this_process
+task, me = SlurmClusterResolver(rpc_layer=None), this_process()
+found = [task.master(), task.task_id, me.rank, me.local_rank, me.local_size]
+said = [os.environ[f"SLURM{n}"] for n in ("D_NODENAME", "_PROCID", "_LOCALID")]
+with open(f"place.{me.rank}", "w") as file:
+    print(*found, *said, file=file)
+"""
+
+
 # Frames of MPI_Init. Once in some fifty starts on several "nodes" of one machine Open
 # MPI crashes in it, when a message arrives early; before any rank has started.
 FAULTS_OF_MPI = ("ompi_mpi_init", "internal_Init_thread")
@@ -199,14 +210,7 @@ def test_info_names_the_step(cluster):
 @pytest.mark.core
 @pytest.mark.parametrize("distribution", ["block", "cyclic"])
 def test_the_resolver_finds_the_tasks_of_a_step(cluster, distribution):
-    (cluster.folder / "place.py").write_text(
-        "import os\n"
-        "from mpidist.cluster import SlurmClusterResolver, this_process\n"
-        "task, me = SlurmClusterResolver(rpc_layer=None), this_process()\n"
-        "found = [task.master(), task.task_id, me.rank, me.local_rank, me.local_size]\n"
-        "said = [os.environ[f'SLURM{n}'] for n in ('D_NODENAME', '_PROCID', '_LOCALID')]"
-        "\nwith open(f'place.{me.rank}', 'w') as file: print(*found, *said, file=file)\n"
-    )
+    (cluster.folder / "place.py").write_text(PLACE, encoding="utf-8")
     srun = ("srun", "-N3", "-n6", "-m", distribution, "--mpi=none")
     cluster.run(*srun, "python", "place.py")
     for rank in range(6):
