@@ -367,7 +367,8 @@ class _FolderCheck:
         except OSError as error:
             # What the others wait for.
             with contextlib.suppress(OSError):
-                Path(file).write_bytes(_block(_ROUNDS))
+                Path(new).write_bytes(_block(_ROUNDS))
+                os.rename(new, file)
             return f"a file cannot be replaced or synchronised: {error}", 0.0
         return "", seconds / _ROUNDS
 

@@ -231,6 +231,13 @@ def timeline(command: Command, path: str) -> None:
     compare(command.output or [], done)
 
 
+def mpirun_with_options(command: Command, program: str) -> None:
+    """See that the program is there; tests/cluster/test_guide.py runs the line."""
+    guide = ROOT / "docs/guide/launching.md"
+    assert f"\n{command.text}\n" in guide.read_text(encoding="utf-8")
+    compile_file(program)
+
+
 def python_alone(command: Command, program: str) -> None:
     compare(command.output or [], alone(command, program, program))
 
@@ -356,6 +363,7 @@ COMMANDS: list[tuple[str, Callable[..., None]]] = [
     (r"mpidist timeline (run\.json)", timeline),
     (r"(?:(?:mpirun|srun) (?:-\S+ (?:\d+ )?)*)?mpidist (.*)", command_line),
     (r"((?:MPIDIST_\w+=\S+ )*)mpirun -n (\d+) python (\S+\.py)", mpirun),
+    (r"mpirun -.* python (examples/hello\.py)", mpirun_with_options),
     (r"python (\S+\.py)", python_alone),
     (r"python -m pytest -q (\S+\.py)", pytest_alone),
     (r"srun -n \d+ --mpi=(\w+) python (\S+\.py)", srun),
