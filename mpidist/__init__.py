@@ -11,6 +11,7 @@ from mpidist import data as data
 from mpidist import experimental as experimental
 from mpidist import optimizers as optimizers
 from mpidist import testing as testing
+from mpidist._base import remedies as _remedies
 from mpidist._base.errors import CheckpointError as CheckpointError
 from mpidist._base.errors import CollectiveError as CollectiveError
 from mpidist._base.errors import CollectiveMismatchError as CollectiveMismatchError
@@ -33,9 +34,11 @@ from mpidist._base.variable_enums import (
 from mpidist._checkpoints import Checkpoint as Checkpoint
 from mpidist._checkpoints import CheckpointManager as CheckpointManager
 from mpidist._checkpoints import CheckpointReader as CheckpointReader
+from mpidist._checkpoints import latest_checkpoint as latest_checkpoint
 from mpidist._checkpoints import load_checkpoint as load_checkpoint
 from mpidist._losses import compute_average_loss as compute_average_loss
 from mpidist._losses import global_batch_size as global_batch_size
+from mpidist._losses import scale_regularization_loss as scale_regularization_loss
 from mpidist._runtime.context import has_strategy as has_strategy
 from mpidist._runtime.context import (
     in_cross_replica_context as in_cross_replica_context,
@@ -73,7 +76,19 @@ from mpidist._strategy.strategy import (
     CommunicationStatistics as CommunicationStatistics,
 )
 from mpidist._strategy.strategy import Strategy as Strategy
+from mpidist._strategy.tensorflow_names import MirroredStrategy as MirroredStrategy
+from mpidist._strategy.tensorflow_names import (
+    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
+from mpidist._strategy.tensorflow_names import RunOptions as RunOptions
+from mpidist._strategy.tensorflow_names import maybe_merge_call as maybe_merge_call
+from mpidist._strategy.tensorflow_names import (
+    strategy_supports_no_merge_call as strategy_supports_no_merge_call,
+)
 from mpidist._values.consistency import check_in_sync as check_in_sync
+from mpidist._values.creators import (
+    variable_creator_scope as variable_creator_scope,
+)
 from mpidist._values.distributed import DistributedValues as DistributedValues
 from mpidist._values.distributed import Mirrored as Mirrored
 from mpidist._values.distributed import PerReplica as PerReplica
@@ -108,7 +123,9 @@ __all__ = [
     "MPIClusterResolver",
     "MPIStrategy",
     "Mirrored",
+    "MirroredStrategy",
     "MultiStepContext",
+    "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OutOfSyncError",
     "PerReplica",
@@ -116,6 +133,7 @@ __all__ = [
     "ReductionToOneDevice",
     "ReplicaContext",
     "ReplicaError",
+    "RunOptions",
     "Strategy",
     "StrategyExtended",
     "Variable",
@@ -135,33 +153,17 @@ __all__ = [
     "global_batch_size",
     "has_strategy",
     "in_cross_replica_context",
+    "latest_checkpoint",
     "load_checkpoint",
+    "maybe_merge_call",
     "optimizers",
+    "scale_regularization_loss",
+    "strategy_supports_no_merge_call",
     "testing",
     "timeline",
+    "variable_creator_scope",
     "variable_sync_on_read_context",
 ]
-
-_INSTEAD = {
-    "MirroredStrategy": "`mpidist.MPIStrategy()`",
-    "MultiWorkerMirroredStrategy": "`mpidist.MPIStrategy()`",
-    "OneDeviceStrategy": "`mpidist.MPIStrategy(device=...)`, on one rank",
-    "CentralStorageStrategy": "`mpidist.MPIStrategy()`",
-    "distribute": "`mpidist` itself: `mpidist.MPIStrategy`, `mpidist.ReduceOp`, ...",
-    "keras": "`mpidist.optimizers`, and array code for layers",
-    "losses": "array code, and `mpidist.compute_average_loss`",
-    "metrics": "an ON_READ `mpidist.Variable`, as in examples/custom_training_loop.py",
-    "nn": "`mpidist.compute_average_loss`, and array code",
-    "train": "`mpidist.Checkpoint` and `mpidist.CheckpointManager`",
-}
-
-
-def __getattr__(name: str) -> object:
-    message = f"module 'mpidist' has no attribute {name!r}"
-    if name in _INSTEAD:
-        message += f"; write {_INSTEAD[name]} (docs/porting.md has all names)"
-    raise AttributeError(message)
-
 
 # Tracebacks and reprs say mpidist.MPIStrategy, whatever file it is in.
 for _name in __all__:
@@ -172,3 +174,9 @@ for _module in (cluster, data, experimental, optimizers, testing):
         if callable(getattr(_module, _name)):
             getattr(_module, _name).__module__ = _module.__name__
 del _module, _name
+
+# `mpidist.data` explains its names itself.
+for _module in (cluster, experimental, optimizers):
+    _remedies.explain_module(_module.__name__)
+_remedies.explain_module(__name__)
+del _module

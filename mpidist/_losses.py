@@ -23,6 +23,7 @@ from mpidist._values.distributed import PerReplica
 
 _SIZE = "global_batch_size"
 _LOSS = "compute_average_loss"
+_PENALTY = "scale_regularization_loss"
 
 
 def global_batch_size(batch: Nest) -> int:
@@ -176,12 +177,45 @@ def compute_average_loss(
         collectives.invalid(_LOSS, error)
     if ask:
         total = _sum_of_rows(frame.group, losses)
+    # No replica has any rows: the empty sum is 0, and so is each share.
+    return _share(losses, max(total, 1))
+
+
+def _share(losses: Array, divisor: int) -> Nest:
+    """Return a sum divided by a number, in the dtype of the losses or float64."""
     is_float = losses.dtype.kind in "fc" or backend.is_bfloat16(losses.dtype)
     wide = losses.dtype if is_float and losses.dtype.itemsize > 2 else np.float32
     result = losses.dtype if is_float else np.dtype(np.float64)
     share = losses.sum(dtype=wide if is_float else result)
-    # No replica has any rows: the empty sum is 0, and so is each share.
-    return (share / max(total, 1)).astype(result)
+    return (share / divisor).astype(result)
+
+
+def scale_regularization_loss(regularization_loss: Nest) -> Nest:
+    """Return this replica's share of a loss that all replicas compute alike.
+
+    That is the loss divided by the number of replicas, for penalties on variables: the
+    shares of all replicas add up to the loss. Not collective. For replica functions,
+    and outside every scope. In TensorFlow ``tf.nn.scale_regularization_loss``.
+
+    Args:
+        regularization_loss: an array or a number, which is the same on all replicas.
+
+    Returns:
+        The array, or its sum if it has axes, divided by the number of replicas; of the
+        dtype of the loss (float64 for integers).
+
+    Raises:
+        TypeError: if it is not an array.
+        RuntimeError: in cross-replica context.
+    """
+    frame = context.current()
+    if frame.level is not context.Level.REPLICA:
+        raise RuntimeError(
+            f"{_PENALTY}: this code runs {frame.level.value}, but the loss is that of "
+            "one replica; call it in the function that you pass to `strategy.run`"
+        )
+    loss = backend.as_array(regularization_loss, _PENALTY)[0]
+    return _share(loss, frame.group.num_replicas)
 
 
 def _share_with_gradient(

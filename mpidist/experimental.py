@@ -15,6 +15,9 @@ from mpidist._checkpoints import (
     PreemptionCheckpointHandler as PreemptionCheckpointHandler,
 )
 from mpidist._checkpoints import TerminationConfig as TerminationConfig
+from mpidist._strategy.tensorflow_names import (
+    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
 from mpidist._strategy.value_context import ValueContext as ValueContext
 
 # The older name.
@@ -25,6 +28,7 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "MultiWorkerMirroredStrategy",
     "PreemptionCheckpointHandler",
     "TerminationConfig",
     "ValueContext",

@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import pickle
+import re
 import sys
 import threading
 from types import FrameType
@@ -181,7 +182,39 @@ def _describe_mismatch(reports: list[Report]) -> str:
         "Every rank must make the same calls in the same order, with the same "
         "operation, dtypes, shapes and structure."
     )
+    lines += _remedies(reports)
     return "\n".join(lines)
+
+
+# Calls that programs for other libraries make on one rank, in `if rank == 0:`.
+_ON_ONE_RANK: Final = {
+    r"(Checkpoint(?:Manager)?\.save)\b": (
+        "call it on every rank, outside of `if strategy.replica_id == 0:`; rank 0 "
+        "alone writes the files"
+    ),
+    r"(Checkpoint(?:Manager)?(?:\.restore\w*)?)\b": (
+        "call it on every rank, outside of `if strategy.replica_id == 0:`; rank 0 "
+        "alone reads the files, and sends the values to all"
+    ),
+    r"(Strategy\.(?:reduce|gather)|Variable '.*?'\.reading)\b": (
+        "call it on every rank, before `if strategy.replica_id == 0:`, and use the "
+        "result in it"
+    ),
+}
+
+
+def _remedies(reports: list[Report]) -> list[str]:
+    """Return what to write if some ranks make a call that all ranks have to make."""
+    for report in reports:
+        for pattern, remedy in _ON_ONE_RANK.items():
+            match = re.match(pattern, report.call)
+            if match is None:
+                continue
+            others = [re.match(pattern, other.call) for other in reports]
+            if all(other is not None and other[1] == match[1] for other in others):
+                return []  # they differ in their arguments
+            return [f"`{match[1]}` is a call of all ranks: {remedy}."]
+    return []
 
 
 def _shorten(calls: list[str]) -> list[str]:

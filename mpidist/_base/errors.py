@@ -17,6 +17,7 @@ for invalid arguments, ``RuntimeError`` for a call in the wrong context.
 from __future__ import annotations
 
 import os
+import sys
 import traceback
 from typing import Final
 
@@ -98,6 +99,14 @@ class RemoteTraceback(Exception):  # noqa: N818 - not an error, but the cause of
 def on_rank(rank: int, message: str) -> str:
     """Prefix a message with the rank that raises it."""
     return f"[rank {rank}] {message}"
+
+
+def level_of_caller() -> int:
+    """Return what `stacklevel` is for the first frame outside of this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_code.co_filename.startswith(PACKAGE):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def format_exception(error: BaseException) -> str:

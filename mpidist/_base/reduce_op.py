@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import enum
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
 
 from mpidist._base.variable_enums import VariableAggregation
+
+# Any: it may be annotated with NumPy's arrays or CuPy's, and take only these.
+ReduceFunction: TypeAlias = Callable[[Any, Any], Any]
+"""An associative function of two arrays, which returns one of their shape and dtype."""
 
 
 class ReduceOp(enum.Enum):
@@ -42,6 +47,10 @@ class ReduceOp(enum.Enum):
         )
 
 
+_FUNCTIONS: Final = (
+    "; functions are for `all_reduce(function, value)` in a replica function, and for "
+    "`strategy.reduce(function, value, axis=None)`"
+)
 _NAMES: Final = {op.name: op for op in ReduceOp}
 
 
@@ -72,6 +81,7 @@ def as_reduce_op(value: object, call: str) -> ReduceOp:
     raise TypeError(
         f"{call}: expected `reduce_op` to be a `mpidist.ReduceOp` or its name, got "
         f"{value!r} of type {type(value).__name__}"
+        f"{_FUNCTIONS if callable(value) else ''}"
     )
 
 

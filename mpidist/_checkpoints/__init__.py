@@ -2,6 +2,7 @@
 
 from mpidist._checkpoints.checkpoint import Checkpoint as Checkpoint
 from mpidist._checkpoints.manager import CheckpointManager as CheckpointManager
+from mpidist._checkpoints.manager import latest_checkpoint as latest_checkpoint
 from mpidist._checkpoints.preemption import (
     PreemptionCheckpointHandler as PreemptionCheckpointHandler,
 )

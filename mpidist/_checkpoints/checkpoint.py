@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from mpidist._base.remedies import explain_keywords, missing_name
 from mpidist._checkpoints import contents
 from mpidist._checkpoints.contents import VariableItem
 from mpidist._checkpoints.saved_objects import SavedObjects
@@ -62,10 +63,9 @@ class Checkpoint:
         by_name = {} if objects is None else objects.by_name
         if name in by_name:
             return by_name[name]
-        raise AttributeError(
-            f"this Checkpoint has no object {name!r}; it has "
-            f"{', '.join(by_name) or 'none'}"
-        )
+        names = ", ".join(by_name) or "none"
+        message = f"this Checkpoint has no object {name!r}; it has {names}"
+        raise missing_name("Checkpoint", message, name)
 
     def __repr__(self) -> str:
         items = contents.collect(self._objects.by_name, early=True)
@@ -81,6 +81,7 @@ class Checkpoint:
         """Return the objects by name."""
         return self._objects.by_name
 
+    @explain_keywords("Checkpoint.save")
     def save(
         self,
         path: str | os.PathLike[str],
@@ -112,6 +113,7 @@ class Checkpoint:
         """
         return self._objects.save(path, format, "Checkpoint.save").path
 
+    @explain_keywords("Checkpoint.restore")
     def restore(self, path: str | os.PathLike[str], partial: bool = False) -> list[str]:
         """Restore all objects from a checkpoint. Collective.
 

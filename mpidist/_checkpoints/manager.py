@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from mpidist._base import backend
 from mpidist._base.errors import CheckpointError
+from mpidist._base.remedies import explain_attributes, explain_keywords
 from mpidist._checkpoints import replace, storage
 from mpidist._checkpoints.checkpoint import Checkpoint, objects_of
 
@@ -19,6 +20,7 @@ class _Entry(NamedTuple):
     path: str
 
 
+@explain_attributes
 class CheckpointManager:
     """Saves numbered checkpoints in a directory, and finds the newest complete one.
 
@@ -42,6 +44,7 @@ class CheckpointManager:
         TypeError, ValueError: if an argument is invalid; on all ranks.
     """
 
+    @explain_keywords("CheckpointManager")
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -74,7 +77,7 @@ class CheckpointManager:
             f"({self._directory!r}, max_to_keep={max_to_keep}, "
             f"checkpoint_name={checkpoint_name!r})"
         )
-        found = call.on_rank_0(self._scan)
+        found = call.on_rank_0(lambda: _scan(self._directory, checkpoint_name))
         self._directory, self._entries, self._highest = found
 
     def __repr__(self) -> str:
@@ -106,6 +109,7 @@ class CheckpointManager:
         """
         return self._entries[-1].path if self._entries else None
 
+    @explain_keywords("CheckpointManager.save")
     def save(self, checkpoint_number: object = None) -> str:
         """Save a new checkpoint, then delete the oldest. Collective.
 
@@ -189,39 +193,68 @@ class CheckpointManager:
                 return path
         return None
 
-    def _scan(self) -> tuple[str, list[_Entry], int]:
-        """Return the directory, its checkpoints, and the highest number in use."""
-        directory = os.path.abspath(self._directory)
-        pattern = re.compile(rf"{re.escape(self._name)}-(\d+)")
-        entries = []
-        highest = 0
+
+class _Scan(NamedTuple):
+    directory: str  # absolute
+    entries: list[_Entry]  # the complete checkpoints, in the order of saving
+    highest: int  # of the numbers in use
+
+
+def _scan(directory: str, prefix: str) -> _Scan:
+    """Find the checkpoints in a directory, and verify the newest."""
+    directory = os.path.abspath(directory)
+    pattern = re.compile(rf"{re.escape(prefix)}-(\d+)")
+    entries = []
+    highest = 0
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        names = []
+    for name in names:
+        match = pattern.fullmatch(name)
+        if match is None:
+            continue
+        number = int(match[1])
+        highest = max(highest, number)
+        path = os.path.join(directory, name)
         try:
-            names = os.listdir(directory)
-        except FileNotFoundError:
-            names = []
-        for name in names:
-            match = pattern.fullmatch(name)
-            if match is None:
-                continue
-            number = int(match[1])
-            highest = max(highest, number)
-            path = os.path.join(directory, name)
-            try:
-                files = storage.CheckpointFiles(path)
-            except (CheckpointError, OSError) as error:
-                _warn(path, str(error))
-                continue
-            entries.append(_Entry(files.manifest.saved_at_ns, number, path))
-        entries.sort()
-        while entries:
-            path = entries[-1].path
-            try:
-                storage.CheckpointFiles(path).verify()
-                break
-            except (CheckpointError, OSError) as error:
-                _warn(path, str(error))
-                entries.pop()
-        return directory, entries, highest
+            files = storage.CheckpointFiles(path)
+        except (CheckpointError, OSError) as error:
+            _warn(path, str(error))
+            continue
+        entries.append(_Entry(files.manifest.saved_at_ns, number, path))
+    entries.sort()
+    while entries:
+        path = entries[-1].path
+        try:
+            storage.CheckpointFiles(path).verify()
+            break
+        except (CheckpointError, OSError) as error:
+            _warn(path, str(error))
+            entries.pop()
+    return _Scan(directory, entries, highest)
+
+
+def latest_checkpoint(
+    checkpoint_dir: str | os.PathLike[str], checkpoint_name: str = "ckpt"
+) -> str | None:
+    """Return the path of the newest complete checkpoint of a `CheckpointManager`.
+
+    Not collective: it reads the directory on the rank that calls it, needs no strategy
+    and no MPI, and skips damaged checkpoints with a warning. In a program on several
+    ranks, `CheckpointManager.latest_checkpoint` and
+    `CheckpointManager.restore_or_initialize` ask rank 0 alone, so that ranks without
+    access to the directory get the same path.
+
+    Args:
+        checkpoint_dir: the directory of the manager.
+        checkpoint_name: the prefix of the names in it.
+
+    Returns:
+        The path; None if there is no checkpoint.
+    """
+    entries = _scan(os.fspath(checkpoint_dir), checkpoint_name).entries
+    return entries[-1].path if entries else None
 
 
 def _delete(path: str, call: str) -> None:

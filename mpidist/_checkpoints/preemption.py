@@ -30,6 +30,7 @@ from typing import Any, Final
 
 from mpidist._agreement.mismatch import Call
 from mpidist._base import threads
+from mpidist._base.remedies import explain_attributes
 from mpidist._checkpoints.checkpoint import Checkpoint, objects_of
 from mpidist._checkpoints.manager import CheckpointManager
 
@@ -62,6 +63,7 @@ class TerminationConfig:
     save_fn: Callable[..., object] | None = None
 
 
+@explain_attributes
 class PreemptionCheckpointHandler:
     """Saves a checkpoint on all ranks, at the same step, when any is asked to end.
 

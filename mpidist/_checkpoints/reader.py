@@ -7,11 +7,13 @@ import os
 import time
 from collections.abc import Iterator
 
+from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import HostArray
 from mpidist._checkpoints import state_json, storage
 from mpidist._checkpoints.state_json import State
 
 
+@explain_attributes
 class CheckpointReader(collections.abc.Mapping[str, HostArray]):
     """The arrays of a checkpoint by name, read when they are accessed.
 

@@ -74,6 +74,7 @@ class ReplicaGroup:
         *,
         number: int,
         is_mpi: bool,
+        make_registry: type[Registry] = Registry,
     ) -> None:
         """Tell the other ranks this one's device and host. Collective."""
         self.strategy: Any = None
@@ -93,7 +94,7 @@ class ReplicaGroup:
         self.host_names: tuple[str, ...] = tuple(host for _, host, _ in rows)
         firsts = list(dict.fromkeys(first for _, _, first in rows))
         self.node_numbers: tuple[int, ...] = tuple(firsts.index(row[2]) for row in rows)
-        self.registry: Registry = Registry(self, comm.rank, comm.size)
+        self.registry: Registry = make_registry(self, comm.rank, comm.size)
         self.custom_ops: BatchReducer | None = None
         self.all_reduce: Callable[..., Any] = collectives.all_reduce
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from mpidist._agreement.guard import Guard
 from mpidist._base import backend
 from mpidist._base.environment import (
@@ -10,12 +12,29 @@ from mpidist._base.environment import (
 from mpidist._base.options import (
     CommunicationOptions,
 )
+from mpidist._base.reduce_op import ReduceOp
+from mpidist._base.types import Nest
 from mpidist._engine.collectives import Collectives
 from mpidist._mpi.self_communicator import SelfCommunicator
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
+from mpidist._runtime.registry import Components, Key, Registry
+from mpidist._strategy.outside import warn_of_own_value
 from mpidist._strategy.replica_context import attach
 from mpidist._strategy.strategy import Strategy, group_of
+from mpidist._values.distributed import PerReplica, PerReplicaOfOne
+
+_C = TypeVar("_C", bound=Components)
+
+
+class _OneReplica(Registry):
+    """The registry of one replica: its component is all that there is."""
+
+    def wrap(self, kind: type[_C], own: Nest, key: Key) -> _C:
+        """Return a PerReplica that acts as its component, or a Mirrored."""
+        if kind is PerReplica:
+            return super().wrap(PerReplicaOfOne, own, key)  # type: ignore[return-value]
+        return super().wrap(kind, own, key)
 
 
 class DefaultStrategy(Strategy):
@@ -37,7 +56,22 @@ class DefaultStrategy(Strategy):
         device = backend.Device("cpu")
         options = CommunicationOptions()
         collectives = Collectives(comm, guard, options, environment, device)
-        super().__init__(ReplicaGroup(collectives, number=0, is_mpi=False))
+        group = ReplicaGroup(
+            collectives, number=0, is_mpi=False, make_registry=_OneReplica
+        )
+
+        def all_reduce(
+            op: ReduceOp,
+            tree: Nest,
+            options: CommunicationOptions | None = None,
+            call: str = "all_reduce",
+        ) -> Nest:
+            if call == "all_reduce":  # of a replica context, not of a variable
+                warn_of_own_value()
+            return collectives.all_reduce(op, tree, options, call)
+
+        group.all_reduce = all_reduce
+        super().__init__(group)
         attach(self, None)
 
     def __repr__(self) -> str:

@@ -17,6 +17,7 @@ from mpidist._base.options import (
 from mpidist._base.reduce_op import (
     ReduceOp,
 )
+from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Nest
 from mpidist._merge.updates import update_in_replica
 from mpidist._runtime import context, dispatch
@@ -41,6 +42,7 @@ from mpidist._values.variable import Variable, check_owner, storage_of
 from mpidist.data import Dataset
 
 
+@explain_attributes
 class StrategyExtended:
     """Additional strategy methods, for libraries and ported ``merge_fn`` code.
 

@@ -25,6 +25,7 @@ from mpidist._base.options import (
     CommunicationImplementation,
     CommunicationOptions,
 )
+from mpidist._base.remedies import explain_keywords
 from mpidist._engine import SharedMemory, open_shared_memory
 from mpidist._engine.collectives import Collectives
 from mpidist._engine.traced import TracedCollectives
@@ -33,6 +34,7 @@ from mpidist._mpi.library import check_communicator, check_not_alone, local_rank
 from mpidist._runtime import context, forked_child, process_exit, timelines
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.cross_device_ops import CrossDeviceOps
+from mpidist._strategy.outside import note_closed, note_open
 from mpidist._strategy.replica_context import attach
 from mpidist._strategy.strategy import Strategy
 
@@ -116,6 +118,7 @@ class MPIStrategy(Strategy):
 
     _name = "MPIStrategy"
 
+    @explain_keywords("MPIStrategy")
     def __init__(
         self,
         comm: Comm = None,
@@ -202,6 +205,7 @@ class MPIStrategy(Strategy):
         group = ReplicaGroup(collectives, number=next(_numbers.get()), is_mpi=True)
         super().__init__(group)
         attach(self, settings.cross_device_ops)
+        note_open(group)
         if environment.abort:
             process_exit.watch(guard, waits=settings.guard)
 
@@ -220,6 +224,7 @@ class MPIStrategy(Strategy):
         context.require_cross_replica(group, "MPIStrategy.close")
         guard.agree(mismatch.Call("MPIStrategy.close"))
         guard.close()
+        note_closed(group)
         group.collectives.close()
         group.collectives.release()
         self._communicator.free()

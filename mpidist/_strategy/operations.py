@@ -17,6 +17,7 @@ from mpidist._base.options import (
     CommunicationOptions,
 )
 from mpidist._base.reduce_op import (
+    ReduceFunction,
     ReduceOp,
     as_reduce_op,
 )
@@ -26,6 +27,7 @@ from mpidist._runtime.dispatch import OnRank0, check_arguments
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import component, home_of
 from mpidist._strategy import axis_reduction
+from mpidist._strategy.folds import reduce_with
 from mpidist._strategy.reductions import (
     Destination,
     Pair,
@@ -98,8 +100,13 @@ def _call_for_each_replica(
 
 @dispatch.operation("reduce")
 def _reduce(
-    group: ReplicaGroup, reduce_op: ReduceOp | str, value: Nest, axis: object
+    group: ReplicaGroup,
+    reduce_op: ReduceOp | str | ReduceFunction,
+    value: Nest,
+    axis: object,
 ) -> Nest:
+    if type(reduce_op) is not ReduceOp and callable(reduce_op):
+        return reduce_with(group, reduce_op, value, axis)
     collectives = group.collectives
     custom = group.custom_ops
     if type(value) is PerReplica and axis is None and custom is None:

@@ -22,6 +22,7 @@ from mpidist._values.distributed import (
     DistributedValues,
     Mirrored,
     PerReplica,
+    PerReplicaOfOne,
     own_component,
 )
 from mpidist._values.variable import Variable, check_owner, component_of
@@ -104,7 +105,7 @@ def broadcast_value(group: ReplicaGroup, get: Callable[[], Nest]) -> Nest:
 
     def make() -> list[Nest]:  # the value, and whether it is a number
         value = get()
-        if isinstance(value, PerReplica):
+        if isinstance(value, PerReplica) and not isinstance(value, PerReplicaOfOne):
             raise TypeError(
                 "broadcast_to: got a PerReplica, which is not one value; write "
                 "`strategy.extended.reduce_to(op, value, destinations)`"

@@ -16,9 +16,11 @@ from mpidist._base.options import (
     CommunicationOptions,
 )
 from mpidist._base.reduce_op import (
+    ReduceFunction,
     ReduceOp,
     as_reduce_op,
 )
+from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Nest
 from mpidist._merge import updates
 from mpidist._merge.merge_call import merge_call
@@ -26,10 +28,12 @@ from mpidist._runtime import context
 from mpidist._runtime.dispatch import check_arguments
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.cross_device_ops import CrossDeviceOps
+from mpidist._strategy.folds import fold
 from mpidist._strategy.reductions import all_reduce
 from mpidist._strategy.strategy import Strategy, group_of
 
 
+@explain_attributes
 class ReplicaContext:
     """The replica that the code runs on, inside `Strategy.run`.
 
@@ -118,7 +122,7 @@ class ReplicaContext:
 
     def all_reduce(
         self,
-        reduce_op: ReduceOp | str,
+        reduce_op: ReduceOp | str | ReduceFunction,
         value: Nest,
         options: CommunicationOptions | None = None,
     ) -> Nest:
@@ -130,7 +134,12 @@ class ReplicaContext:
         is freed when the last of them is.
 
         Args:
-            reduce_op: a `ReduceOp` or its name.
+            reduce_op: a `ReduceOp` or its name; or an associative function of two
+                arrays, such as ``numpy.logaddexp``, the same on all replicas. It is
+                called as ``f(f(x0, x1), x2)`` in the order of the replicas, on every
+                rank, which therefore gets the arrays of all (an all-gather). It must
+                return an array of the same shape and dtype. A `CrossDeviceOps` does not
+                see it.
             value: a nest of arrays and numbers, of the same structure, shapes and
                 dtypes on all replicas. It is not changed.
             options: communication options for this call.
@@ -143,8 +152,10 @@ class ReplicaContext:
         Raises:
             RuntimeError: if called outside this replica context.
             TypeError: if a leaf is not an array, or the operation is not defined for
-                its dtype.
-            CollectiveMismatchError: if the replicas' calls differ.
+                its dtype, or a function returns another shape or dtype.
+            ReplicaError: if a function raised on another rank.
+            CollectiveMismatchError: if the replicas' calls differ, or the results of a
+                function.
 
         Example, on two replicas::
 
@@ -158,6 +169,8 @@ class ReplicaContext:
             try:
                 op = as_reduce_op(op, "all_reduce")
             except Exception as error:
+                if callable(reduce_op):
+                    return fold(self._group, reduce_op, value, options, "all_reduce")
                 self._group.collectives.invalid("all_reduce", error)
         return self._all_reduce(op, value, options)
 

@@ -10,8 +10,10 @@ from typing import Any, NoReturn, TypeAlias
 
 from mpidist._base.nest import map_structure
 from mpidist._base.reduce_op import (
+    ReduceFunction,
     ReduceOp,
 )
+from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Nest
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup
@@ -48,6 +50,7 @@ class CommunicationStatistics:
     bytes: dict[str, int]
 
 
+@explain_attributes
 class Strategy:
     """Runs code on replicas and keeps their state together.
 
@@ -172,14 +175,15 @@ class Strategy:
 
     def reduce(
         self,
-        reduce_op: ReduceOp | str,
+        reduce_op: ReduceOp | str | ReduceFunction,
         value: Nest,
         axis: int | tuple[int, ...] | None,
     ) -> Nest:
         """Combine a per-replica value into one. Collective.
 
         Args:
-            reduce_op: a `ReduceOp` or its name.
+            reduce_op: a `ReduceOp` or its name; or an associative function of two
+                arrays, as for `ReplicaContext.all_reduce`, with ``axis=None``.
             value: a `PerReplica`, or a nest of them.
             axis: None to combine the replicas' arrays element by element; an int or
                 a tuple of ints to reduce each array over these axes too. MEAN then

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
-import types
 import warnings
 from typing import Literal
 
@@ -18,6 +16,7 @@ from mpidist._base import backend, nest
 from mpidist._base.environment import (
     Environment,
 )
+from mpidist._base.errors import level_of_caller
 from mpidist._base.options import (
     CommunicationImplementation,
 )
@@ -264,7 +263,7 @@ class Devices:
         raised = b""
         if self._comm.rank == 0 and text not in _told:
             try:
-                warnings.warn(text, RuntimeWarning, stacklevel=_level_of_caller())
+                warnings.warn(text, RuntimeWarning, stacklevel=level_of_caller())
                 _told.add(text)
             except RuntimeWarning as error:
                 raised = str(error).encode()
@@ -315,19 +314,6 @@ class Devices:
         if self._nccl is not None:
             self._nccl.close()
             self._nccl = None
-
-
-def _level_of_caller() -> int:
-    """Return what `stacklevel` is for the first frame outside of this package."""
-    frame, level = sys._getframe(1), 1
-    package = __name__.partition(".")[0]
-    while frame.f_back and _package_of(frame) == package:
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def _package_of(frame: types.FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def place_text(arrays: list[Array], structure: nest.Structure, mixed: bool) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpidist._base import backend, guests, nest
+from mpidist._base.remedies import explain_attributes, missing_name
 from mpidist._base.types import Array, DType, HostArray, Nest, Shape
 from mpidist._runtime import context
 from mpidist._runtime.registry import Components
@@ -127,6 +128,7 @@ class DistributedValues(Components):
         )
 
 
+@explain_attributes
 class PerReplica(DistributedValues):
     """A value that is different on each replica.
 
@@ -137,10 +139,23 @@ class PerReplica(DistributedValues):
     """
 
     # Makes NumPy and CuPy arrays defer operators to this class.
-    __array_ufunc__ = None
+    __array_ufunc__: Callable[..., Any] | None = None
 
     def __bool__(self) -> bool:
         raise TypeError(f"a PerReplica has no truth value; {_ALTERNATIVES}")
+
+    def __str__(self) -> str:
+        if self._all is not None:
+            return repr(self)
+        return f"{self!r}; {_TO_COMBINE}"
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise TypeError(
+                f"a PerReplica has no format {spec!r}, since it has a component on "
+                f"each replica; {_ALTERNATIVES}"
+            )
+        return str(self)
 
     def __array__(
         self, dtype: DTypeLike | None = None, copy: bool | None = None
@@ -171,11 +186,14 @@ for _name in (
         setattr(PerReplica, f"__{_prefix}{_name}__", _refuse_operator)
 for _name in (
     *("neg", "pos", "abs", "invert", "float", "int", "lt", "le", "gt", "ge"),
-    *("getitem", "iter", "contains"),
+    *("getitem", "iter", "contains", "complex", "round", "divmod", "rdivmod"),
 ):
     setattr(PerReplica, f"__{_name}__", _refuse_operator)
 
 
+_TO_COMBINE: Final = (
+    'for one value of all replicas write strategy.reduce("MEAN", value, axis=None)'
+)
 _ALTERNATIVES: Final = (
     "write `strategy.reduce(op, value, axis=None)`, "
     "`strategy.experimental_local_results(value)`, or pass it to `strategy.run`. "
@@ -343,6 +361,9 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
     def __index__(self) -> int:
         return int(self.value().__index__())
 
+    def __round__(self, ndigits: int | None = None) -> Any:
+        return round(self._array_view().item(), ndigits)
+
     def __format__(self, spec: str) -> str:
         if not spec:
             return str(self)
@@ -351,9 +372,9 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
     def __getattr__(self, name: str) -> Any:
         if name in _DELEGATED:
             return getattr(self.value(), name)
-        raise AttributeError(
-            f"'{type(self).__name__}' object has no attribute {name!r}"
-        )
+        kind = type(self).__name__
+        message = f"{kind!r} object has no attribute {name!r}"
+        raise missing_name(kind, message, name)
 
 
 # Of torch and JAX: NumPy's functions would convert them to NumPy arrays.
@@ -439,6 +460,26 @@ class Mirrored(DistributedValues, ArrayLike):
         if name.startswith("_"):
             raise AttributeError(f"'Mirrored' object has no attribute {name!r}")
         return getattr(self.value(), name)
+
+
+class PerReplicaOfOne(ArrayLike, PerReplica):
+    """A PerReplica of the default strategy, which acts as its one component.
+
+    TensorFlow's default strategy returns the values themselves.
+    """
+
+    __hash__ = object.__hash__
+    __array_ufunc__ = ArrayLike.__array_ufunc__
+
+    def value(self) -> Any:
+        """Return the component. Not collective."""
+        return self._own
+
+    def __repr__(self) -> str:
+        return f"PerReplica(replica 0 of 1: {self._own!r})"
+
+    def __str__(self) -> str:
+        return repr(self)
 
 
 def to_plain(x: Nest) -> Nest:

@@ -25,6 +25,7 @@ from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import (
     Mirrored,
     PerReplica,
+    PerReplicaOfOne,
     own_component,
     to_plain,
 )
@@ -113,7 +114,7 @@ class VariableStorage:
                 `Variable.scatter_add`.
         """
         call = f"Variable {self.name!r}.scatter_{how}"
-        if isinstance(value, Mirrored):
+        if isinstance(value, (Mirrored, PerReplicaOfOne)):
             value = own_component(value)
         if isinstance(value, PerReplica):
             self._refuse_per_replica(f"scatter_{how}")
@@ -184,10 +185,10 @@ class VariableStorage:
                 "& ~value)`, or make the variable with an integer dtype"
             )
         shape = own.shape if shape is None else shape
+        if isinstance(value, (Mirrored, PerReplicaOfOne)):
+            value = own_component(value)
         if isinstance(value, PerReplica):
             self._refuse_per_replica(how)
-        if isinstance(value, Mirrored):
-            value = own_component(value)
         value = to_plain(value)
         listed = isinstance(value, (list, tuple))
         x: Array
@@ -308,12 +309,12 @@ def initial_array(
     """
     call = f"Variable {attributes.name!r}"
     value = initial_value() if callable(initial_value) else initial_value
-    if isinstance(value, PerReplica):
+    if isinstance(value, PerReplica) and not isinstance(value, PerReplicaOfOne):
         raise TypeError(
             f"{call}: got a PerReplica as initial value; write `strategy.reduce(op, "
             "value, axis=None)` or one array"
         )
-    if isinstance(value, Mirrored):
+    if isinstance(value, (Mirrored, PerReplicaOfOne)):
         value = own_component(value)
     value = to_plain(value)
     if isinstance(value, (list, tuple)):

@@ -14,6 +14,7 @@ from numpy.typing import DTypeLike
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.indexed_slices import Scatter
+from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Array, DType, Nest, Shape
 from mpidist._base.variable_enums import (
     VariableAggregation,
@@ -23,6 +24,7 @@ from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import Registered, home_of, key_of
+from mpidist._values.creators import Internal, by_creators
 from mpidist._values.distributed import (
     ArrayLike,
     DistributedValues,
@@ -49,7 +51,7 @@ _OF_MEMORY: Final = frozenset(("itemsize", "nbytes", "strides"))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Given:
+class _Given(Internal):
     """The data that all ranks have for a variable, as argument of `Variable`."""
 
     group: ReplicaGroup
@@ -115,6 +117,8 @@ class Variable(ArrayLike, Registered):
     _storage: VariableStorage
     _policy: OnWrite | OnRead
 
+    @explain_keywords("Variable")
+    @by_creators
     def __init__(
         self,
         initial_value: Nest,

@@ -11,17 +11,25 @@ from mpidist.optimizers._optimizer import Optimizer as Optimizer
 from mpidist.optimizers._rules import SGD as SGD
 from mpidist.optimizers._rules import Adam as Adam
 from mpidist.optimizers._rules import AdamW as AdamW
+from mpidist.optimizers._rules import RMSprop as RMSprop
 from mpidist.optimizers._schedules import cosine_decay as cosine_decay
+from mpidist.optimizers._schedules import exponential_decay as exponential_decay
+from mpidist.optimizers._schedules import inverse_time_decay as inverse_time_decay
 from mpidist.optimizers._schedules import linear_warmup as linear_warmup
 from mpidist.optimizers._schedules import piecewise_constant as piecewise_constant
+from mpidist.optimizers._schedules import polynomial_decay as polynomial_decay
 
 __all__ = [
     "SGD",
     "Adam",
     "AdamW",
     "Optimizer",
+    "RMSprop",
     "clip_by_global_norm",
     "cosine_decay",
+    "exponential_decay",
+    "inverse_time_decay",
     "linear_warmup",
     "piecewise_constant",
+    "polynomial_decay",
 ]

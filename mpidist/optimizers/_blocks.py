@@ -48,6 +48,7 @@ class Target:
         formula: Formula,
         gradient: Array,
         scale: Array | None,
+        limit: float | None,
         constants: tuple[float, ...],
     ) -> None:
         """Apply one step to this rank's copy of the variable. Not collective.
@@ -56,6 +57,7 @@ class Target:
             formula: `Optimizer._step` of the optimizer.
             gradient: the sum over the replicas, in C order.
             scale: the factor for the gradient; None: 1.
+            limit: the maximum magnitude of its elements; None: none.
             constants: from `Optimizer._constants`.
         """
         array, copy = self.array, self.copy
@@ -73,6 +75,9 @@ class Target:
                 w[...] = block.w
             if scale is not None:
                 g = array_functions.multiply(g, scale, out=block.u)
+            if limit is not None:
+                g = array_functions.minimum(g, limit, out=block.u)
+                g = array_functions.maximum(g, -limit, out=block.u)
             formula(w, g, block.slots, block.t, block.u, constants)
             if block.wide is not None:
                 block.w[...] = w

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -10,7 +11,7 @@ import numpy as np
 
 from mpidist._base import backend, nest
 from mpidist._base.types import Array, Nest
-from mpidist._values.distributed import PerReplica
+from mpidist._values.distributed import PerReplica, PerReplicaOfOne
 from mpidist.optimizers._arguments import array_functions
 
 # Elements processed at a time: on the host as many as fit into a core's cache, on a GPU
@@ -48,7 +49,7 @@ def clip_by_global_norm(grads: Nest, clip_norm: float) -> tuple[Nest, Nest]:
     clip = check_clip_norm(clip_norm, call, "clip_norm")
     leaves, structure = nest.flatten(grads)
     for leaf in leaves:
-        if isinstance(leaf, PerReplica):
+        if isinstance(leaf, PerReplica) and not isinstance(leaf, PerReplicaOfOne):
             raise TypeError(
                 f"{call}: got a PerReplica; reduce it first: "
                 '`strategy.reduce("SUM", gradients, axis=None)`, or in a replica '
@@ -64,6 +65,61 @@ def clip_by_global_norm(grads: Nest, clip_norm: float) -> tuple[Nest, Nest]:
             for pair in pairs
         ]
     return structure.unflatten(clipped), norm
+
+
+@dataclasses.dataclass(frozen=True)
+class Clipping:
+    """How an optimizer limits summed gradients; at most one setting is not None.
+
+    Attributes:
+        clipnorm: the maximum norm of each gradient.
+        clipvalue: the maximum magnitude of each element.
+        global_clipnorm: the maximum norm of all gradients together.
+    """
+
+    clipnorm: float | None
+    clipvalue: float | None
+    global_clipnorm: float | None
+
+    def checked(self, call: str) -> Clipping:
+        """Return it with a float.
+
+        Raises:
+            TypeError, ValueError: if it is not one number greater than 0.
+        """
+        if len(self.settings) > 1:
+            names = " and ".join(f"`{name}`" for name in self.settings)
+            raise ValueError(f"{call}: got {names}; leave out all but one")
+        numbers = {
+            name: check_clip_norm(value, call, name)
+            for name, value in self.settings.items()
+        }
+        return dataclasses.replace(self, **numbers)
+
+    @property
+    def settings(self) -> dict[str, float]:
+        """The setting by its name, if there is one."""
+        every = dataclasses.asdict(self).items()
+        return {name: value for name, value in every if value is not None}
+
+    def scratch(self, arrays: Sequence[Array]) -> Array | None:
+        """Return the memory that `scales` needs; None if it needs none."""
+        if self.clipnorm is None and self.global_clipnorm is None:
+            return None
+        return norm_scratch(arrays)
+
+    def scales(
+        self, arrays: Sequence[Array], scratch: Array | None
+    ) -> Sequence[Array | None]:
+        """Return the factor of each gradient; None for 1."""
+        if scratch is not None and self.clipnorm is not None:
+            return [
+                clip_scale(global_norm([x], scratch), self.clipnorm) for x in arrays
+            ]
+        scale = None
+        if scratch is not None and self.global_clipnorm is not None:
+            scale = clip_scale(global_norm(arrays, scratch), self.global_clipnorm)
+        return [scale] * len(arrays)
 
 
 def check_clip_norm(clip_norm: object, call: str, argument: str) -> float:

@@ -26,6 +26,7 @@ import numpy as np
 
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
+from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Array, HostArray
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup
@@ -45,12 +46,7 @@ from mpidist.optimizers._arguments import (
     unique,
 )
 from mpidist.optimizers._blocks import Target, lay_out
-from mpidist.optimizers._clipping import (
-    check_clip_norm,
-    clip_scale,
-    global_norm,
-    norm_scratch,
-)
+from mpidist.optimizers._clipping import Clipping
 from mpidist.optimizers._gradient_sum import GradientSum
 from mpidist.optimizers._reference import Referable, Reference
 from mpidist.optimizers._schedules import LearningRate, check_rate
@@ -68,9 +64,10 @@ class _PreparedStep:
     targets: list[Target]  # for each of them
     constants: list[tuple[float, ...]]
     count: Array  # of completed steps
-    norm_scratch: Array | None  # None without clipping
+    norm_scratch: Array | None  # None without clipping by norms
 
 
+@explain_attributes
 class Optimizer(Referable):
     """The base class of `SGD`, `Adam` and `AdamW`.
 
@@ -90,7 +87,7 @@ class Optimizer(Referable):
         learning_rate: LearningRate,
         *,
         name: str | None,
-        global_clipnorm: float | None,
+        clipping: Clipping,
         settings: dict[str, float | bool],
     ) -> None:
         kind = type(self).__name__
@@ -102,11 +99,7 @@ class Optimizer(Referable):
         if name is not None and not isinstance(name, str):
             raise TypeError(f"{kind}: expected `name` to be a str, got {name!r}")
         self._name = name or kind.lower()
-        self._global_clipnorm = (
-            None
-            if global_clipnorm is None
-            else check_clip_norm(global_clipnorm, kind, "global_clipnorm")
-        )
+        self._clipping = clipping.checked(kind)
         self._settings = settings
         self._not_decayed: list[str] = []
         self._not_decayed_variables: list[Variable] = []
@@ -331,8 +324,7 @@ class Optimizer(Referable):
     def _text(self) -> str:
         """All settings except the learning rate, which is the same on all ranks."""
         settings: dict[str, object] = dict(self._settings)
-        if self._global_clipnorm is not None:
-            settings["global_clipnorm"] = self._global_clipnorm
+        settings |= self._clipping.settings
         if self._not_decayed:
             settings["not_decayed"] = self._not_decayed
         settings["name"] = self._name
@@ -448,14 +440,12 @@ class Optimizer(Referable):
         for place, reduced in zip(given.summed, sums, strict=True):
             arrays[place] = reduced
         with np.errstate(all="ignore"):
-            scale = None
-            clip_norm = self._global_clipnorm
-            if clip_norm is not None and step.norm_scratch is not None:
-                scale = clip_scale(global_norm(arrays, step.norm_scratch), clip_norm)
-            for target, gradient, constants in zip(
-                step.targets, arrays, step.constants, strict=True
+            scales = self._clipping.scales(arrays, step.norm_scratch)
+            limit = self._clipping.clipvalue
+            for target, gradient, scale, constants in zip(
+                step.targets, arrays, scales, step.constants, strict=True
             ):
-                target.update(self._step, gradient, scale, constants)
+                target.update(self._step, gradient, scale, limit, constants)
             array_functions.add(step.count, 1, out=step.count)
 
     def _prepare(self, group: ReplicaGroup, given: GivenGradients) -> _PreparedStep:
@@ -473,9 +463,7 @@ class Optimizer(Referable):
             [arrays[i] for i in given.summed],
             [variables[i] for i in given.summed],
         )
-        scratch = None
-        if self._global_clipnorm is not None:
-            scratch = norm_scratch(arrays)
+        scratch = self._clipping.scratch(arrays)
         if not self._targets:
             self._targets = lay_out(self._variables, self._slots)
         targets = [self._targets[index] for index in indices]

@@ -6,8 +6,10 @@ import math
 import numbers
 from typing import ClassVar
 
+from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Array
 from mpidist.optimizers._arguments import array_functions
+from mpidist.optimizers._clipping import Clipping
 from mpidist.optimizers._optimizer import Optimizer
 from mpidist.optimizers._schedules import LearningRate
 
@@ -31,9 +33,12 @@ class SGD(Optimizer):
         momentum: at least 0 and less than 1; with 0 there is no slot.
         nesterov: whether to use Nesterov momentum.
         weight_decay: the factor of an L2 penalty, added to the gradient.
-        global_clipnorm: if given, gradients are clipped to this global norm, after
-            they are summed and before ``weight_decay`` is added
-            (`mpidist.optimizers.clip_by_global_norm`).
+        clipnorm: if given, each gradient is clipped to this norm, after it is summed
+            and before ``weight_decay`` is added. At most one of this and the next two.
+        clipvalue: if given, each element of the summed gradients is limited to
+            ``-clipvalue`` and ``clipvalue``.
+        global_clipnorm: if given, the summed gradients are clipped to this norm of all
+            together (`mpidist.optimizers.clip_by_global_norm`).
         name: default "sgd".
 
     Raises:
@@ -41,6 +46,7 @@ class SGD(Optimizer):
         RuntimeError: inside ``merge_fn``, which only rank 0 runs.
     """
 
+    @explain_keywords("SGD")
     def __init__(
         self,
         learning_rate: LearningRate = 0.01,
@@ -48,6 +54,8 @@ class SGD(Optimizer):
         nesterov: bool = False,
         *,
         weight_decay: float | None = None,
+        clipnorm: float | None = None,
+        clipvalue: float | None = None,
         global_clipnorm: float | None = None,
         name: str | None = None,
     ) -> None:
@@ -62,9 +70,8 @@ class SGD(Optimizer):
             "nesterov": self._nesterov,
             "weight_decay": self._decay,
         }
-        super().__init__(
-            learning_rate, name=name, global_clipnorm=global_clipnorm, settings=settings
-        )
+        clipping = Clipping(clipnorm, clipvalue, global_clipnorm)
+        super().__init__(learning_rate, name=name, clipping=clipping, settings=settings)
         if self._momentum:
             self._slot_names = ("momentum",)  # type: ignore[misc]
 
@@ -118,8 +125,7 @@ class Adam(Optimizer):
         beta_1: decay of the first moment, at least 0 and less than 1.
         beta_2: decay of the second moment, at least 0 and less than 1.
         epsilon: added to the divisor. (torch's default is 1e-8.)
-        global_clipnorm: if given, gradients are clipped to this global norm, after
-            they are summed (`mpidist.optimizers.clip_by_global_norm`).
+        clipnorm, clipvalue, global_clipnorm: as for `SGD`.
         name: default "adam".
 
     Raises:
@@ -129,6 +135,7 @@ class Adam(Optimizer):
 
     _slot_names: ClassVar[tuple[str, ...]] = ("momentum", "velocity")
 
+    @explain_keywords("Adam")
     def __init__(
         self,
         learning_rate: LearningRate = 0.001,
@@ -136,6 +143,8 @@ class Adam(Optimizer):
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
         *,
+        clipnorm: float | None = None,
+        clipvalue: float | None = None,
         global_clipnorm: float | None = None,
         name: str | None = None,
     ) -> None:
@@ -149,9 +158,8 @@ class Adam(Optimizer):
             "beta_2": self._beta_2,
             "epsilon": self._epsilon,
         } | self._more_settings()
-        super().__init__(
-            learning_rate, name=name, global_clipnorm=global_clipnorm, settings=settings
-        )
+        clipping = Clipping(clipnorm, clipvalue, global_clipnorm)
+        super().__init__(learning_rate, name=name, clipping=clipping, settings=settings)
 
     def _more_settings(self) -> dict[str, float | bool]:
         return {}
@@ -208,8 +216,7 @@ class AdamW(Adam):
         beta_1: decay of the first moment, at least 0 and less than 1.
         beta_2: decay of the second moment, at least 0 and less than 1.
         epsilon: added to the divisor. (torch's default is 1e-8.)
-        global_clipnorm: if given, gradients are clipped to this global norm, after
-            they are summed (`mpidist.optimizers.clip_by_global_norm`).
+        clipnorm, clipvalue, global_clipnorm: as for `SGD`.
         name: default "adamw".
 
     Raises:
@@ -217,6 +224,7 @@ class AdamW(Adam):
         RuntimeError: inside ``merge_fn``, which only rank 0 runs.
     """
 
+    @explain_keywords("AdamW")
     def __init__(
         self,
         learning_rate: LearningRate = 0.001,
@@ -225,6 +233,8 @@ class AdamW(Adam):
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
         *,
+        clipnorm: float | None = None,
+        clipvalue: float | None = None,
         global_clipnorm: float | None = None,
         name: str | None = None,
     ) -> None:
@@ -235,6 +245,8 @@ class AdamW(Adam):
             beta_1,
             beta_2,
             epsilon,
+            clipnorm=clipnorm,
+            clipvalue=clipvalue,
             global_clipnorm=global_clipnorm,
             name=name,
         )
@@ -246,6 +258,117 @@ class AdamW(Adam):
         constants = super()._constants(step, rate, index)
         keep = 1 - rate * self._decay if self._decayed[index] else 1.0
         return (*constants[:-1], keep)
+
+
+class RMSprop(Optimizer):
+    """RMSprop: gradients are divided by a running average of their magnitude.
+
+    For the gradient g, summed over the replicas::
+
+        v = rho * v + (1 - rho) * g**2
+        a = rho * a + (1 - rho) * g                       (if centered)
+        d = g / (sqrt(v - a**2 if centered else v) + epsilon)
+        m = momentum * m + d                              (if momentum is not 0)
+        w -= learning_rate * (m if momentum else d)
+
+    The formulas of ``torch.optim.RMSprop``, with the learning rate outside the momentum
+    (Hinton 2012, http://www.cs.toronto.edu/~hinton/coursera/lecture6/lec6.pdf; centered
+    in Graves 2013, https://arxiv.org/abs/1308.0850, section 4.2). Keras has the
+    learning rate inside the momentum, which is equivalent while it is constant, and
+    epsilon inside the root.
+
+    Args:
+        learning_rate: a number, or a function of the step (an int, from 0).
+        rho: decay of the averages, at least 0 and less than 1. (torch's ``alpha``,
+            default 0.99.)
+        momentum: at least 0 and less than 1; with 0 there is no slot for it.
+        epsilon: added to the divisor. (torch's default is 1e-8.)
+        centered: whether to divide by the standard deviation.
+        clipnorm, clipvalue, global_clipnorm: as for `SGD`.
+        name: default "rmsprop".
+
+    Raises:
+        TypeError, ValueError: for invalid arguments.
+        RuntimeError: inside ``merge_fn``, which only rank 0 runs.
+    """
+
+    @explain_keywords("RMSprop")
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        rho: float = 0.9,
+        momentum: float = 0.0,
+        epsilon: float = 1e-7,
+        centered: bool = False,
+        *,
+        clipnorm: float | None = None,
+        clipvalue: float | None = None,
+        global_clipnorm: float | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Check the settings, without communication."""
+        self._rho = _number("RMSprop", "rho", rho, below=1.0)
+        self._momentum = _number("RMSprop", "momentum", momentum, below=1.0)
+        self._epsilon = _number("RMSprop", "epsilon", epsilon)
+        self._centered = bool(centered)
+        settings = {
+            "rho": self._rho,
+            "momentum": self._momentum,
+            "epsilon": self._epsilon,
+            "centered": self._centered,
+        }
+        clipping = Clipping(clipnorm, clipvalue, global_clipnorm)
+        super().__init__(learning_rate, name=name, clipping=clipping, settings=settings)
+        names = ["velocity"]
+        if self._centered:
+            names.append("average_gradient")
+        if self._momentum:
+            names.append("momentum")
+        self._slot_names = tuple(names)  # type: ignore[misc]
+
+    def _constants(self, step: int, rate: float, index: int) -> tuple[float, ...]:
+        return (
+            rate,
+            self._rho,
+            self._momentum,
+            self._epsilon,
+            float(self._centered),
+        )
+
+    @staticmethod
+    def _step(
+        w: Array,
+        g: Array,
+        slots: tuple[Array, ...],
+        t: Array,
+        u: Array,
+        constants: tuple[float, ...],
+    ) -> None:
+        rate, rho, momentum, epsilon, centered = constants
+        v = slots[0]
+        array_functions.multiply(v, rho, out=v)
+        array_functions.multiply(g, g, out=t)
+        array_functions.multiply(t, 1 - rho, out=t)
+        array_functions.add(v, t, out=v)
+        if centered:
+            a = slots[1]
+            array_functions.subtract(g, a, out=t)
+            array_functions.multiply(t, 1 - rho, out=t)
+            array_functions.add(a, t, out=a)
+            array_functions.multiply(a, a, out=t)
+            array_functions.subtract(v, t, out=t)
+            array_functions.maximum(t, 0.0, out=t)  # rounding may make it negative
+            array_functions.sqrt(t, out=t)
+        else:
+            array_functions.sqrt(v, out=t)
+        array_functions.add(t, epsilon, out=t)
+        g = array_functions.divide(g, t, out=u)
+        if momentum:
+            m = slots[-1]
+            array_functions.multiply(m, momentum, out=m)
+            g = array_functions.add(m, g, out=m)
+        array_functions.multiply(g, rate, out=t)
+        array_functions.subtract(w, t, out=w)
 
 
 def _number(kind: str, argument: str, value: object, below: float = math.inf) -> float:

@@ -33,6 +33,48 @@ class _PiecewiseConstant:
 
 
 @dataclasses.dataclass(frozen=True)
+class _ExponentialDecay:
+    initial: float
+    steps: int
+    rate: float
+    staircase: bool
+
+    def __call__(self, step: int) -> float:
+        return self.initial * float(self.rate ** _periods(self, step))
+
+
+@dataclasses.dataclass(frozen=True)
+class _InverseTimeDecay:
+    initial: float
+    steps: int
+    rate: float
+    staircase: bool
+
+    def __call__(self, step: int) -> float:
+        return self.initial / (1 + self.rate * _periods(self, step))
+
+
+def _periods(decay: _ExponentialDecay | _InverseTimeDecay, step: int) -> float:
+    return step // decay.steps if decay.staircase else step / decay.steps
+
+
+@dataclasses.dataclass(frozen=True)
+class _PolynomialDecay:
+    initial: float
+    steps: int
+    end: float
+    power: float
+    cycle: bool
+
+    def __call__(self, step: int) -> float:
+        steps = self.steps
+        if self.cycle:
+            steps *= max(1, math.ceil(step / self.steps))
+        left = 1 - min(step, steps) / steps
+        return (self.initial - self.end) * float(left**self.power) + self.end
+
+
+@dataclasses.dataclass(frozen=True)
 class _LinearWarmup:
     learning_rate: LearningRate
     steps: int
@@ -65,6 +107,85 @@ def cosine_decay(
     """
     _check_steps("cosine_decay", "decay_steps", decay_steps)
     return _CosineDecay(float(initial_learning_rate), decay_steps, float(alpha))
+
+
+def exponential_decay(
+    initial_learning_rate: float,
+    decay_steps: int,
+    decay_rate: float,
+    staircase: bool = False,
+) -> Callable[[int], float]:
+    """Return a schedule that is multiplied by a factor in each period.
+
+    ``initial * decay_rate ** (step / decay_steps)``, like Keras' ``ExponentialDecay``.
+
+    Args:
+        initial_learning_rate: the learning rate at step 0.
+        decay_steps: the number of steps of a period; greater than 0.
+        decay_rate: the factor.
+        staircase: whether it changes at the end of each period only.
+
+    Raises:
+        ValueError: if ``decay_steps`` is not greater than 0.
+    """
+    _check_steps("exponential_decay", "decay_steps", decay_steps)
+    return _ExponentialDecay(
+        float(initial_learning_rate), decay_steps, float(decay_rate), bool(staircase)
+    )
+
+
+def inverse_time_decay(
+    initial_learning_rate: float,
+    decay_steps: int,
+    decay_rate: float,
+    staircase: bool = False,
+) -> Callable[[int], float]:
+    """Return a schedule that falls like 1 over the step.
+
+    ``initial / (1 + decay_rate * step / decay_steps)``, like Keras'
+    ``InverseTimeDecay``.
+
+    Args:
+        initial_learning_rate: the learning rate at step 0.
+        decay_steps: the number of steps of a period; greater than 0.
+        decay_rate: how fast it falls.
+        staircase: whether it changes at the end of each period only.
+
+    Raises:
+        ValueError: if ``decay_steps`` is not greater than 0.
+    """
+    _check_steps("inverse_time_decay", "decay_steps", decay_steps)
+    return _InverseTimeDecay(
+        float(initial_learning_rate), decay_steps, float(decay_rate), bool(staircase)
+    )
+
+
+def polynomial_decay(
+    initial_learning_rate: float,
+    decay_steps: int,
+    end_learning_rate: float = 0.0001,
+    power: float = 1.0,
+    cycle: bool = False,
+) -> Callable[[int], float]:
+    """Return a schedule that falls to an end along a power of the remaining steps.
+
+    ``(initial - end) * (1 - step / decay_steps) ** power + end``, then constant, like
+    Keras' ``PolynomialDecay``; with ``power=1`` it is linear.
+
+    Args:
+        initial_learning_rate: the learning rate at step 0.
+        decay_steps: the step from which on it is ``end_learning_rate``; greater than 0.
+        end_learning_rate: the last learning rate.
+        power: the exponent.
+        cycle: whether, beyond ``decay_steps``, these are replaced by the next multiple
+            of them, so that it rises there and falls again.
+
+    Raises:
+        ValueError: if ``decay_steps`` is not greater than 0.
+    """
+    _check_steps("polynomial_decay", "decay_steps", decay_steps)
+    initial, end = float(initial_learning_rate), float(end_learning_rate)
+    return _PolynomialDecay(initial, decay_steps, end, float(power), bool(cycle))
 
 
 def piecewise_constant(

@@ -1,6 +1,7 @@
 """What ranks tell each other when they differ."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,47 @@ def test_fingerprints_fit_the_header(one, other):
     assert 0 <= a < 2**62
     assert np.int64(~a) == ~a
     assert (a == b) == (one == other)
+
+
+SAVE = "Checkpoint.save of {'w': float64 (2,)} at 'x'"
+RUN = "the end of run(step)"
+
+
+@pytest.mark.parametrize(
+    ("calls", "name", "remedy"),
+    [
+        ([SAVE, RUN], "Checkpoint.save", "rank 0 alone writes the files"),
+        ([RUN, SAVE, SAVE], "Checkpoint.save", "rank 0 alone writes the files"),
+        (["CheckpointManager.save as number 3", RUN], "CheckpointManager.save", "wri"),
+        (["CheckpointManager('x')", SAVE], "CheckpointManager", "reads the files"),
+        (["Checkpoint.restore of {}", RUN], "Checkpoint.restore", "reads the files"),
+        (
+            ["CheckpointManager.restore_or_initialize of {}", RUN],
+            "CheckpointManager.restore_or_initialize",
+            "sends the values to all",
+        ),
+        (["Strategy.reduce SUM float64 ()", RUN], "Strategy.reduce", "before `if"),
+        ([RUN, "Strategy.gather axis=0 float64"], "Strategy.gather", "before `if"),
+        (
+            ["Variable 'loss'.reading, which all [#3] SUM float64 ()", RUN],
+            "Variable 'loss'.reading",
+            "use the result in it",
+        ),
+        ([SAVE, SAVE.replace("x", "y")], "", ""),
+        ([RUN, "all_reduce SUM float64 ()"], "", ""),
+        (["Strategy.reduce_other", RUN], "", ""),
+    ],
+)
+def test_a_call_of_all_ranks_that_some_make_has_a_remedy(calls, name, remedy):
+    reports = [mismatch.Report(i, call, "") for i, call in enumerate(calls)]
+    lines = str(mismatch.judge(0, reports)).splitlines()
+    hint = lines[-1]
+    if not name:
+        assert hint.startswith("Every rank must make the same calls")
+        return
+    assert hint.startswith(f"`{name}` is a call of all ranks: call it on every rank, ")
+    assert "`if strategy.replica_id == 0:`" in hint
+    assert remedy in hint
 
 
 def test_exceptions_that_do_not_come_back_from_pickle():

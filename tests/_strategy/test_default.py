@@ -1,6 +1,7 @@
 """The default strategy: one replica, outside every scope, and no MPI."""
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +100,46 @@ def test_run_wraps_as_on_many_replicas(default):
     np.testing.assert_array_equal(own(result["x"]), [6.0, 6.0])
     assert own(result["id"]) == 0
     assert mpidist.get_replica_context() is not None
+
+
+def test_a_per_replica_of_one_is_an_array(default):
+    """TensorFlow's default strategy returns the values themselves."""
+    x, loss, text = default.run(lambda: (np.arange(3.0), 1.23456, "text"))
+    for value in (x, loss):
+        assert isinstance(value, mpidist.PerReplica)
+        assert hash(value) is not None
+    assert text == "text"
+    np.testing.assert_array_equal(x + 1, [1.0, 2.0, 3.0])
+    np.testing.assert_array_equal(2 * x - np.ones(3), [-1.0, 1.0, 3.0])
+    np.testing.assert_array_equal(np.exp(x), np.exp(np.arange(3.0)))
+    np.testing.assert_array_equal(np.concatenate([x, x[:1]]), [0.0, 1.0, 2.0, 0.0])
+    np.testing.assert_array_equal(x.numpy(), np.arange(3.0))
+    assert (x.shape, x.dtype, len(x), list(x)) == ((3,), float, 3, [0.0, 1.0, 2.0])
+    assert (x == np.arange(3.0)).all()
+    assert x.mean() == 1.0
+    assert (f"{loss:.3f}", round(loss, 2)) == ("1.235", 1.23)
+    assert float(loss) == loss == 1.23456
+    assert loss > 1
+    assert bool(loss)
+    assert str(loss) == repr(loss) == "PerReplica(replica 0 of 1: 1.23456)"
+    assert default.reduce("SUM", loss, axis=None) == 1.23456
+    assert default.experimental_local_results(loss) == loss.values == (1.23456,)
+    np.testing.assert_array_equal(own(default.run(np.square, args=(x,))), [0, 1, 4])
+    w = mpidist.Variable(np.zeros(3))
+    w.assign(x)
+    mpidist.optimizers.SGD(1.0).apply_gradients([(x, w)])
+    np.testing.assert_array_equal(w, np.zeros(3))
+    (clipped,), norm = mpidist.optimizers.clip_by_global_norm([loss], 1.0)
+    assert (clipped, norm) == (1.0, 1.23456)
+    assert mpidist.Variable(x).shape == (3,)
+    np.testing.assert_array_equal(default.extended.broadcast_to(x, w), np.arange(3.0))
+    made = default.experimental_distribute_values_from_function(lambda c: "a text")
+    assert own(made) == "a text"
+    dataset = mpidist.data.Dataset.from_tensor_slices(np.arange(4.0)).batch(2)
+    batches = [np.sum(b) for b in default.experimental_distribute_dataset(dataset)]
+    assert batches == [1.0, 5.0]
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(x)
 
 
 def test_run_that_raises(default):

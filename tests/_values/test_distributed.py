@@ -273,6 +273,30 @@ def test_per_replica_repr(strategy, rank, size):
     assert repr(made) == str(made) == f"PerReplica:{{\n{rows}\n}}"
 
 
+def test_the_text_of_a_per_replica_says_what_to_write(strategy, rank, size):
+    value = strategy.run(lambda: 1.5 + rank)
+    text = f"PerReplica(replica {rank} of {size}: {1.5 + rank})"
+    assert str(value) == f"{value}" == "%s" % value  # noqa: UP031
+    assert str(value).startswith(f"{text}; ")
+    assert 'strategy.reduce("MEAN", value, axis=None)' in str(value)
+    assert f"{[value]}" == f"[{text}]"
+    for attempt in (
+        lambda: f"{value:.3f}",
+        lambda: "%.3f" % value,  # noqa: UP031
+        lambda: round(value, 3),
+        lambda: divmod(value, 2),
+        lambda: complex(value),
+    ):
+        with pytest.raises(
+            TypeError, match=r"strategy\.reduce\(op, value, axis=None\)"
+        ):
+            attempt()
+    with pytest.raises(AttributeError, match=r"strategy\.reduce\(\"SUM\", value"):
+        value.numpy()
+    m = mirrored_of(strategy, 1.25)
+    assert (f"{m:.1f}", round(m, 1), round(m)) == ("1.2", 1.2, 1)
+
+
 def test_repr_after_merge_fn_has_looked(strategy, rank, size):
     def merge_fn(distribution, x):
         before = repr(x)

@@ -11,6 +11,7 @@ from mpidist.optimizers import (
     SGD,
     Adam,
     AdamW,
+    RMSprop,
     clip_by_global_norm,
     cosine_decay,
     linear_warmup,
@@ -53,6 +54,21 @@ KINDS = {
         lambda **more: Adam(0.02, 0.7, 0.95, 1e-3, **more),
         "Adam",
         {"lr": 0.02, "betas": (0.7, 0.95), "eps": 1e-3},
+    ),
+    "rmsprop": (
+        lambda **more: RMSprop(0.02, 0.99, epsilon=1e-8, **more),
+        "RMSprop",
+        {"lr": 0.02},
+    ),
+    "rmsprop momentum": (
+        lambda **more: RMSprop(0.02, 0.8, 0.9, 1e-4, **more),
+        "RMSprop",
+        {"lr": 0.02, "alpha": 0.8, "momentum": 0.9, "eps": 1e-4},
+    ),
+    "rmsprop centered": (
+        lambda **more: RMSprop(0.02, 0.8, 0.5, 1e-2, centered=True, **more),
+        "RMSprop",
+        {"lr": 0.02, "alpha": 0.8, "momentum": 0.5, "eps": 1e-2, "centered": True},
     ),
     "adamw": (
         lambda **more: AdamW(0.02, weight_decay=0.5, epsilon=1e-8, **more),
@@ -99,6 +115,54 @@ def test_the_formulas_are_those_of_torch(kind, dtype, clip):
             variable.numpy(), tensor.detach().numpy(), rtol=rounding, atol=rounding
         )
     assert int(optimizer.iterations) == 6
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_rmsprop_written_out(centered):
+    """As in its docstring; the tests above need torch."""
+    rng = np.random.default_rng(3)
+    w = rng.normal(size=(7, 2))
+    variable = mpidist.Variable(w)
+    optimizer = RMSprop(0.1, 0.8, 0.5, 1e-3, centered)
+    v, a, m = np.zeros((3, 7, 2))
+    for _ in range(5):
+        g = rng.normal(size=(7, 2))
+        optimizer.apply_gradients([(g, variable)])
+        v = 0.8 * v + 0.2 * g**2
+        a = 0.8 * a + 0.2 * g
+        m = 0.5 * m + g / (np.sqrt(v - a**2 if centered else v) + 1e-3)
+        w = w - 0.1 * m
+    np.testing.assert_allclose(variable.numpy(), w, rtol=1e-12)
+    names = [v.name.split("/")[1] for v in optimizer.variables[1:]]
+    assert names == ["velocity", *["average_gradient"] * centered, "momentum"]
+
+
+def test_centered_rmsprop_of_equal_gradients_is_finite():
+    w = mpidist.Variable(np.zeros(4))
+    optimizer = RMSprop(0.1, 0.5, centered=True)
+    for _ in range(80):  # the variance is 0, and rounding makes it less
+        optimizer.apply_gradients([(np.full(4, 1 / 3), w)])
+    assert np.isfinite(w.numpy()).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16])
+def test_clipping_of_each_gradient_and_of_each_value(dtype):
+    gradients = [np.array([3.0, -4.0], dtype), np.array([0.5], dtype)]
+    for settings, expected in [
+        ({"clipnorm": 2.5}, [[1.5, -2.0], [0.5]]),
+        ({"clipvalue": 2.0}, [[2.0, -2.0], [0.5]]),
+        ({"clipvalue": 0.25}, [[0.25, -0.25], [0.25]]),
+        ({"global_clipnorm": 100}, [[3.0, -4.0], [0.5]]),
+    ]:
+        variables = [mpidist.Variable(np.zeros_like(g)) for g in gradients]
+        optimizer = SGD(1.0, **settings)
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        for variable, step in zip(variables, expected, strict=True):
+            np.testing.assert_allclose(-variable.numpy(), step, rtol=1e-3)
+        assert next(iter(settings)) in repr(optimizer)
+    w = mpidist.Variable(np.zeros(2))
+    SGD(1.0, clipvalue=1.0).apply_gradients([(np.array([np.nan, np.inf]), w)])
+    np.testing.assert_array_equal(w.numpy(), [np.nan, -1.0])
 
 
 def test_a_float16_variable_is_computed_in_float32():
@@ -165,6 +229,11 @@ def test_no_weight_decay_for_some():
         (lambda: SGD(nesterov=True), ValueError, "needs a `momentum`"),
         (lambda: SGD(weight_decay="x"), TypeError, "`weight_decay` to be a number"),
         (lambda: SGD(global_clipnorm=0), ValueError, "above 0"),
+        (lambda: SGD(clipnorm="x"), TypeError, "SGD: expected `clipnorm`"),
+        (lambda: Adam(clipvalue=-1), ValueError, "Adam: expected `clipvalue`"),
+        (lambda: Adam(clipvalue=1, clipnorm=1), ValueError, "`clipnorm` and `clipv"),
+        (lambda: RMSprop(rho=1), ValueError, "RMSprop: expected `rho`"),
+        (lambda: RMSprop(momentum=-1), ValueError, "RMSprop: expected `momentum`"),
         (lambda: SGD(name=3), TypeError, "`name`"),
         (lambda: Adam(beta_1=1), ValueError, "`beta_1`"),
         (lambda: Adam(epsilon=-1), ValueError, "`epsilon`"),
@@ -183,6 +252,7 @@ def test_settings_that_make_no_sense(make, error, match):
 OPTIMIZERS = {
     "sgd": lambda: SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adam": lambda: Adam(cosine_decay(0.05, 20)),
+    "rmsprop clipped": lambda: RMSprop(0.05, momentum=0.5, clipnorm=0.3),
     "adamw clipped": lambda: AdamW(0.05, weight_decay=0.1, global_clipnorm=0.5),
 }
 

@@ -7,8 +7,11 @@ import mpidist
 from mpidist.optimizers import (
     SGD,
     cosine_decay,
+    exponential_decay,
+    inverse_time_decay,
     linear_warmup,
     piecewise_constant,
+    polynomial_decay,
 )
 
 
@@ -29,6 +32,33 @@ def test_schedules():
         optimizer.apply_gradients([(np.ones(1), w)])
     assert rates == [steps(k) for k in range(7)]
     np.testing.assert_allclose(w.numpy(), -sum(rates))
+
+
+def test_schedules_of_keras():
+    """The numbers are those of the formulas of Keras' pages."""
+    steps = [0, 3, 5, 10, 13]
+
+    def rates(schedule):
+        return pytest.approx([schedule(step) for step in steps])
+
+    expected = [0.4 * 0.5 ** (k / 5) for k in steps]
+    assert rates(exponential_decay(0.4, 5, 0.5)) == expected
+    assert rates(exponential_decay(0.4, 5, 0.5, True)) == [0.4, 0.4, 0.2, 0.1, 0.1]
+    expected = [0.4 / (1 + 0.5 * k / 5) for k in steps]
+    assert rates(inverse_time_decay(0.4, 5, 0.5)) == expected
+    staircase = inverse_time_decay(0.4, 5, 1.0, staircase=True)
+    assert rates(staircase) == [0.4, 0.4, 0.2, 0.4 / 3, 0.4 / 3]
+    linear = polynomial_decay(0.4, 10, 0.1)
+    assert rates(linear) == [0.4, 0.31, 0.25, 0.1, 0.1]
+    square = polynomial_decay(0.4, 10, 0.0, power=2.0)
+    assert rates(square) == [0.4, 0.4 * 0.49, 0.1, 0.0, 0.0]
+    cycle = polynomial_decay(0.4, 10, 0.0, cycle=True)
+    assert rates(cycle) == [0.4, 0.28, 0.2, 0.0, 0.4 * 0.35]
+    for make in (exponential_decay, inverse_time_decay):
+        with pytest.raises(ValueError, match=f"{make.__name__}: .*`decay_steps`"):
+            make(0.1, 0, 0.5)
+    with pytest.raises(ValueError, match=r"polynomial_decay: .*`decay_steps`"):
+        polynomial_decay(0.1, -1)
 
 
 @pytest.mark.parametrize("rate", [np.nan, "x", None])

@@ -1,0 +1,149 @@
+"""Reductions by a user's function: gathered, and folded by every rank in rank order.
+
+The function may be anything that combines two arrays, such as a product of matrices, so
+each rank has to see all components: an all-gather, then ``f(f(x0, x1), x2)`` and so on,
+on every rank. In a section of the guard, as user code: an exception on one rank is told
+to all, and the results, which must have the same bits, are compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Final
+
+import numpy as np
+
+from mpidist._agreement.guard import SectionResult
+from mpidist._agreement.mismatch import Call, fingerprint
+from mpidist._base import backend, nest
+from mpidist._base.indexed_slices import IndexedSlices
+from mpidist._base.options import (
+    CommunicationOptions,
+)
+from mpidist._base.reduce_op import ReduceFunction
+from mpidist._base.types import Array, Nest
+from mpidist._merge.argument_equality import fingerprint_of_function
+from mpidist._runtime.group import ReplicaGroup
+from mpidist._strategy.outside import warn_of_own_value
+from mpidist._values.variable import component_of, differs
+
+_SHOWN_BITS: Final = 0xFFFFFF  # of a fingerprint: six digits
+
+
+def fold(
+    group: ReplicaGroup,
+    function: ReduceFunction,
+    tree: Nest,
+    options: CommunicationOptions | None,
+    call: str,
+) -> Nest:
+    """Fold each leaf of a nest over the ranks, in their order. Collective.
+
+    Args:
+        group: the replicas.
+        function: takes two arrays of the shape and dtype of a leaf, returns another.
+        tree: this rank's components: arrays and numbers.
+        options: of this call.
+        call: the name of the call in messages.
+
+    Returns:
+        The nest of results, new arrays, with the same bits on all ranks.
+    """
+    if not group.is_mpi:
+        warn_of_own_value()
+    call = f"{call} with {_name_of(function)}"
+    collectives = group.collectives
+    try:
+        leaves, structure = nest.flatten(tree)
+        if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
+            raise TypeError(f"{call}: got IndexedSlices; reduce a dense array")
+        pairs = [backend.as_array(leaf, call) for leaf in leaves]
+        rows = structure.unflatten([array[None] for array, _ in pairs])
+    except Exception as error:
+        collectives.invalid(call, error)
+    gathered = nest.flatten(collectives.all_gather(rows, 0, options, call))[0]
+
+    def body(section: SectionResult) -> list[Array]:
+        section.kind = "raised"
+        results = [
+            _fold_rows(function, x, kind, call)
+            for x, (_, kind) in zip(gathered, pairs, strict=True)
+        ]
+        if group.guard.checks:
+            text = ", ".join(backend.summarize(x) for x in results)
+            section.set_result(f"giving {text}", fingerprint(text))
+        return results
+
+    results = group.guard.run_section(Call(f"{call}, the function"), body)
+    return structure.unflatten(
+        [backend.restore(x, kind) for x, (_, kind) in zip(results, pairs, strict=True)]
+    )
+
+
+def reduce_with(
+    group: ReplicaGroup, function: ReduceFunction, value: Nest, axis: object
+) -> Nest:
+    """Fold the components of per-replica values: `Strategy.reduce`. Collective."""
+    call = "Strategy.reduce"
+    try:
+        if axis is not None:
+            raise TypeError(
+                f"{call}: expected axis=None with a function, got axis={axis!r}; "
+                "reduce over the axes of each array in the replica function, as by "
+                "`numpy.logaddexp.reduce(x, axis=0)`"
+            )
+        leaves, structure = nest.flatten(value)
+        for leaf in leaves:
+            group.registry.check(call, leaf)
+            if group.is_mpi and not differs(leaf):
+                raise ValueError(
+                    f"{call}: expected a PerReplica with a function, got {leaf!r:.80}, "
+                    "which is not per replica; pass what `strategy.run` returned"
+                )
+        own = structure.unflatten([component_of(leaf) for leaf in leaves])
+    except Exception as error:
+        group.collectives.invalid(call, error)
+    return fold(group, function, own, None, call)
+
+
+def _fold_rows(
+    function: ReduceFunction, rows: Array, kind: backend.LeafKind, call: str
+) -> Array:
+    """Return the fold of all rows of an array; it is not a view of it.
+
+    The function gets arrays of the library that the leaf was of.
+    """
+    result: Array = rows[0, ...]
+    for number in range(1, len(rows)):
+        given = [backend.as_given(x, kind) for x in (result, rows[number, ...])]
+        result = _checked(function(*given), rows, call)
+    return result.copy()
+
+
+def _checked(returned: object, rows: Array, call: str) -> Array:
+    x, kind = backend.as_array(returned, f"{call}, the result of the function")
+    if kind == "number" and x.dtype.kind == rows.dtype.kind:
+        x = x.astype(rows.dtype)  # Python's float for a 0-d float32
+    if x.dtype != rows.dtype or x.shape != rows.shape[1:]:
+        one = backend.describe(rows[0, ...])
+        raise TypeError(
+            f"{call}: expected the function to return {one}, as its two arguments are, "
+            f"got {backend.describe(x)}; convert the values before the call, or the "
+            "result in the function"
+        )
+    return backend.like(rows, x) if type(x) is not type(rows) else x
+
+
+def _name_of(function: ReduceFunction) -> str:
+    """Return a text that is the same on all ranks if the function is."""
+    inner: object = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    if isinstance(inner, np.ufunc):
+        return f"numpy.{inner.__name__}"
+    if isinstance(inner, (types.FunctionType, types.MethodType)):
+        digits = fingerprint_of_function(inner) & _SHOWN_BITS
+        return f"{inner.__qualname__.rpartition('<locals>.')[2]} #{digits:06x}"
+    name = getattr(inner, "__qualname__", None) or getattr(inner, "__name__", None)
+    return str(name or type(inner).__qualname__)

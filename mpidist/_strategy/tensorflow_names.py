@@ -1,0 +1,188 @@
+"""Names of TensorFlow for what `MPIStrategy` and its replica contexts do.
+
+Programs that create a strategy by these names, and libraries that test its class, run
+unchanged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+from mpidist._base import threads
+from mpidist._base.options import (
+    CommunicationImplementation,
+    CommunicationOptions,
+)
+from mpidist._base.types import Nest
+from mpidist._mpi.library import mpi_module, world_rank, world_size
+from mpidist._runtime.context import has_strategy
+from mpidist._strategy.cross_device_ops import CrossDeviceOps
+from mpidist._strategy.current import get_replica_context
+from mpidist._strategy.mpi_strategy import MPIStrategy
+from mpidist._strategy.strategy import Strategy
+from mpidist.cluster import ClusterResolver
+
+_DEVICE: Final = re.compile(r"(?:.*[/:])?(CPU|GPU)(?::(\d+|\*))?", re.IGNORECASE)
+
+
+class RunOptions(NamedTuple):
+    """Options of `Strategy.run` for TPUs; accepted there, without effect.
+
+    Attributes:
+        experimental_enable_dynamic_batch_size: no effect: shapes may always change.
+        experimental_bucketizing_dynamic_shape: no effect.
+        experimental_xla_options: no effect.
+    """
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: object = None
+
+
+class _AnyMPIStrategy(type):
+    """The type of the classes below: every `MPIStrategy` is an instance of them."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        if cls in _NAMES:
+            return isinstance(instance, MPIStrategy)
+        return super().__instancecheck__(instance)
+
+
+class MirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
+    """An `MPIStrategy`, by the name and the arguments of TensorFlow.
+
+    Collective: every rank creates it, and is one replica. TensorFlow's has all replicas
+    in one process; here ``mpirun -n`` sets their number. ``isinstance`` is true for
+    every `MPIStrategy`.
+
+    Args:
+        devices: None, the default, is each rank's GPU if there is one, and otherwise
+            the host. Or the devices of all ranks, such as ``["GPU:0", "GPU:1"]``: one
+            for each, in their order.
+        cross_device_ops: as for `MPIStrategy`.
+
+    Raises:
+        TypeError, ValueError: if ``devices`` is not a list with a device for each rank;
+            on all ranks. Otherwise as `MPIStrategy`.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+    ) -> None:
+        """Join the other ranks in a strategy. Collective."""
+        device = "auto" if devices is None else _own_device(devices)
+        super().__init__(device=device, cross_device_ops=cross_device_ops)
+
+
+class MultiWorkerMirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
+    """An `MPIStrategy`, by the name and the arguments of TensorFlow.
+
+    Collective: every rank creates it, and is one replica. ``isinstance`` is true for
+    every `MPIStrategy`.
+
+    Args:
+        cluster_resolver: None, or one of `mpidist.cluster`, which is ignored: the
+            launcher tells MPI about the ranks.
+        communication_options: as for `MPIStrategy`.
+        communication: a `CommunicationImplementation`, or its name: the argument of
+            ``tf.distribute.experimental.MultiWorkerMirroredStrategy``.
+
+    Raises:
+        TypeError: for another cluster resolver, or if both ``communication`` and
+            ``communication_options`` are given; on all ranks. Otherwise as
+            `MPIStrategy`.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        *,
+        communication: CommunicationImplementation | str | None = None,
+    ) -> None:
+        """Join the other ranks in a strategy. Collective."""
+        given: object = cluster_resolver
+        if given is not None and not isinstance(given, ClusterResolver):
+            raise TypeError(
+                "MultiWorkerMirroredStrategy: expected `cluster_resolver` to be None, "
+                f"got {given!r:.80}; leave it out, since the launcher tells MPI about "
+                "the ranks (and write `communication=...` with its name)"
+            )
+        if communication is not None:
+            if communication_options is not None:
+                raise TypeError(
+                    "MultiWorkerMirroredStrategy: got both `communication_options` and "
+                    "`communication`; write `communication_options=mpidist."
+                    "experimental.CommunicationOptions(implementation=...)`"
+                )
+            communication_options = CommunicationOptions(implementation=communication)
+        super().__init__(communication_options=communication_options)
+
+
+_NAMES: Final = (MirroredStrategy, MultiWorkerMirroredStrategy)
+
+
+def strategy_supports_no_merge_call() -> bool:
+    """Return whether code may skip `merge_call`: only if there is one replica.
+
+    Not collective. True outside every scope; False with an `MPIStrategy`, whose
+    variables change in a `merge_call`. In TensorFlow in ``tf.__internal__.distribute``.
+    """
+    return not has_strategy()
+
+
+def maybe_merge_call(
+    fn: Callable[..., Nest], strategy: Strategy, *args: Any, **kwargs: Any
+) -> Nest:
+    """Call ``fn(strategy, *args, **kwargs)`` in a `merge_call` of this replica.
+
+    Collective, like `ReplicaContext.merge_call`: every replica must call this, in the
+    same order. Outside every scope it only calls the function. In TensorFlow in
+    ``tf.__internal__.distribute.interim``.
+
+    Args:
+        fn: the function; see `ReplicaContext.merge_call`.
+        strategy: the strategy.
+        args: further positional arguments of ``fn``.
+        kwargs: its keyword arguments.
+    """
+    if strategy_supports_no_merge_call():
+        return fn(strategy, *args, **kwargs)
+    return get_replica_context().merge_call(fn, args=args, kwargs=kwargs)
+
+
+def _own_device(devices: object) -> str:
+    """Return this rank's device among those of all, as `MPIStrategy` names it."""
+    if not isinstance(devices, (list, tuple)):
+        raise TypeError(
+            "MirroredStrategy: expected `devices` to be a list of strings such as "
+            f'["GPU:0", "GPU:1"], got {devices!r:.80}; leave it out for each rank\'s '
+            "GPU, or write `mpidist.MPIStrategy(comm)` for a communicator"
+        )
+    found = [
+        _DEVICE.fullmatch(device) if isinstance(device, str) else None
+        for device in devices
+    ]
+    bad = [d for d, match in zip(devices, found, strict=True) if match is None]
+    if bad:
+        raise ValueError(
+            f'MirroredStrategy: {bad[0]!r} is not a device; write "CPU:0" or '
+            '"GPU:0", or leave out `devices`'
+        )
+    if threads.current() is None:
+        mpi_module()
+    size = world_size()
+    if len(devices) != size:
+        raise ValueError(
+            f"MirroredStrategy: got {len(devices)} devices for {size} ranks, each of "
+            f"which is one replica; start the program with `mpirun -n {len(devices)}`, "
+            "or leave out `devices`"
+        )
+    own = found[world_rank() or 0]
+    assert own is not None
+    kind, index = own[1].lower(), own[2]
+    return kind if kind == "cpu" or index in (None, "*") else f"{kind}:{index}"

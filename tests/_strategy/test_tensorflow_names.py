@@ -1,0 +1,233 @@
+"""Programs that libraries for TensorFlow contain, and the names that they use."""
+
+import numpy as np
+import pytest
+from replicas import (
+    assert_mirrored,
+    assert_usable,
+    from_replicas,
+    local,
+    make,
+    raises_everywhere,
+)
+
+import mpidist
+from mpidist._base.remedy_tables import KEYWORDS
+
+pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2, 3)]
+
+
+# --- strategies by other names --------------------------------------------------------
+
+
+def is_sum_of_ranks(strategy, size):
+    value = from_replicas(strategy, lambda i: float(i))
+    return strategy.reduce("SUM", value, axis=None) == sum(range(size))
+
+
+def test_strategies_by_other_names(strategy, rank, size):
+    ring = mpidist.experimental.CommunicationImplementation.RING
+    options = mpidist.experimental.CommunicationOptions(bytes_per_pack=2**20)
+    ops = mpidist.ReductionToOneDevice()
+    for create in (
+        mpidist.MirroredStrategy,
+        lambda: mpidist.MirroredStrategy(["/cpu:0"] * size),
+        lambda: mpidist.MirroredStrategy(devices=["/job:w/device:CPU:0"] * size),
+        lambda: mpidist.MirroredStrategy(cross_device_ops=ops),
+        mpidist.MultiWorkerMirroredStrategy,
+        lambda: mpidist.MultiWorkerMirroredStrategy(communication_options=options),
+        lambda: mpidist.MultiWorkerMirroredStrategy(strategy.cluster_resolver),
+        lambda: mpidist.MultiWorkerMirroredStrategy(
+            mpidist.cluster.TFConfigClusterResolver()
+        ),
+        lambda: mpidist.experimental.MultiWorkerMirroredStrategy(communication=ring),
+        lambda: mpidist.MultiWorkerMirroredStrategy(communication="auto"),
+    ):
+        made = create()
+        assert isinstance(made, mpidist.MPIStrategy)
+        assert made.num_replicas_in_sync == size
+        assert is_sum_of_ranks(made, size)
+        made.close()
+
+
+def test_any_strategy_is_mirrored(strategy):
+    class Own(mpidist.MirroredStrategy):
+        pass
+
+    for kind in (mpidist.MirroredStrategy, mpidist.MultiWorkerMirroredStrategy):
+        assert isinstance(strategy, kind)
+        assert not isinstance(mpidist.get_strategy(), kind)
+    assert not isinstance(strategy, Own)
+
+
+def test_arguments_of_strategies_that_make_no_sense(strategy, size):
+    mirrored, workers = mpidist.MirroredStrategy, mpidist.MultiWorkerMirroredStrategy
+    too_many = ["CPU:0"] * (size + 1)
+    for error, create, match in [
+        (ValueError, lambda: mirrored(too_many), f"`mpirun -n {size + 1}`"),
+        (ValueError, lambda: mirrored(["TPU:0"] * size), "'TPU:0' is not a device"),
+        (TypeError, lambda: mirrored("GPU:0"), "list of strings"),
+        (TypeError, lambda: mirrored(2), "list of strings"),
+        (TypeError, lambda: workers(object()), "leave it out"),
+        (TypeError, lambda: workers(communication="AUTO", communication_options=1), ""),
+    ]:
+        for message in raises_everywhere(error, create):
+            assert match in message
+    for name, keyword in KEYWORDS["MPIStrategy"].items():
+        for message in raises_everywhere(
+            TypeError, lambda name=name: mpidist.MPIStrategy(**{name: "x"})
+        ):
+            assert (
+                f"MPIStrategy: got an unexpected keyword argument {name!r}" in message
+            )
+            assert keyword.remedy in message
+    assert_usable(strategy)
+
+
+# --- library code ---------------------------------------------------------------------
+
+
+class LibraryOptimizer:
+    """As those of Keras 2: it may merge, and it updates each copy."""
+
+    def __init__(self, rate):
+        self.rate = rate
+
+    def apply_gradients(self, grads_and_vars):
+        grads_and_vars = tuple(grads_and_vars)
+        strategy = mpidist.get_strategy()
+        if not mpidist.in_cross_replica_context():
+            grads, variables = zip(*grads_and_vars, strict=True)
+            context = mpidist.get_replica_context()
+            if mpidist.strategy_supports_no_merge_call():
+                total = grads
+            else:
+                total = context.all_reduce(mpidist.ReduceOp.SUM, grads)
+            grads_and_vars = tuple(zip(total, variables, strict=True))
+        return mpidist.maybe_merge_call(
+            self._distributed_apply, strategy, grads_and_vars, name="apply"
+        )
+
+    def _distributed_apply(self, strategy, grads_and_vars, name):
+        assert name == "apply"
+
+        def apply(variable, gradient):
+            return variable.assign_sub(self.rate * gradient)
+
+        for gradient, variable in grads_and_vars:
+            strategy.extended.update(variable, apply, args=(gradient,), group=False)
+
+
+def test_an_optimizer_that_may_merge(strategy, rank, size):
+    w = make(strategy, np.zeros(3))
+    optimizer = LibraryOptimizer(0.5)
+
+    def step(x):
+        optimizer.apply_gradients([(x * np.ones(3), w)])
+
+    strategy.run(step, args=(from_replicas(strategy, lambda i: i + 1.0),))
+    assert_mirrored(strategy, w, np.full(3, -0.5 * sum(range(size + 1))))
+    # The same library without a strategy.
+    plain = mpidist.Variable(np.zeros(3))
+    optimizer.apply_gradients([(np.ones(3), plain)])
+    np.testing.assert_array_equal(plain, np.full(3, -0.5))
+    assert mpidist.strategy_supports_no_merge_call()
+    assert not local(strategy, mpidist.strategy_supports_no_merge_call)
+
+
+def test_a_loop_with_run_options_and_a_penalty(strategy, size):
+    w = make(strategy, np.array([1.0, 2.0]))
+    options = mpidist.RunOptions(experimental_enable_dynamic_batch_size=False)
+
+    def step():
+        penalty = np.sum(w**2)
+        return (
+            mpidist.scale_regularization_loss(penalty),
+            mpidist.scale_regularization_loss(np.ones(3, np.float32)),
+            mpidist.scale_regularization_loss(6),
+        )
+
+    shares = strategy.run(step, options=options)
+    total, three, six = strategy.reduce("SUM", shares, axis=None)
+    assert total == pytest.approx(5.0)
+    assert three == pytest.approx(3.0)
+    assert three.dtype == np.float32
+    assert six == pytest.approx(6.0)
+    assert mpidist.scale_regularization_loss(4.0) == 4.0
+    with strategy.scope(), pytest.raises(RuntimeError, match=r"strategy\.run"):
+        mpidist.scale_regularization_loss(4.0)
+    with pytest.raises(TypeError, match="scale_regularization_loss: expected"):
+        mpidist.scale_regularization_loss("x")
+
+
+def test_variable_creator_scope(strategy, size):
+    """As Sonnet's Replicator: variables that replicas make are its own kind."""
+    seen = []
+
+    def replica_local(next_creator, **kwargs):
+        seen.append(("inner", sorted(kwargs)))
+        if kwargs["synchronization"] is mpidist.VariableSynchronization.AUTO:
+            kwargs["synchronization"] = mpidist.VariableSynchronization.ON_READ
+            kwargs["aggregation"] = mpidist.VariableAggregation.SUM
+        return next_creator(**kwargs)
+
+    def named(next_creator, **kwargs):
+        seen.append(("outer", kwargs["name"]))
+        mpidist.Variable(0.0)  # its own, which no creator sees
+        return next_creator(**kwargs | {"name": "scope/" + kwargs["name"]})
+
+    with strategy.scope(), mpidist.variable_creator_scope(named):
+        with mpidist.variable_creator_scope(replica_local):
+            count = mpidist.Variable(np.ones(2), name="count")
+        other = mpidist.Variable(np.ones(2), False, "other")
+    assert [who for who, _ in seen] == ["inner", "outer", "outer"]
+    assert {"initial_value", "trainable", "dtype", "aggregation"} < {*seen[0][1]}
+    assert (count.name, other.name) == ("scope/count", "scope/other")
+    assert (count.trainable, other.trainable) == (False, False)
+    np.testing.assert_array_equal(count.numpy(), np.full(2, size))
+    assert make(strategy, 1.0, name="after").name == "after"
+    with strategy.scope(), mpidist.variable_creator_scope(named):
+        optimizer = mpidist.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build([other])
+    assert all(v.name.startswith("scope/") for v in optimizer.variables)
+
+
+def test_creators_that_make_no_sense(strategy):
+    for creator in (
+        lambda next_creator, **kwargs: None,
+        lambda next_creator, **kwargs: mpidist.Variable(**kwargs),
+    ):
+        with strategy.scope(), mpidist.variable_creator_scope(creator):
+            for message in raises_everywhere(TypeError, lambda: mpidist.Variable(1.0)):
+                assert "return next_creator(**kwargs)" in message
+    with pytest.raises(TypeError, match="expected a function"):
+        mpidist.variable_creator_scope(3).__enter__()
+    assert_usable(strategy)
+
+
+def test_a_model_and_an_optimizer_in_a_checkpoint(strategy, same_folder):
+    class Model:
+        def __init__(self):
+            self.w = make(strategy, np.ones(2), name="w")
+            self.variables = [self.w]
+
+    def train(model, optimizer):
+        strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), model.w)]))
+
+    def save(model, optimizer):
+        train(model, optimizer)
+        checkpoint = mpidist.Checkpoint(model=model, optimizer=optimizer)
+        mpidist.CheckpointManager(checkpoint, same_folder).save()
+        train(model, optimizer)
+        return model.w.numpy()
+
+    expected = save(Model(), mpidist.optimizers.RMSprop(0.1, momentum=0.5))
+    model, optimizer = Model(), mpidist.optimizers.RMSprop(0.1, momentum=0.5)
+    optimizer.build([model.w])
+    checkpoint = mpidist.Checkpoint(model=model, optimizer=optimizer)
+    path = mpidist.latest_checkpoint(same_folder)
+    assert path is not None
+    checkpoint.restore(path)
+    train(model, optimizer)
+    assert_mirrored(strategy, model.w, expected)
+    assert mpidist.latest_checkpoint(same_folder / "nothing") is None

@@ -1,0 +1,230 @@
+"""What to write instead of names that mpidist does not have: the tables, walked."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import pickle
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import ROOT
+
+import mpidist
+from mpidist._base.remedy_tables import ATTRIBUTES, KEYWORDS
+
+MODULES = (
+    mpidist,
+    mpidist.cluster,
+    mpidist.data,
+    mpidist.experimental,
+    mpidist.optimizers,
+)
+
+
+@pytest.fixture
+def owner_of(tmp_path: Path) -> Callable[[str], Any]:
+    """Return the module or an object of the class that a table is for."""
+    made: dict[str, Callable[[], Any]] = {
+        "Strategy": mpidist.get_strategy,
+        "StrategyExtended": lambda: mpidist.get_strategy().extended,
+        "ReplicaContext": mpidist.get_replica_context,
+        "PerReplica": lambda: mpidist.PerReplica([1.0]),
+        "Variable": lambda: mpidist.Variable(1.0),
+        "Optimizer": lambda: mpidist.optimizers.Adam(0.1),
+        "Checkpoint": mpidist.Checkpoint,
+        "CheckpointManager": lambda: mpidist.CheckpointManager(
+            mpidist.Checkpoint(), tmp_path
+        ),
+        "CheckpointReader": lambda: mpidist.load_checkpoint(
+            mpidist.Checkpoint(w=mpidist.Variable(1.0)).save(tmp_path / "saved")
+        ),
+        # Without its signal handlers, which are not asked.
+        "PreemptionCheckpointHandler": lambda: object.__new__(
+            mpidist.experimental.PreemptionCheckpointHandler
+        ),
+    }
+
+    def find(name: str) -> Any:
+        return made[name]() if name in made else importlib.import_module(name)
+
+    return find
+
+
+def texts() -> Iterator[tuple[str, str, str]]:
+    """Yield each text of the tables, with where it is."""
+    for owner, names in ATTRIBUTES.items():
+        for name, remedy in names.items():
+            yield owner, name, remedy
+    for call, keywords in KEYWORDS.items():
+        for name, keyword in keywords.items():
+            yield call, name, keyword.remedy
+
+
+@pytest.mark.parametrize("owner", ATTRIBUTES)
+def test_every_remedy_is_raised_by_what_it_names(owner, owner_of):
+    found = owner_of(owner)
+    for name, remedy in ATTRIBUTES[owner].items():
+        if f"{owner}.{name}" in sys.modules:
+            continue  # imported by another test
+        with pytest.raises(AttributeError) as caught:
+            getattr(found, name)
+        assert f"; {remedy} (docs/porting.md has all names)" in str(caught.value)
+        assert caught.value.name == name
+        assert not hasattr(found, name)
+        assert name not in dir(found)
+
+
+@pytest.mark.parametrize("owner", ATTRIBUTES)
+def test_other_names_are_as_always_in_python(owner, owner_of):
+    found = owner_of(owner)
+    for name in ("nothing_of_this_name", "__nothing__", "__getstate_of_nothing__"):
+        with pytest.raises(AttributeError, match=rf"has no \w+ '{name}'(; it has|$)"):
+            getattr(found, name)
+    assert getattr(found, "nothing", 3) == 3
+
+
+def test_the_tables_name_what_there_is():
+    for owner, name, text in texts():
+        where = f"{owner} {name}: {text}"
+        assert re.search(r"`[^`]+`", text), where
+        assert text.count("`") % 2 == 0, where
+        for dotted in re.findall(r"\bmpidist((?:\.\w+)+)", text):
+            value: Any = mpidist
+            for part in dotted.split(".")[1:]:
+                if f"{value.__name__}.{part}" in ("mpidist.torch", "mpidist.jax"):
+                    break  # which are not loaded by `import mpidist`
+                assert hasattr(value, part), where
+                value = getattr(value, part)
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "Variable": lambda **kw: mpidist.Variable(1.0, **kw),
+    "SGD": lambda **kw: mpidist.optimizers.SGD(0.1, **kw),
+    "Adam": lambda **kw: mpidist.optimizers.Adam(0.1, **kw),
+    "AdamW": lambda **kw: mpidist.optimizers.AdamW(0.1, **kw),
+    "RMSprop": lambda **kw: mpidist.optimizers.RMSprop(0.1, **kw),
+}
+WITH_MPI = {"MPIStrategy"}  # in test_tensorflow_names.py
+
+
+@pytest.mark.parametrize("call", sorted(KEYWORDS.keys() - WITH_MPI))
+def test_every_keyword_says_what_to_write_or_is_ignored(call, owner_of):
+    saved = owner_of("CheckpointReader").path
+    checkpoint = mpidist.Checkpoint(w=mpidist.Variable(1.0))
+    folder = str(Path(saved).parent)
+    calls = CALLS | {
+        "Checkpoint.save": lambda **kw: checkpoint.save(saved, **kw),
+        "Checkpoint.restore": lambda **kw: checkpoint.restore(saved, **kw),
+        "CheckpointManager": lambda **kw: mpidist.CheckpointManager(
+            checkpoint, folder, **kw
+        ),
+        "CheckpointManager.save": lambda **kw: mpidist.CheckpointManager(
+            checkpoint, folder
+        ).save(**kw),
+    }
+    make = calls[call]
+    for name, keyword in KEYWORDS[call].items():
+        make(**{name: None})
+        make(**{name: keyword.default})
+        if keyword.ignored:
+            make(**{name: "anything"})
+            continue
+        with pytest.raises(TypeError) as caught:
+            make(**{name: 0.125})
+        message = f"{call}: got an unexpected keyword argument {name!r}; "
+        assert message + keyword.remedy in str(caught.value)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nothing'"):
+        make(nothing=1)
+
+
+def test_protocols_are_not_disturbed():
+    """Pickle, copy and inspect ask for names with two underscores."""
+    variable = mpidist.Variable([1.0, 2.0])
+    assert copy.deepcopy(variable).numpy().tolist() == [1.0, 2.0]
+    for module in MODULES:
+        assert inspect.getmodule(module.__getattr__) is not None
+        assert inspect.getdoc(module)
+        assert not hasattr(module, "__path_of_nothing__")
+        namespace: dict[str, Any] = {}
+        exec(f"from {module.__name__} import *", namespace)
+        assert set(module.__all__) <= namespace.keys()
+    parameters = inspect.signature(mpidist.Variable).parameters
+    assert list(parameters)[:2] == ["initial_value", "trainable"]
+    assert "learning_rate" in inspect.signature(mpidist.optimizers.SGD).parameters
+    strategy = mpidist.get_strategy()
+    for value in (strategy, strategy.extended, mpidist.PerReplica([1.0])):
+        with pytest.raises(TypeError):
+            pickle.dumps(value)
+        assert callable(inspect.unwrap(type(value)))
+
+
+# --- the tables of docs/porting.md ------------------------------------------------
+
+# In the first column, but no names of an object of TensorFlow.
+NO_NAMES = {
+    "TF_CONFIG",  # a variable of the environment
+    "copy.deepcopy(v)",  # Python's
+    "next",
+    "session",  # arguments of v1
+}
+WITHOUT_NAMES = {"Dtypes and operations"}
+
+
+def names_in_porting() -> Iterator[tuple[str, str]]:
+    """Yield the section and the name, for each in the first column of a table."""
+    section = ""
+    for line in (ROOT / "docs/porting.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            section = line.lstrip("# ")
+        if not line.startswith("| ") or section in WITHOUT_NAMES:
+            continue
+        first = line.split(" | ")[0].removeprefix("| ")
+        if first.startswith(("ON_", "---")):
+            continue  # of the table of effects
+        for span in re.findall(r"`([^`]+)`", first):
+            match = re.match(r"([A-Za-z_](?:[\w.]*\w)?)", span)
+            is_module = re.fullmatch(r"tf(\.\w+)*\.(nn|distribute)|tf|merge_fn", span)
+            if match and span not in NO_NAMES and not is_module:
+                yield section, match[1]
+
+
+def exists(name: str) -> bool:
+    last = name.rpartition(".")[2]
+    owners: list[Any] = list(MODULES)
+    for module in MODULES:
+        owners += [getattr(module, public) for public in module.__all__]
+    calls = [owner.__init__ for owner in owners if inspect.isclass(owner)]
+    calls += [mpidist.optimizers.Optimizer.apply_gradients]
+    return any(hasattr(owner, last) for owner in owners) or any(
+        last in inspect.signature(call).parameters for call in calls
+    )
+
+
+def is_explained(name: str) -> bool:
+    """Return whether a remedy of the tables, or of `mpidist.data`, has this name."""
+    last = name.rpartition(".")[2]
+    if any(last == known for _, known, _ in texts()):
+        return True
+    for owner in (mpidist.data, mpidist.data.Dataset):
+        with pytest.raises(AttributeError) as caught:
+            getattr(owner, last)
+        if not str(caught.value).endswith(f"has no attribute {last!r}"):
+            return True
+    return False
+
+
+def test_every_name_in_porting_exists_or_says_what_to_write():
+    names = list(names_in_porting())
+    assert len(names) > 150
+    missing = [
+        f"{section}: {name}"
+        for section, name in names
+        if not exists(name) and not is_explained(name)
+    ]
+    assert not missing
