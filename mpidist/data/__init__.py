@@ -7,12 +7,14 @@ other iterable.
 
 from __future__ import annotations
 
-from typing import NoReturn as _NoReturn
+import sys as _sys
 
 from mpidist.data._dataset import Dataset as Dataset
 from mpidist.data._dataset_iterator import DatasetIterator as DatasetIterator
 from mpidist.data._distribute import DistributedDataset as DistributedDataset
-from mpidist.data._elsewhere import advise as _advise
+from mpidist.data._elsewhere import (
+    explain_missing_names as _explain_missing_names,
+)
 from mpidist.data._iterator import DistributedIterator as DistributedIterator
 from mpidist.data._options import AutotuneOptions as AutotuneOptions
 from mpidist.data._options import DistributeOptions as DistributeOptions
@@ -52,6 +54,4 @@ __all__ = [
     "ThreadingOptions",
 ]
 
-
-def __getattr__(name: str) -> _NoReturn:
-    raise AttributeError(_advise("mpidist.data", name))
+_explain_missing_names(_sys.modules[__name__], __name__)

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import NoReturn
 
 from mpidist._base import backend, nest
 from mpidist._base.types import Nest
 from mpidist.data._dataset_iterator import DatasetIterator, Iterations
-from mpidist.data._elsewhere import advise
+from mpidist.data._elsewhere import explain_missing_names
 from mpidist.data._options import Options
 from mpidist.data._records import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
 from mpidist.data._stage import INFINITE, Stage, open_from, specs_of
 
 
 class _Names(type):
-    """Gives attributes of tf.data's class that are not here a message."""
-
-    def __getattr__(cls, name: str) -> NoReturn:
-        raise AttributeError(advise("mpidist.data.Dataset", name))
+    """The class of `Dataset`, whose missing attributes have a message."""
 
 
 class Elements(metaclass=_Names):
@@ -30,9 +26,6 @@ class Elements(metaclass=_Names):
         self._stage = stage
         self._iterations = Iterations()
         self._spec: Nest | None = None
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(advise("mpidist.data.Dataset", name))
 
     def options(self) -> Options:
         """Return a copy of the options."""
@@ -107,3 +100,7 @@ def _on_host(element: Nest) -> Nest:
 def stage_of(dataset: Elements) -> Stage:
     """Return the last stage of a dataset."""
     return dataset._stage
+
+
+explain_missing_names(_Names, "mpidist.data.Dataset")
+explain_missing_names(Elements, "mpidist.data.Dataset")

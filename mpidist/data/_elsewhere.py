@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NoReturn
 
 _BY_HAND: Final = {
     "unique": "numpy.unique(x), before `from_tensor_slices`",
@@ -92,3 +92,20 @@ def advise(where: str, name: str) -> str:
             "`strategy.distribute_datasets_from_function` take any iterable of batches"
         )
     return text
+
+
+def explain_missing_names(owner: object, where: str) -> None:
+    """Give missing attributes of a module, or of objects of a class, a message.
+
+    A function sets it, since type checkers accept every name where they see a
+    ``def __getattr__``.
+
+    Args:
+        owner: the module, or the class.
+        where: what has no such attribute, for the message.
+    """
+
+    def look(*args: object) -> NoReturn:  # of a module: its name alone
+        raise AttributeError(advise(where, str(args[-1])))
+
+    setattr(owner, "__getattr__", look)  # noqa: B010 - see above

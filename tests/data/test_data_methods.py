@@ -8,6 +8,8 @@ from __future__ import annotations
 import collections
 import gc
 import itertools
+import subprocess
+import sys
 import threading
 import time
 
@@ -631,3 +633,32 @@ def test_the_threads_end_with_a_break():
     while any(t.name == "mpidist-prefetch" for t in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+BLOCKED = """
+import threading
+from mpidist.data import Dataset
+
+def block(x):
+    if x > 1:
+        threading.Event().wait()
+    return x
+
+for element in Dataset.range(9).map(block, num_parallel_calls=4).prefetch(2):
+    print(element, flush=True)
+    if element == 1:
+        break
+iterator = iter(Dataset.range(9).map(block, num_parallel_calls=4))
+print(next(iterator), flush=True)
+"""
+
+
+def test_a_program_ends_while_threads_are_in_their_function():
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "0\n1\n0\n"), done.stderr
