@@ -235,6 +235,12 @@ def rank(strategy: mpidist.MPIStrategy) -> int:
 
 
 @pytest.fixture
+def two_replicas(size: int) -> None:
+    if size != 2:
+        pytest.skip("for two replicas")
+
+
+@pytest.fixture
 def size(strategy: mpidist.MPIStrategy) -> int:
     return strategy.num_replicas_in_sync
 

@@ -11,7 +11,13 @@ from replicas import SUM, context, make, merge, own, raises_everywhere
 import mpidist
 from mpidist._base import guests
 
-pytestmark = [pytest.mark.mpi, pytest.mark.one_size, pytest.mark.replicas(2)]
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.one_size,
+    pytest.mark.guests,
+    pytest.mark.replicas(2),
+    pytest.mark.usefixtures("two_replicas"),
+]
 
 DTYPES = [np.float32, np.float16, np.int32, np.uint8, np.complex64, ml_dtypes.bfloat16]
 

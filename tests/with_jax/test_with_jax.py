@@ -8,7 +8,13 @@ from replicas import everywhere, make, raises_everywhere
 
 import mpidist
 
-pytestmark = [pytest.mark.mpi, pytest.mark.one_size, pytest.mark.replicas(2)]
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.one_size,
+    pytest.mark.guests,
+    pytest.mark.replicas(2),
+    pytest.mark.usefixtures("two_replicas"),
+]
 
 ROWS = 16
 
