@@ -16,7 +16,7 @@ from mpidist._agreement.stacks import Stacks
 from mpidist._agreement.trace import TraceOptions
 from mpidist._agreement.traced_guard import TracedGuard
 from mpidist._agreement.waiting import Deadline
-from mpidist._base import backend, threads
+from mpidist._base import backend, interactive, threads
 from mpidist._base.environment import (
     Environment,
     read_environment,
@@ -133,6 +133,7 @@ class MPIStrategy(Strategy):
         except ValueError as error:  # perhaps on this rank only: tell all ranks
             environment, problem = Environment(), str(error)
         forked_child.prepare()
+        interactive.hide_own_frames()
         replica = threads.current()
         if replica is not None:
             environment = replica.adapt(environment)

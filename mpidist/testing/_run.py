@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Final
 
-from mpidist._base import threads
+from mpidist._base import interactive, threads
 from mpidist._base.errors import CollectiveError, RemoteTraceback
 from mpidist._runtime import process_exit
 from mpidist.testing._group import Replica
@@ -174,6 +174,7 @@ def run(
             f"mpidist.testing.run: expected `fn` to be callable, got {fn!r:.80}; write "
             "`run(3, fn)`"
         )
+    interactive.hide_own_frames()
     world = World(num_replicas)
     channel = Channel(world, tuple(range(num_replicas)), of_program=True)
     replicas = [
