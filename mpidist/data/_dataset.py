@@ -153,7 +153,7 @@ class Dataset(Elements):
         """Create a dataset of the names of files, for `interleave`.
 
         Args:
-            file_pattern: a pattern as for `glob.glob`, or several. The names are
+            file_pattern: a pattern as for ``glob.glob``, or several. The names are
                 sorted.
             shuffle: whether to shuffle them, which needs a seed. None: if there is a
                 seed.
