@@ -34,6 +34,7 @@ from mpidist._base.variable_enums import (
 from mpidist._checkpoints import Checkpoint as Checkpoint
 from mpidist._checkpoints import CheckpointManager as CheckpointManager
 from mpidist._checkpoints import CheckpointReader as CheckpointReader
+from mpidist._checkpoints import RestoreStatus as RestoreStatus
 from mpidist._checkpoints import latest_checkpoint as latest_checkpoint
 from mpidist._checkpoints import load_checkpoint as load_checkpoint
 from mpidist._losses import compute_average_loss as compute_average_loss
@@ -133,6 +134,7 @@ __all__ = [
     "ReductionToOneDevice",
     "ReplicaContext",
     "ReplicaError",
+    "RestoreStatus",
     "RunOptions",
     "Strategy",
     "StrategyExtended",

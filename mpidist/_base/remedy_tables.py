@@ -357,6 +357,10 @@ ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = {
         "restore": "write `manager.restore_or_initialize()`",
         "sync": "calls are synchronous: write `manager.save()`",
     },
+    "RestoreStatus": dict.fromkeys(
+        ("initialize_or_restore", "run_restore_ops"),
+        "calls are synchronous: write `checkpoint.restore(path)`",
+    ),
     "CheckpointReader": {
         "get_tensor": "write `reader[name]`",
         "get_variable_to_dtype_map": (

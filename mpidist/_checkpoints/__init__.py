@@ -9,3 +9,4 @@ from mpidist._checkpoints.preemption import (
 from mpidist._checkpoints.preemption import TerminationConfig as TerminationConfig
 from mpidist._checkpoints.reader import CheckpointReader as CheckpointReader
 from mpidist._checkpoints.reader import load_checkpoint as load_checkpoint
+from mpidist._checkpoints.restore_status import RestoreStatus as RestoreStatus

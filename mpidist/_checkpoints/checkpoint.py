@@ -9,6 +9,7 @@ from typing import Any
 from mpidist._base.remedies import explain_keywords, missing_name
 from mpidist._checkpoints import contents
 from mpidist._checkpoints.contents import VariableItem
+from mpidist._checkpoints.restore_status import RestoreStatus
 from mpidist._checkpoints.saved_objects import SavedObjects
 from mpidist._checkpoints.storage import FileFormat
 
@@ -114,7 +115,9 @@ class Checkpoint:
         return self._objects.save(path, format, "Checkpoint.save").path
 
     @explain_keywords("Checkpoint.restore")
-    def restore(self, path: str | os.PathLike[str], partial: bool = False) -> list[str]:
+    def restore(
+        self, path: str | os.PathLike[str], partial: bool = False
+    ) -> RestoreStatus:
         """Restore all objects from a checkpoint. Collective.
 
         At program level. Rank 0 reads the checkpoint and sends the data to the others.
@@ -135,7 +138,8 @@ class Checkpoint:
                 to ignore items that only the checkpoint has.
 
         Returns:
-            The names of the restored items, such as "optimizer/momentum".
+            The names of the restored items, such as "optimizer/momentum", with the
+            methods of TensorFlow's status object.
 
         Raises:
             FileNotFoundError: if there is no checkpoint at ``path``.
@@ -144,7 +148,8 @@ class Checkpoint:
             RuntimeError: in a replica function or in ``merge_fn``.
         """
         objects = self._objects
-        return objects.put(objects.read(path, partial, "Checkpoint.restore"))
+        names = objects.put(objects.read(path, partial, "Checkpoint.restore"))
+        return RestoreStatus(names, bool(partial))
 
 
 def objects_of(checkpoint: Checkpoint) -> SavedObjects:

@@ -227,7 +227,13 @@ def test_a_model_and_an_optimizer_in_a_checkpoint(strategy, same_folder):
     checkpoint = mpidist.Checkpoint(model=model, optimizer=optimizer)
     path = mpidist.latest_checkpoint(same_folder)
     assert path is not None
-    checkpoint.restore(path)
+    status = checkpoint.restore(path).expect_partial().assert_consumed()
+    assert status.assert_existing_objects_matched().assert_nontrivial_match() == status
+    assert "model/w" in status
+    partial = checkpoint.restore(path, partial=True)
+    assert partial.expect_partial() == partial == status
+    with pytest.raises(AssertionError, match=r"write `checkpoint\.restore\(path\)`"):
+        partial.assert_consumed()
     train(model, optimizer)
     assert_mirrored(strategy, model.w, expected)
     assert mpidist.latest_checkpoint(same_folder / "nothing") is None
