@@ -81,6 +81,25 @@ def expected(op, dtype, arrays):
     return reduce(wide, axis=0, **kwargs).astype(dtype)
 
 
+@pytest.mark.parametrize("shape", [(), (2,), (2, 300)])
+def test_functions_as_operations(where, rank, size, shape):
+    """They get arrays of the device, in the order of the ranks, and return one."""
+    strategy, xp = where
+    module = type(xp.ones(1))
+
+    def subtract(a, b):
+        assert type(a) is type(b) is module
+        return a - b
+
+    mine = xp.asarray(np.full(shape, 10.0 + rank))
+    result = all_reduce(strategy, subtract, {"a": mine, "b": [mine]})
+    for x in (result["a"], result["b"][0]):
+        assert type(x) is module
+        total = 10.0 - sum(10.0 + i for i in range(1, size))
+        np.testing.assert_array_equal(host(x), np.full(shape, total))
+    np.testing.assert_array_equal(host(mine), np.full(shape, 10.0 + rank))
+
+
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_dtype_table(where, op):
     strategy, xp = where
