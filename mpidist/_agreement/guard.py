@@ -141,6 +141,7 @@ class Guard(Waiting):
         self._writes: Writes | None = None
         self._repair: Callable[[Sequence[Key]], None] | None = None
         self._verdict = _ALONE
+        self._common: BaseException | None = None  # which all ranks raise
 
     # --- settings -----------------------------------------------------------------
 
@@ -432,6 +433,10 @@ class Guard(Waiting):
             self._repair(written)
         return found
 
+    def share_error(self, error: BaseException) -> None:
+        """Say that all ranks raise this one, each on its own, and can continue."""
+        self._common = error
+
     def repair_with(self, repair: Callable[[Sequence[Key]], None]) -> None:
         """Set the function that makes copies equal again after a failed update.
 
@@ -513,6 +518,7 @@ class Guard(Waiting):
             fingerprint: of the result.
         """
         if self._broken:
+            self.repeat_notice()
             return error or self._broken_error()
         if not self.enabled:
             return error
@@ -563,6 +569,14 @@ class Guard(Waiting):
             error = self.join(
                 call, error, section.kind, section.text, section.fingerprint
             )
+        except BaseException as raised:
+            # Such as Ctrl-C: those who are in the section learn that this rank is not
+            # coming.
+            if raised is not self._common:
+                self._break_off(call.text, raised)
+            elif self._depth == 1:
+                self._common = None
+            raise
         finally:
             self.leave_section()
         if error is not None:

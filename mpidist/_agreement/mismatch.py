@@ -26,6 +26,9 @@ from mpidist._base.fingerprint import fingerprint as fingerprint
 
 _THREADING: Final = os.path.abspath(threading.__file__)  # begins every thread
 _LONGEST_CALL: Final = 360
+# Of an exception that is sent to other ranks: characters, and bytes of its pickle.
+_LONGEST_TRACE: Final = 100_000
+_LARGEST_EXCEPTION: Final = 2**20
 _logger: Final = logging.getLogger("mpidist")
 ErrorKind = Literal["none", "raised", "invalid", "agreed", "exit"]
 Key: TypeAlias = tuple[int, int]
@@ -88,7 +91,7 @@ class Report:
         report = cls(rank, call.text, _call_site())
         if error is not None:
             report.kind = kind
-            report.trace = _describe_exception(error)
+            report.trace = describe_exception(error)
             report.pickled_error = dump_exception(error)
             if isinstance(error, SystemExit):
                 code = error.code
@@ -105,11 +108,17 @@ def _plain_code(code: object) -> int | str:
     return int(code) if isinstance(code, int) else str(code)
 
 
-def _describe_exception(error: BaseException) -> str:
+def describe_exception(error: BaseException) -> str:
+    """Return the traceback of an exception, to be sent: not all of a very long text."""
     try:
-        return format_exception(error)
-    except Exception:  # its __str__ raises
+        text = format_exception(error)
+    except BaseException:  # its __str__ raises, whatever
         return f"{type(error).__qualname__}, which cannot be printed\n"
+    if len(text) <= _LONGEST_TRACE:
+        return text
+    half = _LONGEST_TRACE // 2
+    left_out = f"\n... {len(text) - 2 * half:,} characters were not sent ...\n"
+    return text[:half] + left_out + text[-half:]
 
 
 def judge(rank: int, reports: list[Report]) -> BaseException:
@@ -238,11 +247,13 @@ def _shorten(calls: list[str]) -> list[str]:
 
 
 def dump_exception(error: BaseException) -> bytes:
-    """Pickle an exception; return b"" if it cannot be pickled and unpickled."""
+    """Pickle an exception; return b"" if it cannot be unpickled, or is too large."""
     try:
         data = pickle.dumps(error)
+        if len(data) > _LARGEST_EXCEPTION:
+            return b""
         pickle.loads(data)  # some can be pickled, but not unpickled
-    except Exception:
+    except BaseException:  # its __reduce__ may raise SystemExit
         return b""
     return data
 
@@ -253,7 +264,7 @@ def load_exception(data: bytes, trace: str) -> BaseException | None:
         return None
     try:
         error = pickle.loads(data)
-    except Exception:  # this rank does not have its class
+    except BaseException:  # this rank does not have its class, or that raises anything
         return None
     if not isinstance(error, BaseException):
         return None

@@ -83,6 +83,7 @@ class Waiting:
         self.blocked: bool = False
         self.closed: bool = False
         self._broken = ""
+        self._untold = ""  # what this rank has left, until the others know
         # The call that this rank is in, or made last; the one before; and how long it
         # waits for the others in it.
         self._call = self._before = Call("making the strategy")
@@ -296,7 +297,7 @@ class Waiting:
 
     def _break_off(self, what: str, error: BaseException) -> None:
         """Give up after an exception that came from outside, such as a signal's."""
-        if not self._broken:
+        if not self._broken and self._comm.size > 1:
             self._leave(
                 what,
                 f"rank {self._comm.rank} was interrupted by {type(error).__name__} in "
@@ -307,7 +308,17 @@ class Waiting:
 
     def _leave(self, what: str, why: str) -> None:
         self.broken = why
-        self._notices.post(self._describe(what), why)
+        self._untold = what
+        self.repeat_notice()
+
+    def repeat_notice(self) -> None:
+        """Tell the others that this rank has left, if that has failed before.
+
+        For example by a RecursionError, which is over some frames farther up.
+        """
+        if self._untold:
+            self._notices.post(self._describe(self._untold), self._broken)
+            self._untold = ""
 
     def leave_call(self, error: BaseException) -> BaseException:
         """Give up the payload of the last call; see `leave_payload`."""

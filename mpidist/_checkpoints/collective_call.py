@@ -10,7 +10,7 @@ from typing import TypeVar
 from mpidist._agreement import mismatch
 from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call
-from mpidist._base.errors import CheckpointError, format_exception
+from mpidist._base.errors import CheckpointError
 from mpidist._base.types import Array
 from mpidist._checkpoints.contents import VariableItem
 from mpidist._engine.collectives import Collectives
@@ -84,9 +84,9 @@ class CollectiveCall:
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # sys.exit() too: the others wait
-                trace = format_exception(error)
+                trace = mismatch.describe_exception(error)
                 dumped = mismatch.dump_exception(error)
-                text = f"{type(error).__name__}: {error}"
+                text = trace.strip().rpartition("\n")[2]
                 data = pickle.dumps((False, (dumped, text), trace))
                 self.collectives.send_bytes(data)
                 raise

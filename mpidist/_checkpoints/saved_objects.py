@@ -166,12 +166,15 @@ class SavedObjects:
             lambda: _buffer_for(variables if call.rank else []), scope=False
         )
         _put_states(call, found.states, found.items)
-        for item in variables:
-            # Rank 0 gives up each copy as soon as it has been sent.
-            x = _view(buffer, item) if call.rank else found.arrays.pop(item.name)
-            if x.size:
-                call.comm.broadcast(backend.as_bytes(x), 0)
-            call.assign(item, x)
+        try:
+            for item in variables:
+                # Rank 0 gives up each copy as soon as it has been sent.
+                x = _view(buffer, item) if call.rank else found.arrays.pop(item.name)
+                if x.size:
+                    call.comm.broadcast(backend.as_bytes(x), 0)
+                call.assign(item, x)
+        except BaseException as error:
+            raise call.guard.leave_call(error) from None
         return sorted([*found.states, *found.variables])
 
     def call(self, name: str) -> CollectiveCall:
@@ -257,10 +260,15 @@ def _take(call: CollectiveCall, items: list[Item]) -> Snapshot:
         return arrays, states
 
     arrays, states = call.together(read)
-    texts = {name: json.dumps(state, sort_keys=True) for name, state in states.items()}
-    numbers = [_checksum(x) for x in arrays.values()]
-    numbers += [mismatch.fingerprint(text) for text in texts.values()]
-    rows = call.same(numbers)
+
+    def summarize() -> list[int]:
+        texts = [json.dumps(state, sort_keys=True) for state in states.values()]
+        return [
+            *(_checksum(x) for x in arrays.values()),
+            *(mismatch.fingerprint(text) for text in texts),
+        ]
+
+    rows = call.same(call.attempt(summarize))
     differing = set()
     if rows is not None:
         for name, column in zip(
@@ -312,8 +320,12 @@ def _alike_now(call: CollectiveCall, items: list[Item]) -> dict[str, bool]:
     generators = [x for x in items if isinstance(x, StateItem) and x.kind != "object"]
     if not generators:
         return {}
-    texts = [json.dumps(x.encoded(), sort_keys=True) for x in generators]
-    rows = call.same([mismatch.fingerprint(text) for text in texts])
+
+    def summarize() -> list[int]:
+        texts = [json.dumps(x.encoded(), sort_keys=True) for x in generators]
+        return [mismatch.fingerprint(text) for text in texts]
+
+    rows = call.same(call.attempt(summarize))
     if rows is None:
         return dict.fromkeys((x.name for x in generators), True)
     columns = zip(*rows, strict=True)

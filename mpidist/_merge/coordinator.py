@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from mpidist import _native
-from mpidist._agreement.mismatch import dump_exception
+from mpidist._agreement.mismatch import describe_exception, dump_exception
 from mpidist._base import backend, nest
-from mpidist._base.errors import format_exception
 from mpidist._base.types import Array, Nest
 from mpidist._merge import object_names, wire
 from mpidist._merge.updates import (
@@ -268,7 +267,7 @@ class Coordinator:
             if self._collectives.guard.broken:
                 raise
         if not self._collectives.guard.broken:
-            data, trace = dump_exception(error), format_exception(error)
+            data, trace = dump_exception(error), describe_exception(error)
             message = wire.dump(self._batch.joins, "raise", data, trace)
             self._collectives.send_bytes(message)
 
@@ -364,6 +363,7 @@ def lead(
     except BaseException as error:
         if several and not collectives.guard.broken:
             coordinator.fail(error)
+            collectives.guard.share_error(error)
         raise
     finally:
         coordinator.close()

@@ -92,7 +92,9 @@ class Follower:
                 elif kind == "raise":
                     pickled, trace = body
                     rank = collectives.comm.rank
-                    raise remote_error(rank, pickled, trace, self._failure)
+                    failure = remote_error(rank, pickled, trace, self._failure)
+                    guard.share_error(failure)
+                    raise failure
             for key in dropped:
                 held.pop(key, None)
                 kept.pop(key, None)

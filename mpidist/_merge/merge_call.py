@@ -93,10 +93,13 @@ def merge_call(
     collectives = group.collectives
     arguments, held, names = _enter(group, merge_fn, args, kwargs)
     if collectives.comm.rank == 0:
-        coordinator = Coordinator(group, names)
-        if held:
-            coordinator.watch_all(held)
-            held.clear()  # only merge_fn keeps its arguments
+        try:
+            coordinator = Coordinator(group, names)
+            if held:
+                coordinator.watch_all(held)
+                held.clear()  # only merge_fn keeps its arguments
+        except BaseException as error:  # the others wait for a message
+            raise collectives.guard.leave_call(error) from None
         return lead(group, merge_fn, arguments, coordinator)
     del arguments
     return follow(group, held, names)
@@ -122,8 +125,11 @@ def _enter(
         alike = collectives.guard.agree_and_compare(
             _WITHOUT_ARGUMENTS, fingerprint_of_function(merge_fn)
         )
-        registry.next_key()
-        names = _names_of(group, merge_fn, []) if alike else None
+        try:
+            registry.next_key()
+            names = _names_of(group, merge_fn, []) if alike else None
+        except BaseException as error:  # from here on the others wait for messages
+            raise collectives.guard.leave_call(error) from None
         return [((), {})], {}, names
     try:
         if not callable(merge_fn):
@@ -156,20 +162,23 @@ def _enter(
         same = [len({*column}) == 1 for column in zip(*rows, strict=True)]
         alike = same[0]
         different = {i for i, one in zip(objects, same[1:], strict=True) if not one}
-    number = registry.next_key()
-    held: dict[Key, Registered] = {}
-    seen = []
-    given = []
-    for index, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
-        if kind == "component" or index in different:
-            key = (number, index)
-            leaf = registry.wrap(PerReplica, own_component(leaf), key)
-            held[key] = leaf
-        elif kind == "object" and type(leaf) not in wire.ATOMS:
-            given.append((index, leaf))
-        seen.append(leaf)
-    names = _names_of(group, merge_fn, given) if alike else None
-    return [structure.unflatten(seen)], held, names
+    try:
+        number = registry.next_key()
+        held: dict[Key, Registered] = {}
+        seen = []
+        given = []
+        for index, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
+            if kind == "component" or index in different:
+                key = (number, index)
+                leaf = registry.wrap(PerReplica, own_component(leaf), key)
+                held[key] = leaf
+            elif kind == "object" and type(leaf) not in wire.ATOMS:
+                given.append((index, leaf))
+            seen.append(leaf)
+        names = _names_of(group, merge_fn, given) if alike else None
+        return [structure.unflatten(seen)], held, names
+    except BaseException as error:
+        raise collectives.guard.leave_call(error) from None
 
 
 def _names_of(

@@ -403,9 +403,10 @@ def _run_alone(
         kind = "raised"
         number = group.registry.count
         result = batch.run(number, var, fn, args, kwargs, grouped, texts)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         batch.leave()
-        raise
+        call = Call(describe(var, fn))
+        raise group.guard.leave_payload(call, interrupt) from None
     except BaseException as raised:
         error = raised
     error = batch.end(error, kind, describe(var, fn))

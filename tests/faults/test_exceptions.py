@@ -1,0 +1,213 @@
+"""Exceptions of unusual kinds, at unusual places: the other ranks learn of each soon.
+
+The strategies have a deadline that is longer than the limit of a test, so a rank that
+is told only at the deadline fails.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from replicas import (
+    assert_usable,
+    context,
+    everywhere,
+    make,
+    outcomes,
+    set_deadline,
+)
+
+import mpidist
+from mpidist._base import backend
+from mpidist._checkpoints.collective_call import CollectiveCall
+from mpidist._values import variable
+
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
+
+
+@pytest.fixture
+def last(size):
+    return size - 1
+
+
+def raise_on(strategy, rank, error):
+    """Run a step in which one rank raises; return the outcomes."""
+
+    def step():
+        if context().replica_id_in_sync_group == rank:
+            raise error
+        return context().all_reduce("SUM", 1.0)
+
+    return outcomes(lambda: strategy.run(step))
+
+
+class ExitsWhenPickledError(Exception):
+    """An exception that leaves the program when it is pickled."""
+
+    def __reduce__(self):
+        raise SystemExit(3)
+
+
+class ExitsWhenPrintedError(Exception):
+    """An exception that leaves the program when it is printed, once."""
+
+    printed = False
+
+    def __str__(self):
+        if not ExitsWhenPrintedError.printed:
+            ExitsWhenPrintedError.printed = True
+            raise SystemExit(3)
+        return "printed"
+
+
+@pytest.mark.parametrize("error", [ExitsWhenPickledError, ExitsWhenPrintedError])
+def test_an_exception_that_leaves_the_program_when_it_is_sent(strategy, last, error):
+    ExitsWhenPrintedError.printed = False
+    rows = raise_on(strategy, last, error())
+    names = {rank: row.name for rank, row in enumerate(rows)}
+    assert names.pop(last) == error.__name__
+    assert set(names.values()) <= {"ReplicaError"}
+    assert_usable(strategy)
+
+
+def test_an_exception_of_merge_fn_that_leaves_when_it_is_sent(strategy):
+    def merge_fn(strategy):
+        raise ExitsWhenPickledError
+
+    rows = outcomes(lambda: strategy.run(lambda: context().merge_call(merge_fn)))
+    assert rows[0].name == "ExitsWhenPickledError"
+    assert {row.name for row in rows[1:]} <= {"CollectiveError"}
+    assert_usable(strategy)
+
+
+@pytest.mark.parametrize("where", ["replica", "merge_fn"])
+def test_an_exception_with_much_text(strategy, rank, last, where):
+    text = "begin" + 20_000_000 * "x" + "end"
+    lengths = []
+
+    def merge_fn(strategy):
+        raise ValueError(text)
+
+    def step():
+        if where == "replica" and rank == last:
+            raise ValueError(text)
+        return context().merge_call(merge_fn)
+
+    try:
+        strategy.run(step)
+    except (ValueError, mpidist.CollectiveError) as error:
+        lengths = everywhere(len(str(error)))
+    origin = last if where == "replica" else 0
+    assert lengths.pop(origin) == len(text)
+    assert all(1000 < length < 1_000_000 for length in lengths), lengths
+    assert_usable(strategy)
+
+
+def interrupts(strategy, rank, who, where):
+    """Make one rank raise KeyboardInterrupt somewhere; return the outcomes."""
+    v = make(strategy, 0.0)
+
+    def update(v):
+        if rank == who:
+            raise KeyboardInterrupt
+        v.assign(1.0)
+
+    if where == "run":
+        return raise_on(strategy, who, KeyboardInterrupt())
+    return outcomes(lambda: strategy.extended.update(v, update))
+
+
+@pytest.mark.parametrize("where", ["run", "update"])
+def test_ctrl_c_that_the_program_catches(new_strategy, rank, size, last, where):
+    strategy = new_strategy()
+    rows = interrupts(strategy, rank, last, where)
+    assert rows[last].name == "KeyboardInterrupt"
+    if size == 1:
+        assert_usable(strategy)
+        return
+    others = rows[:-1] + outcomes(lambda: strategy.run(lambda: None))
+    assert {row.name for row in others} == {"CollectiveTimeoutError"}
+    for row in others:
+        assert f"rank {last} was interrupted by KeyboardInterrupt in " in row.message
+
+
+def test_ctrl_c_in_merge_fn_is_raised_by_all(strategy):
+    def merge_fn(strategy):
+        raise KeyboardInterrupt
+
+    rows = outcomes(lambda: strategy.run(lambda: context().merge_call(merge_fn)))
+    assert {row.name for row in rows} == {"KeyboardInterrupt"}
+    assert_usable(strategy)
+
+
+def at_the_limit(call):
+    """Call with so few frames left that something in it raises RecursionError."""
+    try:
+        return at_the_limit(call)
+    except RecursionError:
+        return call()
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "merge_call"])
+def test_a_recursion_error_inside_a_call(new_strategy, rank, size, last, verb):
+    strategy = new_strategy()
+
+    def call():
+        if verb == "merge_call":
+            return context().merge_call(lambda strategy: 1)
+        return context().all_reduce("SUM", np.ones(3))
+
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(300)
+    try:
+        rows = outcomes(
+            lambda: strategy.run(lambda: at_the_limit(call) if rank == last else call())
+        )
+    finally:
+        sys.setrecursionlimit(limit)
+    if size > 1:
+        names = {row.name for row in rows}
+        told = {"CollectiveTimeoutError", "ReplicaError", "RecursionError"}
+        assert names <= told or names == {"NoneType"}, rows
+
+
+@pytest.mark.parametrize("what", ["checksum", "variable", "restore"])
+def test_a_memory_error_where_the_ranks_no_longer_wait_for_each_other(
+    new_strategy, rank, size, last, what, same_folder, monkeypatch
+):
+    strategy = new_strategy()
+    v = make(strategy, np.arange(4.0))
+    checkpoint = mpidist.Checkpoint(v=v)
+    path = str(same_folder / "saved")
+    checkpoint.save(path)
+    set_deadline(strategy, 50.0)
+
+    def no_memory(*args, **kwargs):
+        raise MemoryError("injected")
+
+    place = {
+        "checksum": (backend, "summarize"),
+        "variable": (variable, "VariableStorage"),
+        "restore": (CollectiveCall, "assign"),
+    }[what]
+    call = {
+        "checksum": lambda: checkpoint.save(path),
+        "variable": lambda: make(strategy, np.ones(1000)),
+        "restore": lambda: checkpoint.restore(path),
+    }[what]
+    with monkeypatch.context() as patch:
+        if rank == last:
+            patch.setattr(*place, no_memory)
+        rows = outcomes(call)
+    assert rows[last].name == "MemoryError"
+    if what == "checksum":
+        assert {row.name for row in rows} == {"MemoryError"}
+        assert_usable(strategy)
+    elif size > 1:
+        # The others have gone on: they learn of it at the next call.
+        rows = outcomes(lambda: strategy.run(lambda: None))
+        assert {row.name for row in rows} == {"CollectiveTimeoutError"}
+        for row in rows:
+            assert f"rank {last} was interrupted by MemoryError in " in row.message
