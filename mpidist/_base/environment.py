@@ -8,6 +8,7 @@ from typing import Final
 
 from mpidist._base.options import (
     COMPRESSIONS,
+    LARGEST_NUMBER,
     CommunicationImplementation,
     Compression,
 )
@@ -116,7 +117,7 @@ def _flag(name: str, default: bool | None) -> bool | None:
     if text in ("0", "false", "no", "off"):
         return False
     raise ValueError(
-        f"the environment variable {name} is {text!r}; expected 1 or 0, or unset it"
+        f"the environment variable {name} is {text!r:.80}; expected 1 or 0, or unset it"
     )
 
 
@@ -127,7 +128,7 @@ def _implementation(name: str) -> CommunicationImplementation:
     except KeyError:
         names = ", ".join(item.name.lower() for item in CommunicationImplementation)
         raise ValueError(
-            f"the environment variable {name} is {text.lower()!r}; expected one of "
+            f"the environment variable {name} is {text.lower()!r:.80}; expected one of "
             f"{names}, or unset it"
         ) from None
 
@@ -144,7 +145,7 @@ def _compression(name: str) -> Compression:
         if text == known:
             return known
     raise ValueError(
-        f"the environment variable {name} is {text!r}; expected one of "
+        f"the environment variable {name} is {text!r:.80}; expected one of "
         f"{', '.join(COMPRESSIONS)}, or unset it"
     )
 
@@ -157,7 +158,7 @@ def _trace(name: str) -> int:
         return int(_flag(name, False) is True)
     except ValueError:
         raise ValueError(
-            f"the environment variable {name} is {text!r}; expected 0, 1 or 2, or "
+            f"the environment variable {name} is {text!r:.80}; expected 0, 1 or 2, or "
             "unset it"
         ) from None
 
@@ -170,9 +171,9 @@ def _number(name: str, default: float) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not value >= 0:
+    if not 0 <= value <= LARGEST_NUMBER:  # nor NaN
         raise ValueError(
-            f"the environment variable {name} is {text!r}; expected a number that is "
-            "not negative, or unset it"
+            f"the environment variable {name} is {text!r:.80}; expected a number from "
+            f"0 to {LARGEST_NUMBER:,.0f}, or unset it"
         )
     return value

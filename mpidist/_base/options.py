@@ -7,6 +7,8 @@ import enum
 from typing import Final, Literal
 
 Compression = Literal["none", "fp16", "bf16"]
+LARGEST_NUMBER: Final = 1e9
+"""Of seconds (30 years), and of MiB: what is computed from it is an exact integer."""
 COMPRESSIONS: Final[tuple[Compression, ...]] = ("none", "fp16", "bf16")
 
 
@@ -107,10 +109,11 @@ class CommunicationOptions:
                     "CommunicationOptions: expected `timeout_seconds` to be a number "
                     f"of seconds or None, got {timeout_seconds!r}"
                 )
-            if not timeout_seconds >= 0:
+            if not 0 <= timeout_seconds <= LARGEST_NUMBER:
                 raise ValueError(
                     "CommunicationOptions: expected `timeout_seconds` to be 0 (no "
-                    f"limit) or a number of seconds, got {timeout_seconds}"
+                    f"limit) or a number of seconds up to {LARGEST_NUMBER:,.0f}, "
+                    f"got {timeout_seconds}"
                 )
         for name, flag in (("guard", guard), ("error_feedback", error_feedback)):
             if flag is not None and not isinstance(flag, bool):

@@ -32,6 +32,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable
 
 from mpidist._checkpoints import storage
@@ -59,12 +60,17 @@ def replace(path: str, write: Callable[[str, int], None]) -> None:
     clean(parent, os.path.basename(path))
     beside = _beside(path)
     os.mkdir(beside)
+    mode = stat.S_IMODE(os.stat(beside).st_mode)
+    with contextlib.suppress(OSError):  # a file system without modes
+        os.chmod(beside, 0o700)  # for nobody else until it is whole
     try:
         write(beside, number)
         sync_directory(beside)
         if number > 1:
             _move_into(beside, path)
         else:
+            with contextlib.suppress(OSError):
+                os.chmod(beside, mode)
             os.rename(beside, path)
             sync_directory(parent)
     except BaseException:

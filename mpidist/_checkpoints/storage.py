@@ -66,6 +66,7 @@ _VERSION: Final = 2
 _NO_CHECKSUM: Final = "00000000"
 _HEAD: Final = '{\n "crc32": "'
 _DTYPE: Final = re.compile(r"bool|u?int\d+|b?float\d+(_\w+)?|complex\d+")
+_LARGEST_MANIFEST: Final = 2**28  # the states of thousands of ranks
 _MOST_DIMENSIONS: Final = 32  # of all versions of NumPy
 _SAFETENSORS: Final = {
     "bool": "BOOL",
@@ -483,13 +484,19 @@ def _read_manifest(path: str) -> bytes:
     name = os.path.join(path, MANIFEST)
     try:
         with open(_open_regular(name), "rb") as file:
-            return file.read()
+            size = os.fstat(file.fileno()).st_size
+            if size <= _LARGEST_MANIFEST:
+                return file.read()
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
             f"there is no checkpoint at {path!r}: expected a directory with a "
             f"{MANIFEST} there. A relative path begins at the directory that rank 0 "
             f"runs in, {os.getcwd()!r}"
         ) from None
+    raise damaged_checkpoint(
+        f"{name} is damaged: it has more than {_LARGEST_MANIFEST:,} bytes. Restore "
+        "another checkpoint"
+    )
 
 
 def _open_regular(path: str) -> int:

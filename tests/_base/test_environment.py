@@ -5,7 +5,7 @@ import pytest
 from mpidist._base.environment import Environment, read_environment
 
 
-@pytest.mark.parametrize("text", ["no number", "-1", "nan"])
+@pytest.mark.parametrize("text", ["no number", "-1", "nan", "inf", "1e300"])
 def test_bad_environment(monkeypatch, text):
     monkeypatch.setenv("MPIDIST_TIMEOUT", text)
     with pytest.raises(ValueError, match="MPIDIST_TIMEOUT"):

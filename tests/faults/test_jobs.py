@@ -1,0 +1,256 @@
+"""Faults that need a job of their own: kills, stops, settings; and what a job opens.
+
+Each job runs at three ranks. Afterwards no process of it is left, nor a file of mpidist
+in /dev/shm.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from launching import run_ranks
+
+pytestmark = pytest.mark.core
+
+PROLOGUE = """
+import os, signal, sys, threading, time
+import numpy as np
+ranks = [os.environ.get(name) for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK")]
+RANK = int(ranks[0] or ranks[1])
+import mpidist
+context = mpidist.get_replica_context
+def all_reduce(strategy, x):
+    total = strategy.run(lambda: context().all_reduce("SUM", x))
+    return strategy.experimental_local_results(total)[0]
+"""
+
+
+def shared_files():
+    return {path.name for path in Path("/dev/shm").glob("mpidist-*")}
+
+
+def left_over(before):
+    """Return the files that stay: other jobs have theirs for a moment only."""
+    end = time.monotonic() + 20
+    while (files := shared_files() - before) and time.monotonic() < end:
+        time.sleep(0.1)
+    return files
+
+
+def run_job(body, timeout=60, **env):
+    before = shared_files()
+    result = run_ranks(
+        3, ["-c", PROLOGUE + textwrap.dedent(body)], timeout=timeout, env=env
+    )
+    assert left_over(before) == set()
+    return result
+
+
+# Where each rank is when rank 1 is killed, by itself.
+PHASES = {
+    "header": """
+        if RANK == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        all_reduce(strategy, 1.0)
+    """,
+    "data": """
+        def step():
+            if RANK == 1:
+                threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            for _ in range(100_000):
+                context().all_reduce("SUM", np.ones(100_000))
+        strategy.run(step)
+    """,
+    "merge_fn": """
+        def update(v):
+            if RANK == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            v.assign_add(1.0)
+        def merge_fn(strategy):
+            for _ in range(1000):
+                strategy.extended.update(v, update)
+        strategy.run(lambda: context().merge_call(merge_fn))
+    """,
+    "saving": """
+        class State:
+            def state_dict(self):
+                if RANK == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return {}
+            def load_state_dict(self, state):
+                pass
+        mpidist.Checkpoint(v=v, state=State()).save(os.environ["FOLDER"] + "/saved")
+    """,
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_rank_that_is_killed_ends_the_job(phase, tmp_path):
+    body = """
+    strategy = mpidist.MPIStrategy()
+    with strategy.scope():
+        v = mpidist.Variable(0.0)
+    """
+    text = textwrap.dedent(body) + textwrap.dedent(PHASES[phase])
+    text += "\ntime.sleep(1)\nprint('not reached', flush=True)\n"
+    result = run_job(text, FOLDER=str(tmp_path))
+    assert result.returncode != 0, result
+    assert "not reached" not in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_is_stopped_and_goes_on_in_time():
+    result = run_job("""
+    strategy = mpidist.MPIStrategy()
+    pids = strategy.gather(strategy.run(lambda: np.array([os.getpid()])), axis=0)
+    for count in (3, 100_000):  # with its header, and in pieces
+        if RANK == 0:
+            threading.Timer(0.5, os.kill, (int(pids[1]), signal.SIGCONT)).start()
+        if RANK == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        assert (all_reduce(strategy, np.ones(count)) == 3).all()
+    print("done", flush=True)
+    """)
+    assert (result.returncode, result.stdout.split()) == (0, ["done"] * 3), result
+
+
+def test_a_rank_that_is_stopped_for_longer_than_the_deadline():
+    body = """
+    strategy = mpidist.MPIStrategy()
+    pids = strategy.gather(strategy.run(lambda: np.array([os.getpid()])), axis=0)
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        all_reduce(strategy, 1.0)
+    except mpidist.CollectiveTimeoutError as error:
+        print("told", flush=True)
+        assert "rank 1" in str(error)
+    if RANK == 0:
+        os.kill(int(pids[1]), signal.SIGCONT)
+    try:
+        all_reduce(strategy, 1.0)
+    except mpidist.CollectiveTimeoutError:
+        print("unusable", flush=True)
+    """
+    result = run_job(body, MPIDIST_TIMEOUT="3")
+    assert sorted(result.stdout.split()) == ["told"] * 3 + ["unusable"] * 3, result
+    assert result.returncode == 0, result
+
+
+def test_settings_of_one_rank_that_can_not_be_read():
+    result = run_job("""
+    texts = ["soon", "-1", "nan", "inf", "1e300", 5000 * "9", "\\udcff", "../../etc"]
+    numbers = ["TIMEOUT", "STALL_SECONDS", "FUSION_MB", "STAGING_MB", "SIMULATED_NODES"]
+    words = ["ABORT", "ALONE", "GUARD", "CUDA_AWARE", "ERROR_FEEDBACK", "TRACE"]
+    words += ["IMPLEMENTATION", "COMPRESSION"]
+    pairs = [(name, text) for name in numbers for text in texts]
+    pairs += [(name, text) for name in words for text in ("maybe", "-1", 5000 * "1")]
+    for name, text in pairs:
+        if RANK == 1:
+            os.environ[f"MPIDIST_{name}"] = text
+        try:
+            mpidist.MPIStrategy()
+            raise AssertionError(f"{name}={text[:20]!r} was taken")
+        except ValueError as error:
+            message = str(error)
+            assert f"rank 1 cannot take part" in message, message
+            assert f"MPIDIST_{name}" in message and len(message) < 1000, message
+        os.environ.pop(f"MPIDIST_{name}", None)
+    assert all_reduce(mpidist.MPIStrategy(), 1.0) == 3
+    print("done", flush=True)
+    """)
+    assert (result.returncode, result.stdout.split()) == (0, ["done"] * 3), result
+
+
+def test_settings_that_can_not_be_read_before_mpi_runs():
+    result = run_job("""
+    if RANK == 1:
+        os.environ["MPIDIST_TIMEOUT"] = "soon"
+    try:
+        mpidist.MPIStrategy()
+    except ValueError as error:
+        assert "rank 1 cannot take part" in str(error)
+        print("told", flush=True)
+    """)
+    assert (result.returncode, result.stdout.split()) == (0, ["told"] * 3), result
+
+
+# --- security -------------------------------------------------------------------------
+
+WATCH = """
+import pickle
+seen, watching = [], False
+def watch(event, args):
+    if watching and (event.startswith("socket.") or event == "pickle.find_class"):
+        seen.append((event, str(args)[:200]))
+    if event == "open" and "/.saved" in str(args[0]):
+        modes_while_written.add(oct(os.stat(os.path.dirname(args[0])).st_mode & 0o777))
+modes_while_written = set()
+sys.addaudithook(watch)
+def modes():
+    "Return the modes of the files in /dev/shm that this process has open or mapped."
+    found = set()
+    for link in os.scandir("/proc/self/fd"):
+        try:
+            if os.readlink(link.path).startswith("/dev/shm/mpidist-"):
+                info = os.stat(link.path)
+                found.add((oct(info.st_mode & 0o777), info.st_uid, info.st_nlink))
+        except OSError:
+            pass
+    return found
+"""
+
+
+def test_no_sockets_and_shared_memory_for_its_user_alone():
+    result = run_job(
+        WATCH
+        + textwrap.dedent("""
+    os.umask(0)
+    import mpi4py.MPI  # what MPI itself opens
+    watching = True
+    strategy = mpidist.MPIStrategy()
+    with strategy.scope():
+        v = mpidist.Variable(np.zeros(3))
+    assert (all_reduce(strategy, np.ones(100_000)) == 3).all()
+    def merge_fn(strategy):
+        strategy.extended.update(v, lambda v: v.assign(np.ones(3)))
+    strategy.run(lambda: context().merge_call(merge_fn))
+    assert not [event for event, _ in seen if event.startswith("socket.")], seen
+    found = modes()
+    assert found == {("0o600", os.getuid(), 0)}, found  # and without a name
+    strategy.close()
+    print("done", flush=True)
+    """)
+    )
+    assert (result.returncode, result.stdout.split()) == (0, ["done"] * 3), result
+
+
+def test_checkpoints_are_for_their_user_alone_until_whole_and_never_unpickled(tmp_path):
+    result = run_job(
+        WATCH
+        + textwrap.dedent("""
+    os.umask(0o022)
+    strategy = mpidist.MPIStrategy()
+    with strategy.scope():
+        v = mpidist.Variable(np.arange(50_000.0))
+    checkpoint = mpidist.Checkpoint(v=v, rng=np.random.default_rng(1))
+    path = os.environ["FOLDER"] + "/saved"
+    for format in ("npz", "safetensors"):
+        checkpoint.save(path, format)
+        if RANK == 0:
+            assert modes_while_written == {"0o700"}, modes_while_written
+            assert os.stat(path).st_mode & 0o777 == 0o755
+        watching = True
+        if RANK == 0:
+            assert (mpidist.load_checkpoint(path)["v"] == np.arange(50_000.0)).all()
+        watching = False
+        checkpoint.restore(path)
+    assert seen == [], seen
+    print("done", flush=True)
+    """),
+        FOLDER=str(tmp_path),
+    )
+    assert (result.returncode, result.stdout.split()) == (0, ["done"] * 3), result
