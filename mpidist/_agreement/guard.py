@@ -41,7 +41,12 @@ from mpidist._agreement.channel import (
 )
 from mpidist._agreement.mismatch import Call, ErrorKind, Key, Report, judge
 from mpidist._agreement.waiting import CONFIRM_SECONDS, Waiting
-from mpidist._base.errors import CollectiveError, CollectiveTimeoutError, on_rank
+from mpidist._base.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    on_rank,
+    was_raised_here,
+)
 from mpidist._mpi.communicator import AnyCommunicator
 
 _NO_FLOOR: Final = sys.maxsize
@@ -410,6 +415,19 @@ class Guard(Waiting):
         joining: bool = False,
     ) -> BaseException:
         """Exchange reports, and return the exception that this rank raises."""
+        try:
+            return self._exchange_reports(call, error, kind, joining)
+        except BaseException as raised:
+            self._break_off(call.text, raised)
+            raise
+
+    def _exchange_reports(
+        self,
+        call: Call,
+        error: BaseException | None,
+        kind: ErrorKind,
+        joining: bool,
+    ) -> BaseException:
         report = Report.of(self._comm.rank, call, error, kind)
         report.depth, report.joining = self._depth, joining
         if self._writes is not None:
@@ -566,6 +584,9 @@ class Guard(Waiting):
                 error = raised
                 if isinstance(error, CollectiveError):
                     section.kind = "agreed"
+                elif isinstance(error, RecursionError) and was_raised_here(error):
+                    # In the middle of a call, perhaps with no frame to tell the others.
+                    self._break_off(call.text, error)
             error = self.join(
                 call, error, section.kind, section.text, section.fingerprint
             )

@@ -298,11 +298,14 @@ class Waiting:
     def _break_off(self, what: str, error: BaseException) -> None:
         """Give up after an exception that came from outside, such as a signal's."""
         if not self._broken and self._comm.size > 1:
-            self._leave(
-                what,
+            # Without a call: after a RecursionError there may be no frame for one.
+            self._broken = (
                 f"rank {self._comm.rank} was interrupted by {type(error).__name__} in "
-                f"{what}; this strategy cannot be used any more",
+                f"{what}; this strategy cannot be used any more"
             )
+            self.blocked = True
+            self._untold = what
+            self.repeat_notice()
             if self.channel is not None:
                 self.channel.leave()
 

@@ -133,6 +133,14 @@ def _hide_own_frames(report: traceback.TracebackException, seen: set[int]) -> No
             _hide_own_frames(other, seen)
 
 
+def was_raised_here(error: BaseException) -> bool:
+    """Return whether an exception was raised in the code of this package."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(PACKAGE)
+
+
 def format_ranks(ranks: list[int] | tuple[int, ...]) -> str:
     """Return ``rank 2`` or ``ranks 0-2, 5`` for a list of ranks."""
     ordered = sorted(ranks)
