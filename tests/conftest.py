@@ -249,4 +249,6 @@ def size(strategy: mpidist.MPIStrategy) -> int:
 def same_folder(rank: int, tmp_path: Path) -> Path:
     """A folder of rank 0's, on all ranks."""
     folder: Path = everywhere(tmp_path)[0]
+    if not all(everywhere(folder.is_dir())):
+        pytest.skip("the hosts of these ranks share no temporary folder")
     return folder

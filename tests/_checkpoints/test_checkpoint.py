@@ -211,9 +211,9 @@ def test_a_sync_on_read_variable_without_aggregation_is_refused(strategy, folder
 @pytest.mark.replicas(2, 3)
 @pytest.mark.core
 def test_many_ranks_save_and_each_restores_alone(
-    strategy, alone, tmp_path_factory, rank, size
+    strategy, alone, same_folder, rank, size
 ):
-    path = everywhere(tmp_path_factory.mktemp("c") if rank == 0 else None)[0]
+    path = same_folder
     shared, own = np.random.default_rng(5), np.random.default_rng([5, rank])
     w = variable(strategy, values_of("float32", (4, 3)))
     mpidist.Checkpoint(w=w, shared=shared, own=own).save(path / "a")
