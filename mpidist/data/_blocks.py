@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist._base import backend, nest
+from mpidist._base.fingerprint import fingerprint
 from mpidist._base.types import Array, HostArray, Nest
 
 _DLPACK_CPU: Final = (1, 3, 11)  # host memory, and page-locked host memory
@@ -30,6 +31,16 @@ class RowBlock:
     def part(self, start: int, stop: int) -> RowBlock:
         """Return some of the rows, as views."""
         return RowBlock([leaf[start:stop] for leaf in self.leaves], self.structure)
+
+    def checksum(self) -> int:
+        """Return a checksum of its contents, the same in every process; not 0."""
+        texts = [
+            repr(leaf.tolist())
+            if leaf.dtype.kind not in "biufcV"
+            else f"{backend.describe(leaf)} {backend.summarize(leaf)}"
+            for leaf in self.leaves
+        ]
+        return fingerprint(self.structure.render(texts)) or 1
 
     def row(self, index: int) -> Nest:
         """Return the nest of one row."""

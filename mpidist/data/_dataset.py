@@ -220,20 +220,8 @@ class Dataset(Elements):
             ValueError: if there is no size, but the dataset is infinite, or its
                 elements are not found by number.
         """
-        chosen = shuffle_arguments(args, buffer_size, seed, reshuffle_each_iteration)
-        stage = self._stage
-        if chosen.buffer_size is None and stage.size >= INFINITE:
-            raise ValueError(
-                "Dataset.shuffle: this dataset has no end, so there is no order of all "
-                "of it; write `shuffle` before `repeat`, or `shuffle(buffer_size, "
-                "seed=seed)`"
-            )
-        if chosen.buffer_size is None and not stage.indexed:
-            raise ValueError(
-                "Dataset.shuffle: the elements of this dataset can only be read one "
-                "after the other, so they are shuffled in a buffer; write "
-                "`shuffle(buffer_size, seed=seed)`"
-            )
+        stage, anew = self._stage, reshuffle_each_iteration
+        chosen = shuffle_arguments(stage, args, buffer_size, seed, anew)
         return Dataset(
             order.Shuffle(stage, chosen.seed, chosen.anew, chosen.buffer_size)
         )
@@ -420,13 +408,6 @@ class Dataset(Elements):
         if not isinstance(made, Dataset):
             raise TypeError(f"Dataset.apply: expected a Dataset, got {made!r}")
         return made
-
-    def reduce(self, initial_state: Nest, reduce_func: Callable[..., Nest]) -> Nest:
-        """Fold the elements: ``state = reduce_func(state, element)`` for each."""
-        state = initial_state
-        for element in self:
-            state = reduce_func(state, element)
-        return state
 
     # --- batches --------------------------------------------------------------
 

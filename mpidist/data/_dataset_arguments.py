@@ -13,7 +13,7 @@ import numpy.typing as npt
 from mpidist._base import backend, nest
 from mpidist._base.types import Nest
 from mpidist.data._blocks import as_leaf
-from mpidist.data._stage import Stage, common_spec
+from mpidist.data._stage import INFINITE, Stage, common_spec
 from mpidist.data._stage_sources import Declared, Rows, Slices, lists_to_arrays
 from mpidist.data._workers import AUTOTUNE, default_workers
 
@@ -71,12 +71,18 @@ class ShuffleArguments(NamedTuple):
 
 
 def shuffle_arguments(
+    stage: Stage,
     args: tuple[Any, ...],
     buffer_size: int | None,
     seed: int | None,
     anew: bool | None,
 ) -> ShuffleArguments:
-    """Return the arguments of `Dataset.shuffle`: the seed alone, or TensorFlow's."""
+    """Return the arguments of `Dataset.shuffle`: the seed alone, or TensorFlow's.
+
+    Raises:
+        TypeError: if there is no seed.
+        ValueError: if there is no size, and ``stage`` needs one.
+    """
     given: dict[str, Any] = {"size": buffer_size, "seed": seed, "anew": anew}
     if len(args) == 1 and buffer_size is None and seed is None:
         given["seed"] = as_count("shuffle", "seed", args[0], least=0)
@@ -94,6 +100,18 @@ def shuffle_arguments(
     size = given["size"]
     if size is not None:
         size = as_count("shuffle", "buffer_size", size, least=1)
+    if size is None and stage.size >= INFINITE:
+        raise ValueError(
+            "Dataset.shuffle: this dataset has no end, so there is no order of all "
+            "of it; write `shuffle` before `repeat`, or `shuffle(buffer_size, "
+            "seed=seed)`"
+        )
+    if size is None and not stage.indexed:
+        raise ValueError(
+            "Dataset.shuffle: the elements of this dataset can only be read one "
+            "after the other, so they are shuffled in a buffer; write "
+            "`shuffle(buffer_size, seed=seed)`"
+        )
     seed = as_count("shuffle", "seed", given["seed"], least=0)
     return ShuffleArguments(seed, given["anew"] is not False, size)
 

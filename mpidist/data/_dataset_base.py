@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mpidist._base import backend, nest
 from mpidist._base.types import Nest
@@ -82,6 +82,13 @@ class Elements(metaclass=_Names):
 
     def __iter__(self) -> DatasetIterator:
         return DatasetIterator(self._stage, self._iterations)
+
+    def reduce(self, initial_state: Nest, reduce_func: Callable[..., Nest]) -> Nest:
+        """Fold the elements: ``state = reduce_func(state, element)`` for each."""
+        state = initial_state
+        for element in self:
+            state = reduce_func(state, element)
+        return state
 
     def as_numpy_iterator(self) -> Iterator[Nest]:
         """Iterate over the elements, with the arrays of a GPU on the host."""

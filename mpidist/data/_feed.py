@@ -36,6 +36,13 @@ class Spec:
         shapes = tuple((0, *map(int, leaf.shape[1:])) for leaf in block.leaves)
         return cls(block.structure, tuple(x.dtype for x in block.leaves), shapes)
 
+    def fits(self, block: RowBlock) -> bool:
+        """Return whether the rows of a block have the shapes of this spec."""
+        return all(
+            shape[1:] == leaf.shape[1:]
+            for shape, leaf in zip(self.shapes, block.leaves, strict=True)
+        )
+
     def empty(self) -> RowBlock:
         """Return arrays without rows, on the host."""
         leaves = [

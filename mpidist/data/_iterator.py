@@ -17,8 +17,8 @@ import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from mpidist._agreement.mismatch import Call, fingerprint
-from mpidist._base import backend, nest
+from mpidist._agreement.mismatch import Call
+from mpidist._base import nest
 from mpidist._base.errors import format_ranks, on_rank
 from mpidist._base.types import DType, Nest
 from mpidist._runtime import context
@@ -332,7 +332,7 @@ class DistributedIterator:
         feed = self._feed
         block = None if piece is None else piece.block
         if block is not None:
-            if not _same_shapes(feed.spec, block):
+            if feed.spec is None or not feed.spec.fits(block):
                 feed.spec = Spec.of(block)  # with the row shapes seen last
         elif feed.spec is not None:
             block = feed.spec.empty()
@@ -475,7 +475,7 @@ def _read_piece(feed: Feed, stream: Stream) -> _RankPart | None:
             opened.whole, "experimental_distribute_dataset", feed.replicas
         )
         if feed.checked:
-            checksum = _checksum(opened.whole)
+            checksum = opened.whole.checksum()
     if source.batch_size is None:
         source.batch_size = rows
     start, stop = feed.split(rows, feed.collectives.comm.rank)
@@ -485,23 +485,6 @@ def _read_piece(feed: Feed, stream: Stream) -> _RankPart | None:
 def _read_all(feed: Feed, stream: Stream) -> Iterator[_RankPart]:
     while (piece := _read_piece(feed, stream)) is not None:
         yield piece
-
-
-def _checksum(block: RowBlock) -> int:
-    texts = [
-        repr(leaf.tolist())
-        if leaf.dtype.kind not in "biufcV"
-        else f"{backend.describe(leaf)} {backend.summarize(leaf)}"
-        for leaf in block.leaves
-    ]
-    return fingerprint(block.structure.render(texts)) or 1
-
-
-def _same_shapes(spec: Spec | None, block: RowBlock) -> bool:
-    return spec is not None and all(
-        shape[1:] == leaf.shape[1:]
-        for shape, leaf in zip(spec.shapes, block.leaves, strict=True)
-    )
 
 
 def _no_stop(error: BaseException) -> BaseException:
