@@ -60,7 +60,7 @@ def _elements(feed: Feed) -> str:
 def _own_rows(feed: Feed) -> str:
     if isinstance(feed.source, DatasetSource) and feed.source.by_file:
         return (
-            f"FILE: each replica opens every {feed.replicas}th input of the "
+            f"FILE: each replica opens 1 of {feed.replicas} inputs of the "
             f"`interleave`; this one takes {feed.source.batch_size} rows in a step"
         )
     return "each rank reads its own input, and its replica gets all of it"
