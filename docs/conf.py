@@ -23,7 +23,7 @@ default_role = "py:obj"
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:(?!obj).*", r".*"),  # types in signatures, each Python's in its own way
-    (r"py:obj", r"(collections|jax|numpy|mpi4py|os|torch|typing)(\..*)?"),
+    (r"py:obj", r"(collections|glob|jax|numpy|mpi4py|os|torch|typing)(\..*)?"),
 ]
 myst_heading_anchors = 3
 
