@@ -1,5 +1,6 @@
-"""Sphinx: `sphinx-build -W docs docs/_build`, with the extra `docs`."""
+"""Sphinx: `sphinx-build -W docs docs/_build`, with the extra `docs`; or launch/docs."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -81,7 +82,26 @@ def exists(name):
     return True
 
 
+def put_readme(app, name, source):
+    """Make README.md the front page: its links are from the folder above."""
+    if name != "index":
+        return
+    readme = (Path(app.srcdir).parent / "README.md").read_text(encoding="utf-8")
+
+    def link(match):
+        text, target = match.groups()
+        if target.startswith(("http", "#")):
+            return match[0]
+        page = target.removeprefix("docs/")
+        # Other files of the repository are not on this site.
+        return f"[{text}]({page})" if page != target else text
+
+    readme = re.sub(r"\[([^\]]+)\]\(([^)\s]+)\)", link, readme)
+    source[0] = source[0].replace("# mpidist\n", f"{readme}\n", 1)
+
+
 def setup(app):
+    app.connect("source-read", put_readme)
     app.connect("missing-reference", resolve)
     app.connect("autodoc-process-docstring", hide_colons, priority=100)
     app.connect("autodoc-process-docstring", show_colons, priority=900)

@@ -42,6 +42,7 @@ from mpidist._engine import operation_table
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += sorted((ROOT / "docs" / "guide").glob("*.md"))
+PAGES += sorted((ROOT / "docs" / "tutorial").glob("*.md"))
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
 SECONDS = 100  # for one program
@@ -353,7 +354,7 @@ def sphinx(command: Command, source: str) -> None:
 
 COMMANDS: list[tuple[str, Callable[..., None]]] = [
     (
-        r"launch/(demo|test|gpu-check|conformance|performance|build-cuda-openmpi)"
+        r"launch/(demo|docs|test|gpu-check|conformance|performance|build-cuda-openmpi)"
         r"((?: \S+)*)",
         setting_up,
     ),
@@ -496,8 +497,9 @@ def test_the_dtypes_in_porting_are_those_of_the_library():
     assert {np.dtype(code) for code in np.typecodes["AllFloat"]} <= seen
 
 
-def test_the_api_page_has_all_public_names():
-    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+def test_the_api_pages_have_all_public_names():
+    pages = sorted((ROOT / "docs" / "api").glob("*.md"))
+    page = "\n".join(file.read_text(encoding="utf-8") for file in pages)
     shown: dict[str, list[str]] = {}
     module = ""
     for kind, name in re.findall(r"^\.\. (\w+):: ([\w.]+)(?:\(\))?$", page, re.M):
