@@ -87,7 +87,8 @@ def train(strategy, data, *, epochs, batch_size):
     gradient_of = mpidist.jax.value_and_grad(loss_of, strategy=strategy)
     shuffle = np.random.default_rng(1)  # the same order on all ranks
     losses, accuracies = [], []
-    for _ in tqdm(range(epochs), "training", unit=" epochs", disable=rank != 0):
+    hide = True if rank else None  # None: unless stderr is a terminal
+    for _ in tqdm(range(epochs), "training", unit=" epochs", disable=hide):
         order = shuffle.permutation(len(labels))
         for start in range(0, len(order) - batch_size + 1, batch_size):
             mine = order[start : start + batch_size][rank::size]

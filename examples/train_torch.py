@@ -36,7 +36,8 @@ def train(strategy, model, optimizer, data, *, epochs, batch_size):
     generator = torch.Generator().manual_seed(1)  # the same order on all ranks
     rank, size = strategy.replica_id, strategy.num_replicas_in_sync
     losses, accuracies = [], []
-    for _ in tqdm(range(epochs), "training", unit=" epochs", disable=rank != 0):
+    hide = True if rank else None  # None: unless stderr is a terminal
+    for _ in tqdm(range(epochs), "training", unit=" epochs", disable=hide):
         order = torch.randperm(len(labels), generator=generator)
         for batch in order.split(batch_size)[: len(order) // batch_size]:
             mine = batch[rank::size]
