@@ -453,7 +453,8 @@ class Guard(Waiting):
 
     def share_error(self, error: BaseException) -> None:
         """Say that all ranks raise this one, each on its own, and can continue."""
-        self._common = error
+        # Others are told by `join`; and it refers to the frames that it went through.
+        self._common = error if isinstance(error, KeyboardInterrupt) else None
 
     def repair_with(self, repair: Callable[[Sequence[Key]], None]) -> None:
         """Set the function that makes copies equal again after a failed update.
@@ -593,10 +594,11 @@ class Guard(Waiting):
         except BaseException as raised:
             # Such as Ctrl-C: those who are in the section learn that this rank is not
             # coming.
-            if raised is not self._common:
+            if raised is self._common:
+                if self._depth == 1:
+                    self._common = None
+            elif not self._alone:  # then it is of merge_fn, and nobody is in it
                 self._break_off(call.text, raised)
-            elif self._depth == 1:
-                self._common = None
             raise
         finally:
             self.leave_section()

@@ -8,7 +8,9 @@ the file (``/proc/<pid>/fd``). If it does not answer, the message has what Linux
 about the process: it was stopped, for example.
 
 Sending is safe: a signal goes only to a process that catches it. The handler stays
-until the process ends, since others may ask late. System calls are restarted.
+until the process ends, since others may ask late. Python repeats system calls that it
+has interrupted. With more than a hundred threads, faulthandler stops before the main
+one.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from mpidist._mpi.communicator import AnyCommunicator
 _OFFSET: Final = 13
 _ANSWER_SECONDS: Final = 0.5
 _SETTLE_SECONDS: Final = 0.02
+_QUIET_READS: Final = 5  # it is written piece by piece, the main thread last
 _MOST_RANKS: Final = 4
 _MOST_FRAMES: Final = 20
 _STATES: Final = {
@@ -164,11 +167,12 @@ def ask(process: Process) -> str:
             file.seek(0, os.SEEK_END)
             os.kill(process.pid, _signal())
             deadline = time.monotonic() + _ANSWER_SECONDS
-            more = b""
-            while time.monotonic() < deadline and (more or not answer):
+            quiet = 0
+            while time.monotonic() < deadline and (quiet < _QUIET_READS or not answer):
                 time.sleep(_SETTLE_SECONDS)
                 more = file.readall()
                 answer += more
+                quiet = 0 if more else quiet + 1
     except OSError:  # it has ended
         return ""
     return _main_thread(answer.decode("utf-8", "replace"))

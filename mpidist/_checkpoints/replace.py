@@ -62,7 +62,7 @@ def replace(path: str, write: Callable[[str, int], None]) -> None:
     os.mkdir(beside)
     mode = stat.S_IMODE(os.stat(beside).st_mode)
     with contextlib.suppress(OSError):  # a file system without modes
-        os.chmod(beside, 0o700)  # for nobody else until it is whole
+        os.chmod(beside, mode & ~0o077)  # for nobody else until it is whole
     try:
         write(beside, number)
         sync_directory(beside)

@@ -42,17 +42,18 @@ class _Recording:
 
     Attributes:
         recorder: writes the part of this process.
-        guards: of the strategies that were made meanwhile.
+        guards: of the strategies that were made meanwhile, with their numbers of ranks.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.recorder = Recorder(path)
-        self.guards: list[weakref.ref[Guard]] = []
+        self.guards: list[tuple[int, weakref.ref[Guard]]] = []
 
     def end(self) -> None:
         """Close the part; see that all ranks have, and merge them."""
         self.recorder.close()
-        for reference in reversed(self.guards):
+        # The same on all ranks: each may have others with fewer ranks.
+        for _, reference in sorted(self.guards, key=lambda pair: -pair[0]):
             guard = reference()
             if guard is not None and not guard.closed and not guard.broken:
                 guard.agree(Call("the end of mpidist.timeline"))
@@ -122,12 +123,13 @@ def recorder_for(path: str) -> Recorder | None:
     return _of_program[0].recorder
 
 
-def begin(recorder: Recorder, thread: int, guard: Guard) -> None:
+def begin(recorder: Recorder, thread: int, size: int, guard: Guard) -> None:
     """Open the file for a strategy.
 
     Args:
         recorder: of the timeline.
         thread: the number of this replica, if replicas are threads of one process.
+        size: how many ranks the strategy has.
         guard: of the strategy.
 
     Raises:
@@ -137,7 +139,7 @@ def begin(recorder: Recorder, thread: int, guard: Guard) -> None:
     recorder.open(rank or 0)
     for recording in (*_blocks.get(), *_of_program):
         if recording.recorder is recorder:
-            recording.guards.append(weakref.ref(guard))
+            recording.guards.append((size, weakref.ref(guard)))
 
 
 def _merge(recorder: Recorder) -> None:
@@ -164,9 +166,12 @@ def _merge(recorder: Recorder) -> None:
 
 
 def _end_program() -> None:
+    if library.is_forbidden():  # a forked child
+        return
     for recording in _of_program:
-        guards = [reference() for reference in recording.guards]
-        if not any(guard is not None and guard.broken for guard in guards):
+        guards = [reference() for _, reference in recording.guards]
+        broken = [g for g in guards if g is not None and g.broken and not g.closed]
+        if not broken:
             _merge(recording.recorder)
 
 

@@ -260,7 +260,12 @@ def _make_collectives(
         if isinstance(guard, TracedGuard):
             make = TracedCollectives
             if guard.trace.recorder is not None:
-                timelines.begin(guard.trace.recorder, communicator.machine_rank, guard)
+                timelines.begin(
+                    guard.trace.recorder,
+                    communicator.machine_rank,
+                    communicator.size,
+                    guard,
+                )
         collectives = make(communicator, guard, merged, environment, chosen, memory)
     except Exception as error:
         raise guard.fail(mismatch.Call("MPIStrategy(...)"), error, "invalid") from None

@@ -166,11 +166,11 @@ class ReplicaContext:
             self._require_current("all_reduce")
         op = reduce_op
         if type(op) is not ReduceOp:
+            if callable(op):
+                return fold(self._group, op, value, options, "all_reduce")
             try:
                 op = as_reduce_op(op, "all_reduce")
             except Exception as error:
-                if callable(reduce_op):
-                    return fold(self._group, reduce_op, value, options, "all_reduce")
                 self._group.collectives.invalid("all_reduce", error)
         return self._all_reduce(op, value, options)
 

@@ -21,7 +21,8 @@ class Process:
         launcher: such as "mpirun of Open MPI" or "srun --mpi=pmix"; "" without one.
         rank: its number among all of them, from 0.
         size: how many there are.
-        local_rank: its number among those on its host, from 0; None if unknown.
+        local_rank: its number among those on its host, from 0, by the launcher, not
+            always in the order of ranks; None if unknown.
         local_size: how many are on its host; None if unknown.
         node: the number of its host in the job, from 0; None if unknown: only srun
             says it.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import os
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -123,6 +126,8 @@ class WithCardinality(Via):
 
     def __post_init__(self) -> None:
         self.inherit("", self.count)
+        # Else reading finds the difference, so it goes through the elements in order.
+        self.indexed = self.parent.indexed and self.parent.size == self.count
 
     def in_order(self, in_pass: Pass, start: int) -> Iterator[Token]:
         number = start
@@ -249,6 +254,19 @@ class Shuffle(Via):
 _FIRST_PASS: Final = (0,)
 
 
+_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    for cache in list(_caches):
+        cache.renew_lock()
+
+
+@functools.cache
+def _prepare_for_forks() -> None:
+    os.register_at_fork(after_in_child=_renew_locks)
+
+
 @dataclasses.dataclass(eq=False, repr=False)
 class Cache(Via):
     """The elements of the parent, each of which is loaded once and kept in memory.
@@ -266,6 +284,12 @@ class Cache(Via):
         self._tokens: list[Token] = []
         self._source: Iterator[Token] | None = None
         self._ended = False
+        _caches.add(self)
+        _prepare_for_forks()
+
+    def renew_lock(self) -> None:
+        """In a forked child, in which the thread that held the lock does not exist."""
+        self._lock, self._source = threading.RLock(), None
 
     def at(self, indices: HostArray, in_pass: Pass) -> Tokens:
         return indices

@@ -209,9 +209,11 @@ class Generated(Stage):
         try:
             for element in itertools.islice(made, start, None):
                 if self._declared is None:
-                    yield nest.map_structure(_text_to_array, lists_to_arrays(element))
+                    array = nest.map_structure(_text_to_array, lists_to_arrays(element))
                 else:
-                    yield _declared_nest(self._declared, element)
+                    array = _declared_nest(self._declared, element)
+                # A copy, as in tf.data: generators may fill one buffer again and again.
+                yield nest.map_structure(_copied, array)
         finally:
             # A generator or a file, which nobody reads any more.
             if hasattr(made, "__next__") and hasattr(made, "close"):
@@ -227,6 +229,10 @@ class Generated(Stage):
         if any(leaf.shape is None for leaf in leaves):
             return None
         return structure.unflatten([ArraySpec(x.shape, x.dtype) for x in leaves])
+
+
+def _copied(x: Any) -> Any:
+    return x.copy() if isinstance(x, np.ndarray) else x
 
 
 def _text_to_array(x: Any) -> Any:

@@ -68,8 +68,11 @@ def listener():
 
 
 @pytest.fixture
-def traced(new_strategy, listener, monkeypatch):
-    """A strategy with a trace, whose first lines have been taken."""
+def traced(strategy, new_strategy, listener, monkeypatch):
+    """A strategy with a trace, whose first lines have been taken.
+
+    That of the fixture `strategy` is made before, and has none.
+    """
     monkeypatch.setenv("MPIDIST_TRACE", "1")
     strategy = new_strategy()
     everywhere(None)

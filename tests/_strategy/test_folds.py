@@ -52,7 +52,7 @@ def test_nests_numbers_and_dtypes(strategy, rank, size):
     }
     result = all_reduce(strategy, max, {"a": rank + 1.5, "b": rank})
     assert result == {"a": size + 0.5, "b": size - 1}
-    assert [type(x) for x in result.values()] == [float, int]
+    assert (type(result["a"]), type(result["b"])) == (float, int)
     result = all_reduce(strategy, np.multiply, tree)
     assert result["number"] == math.factorial(size)
     assert type(result["number"]) is int

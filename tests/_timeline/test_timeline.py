@@ -79,7 +79,11 @@ class TestRecording:
             strategy = new_strategy()
 
             def step():
-                if mpidist.get_replica_context().replica_id_in_sync_group == late:
+                if rank != late:
+                    (folder / f"{rank} is there").touch()
+                else:
+                    while len(list(folder.glob("* is there"))) < late:
+                        time.sleep(0.01)
                     time.sleep(0.3)
                 return all_reduce()
 
@@ -217,6 +221,30 @@ def test_strategies_of_groups_are_told_apart(tmp_path):
     assert sorted(map(sorted, members.values())) == [[0, 1, 2, 3], [0, 2], [1, 3]]
     for span in spans:
         assert span.waited_for in {-1, *members[span.strategy]}
+
+
+@pytest.mark.core
+def test_strategies_of_some_ranks_do_not_disturb_the_end(tmp_path):
+    body = """
+    import mpidist
+    from mpi4py import MPI
+    with mpidist.timeline("run.json"):
+        strategy = mpidist.MPIStrategy()
+        if strategy.replica_id == 0:
+            alone = mpidist.MPIStrategy(MPI.COMM_SELF)
+        strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", 1.0))
+    """
+    done = run_ranks(2, ["-c", textwrap.dedent(body)], timeout=60, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(trace_events.read(tmp_path / "run.json").hosts) == [0, 1]
+
+
+def test_a_program_that_closes_its_strategy(tmp_path):
+    path = tmp_path / "run.json"
+    done = run(f"{PROGRAM}\nstrategy.close()", path, 2)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(reductions_in(path)) == 10
+    assert os.listdir(tmp_path) == ["run.json"]
 
 
 def test_a_forked_child_writes_nothing(tmp_path):

@@ -85,6 +85,18 @@ def test_from_generator_starts_anew_in_each_iteration():
     assert dataset.element_spec == ArraySpec((), INT)
 
 
+def test_from_generator_may_fill_one_buffer():
+    def generate():
+        buffer = np.zeros(2)
+        for number in range(4):
+            buffer[:] = number
+            yield buffer
+
+    dataset = Dataset.from_generator(generate)
+    assert lists(dataset.batch(4))[0] == [[i, i] for i in range(4)]
+    assert lists(dataset.prefetch(3)) == [[i, i] for i in range(4)]
+
+
 def test_from_generator_closes_the_generator_on_break():
     closed = []
 
@@ -423,6 +435,11 @@ def test_assert_cardinality():
         with pytest.raises(ValueError, match=message):
             list(dataset.assert_cardinality(count))
     assert dataset.assert_cardinality(-1).cardinality() == -1
+    known = Dataset.range(10)  # whose elements are found by number
+    assert lists(known.assert_cardinality(10)) == list(range(10))
+    for count, message in ((5, "has more than the 5"), (12, "ended after 10")):
+        with pytest.raises(ValueError, match=message):
+            list(known.assert_cardinality(count))
 
 
 def test_iterator():

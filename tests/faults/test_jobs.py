@@ -104,11 +104,17 @@ def test_a_rank_that_is_killed_ends_the_job(phase, tmp_path):
 
 def test_a_rank_that_is_stopped_and_goes_on_in_time():
     result = run_job("""
+    def continue_when_stopped(pid):
+        while open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.05)
+        time.sleep(0.5)  # the others wait for it
+        os.kill(pid, signal.SIGCONT)
+
     strategy = mpidist.MPIStrategy()
     pids = strategy.gather(strategy.run(lambda: np.array([os.getpid()])), axis=0)
     for count in (3, 100_000):  # with its header, and in pieces
         if RANK == 0:
-            threading.Timer(0.5, os.kill, (int(pids[1]), signal.SIGCONT)).start()
+            threading.Thread(target=continue_when_stopped, args=(int(pids[1]),)).start()
         if RANK == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         assert (all_reduce(strategy, np.ones(count)) == 3).all()
