@@ -64,8 +64,8 @@ class MirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
         cross_device_ops: as for `MPIStrategy`.
 
     Raises:
-        TypeError, ValueError: if ``devices`` is not a list with a device for each rank;
-            on all ranks. Otherwise as `MPIStrategy`.
+        TypeError, ValueError: if ``devices`` is not a list with a device for each rank.
+            Otherwise as `MPIStrategy`.
     """
 
     def __init__(
@@ -93,8 +93,7 @@ class MultiWorkerMirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
 
     Raises:
         TypeError: for another cluster resolver, or if both ``communication`` and
-            ``communication_options`` are given; on all ranks. Otherwise as
-            `MPIStrategy`.
+            ``communication_options`` are given. Otherwise as `MPIStrategy`.
     """
 
     def __init__(

@@ -159,5 +159,7 @@ def _flatten(tree: PyTree) -> tuple[dict[str, Any], Any]:
     if names is None:
         paths, _ = jax.tree_util.tree_flatten_with_path(tree)
         names = [jax.tree_util.keystr(path) for path, _ in paths]
+        if len(set(names)) < len(names):  # keys of one text
+            names = [f"{name} #{number}" for number, name in enumerate(names)]
         _names[structure] = names
     return dict(zip(names, leaves, strict=True)), structure
