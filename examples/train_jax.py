@@ -14,25 +14,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from sklearn.datasets import load_digits
 from tqdm import tqdm
-from train_digits import save_picture
+from train_digits import load_data, save_picture
 
 import mpidist
 import mpidist.jax
 
 MOMENTUM = 0.9
-
-
-def load_data():
-    """Return images and labels to train with, and 20 % held out to test with."""
-    digits = load_digits()
-    images, labels = digits.data / 16, digits.target
-    order = np.random.default_rng(0).permutation(len(labels))
-    test, train = np.split(order, [len(order) // 5])
-    return [
-        (jnp.asarray(images[rows]), jnp.asarray(labels[rows])) for rows in (train, test)
-    ]
 
 
 def make_parameters(key):
@@ -113,7 +101,7 @@ def main():
     if options.batch_size % strategy.num_replicas_in_sync:
         parser.error("--batch-size has to be a multiple of the number of ranks")
     losses, accuracies = train(
-        strategy, load_data(), epochs=options.epochs, batch_size=options.batch_size
+        strategy, load_data(jnp), epochs=options.epochs, batch_size=options.batch_size
     )
     if strategy.replica_id != 0:
         return

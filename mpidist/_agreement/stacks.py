@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Final
 
 from mpidist._base.environment import debugging
+from mpidist._base.machine import boot_id
 from mpidist._mpi.communicator import AnyCommunicator
 
 # A real-time signal that neither glibc nor MPI launchers or SLURM use.
@@ -109,11 +110,9 @@ class Stacks:
 
 def _machine() -> str:
     """Return what identifies this machine and PID namespace; "" if nothing does."""
-    if sys.platform != "linux":
-        return ""
+    boot = boot_id()
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}" if boot else ""
     except OSError:
         return ""
 

@@ -104,7 +104,9 @@ def run(arguments: Sequence[str]) -> int:
         *program,
         *words[end + 1 :],
     ]
-    added = settings(num_ranks, _is_open_mpi(mpirun), os.environ)
+    version = version_of(mpirun)
+    is_open_mpi = "Open MPI" in version or "PRRTE" in version
+    added = settings(num_ranks, is_open_mpi, os.environ)
     words = [f"{name}={value}" for name, value in added.items()] + command
     print(f"mpidist run: {shlex.join(words)}", file=sys.stderr, flush=True)
     if not given.dry_run:
@@ -151,9 +153,14 @@ def settings(
     return {name: added[name] for name in added if name not in environment}
 
 
-def _is_open_mpi(mpirun: str) -> bool:
+def version_of(mpirun: str) -> str:
+    """Return what an mpirun prints about its version.
+
+    Raises:
+        UsageError: if it does not run.
+    """
     try:
-        version = subprocess.run(
+        done = subprocess.run(
             [mpirun, "--version"],
             capture_output=True,
             text=True,
@@ -162,7 +169,7 @@ def _is_open_mpi(mpirun: str) -> bool:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"{mpirun} does not run: {error}") from None
-    return "Open MPI" in version.stdout or "PRRTE" in version.stdout
+    return done.stdout
 
 
 def count_cores() -> int:

@@ -7,20 +7,20 @@ import os
 import re
 import secrets
 import shutil
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from mpidist import _bench
+from mpidist._bench import UsageError
 from mpidist._cli.outcomes import CheckFailedError, Note
 from mpidist._cli.placement import launcher_facts, sizes_text
+from mpidist._cli.run_command import version_of
 from mpidist._mpi import launcher
 
 _NEEDED_SHM: Final = 64 * 2**20
 _LIBRARY_NAME: Final = re.compile(r"/libmpi(ch)?\.so[.\d]*$")
-_VERSION_SECONDS: Final = 20
 _JUMP_SECONDS: Final = 0.5
 _APART_SECONDS: Final = 2.0
 _ROUNDS: Final = 30
@@ -219,19 +219,11 @@ def _other_launcher(vendor: str) -> Note | None:
     if mpirun is None:
         return None
     try:
-        done = subprocess.run(
-            [mpirun, "--version"],
-            capture_output=True,
-            text=True,
-            timeout=_VERSION_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        version = version_of(mpirun)
+    except UsageError:
         return None
     names = {"Open MPI": ("Open MPI", "OpenRTE", "PRRTE"), "MPICH": ("HYDRA",)}
-    known = [
-        name for name, words in names.items() for word in words if word in done.stdout
-    ]
+    known = [name for name, words in names.items() for word in words if word in version]
     if not known or vendor not in names or vendor in known:
         return None
     return Note(

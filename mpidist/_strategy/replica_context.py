@@ -166,7 +166,7 @@ class ReplicaContext:
             self._require_current("all_reduce")
         op = reduce_op
         if type(op) is not ReduceOp:
-            if callable(op):
+            if type(op) is not str and callable(op):  # a name is what programs write
                 return fold(self._group, op, value, options, "all_reduce")
             try:
                 op = as_reduce_op(op, "all_reduce")

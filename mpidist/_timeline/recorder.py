@@ -16,11 +16,12 @@ import time
 from pathlib import Path
 from typing import IO, Final, Literal, NamedTuple
 
+from mpidist._base.machine import boot_id
+
 FORMAT: Final = 1
 END: Final = "end"
 _FLUSH_SECONDS: Final = 1.0
 _FLUSH_EVENTS: Final = 1000
-_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 Kind = Literal["call", "section", "end of section", "message", "waits"]
 
@@ -110,7 +111,8 @@ class Recorder:
             part_of(self.path, rank), "w", encoding="utf-8"
         )
         epoch = time.time() - time.perf_counter()
-        process = Process(rank, socket.gethostname(), _boot_id(), round(epoch, 6))
+        host = socket.gethostname()
+        process = Process(rank, host, boot_id() or host, round(epoch, 6))
         header = {"mpidist timeline": FORMAT, **dataclasses.asdict(process)}
         self._lines.insert(0, header)
         self.flush()
@@ -169,10 +171,3 @@ class Recorder:
                 file.close()
             except OSError:
                 return
-
-
-def _boot_id() -> str:
-    try:
-        return _BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        return socket.gethostname()

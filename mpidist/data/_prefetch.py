@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import collections
-import functools
-import os
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
+
+from mpidist._base.forks import RepairedInChildren
 
 _T = TypeVar("_T")
 
@@ -57,17 +57,7 @@ class _Shelf:
             self.changed.notify_all()
 
 
-_shelves: weakref.WeakSet[_Shelf] = weakref.WeakSet()
-
-
-def _abandon_all() -> None:
-    for shelf in list(_shelves):
-        shelf.abandon()
-
-
-@functools.cache
-def _prepare_for_forks() -> None:
-    os.register_at_fork(after_in_child=_abandon_all)
+_shelves: Final = RepairedInChildren(_Shelf.abandon)
 
 
 def _fill(items: Iterator[Any], shelf: _Shelf) -> None:
@@ -112,7 +102,6 @@ class Prefetcher(Generic[_T]):
     def __next__(self) -> _T:
         if not self._started:
             self._started = True
-            _prepare_for_forks()
             _shelves.add(self._shelf)
             self._thread.start()
         shelf = self._shelf

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-import os
 import threading
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Final
 
 import numpy as np
 
+from mpidist._base.forks import RepairedInChildren
 from mpidist._base.types import HostArray, Nest
 from mpidist.data._blocks import RowBlock
 from mpidist.data._options import Options
@@ -254,19 +252,6 @@ class Shuffle(Via):
 _FIRST_PASS: Final = (0,)
 
 
-_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
-
-
-def _renew_locks() -> None:
-    for cache in list(_caches):
-        cache.renew_lock()
-
-
-@functools.cache
-def _prepare_for_forks() -> None:
-    os.register_at_fork(after_in_child=_renew_locks)
-
-
 @dataclasses.dataclass(eq=False, repr=False)
 class Cache(Via):
     """The elements of the parent, each of which is loaded once and kept in memory.
@@ -285,7 +270,6 @@ class Cache(Via):
         self._source: Iterator[Token] | None = None
         self._ended = False
         _caches.add(self)
-        _prepare_for_forks()
 
     def renew_lock(self) -> None:
         """In a forked child, in which the thread that held the lock does not exist."""
@@ -352,3 +336,6 @@ class Cache(Via):
                 return self._parts[key]
 
         return Opened(opened.rows, read)
+
+
+_caches: Final = RepairedInChildren(Cache.renew_lock)
