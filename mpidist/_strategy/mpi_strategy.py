@@ -49,13 +49,15 @@ _numbers = threads.ReplicaLocal(lambda: itertools.count(1))
 class _Settings:
     """The arguments of MPIStrategy, not yet checked, and the environment's settings.
 
-    They are checked when the ranks can tell each other what is wrong.
+    They are checked when the ranks can tell each other what is wrong. ``wrong`` is what
+    is already known to be.
     """
 
     environment: Environment
     device: str
     communication_options: CommunicationOptions | None
     cross_device_ops: CrossDeviceOps | None
+    wrong: Exception | None
 
     @property
     def _options(self) -> CommunicationOptions:
@@ -127,6 +129,26 @@ class MPIStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
         """Join the other ranks of ``comm`` in a strategy. Collective."""
+        self._join(comm, device, communication_options, cross_device_ops)
+
+    def _join(
+        self,
+        comm: Comm,
+        device: str,
+        communication_options: CommunicationOptions | None,
+        cross_device_ops: CrossDeviceOps | None,
+        wrong: Exception | None = None,
+    ) -> None:
+        """Do what the constructor does.
+
+        Args:
+            comm: as for the constructor, like the next three.
+            device: see there.
+            communication_options: see there.
+            cross_device_ops: see there.
+            wrong: an error in the arguments of a subclass's constructor, perhaps on
+                this rank only; all ranks raise.
+        """
         problem = ""
         try:
             environment = read_environment()
@@ -140,7 +162,7 @@ class MPIStrategy(Strategy):
         elif environment.abort:
             process_exit.install()
         settings = _Settings(
-            environment, device, communication_options, cross_device_ops
+            environment, device, communication_options, cross_device_ops, wrong
         )
         deadline = Deadline(settings.timeout_seconds)
         if replica is not None:
@@ -239,6 +261,8 @@ def _make_collectives(
     options: object = settings.communication_options
     cross_device_ops: object = settings.cross_device_ops
     try:
+        if settings.wrong is not None:
+            raise settings.wrong
         if options is not None and not isinstance(options, CommunicationOptions):
             raise TypeError(
                 "MPIStrategy: expected `communication_options` to be a `mpidist."

@@ -64,8 +64,8 @@ class MirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
         cross_device_ops: as for `MPIStrategy`.
 
     Raises:
-        TypeError, ValueError: if ``devices`` is not a list with a device for each rank.
-            Otherwise as `MPIStrategy`.
+        TypeError, ValueError: if ``devices`` is not a list with a device for each rank;
+            on all ranks. Otherwise as `MPIStrategy`.
     """
 
     def __init__(
@@ -74,8 +74,12 @@ class MirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
         cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
         """Join the other ranks in a strategy. Collective."""
-        device = "auto" if devices is None else _own_device(devices)
-        super().__init__(device=device, cross_device_ops=cross_device_ops)
+        device, wrong = "auto", None
+        try:
+            device = "auto" if devices is None else _own_device(devices)
+        except (TypeError, ValueError) as error:  # perhaps on this rank only
+            wrong = error
+        self._join(None, device, None, cross_device_ops, wrong)
 
 
 class MultiWorkerMirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
@@ -93,7 +97,8 @@ class MultiWorkerMirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
 
     Raises:
         TypeError: for another cluster resolver, or if both ``communication`` and
-            ``communication_options`` are given. Otherwise as `MPIStrategy`.
+            ``communication_options`` are given; on all ranks. Otherwise as
+            `MPIStrategy`.
     """
 
     def __init__(
@@ -104,22 +109,12 @@ class MultiWorkerMirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
         communication: CommunicationImplementation | str | None = None,
     ) -> None:
         """Join the other ranks in a strategy. Collective."""
-        given: object = cluster_resolver
-        if given is not None and not isinstance(given, ClusterResolver):
-            raise TypeError(
-                "MultiWorkerMirroredStrategy: expected `cluster_resolver` to be None, "
-                f"got {given!r:.80}; leave it out, since the launcher tells MPI about "
-                "the ranks (and write `communication=...` with its name)"
-            )
-        if communication is not None:
-            if communication_options is not None:
-                raise TypeError(
-                    "MultiWorkerMirroredStrategy: got both `communication_options` and "
-                    "`communication`; write `communication_options=mpidist."
-                    "experimental.CommunicationOptions(implementation=...)`"
-                )
-            communication_options = CommunicationOptions(implementation=communication)
-        super().__init__(communication_options=communication_options)
+        options, wrong = communication_options, None
+        try:
+            options = _options(cluster_resolver, options, communication)
+        except (TypeError, ValueError) as error:  # perhaps on this rank only
+            wrong = error
+        self._join(None, "auto", options, None, wrong)
 
 
 _NAMES: Final = (MirroredStrategy, MultiWorkerMirroredStrategy)
@@ -152,6 +147,31 @@ def maybe_merge_call(
     if strategy_supports_no_merge_call():
         return fn(strategy, *args, **kwargs)
     return get_replica_context().merge_call(fn, args=args, kwargs=kwargs)
+
+
+def _options(
+    cluster_resolver: object,
+    options: CommunicationOptions | None,
+    communication: CommunicationImplementation | str | None,
+) -> CommunicationOptions | None:
+    """Check the arguments of `MultiWorkerMirroredStrategy`; return its options."""
+    if cluster_resolver is not None and not isinstance(
+        cluster_resolver, ClusterResolver
+    ):
+        raise TypeError(
+            "MultiWorkerMirroredStrategy: expected `cluster_resolver` to be None, "
+            f"got {cluster_resolver!r:.80}; leave it out, since the launcher tells MPI "
+            "about the ranks (and write `communication=...` with its name)"
+        )
+    if communication is None:
+        return options
+    if options is not None:
+        raise TypeError(
+            "MultiWorkerMirroredStrategy: got both `communication_options` and "
+            "`communication`; write `communication_options=mpidist."
+            "experimental.CommunicationOptions(implementation=...)`"
+        )
+    return CommunicationOptions(implementation=communication)
 
 
 def _own_device(devices: object) -> str:

@@ -389,6 +389,17 @@ def test_the_padding_of_longdouble_is_no_drift(strategy, folder, rank):
 # --- failures on rank 0 -------------------------------------------------------------
 
 
+def test_a_checkpoint_has_the_group_of_its_folder(tmp_path):
+    """On clusters the folder of a project gives its group to what is made in it."""
+    if os.geteuid():
+        pytest.skip("only root may give a folder any group")
+    os.chown(tmp_path, -1, 1234)
+    tmp_path.chmod(0o2775)
+    path = tmp_path / "a"
+    mpidist.Checkpoint(v=mpidist.Variable(np.zeros(3))).save(path)
+    assert {file.stat().st_gid for file in (path, *path.iterdir())} == {1234}
+
+
 @pytest.mark.mpi
 @pytest.mark.core
 @pytest.mark.parametrize("guard", [True, False])

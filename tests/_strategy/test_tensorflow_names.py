@@ -84,6 +84,19 @@ def test_arguments_of_strategies_that_make_no_sense(strategy, size):
     assert_usable(strategy)
 
 
+def test_an_argument_that_is_wrong_on_one_rank(strategy, rank, size):
+    """The others are on their way to the constructor, and must not wait there."""
+    last = rank == size - 1
+    devices = ["TPU:0" if last else "CPU:0"] * size
+    resolver = object() if last else None
+    for error, create in [
+        (ValueError, lambda: mpidist.MirroredStrategy(devices)),
+        (TypeError, lambda: mpidist.MultiWorkerMirroredStrategy(resolver)),
+    ]:
+        raises_everywhere(error, create)
+    assert_usable(strategy)
+
+
 # --- library code ---------------------------------------------------------------------
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import collections
 import gc
 import itertools
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -425,6 +427,32 @@ def test_options():
         options.threading.private_threads = 4
     with pytest.raises(TypeError, match=r"expected a `mpidist\.data\.Options`"):
         Dataset.range(3).with_options(mpidist.InputOptions())
+
+
+def test_a_forked_child_reads_a_cache_that_a_thread_was_reading():
+    inside, go_on = threading.Event(), threading.Event()
+
+    def wait(x):
+        inside.set()
+        go_on.wait()
+        return x
+
+    dataset = Dataset.range(2).map(wait).cache()
+    thread = threading.Thread(target=list, args=(dataset,))
+    thread.start()
+    inside.wait()  # and it holds the lock of the cache
+    child = os.fork()
+    if child == 0:
+        go_on.set()
+        os._exit(list(dataset) != [0, 1])
+    go_on.set()
+    thread.join()
+    deadline = time.monotonic() + 30
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+    assert ended == (child, 0)
 
 
 def test_assert_cardinality():
