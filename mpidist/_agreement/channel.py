@@ -64,8 +64,8 @@ class LeftError(Exception):
 
 Verdict = tuple[int, int, int, int, int]
 """What all ranks have said: whether a flag is up; whether the calls are the same, and
-the values; whether all have a place; the largest integer. A plain tuple, since the core
-makes one for every header."""
+the values; whether all results are in arenas; the largest integer. A plain tuple, since
+the core makes one for every header."""
 
 
 class Channel(Protocol):
@@ -90,7 +90,7 @@ class Channel(Protocol):
         value: int,
         largest: int,
         patience_ms: int,
-        place: int,
+        offset: int,
         /,
     ) -> int:
         """Exchange a header, and return a status. Collective.
@@ -101,7 +101,7 @@ class Channel(Protocol):
             value: an integer that may differ.
             largest: an integer of which all ranks learn the largest.
             patience_ms: how long this rank would wait; 0: forever.
-            place: where its results are, for the core.
+            offset: of its results in its arena, for the core; or `NOWHERE`.
         """
 
     def start(
@@ -111,7 +111,7 @@ class Channel(Protocol):
         value: int,
         largest: int,
         patience_ms: int,
-        place: int,
+        offset: int,
         /,
     ) -> object:
         """Publish a header without waiting for those of the others."""
@@ -175,12 +175,12 @@ class MessageChannel:
         value: int,
         largest: int,
         patience_ms: int,
-        place: int,
+        offset: int,
         /,
     ) -> int:
         """Exchange a header, and return a status. Collective."""
         if flag:
-            self.start(flag, fingerprint, value, largest, patience_ms, place)
+            self.start(flag, fingerprint, value, largest, patience_ms, offset)
             return self._complete()
         headers = self._headers
         data = pack(0, fingerprint, value, -(patience_ms or _UNLIMITED), largest)
@@ -213,7 +213,7 @@ class MessageChannel:
         value: int,
         largest: int,
         patience_ms: int,
-        place: int,
+        offset: int,
         /,
     ) -> None:
         """Publish a header without waiting for those of the others."""

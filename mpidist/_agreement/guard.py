@@ -253,19 +253,21 @@ class Guard(Waiting):
         self._before, self._call = self._call, call
         self._timeout = self.timeout_seconds if timeout is None else timeout
 
-    def agree_place(self, call: Call, place: int, timeout: float | None = None) -> bool:
-        """As `agree`, in a channel of the core; return whether all have a place.
+    def agree_offset(
+        self, call: Call, offset: int, timeout: float | None = None
+    ) -> bool:
+        """As `agree`, by the core; return whether all ranks have results in arenas.
 
         Args:
             call: what this rank is about to do.
-            place: where in this rank's arena its results are, or `NOWHERE`.
+            offset: of its results in the arena of this rank, or `NOWHERE`.
             timeout: seconds to wait for the others; None: the strategy's.
         """
         channel, patience = self.channel, self.enter(call, timeout)
         assert channel is not None
 
         def exchange(ms: int) -> int:
-            return channel.meet(0, call.fingerprint, 0, 0, ms, place)
+            return channel.meet(0, call.fingerprint, 0, 0, ms, offset)
 
         try:
             status = exchange(patience)

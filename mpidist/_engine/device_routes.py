@@ -213,7 +213,7 @@ class StagedReduce(CoreReduce):
         if self._nodes is not None:
             guard.agree(call, timeout)
         else:
-            guard.agree_place(call, _native.core.NOWHERE, timeout)
+            guard.agree_offset(call, _native.core.NOWHERE, timeout)
         try:
             with near.device, self._traffic.timed():
                 self._move(lane, sources, results)
@@ -238,29 +238,29 @@ class StagedReduce(CoreReduce):
         return results
 
     def _move(self, lane: Lane, sources: list[Array], results: Results) -> None:
-        core, turn, pieces = self._core, self.node.channel.turn, self._pieces
+        core, area, pieces = self._core, self.node.channel.areas_used, self._pieces
         exchange = self._exchange
         targets = [backend.as_bytes(x) for x in results] if self._wanted else None
         core.start()
         lane.begin()
         try:
-            lane.load(pieces[0], turn, sources)
+            lane.load(pieces[0], area, sources)
             lane.land()
             for p in range(len(pieces)):
                 self._step()
                 if p and targets is not None:
-                    lane.store(pieces[p - 1], turn + p - 1, targets)
+                    lane.store(pieces[p - 1], area + p - 1, targets)
                 if p + 1 < len(pieces):
-                    lane.load(pieces[p + 1], turn + p + 1, sources)
+                    lane.load(pieces[p + 1], area + p + 1, sources)
                 core.combine(p)
                 if exchange is not None:
-                    exchange.begin(p, turn + p)
+                    exchange.begin(p, area + p)
                 lane.land()
                 if exchange is not None:
                     exchange.finish()
             self._step()
             if targets is not None:
-                lane.store(pieces[-1], turn + len(pieces) - 1, targets)
+                lane.store(pieces[-1], area + len(pieces) - 1, targets)
         except BaseException:
             if exchange is not None:
                 exchange.leave()

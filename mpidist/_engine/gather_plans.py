@@ -223,9 +223,9 @@ class CoreGather:
                 result[where] = x
         except Exception as error:
             raise guard.fail(self._call, error, "invalid") from None
-        all_placed = guard.agree_place(_HAVE_MEMORY, target.offset, timeout)
+        all_in_arenas = guard.agree_offset(_HAVE_MEMORY, target.offset, timeout)
         try:
-            if all_placed:
+            if all_in_arenas:
                 self._read(target, indices)
             else:
                 self._send_all(indices, results)
@@ -275,7 +275,7 @@ class CoreGather:
         """Copy the arrays of the other ranks from their results to this rank's."""
         node = self.node
         channel, memory = node.channel, node.memory
-        offsets = channel.places()
+        offsets = channel.result_offsets()
         for shift in range(1, node.size):
             rank = (node.rank + shift) % node.size
             first = channel.arena(rank) + offsets[rank]

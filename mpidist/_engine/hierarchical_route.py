@@ -199,7 +199,7 @@ class _Group(CoreReduce):
     def run(self, nodes: Nodes, guard: Guard, work: _Work) -> None:
         """Reduce. Collective, after an agreement."""
         core, exchange = self._core, self._exchange
-        pieces, turn = core.pieces, nodes.node.channel.turn
+        pieces, area = core.pieces, nodes.node.channel.areas_used
         assert exchange is not None
         if not pieces:
             return
@@ -210,7 +210,7 @@ class _Group(CoreReduce):
             for p in range(pieces):
                 nodes.step(guard)
                 core.combine(p)
-                exchange.begin(p, turn + p)
+                exchange.begin(p, area + p)
                 if p:
                     core.copy_out(p - 1)
                 if p + 1 < pieces:

@@ -136,7 +136,7 @@ class NodeExchange:
         self._dtype = dtype
         self._divisor = rows[0].divisor if rows else 0
         starts = self._layout.starts
-        self._places = list(zip(starts, sizes, strict=True))
+        self._ranges = list(zip(starts, sizes, strict=True))
         self._first = 0
         self._slice: HostArray | None = None
         self._parts: list[tuple[int, HostArray]] = []
@@ -148,12 +148,12 @@ class NodeExchange:
         if self._compression is not None:
             self._compression.begin()
 
-    def begin(self, piece: int, turn: int) -> None:
+    def begin(self, piece: int, area: int) -> None:
         """Begin to send this rank's slice of a piece, which the node has reduced.
 
         Args:
             piece: its number.
-            turn: of the piece; its lowest bit says which area has the sums.
+            area: the number of the area that has its sums, by its lowest bit.
         """
         nodes = self._nodes
         if nodes.node.size > nodes.slices:
@@ -167,7 +167,7 @@ class NodeExchange:
         a, b = cuts[me], cuts[me + 1]
         if a == b:
             return
-        start = nodes.node.channel.area(-1, turn)
+        start = nodes.node.channel.area(-1, area)
         self._first = first + a
         self._slice = nodes.memory()[start + a : start + b]
         if self._compression is None:
@@ -232,7 +232,7 @@ class NodeExchange:
         first, last = self._first, self._first + self._slice.size
         parts = [
             self._slice[max(a, first) - first : min(a + n, last) - first]
-            for a, n in self._places
+            for a, n in self._ranges
             if max(a, first) < min(a + n, last)
         ]
         if not parts:

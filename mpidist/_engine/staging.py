@@ -105,13 +105,13 @@ class _Areas:
     """Two adjacent areas that are used alternately, and how a GPU reaches them.
 
     Attributes:
-        turns: their memory.
+        areas: their memory.
         slot: page-locked memory of the size of one, if they are not page-locked.
     """
 
     def __init__(self, memory: HostArray) -> None:
         half = memory.nbytes // 2
-        self.turns: tuple[HostArray, HostArray] = memory[:half], memory[half:]
+        self.areas: tuple[HostArray, HostArray] = memory[:half], memory[half:]
         self.slot: HostArray | None = None
         self._unlock: Callable[[], object] | None = None
         try:
@@ -154,18 +154,18 @@ class Lane:
         """Forget earlier failures."""
         self.error = self._landing = None
 
-    def load(self, piece: Piece, turn: int, leaves: list[Array]) -> None:
+    def load(self, piece: Piece, area: int, leaves: list[Array]) -> None:
         """Queue the copies of a piece to this rank's area.
 
         Args:
             piece: which.
-            turn: its lowest bit says which of the two areas.
+            area: number of the area; its lowest bit says which of the two.
             leaves: flat arrays of bytes.
         """
         if self.error is not None:
             return
         with self._keep_error():
-            memory = self._own.turns[turn & 1]
+            memory = self._own.areas[area & 1]
             if self._own.slot is not None:
                 self._landing = memory[: piece.nbytes]
                 memory = self._own.slot
@@ -178,12 +178,12 @@ class Lane:
                     host[...] = x
             self._loaded.record(stream)
 
-    def store(self, piece: Piece, turn: int, leaves: list[Array]) -> None:
+    def store(self, piece: Piece, area: int, leaves: list[Array]) -> None:
         """Queue the copies of a piece from the area for sums; see `load`."""
         if self.error is not None:
             return
         with self._keep_error():
-            memory = self._sums.turns[turn & 1]
+            memory = self._sums.areas[area & 1]
             if self._sums.slot is not None:
                 self._sums.slot[: piece.nbytes] = memory[: piece.nbytes]
                 memory = self._sums.slot

@@ -75,21 +75,21 @@ static int leaf_at(const md_nest *nest, size_t at) {
       for (size_t a = most(FIRST, leaf->start), b = least(LAST, leaf->start + leaf->nbytes); \
            a < b; a = b)
 
-static unsigned char *place_of(const md_channel *ch, const md_shared *call, int rank) {
-  return ch->arenas[rank] + md_header_of(ch, rank, call->number)->place;
+static unsigned char *result_of(const md_channel *ch, const md_shared *call, int rank) {
+  return ch->arenas[rank] + md_header_of(ch, rank, call->number)->result_offset;
 }
 
 /* Where byte 0 of the layout would be, of a piece that begins at `first`. */
 static unsigned char *area_of(const md_channel *ch, const md_shared *call, int rank, int piece,
                               size_t first) {
-  uint32_t turn = (call->first_turn + (uint32_t)piece) & 1;
-  return ch->areas[rank] + turn * ch->area_bytes - first;
+  uint32_t slot = (call->first_area + (uint32_t)piece) & 1;
+  return ch->areas[rank] + slot * ch->area_bytes - first;
 }
 
 static unsigned char *sums_of(const md_channel *ch, const md_shared *call, int piece,
                               size_t first) {
-  uint32_t turn = (call->first_turn + (uint32_t)piece) & 1;
-  return ch->sums + turn * ch->area_bytes - first;
+  uint32_t slot = (call->first_area + (uint32_t)piece) & 1;
+  return ch->sums + slot * ch->area_bytes - first;
 }
 
 static void copy_parts(const md_nest *nest, const unsigned char *const *arrays,
@@ -99,12 +99,12 @@ static void copy_parts(const md_nest *nest, const unsigned char *const *arrays,
 }
 
 void md_shared_copy_in(md_channel *ch, md_shared *call, int piece) {
-  if (call->based || !call->sources) return;
+  if (call->sources_in_arena || !call->sources) return;
   size_t first, last, start, stop;
   md_piece(call->nest, piece, &first, &last);
   md_slice(first, last, ch->rank, ch->size, &start, &stop);
-  unsigned char *out =
-      call->placed ? place_of(ch, call, ch->rank) : area_of(ch, call, ch->rank, piece, first);
+  unsigned char *out = call->results_in_arena ? result_of(ch, call, ch->rank)
+                                              : area_of(ch, call, ch->rank, piece, first);
   copy_parts(call->nest, call->sources, out, first, start);
   copy_parts(call->nest, call->sources, out, stop, last);
 }
@@ -117,23 +117,26 @@ void md_shared_combine(md_channel *ch, md_shared *call, int piece) {
   const md_nest *nest = call->nest;
   const unsigned char *in[MD_MAX_RANKS];
   unsigned char *out[MD_MAX_RANKS];
-  int outs = call->placed ? ch->size : 1;
-  if (!call->placed) out[0] = sums_of(ch, call, piece, first);
+  int outs = call->results_in_arena ? ch->size : 1;
+  if (!call->results_in_arena) out[0] = sums_of(ch, call, piece, first);
   for (int k = 0; k < ch->size; k++) {
     /* The next rank first, so that not all write to one. */
     int r = (ch->rank + k) % ch->size;
-    if (call->placed) out[k] = place_of(ch, call, r);
-    if (call->based) in[r] = ch->arenas[r] + md_header_of(ch, r, call->number)->base;
-    else in[r] = call->placed ? place_of(ch, call, r) : area_of(ch, call, r, piece, first);
+    if (call->results_in_arena) out[k] = result_of(ch, call, r);
+    if (call->sources_in_arena)
+      in[r] = ch->arenas[r] + md_header_of(ch, r, call->number)->source_offset;
+    else
+      in[r] =
+          call->results_in_arena ? result_of(ch, call, r) : area_of(ch, call, r, piece, first);
   }
   FOR_PARTS(nest, start, stop, i, leaf, a, b) {
     const void *sources[MD_MAX_RANKS];
     void *results[MD_MAX_RANKS];
-    /* In an arena the leaves lie as they do in this rank's: `md_header.shape`. */
+    /* In an arena the leaves lie as they do in this rank's: `md_header.source_layout`. */
     ptrdiff_t shift = 0;
-    if (call->based) shift = call->sources[i] - call->sources[0];
+    if (call->sources_in_arena) shift = call->sources[i] - call->sources[0];
     for (int r = 0; r < ch->size; r++)
-      sources[r] = call->based ? in[r] + shift + (a - leaf->start) : in[r] + a;
+      sources[r] = call->sources_in_arena ? in[r] + shift + (a - leaf->start) : in[r] + a;
     if (call->sources) sources[ch->rank] = call->sources[i] + (a - leaf->start);
     for (int j = 0; j < outs; j++) results[j] = out[j] + a;
     md_reduce(leaf->kernel, results, outs, sources, ch->size,
@@ -142,7 +145,7 @@ void md_shared_combine(md_channel *ch, md_shared *call, int piece) {
 }
 
 void md_shared_copy_out(md_channel *ch, md_shared *call, int piece) {
-  if (call->placed || !call->results) return;
+  if (call->results_in_arena || !call->results) return;
   size_t first, last;
   md_piece(call->nest, piece, &first, &last);
   const unsigned char *from = sums_of(ch, call, piece, first);
@@ -155,35 +158,36 @@ static void find_base(const md_channel *ch, const md_shared *call, md_header *he
   const unsigned char *arena = ch->arenas[ch->rank], *end = arena + ch->arena_bytes;
   const unsigned char *const *sources = call->sources;
   uint64_t hash = 14695981039346656037u; /* FNV-1a, of the distances */
-  header->base = MD_NOWHERE;
+  header->source_offset = MD_NOWHERE;
   if (!call->nest->count) return;
   for (int i = 0; i < call->nest->count; i++) {
     if (sources[i] < arena || sources[i] + call->nest->leaves[i].nbytes > end) return;
     hash = (hash ^ (uint64_t)(sources[i] - sources[0])) * 1099511628211u;
   }
-  header->base = sources[0] - arena;
-  header->shape = (int64_t)hash;
+  header->source_offset = sources[0] - arena;
+  header->source_layout = (int64_t)hash;
 }
 
 int md_shared_meet(md_channel *ch, md_shared *call, md_header *header) {
   find_base(ch, call, header);
   call->number = ch->headers + 1;
-  call->placed = header->place != MD_NOWHERE;
-  call->based = 0;
+  call->results_in_arena = header->result_offset != MD_NOWHERE;
+  call->sources_in_arena = 0;
   /* Arrays in an arena are mostly read where they are: nothing is copied in then. */
-  call->copied = header->base == MD_NOWHERE;
-  if (call->copied && call->placed && call->nest->pieces) {
-    md_header_of(ch, ch->rank, call->number)->place = header->place;
+  call->copied = header->source_offset == MD_NOWHERE;
+  if (call->copied && call->results_in_arena && call->nest->pieces) {
+    md_header_of(ch, ch->rank, call->number)->result_offset = header->result_offset;
     md_shared_copy_in(ch, call, 0);
   }
   int status = md_meet(ch, header, NULL);
-  call->placed = ch->verdict.placed;
-  call->based = ch->verdict.based;
+  call->results_in_arena = ch->verdict.results_in_arena;
+  call->sources_in_arena = ch->verdict.sources_in_arena;
   return status;
 }
 
 int md_shared_finish(md_channel *ch, md_shared *call) {
-  if (call->placed && !call->based && !ch->verdict.copied && call->nest->pieces) {
+  if (call->results_in_arena && !call->sources_in_arena && !ch->verdict.copied &&
+      call->nest->pieces) {
     /* Some rank has not copied in before the header: then all make one step more. */
     if (!call->copied) md_shared_copy_in(ch, call, 0);
     md_publish(ch);
@@ -193,24 +197,24 @@ int md_shared_finish(md_channel *ch, md_shared *call) {
   return md_shared_run(ch, call);
 }
 
-/* The header was the first step of piece 0 where the results are placed, or nothing is
+/* The header was the first step of piece 0 where results are in the arenas, or nothing is
    copied in; where they are not, that piece begins after it. */
 int md_shared_run(md_channel *ch, md_shared *call) {
   int pieces = call->nest->pieces, status;
-  int begun = call->placed || call->based;
-  call->first_turn = ch->turn;
-  if (!call->placed) ch->turn += (uint32_t)pieces;
+  int begun = call->results_in_arena || call->sources_in_arena;
+  call->first_area = ch->areas_used;
+  if (!call->results_in_arena) ch->areas_used += (uint32_t)pieces;
   if (!begun && pieces) {
     md_shared_copy_in(ch, call, 0);
     md_publish(ch);
   }
   for (int p = 0; p < pieces; p++) {
-    /* A place is not used twice, so the next piece may go there before the wait.  An
+    /* Arenas have room for all pieces, so the next may go there before the wait.  An
        input area is free again when all have reduced the piece before this one. */
-    if (call->placed && p + 1 < pieces) md_shared_copy_in(ch, call, p + 1);
+    if (call->results_in_arena && p + 1 < pieces) md_shared_copy_in(ch, call, p + 1);
     if ((p || !begun) && (status = md_wait(ch))) return status;
     if (p) md_shared_copy_out(ch, call, p - 1);
-    if (!call->placed && p + 1 < pieces) md_shared_copy_in(ch, call, p + 1);
+    if (!call->results_in_arena && p + 1 < pieces) md_shared_copy_in(ch, call, p + 1);
     md_shared_combine(ch, call, p);
     md_publish(ch);
   }
@@ -235,7 +239,7 @@ void md_reduce_range(const md_nest *nest, size_t first, size_t last, unsigned ch
 int md_broadcast(md_channel *ch, unsigned char *data, size_t nbytes, int root) {
   for (size_t at = 0; at < nbytes; at += ch->area_bytes) {
     size_t count = least(nbytes - at, ch->area_bytes);
-    unsigned char *area = ch->areas[root] + (ch->turn++ & 1) * ch->area_bytes;
+    unsigned char *area = ch->areas[root] + (ch->areas_used++ & 1) * ch->area_bytes;
     if (ch->rank == root) memcpy(area, data + at, count);
     md_publish(ch);
     int status = md_wait(ch);

@@ -45,35 +45,35 @@ void md_small_get(md_channel *ch, const md_small *small, uint32_t number);
      3. copy_out: every rank copies the result, if it is not there already.
 
    Sources: the caller's arrays, copied in; or arrays in the arenas, which are readable
-   where they are (`based`): then there is no first step.  Destinations: places in the
-   arenas of all ranks (`placed`), written by the rank that made the sum, without a copy
-   out; or the node's two areas for sums.
+   where they are (`sources_in_arena`): then there is no first step.  Destinations: the
+   arenas of all ranks (`results_in_arena`), written by the rank that made the sum, without
+   a copy out; or the node's two areas for sums.
 
    Why no rank reads what is not written, or writes what is still read:
-   - A slice of a place is read by one rank only, the one that writes the sum there.
-   - The input areas are used in turn.  A rank writes piece p + 2 after the step that all
+   - A slice of an arena's results is read by one rank only, which writes the sum there.
+   - The input areas are used alternately.  A rank writes piece p + 2 after the step that all
      make when they have reduced piece p.
    - So are the areas for sums.  Piece p + 2 is written after a step that every rank makes
      after it has copied piece p out.
-   - In a place, pieces do not share memory.  A call returns after a step that every rank
-     makes after its last sum: nobody touches a place, or reads an array that is `based`,
+   - In an arena, pieces do not share memory.  A call returns after a step that every rank
+     makes after its last sum: nobody touches results in an arena, or reads sources there,
      after that. */
 typedef struct {
   const md_nest *nest;
   const unsigned char *const *sources; /* leaves of this rank; NULL: in its area already */
-  unsigned char *const *results;       /* where they go if not placed; NULL: nowhere */
-  int placed, based;
+  unsigned char *const *results;       /* if not in the arena; NULL: nowhere */
+  int results_in_arena, sources_in_arena;
   int copied;      /* piece 0 of this rank, before the header */
-  uint32_t number; /* of the header with the places */
-  uint32_t first_turn;
+  uint32_t number; /* of the header with the offsets */
+  uint32_t first_area;
 } md_shared;
 
-/* Exchange the header of a call (its `place`; `base` and `shape` are found here), which
-   says whether it is placed and based.  Then do it: where it is not placed, `results`
-   must be there by now. */
+/* Exchange the header of a call (its `result_offset`; those of sources are found here),
+   which says whether results and sources are in the arenas.  Then do it: if results are
+   not, `results` must be there by now. */
 int md_shared_meet(md_channel *ch, md_shared *call, md_header *header);
 int md_shared_finish(md_channel *ch, md_shared *call);
-/* What is left to do after a header; without places, after any. */
+/* What is left to do after a header; without results in arenas, after any. */
 int md_shared_run(md_channel *ch, md_shared *call);
 /* The parts of it, for who goes step by step. */
 void md_shared_copy_in(md_channel *ch, md_shared *call, int piece);

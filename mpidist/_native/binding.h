@@ -35,10 +35,10 @@ typedef struct {
   Memory *memory;
   PyObject *pause;
   double last, seconds;
-  unsigned long placed, based; /* calls of `Reduce.shared` so far */
-  unsigned long reductions;    /* all that `Reduce` has done */
-  unsigned long long reduced;  /* bytes of this rank's arrays in them */
-  int busy;                    /* a call is under way, which began at `start` */
+  unsigned long results_in_arena, sources_in_arena; /* calls of `Reduce.shared` so far */
+  unsigned long reductions;                         /* all that `Reduce` has done */
+  unsigned long long reduced;                       /* bytes of this rank's arrays in them */
+  int busy; /* a call is under way, which began at `start` */
   double start;
   PyThreadState *released; /* of its thread, while it has given the GIL away */
   md_header started;       /* by `start`, for `test` */

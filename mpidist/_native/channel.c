@@ -166,34 +166,35 @@ static int members_of(const md_channel *ch, int group) {
 static void add_header(md_verdict *v, const md_header *h, const md_header *mine) {
   v->flag |= h->flag;
   v->same_call &= h->fingerprint == mine->fingerprint;
-  v->same_soft &= h->soft == mine->soft;
-  v->placed &= h->place != MD_NOWHERE;
-  v->based &= h->base != MD_NOWHERE && h->shape == mine->shape;
-  v->copied &= h->base == MD_NOWHERE;
+  v->same_value &= h->value == mine->value;
+  v->results_in_arena &= h->result_offset != MD_NOWHERE;
+  v->sources_in_arena &=
+      h->source_offset != MD_NOWHERE && h->source_layout == mine->source_layout;
+  v->copied &= h->source_offset == MD_NOWHERE;
   if (h->lateness > v->lateness) v->lateness = h->lateness;
   if (h->patience < v->patience) v->patience = h->patience;
-  if (h->most > v->most) v->most = h->most;
+  if (h->largest > v->largest) v->largest = h->largest;
 }
 
 static void add_verdict(md_verdict *v, const md_verdict *other) {
   v->flag |= other->flag;
   v->same_call &= other->same_call;
-  v->same_soft &= other->same_soft;
-  v->placed &= other->placed;
-  v->based &= other->based;
+  v->same_value &= other->same_value;
+  v->results_in_arena &= other->results_in_arena;
+  v->sources_in_arena &= other->sources_in_arena;
   v->copied &= other->copied;
   if (other->lateness > v->lateness) v->lateness = other->lateness;
   if (other->patience < v->patience) v->patience = other->patience;
-  if (other->most > v->most) v->most = other->most;
+  if (other->largest > v->largest) v->largest = other->largest;
 }
 
 static const md_verdict AGREED = {.same_call = 1,
-                                  .same_soft = 1,
-                                  .placed = 1,
-                                  .based = 1,
+                                  .same_value = 1,
+                                  .results_in_arena = 1,
+                                  .sources_in_arena = 1,
                                   .copied = 1,
                                   .patience = INT64_MAX,
-                                  .most = INT64_MIN};
+                                  .largest = INT64_MIN};
 
 static int late(const md_verdict *v) {
   return v->patience != INT64_MAX && 2 * (int64_t)v->lateness >= v->patience;

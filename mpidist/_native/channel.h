@@ -13,7 +13,7 @@
    waited for it (release and acquire of C11 atomics: x86 and ARM alike).
 
    Headers.  A *header* is a step with a line of data about the call, and perhaps a small
-   payload.  There are two slots for each, used in turn.  Two are enough: a rank writes
+   payload.  There are two slots for each, used alternately.  Two are enough: a rank writes
    header h + 2 after it has waited for h + 1, so all have published h + 1, so all have
    finished reading h.
 
@@ -66,23 +66,23 @@ typedef struct {
   int32_t flag;        /* 1: this rank has failed */
   int32_t lateness;    /* ms since the header before */
   int64_t fingerprint; /* of the call; must be the same on all ranks */
-  int64_t soft;        /* may differ; `same_soft` says whether it does */
+  int64_t value;       /* may differ; `same_value` says whether it does */
   int64_t patience;    /* ms that this rank would wait; INT64_MAX: forever */
-  int64_t most;        /* all ranks learn the largest */
-  int64_t place;       /* where this rank's results are in its arena, or MD_NOWHERE */
-  int64_t base;        /* where its first array is in its arena, or MD_NOWHERE */
-  int64_t shape;       /* a hash of where the others are, from the first */
+  int64_t largest;     /* all ranks learn the largest */
+  /* Offsets in this rank's arena, or MD_NOWHERE: of its results, and of its first array. */
+  int64_t result_offset, source_offset;
+  int64_t source_layout; /* a hash of where its other arrays are, from the first */
 } md_header;
 
 /* What all ranks make of the headers; the same on all. */
 typedef struct {
-  int32_t flag, same_call, same_soft;
-  int32_t placed;   /* all have a place for their results */
-  int32_t based;    /* all have their arrays in their arena, in the same order */
-  int32_t copied;   /* no rank has its arrays in its arena */
-  int32_t lateness; /* the largest */
-  int64_t patience; /* the smallest */
-  int64_t most;
+  int32_t flag, same_call, same_value;
+  int32_t results_in_arena; /* all have room for their results in their arena */
+  int32_t sources_in_arena; /* all have their arrays there, in the same order */
+  int32_t copied;           /* no rank has its arrays in its arena */
+  int32_t lateness;         /* the largest */
+  int64_t patience;         /* the smallest */
+  int64_t largest;
 } md_verdict;
 
 typedef struct {
@@ -138,8 +138,8 @@ typedef struct {
   uint32_t messages; /* posted or taken */
   uint64_t moved;    /* bytes of them */
   uint64_t least_read;
-  uint32_t turn;      /* piece areas used so far; the lowest bit is the next */
-  md_verdict verdict; /* of the last header */
+  uint32_t areas_used; /* piece areas used so far; the lowest bit is the next */
+  md_verdict verdict;  /* of the last header */
   md_hooks hooks;
 } md_channel;
 

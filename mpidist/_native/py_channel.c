@@ -74,7 +74,7 @@ md_header header_of(Channel *self, long long fingerprint, long long patience) {
   header.lateness = lateness < INT32_MAX ? (int32_t)lateness : INT32_MAX;
   header.fingerprint = fingerprint;
   header.patience = patience > 0 ? patience : INT64_MAX;
-  header.place = header.base = MD_NOWHERE;
+  header.result_offset = header.source_offset = MD_NOWHERE;
   return header;
 }
 
@@ -107,7 +107,7 @@ static void Channel_dealloc(Channel *self) {
   Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-/* flag, fingerprint, soft, most, patience_ms, place */
+/* flag, fingerprint, value, largest, patience_ms, result_offset */
 static int parse_header(Channel *self, PyObject *const *args, Py_ssize_t count,
                         md_header *header) {
   long long v[6];
@@ -122,9 +122,9 @@ static int parse_header(Channel *self, PyObject *const *args, Py_ssize_t count,
   if (begin_call(self)) return -1;
   *header = header_of(self, v[1], v[4]);
   header->flag = (int32_t)v[0];
-  header->soft = v[2];
-  header->most = v[3];
-  header->place = v[5];
+  header->value = v[2];
+  header->largest = v[3];
+  header->result_offset = v[5];
   return 0;
 }
 
@@ -150,16 +150,16 @@ static PyObject *Channel_test(Channel *self, PyObject *ignored) {
 static PyObject *Channel_verdict(Channel *self, void *closure) {
   const md_verdict *v = &self->channel.verdict;
   (void)closure;
-  return Py_BuildValue("iiiiL", v->flag, v->same_call, v->same_soft, v->placed,
-                       (long long)v->most);
+  return Py_BuildValue("iiiiL", v->flag, v->same_call, v->same_value, v->results_in_arena,
+                       (long long)v->largest);
 }
 
-static PyObject *Channel_places(Channel *self, PyObject *ignored) {
+static PyObject *Channel_result_offsets(Channel *self, PyObject *ignored) {
   md_channel *ch = &self->channel;
   (void)ignored;
   PyObject *list = PyList_New(ch->size);
   for (int r = 0; list && r < ch->size; r++)
-    put_item(&list, r, PyLong_FromLongLong(md_header_of(ch, r, ch->headers)->place));
+    put_item(&list, r, PyLong_FromLongLong(md_header_of(ch, r, ch->headers)->result_offset));
   return list;
 }
 
@@ -257,20 +257,20 @@ static PyObject *Channel_arena(Channel *self, PyObject *rank) {
 }
 
 static PyObject *Channel_areas(Channel *self, PyObject *args) {
-  int rank, turn;
-  if (!PyArg_ParseTuple(args, "ii", &rank, &turn)) return NULL;
+  int rank, number;
+  if (!PyArg_ParseTuple(args, "ii", &rank, &number)) return NULL;
   md_channel *ch = &self->channel;
   if (rank < -1 || rank >= ch->size)
     return PyErr_Format(PyExc_ValueError, "area: there is no rank %d", rank);
   unsigned char *start = rank < 0 ? ch->sums : ch->areas[rank];
-  return PyLong_FromSsize_t(start + (turn & 1) * (Py_ssize_t)ch->area_bytes - ch->memory);
+  return PyLong_FromSsize_t(start + (number & 1) * (Py_ssize_t)ch->area_bytes - ch->memory);
 }
 
 static PyObject *Channel_get(Channel *self, void *closure) {
   md_channel *ch = &self->channel;
   switch (*(const char *)closure) {
     case 'h': return PyLong_FromUnsignedLong(ch->headers);
-    case 't': return PyLong_FromUnsignedLong(ch->turn);
+    case 't': return PyLong_FromUnsignedLong(ch->areas_used);
     case 'w': return PyLong_FromLong(ch->who);
     case 's': return PyFloat_FromDouble(self->seconds);
     case 'l': return PyFloat_FromDouble(now() - self->last);
@@ -280,8 +280,8 @@ static PyObject *Channel_get(Channel *self, void *closure) {
     case 'x': return PyBool_FromLong(ch->tree);
     case 'k': return PyLong_FromUnsignedLong(self->reductions);
     case 'y': return PyLong_FromUnsignedLongLong(self->reduced);
-    case 'p': return PyLong_FromUnsignedLong(self->placed);
-    case 'b': return PyLong_FromUnsignedLong(self->based);
+    case 'p': return PyLong_FromUnsignedLong(self->results_in_arena);
+    case 'b': return PyLong_FromUnsignedLong(self->sources_in_arena);
     case 'v': return PyLong_FromUnsignedLongLong(ch->moved);
     default: return Py_NewRef(self->pause ? self->pause : Py_None);
   }
@@ -295,15 +295,15 @@ static int Channel_set_pause(Channel *self, PyObject *value, void *closure) {
 
 static PyMethodDef Channel_methods[] = {
     {"meet", (PyCFunction)(void *)Channel_meet, METH_FASTCALL,
-     "meet(flag, fingerprint, soft, most, patience_ms, place)\n--\n\n"
+     "meet(flag, fingerprint, value, largest, patience_ms, result_offset)\n--\n\n"
      "Exchange a header; return OK, AGAIN, DIFFERENT or LEFT."},
     {"start", (PyCFunction)(void *)Channel_start, METH_FASTCALL,
-     "start(flag, fingerprint, soft, most, patience_ms, place)\n--\n\n"
+     "start(flag, fingerprint, value, largest, patience_ms, result_offset)\n--\n\n"
      "Publish a header, without waiting."},
     {"test", (PyCFunction)Channel_test, METH_NOARGS,
      "test()\n--\n\nReturn the status of the header of `start`; None if some are missing."},
-    {"places", (PyCFunction)Channel_places, METH_NOARGS,
-     "places()\n--\n\nReturn the places that came with the last header, by rank."},
+    {"result_offsets", (PyCFunction)Channel_result_offsets, METH_NOARGS,
+     "result_offsets()\n--\n\nReturn the offsets of results in the last header, by rank."},
     {"publish", (PyCFunction)Channel_publish, METH_NOARGS,
      "publish()\n--\n\nSay that this rank has made a step."},
     {"wait", (PyCFunction)Channel_wait, METH_NOARGS,
@@ -322,14 +322,16 @@ static PyMethodDef Channel_methods[] = {
     {"arena", (PyCFunction)Channel_arena, METH_O,
      "arena(rank)\n--\n\nReturn where the arena of a rank is in the memory."},
     {"area", (PyCFunction)Channel_areas, METH_VARARGS,
-     "area(rank, turn)\n--\n\n"
+     "area(rank, number)\n--\n\n"
      "Return where a piece area is in the memory; of rank -1: that for sums."},
     {NULL}};
 static PyGetSetDef Channel_fields[] = {
     {"verdict", (getter)Channel_verdict, NULL,
-     "What all ranks make of the last header: flag, same_call, same_soft, placed, most.", NULL},
+     "What all ranks make of the last header: flag, same_call, same_value, results_in_arena,\n"
+     "largest.",
+     NULL},
     {"headers", (getter)Channel_get, NULL, "Headers exchanged so far.", "h"},
-    {"turn", (getter)Channel_get, NULL, "Piece areas used so far.", "t"},
+    {"areas_used", (getter)Channel_get, NULL, "Piece areas used so far.", "t"},
     {"who", (getter)Channel_get, NULL, "The rank that has left.", "w"},
     {"seconds", (getter)Channel_get, NULL, "Time spent in calls.", "s"},
     {"lateness", (getter)Channel_get, NULL, "Seconds since the last header began.", "l"},
@@ -342,9 +344,9 @@ static PyGetSetDef Channel_fields[] = {
      "Called with the seconds waited, after each slice of a wait; may raise.", "-"},
     {"reductions", (getter)Channel_get, NULL, "Reductions of `Reduce` so far.", "k"},
     {"reduced", (getter)Channel_get, NULL, "Bytes of this rank's arrays in them.", "y"},
-    {"placed", (getter)Channel_get, NULL,
-     "Reductions whose results all ranks wrote to their places.", "p"},
-    {"based", (getter)Channel_get, NULL,
+    {"results_in_arena", (getter)Channel_get, NULL,
+     "Reductions whose results were written straight to the arenas.", "p"},
+    {"sources_in_arena", (getter)Channel_get, NULL,
      "Reductions whose arrays were read where they are, in the arenas.", "b"},
     {NULL}};
 PyTypeObject ChannelType = {

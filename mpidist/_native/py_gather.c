@@ -103,8 +103,8 @@ static PyObject *Gather_meet(Gather *self, PyObject *const *args, Py_ssize_t cou
     PyBuffer_Release(&view);
   }
   md_header header = header_of(self->channel, fingerprint, patience);
-  header.soft = (int64_t)(hash >> 1);
-  header.most = !fits; /* all know whether all fit */
+  header.value = (int64_t)(hash >> 1);
+  header.largest = !fits; /* all know whether all fit */
   return end_call(self->channel, md_meet(ch, &header, NULL));
 }
 
@@ -126,7 +126,7 @@ static PyObject *Gather_lengths(Gather *self, PyObject *ignored) {
 static PyObject *Gather_totals(Gather *self, PyObject *ignored) {
   md_channel *ch = &self->channel->channel;
   (void)ignored;
-  if (ch->verdict.most) Py_RETURN_NONE;
+  if (ch->verdict.largest) Py_RETURN_NONE;
   PyObject *totals = PyTuple_New(self->count);
   for (int i = 0; totals && i < self->count; i++) {
     int64_t total = 0;
@@ -179,7 +179,8 @@ static PyMethodDef Gather_methods[] = {
     {"meet", (PyCFunction)(void *)Gather_meet, METH_FASTCALL,
      "meet(arrays, lengths, fingerprint, patience_ms)\n--\n\n"
      "Publish this rank's arrays, or where they are large their lengths; return a status.\n\n"
-     "Of the verdict, same_soft says whether all ranks have these lengths, and most whether\n"
+     "Of the verdict, same_value says whether all ranks have these lengths, and largest "
+     "whether\n"
      "some rank's arrays did not fit."},
     {"lengths", (PyCFunction)Gather_lengths, METH_NOARGS,
      "lengths()\n--\n\nReturn for each rank its lengths, after `meet`."},

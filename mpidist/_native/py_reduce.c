@@ -239,8 +239,8 @@ static PyObject *Reduce_eager(Reduce *self, PyObject *const *args, Py_ssize_t co
 static PyObject *Reduce_shared(Reduce *self, PyObject *const *args, Py_ssize_t count) {
   long long fingerprint, patience;
   if (parse_call(self, args, count, 3, &fingerprint, &patience)) return NULL;
-  long long place = PyLong_AsLongLong(args[2]);
-  if (place == -1 && PyErr_Occurred()) return NULL;
+  long long result_offset = PyLong_AsLongLong(args[2]);
+  if (result_offset == -1 && PyErr_Occurred()) return NULL;
   if (self->held) return PyErr_Format(PyExc_RuntimeError, "shared: a call is under way");
   PyObject *result = NULL;
   md_channel *ch = &self->channel->channel;
@@ -254,15 +254,15 @@ static PyObject *Reduce_shared(Reduce *self, PyObject *const *args, Py_ssize_t c
     return NULL;
   }
   md_header header = header_of(self->channel, fingerprint, patience);
-  header.place = place;
+  header.result_offset = result_offset;
   let_go(self->channel);
   md_shared shared = {.nest = &self->nest,
                       .sources = (const unsigned char *const *)self->sources};
   int status = md_shared_meet(ch, &shared, &header);
   if (status == MD_OK) {
-    self->channel->placed += (unsigned long)shared.placed;
-    self->channel->based += (unsigned long)shared.based;
-    if (!shared.placed) {
+    self->channel->results_in_arena += (unsigned long)shared.results_in_arena;
+    self->channel->sources_in_arena += (unsigned long)shared.sources_in_arena;
+    if (!shared.results_in_arena) {
       take_back(self->channel);
       if (get_views(self, args[1], PyBUF_WRITABLE, self->results)) {
         /* The others wait for this rank: it leaves, as with any exception here. */
@@ -303,7 +303,8 @@ static PyObject *Reduce_start(Reduce *self, PyObject *args) {
   if (!PyArg_ParseTuple(args, "|OO", &sources, &results)) return NULL;
   release_views(self);
   md_channel *ch = &self->channel->channel;
-  self->call = (md_shared){.nest = &self->nest, .number = ch->headers, .first_turn = ch->turn};
+  self->call = (md_shared){
+      .nest = &self->nest, .number = ch->headers, .first_area = ch->areas_used};
   if (sources != Py_None) {
     if (get_views(self, sources, PyBUF_SIMPLE, (void **)self->sources)) goto fail;
     self->call.sources = (const unsigned char *const *)self->sources;
@@ -312,7 +313,7 @@ static PyObject *Reduce_start(Reduce *self, PyObject *args) {
     if (get_views(self, results, PyBUF_WRITABLE, self->results)) goto fail;
     self->call.results = (unsigned char *const *)self->results;
   }
-  ch->turn += (uint32_t)self->nest.pieces;
+  ch->areas_used += (uint32_t)self->nest.pieces;
   Py_RETURN_NONE;
 fail:
   release_views(self);
@@ -419,13 +420,14 @@ static PyMethodDef Reduce_methods[] = {
      "Args:\n    sources: C-contiguous arrays, or one.\n    results: the same, for the "
      "results."},
     {"shared", (PyCFunction)(void *)Reduce_shared, METH_FASTCALL,
-     "shared(sources, results, place, fingerprint=..., patience_ms=...)\n--\n\n"
+     "shared(sources, results, result_offset, fingerprint=..., patience_ms=...)\n--\n\n"
      "Reduce piece by piece; return OK, AGAIN, DIFFERENT or LEFT.\n\n"
      "Args:\n    sources: C-contiguous arrays, or one.\n"
-     "    results: the same, for the results; in the place, if there is one.\n"
-     "    place: where the layout of the results begins in the arena, or NOWHERE."},
+     "    results: the same, for the results; in the arena, if they are there.\n"
+     "    result_offset: where the layout of the results begins in the arena, or NOWHERE."},
     {"run", (PyCFunction)Reduce_run, METH_VARARGS,
-     "run(sources, results)\n--\n\nReduce after a header, without places; return OK or LEFT."},
+     "run(sources, results)\n--\n\n"
+     "Reduce after a header, without results in arenas; return OK or LEFT."},
     {"start", (PyCFunction)Reduce_start, METH_VARARGS,
      "start(sources=None, results=None)\n--\n\nBegin to go piece by piece, after a header."},
     {"copy_in", (PyCFunction)Reduce_copy_in, METH_O, "copy_in(piece)\n--\n\nCopy a piece in."},

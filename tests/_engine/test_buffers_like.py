@@ -70,9 +70,9 @@ def assert_same(found, expected):
 def in_place(strategy, call):
     """Return what ``call`` returns, and how many calls read arrays where they are."""
     node = group_of(strategy).collectives.node
-    before = node.channel.based if node is not None else 0
+    before = node.channel.sources_in_arena if node is not None else 0
     found = call()
-    return found, (node.channel.based if node is not None else 0) - before
+    return found, (node.channel.sources_in_arena if node is not None else 0) - before
 
 
 LIKE = {

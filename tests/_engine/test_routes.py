@@ -79,7 +79,7 @@ SIZES = [9_000, 16_384, 100_001, 300_000, 1_234_567]
 @pytest.mark.parametrize("size_", SIZES)
 def test_results_are_those_in_the_order_of_the_ranks(shared, rank, size, size_, op):
     channel = channel_of(shared)
-    before = channel.placed if channel else 0
+    before = channel.results_in_arena if channel else 0
     rows = [
         np.random.default_rng([k, size_]).standard_normal(size_).astype("f4")
         for k in range(size)
@@ -97,14 +97,14 @@ def test_results_are_those_in_the_order_of_the_ranks(shared, rank, size, size_, 
         assert found.flags.writeable
     assert x.tobytes() == rows[rank].tobytes()
     if channel is not None and x.nbytes > 64 * 1024:
-        assert channel.placed == before + 3
+        assert channel.results_in_arena == before + 3
 
 
 @mpi
 @core
 def test_a_nest_of_many_dtypes_and_sizes(shared, rank, size):
     channel = channel_of(shared)
-    before = channel.placed if channel else 0
+    before = channel.results_in_arena if channel else 0
     dtypes = ["f4", "f8", "i4", "u2", "c8", "i8"]
     shapes = [(3,), (), (50, 60), (200_000,), (1,), (7, 11, 13), (40_000,)]
     kinds = list(enumerate(itertools.product(dtypes, shapes)))
@@ -124,7 +124,7 @@ def test_a_nest_of_many_dtypes_and_sizes(shared, rank, size):
             np.testing.assert_array_equal(x, expected)
             x += 1  # what is beside it stays
     if channel is not None:
-        assert channel.placed == before + 2
+        assert channel.results_in_arena == before + 2
 
 
 @mpi
@@ -413,14 +413,14 @@ def test_a_rank_without_room_takes_all_ranks_the_other_way(
         blocks = []
         while rank == culprit and (block := node.pool.take(2**16)) is not None:
             blocks.append(block)
-        before = channel.placed
+        before = channel.results_in_arena
         found = local(strategy, reduce)
         for got, want in zip(found, expected, strict=True):
             assert got.tobytes() == want.tobytes()
-        assert channel.placed == before
+        assert channel.results_in_arena == before
         del blocks, found
         local(strategy, reduce)
-        assert channel.placed == before + 2
+        assert channel.results_in_arena == before + 2
 
 
 @mpi
@@ -438,9 +438,9 @@ def test_arrays_in_the_arena_are_read_where_they_are(shared, rank, size):
 
     total = size * size * (size + 1) / 2 + size * (size - 1) / 2
     for _ in range(3):
-        before = channel.based
+        before = channel.sources_in_arena
         assert (local(shared, twice) == total).all()
-        assert channel.based == before + 1
+        assert channel.sources_in_arena == before + 1
 
 
 @mpi

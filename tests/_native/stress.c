@@ -29,9 +29,9 @@ enum {
   MOST_LEAVES = 4,
   LEAF_ROOM = 2 * AREA, /* bytes of a leaf, at most */
   REGION = MOST_LEAVES * (LEAF_ROOM + 2 * MD_LINE),
-  PLACES = 3,                    /* results that are kept, in turn */
-  ARENA = (1 + PLACES) * REGION, /* the first region is for sources */
-  LATE_MS = 120,                 /* more than two slices of a wait */
+  KEPT = 3,                    /* results that are kept, one after the other */
+  ARENA = (1 + KEPT) * REGION, /* the first region is for sources */
+  LATE_MS = 120,               /* more than two slices of a wait */
   HANG_SECONDS = 60
 };
 
@@ -84,8 +84,8 @@ typedef struct {
   int rank, call;
   const char *kind;
   unsigned char *sources[MOST_LEAVES], *results[MOST_LEAVES];
-  Nest kept[PLACES];
-  int is_kept[PLACES], place;
+  Nest kept[KEPT];
+  int is_kept[KEPT], next_kept;
   unsigned char buffer[MD_EAGER_BYTES];
 } Rank;
 
@@ -122,8 +122,8 @@ static void be_late(Rank *me) {
 static md_header header_of(uint64_t fingerprint) {
   return (md_header){.fingerprint = (int64_t)(fingerprint >> 1),
                      .patience = INT64_MAX,
-                     .place = MD_NOWHERE,
-                     .base = MD_NOWHERE};
+                     .result_offset = MD_NOWHERE,
+                     .source_offset = MD_NOWHERE};
 }
 
 /* --- values ------------------------------------------------------------------------- */
@@ -211,10 +211,10 @@ static int meet(Rank *me, Random *shared) {
   md_channel *ch = &me->channel;
   int size = me->round->size, one = below(shared, size), what = below(shared, 8);
   md_header header = header_of(next(shared));
-  header.most = me->rank * 3;
+  header.largest = me->rank * 3;
   if (what == 1 && me->rank == one) header.flag = 1;
   if (what == 2 && me->rank == one) header.fingerprint++;
-  if (what == 3 && me->rank == one) header.soft = 1;
+  if (what == 3 && me->rank == one) header.value = 1;
   if (what == 4) {
     header.patience = 100 + me->rank;
     header.lateness = me->rank == one ? 50 : 10;
@@ -234,10 +234,10 @@ static int meet(Rank *me, Random *shared) {
   }
   if (status == MD_LEFT || status == MD_STOPPED) return status;
   const md_verdict *v = &ch->verdict;
-  EXPECT(me, v->most == (size - 1) * 3);
+  EXPECT(me, v->largest == (size - 1) * 3);
   EXPECT(me, v->flag == (what == 1));
   EXPECT(me, v->same_call == (what != 2 || size == 1));
-  EXPECT(me, v->same_soft == (what != 3 || size == 1));
+  EXPECT(me, v->same_value == (what != 3 || size == 1));
   EXPECT(me, v->lateness == (what == 4 ? 50 : 0));
   EXPECT(me, status == (what == 4                  ? MD_AGAIN
                         : v->flag || !v->same_call ? MD_DIFFERENT
@@ -269,29 +269,29 @@ static void in_arena(Rank *me, const Nest *n, size_t at, size_t gap, unsigned ch
     leaves[k] = me->channel.arenas[me->rank] + at + n->leaves[k].start + (size_t)k * gap;
 }
 
-static void check_kept(Rank *me, int place) {
+static void check_kept(Rank *me, int k) {
   unsigned char *leaves[MOST_LEAVES];
-  if (!me->is_kept[place]) return;
-  in_arena(me, &me->kept[place], (size_t)(1 + place) * REGION, 0, leaves);
-  check(me, &me->kept[place], CONST(leaves));
+  if (!me->is_kept[k]) return;
+  in_arena(me, &me->kept[k], (size_t)(1 + k) * REGION, 0, leaves);
+  check(me, &me->kept[k], CONST(leaves));
 }
 
-/* Each rank may have its sources in its arena or not, and a place for the results or not. */
+/* Each rank may have its sources in its arena or not, and room for the results there or not. */
 static int shared_call(Rank *me, Random *shared) {
-  enum { PLACED, WINDOW, BASED, BASED_WINDOW, OTHER_SHAPES, MIXED, MODES };
-  static const char *const names[] = {"shared, placed",       "shared, window",
-                                      "shared, based",        "shared, based, window",
-                                      "shared, other shapes", "shared, mixed"};
+  enum { RESULTS, WINDOW, SOURCES, SOURCES_WINDOW, OTHER_SHAPES, MIXED, MODES };
+  static const char *const names[] = {
+      "shared, results in arena",         "shared, window",       "shared, sources in arena",
+      "shared, sources in arena, window", "shared, other shapes", "shared, mixed"};
   int mode = below(shared, MODES), size = me->round->size, one = below(shared, size);
   me->kind = names[mode];
   Nest n;
   make_nest(me, shared, below(shared, 3) ? LEAF_ROOM : 300, &n);
   Random mine = seeded(n.seed, (uint64_t)me->rank);
-  int window = mode == WINDOW || mode == BASED_WINDOW;
-  int has_base = (mode == BASED || mode == BASED_WINDOW || mode == OTHER_SHAPES ||
+  int window = mode == WINDOW || mode == SOURCES_WINDOW;
+  int has_base = (mode == SOURCES || mode == SOURCES_WINDOW || mode == OTHER_SHAPES ||
                   (mode == MIXED && below(&mine, 2)));
-  int has_place = !window || me->rank != one;
-  if (mode == MIXED && below(shared, 4) == 0) has_place = below(&mine, 2);
+  int has_room = !window || me->rank != one;
+  if (mode == MIXED && below(shared, 4) == 0) has_room = below(&mine, 2);
   unsigned char *sources[MOST_LEAVES], *results[MOST_LEAVES];
   memcpy(sources, me->sources, sizeof sources);
   memcpy(results, me->results, sizeof results);
@@ -300,27 +300,27 @@ static int shared_call(Rank *me, Random *shared) {
     in_arena(me, &n, (size_t)below(&mine, 2) * MD_LINE, is_other ? MD_LINE : 0, sources);
   }
   md_header header = header_of(n.seed);
-  int place = me->place;
-  if (has_place) {
-    me->place = (me->place + 1) % PLACES;
-    check_kept(me, place);
-    me->is_kept[place] = 0;
-    header.place = (1 + place) * REGION;
+  int k = me->next_kept;
+  if (has_room) {
+    me->next_kept = (me->next_kept + 1) % KEPT;
+    check_kept(me, k);
+    me->is_kept[k] = 0;
+    header.result_offset = (1 + k) * REGION;
   }
   fill(&n, me->rank, sources);
   md_shared call = {.nest = &n.nest, .sources = CONST(sources)};
   MUST(md_shared_meet(&me->channel, &call, &header));
-  if (!call.placed) {
+  if (!call.results_in_arena) {
     scribble(&n, results);
     call.results = results;
   }
   MUST(md_shared_finish(&me->channel, &call));
   scribble(&n, sources);
-  if (call.placed) {
-    in_arena(me, &n, (size_t)header.place, 0, results);
-    me->kept[place] = n;
-    me->kept[place].nest.leaves = me->kept[place].leaves;
-    me->is_kept[place] = 1;
+  if (call.results_in_arena) {
+    in_arena(me, &n, (size_t)header.result_offset, 0, results);
+    me->kept[k] = n;
+    me->kept[k].nest.leaves = me->kept[k].leaves;
+    me->is_kept[k] = 1;
   }
   check(me, &n, CONST(results));
   return MD_OK;
@@ -373,19 +373,19 @@ static int steps(Rank *me, Random *shared) {
   fill(&n, me->rank, me->sources);
   md_header header = header_of(n.seed);
   MUST(md_meet(ch, &header, NULL));
-  md_shared call = {.nest = &n.nest, .number = ch->headers, .first_turn = ch->turn};
+  md_shared call = {.nest = &n.nest, .number = ch->headers, .first_area = ch->areas_used};
   if (copies_in) call.sources = CONST(me->sources);
   if (copies_out) call.results = me->results;
-  ch->turn += (uint32_t)n.nest.pieces;
+  ch->areas_used += (uint32_t)n.nest.pieces;
   for (int p = 0; p < n.nest.pieces; p++) {
-    size_t turn = ((call.first_turn + (uint32_t)p) & 1) * ch->area_bytes;
+    size_t offset = ((call.first_area + (uint32_t)p) & 1) * ch->area_bytes;
     if (copies_in) md_shared_copy_in(ch, &call, p);
-    else move_piece(&n, p, ch->areas[me->rank] + turn, me->sources, 0);
+    else move_piece(&n, p, ch->areas[me->rank] + offset, me->sources, 0);
     MUST(step(ch));
     md_shared_combine(ch, &call, p);
     MUST(step(ch));
     if (copies_out) md_shared_copy_out(ch, &call, p);
-    else move_piece(&n, p, ch->sums + turn, me->results, 1);
+    else move_piece(&n, p, ch->sums + offset, me->results, 1);
   }
   scribble(&n, me->sources);
   check(me, &n, CONST(me->results));
@@ -498,7 +498,7 @@ static void *body(void *arg) {
     be_late(me);
     if (ends(me, CALLS[kind].make(me, &shared))) break;
   }
-  for (int i = 0; i < PLACES && me->call == round->calls; i++) check_kept(me, i);
+  for (int i = 0; i < KEPT && me->call == round->calls; i++) check_kept(me, i);
   md_leave(&me->channel); /* at once: who is still in the last call must not mind */
   return NULL;
 }

@@ -96,12 +96,12 @@ def test_large_nests_go_in_pieces(size: int, crowded: bool, mode: str) -> None:
                 sources = views(me.pool.take(reduce.nbytes), reduce, count)
                 sources[0][:], sources[1][:] = x, y
             for _ in range(3):
-                place, block = core.NOWHERE, np.empty(reduce.nbytes, np.uint8)
+                offset, block = core.NOWHERE, np.empty(reduce.nbytes, np.uint8)
                 if mode != "window" or me.rank != size - 1:
                     block = me.pool.take(reduce.nbytes)
-                    place = block.offset
+                    offset = block.offset
                 out = views(block, reduce, count)
-                assert reduce.shared(sources, out, place, 99, 0) == core.OK
+                assert reduce.shared(sources, out, offset, 99, 0) == core.OK
                 total = first.copy()
                 for rank in range(1, size):
                     total += first + np.float32(rank)

@@ -154,10 +154,12 @@ ALL_READ = "atomic_load_explicit(&ch->parts[r]->read, memory_order_acquire)"
 READ = "  atomic_store(&ch->parts[ch->rank]->read, ch->moved);\n"
 WAITS = "    if ((p || !begun) && (status = md_wait(ch))) return status;\n"
 LAST_WAIT = "  if (pieces && (status = md_wait(ch))) return status;\n"
-AHEAD = "    if (call->placed && p + 1 < pieces) md_shared_copy_in(ch, call, p + 1);\n"
-INPUTS = "  return ch->areas[rank] + turn * ch->area_bytes - first;\n"
-SUMS = "  return ch->sums + turn * ch->area_bytes - first;\n"
-ONE_STEP_MORE = "  if (call->placed && !call->based && !ch->verdict.copied &&"
+AHEAD = "    if (call->results_in_arena && p + 1 < pieces) md_shared_copy_in("
+INPUTS = "  return ch->areas[rank] + slot * ch->area_bytes - first;\n"
+SUMS = "  return ch->sums + slot * ch->area_bytes - first;\n"
+ONE_STEP_MORE = (
+    "  if (call->results_in_arena && !call->sources_in_arena && !ch->verdict.copied &&"
+)
 LEAVER = " && !(c->is_step && md_reached(ch, r)))\n"
 ACROSS = "    add_header(&v, md_header_of(ch, g * MD_GROUP, number),"
 SLOT = "  return &ch->parts[rank]->header[number & 1];\n"
@@ -233,13 +235,13 @@ MUTATIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
     "pieces are reduced before all have copied in": {"algorithms.c": [(WAITS, "")]},
     "a call returns before all have reduced": {"algorithms.c": [(LAST_WAIT, "")]},
     "a piece is copied in while an older one is read": {
-        "algorithms.c": [(AHEAD, AHEAD.replace("call->placed && ", ""))]
+        "algorithms.c": [(AHEAD, AHEAD.replace("call->results_in_arena && ", ""))]
     },
     "one area for pieces": {
-        "algorithms.c": [(INPUTS, INPUTS.replace("turn *", "0 * turn *"))]
+        "algorithms.c": [(INPUTS, INPUTS.replace("slot *", "0 * slot *"))]
     },
     "one area for sums": {
-        "algorithms.c": [(SUMS, SUMS.replace("turn *", "0 * turn *"))]
+        "algorithms.c": [(SUMS, SUMS.replace("slot *", "0 * slot *"))]
     },
     "no step more where some have not copied in": {
         "algorithms.c": [(ONE_STEP_MORE, ONE_STEP_MORE.replace("if (", "if (0 && "))]
