@@ -88,13 +88,13 @@ class CollectiveCall:
                 dumped = mismatch.dump_exception(error)
                 text = trace.strip().rpartition("\n")[2]
                 data = pickle.dumps((False, (dumped, text), trace))
-                self.collectives.send_bytes(data)
+                self.collectives.messages.send(data)
                 raise
-            self.collectives.send_bytes(data)
+            self.collectives.messages.send(data)
             return result
         what = f"the end of {self.name}, for which rank 0 uses the disk"
         # Without a deadline: writing takes as long as the file system does.
-        data = self.collectives.receive_bytes(what, timeout=0.0)
+        data = self.collectives.messages.receive(what, timeout=0.0)
         good, content, trace = pickle.loads(data)
         if good:
             return content  # type: ignore[no-any-return]

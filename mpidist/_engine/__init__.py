@@ -5,7 +5,7 @@ The face, one object for all callers:
 - ``collectives``: `Collectives`: the all-reduce, and all classes below together;
   ``traced``: the same, with lines of ``MPIDIST_TRACE``;
 - ``resources``: what every collective uses: ranks, guard, options, transports;
-- ``all_gather``, ``registered_buffers``, ``share``, ``rows``, ``root_messages``: one
+- ``all_gather``, ``registered_buffers``, ``share``, ``rows``: one
   job each; ``array_heads``: arrays as messages.
 
 From a call to a plan:

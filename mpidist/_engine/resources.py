@@ -1,8 +1,8 @@
 """What every collective of a group uses: ranks, guard, options, transports, memory.
 
 The classes of the collectives derive from `Resources`, one job in each file
-(`root_messages`, `share`, `rows`, `all_gather`, `registered_buffers`), and
-`collectives.Collectives` is all of them together, with the all-reduce.
+(`share`, `rows`, `all_gather`, `registered_buffers`), and `collectives.Collectives` is
+all of them together, with the all-reduce.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, NoReturn, ParamSpec, TypeVar
 from mpidist import _transports
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
+from mpidist._agreement.root_messages import RootMessages
 from mpidist._base import backend, nest
 from mpidist._base.environment import (
     Environment,
@@ -75,6 +76,7 @@ class Resources:
     Attributes:
         node: the memory that all ranks share; None if they do not.
         nodes: the memory that the ranks of each node share; None if they do not.
+        messages: from rank 0 to the others.
         devices: how GPU buffers move.
         pool: private memory for large results.
         compression: of the strategy's sums between nodes.
@@ -96,6 +98,7 @@ class Resources:
         self.device = device
         self.node: Node | None = memory.node
         self.nodes: Nodes | None = memory.nodes
+        self.messages: RootMessages = self._make_messages()
         self.devices: _transports.Devices = _transports.Devices(
             comm, device, environment
         )
@@ -110,6 +113,10 @@ class Resources:
         if wanted is CommunicationImplementation.NCCL:
             wanted = CommunicationImplementation.STAGED
         self.transports: _transports.Transports = self._choose(wanted)
+
+    def _make_messages(self) -> RootMessages:
+        ring = None if self.node is None else self.node.channel
+        return RootMessages(self.comm, self.guard, ring)
 
     @property
     def implementation(self) -> CommunicationImplementation:

@@ -10,11 +10,10 @@ import numpy as np
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._engine.array_heads import ArrayHead, head_of, join_bytes, split_bytes
-from mpidist._engine.resources import timed
-from mpidist._engine.root_messages import RootMessages
+from mpidist._engine.resources import Resources, timed
 
 
-class Rows(RootMessages):
+class Rows(Resources):
     """Moves a list of values per rank; the arguments of `Resources`."""
 
     @timed
@@ -84,9 +83,9 @@ class Rows(RootMessages):
                 self.invalid(call, error)
         self.guard.agree(Call(call))
         if values is not None:
-            self.send_bytes(data)
+            self.messages.send(data)
         else:
-            heads = pickle.loads(self.receive_bytes())
+            heads = pickle.loads(self.messages.receive())
         counts = [sum(head.nbytes for head in row) for row in heads]
         own = counts[self.comm.rank]
         receive = self.comm.together(lambda: np.empty(own, np.uint8), call)

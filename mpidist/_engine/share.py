@@ -15,11 +15,10 @@ from mpidist._base.options import (
 )
 from mpidist._base.types import Array, Nest
 from mpidist._engine.array_heads import ArrayHead, head_of
-from mpidist._engine.resources import timed
-from mpidist._engine.root_messages import RootMessages
+from mpidist._engine.resources import Resources, timed
 
 
-class Sharing(RootMessages):
+class Sharing(Resources):
     """Copies values from one rank to all; the arguments of `Resources`."""
 
     @timed
@@ -84,7 +83,7 @@ class Sharing(RootMessages):
         self.guard.agree(call)
         if self.comm.rank != 0:
             return self.receive_arrays(text)
-        self.send_bytes(data)
+        self.messages.send(data)
         self._send_values(values, heads, text)
         return values
 
@@ -94,7 +93,7 @@ class Sharing(RootMessages):
         Without agreement: for the coordinator, whose followers only wait.
         """
         heads = [head_of(value, call) for value in values]
-        self.send_bytes(pickle.dumps(heads))
+        self.messages.send(pickle.dumps(heads))
         self._send_values(values, heads, call)
 
     def receive_arrays(self, call: str = "a message from rank 0") -> list[Any]:
@@ -103,7 +102,7 @@ class Sharing(RootMessages):
         Raises:
             MemoryError: on all ranks, if the allocation failed on one.
         """
-        heads: list[ArrayHead] = pickle.loads(self.receive_bytes())
+        heads: list[ArrayHead] = pickle.loads(self.messages.receive())
         arrays = self._allocate(lambda: self._empty_arrays(heads), heads, call)
         for x in arrays:
             self.transports.of(x).broadcast(backend.as_bytes(x), 0)

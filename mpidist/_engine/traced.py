@@ -11,7 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from mpidist import _native
+from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
+from mpidist._agreement.root_messages import RootMessages
 from mpidist._agreement.trace import NO_ROUTE, Trace
 from mpidist._agreement.traced_guard import TracedGuard
 from mpidist._base import backend, nest
@@ -72,6 +75,37 @@ def _traced(route: Route, trace: Trace) -> Route:
         return None if plan is None else TracedPlan(plan, name, trace)
 
     return make
+
+
+class TracedMessages(RootMessages):
+    """Messages from rank 0, each with a line in the trace."""
+
+    def __init__(
+        self,
+        comm: AnyCommunicator,
+        guard: Guard,
+        ring: _native.Channel | None,
+        trace: Trace,
+    ) -> None:
+        super().__init__(comm, guard, ring)
+        self._trace = trace
+        self._route = "mpi" if ring is None else "shared"
+
+    def send(self, data: bytes) -> None:
+        """Call the method of `RootMessages`."""
+        text, number = "a message to all ranks", self.guard.sequence + 1
+        with self._trace.call(len(data), self._route, text, number):
+            super().send(data)
+
+    def receive(
+        self, what: str = "a message from rank 0", timeout: float | None = None
+    ) -> bytes:
+        """Call the method of `RootMessages`."""
+        number = self.guard.sequence + 1
+        with self._trace.call(0, self._route, what, number) as record:
+            data = super().receive(what, timeout)
+            record.nbytes = len(data)
+        return data
 
 
 class TracedCollectives(Collectives):
@@ -153,25 +187,9 @@ class TracedCollectives(Collectives):
             record.nbytes = _bytes_of(values)
         return values
 
-    def send_bytes(self, data: bytes) -> None:
-        """Call the method of `Collectives`."""
-        text, number = "a message to all ranks", self.guard.sequence + 1
-        with self._trace.call(len(data), self._message_route, text, number):
-            super().send_bytes(data)
-
-    def receive_bytes(
-        self, what: str = "a message from rank 0", timeout: float | None = None
-    ) -> bytes:
-        """Call the method of `Collectives`."""
-        route, number = self._message_route, self.guard.sequence + 1
-        with self._trace.call(0, route, what, number) as record:
-            data = super().receive_bytes(what, timeout)
-            record.nbytes = len(data)
-        return data
-
-    @property
-    def _message_route(self) -> str:
-        return "mpi" if self.ring is None else "shared"
+    def _make_messages(self) -> RootMessages:
+        plain = super()._make_messages()
+        return TracedMessages(plain.comm, plain.guard, plain.ring, self._trace)
 
     def _route_of(self, tree: Nest, options: CommunicationOptions | None = None) -> str:
         """Return the names of the transports of these arrays."""

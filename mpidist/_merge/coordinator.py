@@ -55,6 +55,7 @@ class Coordinator:
     ) -> None:
         self._group = group
         self._collectives = group.collectives
+        self._messages = group.collectives.messages
         self._registry = group.registry
         self._dropped: list[Key] = []
         self._fetched: list[weakref.ref[DistributedValues]] = []
@@ -114,7 +115,7 @@ class Coordinator:
             arguments = None
             function, buffers = self._write("update", (fn, tuple(args), kwargs))
         # If messages are collective calls of MPI, all ranks have to read each of them.
-        last = not grouped or keep or bool(buffers) or self._collectives.ring is None
+        last = not grouped or keep or bool(buffers) or self._messages.ring is None
         if batch.open and (buffers or keep):
             self.end_updates()
         fields = (key, function, arguments, len(buffers), grouped, keep, last)
@@ -181,14 +182,13 @@ class Coordinator:
 
     def _send(self, kind: wire.Kind, *body: wire.Plain) -> None:
         """Send a message; first end the batch if the others might not read it."""
-        collectives = self._collectives
-        guard, batch = collectives.guard, self._batch
+        messages, guard, batch = self._messages, self._collectives.guard, self._batch
         with guard.with_all_ranks():
             guard.check_late()
         dropped = self._take_dropped() if kind != "return" else []
         news = self._writer.take_news()
         data = wire.dump(batch.joins, kind, *body, dropped=dropped, news=news)
-        ring = collectives.ring
+        ring = messages.ring
         if batch.open and ring is not None:
             # A rank at the join does not read: all messages until then must fit.
             used = ring.moved - batch.ring_start + _RESERVE
@@ -203,12 +203,12 @@ class Coordinator:
                     raise
                 data = wire.dump(batch.joins, kind, *body, dropped=dropped, news=news)
         if batch.open:
-            collectives.send_bytes(data)
+            messages.send(data)
             guard.uncount()
         else:
             if ring is not None:
                 batch.ring_start = ring.moved
-            collectives.send_bytes(data)
+            messages.send(data)
 
     def end_updates(self, error: BaseException | None = None) -> None:
         """End a batch of updates on all ranks; raise if it has raised on any rank.
@@ -219,7 +219,7 @@ class Coordinator:
         if self._batch.open:
             if not self._awaited:
                 data = wire.dump(self._batch.joins, "join")
-                self._collectives.send_bytes(data)
+                self._messages.send(data)
                 self._collectives.guard.uncount()
             self._join(error)
 
@@ -269,7 +269,7 @@ class Coordinator:
         if not self._collectives.guard.broken:
             data, trace = dump_exception(error), describe_exception(error)
             message = wire.dump(self._batch.joins, "raise", data, trace)
-            self._collectives.send_bytes(message)
+            self._messages.send(message)
 
     def close(self) -> None:
         """Drop gathered components: the arrays may change until the next merge_call."""

@@ -61,11 +61,11 @@ class Follower:
     def follow(self) -> Nest:
         """Run commands until merge_fn has ended; return this replica's part."""
         collectives, batch = self._collectives, self.batch
-        guard = collectives.guard
+        guard, messages = collectives.guard, collectives.messages
         held, kept = self._held, self._registry.kept
         while True:
             try:
-                data = collectives.receive_bytes(
+                data = messages.receive(
                     "merge_call, waiting for merge_fn on rank 0", timeout=None
                 )
             except MemoryError as error:  # rank 0 has raised it too, and decides

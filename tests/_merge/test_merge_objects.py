@@ -137,23 +137,23 @@ def test_the_optimizer_is_not_copied(new_strategy):
             raise AssertionError("copied")
 
     large = Large()
-    collectives = group_of(strategy).collectives
-    send_bytes = collectives.send_bytes
+    messages = group_of(strategy).collectives.messages
+    send = messages.send
 
     def watched(data):
         sent.append(len(data))
-        send_bytes(data)
+        send(data)
 
     def merge_fn(distribution):
         for _ in range(5):
             distribution.extended.update(v, lambda v: large.touch(v))
 
-    collectives.send_bytes = watched
+    messages.send = watched
     try:
         merge(strategy, merge_fn)
         merge(strategy, merge_fn)
     finally:
-        del collectives.send_bytes
+        del messages.send
     assert_mirrored(strategy, v, np.full(5, 10.0))
     if sent:
         assert max(sent) < 2000

@@ -126,7 +126,7 @@ def test_a_function_is_sent_again_where_it_is_another_one(strategy, size):
 
 
 def test_rank_0_goes_on_while_others_are_busy(strategy, size):
-    if size == 1 or group_of(strategy).collectives.ring is None:
+    if size == 1 or group_of(strategy).collectives.messages.ring is None:
         pytest.skip("there rank 0 waits")
     v = make(strategy, np.zeros(3), name="v")
 
@@ -363,7 +363,7 @@ def test_functions_that_communicate_learn_of_an_earlier_error(strategy, size):
     assert {*names_of(run_merge(strategy, merge_fn))} == {"NoneType"}
     if this_replica_of(strategy) == 0:
         assert seen[-1] == "merge_fn"
-        in_shared_memory = group_of(strategy).collectives.ring is not None
+        in_shared_memory = group_of(strategy).collectives.messages.ring is not None
         assert any(LAST in text for text in seen) == in_shared_memory
     assert len({*everywhere(v.numpy().tobytes())}) == 1
     assert_usable(strategy)

@@ -15,44 +15,32 @@ from mpidist import _native
 from mpidist._agreement.channel import LEFT, LeftError
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call, call_of
-from mpidist._base import backend
-from mpidist._base.environment import (
-    Environment,
-)
-from mpidist._base.options import (
-    CommunicationOptions,
-)
-from mpidist._engine.memory import SharedMemory
-from mpidist._engine.resources import Resources
 from mpidist._mpi.communicator import AnyCommunicator
 
 _MESSAGE_ROOM: Final = 2**20
 _SENDING: Final = Call("a message to all ranks")
 
 
-class RootMessages(Resources):
-    """Sends messages from rank 0 to all other ranks; the arguments of `Resources`."""
+class RootMessages:
+    """Sends messages from rank 0 to all other ranks.
+
+    Args:
+        comm: the ranks.
+        guard: waits for them, with its deadline.
+        ring: the core's channel, if all ranks share its ring buffer; else None.
+    """
 
     def __init__(
-        self,
-        comm: AnyCommunicator,
-        guard: Guard,
-        options: CommunicationOptions,
-        environment: Environment,
-        device: backend.Device,
-        memory: SharedMemory,
+        self, comm: AnyCommunicator, guard: Guard, ring: _native.Channel | None
     ) -> None:
-        super().__init__(comm, guard, options, environment, device, memory)
+        self.comm = comm
+        self.guard = guard
+        self.ring = ring
         # For messages of medium length: their length is on its way when the rest is
         # received, and no allocation may fail in between. No page is used before.
         self._message_room = np.empty(_MESSAGE_ROOM, np.uint8)
 
-    @property
-    def ring(self) -> _native.Channel | None:
-        """The core's channel, if messages go through its ring buffer; else None."""
-        return None if self.node is None else self.node.channel
-
-    def send_bytes(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
         """Send bytes from rank 0 to all ranks, which wait for them."""
         comm, ring = self.comm, self.ring
         self.guard.count()
@@ -82,7 +70,7 @@ class RootMessages(Resources):
         except BaseException as error:
             raise self.guard.leave_payload(_SENDING, error) from None
 
-    def receive_bytes(
+    def receive(
         self, what: str = "a message from rank 0", timeout: float | None = None
     ) -> bytes:
         """Return the bytes that rank 0 sends.
