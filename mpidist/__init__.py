@@ -18,6 +18,7 @@ from mpidist._base.errors import CollectiveMismatchError as CollectiveMismatchEr
 from mpidist._base.errors import CollectiveTimeoutError as CollectiveTimeoutError
 from mpidist._base.errors import OutOfSyncError as OutOfSyncError
 from mpidist._base.errors import ReplicaError as ReplicaError
+from mpidist._base.errors import ReplicaLostError as ReplicaLostError
 from mpidist._base.indexed_slices import IndexedSlices as IndexedSlices
 from mpidist._base.reduce_op import (
     ReduceOp as ReduceOp,
@@ -134,6 +135,7 @@ __all__ = [
     "ReductionToOneDevice",
     "ReplicaContext",
     "ReplicaError",
+    "ReplicaLostError",
     "RestoreStatus",
     "RunOptions",
     "Strategy",

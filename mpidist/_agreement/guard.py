@@ -361,8 +361,7 @@ class Guard(Waiting):
             ms = int(self._timeout * 1000)
             status = meet(flag, number, value, largest, ms, NOWHERE)
         except BaseException as error:
-            self._break_off(call.text, error)
-            raise
+            raise self._break_off(call.text, error) from error.__cause__
         if status == AGAIN:
             status = self._confirm(
                 lambda ms: meet(flag, number, value, largest, ms, NOWHERE)
@@ -420,8 +419,7 @@ class Guard(Waiting):
         try:
             return self._exchange_reports(call, error, kind, joining)
         except BaseException as raised:
-            self._break_off(call.text, raised)
-            raise
+            raise self._break_off(call.text, raised) from raised.__cause__
 
     def _exchange_reports(
         self,
@@ -600,7 +598,7 @@ class Guard(Waiting):
                 if self._depth == 1:
                     self._common = None
             elif not self._alone:  # then it is of merge_fn, and nobody is in it
-                self._break_off(call.text, raised)
+                raise self._break_off(call.text, raised) from raised.__cause__
             raise
         finally:
             self.leave_section()

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Final
 
 from mpidist._base.environment import debugging
-from mpidist._base.machine import boot_id
+from mpidist._base.machine import boot_id, status_of
 from mpidist._mpi.communicator import AnyCommunicator
 
 # A real-time signal that neither glibc nor MPI launchers or SLURM use.
@@ -61,12 +61,14 @@ class Process:
         pid: its process ID there.
         file: the descriptor of its file; -1: it does not answer.
         host: the name of the machine.
+        start: when it began, in ticks of the machine's clock; -1: unknown.
     """
 
     machine: str
     pid: int
     file: int
     host: str
+    start: int = -1
 
 
 class Stacks:
@@ -74,13 +76,22 @@ class Stacks:
 
     Args:
         comm: the ranks.
+
+    Attributes:
+        processes: of all ranks.
     """
 
     def __init__(self, comm: AnyCommunicator) -> None:
         self._rank = comm.rank
-        own = Process(_machine(), os.getpid(), _answer_signals(), comm.host_name)
+        own = Process(
+            _machine(),
+            os.getpid(),
+            _answer_signals(),
+            comm.host_name,
+            status.start if (status := status_of(os.getpid())) else -1,
+        )
         rows = comm.all_gather_objects(json.dumps(dataclasses.astuple(own)).encode())
-        self._processes = [Process(*json.loads(row)) for row in rows]
+        self.processes: list[Process] = [Process(*json.loads(row)) for row in rows]
 
     def report(self, waiting: Sequence[int], missing: Sequence[int]) -> str:
         """Return where ranks of this machine are; "" if another rank tells that.
@@ -89,9 +100,9 @@ class Stacks:
             waiting: the ranks that wait.
             missing: the ranks that they miss.
         """
-        here = self._processes[self._rank].machine
-        first = [rank for rank in waiting if self._processes[rank].machine == here][:1]
-        ours = [rank for rank in missing if self._processes[rank].machine == here]
+        here = self.processes[self._rank].machine
+        first = [rank for rank in waiting if self.processes[rank].machine == here][:1]
+        ours = [rank for rank in missing if self.processes[rank].machine == here]
         if not here or first != [self._rank] or not ours:
             return ""
         texts = [self._describe(rank) for rank in ours[:_MOST_RANKS]]
@@ -100,11 +111,12 @@ class Stacks:
         return "\n".join(texts)
 
     def _describe(self, rank: int) -> str:
-        process = self._processes[rank]
+        process = self.processes[rank]
         where = f"where rank {rank} is (process {process.pid} on {process.host}):"
         if stack := ask(process):
             return f"{where}\n{stack}"
-        state = _state_of(process.pid)
+        status = status_of(process.pid)
+        state = status.state if status else ""
         return f"{where} {_STATES.get(state, 'it does not answer')}"
 
 
@@ -145,15 +157,6 @@ def _catches(pid: int) -> bool:
         return False
     found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.M)
     return found is not None and bool(int(found[1], 16) >> (_signal() - 1) & 1)
-
-
-def _state_of(pid: int) -> str:
-    """Return the letter of a process's state; "" if there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace")
-    except OSError:
-        return ""
-    return text.rpartition(")")[2].split()[0]
 
 
 def ask(process: Process) -> str:

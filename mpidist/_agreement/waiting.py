@@ -9,6 +9,10 @@ and raises `CollectiveTimeoutError`; so do the ranks that read it. The strategy 
 Waits for data are no different: a rank may be stopped, killed or cut off in the middle
 of a payload. A rank that leaves a payload, for example by Ctrl-C, tells the others.
 
+A rank may also be *lost*: its process has died, and the job goes on (`lives`). Each
+look finds that. The rank that does tells the others by MPI, which ends their calls, and
+in the shared memory, and all raise `ReplicaLostError`.
+
 Rejected: a watchdog thread (it would call MPI from two threads at once); a barrier with
 a time-out (it finds no mismatch); remote memory access for the notices (with several
 networks it makes progress only while its target calls MPI).
@@ -23,6 +27,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from mpidist._agreement.channel import Channel, LeftError
+from mpidist._agreement.lives import Lives
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.notices import Notices, Wait
 from mpidist._agreement.polling import (
@@ -32,7 +37,13 @@ from mpidist._agreement.polling import (
     spins_for,
 )
 from mpidist._agreement.stacks import Stacks
-from mpidist._base.errors import CollectiveTimeoutError, on_rank
+from mpidist._base.errors import (
+    CollectiveTimeoutError,
+    ReplicaLostError,
+    format_ranks,
+    on_rank,
+)
+from mpidist._mpi import survival
 from mpidist._mpi.communicator import AnyCommunicator, Request
 from mpidist._mpi.messages import Transfers
 
@@ -92,6 +103,8 @@ class Waiting:
         self._waited = 0.0
         self._posted = self._reported = False
         self._notices = Notices(comm)
+        self._lives = Lives(comm)
+        self._lost: tuple[int, ...] | None = None  # once some rank is
         self._stacks: Stacks | None = None
         self._spins = spins_for(comm.machine_size)
         self._data_spins = _SPINS_FOR_DATA * self._spins
@@ -114,8 +127,7 @@ class Waiting:
             poll(request, lambda waited: self.look(what, waited), spins=self._spins)
         except BaseException as error:
             request.leak()
-            self._break_off(what, error)
-            raise
+            raise self._break_off(what, error) from error.__cause__
 
     def wait_data(self, transfers: Transfers) -> None:
         """Wait for the messages of the last call.
@@ -130,8 +142,7 @@ class Waiting:
                 self._poll_data(transfers)
         except BaseException as error:
             transfers.leak()
-            self._break_off(self._call.text, error)
-            raise
+            raise self._break_off(self._call.text, error) from error.__cause__
         finally:
             self._awaited = None
 
@@ -166,8 +177,7 @@ class Waiting:
         try:
             return wait()
         except BaseException as error:
-            self._break_off(self._call.text, error)
-            raise
+            raise self._break_off(self._call.text, error) from error.__cause__
         finally:
             self._awaited = None
 
@@ -201,12 +211,14 @@ class Waiting:
 
         Raises:
             CollectiveTimeoutError: at the deadline, or if another rank has given up.
+            ReplicaLostError: if a rank is lost.
         """
         if waited < self._waited:  # another wait than last time
             self._posted = self._reported = False
         self._waited = waited
         timeout = self._timeout
         post_after = min(self._stall, timeout / 2) if timeout else self._stall
+        self._check_lives(what)
         self._read_notices()
         if waited < post_after:
             return
@@ -229,8 +241,9 @@ class Waiting:
             _logger.warning("mpidist: %s", text)
 
     def ask_missing_ranks(self, stacks: Stacks) -> None:
-        """Report the Python stacks of ranks that are missing for long."""
+        """Look whether the other ranks live, and where those are that are missing."""
         self._stacks = stacks
+        self._lives.watch(stacks.processes)
 
     def _describe(self, what: str) -> Wait:
         missing = self.channel.missing() if self.channel is not None else []
@@ -293,10 +306,19 @@ class Waiting:
         text = on_rank(self._comm.rank, self._broken)
         if self.closed:
             return RuntimeError(text)
+        if self._lost is not None:
+            return ReplicaLostError(text, self._lost, self._call.text)
         return self._timed_out(CollectiveTimeoutError(text))
 
-    def _break_off(self, what: str, error: BaseException) -> None:
-        """Give up after an exception that came from outside, such as a signal's."""
+    def _break_off(self, what: str, error: BaseException) -> BaseException:
+        """Give up after an exception that came from outside, such as a signal's.
+
+        Returns:
+            What to raise: the exception, or if MPI raised it because a rank is lost, a
+            `ReplicaLostError`.
+        """
+        if self._comm.outlives_ranks and not isinstance(error, RecursionError):
+            error = self.failed(error)
         if not self._broken and self._comm.size > 1:
             # Without a call: after a RecursionError there may be no frame for one.
             self._broken = (
@@ -308,6 +330,7 @@ class Waiting:
             self.repeat_notice()
             if self.channel is not None:
                 self.channel.leave()
+        return error
 
     def _leave(self, what: str, why: str) -> None:
         self.broken = why
@@ -341,19 +364,23 @@ class Waiting:
             return error
         if isinstance(error, LeftError):
             error = self._learn_why(call, error)
-        self._break_off(call.text, error)
+        error = self._break_off(call.text, error)
         if self.channel is not None:
             self.channel.leave()
         return error
 
     def _learn_why(self, call: Call, error: LeftError) -> BaseException:
         """Wait for the notice of the rank that has left; return what to raise."""
-        end = time.monotonic() + _COLLECT_SECONDS
+        seconds = _COLLECT_SECONDS
+        if self._comm.outlives_ranks:
+            seconds = survival.LEARN_SECONDS
+        end = time.monotonic() + seconds
         while time.monotonic() < end:
             try:
+                self._check_lives(call.text)
                 self._read_notices()
-            except CollectiveTimeoutError as told:
-                return told
+            except Exception as told:
+                return self.failed(told)
             time.sleep(SHORT_SLEEP)
         self._leave(
             call.text,
@@ -362,12 +389,59 @@ class Waiting:
         )
         return self._broken_error()
 
+    # --- ranks that die -----------------------------------------------------------
+
+    @property
+    def has_lost_ranks(self) -> bool:
+        """Whether it is unusable because ranks have died, and not yet closed."""
+        return self._lost is not None and not self.closed
+
+    def _check_lives(self, what: str) -> None:
+        """Raise if a rank is lost."""
+        losses = self._lives.losses()
+        if losses is not None:
+            raise self._lose(what, losses)
+
+    def _lose(self, what: str, replicas: tuple[int, ...]) -> RuntimeError:
+        """Give up since ranks are lost; tell the others; return what to raise."""
+        self._lost = replicas
+        who = format_ranks(replicas) if replicas else "some rank"
+        self.broken = (
+            f"the process of {who} has died; this rank was in {what}. This strategy "
+            "cannot be used any more. To go on without it, run the training by "
+            "`mpidist.elastic.run`; or close the strategy, call `Revoke` and `Shrink` "
+            "of its communicator, and make another `MPIStrategy` on the result"
+        )
+        self._comm.revoke()
+        if self.channel is not None:
+            self.channel.leave()
+        return self._broken_error()
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Return what to raise in place of an exception of MPI.
+
+        It is the exception itself if it does not come from a rank that is lost.
+        """
+        losses = survival.losses_behind(error, self._lives.losses)
+        if losses is None:
+            return error
+        return (
+            self._broken_error()
+            if self._broken
+            else self._lose(self._call.text, losses)
+        )
+
     # --- the end of the program ---------------------------------------------------
 
     @property
     def has_lost(self) -> bool:
         """Whether it gave up, and some rank has not come to its end since."""
-        return bool(self._broken) and not self.closed and not self._notices.all_ended
+        return (
+            bool(self._broken)
+            and not self.closed
+            and self._lost is None
+            and not self._notices.all_ended
+        )
 
     def end(self) -> Iterator[None]:
         """Wait, after giving up, at the end of the program, for those of the others.
@@ -375,58 +449,3 @@ class Waiting:
         Yields while it waits.
         """
         return self._notices.wait_for_ends(self.sequence)
-
-
-class Deadline:
-    """What a communicator waits with, from the moment that it is made.
-
-    While a strategy is set up there is only a limit for each wait. The guard, which is
-    made after the communicator and needs it, then takes over.
-
-    Args:
-        seconds: the limit of each wait; 0: none.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._guard: Waiting | None = None
-
-    def hand_over(self, guard: Waiting) -> None:
-        """Have a guard wait from now on."""
-        self._guard = guard
-
-    def release(self) -> None:
-        """Drop the guard: the communicator was freed, and nothing is waited for."""
-        self._guard = None
-
-    @property
-    def broken(self) -> str:
-        """Why messages may never complete; "" while they will."""
-        return "" if self._guard is None else self._guard.broken
-
-    def wait(self, request: Request, what: str) -> None:
-        """Wait for a request of the set-up.
-
-        Raises:
-            CollectiveTimeoutError: at the limit.
-        """
-
-        def look(waited: float) -> None:
-            if self.seconds and waited > self.seconds:
-                raise CollectiveTimeoutError(
-                    f"{what}: not all ranks of the communicator made this call within "
-                    f"{self.seconds:.3g} s; make the strategy on every rank of `comm`"
-                )
-
-        poll(request, look)
-
-    def wait_data(self, transfers: Transfers) -> None:
-        """Wait for messages.
-
-        Raises:
-            CollectiveTimeoutError: at the limit, or at the guard's.
-        """
-        if self._guard is None:
-            self.wait(transfers, "MPIStrategy(...)")
-        else:
-            self._guard.wait_data(transfers)

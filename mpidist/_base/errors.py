@@ -8,7 +8,8 @@
         ├── CollectiveMismatchError   the ranks called different things
         ├── CollectiveTimeoutError    a rank did not come
         ├── OutOfSyncError            copies of a variable differ
-        └── ReplicaError              another rank raised
+        ├── ReplicaError              another rank raised
+        └── ReplicaLostError          the process of a rank has died
 
 All other exceptions of mpidist are built-in: ``TypeError`` and ``ValueError``
 for invalid arguments, ``RuntimeError`` for a call in the wrong context.
@@ -83,6 +84,33 @@ class ReplicaError(CollectiveError):
     The message holds that rank's traceback. The rank that failed raises its own
     exception, unchanged. The strategy can be used afterwards.
     """
+
+
+class ReplicaLostError(CollectiveError):
+    """The process of a replica has died, and the job goes on without it.
+
+    Raised on every rank that is left, in the call that it is in or in its next one, in
+    jobs that outlive a process (``mpirun --with-ft ulfm`` of Open MPI). The strategy is
+    then no longer usable: every call on it raises this error, and `close` is local. The
+    program can make a new one on the ranks that are left.
+
+    Args:
+        message: for people.
+        replicas: see the attribute.
+        call: see the attribute.
+
+    Attributes:
+        replicas: the ids of the replicas in the strategy that are known to be lost;
+            empty on a rank that was told by another one only that some are.
+        call: the call that this rank was in.
+    """
+
+    def __init__(
+        self, message: str, replicas: tuple[int, ...] = (), call: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.replicas: tuple[int, ...] = replicas
+        self.call: str = call
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - not an error, but the cause of one

@@ -1,11 +1,12 @@
-"""Which machine this process runs on."""
+"""The machine that this process runs on, and the processes of it."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_EXITING: Final = 0x4  # PF_EXITING, in the flags of Linux's include/linux/sched.h
 
 
 def boot_id() -> str:
@@ -18,3 +19,25 @@ def boot_id() -> str:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
         return ""
+
+
+class ProcessStatus(NamedTuple):
+    """Of a process, from ``/proc/<pid>/stat`` (proc_pid_stat(5))."""
+
+    state: str
+    flags: int
+    start: int  # ticks since boot
+
+    @property
+    def ended(self) -> bool:
+        return self.state in "ZXx" or bool(self.flags & _EXITING)
+
+
+def status_of(pid: int) -> ProcessStatus | None:
+    """Return the status of a process; None if there is none of this number."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return ProcessStatus(fields[0].decode("ascii"), int(fields[6]), int(fields[19]))
+    except (OSError, IndexError, ValueError):
+        return None

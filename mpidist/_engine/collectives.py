@@ -123,6 +123,10 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
         """Release the resources of the GPU transports. Collective."""
         self.devices.close()
 
+    def abandon(self) -> None:
+        """Do what `close` does, without the ranks that are lost. Not collective."""
+        self.devices.abandon()
+
     def release(self) -> None:
         """Let go of shared memory: the strategy is being closed. Not collective."""
         self._memory, self._shared = NO_MEMORY, None

@@ -31,7 +31,7 @@ import numpy as np
 from mpidist._base.errors import on_rank
 from mpidist._base.memory import leak
 from mpidist._base.types import HostArray
-from mpidist._mpi import collective_release, versions
+from mpidist._mpi import collective_release, survival, versions
 from mpidist._mpi.headers import FEW, Headers, Maximum, Prepared, Rows
 from mpidist._mpi.library import MpiComm, MpiRequest, is_crowded, mpi_module
 from mpidist._mpi.messages import Buffer, Messages, Transfers
@@ -73,6 +73,9 @@ class Waiter(Protocol):
     def wait_data(self, transfers: Transfers) -> None:
         """Wait until messages have completed."""
 
+    def failed(self, error: BaseException) -> BaseException:
+        """Return what to raise in place of an exception of MPI."""
+
     @property
     def broken(self) -> str:
         """Why messages may never complete; "" while they will."""
@@ -93,6 +96,7 @@ class AnyCommunicator(Protocol):
         host_name: of this machine.
         message_bytes: the most bytes of a message that is sent at once.
         identity: the same on all ranks, and of no other communicator.
+        outlives_ranks: whether the job goes on when a rank dies (`survival.is_on`).
         traffic: what this rank has communicated.
     """
 
@@ -107,6 +111,7 @@ class AnyCommunicator(Protocol):
     host_name: str
     message_bytes: int
     identity: str
+    outlives_ranks: bool
     traffic: Traffic
 
     def together(self, step: Callable[[], _T], what: str) -> _T: ...
@@ -128,6 +133,8 @@ class AnyCommunicator(Protocol):
     def start_message(self, data: bytes | None) -> Request: ...
     def start_send(self, data: bytes, receiver: int) -> Request: ...
     def receive_any(self) -> bytes | None: ...
+    def losses(self) -> tuple[int, ...] | None: ...
+    def revoke(self) -> None: ...
 
 
 class Communicator:
@@ -164,6 +171,7 @@ class Communicator:
             CollectiveMismatchError: on all ranks, if their versions do not fit.
         """
         self.traffic: Traffic = Traffic()
+        self.outlives_ranks: bool = survival.is_on()
         self._waiter = waiter
         self._peers: list[Peers] = []
         self._headers: list[Headers] = []
@@ -177,7 +185,9 @@ class Communicator:
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
         self.agreement: versions.Agreement = self._agree(problem)
-        self.messages: Messages = Messages(self._comm, waiter.wait_data)
+        self.messages: Messages = Messages(
+            self._comm, waiter.wait_data, failed=waiter.failed
+        )
         self._find_node(simulated_nodes)
         rows = self.all_gather_integers([self.local_size, int(self.local_rank == 0)])
         self.smallest_node: int = min(row[0] for row in rows)
@@ -302,6 +312,10 @@ class Communicator:
         self.release_unused()
         self._resource.give_back()
 
+    def abandon(self) -> None:
+        """Free it without the other ranks, of which some have died. Not collective."""
+        self._resource.give_back()
+
     def _in_use(self) -> bool:
         return not self._dropped or bool(self._waiter.broken)
 
@@ -339,7 +353,7 @@ class Communicator:
         if not has_peers:
             return None
         ranks = self._ranks_of(comm)
-        peers = Peers(comm, self._waiter.wait_data, ranks)
+        peers = Peers(comm, self._waiter.wait_data, ranks, self._waiter.failed)
         self._peers.append(peers)
         return peers
 
@@ -476,7 +490,10 @@ class Communicator:
             return buffer[_MESSAGE_HEAD : _MESSAGE_HEAD + size].tobytes()
 
         self.traffic.count("Ibcast", buffer.nbytes)
-        return _Pending(self._comm.Ibcast(buffer, 0), read, buffer)
+        try:
+            return _Pending(self._comm.Ibcast(buffer, 0), read, buffer)
+        except BaseException as error:
+            raise self._waiter.failed(error) from None
 
     def start_send(self, data: bytes, receiver: int) -> Request:
         """Start sending a small message to one rank (`receive_any`). Not collective."""
@@ -500,6 +517,17 @@ class Communicator:
         data = np.empty(status.Get_count(mpi.BYTE), np.uint8)
         self._comm.Recv(data, status.Get_source(), _NOTICE_TAG)
         return data.tobytes()
+
+    # --- ranks that die -------------------------------------------------------
+
+    def losses(self) -> tuple[int, ...] | None:
+        """Return which ranks are lost; see `survival.losses`. Not collective."""
+        return survival.losses(self._comm)
+
+    def revoke(self) -> None:
+        """End all calls of MPI on it, on all ranks, if MPI can. Not collective."""
+        if self.outlives_ranks:
+            survival.revoke(self._comm)
 
 
 class Peers(Messages):

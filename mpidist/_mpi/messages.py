@@ -70,6 +70,11 @@ _TESTS: Final = 4
 _YIELDS: Final = 2000
 
 
+def _unchanged(error: BaseException) -> BaseException:
+    """Return the error."""
+    return error
+
+
 class Transfers:
     """Messages in progress: one request, which knows which ranks have not sent.
 
@@ -163,6 +168,7 @@ class Messages:
             raises at the deadline.
         ranks: for each rank of ``comm`` its number in messages to the user; None: the
             same.
+        failed: returns what to raise in place of an exception of MPI.
 
     Attributes:
         wait: the argument.
@@ -193,9 +199,11 @@ class Messages:
         comm: MpiComm,
         wait: Callable[[Transfers], None],
         ranks: Sequence[int] | None = None,
+        failed: Callable[[BaseException], BaseException] = _unchanged,
     ) -> None:
         self._comm = comm
         self.wait = wait
+        self._failed = failed
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self._names = list(range(self.size)) if ranks is None else list(ranks)
@@ -233,9 +241,9 @@ class Messages:
         transfers = Transfers()
         try:
             self.start(transfers, sends, receives)
-        except BaseException:
+        except BaseException as error:
             transfers.leak()
-            raise
+            raise self._failed(error) from None
         return transfers
 
     def finish(self, transfers: Transfers) -> None:
@@ -425,11 +433,11 @@ class Messages:
                 if number:
                     self.wait(pieces[number - 1].back)
             self.wait(pieces[last].back)
-        except BaseException:
+        except BaseException as error:
             for piece in pieces:
                 piece.there.leak()
                 piece.back.leak()
-            raise
+            raise self._failed(error) from None
 
     def _send_slices(self, piece: _Piece) -> None:
         """Start sending each rank its slice of a piece, and receiving this rank's."""

@@ -21,6 +21,7 @@ class SelfCommunicator:
     local_size = machine_size = 1
     num_nodes = smallest_node = 1
     host_name = "localhost"
+    outlives_ranks = False
     message_bytes = MESSAGE_BYTES
     identity = ""
 
@@ -90,6 +91,13 @@ class SelfCommunicator:
     def receive_any(self) -> bytes | None:
         """Return None: there is nobody else."""
         return None
+
+    def losses(self) -> tuple[int, ...] | None:
+        """Return None: there is nobody else."""
+        return None
+
+    def revoke(self) -> None:
+        """Do nothing: there is nobody else."""
 
 
 class _Done:

@@ -11,11 +11,11 @@ from typing import Any, Final, TypeAlias
 
 from mpidist._agreement import mismatch
 from mpidist._agreement.channel import open_channel
+from mpidist._agreement.deadline import Deadline
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.stacks import Stacks
 from mpidist._agreement.trace import TraceOptions
 from mpidist._agreement.traced_guard import TracedGuard
-from mpidist._agreement.waiting import Deadline
 from mpidist._base import backend, interactive, threads
 from mpidist._base.environment import (
     Environment,
@@ -29,6 +29,7 @@ from mpidist._base.remedies import explain_keywords
 from mpidist._engine import SharedMemory, open_shared_memory
 from mpidist._engine.collectives import Collectives
 from mpidist._engine.traced import TracedCollectives
+from mpidist._mpi import survival
 from mpidist._mpi.communicator import Communicator
 from mpidist._mpi.library import check_communicator, check_not_alone, local_rank
 from mpidist._runtime import context, forked_child, process_exit, timelines
@@ -164,24 +165,27 @@ class MPIStrategy(Strategy):
         settings = _Settings(
             environment, device, communication_options, cross_device_ops, wrong
         )
-        deadline = Deadline(settings.timeout_seconds)
         if replica is not None:
+            deadline = Deadline(settings.timeout_seconds)
             communicator = replica.connect(comm, deadline)
         else:
             world = check_communicator(comm)
             if not environment.alone:
                 check_not_alone(world)
-            communicator = Communicator(
-                world,
-                deadline,
-                environment.simulated_nodes,
-                problem,
+            deadline = Deadline(
+                settings.timeout_seconds, functools.partial(survival.losses, world)
             )
+            try:
+                communicator = Communicator(
+                    world, deadline, environment.simulated_nodes, problem
+                )
+            except BaseException as error:
+                raise deadline.failed(error) from error.__cause__
         try:
             self._set_up(communicator, deadline, settings)
-        except BaseException:
+        except BaseException as error:
             communicator.drop()
-            raise
+            raise deadline.failed(error) from error.__cause__
 
     def _set_up(
         self, communicator: Communicator, deadline: Deadline, settings: _Settings
@@ -239,18 +243,24 @@ class MPIStrategy(Strategy):
         can results and `buffers_like` buffers, whose memory is kept as long as they
         exist. A strategy that is not closed but garbage-collected on every rank is
         freed when these ranks create or close another one.
+
+        After a `ReplicaLostError` it is not collective, and waits for nobody.
         """
         group = self._group
-        guard = group.guard
-        if guard.broken:
+        guard, collectives = group.guard, group.collectives
+        if guard.broken and not guard.has_lost_ranks:
             return
         context.require_cross_replica(group, "MPIStrategy.close")
-        guard.agree(mismatch.Call("MPIStrategy.close"))
+        if guard.has_lost_ranks:
+            finish, free = collectives.abandon, self._communicator.abandon
+        else:
+            guard.agree(mismatch.Call("MPIStrategy.close"))
+            finish, free = collectives.close, self._communicator.free
         guard.close()
         note_closed(group)
-        group.collectives.close()
-        group.collectives.release()
-        self._communicator.free()
+        finish()
+        collectives.release()
+        free()
 
 
 def _make_collectives(

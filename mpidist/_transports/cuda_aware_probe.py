@@ -30,7 +30,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from mpidist._agreement.waiting import Deadline
+from mpidist._agreement.deadline import Deadline
 from mpidist._base import backend
 from mpidist._base.types import Array, HostArray
 from mpidist._mpi import library

@@ -315,6 +315,13 @@ class Devices:
             self._nccl.close()
             self._nccl = None
 
+    def abandon(self) -> None:
+        """Do what `close` does, without the other ranks. Not collective."""
+        self._staged.clear()
+        if self._nccl is not None:
+            self._nccl.abort()
+            self._nccl = None
+
 
 def place_text(arrays: list[Array], structure: nest.Structure, mixed: bool) -> str:
     """Return, for a call's text, which of its arrays are on a GPU; "" for none.

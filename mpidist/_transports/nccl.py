@@ -182,6 +182,10 @@ class NcclTransport:
         backend.current_stream().synchronize()
         self._communicator.destroy()
 
+    def abort(self) -> None:
+        """End the work that waits for a rank that has died. Not collective."""
+        self._communicator.abort()
+
     def _type_of(self, dtype: DType, op: MPIOp) -> tuple[int, int] | None:
         """Return NCCL's type, and how many make an element, or None."""
         name, parts = _TYPES.get(dtype.name, ("", 0))

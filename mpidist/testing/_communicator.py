@@ -66,6 +66,7 @@ class ThreadCommunicator:
 
     num_nodes = 1
     host_name = "localhost"
+    outlives_ranks = False
     message_bytes = _MESSAGE_BYTES
 
     def __init__(
@@ -154,6 +155,13 @@ class ThreadCommunicator:
         """Return a message that some rank has sent by `start_send`, or None."""
         notices = self._channel.notices[self.rank]
         return notices.popleft() if notices else None
+
+    def losses(self) -> tuple[int, ...] | None:
+        """Return None: threads do not die alone."""
+        return None
+
+    def revoke(self) -> None:
+        """Do nothing."""
 
     # --- reductions -------------------------------------------------------------
 

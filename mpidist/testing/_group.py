@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TypeVar
 
-from mpidist._agreement.waiting import Deadline
+from mpidist._agreement.deadline import Deadline
 from mpidist._base import threads
 from mpidist._base.environment import (
     Environment,

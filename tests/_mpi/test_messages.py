@@ -18,7 +18,7 @@ from replicas import (
 )
 
 import mpidist
-from mpidist._agreement.waiting import Deadline
+from mpidist._agreement.deadline import Deadline
 from mpidist._mpi import communicator
 from mpidist._mpi.headers import Rows
 from mpidist._mpi.messages import COMBINE, Messages

@@ -151,6 +151,7 @@ LOCAL = {
     "strategy_supports_no_merge_call",
     "ReplicaContext",
     "ReplicaError",
+    "ReplicaLostError",
     "Strategy",
     "Strategy.colocate_vars_with",
     "Strategy.communication_statistics",

@@ -1,0 +1,105 @@
+"""What a communicator waits with: a limit in the set-up of a strategy, then a guard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mpidist._agreement.polling import poll
+from mpidist._agreement.waiting import Waiting
+from mpidist._base.errors import (
+    CollectiveTimeoutError,
+    ReplicaLostError,
+    format_ranks,
+)
+from mpidist._mpi import survival
+from mpidist._mpi.communicator import Request
+from mpidist._mpi.messages import Transfers
+
+
+class Deadline:
+    """What a communicator waits with, from the moment that it is made.
+
+    While a strategy is set up there is only a limit for each wait. The guard, which is
+    made after the communicator and needs it, then takes over.
+
+    Args:
+        seconds: the limit of each wait; 0: none.
+        losses: returns which ranks are lost; see `survival.losses`.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        losses: Callable[[], tuple[int, ...] | None] = lambda: None,
+    ) -> None:
+        self.seconds = seconds
+        self._losses = losses
+        self._guard: Waiting | None = None
+
+    def hand_over(self, guard: Waiting) -> None:
+        """Have a guard wait from now on."""
+        self._guard = guard
+
+    def release(self) -> None:
+        """Drop the guard: the communicator was freed, and nothing is waited for."""
+        self._guard = None
+
+    @property
+    def broken(self) -> str:
+        """Why messages may never complete; "" while they will."""
+        return "" if self._guard is None else self._guard.broken
+
+    def wait(self, request: Request, what: str) -> None:
+        """Wait for a request of the set-up.
+
+        Raises:
+            CollectiveTimeoutError: at the limit.
+            ReplicaLostError: if a rank is lost.
+        """
+
+        def look(waited: float) -> None:
+            if (lost := self._losses()) is not None:
+                raise lost_in_set_up(lost)
+            if self.seconds and waited > self.seconds:
+                raise CollectiveTimeoutError(
+                    f"{what}: not all ranks of the communicator made this call within "
+                    f"{self.seconds:.3g} s; make the strategy on every rank of `comm`"
+                )
+
+        try:
+            poll(request, look)
+        except BaseException as error:
+            raise self.failed(error) from error.__cause__
+
+    def wait_data(self, transfers: Transfers) -> None:
+        """Wait for messages.
+
+        Raises:
+            CollectiveTimeoutError: at the limit, or at the guard's.
+        """
+        if self._guard is None:
+            self.wait(transfers, "MPIStrategy(...)")
+        else:
+            self._guard.wait_data(transfers)
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Return what to raise in place of an exception of MPI."""
+        if self._guard is not None:
+            return self._guard.failed(error)
+        lost = survival.losses_behind(error, self._losses)
+        return error if lost is None else lost_in_set_up(lost)
+
+
+def lost_in_set_up(replicas: tuple[int, ...]) -> ReplicaLostError:
+    """Return the error that a rank is lost before there is a strategy.
+
+    Args:
+        replicas: the ranks; empty if they are not known.
+    """
+    who = format_ranks(replicas) if replicas else "some rank"
+    return ReplicaLostError(
+        f"MPIStrategy(...): the process of {who} of `comm` has died; call `Revoke` and "
+        "`Shrink` of `comm`, and make the strategy on the result",
+        replicas,
+        "MPIStrategy(...)",
+    )
