@@ -14,7 +14,6 @@ import numbers
 import sys
 import types
 import warnings
-import zlib
 from collections.abc import Callable
 from typing import Any, Final, Literal, TypeAlias, TypeGuard, TypeVar
 
@@ -33,15 +32,6 @@ Event: TypeAlias = Any
 """A `cupy.cuda.Event`."""
 
 _A = TypeVar("_A", bound=Array)
-# Of any buffer: NumPy's types say that arrays are one only from Python 3.12 on.
-_crc32: Final[Callable[..., int]] = zlib.crc32
-
-_SMALL_BYTES: Final = 4096
-_END_BYTES: Final = 256
-_MOST_WORDS: Final = 8192
-_LEAST_STEP: Final = 8
-SAMPLED_BYTES: Final = 2**20
-_FEW_VALUES: Final = 6
 _MANTISSA_OF_X87: Final = 63
 _REAL_AND_COMPLEX: Final = "biufc"
 
@@ -373,100 +363,6 @@ def from_bytes(raw: _A, dtype: DType, shape: Shape) -> _A:
 def describe(x: Array) -> str:
     """Return for example ``float32 (3, 4)``."""
     return f"{x.dtype.name} {tuple(x.shape)}"
-
-
-def summarize(x: Array) -> str:
-    """Return a short text that differs if the values differ in a single bit.
-
-    Small arrays are written out. For large ones it is the sum of their 64-bit words
-    and a checksum of their ends: as fast as memory, but not safe against an adversary.
-    """
-    raw = value_bytes(x)
-    words = raw[: raw.size // 8 * 8]
-    if int(raw.size) <= _SMALL_BYTES:
-        total = 0
-    else:
-        total = int(words.view(np.uint64).sum(dtype=np.uint64))
-    ends = to_host(raw[:_SMALL_BYTES]), to_host(raw[-_SMALL_BYTES:])
-    checksum = _crc32(ends[1], _crc32(ends[0], total & 0xFFFFFFFF)) ^ total
-    if x.size <= _FEW_VALUES:
-        return f"{to_host(x).tolist()} (checksum {checksum:x})"
-    return f"{describe(x)} with checksum {checksum:x}"
-
-
-def sample(x: Array) -> str:
-    """Return a short text that usually differs if the values differ.
-
-    Up to a MiB it is that of `summarize`. Of larger arrays it reads the ends and some
-    words in between, so its cost does not grow with the size.
-    """
-    raw = value_bytes(x)
-    if int(raw.size) <= SAMPLED_BYTES:
-        return summarize(x)
-    words = raw[: raw.size // 8 * 8].view(np.uint64)
-    spread = words[:: int(words.size) * 8 // SAMPLED_BYTES]
-    total = int(spread.sum(dtype=np.uint64))
-    ends = to_host(raw[:_SMALL_BYTES]), to_host(raw[-_SMALL_BYTES:])
-    checksum = _crc32(ends[1], _crc32(ends[0])) ^ total
-    return f"{describe(x)} with checksum {checksum:x}"
-
-
-def fingerprint_of_array(x: Array, seed: int) -> int:
-    """Return a fingerprint that usually differs if values or dtypes differ.
-
-    It is the same on every rank, and for arrays on the host and on a GPU. Of arrays of
-    more than 64 KiB it reads the ends and some words in between; which words depends on
-    the seed.
-
-    Args:
-        x: the array.
-        seed: a number that is the same on all ranks.
-    """
-    raw = value_bytes(x)
-    char = ord(x.dtype.char)
-    if int(raw.size) <= _SMALL_BYTES:
-        return char << 32 | _crc32(to_host(raw))
-    words = raw[: raw.size // 8 * 8].view(np.uint64)
-    if words.size > _MOST_WORDS:
-        step = max(_LEAST_STEP, int(words.size) // _MOST_WORDS)
-        words = words[seed % step :: step]
-    total = int(words.sum(dtype=np.uint64))
-    ends = to_host(raw[:_END_BYTES]), to_host(raw[-_END_BYTES:])
-    return _mixed(char, _crc32(ends[1], _crc32(ends[0])), total)
-
-
-def _mixed(char: int, ends: int, total: int) -> int:
-    """Return 62 bits of a dtype, a checksum of the ends and a sum of words."""
-    return (total * 0x9E3779B97F4A7C15 + (char << 32 | ends)) & 0x3FFFFFFFFFFFFFFF
-
-
-def fingerprinter(x: Array) -> Callable[[int], int]:
-    """Return a function that returns `fingerprint_of_array` for a seed.
-
-    For long-lived arrays: views of the array are made once.
-
-    Args:
-        x: an array in C order whose address does not change.
-    """
-    if is_device_array(x) or x.dtype.char in "gG":
-        return lambda seed: fingerprint_of_array(x, seed)
-    raw, char = to_host(as_bytes(x)), ord(x.dtype.char)
-    checksum = _crc32
-    if raw.size <= _SMALL_BYTES:
-        view = raw.data
-        return lambda seed: char << 32 | checksum(view)
-    words = raw[: raw.size // 8 * 8].view(np.uint64)
-    step = 1
-    if words.size > _MOST_WORDS:
-        step = max(_LEAST_STEP, words.size // _MOST_WORDS)
-    first, last = raw[:_END_BYTES].data, raw[-_END_BYTES:].data
-    add: Callable[..., np.generic] = np.add.reduce
-
-    def look(seed: int) -> int:
-        total = int(add(words[seed % step :: step] if step > 1 else words))
-        return _mixed(char, checksum(last, checksum(first)), total)
-
-    return look
 
 
 # --- streams and page-locked memory, for copies beside other work -------------------

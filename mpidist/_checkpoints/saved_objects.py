@@ -28,7 +28,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from mpidist._agreement import mismatch
-from mpidist._base import backend
+from mpidist._base import backend, checksums
 from mpidist._base.errors import (
     CheckpointError,
     CollectiveMismatchError,
@@ -293,7 +293,7 @@ def _checksum(x: Array) -> int:
         # The number is ten bytes of sixteen; the rest is uninitialized.
         parts = np.ascontiguousarray(x).reshape(-1).view(np.uint8).reshape(-1, 16)
         x = np.ascontiguousarray(parts[:, :10])
-    return mismatch.fingerprint(backend.summarize(x))
+    return mismatch.fingerprint(checksums.summarize(x))
 
 
 def _drifted(call: CollectiveCall, name: str, column: tuple[int, ...]) -> str:

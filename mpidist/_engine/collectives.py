@@ -18,7 +18,7 @@ import numpy as np
 from mpidist import _transports
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
-from mpidist._base import backend, nest
+from mpidist._base import backend, checksums, nest
 from mpidist._base.environment import (
     Environment,
 )
@@ -228,7 +228,7 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
         if not self.guard.checks:
             return
         texts = [
-            backend.summarize(backend.as_array(value, call)[0])
+            checksums.summarize(backend.as_array(value, call)[0])
             for value in values
             if backend.is_number(value) or backend.is_array(value)
         ]

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 
 from mpidist import _native
 from mpidist._agreement.mismatch import describe_exception, dump_exception
-from mpidist._base import backend, nest
+from mpidist._base import backend, checksums, nest
 from mpidist._base.types import Array, Nest
 from mpidist._merge import object_names, wire
 from mpidist._merge.updates import (
@@ -322,7 +322,7 @@ class _NotThereError(ValueError):
 def _check_mirrored(value: Mirrored) -> None:
     """Raise if merge_fn has created a Mirrored of components that differ."""
     arrays = [backend.as_array(x, "Mirrored")[0] for x in gathered(value) or ()]
-    if len({backend.describe(x) + backend.summarize(x) for x in arrays}) > 1:
+    if len({backend.describe(x) + checksums.summarize(x) for x in arrays}) > 1:
         raise ValueError(
             f"merge_fn made a Mirrored of components that differ: {value!r:.200}; "
             "write `mpidist.PerReplica(...)` for a value of each replica's own"

@@ -43,7 +43,7 @@ import numpy as np
 
 from mpidist._agreement.guard import Writes
 from mpidist._agreement.mismatch import Call, ErrorKind, Key, call_of
-from mpidist._base import backend, nest
+from mpidist._base import backend, checksums, nest
 from mpidist._base.errors import CollectiveError
 from mpidist._base.fingerprint import (
     fingerprint,
@@ -244,7 +244,7 @@ class UpdateBatch:
             numbers += (v.key[0], one)
             effect.written.append((v, one))
         for x in effect.returned:
-            numbers.append(backend.fingerprint_of_array(_array(x), seed))
+            numbers.append(checksums.fingerprint_of_array(_array(x), seed))
         self._effects.append(effect)
 
     def end(
@@ -303,7 +303,7 @@ class UpdateBatch:
         parts = []
         for k, effect in enumerate(self._effects):
             texts = [
-                f"{v.name!r} [#{v.key[0]}] = {backend.sample(v.array)}"
+                f"{v.name!r} [#{v.key[0]}] = {checksums.sample(v.array)}"
                 + (f" (then {n:x})" if last[v.key] != k or _is_large(v) else "")
                 for v, n in effect.written
             ]
@@ -399,7 +399,7 @@ def _run_alone(
         if own or has_own_arguments(leaves):
             batch.keep()
         plain = [x for x in leaves if _is_value(x)] if batch.open and not own else []
-        texts = ", ".join([backend.summarize(_array(x)) for x in plain])
+        texts = ", ".join([checksums.summarize(_array(x)) for x in plain])
         kind = "raised"
         number = group.registry.count
         result = batch.run(number, var, fn, args, kwargs, grouped, texts)
@@ -469,12 +469,12 @@ def _array(x: Nest) -> Array:
 
 
 def _texts_of(values: list[Nest]) -> str:
-    return ", ".join([backend.sample(_array(x)) for x in values])
+    return ", ".join([checksums.sample(_array(x)) for x in values])
 
 
 def _is_large(storage: VariableStorage) -> bool:
     """Return whether the text of its values may not show what its fingerprint does."""
-    return bool(storage.array.nbytes >= backend.SAMPLED_BYTES)
+    return bool(storage.array.nbytes >= checksums.SAMPLED_BYTES)
 
 
 def _seed_of(number: int) -> int:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call, fingerprint
-from mpidist._base import backend
+from mpidist._base import backend, checksums
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import (
     CommunicationOptions,
@@ -244,7 +244,7 @@ def _describe_result(x: Nest) -> str:
     if isinstance(x, IndexedSlices):
         return f"IndexedSlices of {_describe_result(x.values)}"
     if backend.is_array(x) or backend.is_number(x):
-        return backend.summarize(backend.as_array(x, "reduce")[0])
+        return checksums.summarize(backend.as_array(x, "reduce")[0])
     return f"a {type(x).__name__}"
 
 

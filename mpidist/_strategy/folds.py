@@ -16,7 +16,7 @@ import numpy as np
 
 from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call, fingerprint
-from mpidist._base import backend, nest
+from mpidist._base import backend, checksums, nest
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import (
     CommunicationOptions,
@@ -71,7 +71,7 @@ def fold(
             for x, (_, kind) in zip(gathered, pairs, strict=True)
         ]
         if group.guard.checks:
-            text = ", ".join(backend.summarize(x) for x in results)
+            text = ", ".join(checksums.summarize(x) for x in results)
             section.set_result(f"giving {text}", fingerprint(text))
         return results
 

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, NoReturn
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpidist._base import backend, indexed_slices
+from mpidist._base import backend, checksums, indexed_slices
 from mpidist._base.indexed_slices import IndexedSlices, Scatter
 from mpidist._base.types import Array, DType, Nest, Shape
 from mpidist._base.variable_enums import (
@@ -93,7 +93,7 @@ class VariableStorage:
         self.view: Array = self.array.view()
         if not backend.is_device_array(self.array):
             self.view.flags.writeable = False
-        self.fingerprint: Callable[[int], int] = backend.fingerprinter(self.array)
+        self.fingerprint: Callable[[int], int] = checksums.fingerprinter(self.array)
         self.key: tuple[int, int] = _NO_KEY  # until the registry has the variable
 
     @property

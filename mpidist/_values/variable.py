@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpidist._agreement.mismatch import Call
-from mpidist._base import backend
+from mpidist._base import backend, checksums
 from mpidist._base.indexed_slices import Scatter
 from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Array, DType, Nest, Shape
@@ -606,7 +606,7 @@ def _assign_variable(
         collectives.invalid(call, error)
     text = f"{call} {backend.describe(prepared)}"
     if collectives.guard.checks and not is_same(group, value):
-        text += f" = {backend.summarize(prepared)}"
+        text += f" = {checksums.summarize(prepared)}"
     collectives.guard.agree(Call(text))
     variable._policy.store(storage, how, prepared)
 
@@ -624,7 +624,7 @@ def _scatter_variable(
         collectives.invalid(call, error)
     text = f"{call} {backend.describe(rows)}"
     if collectives.guard.checks and not is_same(group, value):
-        text += f" = {backend.summarize(rows)} at {backend.summarize(indices)}"
+        text += f" = {checksums.summarize(rows)} at {checksums.summarize(indices)}"
     collectives.guard.agree(Call(text))
     storage.apply_slices(how, indices, rows)
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist._base import backend, nest
+from mpidist._base import backend, checksums, nest
 from mpidist._base.fingerprint import fingerprint
 from mpidist._base.types import Array, HostArray, Nest
 
@@ -37,7 +37,7 @@ class RowBlock:
         texts = [
             repr(leaf.tolist())
             if leaf.dtype.kind not in "biufcV"
-            else f"{backend.describe(leaf)} {backend.summarize(leaf)}"
+            else f"{backend.describe(leaf)} {checksums.summarize(leaf)}"
             for leaf in self.leaves
         ]
         return fingerprint(self.structure.render(texts)) or 1

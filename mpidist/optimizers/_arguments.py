@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from mpidist._base import backend
+from mpidist._base import backend, checksums
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.types import Array, DType, Nest
 from mpidist._base.variable_enums import (
@@ -302,7 +302,7 @@ def collect(
     summaries = ""
     if group.guard.checks and len(summed) < len(taken):
         others = ", ".join(
-            backend.summarize(arrays[place])
+            checksums.summarize(arrays[place])
             for place in sorted(set(range(len(taken))).difference(summed))
             if not is_same(group, gradients[taken[place]])
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpidist._agreement.mismatch import Call
-from mpidist._base import backend
+from mpidist._base import backend, checksums
 from mpidist._base.reduce_op import (
     ReduceOp,
 )
@@ -73,7 +73,7 @@ class GradientSum:
             ]
             call = f"{APPLY} with gradients that `cross_device_ops` has reduced to "
             if collectives.guard.checks:
-                call += ", ".join(backend.summarize(x) for x in results)
+                call += ", ".join(checksums.summarize(x) for x in results)
         except Exception as error:
             collectives.invalid(APPLY, error)
         collectives.guard.agree(Call(call))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from launching import rank_environment
 
-from mpidist._base import backend
+from mpidist._base import checksums
 from mpidist._base.fingerprint import (
     fingerprint,
     fingerprint_of,
@@ -60,10 +60,10 @@ def test_different_parts_have_different_fingerprints():
 
 def test_other_processes_find_the_same_whatever_their_hash_seed():
     code = (
-        "import numpy as np; from mpidist._base import backend; "
+        "import numpy as np; from mpidist._base import checksums; "
         "from mpidist._base.fingerprint import *; x = np.arange(20000.0); "
         "print(fingerprint('x'), fingerprint_of(-3, 'y', b'z'), "
-        "backend.fingerprint_of_array(x, 7), backend.fingerprinter(x)(7))"
+        "checksums.fingerprint_of_array(x, 7), checksums.fingerprinter(x)(7))"
     )
     outputs = {
         subprocess.run(
@@ -82,11 +82,11 @@ def test_other_processes_find_the_same_whatever_their_hash_seed():
 @pytest.mark.parametrize("size", [0, 1, 7, 5000, 300_000])
 def test_prints_of_arrays_differ_with_values_and_dtypes(dtype, size):
     x = np.arange(size).astype(dtype)
-    whole = backend.fingerprint_of_array(x, 3)
+    whole = checksums.fingerprint_of_array(x, 3)
     assert (
         whole
-        == backend.fingerprinter(x)(3)
-        == backend.fingerprint_of_array(x.copy(), 3)
+        == checksums.fingerprinter(x)(3)
+        == checksums.fingerprint_of_array(x.copy(), 3)
     )
     assert 0 <= whole < 2**62
     others = [x.view(f"u{x.itemsize}") if x.itemsize <= 8 else x.view("f8")]
@@ -94,7 +94,7 @@ def test_prints_of_arrays_differ_with_values_and_dtypes(dtype, size):
         first = x.copy()
         first[0] = 1 if first[0] == 0 else 0
         others.append(first)
-    prints = [whole, *(backend.fingerprint_of_array(other, 3) for other in others)]
+    prints = [whole, *(checksums.fingerprint_of_array(other, 3) for other in others)]
     for one, other in itertools.pairwise(prints):
         assert one != other
 

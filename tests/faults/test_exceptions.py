@@ -20,7 +20,7 @@ from replicas import (
 )
 
 import mpidist
-from mpidist._base import backend
+from mpidist._base import checksums
 from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._values import variable
 
@@ -194,7 +194,7 @@ def test_a_memory_error_where_the_ranks_no_longer_wait_for_each_other(
         raise MemoryError("injected")
 
     place = {
-        "checksum": (backend, "summarize"),
+        "checksum": (checksums, "summarize"),
         "variable": (variable, "VariableStorage"),
         "restore": (CollectiveCall, "assign"),
     }[what]
