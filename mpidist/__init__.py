@@ -179,8 +179,7 @@ for _module in (cluster, data, experimental, optimizers, testing):
             getattr(_module, _name).__module__ = _module.__name__
 del _module, _name
 
-# `mpidist.data` explains its names itself.
-for _module in (cluster, experimental, optimizers):
+for _module in (cluster, data, experimental, optimizers):
     _remedies.explain_module(_module.__name__)
 _remedies.explain_module(__name__)
 del _module

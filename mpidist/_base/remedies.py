@@ -17,7 +17,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
-from mpidist._base.remedy_tables import ATTRIBUTES, KEYWORDS, Keyword
+from mpidist._base.remedy_keywords import KEYWORDS, Keyword
+from mpidist._base.remedy_tables import ATTRIBUTES
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -35,13 +36,20 @@ def explain_module(name: str) -> None:
     setattr(sys.modules[name], "__getattr__", look)  # noqa: B010 - see the module
 
 
-def explain_attributes(cls: _T) -> _T:
-    """Let missing attributes of the objects of a class say what to write instead."""
+def explain_attributes(cls: _T, owner: str = "") -> _T:
+    """Let missing attributes of the objects of a class say what to write instead.
+
+    Args:
+        cls: the class; a metaclass for the attributes of its classes.
+        owner: the key of `ATTRIBUTES`, if it is not the name of the class.
+    """
 
     def look(self: object, missing: str) -> NoReturn:
-        kind = type(self).__name__
-        message = f"{kind!r} object has no attribute {missing!r}"
-        raise missing_name(cls.__name__, message, missing)
+        kind = f"{type(self).__name__!r} object"
+        if isinstance(self, type):
+            kind = f"type object {self.__name__!r}"
+        message = f"{kind} has no attribute {missing!r}"
+        raise missing_name(owner or cls.__name__, message, missing)
 
     setattr(cls, "__getattr__", look)  # noqa: B010 - see the module
     return cls

@@ -1,16 +1,15 @@
-"""The tables of `remedies`: what to write instead of names that mpidist does not have.
+"""Names that mpidist does not have, for `remedies`: what to write instead.
 
-Each text follows "has no attribute 'x'; " or "unexpected keyword argument 'x'; ", and
-contains the line to write.
+Each text follows "has no attribute 'x'; ", and contains the line to write.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 _STRATEGY: Final = "write `mpidist.MPIStrategy()`"
-_RANKS: Final = (
+RANKS: Final = (
     "the launcher tells MPI about the ranks: write `mpidist.MPIStrategy()`, whose "
     "`strategy.cluster_resolver` describes them"
 )
@@ -64,7 +63,84 @@ _STEP: Final = (
     "compute the gradients, and write "
     "`optimizer.apply_gradients(zip(gradients, variables))`"
 )
-_BEFORE: Final = "change the gradients before `optimizer.apply_gradients(...)`"
+
+_GUEST: Final = (
+    "{} does that: write `{}`; `strategy.experimental_distribute_dataset` and "
+    "`strategy.distribute_datasets_from_function` take any iterable of batches"
+)
+_MIX: Final = _GUEST.format(
+    "grain", "grain.MapDataset.mix([one, two], weights=[0.5, 0.5])"
+)
+_BUCKETS: Final = _GUEST.format(
+    "torch's DataLoader, from lists of row numbers,",
+    "torch.utils.data.DataLoader(rows, batch_sampler=batches, collate_fn=pad)",
+)
+_PAD: Final = "write `dataset.padded_batch(n)`"
+_DATA: Final = {
+    "CsvDataset": (
+        'write `Dataset.from_tensor_slices(numpy.loadtxt(path, delimiter=","))`'
+    ),
+    "DatasetSpec": "write `dataset.element_spec`",
+    "FixedLengthRecordDataset": (
+        "write `Dataset.from_tensor_slices(numpy.memmap(path, dtype)"
+        ".reshape(-1, length))`"
+    ),
+    "Iterator": "write `mpidist.data.DatasetIterator`",
+    "NumpyIterator": "write `dataset.as_numpy_iterator()`",
+    "TFRecordDataset": _GUEST.format(
+        "webdataset for tar files, or grain for ArrayRecord files,",
+        "webdataset.WebDataset(urls).decode()` or "
+        "`grain.sources.ArrayRecordDataSource(paths)",
+    ),
+    "TensorSpec": "write `mpidist.data.ArraySpec(shape, dtype)`",
+    "TextLineDataset": (
+        "write `Dataset.from_generator(open, args=(path,))`, or for several files "
+        "`Dataset.list_files(pattern, shuffle=False).interleave(lambda path: "
+        "Dataset.from_generator(open, args=(path,)))`"
+    ),
+    "bucket_by_sequence_length": _BUCKETS,
+    "choose_from_datasets": _MIX,
+    "dense_to_ragged_batch": _PAD,
+    "dense_to_sparse_batch": _PAD,
+    "experimental": (
+        "write `mpidist.data.AUTOTUNE` or `mpidist.data.AutoShardPolicy`, without "
+        "`experimental`"
+    ),
+    "from_sparse_tensor_slices": "write `Dataset.from_tensor_slices(matrix.toarray())`",
+    "get_single_element": "write `next(iter(dataset))`",
+    "group_by_window": _BUCKETS,
+    "ignore_errors": "write `dataset.map(fn)`; let `fn` handle its exceptions",
+    "load": 'write `Dataset.from_tensor_slices(numpy.load(path, mmap_mode="r"))`',
+    "prefetch_to_device": (
+        "write `dataset.prefetch(n)`: a distributed dataset comes on the GPU"
+    ),
+    "ragged_batch": _PAD,
+    "random": (
+        "write `Dataset.range(n).map(lambda i: numpy.random.default_rng([seed, i])"
+        ".integers(2**32))`"
+    ),
+    "rebatch": "write `dataset.unbatch().batch(n)`",
+    "rejection_resample": _MIX,
+    "sample_from_datasets": _MIX,
+    "save": "write `numpy.save(path, array)`",
+    "scan": "write `Dataset.from_generator(fn)`; let `fn` keep the state",
+    "service": _GUEST.format(
+        "grain",
+        "grain.MapDataset.source(rows).to_iter_dataset().mp_prefetch("
+        "grain.MultiprocessingOptions(num_workers=4))",
+    ),
+    "shuffle_and_repeat": "write `dataset.shuffle(seed=1).repeat(n)`",
+    "snapshot": (
+        "write `dataset.cache()`, in memory; on disk `numpy.save(path, array)`, then "
+        '`numpy.load(path, mmap_mode="r")`'
+    ),
+    "sparse_batch": _PAD,
+    "unique": "write `numpy.unique(x)`, before `from_tensor_slices`",
+    "window": (
+        "write `Dataset.from_tensor_slices(numpy.lib.stride_tricks"
+        ".sliding_window_view(x, size, axis=0))`"
+    ),
+}
 
 ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = {
     "mpidist": {
@@ -172,10 +248,12 @@ ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = {
         "set_strategy": "write `mpidist.experimental_set_strategy(strategy)`",
     },
     "mpidist.cluster": {
-        "GCEClusterResolver": _RANKS,
-        "KubernetesClusterResolver": _RANKS,
-        "TPUClusterResolver": _RANKS,
+        "GCEClusterResolver": RANKS,
+        "KubernetesClusterResolver": RANKS,
+        "TPUClusterResolver": RANKS,
     },
+    "mpidist.data": _DATA,
+    "Dataset": _DATA,
     "mpidist.optimizers": {
         **dict.fromkeys(
             ("Adadelta", "Adafactor", "Adagrad", "Adamax", "Ftrl", "Lamb", "Lion"),
@@ -232,7 +310,7 @@ ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = {
         "bcast": _BROADCAST,
         "broadcast": _BROADCAST,
         "call_for_each_replica": "write `strategy.run(fn, args=args)`",
-        "configure": f"there are no sessions: delete the call; {_RANKS}",
+        "configure": f"there are no sessions: delete the call; {RANKS}",
         "devices": _EXTENDED.format("worker_devices"),
         "distribute_dataset": _INPUT,
         "merge_call": _IN_REPLICA.format("merge_call(merge_fn, args=args)"),
@@ -378,125 +456,3 @@ ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = {
     },
 }
 """What to do, by the public name of the module or class, and by the missing name."""
-
-
-class Keyword(NamedTuple):
-    """A keyword argument of TensorFlow that a call here does not have.
-
-    Attributes:
-        remedy: what to write instead.
-        ignored: whether it is ignored with any value, as it changes no result.
-        default: the value that says what is the case here, which is ignored, as None
-            and False are.
-    """
-
-    remedy: str
-    ignored: bool = False
-    default: object = None
-
-
-_SPEED = Keyword("delete it, as in `mpidist.optimizers.Adam(0.001)`", ignored=True)
-_DELETE = "delete it, as in `mpidist.Variable(value)`"
-_EVERY = "write `if step % 100 == 0: manager.save()`"
-_OPTIMIZER: Final[Mapping[str, Keyword]] = {
-    "amsgrad": Keyword("write `mpidist.optimizers.Adam(...)` without it"),
-    "decay": Keyword(
-        "write a function of the step: `learning_rate=lambda step: 0.1 / (1 + 0.01 * "
-        "step)`",
-        default=0.0,
-    ),
-    "ema_momentum": Keyword(
-        "average the variables after the step, by `average.assign(...)`", ignored=True
-    ),
-    "ema_overwrite_frequency": Keyword(
-        "average the variables after the step, by `average.assign(...)`"
-    ),
-    "gradient_accumulation_steps": Keyword(
-        "add up the gradients, and write `if step % 4 == 0: "
-        "optimizer.apply_gradients(...)`",
-        default=1,
-    ),
-    "jit_compile": _SPEED,
-    "loss_scale_factor": Keyword(
-        f"{_BEFORE}: divide the gradients by the factor", default=1.0
-    ),
-    "lr": Keyword("write `learning_rate=`"),
-    "use_ema": Keyword(
-        "average the variables after the step, by `average.assign(...)`"
-    ),
-}
-
-KEYWORDS: Final[Mapping[str, Mapping[str, Keyword]]] = {
-    "MPIStrategy": {
-        "cluster_resolver": Keyword(_RANKS),
-        "communication": Keyword(
-            "write `communication_options=mpidist.experimental.CommunicationOptions("
-            "implementation=...)`"
-        ),
-        "devices": Keyword(
-            'write `device="gpu"`, which is this rank\'s GPU: each rank is a replica, '
-            "and `mpirun -n N` sets their number"
-        ),
-        "num_gpus": Keyword(
-            "write `mpirun -n N`: each rank is a replica, with a GPU of its own"
-        ),
-    },
-    "Variable": {
-        "caching_device": Keyword(_DELETE, ignored=True),
-        "collections": Keyword(_DELETE),
-        "constraint": Keyword(
-            "apply it after the step: `variable.assign(f(variable))`"
-        ),
-        "experimental_enable_variable_lifting": Keyword(_DELETE, ignored=True),
-        "import_scope": Keyword(_DELETE),
-        "initializer": Keyword("write the array: `mpidist.Variable(numpy.zeros(3))`"),
-        "regularizer": Keyword(
-            "add it to the loss, by `mpidist.scale_regularization_loss(loss)`"
-        ),
-        "use_resource": Keyword(_DELETE, ignored=True),
-        "validate_shape": Keyword(
-            "its shape is fixed: write `mpidist.Variable(value)`", default=True
-        ),
-        "variable_def": Keyword(_DELETE),
-    },
-    "SGD": {**_OPTIMIZER, "amsgrad": Keyword("write `mpidist.optimizers.Adam(...)`")},
-    "Adam": {
-        **_OPTIMIZER,
-        "weight_decay": Keyword(
-            "write `mpidist.optimizers.AdamW(weight_decay=...)`", default=0.0
-        ),
-    },
-    "AdamW": _OPTIMIZER,
-    "RMSprop": {
-        **_OPTIMIZER,
-        "weight_decay": Keyword(
-            "write `mpidist.optimizers.AdamW(weight_decay=...)`, or add it to the "
-            "gradient",
-            default=0.0,
-        ),
-    },
-    "Checkpoint.save": {
-        "options": Keyword("write `checkpoint.save(path)`"),
-        "file_prefix": Keyword("write `checkpoint.save(path)`"),
-    },
-    "Checkpoint.restore": {
-        "options": Keyword("write `checkpoint.restore(path)`"),
-        "save_path": Keyword("write `checkpoint.restore(path)`"),
-    },
-    "CheckpointManager": {
-        "checkpoint_interval": Keyword(_EVERY),
-        "init_fn": Keyword(
-            "write `if manager.restore_or_initialize() is None: initialize()`"
-        ),
-        "keep_checkpoint_every_n_hours": Keyword(
-            "write `max_to_keep=None`, which keeps all"
-        ),
-        "last_checkpoint_step": Keyword(_EVERY),
-        "step_counter": Keyword(_EVERY),
-    },
-    "CheckpointManager.save": {
-        "check_interval": Keyword(_EVERY, default=True),
-        "options": Keyword("write `manager.save()`"),
-    },
-}
-"""Keywords that TensorFlow has, by the public name of the call."""

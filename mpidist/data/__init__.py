@@ -7,14 +7,9 @@ other iterable.
 
 from __future__ import annotations
 
-import sys as _sys
-
 from mpidist.data._dataset import Dataset as Dataset
 from mpidist.data._dataset_iterator import DatasetIterator as DatasetIterator
 from mpidist.data._distribute import DistributedDataset as DistributedDataset
-from mpidist.data._elsewhere import (
-    explain_missing_names as _explain_missing_names,
-)
 from mpidist.data._iterator import DistributedIterator as DistributedIterator
 from mpidist.data._options import AutotuneOptions as AutotuneOptions
 from mpidist.data._options import DistributeOptions as DistributeOptions
@@ -53,5 +48,3 @@ __all__ = [
     "OutOfRangeError",
     "ThreadingOptions",
 ]
-
-_explain_missing_names(_sys.modules[__name__], __name__)

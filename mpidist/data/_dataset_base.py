@@ -6,9 +6,9 @@ import copy
 from collections.abc import Callable, Iterator
 
 from mpidist._base import backend, nest
+from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Nest
 from mpidist.data._dataset_iterator import DatasetIterator, Iterations
-from mpidist.data._elsewhere import explain_missing_names
 from mpidist.data._options import Options
 from mpidist.data._records import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
 from mpidist.data._stage import INFINITE, Stage, open_from, specs_of
@@ -109,5 +109,5 @@ def stage_of(dataset: Elements) -> Stage:
     return dataset._stage
 
 
-explain_missing_names(_Names, "mpidist.data.Dataset")
-explain_missing_names(Elements, "mpidist.data.Dataset")
+explain_attributes(_Names, "Dataset")
+explain_attributes(Elements, "Dataset")

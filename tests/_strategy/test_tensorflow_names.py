@@ -12,7 +12,7 @@ from replicas import (
 )
 
 import mpidist
-from mpidist._base.remedy_tables import KEYWORDS
+from mpidist._base.remedy_keywords import KEYWORDS
 
 pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2, 3)]
 
