@@ -18,6 +18,7 @@ import numpy as np
 from mpidist import _transports
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
+from mpidist._agreement.root_messages import RootMessages
 from mpidist._base import backend, checksums, nest
 from mpidist._base.environment import (
     Environment,
@@ -132,6 +133,7 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
         self._memory, self._shared = NO_MEMORY, None
         self.node: Node | None = None
         self.nodes: Nodes | None = None
+        self.messages: RootMessages = self._make_messages()
         self.comm.traffic.leave_core()
         self.pool: Pool = Pool(0)  # its memory goes with the last result
         self.plans.restart(self._plan_resources())

@@ -11,6 +11,8 @@ from replicas import (
     SignalError,
     after_the_others,
     all_reduce,
+    assert_guards_and_merges,
+    assert_reduces_nests,
     context,
     everywhere,
     make,
@@ -202,32 +204,7 @@ def test_sums_are_those_of_the_nodes(nodes, on_nodes, rank, whole, monkeypatch):
 @mpi
 @core
 def test_nests_of_all_kinds(on_nodes, strategy, rank):
-    nest = {
-        "many": [sample(rank, n, "float32") for n in (5, 40_000, 7, 0, 600_000)],
-        "halves": np.linspace(-1, 1 + rank, 30_000).astype("float16"),
-        "ints": np.arange(100) * (rank + 1),
-        "complex": sample(rank, 10_000, "float64") * (1 + 2j),
-        "number": rank + 0.5,
-        "strided": sample(rank, 1000, "float64")[::3],
-    }
-    one = on_nodes()
-    for op in ("SUM", "MEAN", "PROD"):
-        found = all_reduce(one, op, nest)
-        known = all_reduce(strategy, op, nest)
-        for key in nest:
-            a, b = found[key], known[key]
-            for x, y in zip(
-                a if key == "many" else [a], b if key == "many" else [b], strict=True
-            ):
-                rtol = 1e-3 if key == "halves" else 1e-5
-                largest = float(np.abs(y).max(initial=0.0))
-                np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * largest)
-    pair = {"x": sample(rank, 50_000, "float32"), "flag": np.array([rank == 0, True])}
-    for op in ("MIN", "MAX"):
-        found = all_reduce(one, op, pair)
-        known = all_reduce(strategy, op, pair)
-        for key in pair:
-            np.testing.assert_array_equal(found[key], known[key])
+    assert_reduces_nests(on_nodes(), strategy, rank)
 
 
 @mpi
@@ -250,41 +227,7 @@ def test_half_floats_are_summed_in_float32(on_nodes, size):
 @mpi
 @core
 def test_the_guard_and_merge_calls_work_between_nodes(on_nodes, rank, size):
-    strategy = on_nodes()
-
-    def differ():
-        context().all_reduce("SUM", np.ones(3 + rank))
-
-    raises_everywhere(mpidist.CollectiveMismatchError, lambda: strategy.run(differ))
-    for failing in range(size):
-
-        def fail(failing=failing):
-            if rank == failing:
-                raise ZeroDivisionError
-            context().all_reduce("SUM", 1.0)
-
-        with pytest.raises(
-            ZeroDivisionError if rank == failing else mpidist.ReplicaError
-        ):
-            strategy.run(fail)
-    v = make(strategy, np.zeros(4))
-    text = "x" * 10_000
-
-    def merge_fn(strategy, value):
-        for k in range(10):
-            strategy.extended.update(
-                v,
-                lambda v, a, t: v.assign_add(a * len(t) / 10_000 + 0 * v),
-                (1.0, text),
-            )
-            if k % 5 == 0:
-                strategy.reduce("SUM", value, axis=None)
-        return strategy.reduce("SUM", value, axis=None), text
-
-    result = strategy.run(lambda: context().merge_call(merge_fn, args=(rank + 1.0,)))
-    assert own(strategy, result[0]) == size * (size + 1) / 2
-    assert result[1] == text
-    np.testing.assert_array_equal(v, np.full(4, 10.0))
+    assert_guards_and_merges(on_nodes(), rank, size)
 
 
 @mpi

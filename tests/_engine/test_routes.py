@@ -18,10 +18,11 @@ from replicas import (
     SignalError,
     after_the_others,
     all_reduce,
+    assert_guards_and_merges,
+    assert_reduces_nests,
     context,
     everywhere,
     local,
-    make,
     own,
     raises_everywhere,
     sample,
@@ -70,34 +71,29 @@ def channel_of(strategy):
     return None if node is None else node.channel
 
 
-SIZES = [9_000, 16_384, 100_001, 300_000, 1_234_567]
-
-
 @mpi
 @core
 @pytest.mark.parametrize("op", ["SUM", "MEAN", "PROD"])
-@pytest.mark.parametrize("size_", SIZES)
-def test_results_are_those_in_the_order_of_the_ranks(shared, rank, size, size_, op):
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_results_are_those_in_the_order_of_the_ranks(shared, rank, size, dtype, op):
     channel = channel_of(shared)
-    before = channel.results_in_arena if channel else 0
-    rows = [
-        np.random.default_rng([k, size_]).standard_normal(size_).astype("f4")
-        for k in range(size)
-    ]
-    expected = rows[0].copy()
-    for row in rows[1:]:
-        expected = expected * row if op == "PROD" else expected + row
-    if op == "MEAN":
-        expected = expected / np.float32(size)
-    x = rows[rank].copy()
-    for _ in range(3):
-        found = all_reduce(shared, op, x)
-        assert found.tobytes() == expected.tobytes()
-        assert found.flags.c_contiguous
-        assert found.flags.writeable
-    assert x.tobytes() == rows[rank].tobytes()
-    if channel is not None and x.nbytes > 64 * 1024:
-        assert channel.results_in_arena == before + 3
+    for count in (0, 1, 3, 1000, 9_000, 16_384, 100_001, 300_000, 1_234_567):
+        before = channel.results_in_arena if channel else 0
+        rows = [sample(k, count, dtype) for k in range(size)]
+        expected = rows[0].copy()
+        for row in rows[1:]:
+            expected = expected * row if op == "PROD" else expected + row
+        if op == "MEAN":
+            expected = expected / expected.dtype.type(size)
+        x = rows[rank].copy()
+        for _ in range(3):
+            found = all_reduce(shared, op, x)
+            assert found.tobytes() == expected.tobytes()
+            assert found.flags.c_contiguous
+            assert found.flags.writeable
+        assert x.tobytes() == rows[rank].tobytes()
+        if channel is not None and x.nbytes > 128 * 1024:
+            assert channel.results_in_arena == before + 3
 
 
 @mpi
@@ -211,91 +207,14 @@ def test_update_reads_what_was_reduced(shared, rank, size):
 
 @mpi
 @core
-@pytest.mark.parametrize("count", [0, 1, 3, 1000, 9_000, 70_000, 2_500_000])
-def test_sums_are_those_in_the_order_of_the_ranks(shared, rank, size, count):
-    for dtype in ("float32", "float64"):
-        x = sample(rank, count, dtype)
-        before = x.copy()
-        expected = sample(0, count, dtype)
-        for other in range(1, size):
-            expected = expected + sample(other, count, dtype)
-        for _ in range(3):
-            total = all_reduce(shared, "SUM", x)
-            assert total.tobytes() == expected.tobytes()
-        assert x.tobytes() == before.tobytes()
+def test_nests_of_all_kinds(shared, strategy, rank):
+    assert_reduces_nests(shared, strategy, rank)
 
 
 @mpi
 @core
-def test_nests_of_all_kinds(shared, strategy, rank, size):
-    nest = {
-        "many": [sample(rank, n, "float32") for n in (5, 40_000, 7, 0, 600_000)],
-        "halves": np.linspace(-1, 1 + rank, 1000).astype("float16"),
-        "ints": np.arange(100) * (rank + 1),
-        "complex": sample(rank, 10, "float64") * (1 + 2j),
-        "number": rank + 0.5,
-        "strided": sample(rank, 1000, "float64")[::3],
-        "fortran": np.asfortranarray(sample(rank, 600, "float64").reshape(20, 30)),
-    }
-    for op in ("SUM", "MEAN", "PROD"):
-        found, known = (all_reduce(one, op, nest) for one in (shared, strategy))
-        for key in nest:
-            a, b = found[key], known[key]
-            for x, y in zip(
-                a if key == "many" else [a], b if key == "many" else [b], strict=True
-            ):
-                rtol = 1e-3 if key == "halves" else 1e-5
-                largest = float(np.abs(y).max(initial=0.0))
-                np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * largest)
-    pair = {"x": sample(rank, 5000, "float32"), "flag": np.array([rank == 0, True])}
-    for op in ("MIN", "MAX"):
-        found, known = (all_reduce(one, op, pair) for one in (shared, strategy))
-        for key in pair:
-            np.testing.assert_array_equal(found[key], known[key])
-
-
-@mpi
-@core
-def test_the_guard_works_through_it(shared, rank, size):
-    if size == 1:
-        return
-
-    def differ():
-        context().all_reduce("SUM", np.ones(3 + rank))
-
-    raises_everywhere(mpidist.CollectiveMismatchError, lambda: shared.run(differ))
-
-    def fail():
-        if rank == size - 1:
-            raise ZeroDivisionError
-        context().all_reduce("SUM", 1.0)
-
-    with pytest.raises(ZeroDivisionError if rank == size - 1 else mpidist.ReplicaError):
-        shared.run(fail)
-    assert shared.reduce("SUM", shared.run(lambda: 1), axis=None) == size
-
-
-@mpi
-@core
-def test_merge_calls_with_short_and_long_messages(shared, rank, size):
-    v = make(shared, np.zeros(4))
-    text = "x" * 10_000
-
-    def merge_fn(strategy, value):
-        for k in range(20):
-            strategy.extended.update(
-                v,
-                lambda v, a, t: v.assign_add(v * 0 + a * len(t) / 10_000),
-                (1.0, text),
-            )
-            if k % 5 == 0:
-                strategy.reduce("SUM", value, axis=None)
-        return strategy.reduce("SUM", value, axis=None), text
-
-    result = shared.run(lambda: context().merge_call(merge_fn, args=(rank + 1.0,)))
-    assert own(shared, result[0]) == size * (size + 1) / 2
-    assert result[1] == text
-    np.testing.assert_array_equal(v, np.full(4, 20.0))
+def test_the_guard_and_merge_calls(shared, rank, size):
+    assert_guards_and_merges(shared, rank, size)
 
 
 @mpi
