@@ -22,7 +22,7 @@ from typing import Any
 import hypothesis
 import numpy as np
 import pytest
-from replicas import everywhere
+from replicas import everywhere, wait_asleep
 
 import mpidist
 from mpidist._base import threads
@@ -43,6 +43,17 @@ hypothesis.settings.load_profile("busy machine")
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 LAUNCHED = any(name in os.environ for name in RANK_VARIABLES)
 RANK = next((int(os.environ[n]) for n in RANK_VARIABLES if n in os.environ), 0)
+
+
+# What modules import from tests/ to start programs.
+_STARTERS = (
+    "launching",
+    "run_ranks",
+    "hosts",
+    "Hosts",
+    "slurm_cluster",
+    "job_on_hosts",
+)
 
 
 def _under_mpi(config: pytest.Config) -> bool:
@@ -73,6 +84,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     text = collection_path.read_text(encoding="utf-8")
     return None if re.search(r"\bmark\.(mpi|gpu)\b", text) else True
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests of modules that start programs: they take the longest."""
+    module = getattr(item, "module", None)
+    if any(hasattr(module, name) for name in ("subprocess", *_STARTERS)):
+        item.add_marker(pytest.mark.jobs)
 
 
 _quiet = pytest.StashKey[io.StringIO]()
@@ -171,7 +189,7 @@ def _failures(nodeid: str, text: str) -> str:
     test = zlib.crc32(nodeid.encode())
     broken = any(group_of(one).guard.broken for one in _shared)
     largest = np.array([bool(text), test, -test, broken])
-    _report_comm.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
+    wait_asleep(_report_comm.Iallreduce(MPI.IN_PLACE, largest, MPI.MAX))
     failed, most, least, _is_broken = largest
     _had_broken = _had_broken or _is_broken
     if not failed and most == -least:

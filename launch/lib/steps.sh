@@ -6,8 +6,14 @@ deadline=1500 # seconds for one step
 logs=$(mktemp -d)
 step=
 trap 'rm -rf -- "$logs"' EXIT
+declare -A lanes=() # the processes of those in the background, by name
 # A step is in a process group of its own (timeout makes it), where Ctrl-C does not reach it.
-trap '[[ -z $step ]] || kill "$step"; exit 130' HUP INT TERM
+interrupted() {
+  [[ -z $step ]] || kill "$step"
+  for lane in "${lanes[@]}"; do kill "$lane" 2>/dev/null || true; done
+  exit 130
+}
+trap interrupted HUP INT TERM
 
 rows=() total_passed=0 total_failed=0 total_skipped=0
 
@@ -82,11 +88,47 @@ ranks() {
     "$3" -m pytest -p no:cacheprovider --with-mpi -m "$5" "${pytest_args[@]}"
 }
 
+# lane NAME COMMAND...: run steps in the background, beside others. Its output and its rows are shown by `join`.
+lane() {
+  mkdir -- "$logs/$1"
+  in_lane "$@" >"$logs/$1.output" 2>&1 &
+  lanes[$1]=$!
+}
+
+# What `lane` runs, in a process of its own.
+in_lane() {
+  logs+=/$1 step='' rows=() total_passed=0 total_failed=0 total_skipped=0
+  lanes=()
+  trap interrupted HUP INT TERM
+  "${@:2}"
+  declare -p rows total_passed total_failed total_skipped >"$logs/rows"
+}
+
+# join NAME: wait for a lane, show its output, and take over its rows. One that ended early has failed.
+join() {
+  local ended=0 before=("${rows[@]}") passed=$total_passed failed=$total_failed skipped=$total_skipped
+  wait "${lanes[$1]}" || ended=$?
+  unset "lanes[$1]"
+  cat -- "$logs/$1.output"
+  status=$ended seconds=0
+  if ((ended)) || [[ ! -e $logs/$1/rows ]]; then
+    record "$1" 0 1 0
+    return
+  fi
+  # shellcheck disable=SC1090 # written by `lane`: here as plain assignments
+  source <(sed 's/^declare -[-a] //' "$logs/$1/rows")
+  rows=("${before[@]}" "${rows[@]}")
+  total_passed=$((passed + total_passed))
+  total_failed=$((failed + total_failed))
+  total_skipped=$((skipped + total_skipped))
+}
+
 # summary: the table, and as the last line pytest's closing line for the whole, a check being one test
 # (CI reads it). Fails if a step did.
 summary() {
   printf '\n%-26s %-6s %7s\n' step result seconds
   printf '%s\n' "${rows[@]}"
+  printf '%-33s %7d\n' "all, some side by side" "$SECONDS"
   printf '\n%d passed, %d failed, %d skipped\n' "$total_passed" "$total_failed" "$total_skipped"
   ((total_failed == 0))
 }

@@ -995,6 +995,15 @@ def test_bad_arguments_of_a_variable_made_in_merge_fn(strategy):
 # --- memory ---------------------------------------------------------------------------
 
 
+@pytest.fixture
+def few_objects():
+    """Leave out what is there before the test: to go through it takes 0.1 s a time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def live_values():
     """Return how many distributed values this process holds."""
     gc.collect()
@@ -1031,6 +1040,7 @@ def make_by_function(distribution, x):
 
 
 @pytest.mark.processes  # counts objects of the process, as the two after it
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize(
     "make_one",
     [
@@ -1061,6 +1071,7 @@ def test_results_that_rank_0_drops_are_dropped_on_all(strategy, size, make_one):
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("few_objects")
 def test_arguments_that_rank_0_drops_are_dropped_on_all(strategy, size):
     """merge_fn takes its handles out of the list that it got, one after the other."""
     v = make(strategy, 0.0)
@@ -1082,6 +1093,7 @@ def test_arguments_that_rank_0_drops_are_dropped_on_all(strategy, size):
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("few_objects")
 def test_everything_is_dropped_after_the_merge_call(strategy, rank):
     refs = []
 
