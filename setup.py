@@ -8,6 +8,7 @@ import glob
 import os
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
 
 FLAGS = [
@@ -36,6 +37,16 @@ if os.name == "posix" and os.environ.get("MPIDIST_NO_CORE", "0") in ("", "0"):
     )
 
 
+class BuildCore(build_ext):
+    """Adds NumPy's headers, which are not there before pip has read setup.cfg."""
+
+    def finalize_options(self) -> None:
+        import numpy
+
+        super().finalize_options()
+        self.include_dirs.append(numpy.get_include())
+
+
 class SourceArchive(sdist):
     """Adds the files that users of the archive need without the repository."""
 
@@ -53,4 +64,4 @@ class SourceArchive(sdist):
         super().make_distribution()
 
 
-setup(ext_modules=extensions, cmdclass={"sdist": SourceArchive})
+setup(ext_modules=extensions, cmdclass={"build_ext": BuildCore, "sdist": SourceArchive})

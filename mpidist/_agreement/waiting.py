@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from mpidist._agreement.call_state import CallState
 from mpidist._agreement.channel import Channel, LeftError
 from mpidist._agreement.lives import Lives
 from mpidist._agreement.mismatch import Call
@@ -58,7 +59,7 @@ _SPINS_FOR_DATA: Final = 10  # times those for other requests
 _logger: Final = logging.getLogger("mpidist")
 
 
-class Waiting:
+class Waiting(CallState):
     """One rank's waits for the others of a communicator.
 
     Args:
@@ -68,8 +69,6 @@ class Waiting:
         stall_seconds: after which the missing ranks are reported.
 
     Attributes:
-        sequence: the number of headers that have completed; the same on all ranks.
-        blocked: whether a call may not begin before it has been checked (`enter`).
         closed: whether the strategy was closed.
         when_timed_out: called at the deadline with the error that is about to be
             raised, here or on a rank that told this one; None: nothing is.
@@ -90,13 +89,11 @@ class Waiting:
         self.timeout_seconds = timeout_seconds
         self.patience_ms: int = int(timeout_seconds * 1000)
         self._stall = stall_seconds
-        self.sequence: int = 0
-        self.blocked: bool = False
+        self.sequence = 0
+        self.blocked = False
         self.closed: bool = False
         self._broken = ""
         self._untold = ""  # what this rank has left, until the others know
-        # The call that this rank is in, or made last; the one before; and how long it
-        # waits for the others in it.
         self._call = self._before = Call("making the strategy")
         self._timeout = timeout_seconds
         # Of the wait that is looked at: its length, and what was done about it.

@@ -51,7 +51,8 @@ _FUNCTIONS: Final = (
     "; functions are for `all_reduce(function, value)` in a replica function, and for "
     "`strategy.reduce(function, value, axis=None)`"
 )
-_NAMES: Final = {op.name: op for op in ReduceOp}
+REDUCE_OPS: Final = {op.name: op for op in ReduceOp}
+"""By name."""
 
 
 def as_reduce_op(value: object, call: str) -> ReduceOp:
@@ -69,11 +70,11 @@ def as_reduce_op(value: object, call: str) -> ReduceOp:
     if isinstance(value, ReduceOp):
         return value
     if isinstance(value, str):
-        op = _NAMES.get(value) or _NAMES.get(value.upper())
+        op = REDUCE_OPS.get(value) or REDUCE_OPS.get(value.upper())
         if op is None:
             raise ValueError(
                 f"{call}: {value!r} is not a valid ReduceOp; expected one of "
-                f"{', '.join(_NAMES)}"
+                f"{', '.join(REDUCE_OPS)}"
             )
         return op
     if isinstance(value, VariableAggregation):

@@ -53,7 +53,7 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
 
     Attributes:
         plans: of all-reduces.
-        all_reduce: `Plans.all_reduce` of these plans, without another call.
+        all_reduce: `Plans.entry` of these plans.
     """
 
     routes: tuple[Route, ...] = ROUTES
@@ -77,7 +77,7 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
             self.invalid,
             self._all_reduce_rows,
         )
-        self.all_reduce: Callable[..., Nest] = self.plans.all_reduce
+        self.all_reduce: Callable[..., Nest] = self.plans.entry
 
     def _plan_resources(self) -> PlanResources:
         if self._staging is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NoReturn
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from mpidist._base.memory import round_up
 from mpidist._base.reduce_op import (
     ReduceOp,
 )
-from mpidist._base.types import Array, DType, Shape
+from mpidist._base.types import Array, DType, HostArray
 from mpidist._engine.buckets import Leaf, Results
 from mpidist._engine.node import Node
 from mpidist._engine.nodes import NodeExchange
@@ -216,11 +216,6 @@ class CoreReduce:
         """
         return self._run(arrays, self.call, timeout) if self._plain else None
 
-    def one(self, x: Array) -> Array:
-        """Reduce one array, with a result on all ranks; see `Plan`."""
-        result: Array = self([x])[0]
-        return result
-
     def _run(
         self, sources: list[Array], call: Call, timeout: float | None
     ) -> Results | None:
@@ -267,36 +262,20 @@ class EagerReduce(CoreReduce):
     def __init__(self, resources: PlanResources, signature: Signature) -> None:
         super().__init__(resources, signature)
         self._eager = self._core.eager
-        shapes: list[tuple[Shape, DType | None]] = [*self._shapes, ((), None)]
-        self._shape, self._dtype = shapes[0]
+        alone = len(self._sizes) == 1 and self._plain and not self._to_root
+        self.quick: _native.Reduce = self._core if alone else None
 
-    def one(self, x: Array) -> Array:
-        """Reduce one array; see `Plan`. The smallest calls are the most frequent."""
-        guard, call = self._guard, self.call
-        if guard.blocked or not self._plain:
-            return super().one(x)
-        try:
-            result = np.empty(self._shape, self._dtype)
-        except MemoryError as error:
-            raise guard.fail(call, error, "invalid") from None
-        guard.begin(call)
-        try:
-            status = self._eager(x, result)
-        except BaseException as error:
-            raise guard.leave_payload(call, error) from None
-        if status == 0:
-            guard.sequence += 1  # `count`, without its 2% of a small call
-            return result
-        if status is None:
-            return super().one(x)
-        results = self._agreed(
-            status,
-            call,
-            lambda ms: self._eager(x, result, call.fingerprint, ms),
-            [result],
+    def concluded(self, status: int, x: HostArray, result: HostArray) -> HostArray:
+        """End a call of `quick` that has another status than OK; see `_native`."""
+        number = self.call.fingerprint
+        self._agreed(
+            status, self.call, lambda ms: self._eager(x, result, number, ms), [result]
         )
-        first: Array = results[0]
-        return first
+        return result
+
+    def interrupted(self, error: BaseException) -> NoReturn:
+        """End a call of `quick` that raised."""
+        raise self._guard.leave_payload(self.call, error) from None
 
     def _run(
         self, sources: list[Array], call: Call, timeout: float | None

@@ -123,11 +123,6 @@ class StagedEager:
             raise guard.fail(call, error, "raised") from None
         return results
 
-    def one(self, x: Array) -> Array:
-        """Reduce one array, with a result on all ranks; see `Plan`."""
-        result: Array = self([x])[0]
-        return result
-
     def _load(self, near: DeviceArray, arrays: list[Array]) -> list[Array]:
         """Return copies of the arrays on the host."""
         scratch, at, hosts = self._staging.scratch(), 0, []

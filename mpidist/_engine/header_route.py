@@ -86,11 +86,6 @@ class HeaderReduce:
             at += round_up(nbytes, _ALIGNMENT)
         self._nbytes = at
 
-    def one(self, x: Array) -> Array:
-        """Reduce one array, with a result on all ranks; see `Plan`."""
-        result: Array = self([x])[0]
-        return result
-
     def __call__(
         self,
         arrays: list[Array],

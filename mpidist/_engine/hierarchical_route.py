@@ -108,11 +108,6 @@ class HierarchicalReduce:
             for members, compressed in groups
         ]
 
-    def one(self, x: Array) -> Array:
-        """Reduce one array, with a result on all ranks; see `Plan`."""
-        result: Array = self([x])[0]
-        return result
-
     def __call__(
         self,
         arrays: list[Array],

@@ -48,11 +48,6 @@ class MpiReduce:
         self._buffers = resources.buffers
         self._reduce_one = self._single(signature)
 
-    def one(self, x: Array) -> Array:
-        """Reduce one array, with a result on all ranks; see `Plan`."""
-        result: Array = self([x])[0]
-        return result
-
     def __call__(
         self,
         arrays: list[Array],

@@ -20,6 +20,7 @@ from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
+from mpidist import _native
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, nest
@@ -44,6 +45,7 @@ from mpidist._transports import Compression, Transports
 _Key: TypeAlias = tuple[object, ...]
 
 _MOST_PLANS: Final = 1024
+_USUAL: Final = ("all_reduce", None, None)  # call, options and root
 _NUMBERS: Final = frozenset((float, int, np.float32, np.float64))
 
 
@@ -114,9 +116,6 @@ class Plan(Protocol):
             wants them, None for each on the other ranks.
         """
 
-    def one(self, x: Array) -> Array:
-        """Reduce one array, with a result on all ranks; without a list around it."""
-
 
 class QuickPlan(Plan, Protocol):
     """A plan that checks by itself if arrays have its signature."""
@@ -173,17 +172,31 @@ class Plans:
         self._report = report
         self._reduce_rows = reduce_rows
         self.known: Cache[_Key, Plan] = Cache(_MOST_PLANS)
-        # For arrays without options and root: a shorter key.
-        self._arrays: Cache[_Key, Plan] = Cache(_MOST_PLANS)
         # For nests: the `QuickPlan` of the last such call.
         self._last: Cache[_Key, Any] = Cache(_MOST_PLANS)
+        # For small arrays: the core looks up and runs their plans itself.
+        self._quick: _native.AllReduce = None
+        if _native.core is not None:
+            self._quick = _native.core.AllReduce(resources.guard, self.all_reduce)
+
+    @property
+    def entry(self) -> Callable[..., Nest]:
+        """`all_reduce`, with what the core does itself of it."""
+        return self._quick or self.all_reduce
+
+    def _keep(self, op: ReduceOp, x: HostArray, plan: Plan) -> None:
+        """Have the core run the plan of an array, if it can."""
+        quick = getattr(plan, "quick", None)
+        if self._quick is not None and quick is not None:
+            self._quick.keep(op, x.dtype, quick, plan.call, plan)
 
     def restart(self, resources: PlanResources) -> None:
         """Forget all plans, and build new ones with other means."""
         self._resources = resources
         self.known.clear()
-        self._arrays.clear()
         self._last.clear()
+        if self._quick is not None:
+            self._quick.forget()
 
     def all_reduce(
         self,
@@ -209,13 +222,11 @@ class Plans:
         """
         kind = type(tree)
         if kind is np.ndarray:
-            if options is None and root is None:
-                plan = self._arrays.get((call, op._name_, tree.dtype, tree.shape))
-                if plan is not None:
-                    return plan.one(tree)
             key = (call, op._name_, options, root, tree.dtype, tree.shape)
             plan = self.known.get(key)
             if plan is not None:
+                if (call, options, root) == _USUAL:
+                    self._keep(op, tree, plan)
                 return plan([tree], None, self._timeout_of(options))[0]
         elif kind in _NUMBERS:
             x = np.asarray(tree)
@@ -271,12 +282,6 @@ class Plans:
             )
             if key is not None:
                 self.known[key] = plan
-            if (
-                type(tree) is np.ndarray
-                and key is not None
-                and key[2:4] == (None, None)
-            ):
-                self._arrays[call, op._name_, tree.dtype, tree.shape] = plan
         except Exception as error:
             self._report(call, error)
             raise

@@ -61,11 +61,6 @@ class TracedPlan:
         with self._trace.call(sum(int(x.nbytes) for x in arrays), self._route):
             return self.traced(arrays, call, timeout)
 
-    def one(self, x: Array) -> Array:
-        """As a call with a nest of one array."""
-        with self._trace.call(int(x.nbytes), self._route):
-            return self.traced.one(x)
-
 
 def _traced(route: Route, trace: Trace) -> Route:
     name = getattr(route, "__name__", "unknown")

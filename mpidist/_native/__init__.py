@@ -40,6 +40,8 @@ Reduce: TypeAlias = Any
 """All-reduces of nests of one layout."""
 Gather: TypeAlias = Any
 """All-gathers of nests of one layout."""
+AllReduce: TypeAlias = Any
+"""Looks up and runs the plans of small arrays; see ``py_calls.c``."""
 
 
 OPERATIONS: Final = {"SUM": 0, "MEAN": 0, "PROD": 1, "MIN": 2, "MAX": 3}

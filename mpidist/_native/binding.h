@@ -4,18 +4,27 @@
    - py_channel.c: `Channel`, and how a call begins, waits and ends;
    - py_reduce.c: `Reduce`, the all-reduce of a nest;
    - py_gather.c: `Gather`, the all-gather of a nest;
+   - py_calls.c: `CallState` and `AllReduce`, a small all-reduce without Python in between;
    - core.c: the module.
 
    While a rank waits, other threads of its process run (the GIL is released), and after
    each slice of a wait Python's signal handlers do, and `Channel.pause`, which may raise.
    What another rank does, or fails to do, is a value that a call returns.
 
-   Of CPython only what 3.11 to 3.14 have, in the same form. */
+   Of CPython only what 3.11 to 3.14 have, in the same form.  NumPy's own arrays are read and
+   made by its C API, since the buffer protocol costs 60 ns for each, and `numpy.empty` 140. */
 #ifndef MPIDIST_BINDING_H
 #define MPIDIST_BINDING_H
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+
+#define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
+#define PY_ARRAY_UNIQUE_SYMBOL mpidist_array_api
+#ifndef IMPORTS_NUMPY
+#define NO_IMPORT_ARRAY
+#endif
+#include <numpy/arrayobject.h>
 
 #include "algorithms.h"
 
@@ -45,14 +54,52 @@ typedef struct {
   md_channel channel;
 } Channel;
 
+/* What the guard knows of the calls of a strategy; see mpidist/_agreement/call_state.py. */
+typedef struct {
+  PyObject_HEAD
+  PyObject *call, *before;           /* of this rank */
+  PyObject *timeout, *usual_timeout; /* seconds; of this call, and of those that name none */
+  long long sequence;                /* headers that completed */
+  char blocked;                      /* no call may begin before Python has looked */
+} CallState;
+
+/* What an array must be, to be a leaf. */
+typedef struct {
+  char kind; /* NumPy's, of the memory: bfloat16 comes as 'u' */
+  Py_ssize_t itemsize;
+  int ndim;
+  Py_ssize_t *shape;
+} Expected;
+
+typedef struct {
+  PyObject_HEAD
+  Channel *channel;
+  md_nest nest;
+  Expected *expected;
+  long long fingerprint, patience; /* of calls that name no others */
+  md_shared call; /* between `start` and the last piece, for those who go step by step */
+  Py_buffer *views;
+  const void **sources;
+  void **results;
+  int held; /* views in use */
+  size_t payload; /* bytes of all leaves */
+  int counts;     /* whether the channel counts it */
+} Reduce;
+
+/* Reduce the one leaf with its header, from and to C-contiguous, aligned memory; return the
+   status, or -1 with an exception. */
+int reduce_one(Reduce *self, const void *source, void *result);
+
 /* `core.detach`, for the child of a fork. */
 PyObject *detach_memories(PyObject *module, PyObject *nothing);
 
-extern PyTypeObject MemoryType, PoolType, SlotType, ChannelType, ReduceType, GatherType;
+extern PyTypeObject MemoryType, PoolType, SlotType, ChannelType, ReduceType, GatherType,
+    CallStateType, AllReduceType;
 
 /* Begin a call: -1 with an exception if the channel is not open, or is in a call.  What
-   `end_call` returns is the status, or NULL where `pause` has raised. */
+   `end_call` returns is the status, or NULL where `pause` has raised (`finish_call`: -1). */
 int begin_call(Channel *self);
+int finish_call(Channel *self, int status);
 PyObject *end_call(Channel *self, int status);
 /* None for arrays that are not what a call expects: nothing was sent, and the caller copies
    them.  Other exceptions than those of the buffer protocol stay. */

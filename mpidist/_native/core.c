@@ -1,4 +1,5 @@
 /* The module; its types are in the files that binding.h names. */
+#define IMPORTS_NUMPY
 #include "binding.h"
 
 static PyObject *total_bytes(PyObject *module, PyObject *args) {
@@ -35,7 +36,8 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_core",
 
 PyMODINIT_FUNC PyInit__core(void) {
   PyTypeObject *types[] = {&MemoryType,  &PoolType,   &SlotType,
-                           &ChannelType, &ReduceType, &GatherType};
+                           &ChannelType, &ReduceType, &GatherType,
+                           &CallStateType, &AllReduceType};
   const struct {
     const char *name;
     long value;
@@ -49,6 +51,7 @@ PyMODINIT_FUNC PyInit__core(void) {
                    {"MESSAGE_BYTES", MD_MESSAGE_BYTES},
                    {"RING_BYTES", MD_RING_BYTES},
                    {"MAX_RANKS", MD_MAX_RANKS}};
+  import_array();
   PyObject *m = PyModule_Create(&module);
   for (size_t i = 0; m && i < sizeof types / sizeof *types; i++)
     if (PyModule_AddType(m, types[i])) Py_CLEAR(m);

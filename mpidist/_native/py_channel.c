@@ -53,12 +53,16 @@ int begin_call(Channel *self) {
   return 0;
 }
 
-PyObject *end_call(Channel *self, int status) {
+int finish_call(Channel *self, int status) {
   take_back(self);
   self->busy = 0;
   self->seconds += now() - self->start;
-  if (status == MD_STOPPED) return NULL; /* pause has raised */
-  return PyLong_FromLong(status);
+  return status == MD_STOPPED ? -1 : status; /* -1: pause has raised */
+}
+
+PyObject *end_call(Channel *self, int status) {
+  status = finish_call(self, status);
+  return status < 0 ? NULL : PyLong_FromLong(status);
 }
 
 void put_item(PyObject **list, Py_ssize_t i, PyObject *item) {

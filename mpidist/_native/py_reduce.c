@@ -3,29 +3,6 @@
 
 #define SOURCE (PyBUF_FORMAT | PyBUF_C_CONTIGUOUS)
 
-/* What an array must be, to be a leaf. */
-typedef struct {
-  char kind; /* NumPy's, of the memory: bfloat16 comes as 'u' */
-  Py_ssize_t itemsize;
-  int ndim;
-  Py_ssize_t *shape;
-} Expected;
-
-typedef struct {
-  PyObject_HEAD
-  Channel *channel;
-  md_nest nest;
-  Expected *expected;
-  long long fingerprint, patience; /* of calls that name no others */
-  md_shared call; /* between `start` and the last piece, for those who go step by step */
-  Py_buffer *views;
-  const void **sources;
-  void **results;
-  int held; /* views in use */
-  size_t payload; /* bytes of all leaves */
-  int counts;     /* whether the channel counts it */
-} Reduce;
-
 /* Fill in what a leaf of this dtype and shape must be, and its size; -1: an exception. */
 static int expect(Expected *e, const char *dtype, PyObject *shape, md_leaf *leaf) {
   e->kind = dtype[0] == 'b' && dtype[1] == 'f' ? 'u' : dtype[0];
@@ -62,11 +39,20 @@ static char kind_of(const char *format) {
   }
 }
 
-static int is_expected(const Expected *e, const Py_buffer *view) {
-  if (view->ndim != e->ndim || view->itemsize != e->itemsize) return 0;
-  for (int k = 0; k < e->ndim; k++)
-    if (view->shape[k] != e->shape[k]) return 0;
-  return kind_of(view->format) == e->kind;
+static int is_expected(const Expected *e, int ndim, const Py_ssize_t *shape,
+                       Py_ssize_t itemsize, char kind) {
+  if (ndim != e->ndim || itemsize != e->itemsize || kind != e->kind) return 0;
+  for (int k = 0; k < ndim; k++)
+    if (shape[k] != e->shape[k]) return 0;
+  return 1;
+}
+
+/* As PyObject_GetBuffer, of an array of NumPy's: -1 if it is not what `flags` ask for. */
+static int view_of_array(PyArrayObject *x, Py_buffer *view, int flags) {
+  if (!PyArray_IS_C_CONTIGUOUS(x) || (flags == PyBUF_WRITABLE && !PyArray_ISWRITEABLE(x)))
+    return -1;
+  *view = (Py_buffer){.buf = PyArray_DATA(x), .obj = Py_NewRef(x), .len = PyArray_NBYTES(x)};
+  return 0;
 }
 
 static int Reduce_init(Reduce *self, PyObject *args, PyObject *kwargs) {
@@ -151,13 +137,26 @@ static uintptr_t alignment_of(const Reduce *self, int i) {
 
 static int get_view(Reduce *self, PyObject *x, int i, int flags, void **where) {
   Py_buffer *view = &self->views[self->held];
-  if (PyObject_GetBuffer(x, view, flags)) return -1;
+  const Expected *expected = &self->expected[i];
+  int is_leaf = 1;
+  if (PyArray_CheckExact(x) && !view_of_array((PyArrayObject *)x, view, flags)) {
+    PyArrayObject *array = (PyArrayObject *)x;
+    if (flags == SOURCE)
+      is_leaf = PyArray_ISNOTSWAPPED(array) &&
+                is_expected(expected, PyArray_NDIM(array), PyArray_DIMS(array),
+                            PyArray_ITEMSIZE(array), PyArray_DESCR(array)->kind);
+  } else {
+    if (PyObject_GetBuffer(x, view, flags)) return -1;
+    if (flags == SOURCE)
+      is_leaf = is_expected(expected, view->ndim, view->shape, view->itemsize,
+                            kind_of(view->format));
+  }
   self->held++;
   if ((uintptr_t)view->buf % alignment_of(self, i)) {
     PyErr_Format(PyExc_ValueError, "Reduce: leaf %d is not aligned", i);
     return -1;
   }
-  if (flags == SOURCE && !is_expected(&self->expected[i], view)) {
+  if (!is_leaf) {
     PyErr_Format(PyExc_ValueError, "Reduce: leaf %d is another kind of array", i);
     return -1;
   }
@@ -194,12 +193,24 @@ PyObject *other_arrays(void) {
 }
 
 /* Count a reduction that was done, and return the status of the call. */
-static PyObject *end_reduction(Reduce *self, int status) {
+static int finish_reduction(Reduce *self, int status) {
   if (status == MD_OK && self->counts) {
     self->channel->reductions++;
     self->channel->reduced += self->payload;
   }
-  return end_call(self->channel, status);
+  return finish_call(self->channel, status);
+}
+
+static PyObject *end_reduction(Reduce *self, int status) {
+  status = finish_reduction(self, status);
+  return status < 0 ? NULL : PyLong_FromLong(status);
+}
+
+int reduce_one(Reduce *self, const void *source, void *result) {
+  if (begin_call(self->channel)) return -1;
+  md_header header = header_of(self->channel, self->fingerprint, self->patience);
+  md_small small = {&self->nest, &source, &result};
+  return finish_reduction(self, md_meet(&self->channel->channel, &header, &small));
 }
 
 /* The fingerprint and the patience of a call, if it names its own; -1: an exception. */

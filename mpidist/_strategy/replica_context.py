@@ -16,6 +16,7 @@ from mpidist._base.options import (
     CommunicationOptions,
 )
 from mpidist._base.reduce_op import (
+    REDUCE_OPS,
     ReduceFunction,
     ReduceOp,
     as_reduce_op,
@@ -165,8 +166,10 @@ class ReplicaContext:
         if context.current().replica_context is not self:
             self._require_current("all_reduce")
         op = reduce_op
-        if type(op) is not ReduceOp:
-            if type(op) is not str and callable(op):  # a name is what programs write
+        if type(op) is str and op in REDUCE_OPS:  # what programs write
+            op = REDUCE_OPS[op]
+        elif type(op) is not ReduceOp:
+            if callable(op):
                 return fold(self._group, op, value, options, "all_reduce")
             try:
                 op = as_reduce_op(op, "all_reduce")

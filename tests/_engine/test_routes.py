@@ -410,7 +410,10 @@ def no_memory_once(strategy, monkeypatch):
 
     monkeypatch.setattr(np, "empty", fail)
     full = types.SimpleNamespace(take=fail)
-    for plan in group_of(strategy).collectives.plans.known.values():
+    plans = group_of(strategy).collectives.plans
+    if hasattr(plans.entry, "forget"):  # the core makes small results itself
+        plans.entry.forget()
+    for plan in plans.known.values():
         node = dataclasses.replace(plan.node, pool=full)
         monkeypatch.setattr(plan, "node", node)
     assert np.empty is not empty

@@ -246,6 +246,141 @@ def test_arrays_that_are_not_as_expected_are_refused_unsent() -> None:
     assert run(1, body) == ["ok"]
 
 
+class Plan:
+    """Notes how calls ended that `AllReduce` does not end itself."""
+
+    def __init__(self) -> None:
+        self.ended: list[object] = []
+
+    def concluded(self, status: int, x: Any, result: Any) -> str:
+        self.ended.append(status)
+        return "concluded"
+
+    def interrupted(self, error: BaseException) -> None:
+        self.ended.append(error)
+        raise KeyError("from the plan") from error
+
+
+def all_reduce_of(me: Rank, shape: tuple[int, ...]) -> tuple[Any, Any, Plan]:
+    """Return an `AllReduce` with one plan, its state, and the plan."""
+    state, plan = core.CallState(), Plan()
+    state._call = state._before = "earlier"
+    state._timeout, state.timeout_seconds = 1.0, 7.0
+    reduce = core.Reduce(me.channel, [("f4", SUM, shape, 0)], AREA, 99, 1000)
+    entry = core.AllReduce(state, lambda *args, **names: ("other", args, names))
+    entry.keep("SUM", np.dtype(np.float32), reduce, "this", plan)
+    return entry, state, plan
+
+
+def test_a_small_array_is_reduced_without_python() -> None:
+    def body(me: Rank) -> str:
+        entry, state, plan = all_reduce_of(me, (2, 3))
+        x = np.full((2, 3), me.rank + 1, np.float32)
+        for options in ((), (None,)):
+            found = entry("SUM", x, *options)
+            assert found.tolist() == [[3] * 3] * 2
+            assert found.dtype == np.float32
+        assert (state.sequence, state._call, state._before) == (2, "this", "this")
+        assert (state._timeout, plan.ended, me.channel.headers) == (7.0, [], 2)
+        return "ok"
+
+    assert run(2, body) == ["ok", "ok"]
+
+
+def test_other_calls_are_for_python() -> None:
+    def body(me: Rank) -> str:
+        entry, state, _ = all_reduce_of(me, (2, 3))
+        x = np.zeros((2, 3), np.float32)
+        read_only = x.copy()
+        read_only.flags.writeable = False
+        assert entry("SUM", read_only).shape == (2, 3)
+        raw = np.zeros(28, np.uint8)[1:25].view(np.float32).reshape(2, 3)
+        others = (
+            x.astype(np.float64),
+            x.astype(">f4"),
+            x.reshape(3, 2),
+            x.reshape(6),
+            x.reshape(1, 1, 2, 3, 1),
+            np.asfortranarray(x),
+            np.zeros((2, 6), np.float32)[:, ::2],
+            raw,
+            x.view(np.recarray),
+            x.tolist(),
+            1.0,
+        )
+        for other in others:
+            kind, (op, same), names = entry("SUM", other)
+            assert (kind, op, names) == ("other", "SUM", {})
+            assert same is other
+        assert entry("MAX", x)[0] == "other"
+        assert entry("SUM", x, "options") == ("other", ("SUM", x, "options"), {})
+        assert entry("SUM", x, call="call")[2] == {"call": "call"}
+        assert entry()[1] == ()
+        state.blocked = True
+        assert entry("SUM", x)[0] == "other"
+        state.blocked = False
+        assert entry("SUM", x).shape == (2, 3)
+        entry.forget()
+        assert entry("SUM", x)[0] == "other"
+        assert (state.sequence, me.channel.headers) == (2, 2)
+        return "ok"
+
+    assert run(1, body) == ["ok"]
+
+
+def test_its_table_holds_the_latest_of_many_plans() -> None:
+    def body(me: Rank) -> str:
+        entry, _, plan = all_reduce_of(me, (1,))
+        for n in range(2000):
+            reduce = core.Reduce(me.channel, [("f4", SUM, (n,), 0)], AREA, n, 1000)
+            entry.keep("SUM", np.dtype(np.float32), reduce, f"call {n}", plan)
+            assert entry("SUM", np.ones(n, np.float32)).shape == (n,)
+        found = [entry("SUM", np.ones(n, np.float32)) for n in range(2000)]
+        kept = [x for x in found if isinstance(x, np.ndarray)]
+        assert 128 <= len(kept) <= 256
+        return "ok"
+
+    assert run(1, body) == ["ok"]
+
+
+def test_a_plan_ends_calls_that_did_not_simply_end() -> None:
+    def body(me: Rank) -> str:
+        entry, state, plan = all_reduce_of(me, (4,))
+        x = np.ones(4, np.float32)
+        if me.rank:  # another call than the other rank's, then none
+            me.channel.meet(0, 5, 0, 0, 1000, -1)
+            me.channel.leave()
+            return "ok"
+        assert entry("SUM", x) == "concluded"
+        assert plan.ended == [core.DIFFERENT]
+        assert state.sequence == 0
+        assert entry("SUM", x) == "concluded"
+        assert plan.ended[1:] == [core.LEFT]
+        return "ok"
+
+    assert run(2, body) == ["ok", "ok"]
+
+
+def test_a_plan_gets_what_a_wait_has_raised() -> None:
+    def body(me: Rank) -> str:
+        entry, state, plan = all_reduce_of(me, (4,))
+        if me.rank:
+            return "ok"
+
+        def pause(seconds: float) -> None:
+            raise TimeoutError(f"{seconds > 0}")
+
+        me.channel.pause = pause
+        with pytest.raises(KeyError, match="from the plan") as found:
+            entry("SUM", np.ones(4, np.float32))
+        assert plan.ended == [found.value.__cause__]
+        assert isinstance(plan.ended[0], TimeoutError)
+        assert state.sequence == 0
+        return "ok"
+
+    assert run(2, body) == ["ok", "ok"]
+
+
 def test_pool_gives_memory_out_again_and_joins_it() -> None:
     memory = core.Memory(-1, 2**20)
     pool = core.Pool(memory, 0, 2**20)

@@ -1,0 +1,34 @@
+"""The call that a rank is in: what messages about a wait say, and what calls need.
+
+It is the base of `guard.Guard`. With the native core it is a type of the core, whose
+`AllReduce` reads and sets the attributes without Python: a small all-reduce of an array
+takes 0.5 us, of which Python's attributes were 0.1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpidist import _native
+from mpidist._agreement.mismatch import Call
+
+if TYPE_CHECKING or _native.core is None:
+
+    class CallState:
+        """The call that a rank is in.
+
+        Attributes:
+            timeout_seconds: how long a call that names no others waits; 0: forever.
+            sequence: the number of headers that have completed; the same on all ranks.
+            blocked: whether a call may not begin before it has been checked.
+        """
+
+        _call: Call  # the call that this rank is in, or made last
+        _before: Call  # the one before
+        _timeout: float  # how long this rank waits for the others in it
+        timeout_seconds: float
+        sequence: int
+        blocked: bool
+
+else:
+    CallState = _native.core.CallState
