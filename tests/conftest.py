@@ -64,7 +64,8 @@ if LAUNCHED:
     # Where pytest makes its folders for `tmp_path`: one for each rank. It prunes those
     # of earlier runs when it ends, and ranks that do so at the same moment fail
     # ("Directory not empty", after the last test).
-    _folder = tempfile.mkdtemp(prefix=f"mpidist-tests-rank-{RANK}-")
+    _parent = os.environ.get("PYTEST_DEBUG_TEMPROOT")
+    _folder = tempfile.mkdtemp(prefix=f"mpidist-tests-rank-{RANK}-", dir=_parent)
     os.environ["PYTEST_DEBUG_TEMPROOT"] = _folder
     atexit.register(shutil.rmtree, _folder, ignore_errors=True)
 
@@ -250,6 +251,13 @@ def new_strategy() -> Iterator[Callable[..., mpidist.MPIStrategy]]:
 @pytest.fixture
 def rank(strategy: mpidist.MPIStrategy) -> int:
     return strategy.replica_id
+
+
+@pytest.fixture
+def one_node(strategy: mpidist.MPIStrategy) -> None:
+    """For tests of what ranks do with memory that all of them share."""
+    if group_of(strategy).communicator.num_nodes > 1:
+        pytest.skip("these ranks are on several hosts")
 
 
 @pytest.fixture

@@ -24,8 +24,9 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import launching
 
@@ -34,6 +35,7 @@ _HEAD = "head"  # where mpirun runs
 _SWITCH = ".switch"  # has the bridge
 _PR_SET_PDEATHSIG = 1
 _READY_SECONDS = 20.0
+_ELSEWHERE = "/tmp/elsewhere"
 
 
 def why_not() -> str:
@@ -81,14 +83,25 @@ class Hosts:
     Args:
         count: how many.
         shm: the size of the /dev/shm of some hosts, by name, as mount takes it.
+        read_only_home: names of hosts on which nothing can be written to $HOME.
+        elsewhere: names of hosts on which Python and mpidist are used by other paths.
 
     Attributes:
         names: of the hosts.
         folder: the one folder under /tmp that all of them and this process share.
     """
 
-    def __init__(self, count: int, shm: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        count: int,
+        *,
+        shm: Mapping[str, str] | None = None,
+        read_only_home: Collection[str] = (),
+        elsewhere: Collection[str] = (),
+    ) -> None:
         self._shm = dict(shm or {})
+        self._read_only_home = read_only_home
+        self._elsewhere = elsewhere
         self.names = [f"node{k}" for k in range(1, count + 1)]
         self.folder = Path(tempfile.mkdtemp(prefix="mpidist-hosts-"))
         self._own = self.folder / ".hosts"
@@ -136,6 +149,16 @@ class Hosts:
             'exec nsenter -t $pid -n -u -i -m -p --wd=/ -- sh -c "$*"\n'
         )
         agent.chmod(0o755)
+        # What ranks are started with: this Python, where a host has it.
+        (self._own / "python").write_text(
+            "#!/bin/sh\n"
+            f"if [ -d {_ELSEWHERE} ]; then\n"
+            f"  export PYTHONPATH={_ELSEWHERE}/tree\n"
+            f'  exec {_ELSEWHERE}/env/bin/python "$@"\n'
+            "fi\n"
+            f'exec {sys.executable} "$@"\n'
+        )
+        (self._own / "python").chmod(0o755)
 
     def _hold(self, name: str, flags: Sequence[str], script: str) -> None:
         """Start the process that holds the namespaces of a host."""
@@ -176,7 +199,15 @@ class Hosts:
         lines.append("mount -t tmpfs -o mode=1777 tmpfs /tmp")
         for k, folder in enumerate(shared):
             lines += [f"mkdir -p {folder}", f"mount --move /mnt/{k} {folder}"]
-        lines += ["umount /mnt", f"touch {ready}"]
+        lines.append("umount /mnt")
+        if name in self._elsewhere:
+            for new, old in (("env", sys.prefix), ("tree", launching.ROOT)):
+                place = f"{_ELSEWHERE}/{new}"
+                lines += [f"mkdir -p {place}", f"mount --bind {old} {place}"]
+        if name in self._read_only_home:
+            home = Path.home().resolve()
+            lines += [f"mount --bind {home} {home}", f"mount -o remount,bind,ro {home}"]
+        lines.append(f"touch {ready}")
         # The first process of a host reaps those that lose their parents.
         lines.append("trap : TERM INT; while :; do sleep 3600 & wait; done")
         # Who enters the ids of a process must be above them: so head shares ours.
@@ -286,19 +317,23 @@ class Hosts:
     @contextlib.contextmanager
     def job(
         self,
-        per_host: int,
+        per_host: int | Sequence[int],
         argv: Sequence[str | os.PathLike[str]],
         *,
         env: Mapping[str, str] | None = None,
         hosts: Sequence[str] | None = None,
+        cwd: Path | None = None,
+        shown: bool = False,
     ) -> Iterator[Job]:
         """Run this Python on hosts, ``per_host`` ranks on each; end it at the end.
 
         Args:
-            per_host: ranks of each host.
+            per_host: ranks of each host, or how many each one has.
             argv: what follows ``python``.
             env: environment variables to set on top.
             hosts: names of the hosts; None: all.
+            cwd: the folder to run in; None: the shared one.
+            shown: whether what it writes goes where this process writes.
         """
         names = self.names if hosts is None else list(hosts)
         mark = f"job-{uuid.uuid4().hex}"
@@ -306,17 +341,22 @@ class Hosts:
         environment[launching.JOB_MARK] = (
             f"{environment.get(launching.JOB_MARK, '')} {mark}"
         )
-        command = self._launcher(names, per_host, environment)
-        command += [sys.executable, *[os.fspath(x) for x in argv]]
+        counts = (
+            [per_host] * len(names) if isinstance(per_host, int) else list(per_host)
+        )
+        command = self._launcher(dict(zip(names, counts, strict=True)), environment)
+        folder = self.folder if cwd is None else cwd
+        python = str(self._own / "python") if self._elsewhere else sys.executable
+        command += [python, *[os.fspath(x) for x in argv]]
         with (
             launching.output_file() as out,
             launching.output_file() as err,
         ):
             process = subprocess.Popen(
-                [*self._enter(_HEAD)[:-1], f"--wd={self.folder}", "--", *command],
+                [*self._enter(_HEAD)[:-1], f"--wd={folder}", "--", *command],
                 stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
+                stdout=None if shown else out,
+                stderr=None if shown else err,
                 env=environment,
                 start_new_session=True,
             )
@@ -327,11 +367,11 @@ class Hosts:
                 process.wait()
 
     def _launcher(
-        self, names: list[str], per_host: int, env: Mapping[str, str]
+        self, ranks_of: Mapping[str, int], env: Mapping[str, str]
     ) -> list[str]:
         mpirun = launching.find_mpirun()
-        ranks = str(per_host * len(names))
-        hosts = ",".join(f"{name}:{per_host}" for name in names)
+        ranks = str(sum(ranks_of.values()))
+        hosts = ",".join(f"{name}:{count}" for name, count in ranks_of.items())
         agent = str(self._own / "agent")
         carried = [
             name
@@ -345,6 +385,10 @@ class Hosts:
                 *(mpirun, "--prtemca", "plm_ssh_agent", agent, "--host", hosts),
                 *("--prtemca", "oob_tcp_if_include", "eth0"),
                 *("--bind-to", "none", "--mca", "pml", "ob1"),
+                # Each host seems to have a core for each of its ranks, but they are
+                # those of the other hosts: a rank that spins keeps others from running,
+                # and making a strategy took 15 times as long.
+                *("--mca", "mpi_yield_when_idle", "1"),
                 *("--mca", "btl", "self,sm,tcp", "--mca", "btl_tcp_if_include", "eth0"),
                 *("-n", ranks, *forward),
             ]
@@ -358,7 +402,9 @@ class Hosts:
 class Job:
     """An MPI job that runs on virtual hosts."""
 
-    def __init__(self, process: subprocess.Popen[bytes], out: object, err: object):
+    def __init__(
+        self, process: subprocess.Popen[bytes], out: IO[str], err: IO[str]
+    ) -> None:
         self.process = process
         self._files = (out, err)
 
@@ -366,8 +412,9 @@ class Job:
         """Return what was written so far, by all ranks."""
         texts = []
         for file in self._files:
-            file.seek(0)  # type: ignore[attr-defined]
-            texts.append(file.read())  # type: ignore[attr-defined]
+            # Not by seek: the job writes where this file is at.
+            size = os.fstat(file.fileno()).st_size
+            texts.append(os.pread(file.fileno(), size, 0).decode(errors="replace"))
         return "\n--- stderr\n".join(texts)
 
     def wait(self, seconds: float) -> int:

@@ -85,6 +85,12 @@ def wait_asleep(request: Any) -> None:
         time.sleep(_PAUSE_SECONDS)
 
 
+def share_memory(strategy: mpidist.Strategy) -> bool:
+    """Return whether the replicas are several, and all on one node."""
+    comm = group_of(strategy).communicator
+    return comm.size > 1 and comm.num_nodes == 1
+
+
 def threads() -> testing.ThreadGroup | None:
     """Return the group of all replicas where they are threads; None under mpirun."""
     try:

@@ -3,7 +3,9 @@
 Everything is in one folder: configuration, keys, logs, spool. Its daemons are children
 of this process, in the foreground, and end with it (PR_SET_PDEATHSIG), however it ends;
 nothing of a SLURM that the machine may have is read or used. All nodes are this
-machine, on different ports (``slurmd -N``), so SLURM starts real steps on each.
+machine, on different ports (``slurmd -N``), so SLURM starts real steps on each. With
+root each node has its own host name, the one that SLURM knows it by: otherwise Open MPI
+under ``srun --mpi=pmix`` takes each rank for one of another node.
 
 It needs slurmctld, slurmd, srun and munged (Debian: slurm-wlm, munge), and libpmix for
 ``srun --mpi=pmix`` (libpmix2); `why_not` says what is missing.
@@ -23,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import launching
@@ -116,16 +118,23 @@ def _free_ports(count: int) -> list[int]:
 class Cluster:
     """Nodes ``node1``, ``node2``, ... of two slots each; a context manager.
 
+    Args:
+        num_nodes: how many.
+        own_names: whether each node is to have a host name of its own; takes root.
+
     Attributes:
         folder: where everything is; jobs run and write there.
+        has_names: whether each node has a host name of its own.
     """
 
-    def __init__(self, num_nodes: int) -> None:
+    def __init__(self, num_nodes: int, own_names: bool = True) -> None:
         self._num_nodes = num_nodes
+        self.has_names = own_names and os.geteuid() == 0
         # A short path: sockets are in it. munged refuses one that others cannot enter.
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.folder.chmod(0o755)
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Cluster:
         try:
@@ -184,8 +193,9 @@ class Cluster:
             first_job=random.randrange(1_000, 60_000_000),
         )
         for number, port in enumerate(ports[1:], 1):
+            known_as = f"node{number}" if self.has_names else host
             text += (
-                f"NodeName=node{number} NodeHostname={host} NodeAddr=127.0.0.1 "
+                f"NodeName=node{number} NodeHostname={known_as} NodeAddr=127.0.0.1 "
                 f"Port={port} CPUs=2 Boards=1 SocketsPerBoard=1 CoresPerSocket=2 "
                 "ThreadsPerCore=1 RealMemory=2000 State=UNKNOWN\n"
             )
@@ -203,7 +213,7 @@ class Cluster:
         self._wait_for(lambda: (folder / "munge.socket").exists())
         self._daemon("slurmctld", "-D", "-c")
         for number in range(1, self._num_nodes + 1):
-            self._daemon("slurmd", "-D", "-N", f"node{number}")
+            self._nodes[f"node{number}"] = self._boot(f"node{number}")
         self._wait_for(
             lambda: (
                 self.run("sinfo", "-hN", "-pmain", "-o%t", check=False).count("idle")
@@ -211,21 +221,55 @@ class Cluster:
             )
         )
 
-    def _daemon(self, program: str, *arguments: str) -> None:
+    def _boot(self, name: str) -> subprocess.Popen[bytes]:
+        return self._daemon("slurmd", "-D", "-N", name)
+
+    @contextlib.contextmanager
+    def without(self, name: str) -> Iterator[None]:
+        """Lose a node, with all that runs on it; it comes back at the end.
+
+        SLURM is told of it: left alone it would notice after some time (SlurmdTimeout).
+        It takes nodes with names (`has_names`).
+        """
+        assert self.has_names
+        node = f"nodename={name}"
+        slurmd = self._nodes[name]
+        host = os.readlink(f"/proc/{slurmd.pid}/ns/uts")
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            # Without power a host says nothing more: no connection is closed, no end of
+            # a process is reported, before SLURM gives the node up.
+            for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+                with contextlib.suppress(OSError):  # gone
+                    if os.readlink(f"/proc/{pid}/ns/uts") == host:
+                        os.kill(pid, number)
+            if number == signal.SIGSTOP:
+                self.run("scontrol", "update", node, "state=down", "reason=lost")
+        slurmd.wait()
+        try:
+            yield
+        finally:
+            self._nodes[name] = self._boot(name)
+            self.run("scontrol", "update", node, "state=resume")
+
+    def _daemon(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
         path = _find(program)
         assert path is not None
+        command = [path, *arguments]
+        if program == "slurmd" and self.has_names:
+            script = f'hostname {arguments[-1]}; exec "$0" "$@"'
+            command = ["unshare", "--uts", "sh", "-c", script, *command]
         name = f"{program}{arguments[-1] if program == 'slurmd' else ''}"
-        with open(self.folder / "log" / name, "wb") as log:
-            self._daemons.append(
-                subprocess.Popen(
-                    [path, *arguments],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=self.environment(),
-                    preexec_fn=_end_with_parent,
-                )
+        with open(self.folder / "log" / name, "ab") as log:
+            daemon = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.environment(),
+                preexec_fn=_end_with_parent,
             )
+        self._daemons.append(daemon)
+        return daemon
 
     def _wait_for(self, ready: object) -> None:
         assert callable(ready)

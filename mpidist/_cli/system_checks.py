@@ -71,8 +71,7 @@ class SystemChecks:
             return Note(
                 f"SLURM placed {' + '.join(map(str, counts))} ranks, but those that "
                 f"share memory are {' + '.join(map(str, sizes))}",
-                "ranks of one node that are in different containers cannot share "
-                "memory: start one container for all (--ipc=host)",
+                _why_apart(os.environ.get("SLURMD_NODENAME", "")),
             )
         local = next(
             (os.environ[name] for name in launcher.LOCAL_SIZES if name in os.environ),
@@ -200,6 +199,28 @@ class SystemChecks:
     def folder(self, path: str) -> str | Note:
         """Check that files in a folder can be replaced safely, as checkpoints are."""
         return _FolderCheck(self._job, path).run()
+
+
+def _why_apart(node: str) -> str:
+    """Return why tasks of one SLURM node may share no memory, and what to do.
+
+    Open MPI learns from SLURM, by PMIx, who else is on its host, and asks for it by the
+    name of the host.
+
+    Args:
+        node: the name that SLURM has for this node; "" if unknown.
+    """
+    host = os.uname().nodename.partition(".")[0]
+    if node and node.partition(".")[0] != host:
+        return (
+            f"this host is {host}, and its NodeName in slurm.conf is {node}: Open MPI "
+            "under srun takes each rank for one of another node. Make the names equal, "
+            "or start the ranks with mpirun in the job"
+        )
+    return (
+        "ranks of one node that are in different containers cannot share memory: start "
+        "one container for all (--ipc=host)"
+    )
 
 
 def loaded_libraries(maps: Path) -> list[str]:

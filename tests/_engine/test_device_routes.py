@@ -170,6 +170,7 @@ def test_only_the_root_has_results(monkeypatch, new_strategy, count, rank, size)
     assert everywhere(found is None) == [r != 1 for r in range(size)]
 
 
+@pytest.mark.usefixtures("one_node")
 def test_no_copy_on_the_host(monkeypatch, new_strategy, rank, size):
     """The GPU reads and writes the memory that the ranks share."""
     xp = posing.install(monkeypatch)
@@ -204,6 +205,7 @@ def large(strategy, xp):
     return all_reduce(strategy, "SUM", x)
 
 
+@pytest.mark.usefixtures("one_node")
 def test_memory_is_unlocked_with_the_strategy(monkeypatch, new_strategy):
     xp = posing.install(monkeypatch)
     assert posing.registered == {}
@@ -217,6 +219,7 @@ def test_memory_is_unlocked_with_the_strategy(monkeypatch, new_strategy):
     assert posing.registered == {}
 
 
+@pytest.mark.usefixtures("one_node")
 def test_memory_is_unlocked_before_it_goes(monkeypatch, new_strategy):
     """Also where nobody says that it is not needed any more."""
     xp = posing.install(monkeypatch)
@@ -231,6 +234,7 @@ def test_memory_is_unlocked_before_it_goes(monkeypatch, new_strategy):
     assert posing.registered == {}
 
 
+@pytest.mark.usefixtures("one_node")
 def test_no_page_locked_memory_at_all_is_told_to_all(
     monkeypatch, new_strategy, rank, size
 ):
@@ -254,6 +258,7 @@ def test_no_page_locked_memory_at_all_is_told_to_all(
 # --- errors of CUDA -------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("one_node")
 @pytest.mark.parametrize("what", ["get", "set", "synchronize", "record"])
 @pytest.mark.parametrize("when", [0, 1, 5])
 def test_an_error_in_the_middle_is_told_to_all(
@@ -292,6 +297,7 @@ def test_an_error_in_the_middle_is_told_to_all(
     assert np.all(large(strategy, xp).get() == size)
 
 
+@pytest.mark.usefixtures("one_node")
 @pytest.mark.parametrize("where", [0, 1])
 def test_an_error_of_small_arrays_is_told_to_all(
     monkeypatch, new_strategy, where, rank, size
@@ -316,6 +322,7 @@ def test_an_error_of_small_arrays_is_told_to_all(
     assert reduce(mpidist.ReduceOp.SUM, x).get().tolist() == [size] * 3
 
 
+@pytest.mark.usefixtures("one_node")
 def test_a_rank_that_leaves_in_the_middle_ends_the_wait(
     monkeypatch, new_strategy, rank, size
 ):

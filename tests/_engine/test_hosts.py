@@ -64,6 +64,14 @@ def report_of(hosts: virtual.Hosts, command: str, *arguments: Any) -> Any:
         return json.JSONDecoder().raw_decode(job.output())[0]
 
 
+def sums(hosts: virtual.Hosts, per_host: int | list[int]) -> list[Any]:
+    """Check sums on hosts; return what each rank says of itself, in their order."""
+    with hosts.job(per_host, [JOB, hosts.folder, "right"]) as job:
+        assert job.wait(100) == 0, job.output()
+        lines = re.findall(r"^\[.*\]$", job.output(), re.M)
+    return sorted(json.loads(line) for line in lines)
+
+
 def await_files(folder: Path, pattern: str, count: int, seconds: float, job: Any):
     end = time.monotonic() + seconds
     while len(found := sorted(folder.glob(pattern))) < count:
@@ -75,19 +83,31 @@ def await_files(folder: Path, pattern: str, count: int, seconds: float, job: Any
 @pytest.mark.parametrize(("count", "per_host"), [(2, 2), (3, 1)])
 def test_sums_on_several_hosts(make_hosts, count, per_host):
     hosts = make_hosts(count)
-    with hosts.job(per_host, [JOB, hosts.folder, "right"]) as job:
-        assert job.wait(100) == 0, job.output()
-        lines = re.findall(r"^\[.*\]$", job.output(), re.M)
-    seen = sorted(json.loads(line) for line in lines)
+    seen = sums(hosts, per_host)
     size = count * per_host
     assert [(rank, total) for rank, total, *_ in seen] == [
         (rank, size) for rank in range(size)
     ]
-    for rank, _, node_ranks, host, moved in seen:
+    for rank, _, node_ranks, host, moved, _ in seen:
         first = rank // per_host * per_host
         assert node_ranks == list(range(first, first + per_host))
         assert host == f"node{rank // per_host + 1}"
         assert moved > 10_000_000  # by the network, not by shared memory
+
+
+def test_sums_on_hosts_that_differ(make_hosts):
+    """One with little memory to share, nothing to write in $HOME, and other paths."""
+    odd = ["node2"]
+    options = {"shm": {"node2": "8m"}, "read_only_home": odd, "elsewhere": odd}
+    seen = sums(make_hosts(2, **options), [1, 2])
+    assert [(rank, node_ranks) for rank, _, node_ranks, *_ in seen] == [
+        (0, [0]),
+        (1, [1, 2]),
+        (2, [1, 2]),
+    ]
+    paths = [path for *_, path in seen]
+    assert paths[1:] == ["/tmp/elsewhere/tree/mpidist/__init__.py"] * 2
+    assert paths[0] != paths[1]
 
 
 def check_given_up(
@@ -160,6 +180,8 @@ def test_what_info_and_check_find_on_hosts(make_hosts):
     assert [node["host"] for node in facts["nodes"]] == ["node1", "node2"]
     assert [node["ranks"] for node in facts["nodes"]] == [[0, 1], [2, 3]]
     assert facts["network"] == ["eth0"]
+    way = facts["strategy"]["transports"]["host"]["text"]
+    assert "No space left" in way, way  # so all go by MPI
     report = report_of(hosts, "check", "--folder", hosts.folder)
     rows = {row["name"]: row for row in report["checks"]}
     assert rows["shared memory"]["state"] == "note"

@@ -140,15 +140,26 @@ def test_errors_are_fed_back_and_those_of_infinities_are_not_kept(scheme, poison
 
 
 @pytest.fixture(params=[2, 3, 4])
-def nodes(request, monkeypatch, size):
-    """The nodes that the ranks play: for each a list of its ranks."""
-    count = request.param
-    if count > size:
+def nodes(request, monkeypatch, strategy):
+    """The nodes that the ranks play: for each a list of its ranks.
+
+    Several machines are several nodes as they are.
+    """
+    everyone = everywhere(group_of(strategy).communicator.node_ranks)
+    machines = sorted(list(x) for x in {*map(tuple, everyone)})
+    count = request.param - (len(machines) > 1)  # that each machine plays
+    if count > max(map(len, machines)):
         pytest.skip("more nodes than ranks")
     monkeypatch.setenv("MPIDIST_SIMULATED_NODES", str(count))
     monkeypatch.delenv("MPIDIST_IMPLEMENTATION", raising=False)
-    of_rank = [r * count // size for r in range(size)]
-    return [[r for r in range(size) if of_rank[r] == k] for k in range(count)]
+    found = []
+    for ranks in machines:
+        of_rank = [k * count // len(ranks) for k in range(len(ranks))]
+        found += [
+            [rank for rank, node in zip(ranks, of_rank, strict=True) if node == k]
+            for k in dict.fromkeys(of_rank)
+        ]
+    return found
 
 
 @pytest.fixture

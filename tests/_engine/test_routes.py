@@ -43,8 +43,8 @@ needs_core = pytest.mark.skipif(
 
 
 @pytest.fixture
-def shared(new_strategy):
-    """A strategy whose ranks share memory."""
+def shared(one_node, new_strategy):
+    """A strategy whose ranks share memory, all of them."""
     if not _native.available():
         pytest.skip("the native core is not built")
     return new_strategy(implementation=SHARED)

@@ -40,7 +40,7 @@ with strategy.scope():
     w = mpidist.Variable(np.zeros(8), aggregation=mpidist.VariableAggregation.MEAN)
 checkpoint = mpidist.Checkpoint(w=w)
 manager = mpidist.CheckpointManager(checkpoint, sys.argv[1], max_to_keep=2)
-time.sleep(float(sys.argv[2]) if len(sys.argv) > 2 else 0.0)
+time.sleep(float(sys.argv[2]) if sys.argv[2:3] == ["2"] else 0.0)
 handler = mpidist.experimental.PreemptionCheckpointHandler(None, manager)
 say = strategy.replica_id == 0
 if say:
@@ -54,6 +54,10 @@ def step():
 
 while handler.total_run_calls < {STEPS}:
     handler.run(strategy.run, step)
+    if "regularly" in sys.argv and handler.total_run_calls % 10 == 0:
+        manager.save(handler.total_run_calls)
+        if say:
+            print("has step", handler.total_run_calls, flush=True)
     time.sleep(0.05)
 if say:
     print("result", w.numpy().tobytes().hex(), flush=True)
@@ -205,6 +209,24 @@ def test_info_names_the_step(cluster):
     }
     assert facts["ranks"] == 3
     assert facts["problems"] == []
+    if cluster.has_names:  # else the nodes are not told apart, or ranks of one node are
+        ranks_of = {node["host"]: node["ranks"] for node in facts["nodes"]}
+        assert sorted(map(len, ranks_of.values())) == [1, 2]
+
+
+@pytest.mark.core
+@starts_ranks
+def test_check_tells_why_ranks_of_a_node_are_apart(cluster):
+    """Open MPI finds the ranks of its host by the name that SLURM has for the node."""
+    if not hosts.is_open_mpi():
+        pytest.skip("MPICH asks SLURM for numbers of nodes, not for names")
+    check = ("python", "-m", "mpidist", "check")
+    with slurm_cluster.Cluster(1, own_names=False) as unnamed:
+        output = unnamed.run("srun", "-n2", "--mpi=pmix", *check)
+    assert "SLURM placed 2 ranks, but those that share memory are 1 + 1" in output
+    assert f"this host is {os.uname().nodename.partition('.')[0]}, and its NodeN" in (
+        output
+    )
 
 
 @pytest.mark.core
@@ -335,3 +357,27 @@ def test_a_job_that_makes_room_for_another_continues(cluster, undisturbed):
     first, second = _steps(cluster, job)
     assert first == 0
     assert 0 < second < STEPS
+
+
+@pytest.mark.core
+@starts_ranks
+def test_a_job_that_loses_a_node_continues_on_others(cluster, undisturbed):
+    """Nothing is saved then: it goes on from the last regular checkpoint."""
+    if not cluster.has_names:
+        pytest.skip("nodes that can be told apart need root")
+    job = _submit_training(cluster, _folder(), "regularly")
+    cluster.wait_for_output(job, "has step 10")
+    lost = cluster.run("scontrol", "show", "hostnames", cluster.state(job)["NodeList"])
+    lost = lost.split()[-1]
+    with cluster.without(lost):
+        state = cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL")
+        assert state["JobState"] == "COMPLETED", cluster.output(job)
+        assert state["Restarts"] == "1"
+        again = cluster.run("scontrol", "show", "hostnames", state["NodeList"])
+        assert lost not in again.split()
+    first, second = _steps(cluster, job)
+    assert first == 0
+    assert second % 10 == 0
+    assert 0 < second < STEPS
+    assert "saved" not in cluster.output(job)
+    assert _result(cluster, job) == undisturbed
