@@ -85,6 +85,12 @@ def release_unused(strategy):
     group_of(strategy).communicator.release_unused()
 
 
+def maps_memory(strategy):
+    """Whether ranks share memory: of one node, or each node its own."""
+    comm = group_of(strategy).communicator
+    return comm.num_nodes < comm.size
+
+
 def needs_one_node(strategy):
     if group_of(strategy).communicator.num_nodes > 1:
         pytest.skip("ranks of several nodes have buffers of their own")
@@ -103,9 +109,7 @@ def test_a_closed_strategy_gives_all_back(strategy, size):
     count, mapped = collective_release.count(), segments()
     one = mpidist.MPIStrategy(communication_options=options())
     assert collective_release.count() == count + 1
-    comm = group_of(one).communicator
-    # On several nodes each has its own, unless each has one rank.
-    assert segments() == mapped + (comm.num_nodes < comm.size)
+    assert segments() == mapped + maps_memory(one)
     one.close()
     assert (collective_release.count(), segments()) == (count, mapped)
 

@@ -474,6 +474,7 @@ ROUTE_MUTANTS = [
 ]
 
 
+@pytest.mark.usefixtures("one_node")
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("way", ROUTES)
 @pytest.mark.parametrize(
@@ -490,6 +491,7 @@ def test_each_wait_of_the_staged_route_is_missed(
     assert found is not None
 
 
+@pytest.mark.usefixtures("one_node")
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("module", [staging, device_routes])
 @pytest.mark.parametrize("other", ["null", "new"])
