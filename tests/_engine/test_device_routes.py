@@ -360,6 +360,7 @@ def route_of(strategy, arrays, implementation=None):
     return type(plan).__name__
 
 
+@pytest.mark.usefixtures("one_node")
 def test_the_routes(monkeypatch, new_strategy, size):
     xp = posing.install(monkeypatch, num_devices=size, nccl=posing.Nccl())
     strategy = new_strategy(device="gpu")
