@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import pathlib
 import re
@@ -204,6 +205,7 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
         yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
 
 
+@functools.cache  # it takes half a second: not while tests are collected
 def uses() -> list[Use]:
     """Return every use of a name of CuPy."""
     return [use for where, tree in modules() for use in _Reader(where, tree).uses]

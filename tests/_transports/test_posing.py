@@ -19,7 +19,6 @@ import record_cupy
 from mpidist._transports import nccl as _nccl
 
 VERSIONS = [posing.NEWEST, posing.OLDER]
-USES = cupy_names.uses()
 # What only NumPy's arrays have, and is asked only of those.
 OF_THE_HOST = {
     "ctypes": "memory of a pool",
@@ -57,7 +56,7 @@ def stand_in(monkeypatch):
 
 def test_the_sources_are_read():
     """Some uses of every kind are found, so that the rest can be believed."""
-    paths = {use.path for use in USES}
+    paths = {use.path for use in cupy_names.uses()}
     assert {
         "cupyx.empty_pinned",
         "cupy.stack",
@@ -77,7 +76,7 @@ def test_the_sources_are_read():
         "cupy.ndarray.get",
         "cupy.ndarray.set",
     } <= paths
-    calls = {use.path: use for use in USES if use.positional >= 0}
+    calls = {use.path: use for use in cupy_names.uses() if use.positional >= 0}
     assert calls["cupy.cuda.nccl.NcclCommunicator.reduce"].positional == 7
     assert calls["cupy.cuda.Event"].keywords == ("disable_timing",)
     assert {"reshape", "view", "nbytes"} <= set(cupy_names.array_attributes())
@@ -86,7 +85,7 @@ def test_the_sources_are_read():
 @pytest.mark.parametrize("version", VERSIONS)
 def test_cupy_has_what_is_used(version):
     names = posing.record(version)["names"]
-    missing = [u for u in USES if u.name not in names.get(u.owner, ())]
+    missing = [u for u in cupy_names.uses() if u.name not in names.get(u.owner, ())]
     assert missing == []
     of_arrays = cupy_names.array_attributes()
     unknown = {n: w for n, w in of_arrays.items() if n not in names["cupy.ndarray"]}
@@ -97,7 +96,7 @@ def test_cupy_has_what_is_used(version):
 def test_calls_fit_the_signatures(version):
     signatures = posing.record(version)["signatures"]
     compared = 0
-    for use in USES:
+    for use in cupy_names.uses():
         text = signatures.get(use.path)
         if use.positional < 0 or text is None:
             continue
@@ -113,7 +112,7 @@ def test_calls_fit_the_signatures(version):
 
 
 def test_the_stand_in_has_what_is_used(stand_in):
-    for path in {use.path for use in USES} - set(NOT_POSED):
+    for path in {use.path for use in cupy_names.uses()} - set(NOT_POSED):
         stand_in(path)
 
 
@@ -121,7 +120,7 @@ def test_the_stand_in_has_what_is_used(stand_in):
 def test_the_stand_in_has_cupys_signatures(stand_in, version):
     """Its parameters have those names and that order; it may lack optional ones."""
     compared = set()
-    for path in {use.path for use in USES} - set(NOT_POSED):
+    for path in {use.path for use in cupy_names.uses()} - set(NOT_POSED):
         text = posing.record(version)["signatures"].get(path)
         thing = stand_in(path)
         if text is None or not callable(thing):
@@ -200,7 +199,7 @@ def test_the_records_are_those_of_the_real_package(tmp_path):
         assert real == posing.record(path.stem)
         return
     recorded = posing.record()  # of another version: what is used is the same
-    for use in USES:
+    for use in cupy_names.uses():
         assert use.name in real["names"][use.owner], use
         if use.path in recorded["signatures"] and use.positional >= 0:
             assert real["signatures"][use.path] == recorded["signatures"][use.path]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import graphlib
 import re
 from collections.abc import Iterator
@@ -100,10 +101,14 @@ def module_name(path: Path) -> str:
 
 
 FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-IMPORTS = {
-    name: imports_of(path.read_text(encoding="utf-8"), set(FILES))
-    for name, path in FILES.items()
-}
+
+
+@functools.cache  # not while tests are collected, which each worker does
+def imports_of_all() -> dict[str, list[Import]]:
+    return {
+        name: imports_of(path.read_text(encoding="utf-8"), set(FILES))
+        for name, path in FILES.items()
+    }
 
 
 def room_of(name: str) -> str:
@@ -174,13 +179,15 @@ def circle(imports: dict[str, list[Import]]) -> list[str]:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_inside_a_room_imports_form_no_circle(room):
-    inside = {name: found for name, found in IMPORTS.items() if room_of(name) == room}
+    inside = {
+        name: found for name, found in imports_of_all().items() if room_of(name) == room
+    }
     assert circle(inside) == []
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_module_imports_only_from_below(name):
-    assert list(violations(name, IMPORTS[name], FILES)) == []
+    assert list(violations(name, imports_of_all()[name], FILES)) == []
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -188,7 +195,7 @@ def test_a_foreign_library_has_one_owner(name):
     own = name.removeprefix("mpidist.")
     wrong = [
         f"{one} belongs to {OWNERS[library]}"
-        for one in IMPORTS[name]
+        for one in imports_of_all()[name]
         if (library := one.name.split(".")[0]) in OWNERS and OWNERS[library] != own
     ]
     assert wrong == []
@@ -198,7 +205,7 @@ def test_a_foreign_library_has_one_owner(name):
 def test_a_library_with_a_room_is_imported_there_only(library):
     users = {
         name.removeprefix("mpidist.")
-        for name, imports in IMPORTS.items()
+        for name, imports in imports_of_all().items()
         if any(one.name.split(".")[0] == library for one in imports)
     }
     assert "_base.guests" in users
@@ -210,7 +217,9 @@ def test_owners_do_import_what_they_own():
     for library, owner in OWNERS.items():
         if library == "cupy_backends":
             continue
-        imported = {one.name.split(".")[0] for one in IMPORTS[f"mpidist.{owner}"]}
+        imported = {
+            one.name.split(".")[0] for one in imports_of_all()[f"mpidist.{owner}"]
+        }
         assert library in imported, f"{owner} does not import {library} any more"
 
 
@@ -220,7 +229,7 @@ LAZY = ("mpi4py", "cupy", "cupyx")
 def test_what_is_slow_to_import_is_imported_inside_functions():
     eager = [
         f"{name} {one}"
-        for name, imports in IMPORTS.items()
+        for name, imports in imports_of_all().items()
         for one in imports
         if one.name.split(".")[0] in LAZY and not one.lazy
     ]
@@ -235,7 +244,7 @@ def test_no_other_library_is_imported():
     )
     others = {
         f"{name} {one}"
-        for name, imports in IMPORTS.items()
+        for name, imports in imports_of_all().items()
         for one in imports
         if one.name.split(".")[0] not in allowed
     }

@@ -1,10 +1,15 @@
 """Training gives the same loss curve and weights on one rank and on three."""
 
+import importlib.util
+
 import numpy as np
 import pytest
 from launching import ROOT, run_ranks
 
-pytest.importorskip("sklearn")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sklearn") is None,
+    reason="scikit-learn is not installed (extra `examples`)",
+)
 
 # 3 ranks divide neither 50 nor 38, the images in the last batch of an epoch. With 2
 # images, one rank has none at all.
