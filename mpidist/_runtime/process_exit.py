@@ -76,9 +76,11 @@ from mpidist._base.errors import (
     RemoteTraceback,
     format_exception,
 )
-from mpidist._mpi import library
+from mpidist._mpi import library, survival
 from mpidist._runtime import context
 
+ENDED_FILE: Final = "MPIDIST_ENDED_FILE"
+"""The environment variable with the path of a file that a rank creates at its end."""
 _LEAVING: Final = Call("nothing more: this rank has left the program")
 _SHORT: Final = 0.0005
 _LONG: Final = 0.02
@@ -335,8 +337,12 @@ def leave(code: Any) -> None:
 
 def _end() -> None:
     """End without MPI_Finalize if it would wait for a lost rank, or is not ours."""
-    if not library.is_forbidden() and not any(
-        guard.has_lost for guard in _guards.get()
+    if not library.is_forbidden():
+        _tell_launcher()
+    if not (
+        library.is_forbidden()
+        or any(guard.has_lost for guard in _guards.get())
+        or _has_outlived()
     ):
         return
     logging = sys.modules.get("logging")
@@ -351,6 +357,21 @@ def _end() -> None:
     if code is not None and not isinstance(code, int):
         code = 1  # a text, which was printed
     os._exit((code or 0) & 0xFF)
+
+
+def _has_outlived() -> bool:
+    """Return whether a process of the job has died, which MPI_Finalize waits for."""
+    if library.world_rank() is None or not survival.is_on():
+        return False
+    return survival.losses(library.mpi_module().COMM_WORLD) is not None
+
+
+def _tell_launcher() -> None:
+    """Tell `mpidist run` that a rank has come to its end: it was not killed."""
+    path = os.environ.get(ENDED_FILE)
+    if path and library.world_rank() is not None:
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8"):
+            pass
 
 
 atexit.register(_end)  # so early that it runs after the functions of users

@@ -65,6 +65,7 @@ class VariableStorage:
         view: a view of the array, which users get; read-only if it is on the host.
         fingerprint: a function that returns the fingerprint of the array for a seed.
         key: the key of the variable in the group's registry, the same on all ranks.
+        retired: why it cannot be used any more; "" while it can.
     """
 
     __slots__ = (
@@ -74,6 +75,7 @@ class VariableStorage:
         "group",
         "key",
         "on_read",
+        "retired",
         "view",
     )
 
@@ -95,6 +97,20 @@ class VariableStorage:
             self.view.flags.writeable = False
         self.fingerprint: Callable[[int], int] = checksums.fingerprinter(self.array)
         self.key: tuple[int, int] = _NO_KEY  # until the registry has the variable
+        self.retired: str = ""
+
+    def retire(self, why: str) -> None:
+        """Drop the array. Every later use of the variable raises, and says why."""
+        self.retired = why
+        del self.array, self.view, self.fingerprint
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # Called for a field that is not there: those of a retired variable.
+        if name in ("array", "view", "fingerprint"):
+            raise RuntimeError(
+                f"Variable {self.name!r} can no longer be used: {self.retired}"
+            )
+        raise AttributeError(name)
 
     @property
     def name(self) -> str:

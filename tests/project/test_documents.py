@@ -26,6 +26,7 @@ MODULES = (
     "",
     "cluster",
     "data",
+    "elastic",
     "experimental",
     "optimizers",
     "testing",

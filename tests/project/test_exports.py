@@ -13,12 +13,13 @@ import pytest
 from launching import ROOT
 
 import mpidist
-from mpidist import cluster, data, experimental, optimizers, testing
+from mpidist import cluster, data, elastic, experimental, optimizers, testing
 
 PREFIXES = {
     mpidist: "",
     cluster: "cluster.",
     data: "data.",
+    elastic: "elastic.",
     experimental: "experimental.",
     optimizers: "optimizers.",
     testing: "testing.",
@@ -49,6 +50,8 @@ COLLECTIVE = {
     "experimental.PreemptionCheckpointHandler",
     "experimental.PreemptionCheckpointHandler.run",
     "experimental.PreemptionCheckpointHandler.save_checkpoint_if_preempted",
+    "elastic.State.commit",
+    "elastic.run",
     "Checkpoint.restore",
     "Checkpoint.save",
     "CheckpointManager",

@@ -29,6 +29,7 @@ import pytest
 from launching import (
     LAUNCHER_FAULT,
     ROOT,
+    outlives_ranks,
     plain_environment,
     rank_environment,
     run_ranks,
@@ -287,6 +288,28 @@ def mpidist_run(command: Command, ranks: str, program: str) -> None:
     assert result.stdout.count("hello from replica") == int(ranks)
 
 
+def elastic_run(command: Command, program: str) -> None:
+    """Run a program of the page that outlives a rank."""
+    if not outlives_ranks():
+        pytest.skip("this MPI does not outlive ranks")
+    (command.folder / program).write_text(command.programs[program], encoding="utf-8")
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-m", *shlex.split(command.text)],
+            cwd=command.folder,
+            env=rank_environment(),
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+        if LAUNCHER_FAULT not in done.stderr:
+            break
+    done.stdout, done.stderr = done.stderr, done.stdout  # in the order of the page
+    compare(command.output or [], done)
+
+
 def srun(command: Command, kind: str, program: str) -> None:
     """See that the program is there, and the kind one that the scripts look for."""
     compile_file(program)
@@ -359,7 +382,8 @@ COMMANDS: list[tuple[str, Callable[..., None]]] = [
         setting_up,
     ),
     (r"mpidist sbatch (.*) > job.sbatch", print_script),
-    (r"mpidist run -n (\d+) (\S+\.py)", mpidist_run),
+    (r"mpidist run (?:--restarts \d+ )?-n (\d+) (\S+\.py)", mpidist_run),
+    (r"mpidist run --elastic -n \d+ (\S+\.py)", elastic_run),
     (r".venv/bin/mpidist run -n \d+ -m pytest (.*)", pytest_in_venv),
     (r"mpidist timeline (run\.json)", timeline),
     (r"(?:(?:mpirun|srun) (?:-\S+ (?:\d+ )?)*)?mpidist (.*)", command_line),

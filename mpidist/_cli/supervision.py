@@ -1,0 +1,97 @@
+"""A job that this process waits for, and starts again when it has failed.
+
+A launcher that outlives ranks returns 0 if the ranks that were killed were the only
+ones that failed: also if those were all. So a rank that comes to its end creates a file
+(`process_exit.ENDED_FILE`), and without one a job has failed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Final
+
+from mpidist._runtime.process_exit import ENDED_FILE
+
+_FORWARDED: Final = (
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+_KILLED: Final = 128 + signal.SIGKILL
+
+
+class Supervisor:
+    """Runs a command until it has succeeded, or was asked to end, or too often.
+
+    Signals are passed on to it; Ctrl-C reaches it by itself. A job that is asked to end
+    by one is not started again.
+
+    Args:
+        command: mpirun, and its arguments.
+        environment: all of its variables.
+        restarts: how many times it is started again.
+        outlives_ranks: whether it does, and returns 0.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        restarts: int,
+        *,
+        outlives_ranks: bool,
+    ) -> None:
+        self._command = list(command)
+        self._environment = dict(environment)
+        self._restarts = restarts
+        self._outlives_ranks = outlives_ranks
+        self._asked_to_end = False
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> int:
+        """Run it; return the exit code of the last time."""
+        before = {
+            number: signal.signal(number, self._forward)
+            for number in (signal.SIGINT, *_FORWARDED)
+        }
+        try:
+            for attempt in range(self._restarts + 1):
+                code = self._run_once()
+                if code == 0 or self._asked_to_end or attempt == self._restarts:
+                    break
+                _say(
+                    f"the job ended with code {code}; starting it again, "
+                    f"{attempt + 1} of {self._restarts}"
+                )
+            return code
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._asked_to_end = True
+        if self._process is not None and number != signal.SIGINT:
+            self._process.send_signal(number)
+
+    def _run_once(self) -> int:
+        with tempfile.TemporaryDirectory(prefix="mpidist-run-") as folder:
+            ended = os.path.join(folder, "ended")
+            environment = {**self._environment, ENDED_FILE: ended}
+            self._process = subprocess.Popen(self._command, env=environment)
+            code = self._process.wait()
+            self._process = None
+            if code == 0 and self._outlives_ranks and not os.path.exists(ended):
+                _say("no rank has come to the end of its program: all were killed")
+                return _KILLED
+        return 128 - code if code < 0 else code
+
+
+def _say(text: str) -> None:
+    print(f"mpidist run: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,218 @@
+"""Commits: copies of a state in the memory of the replicas, the same on all of them.
+
+Making one: encode the states; compare them over the replicas, in one header (so all of
+them commit, and the same); exchange them if they differ; copy the variables. Nothing of
+it counts until the replicas have agreed (`_members`).
+
+What is different on each replica survives it: ON_READ variables are combined, as
+reading does, and differing states of generators are on all replicas.
+
+Putting one back: replicas without it, which were spares, get it from one that has it.
+Then each sets its objects. Generators of which each replica has its own stay with the
+replicas that are left, and a spare goes on with those of the one that it replaces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from mpidist._agreement import mismatch
+from mpidist._base import backend
+from mpidist._base.errors import CollectiveMismatchError, format_ranks, on_rank
+from mpidist._base.types import HostArray
+from mpidist._checkpoints import contents, state_json
+from mpidist._checkpoints.collective_call import CollectiveCall
+from mpidist._checkpoints.contents import Item, SavedState, StateItem, VariableItem
+from mpidist._checkpoints.state_json import Json
+
+
+@dataclasses.dataclass(frozen=True)
+class Commit:
+    """A copy of a state.
+
+    Attributes:
+        number: commits are counted; it is the same on all replicas.
+        place: the number of this replica among those that made the commit.
+        size: how many replicas made it.
+        arrays: the values of the variables.
+        states: the other states: one for all replicas, or one for each.
+    """
+
+    number: int
+    place: int
+    size: int
+    arrays: dict[str, HostArray]
+    states: dict[str, list[Json]]
+
+
+def take(
+    call: CollectiveCall,
+    items: Sequence[Item],
+    number: int,
+    plain: Collection[str],
+    reused: Commit | None,
+) -> Commit:
+    """Return a copy of the items. Collective.
+
+    Args:
+        call: the call that makes it.
+        items: what to copy.
+        number: of the new commit.
+        plain: the names of the plain values, which are the same on all replicas.
+        reused: a commit of the same items that is no longer needed; its memory is used.
+
+    Raises:
+        CollectiveMismatchError: if a plain value differs between the replicas.
+        TypeError: if a state cannot be kept, on one replica; all raise it.
+    """
+    own = call.attempt(lambda: _encode(items))
+    text = json.dumps([number, own], sort_keys=True)
+    states = {name: [state] for name, state in own.items()}
+    made = mismatch.call_of(call.name)
+    if not call.guard.agree_and_compare(made, mismatch.fingerprint(text)):
+        rows = [json.loads(row) for row in call.comm.all_gather_objects(text.encode())]
+        for name in states:
+            column = [row[1][name] for row in rows]
+            if any(state != column[0] for state in column):
+                states[name] = column
+        _check_differing(call, items, states, plain)
+    arrays: dict[str, HostArray] = {}
+    with call.scope():
+        for item in items:
+            if isinstance(item, VariableItem):
+                old = None if reused is None else reused.arrays.get(item.name)
+                arrays[item.name] = _copy(item, old)
+    return Commit(number, call.rank, call.size, arrays, states)
+
+
+def _encode(items: Sequence[Item]) -> dict[str, Json]:
+    return {
+        item.name: state_json.encode(item.get(), f"State.commit: {item.name!r}")
+        for item in items
+        if isinstance(item, StateItem)
+    }
+
+
+def _copy(item: VariableItem, out: HostArray | None) -> HostArray:
+    """Return a copy of a variable, in ``out`` if it fits. Collective if ON_READ."""
+    if item.on_read:
+        # A new array, which nobody else has.
+        return np.asarray(backend.to_host(item.variable.read_value()))
+    x = item.variable.values[0]
+    if backend.is_device_array(x):
+        return np.asarray(backend.to_host(x))
+    if out is None:
+        return np.array(x)
+    out[...] = x
+    return out
+
+
+def _check_differing(
+    call: CollectiveCall,
+    items: Sequence[Item],
+    states: dict[str, list[Json]],
+    plain: Collection[str],
+) -> None:
+    """Raise, on all replicas, for a state that differs and may not."""
+    for item in items:
+        if not isinstance(item, StateItem) or len(states[item.name]) == 1:
+            continue
+        column = states[item.name]
+        if item.name in plain:
+            groups: dict[str, list[int]] = {}
+            for rank, state in enumerate(column):
+                text = f"{state_json.decode(state)!r:.80}"
+                groups.setdefault(text, []).append(rank)
+            lines = [f"  {format_ranks(r)}: {text}" for text, r in groups.items()]
+            problem = (
+                f"{item.name!r} is not the same on all replicas:\n"
+                + "\n".join(lines)
+                + "\nA plain value must be, since a replica that dies would take its "
+                "own with it. Reduce it (`strategy.reduce`), or make an ON_READ "
+                "variable of it"
+            )
+        elif item.kind == "object" and item.merge is None:
+            problem = (
+                f"{item.name!r} has another state on each replica, and no method "
+                "`merge_states(states)`, so it could not go on with fewer replicas. "
+                "Make its state the same on all of them, or add the method, which "
+                "makes one state of all"
+            )
+        else:
+            continue
+        raise CollectiveMismatchError(on_rank(call.rank, f"{call.name}: {problem}"))
+
+
+# --- putting it back ----------------------------------------------------------------
+
+
+def share(
+    call: CollectiveCall, items: Sequence[Item], own: Commit | None, has: Sequence[bool]
+) -> Commit:
+    """Return the commit on all replicas, those that have joined too. Collective.
+
+    Args:
+        call: the call that puts it back.
+        items: what is in it.
+        own: the commit; None on a replica that does not have it.
+        has: for each replica whether it does; at least one of them.
+    """
+    root = has.index(True)
+    data = b""
+    if own is not None and call.rank == root:
+        data = pickle.dumps((own.number, own.size, own.states))
+    data = call.comm.all_gather_objects(data)[root]
+    variables = [item for item in items if isinstance(item, VariableItem)]
+
+    def prepare() -> Commit:
+        if own is not None:
+            return own
+        number, size, states = pickle.loads(data)
+        empty = {
+            item.name: np.empty(item.variable.shape, item.variable.dtype)
+            for item in variables
+        }
+        return Commit(number, -1, size, empty, states)
+
+    # All wait for the end of this: the broadcasts below have no header.
+    commit = call.together(prepare, scope=False)
+    for item in variables:
+        x = commit.arrays[item.name]
+        if x.size:
+            call.comm.broadcast(backend.as_bytes(x), root)
+    return commit
+
+
+def put(
+    call: CollectiveCall, items: Sequence[Item], commit: Commit, places: Sequence[int]
+) -> None:
+    """Set all objects to a commit that all replicas have. Collective.
+
+    Args:
+        call: the call that puts it back.
+        items: the objects.
+        commit: the commit.
+        places: for each replica the number, among those that made the commit, of the
+            one that it is or replaces.
+    """
+
+    def set_states() -> None:
+        for item in items:
+            if isinstance(item, StateItem):
+                values = commit.states[item.name]
+                if len(values) > 1 and item.kind == "generator":
+                    values = [values[place] for place in places]
+                # One replica has one generator, which then is that of all.
+                saved = SavedState(values, max(commit.size, 2), alike=True)
+                chosen = contents.choose_state(item, saved, call.rank, call.size)
+                item.set(chosen)
+
+    call.together(set_states)
+    for item in items:
+        if isinstance(item, VariableItem):
+            call.assign(item, commit.arrays[item.name])

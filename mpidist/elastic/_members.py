@@ -1,0 +1,272 @@
+"""Which processes are replicas, and how they agree: by MPI's fault tolerance.
+
+Two communicators are remade whenever a process has died: one of all processes that
+live, spares too, and one of the replicas. A *round* is the time between two such
+events.
+
+In a round the replicas decide by `agree`, which is uniform (all that live get the same
+result) and also ends when processes die in it:
+
+- a commit counts if all vote for it, and nothing is applied before; so does the end;
+- a replica in which a call failed since another one died revokes, then votes 0. So each
+  replica ends its round with one vote that has the result 0, wherever it was.
+
+Then they *meet*: revoke the communicator of all, by which the spares are woken;
+shrink it; tell each other which commit they have; make the communicator of the next
+replicas; and agree that all this has worked. If not, a further process has died: again,
+with those that are left. The protocol is that of the ULFM specification (section
+"Communicator agreement"); anything that was applied before the agreement could be lost
+on some replicas.
+
+A commit can count on a replica that dies before it tells anybody; its effect is then
+lost with it. Should it count on some and not on others, which a uniform agreement
+excludes, the older of the last two commits, which all have, is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from mpidist._mpi import library, survival
+from mpidist._mpi.library import MpiComm
+
+_SPARE_SECONDS: Final = 0.02
+
+
+class Role(enum.IntEnum):
+    """What a process was in the round before."""
+
+    STARTING = enum.auto()  # it begins, or began with all others and nobody committed
+    REPLICA = enum.auto()  # it has commits
+    JOINING = enum.auto()  # it was a spare, and has taken a place, but not committed
+    SPARE = enum.auto()
+    FINISHED = enum.auto()  # all replicas have
+
+
+class Plan(NamedTuple):
+    """Who the replicas of a round are.
+
+    Attributes:
+        places: for each replica the number, among those that made the commit, of the
+            one that it is or replaces.
+        ranks: for each replica its rank in the communicator of all.
+        has: for each replica whether it has the commit.
+        commit: the number of the commit; 0: they start from the beginning.
+        lost: the places that nobody takes.
+        spares: how many spares are left.
+    """
+
+    places: list[int]
+    ranks: list[int]
+    has: list[bool]
+    commit: int
+    lost: list[int]
+    spares: int
+
+
+class Claim(NamedTuple):
+    """What a process has of a commit.
+
+    Attributes:
+        place: its number among those that made it; -1 if it does not have it.
+        size: how many those were.
+    """
+
+    place: int
+    size: int
+
+
+class NobodyLeftError(Exception):
+    """All replicas that had a commit have died."""
+
+
+class FinishedError(Exception):
+    """The replicas have finished: nobody is needed any more."""
+
+
+def make_plan(
+    roles: Sequence[Role], claims: Sequence[Claim], commit: int, wanted: int
+) -> Plan:
+    """Return who the next replicas are; the same on all processes.
+
+    Args:
+        roles: those of all processes that live.
+        claims: what they have of the commit.
+        commit: its number; 0 if nobody has one.
+        wanted: how many replicas begin, if they are enough.
+
+    Raises:
+        FinishedError: if there is nothing left to do.
+        NobodyLeftError: if nobody has the state.
+    """
+    if Role.FINISHED in roles:
+        raise FinishedError
+    taken = {claim.place: rank for rank, claim in enumerate(claims) if claim.place >= 0}
+    has = set(taken)
+    if not has and Role.STARTING not in roles:
+        raise NobodyLeftError
+    size = max(claim.size for claim in claims) if has else wanted
+    free = [rank for rank, claim in enumerate(claims) if claim.place < 0]
+    empty = [place for place in range(size) if place not in taken]
+    for place in empty[: len(free)]:
+        taken[place] = free.pop(0)
+    places = sorted(taken)
+    return Plan(
+        places,
+        [taken[place] for place in places],
+        [place in has for place in places],
+        commit,
+        [place for place in empty if place not in taken],
+        len(free),
+    )
+
+
+@dataclasses.dataclass
+class Round:
+    """One round on one process.
+
+    Attributes:
+        all: the processes that live, spares too.
+        stop: the same processes; it is revoked if the replicas raise.
+        replicas: the replicas, for the votes and for the strategy; None on a spare.
+        plan: who they are.
+        over: whether it has ended, by a loss.
+    """
+
+    all: MpiComm
+    stop: MpiComm
+    replicas: MpiComm | None
+    plan: Plan
+    over: bool = False
+
+    def vote(self) -> bool:
+        """Return whether all replicas live and have come here. Collective over them."""
+        if not self.over and not survival.agree(self.replicas, 1):
+            self.over = True
+        return not self.over
+
+    def has_lost(self) -> bool:
+        """Return whether a replica is known to have died. Not collective."""
+        return bool(survival.failed_ranks(self.replicas))
+
+    def is_behind(self, error: BaseException) -> bool:
+        """Return whether MPI raised an error because a replica has died."""
+        losses = functools.partial(survival.losses, self.replicas)
+        return survival.losses_behind(error, losses) is not None
+
+    def give_up(self) -> None:
+        """End the round, since a replica has died. Each replica that lives calls it."""
+        if not self.over:
+            self.over = True
+            survival.revoke(self.replicas)
+            survival.agree(self.replicas, 0)
+
+    def release_spares(self) -> None:
+        """Let the spares end, since this replica has raised. Not collective."""
+        survival.revoke(self.stop)
+
+    def wait_as_spare(self) -> bool:
+        """Wait until this spare is needed; return False if the replicas have raised.
+
+        It sleeps nearly all of the time.
+
+        Raises:
+            NobodyLeftError: if all replicas have died.
+        """
+        replicas = set(self.plan.ranks)
+        while True:
+            failed = survival.failed_ranks(self.all)
+            if self.stop.Is_revoked():
+                return False
+            if self.all.Is_revoked():
+                return True
+            if replicas <= set(failed):
+                raise NobodyLeftError
+            time.sleep(_SPARE_SECONDS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """What a process tells the others when they meet.
+
+    Attributes:
+        role: what it was.
+        newest: the number of its newest commit; 0 if it has none.
+        claim: returns what it has of a commit.
+        wanted: how many replicas begin, if they are enough.
+        settings: a number that must be the same on all processes.
+    """
+
+    role: Role
+    newest: int
+    claim: Callable[[int], Claim]
+    wanted: int
+    settings: int
+
+
+def meet(before: MpiComm | None, member: Member) -> Round:
+    """Find out who lives, and begin a round. Collective over them.
+
+    Args:
+        before: the communicator of all processes in the round before; None: all that
+            the job has, of which some may have died already.
+        member: this process.
+
+    Raises:
+        FinishedError: if there is nothing left to do; on all processes.
+        NobodyLeftError: if nobody has the state; on all of them.
+        ValueError: if their settings differ; on all of them.
+    """
+    comm = library.mpi_module().COMM_WORLD if before is None else before
+    if before is not None:
+        survival.revoke(comm)
+    while True:
+        comm = survival.shrink(comm)
+        found: Round | Exception | None = None
+        try:
+            found = _begin(comm, member)
+        except (FinishedError, NobodyLeftError, ValueError) as error:
+            found = error  # of all, once they have agreed that they are all
+        except Exception as error:
+            if (
+                survival.losses_behind(error, functools.partial(survival.losses, comm))
+                is None
+            ):
+                raise
+            survival.revoke(comm)
+        if survival.agree(comm, int(found is not None)) and found is not None:
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+
+def _begin(comm: MpiComm, member: Member) -> Round:
+    rows = _exchange(comm, [member.role, member.newest, member.settings])
+    if len({settings for _, _, settings in rows}) > 1:
+        raise ValueError(
+            "elastic.run: `min_replicas` and `spares` must be the same on all ranks"
+        )
+    # The newest that all have who have one.
+    commit = min((newest for _, newest, _ in rows if newest), default=0)
+    claims = [Claim(*row) for row in _exchange(comm, list(member.claim(commit)))]
+    plan = make_plan([Role(row[0]) for row in rows], claims, commit, member.wanted)
+    rank = comm.Get_rank()
+    mine = plan.ranks.index(rank) if rank in plan.ranks else -1
+    undefined = library.mpi_module().UNDEFINED
+    replicas = comm.Split(0 if mine >= 0 else undefined, max(mine, 0))
+    stop = comm.Dup() if plan.spares else comm
+    return Round(comm, stop, replicas if mine >= 0 else None, plan)
+
+
+def _exchange(comm: MpiComm, numbers: list[int]) -> list[list[int]]:
+    rows = np.empty((comm.Get_size(), len(numbers)), np.int64)
+    comm.Allgather(np.array(numbers, np.int64), rows)
+    table: list[list[int]] = rows.tolist()
+    return table

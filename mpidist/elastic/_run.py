@@ -1,0 +1,332 @@
+"""`run`: calls a training again, on the replicas that are left, when some have died."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias, TypeVar
+
+from mpidist._base import threads
+from mpidist._base.errors import ReplicaLostError, format_ranks
+from mpidist._mpi import library, survival
+from mpidist._strategy.mpi_strategy import MPIStrategy
+from mpidist.elastic import _members
+from mpidist.elastic._members import (
+    FinishedError,
+    Member,
+    NobodyLeftError,
+    Plan,
+    Role,
+    Round,
+)
+from mpidist.elastic._state import Held, State, held_by
+
+_R = TypeVar("_R")
+# Any: of the communicator, an `mpi4py.MPI.Comm`.
+_MakeStrategy: TypeAlias = Callable[[Any], MPIStrategy]
+_MOST_IDLE_ROUNDS: Final = 2
+
+
+def run(
+    train: Callable[[Any, State], _R],
+    state: State,
+    *,
+    min_replicas: int = 1,
+    spares: int = 0,
+    make_strategy: Callable[[Any], MPIStrategy] = MPIStrategy,
+) -> _R | None:
+    """Run a training that goes on when replicas die. Collective: all ranks call it.
+
+    ``train(strategy, state)`` is an ordinary program, which calls ``state.commit()`` at
+    the boundaries of its steps. When the process of a replica dies, the calls of all
+    others end in `ReplicaLostError`, which passes through ``train`` to here. The
+    replicas that are left get a new strategy, the objects of ``state`` are made anew
+    with what was committed last, the same on all, and ``train`` is called again: it
+    begins where ``state`` says. A commit counts on all replicas or on none.
+
+    Replicas that have died are lost, so the others share the work: batches of global
+    size stay what they were. Processes that wait as spares take their places instead.
+    Rank 0 of the new strategy is the lowest replica that is left, or the spare in its
+    place.
+
+    It needs Open MPI 5, started by ``mpirun --with-ft ulfm`` (``mpidist run
+    --elastic``). Elsewhere this is an ordinary run on all ranks, which ends with the
+    job when a rank dies; it says so once. ``mpidist run --restarts`` starts such a job
+    again, from the last checkpoint of ``State(directory=...)``.
+
+    Args:
+        train: called with a strategy and the state. An exception other than that of a
+            loss ends the run.
+        state: a `State`. One without a commit begins with the newest checkpoint of its
+            directory.
+        min_replicas: with fewer replicas than this the run ends with an error. The same
+            on all ranks.
+        spares: so many processes, the last ranks of the job, wait until they are
+            needed. They sleep. The same on all ranks.
+        make_strategy: makes the strategy for a communicator (an `mpi4py.MPI.Comm`),
+            such as ``functools.partial(mpidist.MPIStrategy, device="cpu")``.
+
+    Returns:
+        What ``train`` returns; None on a spare that was not needed. The strategy is
+        closed: mirrored variables of the state can still be read.
+
+    Raises:
+        RuntimeError: on each replica that is left, if they are fewer than
+            ``min_replicas``; on each spare, if all replicas have died; on all replicas,
+            if the training fails twice as if replicas had died, but none has.
+        TypeError, ValueError: if an argument is invalid.
+    """
+    _check(train, state, min_replicas, spares, make_strategy)
+    held = held_by(state)
+    if threads.current() is not None or not survival.is_on():
+        return _run_once(train, state, held, min_replicas, make_strategy)
+    world = library.world_size()
+    if world - spares < min_replicas:
+        raise ValueError(
+            f"elastic.run: expected at least min_replicas={min_replicas} ranks and "
+            f"spares={spares}, got {world} ranks; start more, or write smaller numbers"
+        )
+    return _Survivor(held, min_replicas, spares, make_strategy).run(train, state)
+
+
+def _check(
+    train: object,
+    state: object,
+    min_replicas: object,
+    spares: object,
+    make_strategy: object,
+) -> None:
+    if not callable(train):
+        raise TypeError(
+            "elastic.run: expected `train` to be a function of a strategy and a state, "
+            f"got {train!r:.80}"
+        )
+    if not isinstance(state, State):
+        raise TypeError(
+            "elastic.run: expected `state` to be a `mpidist.elastic.State`, got "
+            f"{state!r:.80}"
+        )
+    if not callable(make_strategy):
+        raise TypeError(
+            "elastic.run: expected `make_strategy` to be a function of a communicator, "
+            f"got {make_strategy!r:.80}"
+        )
+    for name, value, least in (
+        ("min_replicas", min_replicas, 1),
+        ("spares", spares, 0),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(
+                f"elastic.run: expected `{name}` to be an int >= {least}, got {value!r}"
+            )
+
+
+class _Everybody:
+    """The vote of replicas of which none can be lost."""
+
+    def vote(self) -> bool:
+        return True
+
+
+def _run_once(
+    train: Callable[[Any, State], _R],
+    state: State,
+    held: Held,
+    min_replicas: int,
+    make_strategy: _MakeStrategy,
+) -> _R:
+    """Run the training in a job that ends when one of its processes dies."""
+    strategy = make_strategy(None)
+    size = strategy.num_replicas_in_sync
+    if size < min_replicas:
+        raise ValueError(
+            f"elastic.run: expected at least min_replicas={min_replicas} ranks, got "
+            f"{size}; start more"
+        )
+    if size > 1 and threads.current() is None and strategy.replica_id == 0:
+        _say(
+            "this MPI ends the job when a rank dies; write `mpidist run --elastic` "
+            "with Open MPI 5, or `mpidist run --restarts N` and State(directory=...)"
+        )
+    held.begin(strategy, _Everybody())
+    if held.number:  # of an earlier run
+        held.put_back(held.number, [True] * size, list(range(size)))
+    else:
+        held.restore_from_disk()
+    held.commit("elastic.run, at its beginning")
+    result = train(strategy, state)
+    held.commit_last()
+    strategy.close()
+    return result
+
+
+class _Survivor:
+    """This process, in a run that goes on when others die."""
+
+    def __init__(
+        self, held: Held, min_replicas: int, spares: int, make_strategy: _MakeStrategy
+    ) -> None:
+        self._held = held
+        self._min_replicas = min_replicas
+        self._make_strategy = make_strategy
+        self._wanted = library.world_size() - spares
+        self._settings = min_replicas * (1 << 31) + spares
+        self._role = Role.STARTING
+        self._round: Round | None = None
+        self._strategy: weakref.ref[MPIStrategy] | None = None
+        self._idle = 0  # rounds without a death or a commit
+
+    def run(self, train: Callable[[Any, State], _R], state: State) -> _R | None:
+        problem = ""
+        while True:
+            try:
+                current = self._meet(problem)
+            except FinishedError:
+                return None
+            except NobodyLeftError:
+                raise RuntimeError(
+                    "elastic.run: all replicas that had the state have died"
+                    + _HOW_TO_GO_ON
+                ) from None
+            if current.replicas is None:
+                self._role = Role.SPARE
+                try:
+                    needed = current.wait_as_spare()
+                except NobodyLeftError:
+                    raise RuntimeError(
+                        "elastic.run: all replicas have died; this spare has no state "
+                        "to go on with" + _HOW_TO_GO_ON
+                    ) from None
+                if needed:
+                    continue
+                return None
+            try:
+                result = self._take_part(current, train, state)
+            except BaseException as error:
+                if not _is_loss(error, current):
+                    current.release_spares()
+                    raise
+                # Not the exception: its frames keep all arrays of `train`.
+                problem = f"{type(error).__name__}: {error}"
+            else:
+                self._finish(current)
+                return result
+            self._give_up(current)
+
+    def _meet(self, problem: str) -> Round:
+        """Begin the next round, with all processes that live."""
+        held, before = self._held, self._round
+        wanted = self._wanted
+        member = Member(self._role, held.number, held.claim, wanted, self._settings)
+        current = _members.meet(None if before is None else before.all, member)
+        self._round = current
+        plan = current.plan
+        size = len(plan.places)
+        if size < self._min_replicas:
+            left = "1 replica is" if size == 1 else f"{size} replicas are"
+            raise RuntimeError(
+                f"elastic.run: {left} left, fewer than min_replicas="
+                f"{self._min_replicas}{_HOW_TO_GO_ON}"
+            )
+        if before is not None:
+            nobody = before.all.Get_size() == current.all.Get_size()
+            same = before.plan.commit == plan.commit
+            self._idle = self._idle + 1 if nobody and same else 0
+            if self._idle >= _MOST_IDLE_ROUNDS and current.replicas is not None:
+                current.release_spares()
+                raise RuntimeError(
+                    "elastic.run: `train` fails as if a replica had died, but none "
+                    "has. Perhaps it uses a strategy, a dataset or an iterator of an "
+                    "earlier call; use its arguments `strategy` and `state` for all of "
+                    f"them. It raised {problem}"
+                )
+            if current.replicas is not None and current.replicas.Get_rank() == 0:
+                _say(_describe(plan))
+        return current
+
+    def _take_part(
+        self, current: Round, train: Callable[[Any, State], _R], state: State
+    ) -> _R:
+        held, plan = self._held, current.plan
+        strategy = self._make_strategy(current.replicas)
+        self._strategy = weakref.ref(strategy)
+        held.begin(strategy, current)
+        if plan.commit:
+            if not held.number:
+                self._role = Role.JOINING
+            held.put_back(plan.commit, plan.has, plan.places)
+        else:
+            self._role = Role.STARTING
+            held.restore_from_disk()
+        # What is put back becomes a commit of these replicas; spares have it then, too.
+        held.commit("elastic.run, at its beginning")
+        self._role = Role.REPLICA
+        result = train(strategy, state)
+        held.commit_last()
+        return result
+
+    def _give_up(self, current: Round) -> None:
+        """Leave a round in which a replica was lost."""
+        current.give_up()
+        self._close()
+        self._held.end(
+            "it belongs to a strategy of which a replica was lost. `elastic.run` has "
+            "made it anew; take it from `state` in each call of `train`"
+        )
+
+    def _close(self) -> None:
+        strategy = None if self._strategy is None else self._strategy()
+        self._strategy = None
+        if strategy is not None:
+            with contextlib.suppress(ReplicaLostError):
+                strategy.close()
+
+    def _finish(self, current: Round) -> None:
+        """End the run: all replicas have agreed that they have finished."""
+        self._close()
+        self._role = Role.FINISHED
+        if current.plan.spares:
+            with contextlib.suppress(FinishedError):
+                self._meet("")
+
+
+_HOW_TO_GO_ON: Final = (
+    ". Start the job again; with State(directory=...) it goes on from the last "
+    "checkpoint"
+)
+
+
+def _is_loss(error: BaseException, current: Round) -> bool:
+    """Return whether an error is due to the death of a replica."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        if isinstance(cause, ReplicaLostError) or current.is_behind(cause):
+            return True
+        seen.add(id(cause))
+        cause = cause.__cause__ or cause.__context__
+    # A program may raise an error of its own in place of ours.
+    return isinstance(error, Exception) and current.has_lost()
+
+
+def _describe(plan: Plan) -> str:
+    """Return what a user should know about a loss."""
+    replaced = [x for x, has in zip(plan.places, plan.has, strict=True) if not has]
+    gone = sorted([*plan.lost, *(replaced if plan.commit else [])])
+    ranks = format_ranks(gone).replace("rank", "replica") if gone else "no replica"
+    size = len(plan.places)
+    count = "1 replica goes" if size == 1 else f"{size} replicas go"
+    taken = ""
+    if plan.commit and replaced:
+        taken = f" {len(replaced)} of them from the spares, of which"
+        taken += f" {plan.spares} are left,"
+    elif plan.lost:
+        taken = " with no spare left,"
+    start = f"from commit {plan.commit}" if plan.commit else "from the beginning"
+    return f"lost {ranks}; {count} on,{taken} {start}"
+
+
+def _say(text: str) -> None:
+    print(f"mpidist.elastic: {text}", file=sys.stderr, flush=True)

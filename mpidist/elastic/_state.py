@@ -1,0 +1,423 @@
+"""`State`: what a training has to keep when replicas die, and its commits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol
+
+from mpidist._base.errors import ReplicaLostError, on_rank
+from mpidist._checkpoints import (
+    Checkpoint,
+    CheckpointManager,
+    contents,
+    state_json,
+)
+from mpidist._checkpoints.collective_call import CollectiveCall
+from mpidist._checkpoints.contents import Item, VariableItem
+from mpidist._runtime.group import ReplicaGroup
+from mpidist._strategy.strategy import Strategy, group_of
+from mpidist._values.variable import Variable, storage_of
+from mpidist.elastic import _commits, _epochs
+from mpidist.elastic._commits import Commit
+from mpidist.elastic._members import Claim
+
+_KEPT_ON_DISK: Final = 2
+
+
+class Voting(Protocol):
+    """How the replicas agree that all of them have a commit."""
+
+    def vote(self) -> bool:
+        """Return whether all replicas live and have come here. Collective."""
+        ...
+
+
+class _Value:
+    """A plain value, as an object with a state."""
+
+    def __init__(self, values: dict[str, Any], name: str) -> None:
+        self._values, self._name = values, name
+
+    def state(self) -> Any:
+        return self._values[self._name]
+
+    def restore(self, state: Any) -> None:
+        self._values[self._name] = state
+
+
+class Held:
+    """What a `State` holds; for `mpidist.elastic.run`.
+
+    Attributes:
+        build: makes the objects that belong to a strategy.
+        values: the plain values, by name.
+        given: the objects that belong to no strategy, by name.
+        made: the objects that ``build`` has made for the current strategy.
+        newest: the newest commit.
+        before: the one before it, until the next commit uses its memory.
+    """
+
+    def __init__(
+        self,
+        build: Callable[..., Mapping[str, Any]] | None,
+        directory: str | os.PathLike[str] | None,
+        every: int,
+        objects: Mapping[str, Any],
+    ) -> None:
+        """Sort the objects into plain values and others."""
+        self.build = build
+        self.values: dict[str, Any] = {}
+        self.given: dict[str, Any] = {}
+        self.made: dict[str, Any] = {}
+        self.newest: Commit | None = None
+        self.before: Commit | None = None
+        self._directory, self._every = directory, every
+        self._manager: CheckpointManager | None = None
+        self._saved = 0  # the number of the commit that was saved last
+        self._items: list[Item] = []
+        self._group: ReplicaGroup | None = None
+        self._voting: Voting | None = None
+        for name, value in objects.items():
+            _check_name(name)
+            if _is_plain(name, value):
+                self.values[name] = value
+            else:
+                self.given[name] = value
+        for item in contents.collect(self.given, early=True):
+            if isinstance(item, VariableItem):
+                raise TypeError(
+                    f"State: {item.name!r} is a variable. Variables belong to a "
+                    "strategy, and each time that replicas have died there is a new "
+                    "one, so they are made anew: make them in the function `build`, "
+                    "`State(build)`, which returns a dict of objects by name"
+                )
+
+    # --- the objects of a strategy ------------------------------------------------
+
+    def begin(self, strategy: Strategy, voting: Voting) -> None:
+        """Make the objects of a strategy. Collective.
+
+        Raises:
+            TypeError, ValueError: if ``build`` does not make what it should.
+        """
+        self._group, self._voting = group_of(strategy), voting
+        call = CollectiveCall(self._group, "elastic.run")
+        self._manager = None
+        self.made = {}
+        if self.build is not None:
+            build = self.build
+            made = call.together(lambda: build(strategy))
+            self.made = call.attempt(lambda: self._check_made(made))
+        objects = {**self.given, **self.made}
+        for name in self.values:
+            objects[name] = _Value(self.values, name)
+        items = call.attempt(lambda: contents.collect(objects))
+        for item in items:
+            if isinstance(item, VariableItem):
+                call.attempt(item.check)
+        self._items = items
+        call.agree(f", with a State of {{{', '.join(map(str, items))}}}")
+        if self._directory is not None:
+            with call.scope():
+                self._manager = CheckpointManager(
+                    Checkpoint(**objects), self._directory, max_to_keep=_KEPT_ON_DISK
+                )
+
+    def _check_made(self, made: object) -> dict[str, Any]:
+        if not isinstance(made, Mapping) or not all(type(key) is str for key in made):
+            raise TypeError(
+                "State: expected `build` to return a dict of objects by name, such as "
+                f"{{'weights': weights}}, got {made!r:.80}"
+            )
+        for name, value in made.items():
+            _check_name(name)
+            if name in self.values or name in self.given:
+                raise ValueError(
+                    f"State: `build` and the keyword arguments both have {name!r}"
+                )
+            if _is_plain(name, value):
+                raise TypeError(
+                    f"State: `build` returned {name!r}: {value!r:.80}, a plain value. "
+                    f"It would be the same again after each loss; write `State(build, "
+                    f"{name}={value!r:.20})`, and `state.{name} = ...` to change it"
+                )
+        wrapped = {name: _epochs.wrap(value) for name, value in made.items()}
+        for name, value in wrapped.items():
+            if _epochs.is_split_by_the_user(value):
+                raise ValueError(
+                    f"State: {name!r} has an input of its own on each replica, which "
+                    "cannot be split anew when replicas are lost; write `strategy."
+                    "experimental_distribute_dataset(dataset)`, with the same global "
+                    "batches on all of them"
+                )
+        return wrapped
+
+    def restore_from_disk(self) -> str | None:
+        """Restore the newest checkpoint, if there is one; return its path. Collective.
+
+        Its state becomes that of the next commit.
+        """
+        if self._manager is None or self._group is None:
+            return None
+        with CollectiveCall(self._group, "elastic.run").scope():
+            return self._manager.restore_or_initialize()
+
+    def put_back(self, number: int, has: list[bool], places: list[int]) -> None:
+        """Set all objects to a commit. Collective.
+
+        Args:
+            number: of the commit.
+            has: for each replica whether it has the commit.
+            places: for each replica its number among those that made the commit.
+        """
+        assert self._group is not None
+        call = CollectiveCall(self._group, "elastic.run, going back to a commit")
+        commit = self._find(number)
+        if not all(has):
+            commit = _commits.share(call, self._items, commit, has)
+        assert commit is not None
+        self.newest, self.before = commit, None
+        _commits.put(call, self._items, commit, places)
+
+    def end(self, why: str) -> None:
+        """Make the objects of this strategy unusable, and forget them.
+
+        Args:
+            why: what a use of one of its variables says.
+        """
+        group, self._group, self._voting = self._group, None, None
+        self.made, self._items, self._manager = {}, [], None
+        if group is None:
+            return
+
+        def retire(value: object) -> bool:
+            if isinstance(value, Variable):
+                storage_of(value).retire(why)
+            return False
+
+        group.registry.find(retire)
+
+    # --- commits ------------------------------------------------------------------
+
+    @property
+    def number(self) -> int:
+        """The number of the newest commit that this process has made; 0 for none."""
+        newest = self.newest
+        return 0 if newest is None or newest.place < 0 else newest.number
+
+    def claim(self, number: int) -> Claim:
+        """Return what this process has of a commit."""
+        commit = self._find(number)
+        return Claim(-1, 0) if commit is None else Claim(commit.place, commit.size)
+
+    def _find(self, number: int) -> Commit | None:
+        for commit in (self.newest, self.before):
+            if commit is not None and commit.number == number and commit.place >= 0:
+                return commit
+        return None
+
+    def commit_last(self) -> None:
+        """Make the commit at the end of a run, and a checkpoint of it. Collective."""
+        _epochs.stay_open(self.made)  # of a loop that ``train`` has returned from
+        self.commit("elastic.run, after `train` has returned", last=True)
+
+    def commit(self, name: str, *, last: bool = False) -> None:
+        """Make a commit, and a checkpoint if it is time for one. Collective.
+
+        Args:
+            name: of the call.
+            last: whether there is a checkpoint of this one in any case.
+
+        Raises:
+            ReplicaLostError: if a replica has died; nothing was committed then.
+        """
+        if self._group is None or self._voting is None:
+            raise RuntimeError(
+                f"{name}: the state is not in use; call it in the function that "
+                "`mpidist.elastic.run(train, state)` calls"
+            )
+        call = CollectiveCall(self._group, name)
+        number = 1 + (0 if self.newest is None else self.newest.number)
+        reused, self.before = self.before, None
+        made = _commits.take(call, self._items, number, self.values.keys(), reused)
+        # Nothing is applied before this: it ends on all replicas in the same way.
+        if not self._voting.vote():
+            raise ReplicaLostError(
+                on_rank(call.rank, f"{name}: a replica has died; nothing is committed"),
+                (),
+                name,
+            )
+        self.newest, self.before = made, self.newest
+        due = number - self._saved >= self._every or last
+        if self._manager is not None and due:
+            with call.scope():
+                self._manager.save()
+            self._saved = number
+
+    def object(self, name: str) -> Any:
+        """Return the object or value of a name.
+
+        Raises:
+            AttributeError: if there is none.
+        """
+        for objects in (self.values, self.made, self.given):
+            if name in objects:
+                return objects[name]
+        names = ", ".join([*self.values, *self.given, *self.made]) or "nothing"
+        later = ""
+        if self.build is not None and not self.made:
+            later = "; what `build` makes is there in the function that `run` calls"
+        raise AttributeError(f"this State has no {name!r}; it has {names}{later}")
+
+
+class State:
+    """What a training keeps when replicas die: objects and values by name.
+
+    Objects that belong to a strategy are made by ``build(strategy)``, which is called
+    in the scope of each new strategy, and returns them by name: variables, optimizers
+    (`build` of theirs called, so that they have their variables), distributed datasets
+    and iterators, and dicts and lists of these. A variable cannot outlive its strategy,
+    since it is a group of processes of which one has died. So `mpidist.elastic.run`
+    makes all of them anew, with the values of the last commit, and the old ones raise
+    an error when they are used. Programs therefore write ``state.weights`` where they
+    need it, and keep no reference to it from one call of ``train`` to the next.
+
+    All else is passed by keyword: plain values, which are the same on all replicas, and
+    objects that belong to no strategy: ``numpy.random.Generator`` and all others that a
+    `mpidist.Checkpoint` takes. A plain value is anything made of None, bools, numbers,
+    strings, bytes and NumPy arrays in lists, tuples and dicts; it is read and set as
+    an attribute: ``state.epoch += 1``. Names that were not passed cannot be set, since
+    they would not be kept.
+
+    What happens to them:
+
+    - a mirrored variable has the committed value again, on all replicas;
+    - an ON_READ variable is combined in each commit, as reading does, and has that
+      value again, as after `Variable.assign`; so nothing of a dead replica is missing;
+    - generators that are the same on all replicas stay so. Of differing ones, each
+      replica that is left keeps its own, and a spare gets that of the replica that it
+      replaces (each commit then exchanges them);
+    - a loop over a distributed dataset goes on where it was, over the replicas that are
+      left, see the guide. Iterators do, too. Inputs that differ between replicas
+      (`Strategy.distribute_datasets_from_function`) are refused: nobody else could read
+      those of a replica that has died.
+
+    Example::
+
+        def build(strategy):
+            weights = mpidist.Variable(np.zeros(10))
+            optimizer = mpidist.optimizers.SGD(0.1, momentum=0.9)
+            optimizer.build([weights])
+            batches = strategy.experimental_distribute_dataset(dataset)
+            return {"weights": weights, "optimizer": optimizer, "batches": batches}
+
+
+        state = mpidist.elastic.State(build, epoch=0, directory="run")
+
+    Args:
+        build: see above. The dataset in it must be one that can be read again.
+        directory: where checkpoints are written, on rank 0, as by a
+            `mpidist.CheckpointManager` that keeps two; None: nowhere. `run` restores
+            the newest when it begins, so a job that is started again goes on.
+        every: the number of commits from one checkpoint to the next. One is also made
+            at the end of the run.
+        objects: the values and objects, by name.
+
+    Raises:
+        TypeError: for a variable, and for what cannot be kept.
+        ValueError: for a name that `State` or `Checkpoint` use.
+    """
+
+    _held: Held
+
+    def __init__(
+        self,
+        build: Callable[..., Mapping[str, Any]] | None = None,
+        /,
+        *,
+        directory: str | os.PathLike[str] | None = None,
+        every: int = 100,
+        **objects: Any,
+    ) -> None:
+        """Keep the values; ``build`` is called by `mpidist.elastic.run`."""
+        given: object = build
+        if given is not None and not callable(given):
+            raise TypeError(
+                "State: expected `build` to be a function of a strategy that returns "
+                f"a dict of objects, got {given!r:.80}; pass values by keyword"
+            )
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(
+                f"State: expected `every` to be an int >= 1, got {every!r}"
+            )
+        object.__setattr__(self, "_held", Held(build, directory, every, objects))
+
+    def commit(self) -> None:
+        """Keep a copy of everything in memory, agreed by all replicas. Collective.
+
+        At program level, in the function that `mpidist.elastic.run` calls, at a
+        boundary of steps. If replicas die before all have agreed, nothing of it counts.
+        Costs a header, an agreement and a copy of the variables, whose memory is
+        needed twice more; every so often a checkpoint.
+
+        Raises:
+            ReplicaLostError: if a replica has died. Let it pass: `run` catches it.
+            CollectiveMismatchError: if a plain value differs between the replicas; or
+                an object does whose states cannot be merged.
+            OSError: if the checkpoint cannot be written.
+        """
+        self._held.commit("State.commit")
+
+    @property
+    def commits(self) -> int:
+        """How many commits were made, in this run and those that it continues."""
+        newest = self._held.newest
+        return 0 if newest is None else newest.number
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._held.object(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        values = self._held.values
+        if name in values:
+            values[name] = value
+            return
+        if name in self._held.given or name in self._held.made:
+            raise AttributeError(
+                f"State: {name!r} is an object, and cannot be replaced; change it by "
+                "its own methods, such as `assign`"
+            )
+        raise AttributeError(
+            f"State: {name!r} would not be kept, since the state was made without it; "
+            f"write `State(..., {name}=...)`"
+        )
+
+    def __repr__(self) -> str:
+        held = self._held
+        values = ", ".join(f"{key}={value!r:.40}" for key, value in held.values.items())
+        others = ", ".join([*held.given, *held.made])
+        return f"<mpidist.elastic.State of {others or 'no objects'}; {values}>"
+
+
+def held_by(state: State) -> Held:
+    """Return what a state holds, for what runs it."""
+    return state._held
+
+
+def _check_name(name: str) -> None:
+    if name.startswith("_") or hasattr(State, name) or hasattr(Checkpoint, name):
+        raise ValueError(
+            f"State: {name!r} cannot be the name of an object; name it something else"
+        )
+
+
+def _is_plain(name: str, value: object) -> bool:
+    """Return whether a value has to be copied: it has no state of its own."""
+    try:
+        state_json.encode(value, name)
+    except TypeError:
+        return False
+    return True
