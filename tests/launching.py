@@ -68,19 +68,21 @@ def run_ranks(
     """
     program = [os.fspath(x) for x in argv]
     command = [find_mpirun(), *options, "-n", str(n), sys.executable, *program]
-    result = _run_once(command, timeout, env, cwd)
+    result = run_command(command, timeout, env, cwd)
     if LAUNCHER_FAULT in result.stderr:
         # mpirun itself, on a machine with much to do; no rank was started.
-        result = _run_once(command, timeout, env, cwd)
+        result = run_command(command, timeout, env, cwd)
     return result
 
 
-def _run_once(
-    command: list[str],
+def run_command(
+    command: Sequence[str | os.PathLike[str]],
     timeout: float,
-    env: Mapping[str, str] | None,
-    cwd: str | os.PathLike[str] | None,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
+    """Run a command that starts ranks; arguments and the rest as for `run_ranks`."""
+    words = [os.fspath(x) for x in command]
     mark = f"job-{uuid.uuid4().hex}"
     environment = rank_environment(env)
     # Added to that of an outer job, which then finds these processes too.
@@ -88,7 +90,7 @@ def _run_once(
     # Files, since a stray process that held a pipe open would keep us waiting.
     with output_file() as out, output_file() as err:
         process = subprocess.Popen(
-            command,
+            words,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
@@ -110,10 +112,10 @@ def _run_once(
             texts.append(file.read())
     if late:
         raise TimeoutError(
-            f"{' '.join(command[1:])[:500]!r} did not end within "
+            f"{' '.join(words[1:])[:500]!r} did not end within "
             f"{timeout} s\n--- stdout\n{texts[0]}\n--- stderr\n{texts[1]}"
         )
-    return subprocess.CompletedProcess(command, status, *texts)
+    return subprocess.CompletedProcess(words, status, *texts)
 
 
 @functools.cache

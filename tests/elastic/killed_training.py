@@ -43,7 +43,10 @@ class Settings:
         min_replicas: see `elastic.run`.
         spares: see there.
         directory: see `elastic.State`.
-        leave_after: the step after which the program raises on all ranks; 0: never.
+        leave_after: the step after which the program raises on all ranks, unless it has
+            restored a checkpoint; 0: never.
+        kill_as_spare: the rank that is killed while it waits; -1: none.
+        keeps_objects: whether the program uses a variable of its first strategy again.
     """
 
     kill_after: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -56,6 +59,8 @@ class Settings:
     spares: int = 0
     directory: str | None = None
     leave_after: int = 0
+    kill_as_spare: int = -1
+    keeps_objects: bool = False
 
 
 def dataset() -> mpidist.data.Dataset:
@@ -102,6 +107,7 @@ class Program:
         self.lost_at = 0.0
         self.recoveries: list[float] = []  # from the error to the next call of `train`
         self.reentered: list[float] = []  # times of day
+        self.kept: Any = None  # a variable of the first strategy
 
     def step(self, strategy: Any, state: Any, batch: Any) -> None:
         drawn = int(state.common.integers(1000))
@@ -132,6 +138,11 @@ class Program:
             self.recoveries.append(time.perf_counter() - self.lost_at)
             self.reentered.append(time.time())
         self.calls += 1
+        begins = state.step == 0
+        if self.calls == 1:
+            self.kept = state.mixed
+        if self.settings.keeps_objects:
+            self.kept.assign_add(0)
         try:
             for epoch in range(state.epoch, self.settings.epochs):
                 for batch in state.batches:
@@ -139,7 +150,7 @@ class Program:
                     state.commit()
                     if self.calls == 1 and state.step == 1:
                         self.arm()
-                    if state.step == self.settings.leave_after:
+                    if state.step == self.settings.leave_after and begins:
                         raise KeyError("as it was asked to")
                 state.epoch = epoch + 1
                 state.commit()
@@ -162,6 +173,13 @@ def rank() -> int:
     from mpi4py import MPI
 
     return int(MPI.COMM_WORLD.Get_rank())
+
+
+def wait_for_the_others() -> None:
+    """Let all that live print, before the first to raise ends the job."""
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Shrink().Barrier()
 
 
 def kill() -> None:
@@ -190,9 +208,27 @@ def kill_in_vote(settings: Settings) -> None:
     survival.agree = wrapped
 
 
+def kill_as_spare(settings: Settings) -> None:
+    """Have this rank killed while it waits as a spare."""
+    from mpidist._mpi import survival
+
+    if settings.kill_as_spare != rank():
+        return
+    failed_ranks, calls = survival.failed_ranks, [0]
+
+    def wrapped(comm: Any) -> tuple[int, ...]:
+        calls[0] += 1
+        if calls[0] == 3:
+            kill()
+        return failed_ranks(comm)
+
+    survival.failed_ranks = wrapped
+
+
 def main() -> None:
     settings = Settings(**json.loads(sys.argv[1]))
     kill_in_vote(settings)
+    kill_as_spare(settings)
     state = elastic.State(
         build(settings),
         epoch=0,
@@ -213,6 +249,7 @@ def main() -> None:
         )
     except RuntimeError as error:
         print(json.dumps({**row, "error": str(error)}), flush=True)
+        wait_for_the_others()
         raise
     if result is None:
         print(json.dumps({**row, "spare": True}), flush=True)

@@ -286,6 +286,7 @@ LOCAL = {
     "testing.run",
     "variable_creator_scope",
     "variable_sync_on_read_context",
+    "elastic.State",
     "latest_checkpoint",
     "load_checkpoint",
     "scale_regularization_loss",

@@ -306,7 +306,7 @@ def elastic_run(command: Command, program: str) -> None:
         )
         if LAUNCHER_FAULT not in done.stderr:
             break
-    done.stdout, done.stderr = done.stderr, done.stdout  # in the order of the page
+    done.stdout, done.stderr = done.stderr + done.stdout, ""  # as a terminal shows it
     compare(command.output or [], done)
 
 

@@ -1,0 +1,124 @@
+"""Trainings of which ranks are killed go on, and end as one that ran alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests import launching
+
+PROGRAM = Path(__file__).with_name("killed_training.py")
+SECONDS = 100
+
+survives = pytest.mark.skipif(
+    not launching.outlives_ranks(), reason="this MPI ends a job when a rank dies"
+)
+
+
+class Ended(NamedTuple):
+    """How a job has ended: its exit code, what its ranks said, and its stderr."""
+
+    code: int
+    rows: list[dict[str, Any]]
+    errors: str
+
+    @property
+    def killed(self) -> list[int]:
+        return sorted(row["killed"] for row in self.rows if "killed" in row)
+
+    @property
+    def finished(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows if "right" in row]
+
+
+def train(ranks: int, options: tuple[str, ...] = launching.ULFM, **settings) -> Ended:
+    arguments = [PROGRAM, json.dumps(settings)]
+    done = launching.run_ranks(ranks, arguments, timeout=SECONDS, options=options)
+    found = re.findall(r"\{\".*?\}(?=\n|\{|$)", done.stdout)
+    return Ended(done.returncode, [json.loads(row) for row in found], done.stderr)
+
+
+def check(job: Ended, *, ranks: int, killed: list[int], size: int, spares: int = 0):
+    """Check that all others have finished with the right result."""
+    assert job.code == 0, job
+    assert job.killed == killed, job
+    assert len(job.finished) == size, job
+    assert sum("spare" in row for row in job.rows) == spares, job
+    assert ranks == size + spares + len(killed)
+    assert all(row["right"] and row["size"] == size for row in job.finished), job
+    assert sorted(row["replica"] for row in job.finished) == list(range(size))
+
+
+@survives
+@pytest.mark.parametrize("after", [False, True])
+def test_killed_in_a_commit(after):
+    # Rank 0 in its second commit, rank 2 while they go back to it, or soon after.
+    job = train(4, kill_in_vote={"0": 5, "2": 8}, after_vote=after)
+    check(job, ranks=4, killed=[0, 2], size=2)
+    assert "lost replica 0; 3 replicas go on" in job.errors
+
+
+@survives
+def test_killed_at_other_times():
+    times = {"1": 0.03, "0": 0.03, "3": 0.1}
+    job = train(4, kill_after=times, pause=0.005, epochs=8)
+    check(job, ranks=4, killed=[0, 1, 3], size=1)
+
+
+@survives
+def test_a_spare_goes_on_as_the_replica_it_replaces():
+    whole = train(2)
+    job = train(4, spares=2, kill_in_vote={"0": 9})
+    check(job, ranks=4, killed=[0], size=2, spares=1)
+    assert "2 replicas go on, 1 of them from the spares" in job.errors
+    # As if nobody had died: generators that only the dead one had, too.
+    drawn = [{r["replica"]: r["own"] for r in x.finished} for x in (whole, job)]
+    assert drawn[0] == drawn[1]
+
+
+@survives
+def test_a_spare_that_was_killed_is_not_missed():
+    job = train(3, spares=1, kill_as_spare=2)
+    check(job, ranks=3, killed=[2], size=2)
+
+
+@survives
+def test_too_few_replicas_are_an_error_on_each():
+    job = train(3, min_replicas=3, kill_in_vote={"1": 6})
+    assert job.code != 0
+    errors = {row["rank"]: row["error"] for row in job.rows if "error" in row}
+    assert sorted(errors) == [0, 2]
+    for text in errors.values():
+        assert "2 replicas are left, fewer than min_replicas=3. Start" in text
+
+
+@survives
+def test_objects_of_an_earlier_strategy_end_the_run():
+    job = train(3, kill_in_vote={"1": 6}, keeps_objects=True)
+    errors = {row["rank"]: row["error"] for row in job.rows if "error" in row}
+    assert sorted(errors) == [0, 2]
+    for text in errors.values():
+        assert "Variable 'mixed' can no longer be used" in text
+        assert "take it from `state`" in text
+
+
+def test_without_fault_tolerance_it_is_an_ordinary_run():
+    job = train(2, options=())
+    assert job.code == 0, job
+    assert [row["right"] for row in job.finished] == [True, True]
+    assert job.errors.count("this MPI ends the job when a rank dies") == 1
+
+
+def test_a_job_that_failed_is_started_again_from_its_checkpoint(tmp_path):
+    settings = {"directory": str(tmp_path / "run"), "leave_after": 7}
+    command = [sys.executable, "-m", "mpidist", "run", "--restarts", "2", "-n", "2"]
+    done = launching.run_command([*command, PROGRAM, json.dumps(settings)], SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert "starting it again, 1 of 2" in done.stderr
+    assert "starting it again, 2 of 2" not in done.stderr
+    assert done.stdout.count('"right": true') == 2
