@@ -15,7 +15,7 @@ import dataclasses
 import pickle
 import time
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from mpidist._base.errors import format_ranks
 from mpidist._mpi.communicator import AnyCommunicator, Request
@@ -26,6 +26,11 @@ _END_SECONDS: Final = 60.0
 _LATE_END_SECONDS: Final = 15.0
 _LOST_END_SECONDS: Final = 2.0
 _QUIET_SECONDS: Final = 0.5
+
+
+End: TypeAlias = Literal["", "ends", "interrupted", "told"]
+"""How far a process is: "" not at its end; it ends; it does because of a signal; and it
+has told the user why."""
 
 
 @dataclasses.dataclass
@@ -40,7 +45,7 @@ class Notice:
         awaited: the ranks whose data it waits for.
         missing: the ranks that it has given up on.
         lost: those of them that will never come.
-        ends: whether its process is at its end.
+        end: how far its process is.
     """
 
     rank: int
@@ -50,7 +55,7 @@ class Notice:
     awaited: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
-    ends: bool = False
+    end: End = ""
 
 
 @dataclasses.dataclass
@@ -88,14 +93,14 @@ class Notices:
         self._comm = comm
         self._sent: list[Request] = []
         self._latest: dict[int, Notice] = {}
-        self._ended: set[int] = set()
+        self._ends: dict[int, End] = {}
         self.missing: tuple[int, ...] = ()
         self.lost: tuple[int, ...] = ()
 
-    def post(self, wait: Wait, gave_up: str = "", *, ends: bool = False) -> None:
+    def post(self, wait: Wait, gave_up: str = "", *, end: End = "") -> None:
         """Post a notice to all ranks that are not lost."""
         me = self._comm.rank
-        notice = Notice(me, wait.sequence, wait.what, gave_up, ends=ends)
+        notice = Notice(me, wait.sequence, wait.what, gave_up, end=end)
         notice.missing, notice.lost = self.missing, self.lost
         notice.awaited = tuple(wait.awaited or ())
         self._latest[me] = notice
@@ -125,8 +130,8 @@ class Notices:
         """
         while (data := self._comm.receive_any()) is not None:
             notice: Notice = pickle.loads(data)
-            if notice.ends:
-                self._ended.add(notice.rank)
+            if notice.end:
+                self._ends[notice.rank] = notice.end
             elif notice.gave_up:  # for good, also if this rank has got further
                 self.missing, self.lost = notice.missing, notice.lost
                 return notice.gave_up
@@ -185,28 +190,52 @@ class Notices:
     @property
     def all_ended(self) -> bool:
         """Whether all other ranks have come to the ends of their programs."""
-        return len(self._ended) == self._comm.size - 1
+        return len(self._ends) == self._comm.size - 1
 
-    def wait_for_ends(self, sequence: int) -> Iterator[None]:
+    @property
+    def interrupted(self) -> list[int]:
+        """The other ranks that end because of a signal."""
+        return [rank for rank, end in self._ends.items() if end == "interrupted"]
+
+    @property
+    def tells_user(self) -> bool:
+        """Whether this rank is the one, of those interrupted, that tells the user."""
+        is_told = "told" in self._ends.values()
+        return not is_told and min([self._comm.rank, *self.interrupted]) == (
+            self._comm.rank
+        )
+
+    def post_end(self, sequence: int, end: End) -> None:
+        """Tell the others how far this process is with its end."""
+        self.post(Wait("the end of its program", sequence, "", []), end=end)
+
+    def wait_for_ends(
+        self, sequence: int, patience: float | None = None, end: End = "ends"
+    ) -> Iterator[None]:
         """Wait, after giving up, at the end of the program, for those of the others.
 
         Yields while it waits. Ranks that still run may be saving something, and
         launchers end them when this process ends without `MPI_Finalize`; those that
         were missing are waited for only for a moment.
+
+        Args:
+            sequence: the number of this rank's last header.
+            patience: seconds to wait for any of them; None: as said above.
+            end: what this rank tells the others.
         """
         others = set(range(self._comm.size)) - {self._comm.rank}
-        self.post(Wait("the end of its program", sequence, "", []), ends=True)
-        end = time.monotonic() + _END_SECONDS
-        present: set[int] | None = others - set(self.missing)
-        while others - self._ended and time.monotonic() < end:
-            if present is not None and present <= self._ended:
+        self.post_end(sequence, end)
+        limit = time.monotonic() + (_END_SECONDS if patience is None else patience)
+        present = others - set(self.missing) if patience is None else None
+        while others - set(self._ends) and time.monotonic() < limit:
+            if present is not None and present <= set(self._ends):
                 present = None
                 seconds = _LOST_END_SECONDS if self.lost else _LATE_END_SECONDS
-                end = time.monotonic() + seconds
+                limit = time.monotonic() + seconds
             yield
             self.read(sequence)
         # Open MPI ends a process that finds its connection to another one closed: so
         # nobody calls it any more when the first process ends.
-        end = time.monotonic() + _QUIET_SECONDS * bool(others - self._ended)
-        while time.monotonic() < end:
+        limit = time.monotonic() + _QUIET_SECONDS * bool(others - set(self._ends))
+        while time.monotonic() < limit:
             yield

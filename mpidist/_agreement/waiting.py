@@ -30,7 +30,7 @@ from mpidist._agreement.call_state import CallState
 from mpidist._agreement.channel import Channel, LeftError
 from mpidist._agreement.lives import Lives
 from mpidist._agreement.mismatch import Call
-from mpidist._agreement.notices import Notices, Wait
+from mpidist._agreement.notices import End, Notices, Wait
 from mpidist._agreement.polling import (
     SHORT_SLEEP,
     YIELD_SECONDS_FOR_DATA,
@@ -307,6 +307,10 @@ class Waiting(CallState):
             return ReplicaLostError(text, self._lost, self._call.text)
         return self._timed_out(CollectiveTimeoutError(text))
 
+    def give_up(self, error: BaseException) -> None:
+        """Tell the others that this rank makes no calls any more."""
+        self._break_off("the program", error)
+
     def _break_off(self, what: str, error: BaseException) -> BaseException:
         """Give up after an exception that came from outside, such as a signal's.
 
@@ -440,9 +444,18 @@ class Waiting(CallState):
             and not self._notices.all_ended
         )
 
-    def end(self) -> Iterator[None]:
+    def end(self, patience: float | None = None, end: End = "ends") -> Iterator[None]:
         """Wait, after giving up, at the end of the program, for those of the others.
 
         Yields while it waits.
+
+        Args:
+            patience: seconds to wait; None: as long as they may need.
+            end: what this rank tells the others.
         """
-        return self._notices.wait_for_ends(self.sequence)
+        return self._notices.wait_for_ends(self.sequence, patience, end)
+
+    @property
+    def notices(self) -> Notices:
+        """What the ranks tell each other, such as how far they are with their ends."""
+        return self._notices

@@ -42,6 +42,14 @@ def hide_own_frames() -> None:
     shell.set_custom_exc((Exception,), show)
 
 
+def is_interactive() -> bool:
+    """Return whether this process is a Python prompt, an IPython or a notebook."""
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return True
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and ipython.get_ipython() is not None
+
+
 def without_own_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the frames of this package; as it is if all are."""
     kept = []

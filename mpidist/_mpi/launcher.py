@@ -33,8 +33,9 @@ class Launch:
     local_rank: int | None = None
 
 
+OPEN_MPI = "mpirun of Open MPI"
 _LAUNCHERS = (
-    ("mpirun of Open MPI", "OMPI_COMM_WORLD_", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    (OPEN_MPI, "OMPI_COMM_WORLD_", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpirun of MVAPICH2", "MV2_COMM_WORLD_", "MV2_COMM_WORLD_LOCAL_RANK"),
     ("mpirun of MPICH or Intel MPI", "PMI_", "MPI_LOCALRANKID"),
 )

@@ -173,6 +173,12 @@ def abort(code: int) -> None:
     mpi_module().COMM_WORLD.Abort(code)
 
 
+def finalize() -> None:
+    """End MPI in the only process of its job, before its end by another way."""
+    if world_rank() is not None:
+        mpi_module().Finalize()
+
+
 def query_cuda_support() -> str:
     """Return how the MPI library says that it accepts GPU buffers; "" if it does not.
 

@@ -8,6 +8,9 @@ Therefore, while a process has an `MPIStrategy`,
 - a process that reaches its end waits for the others to reach theirs (as MPI_Finalize
   would). A rank that still waits in a collective learns that this one has left, and
   whether by `sys.exit(code)` or by finishing;
+- Ctrl-C and SIGTERM (`interrupts`) are a KeyboardInterrupt, so `finally` blocks run.
+  Launchers end a job when one of its processes ends: so a rank that has run its own
+  waits a while for those of the others. One of them prints a line;
 - a process that has given up on a rank (`CollectiveTimeoutError`) can still save and
   end with its own exit code. MPI_Finalize and MPI_Abort may then wait forever for the
   lost rank. So the process waits for the ends of the ranks that still respond, and
@@ -59,13 +62,12 @@ import dis
 import faulthandler
 import functools
 import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType, TracebackType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
@@ -77,7 +79,7 @@ from mpidist._base.errors import (
     format_exception,
 )
 from mpidist._mpi import library, survival
-from mpidist._runtime import context
+from mpidist._runtime import context, interrupts
 
 ENDED_FILE: Final = "MPIDIST_ENDED_FILE"
 """The environment variable with the path of a file that a rank creates at its end."""
@@ -91,7 +93,10 @@ _OTHERS_FIRST_SECONDS: Final = 3.0
 _TURN_SECONDS: Final = 0.4
 _OTHERS_TURN_SECONDS: Final = 1.0
 _FORWARD_SECONDS: Final = 0.3
-_INTERRUPTED: Final = 130  # what a shell reports after Ctrl-C
+# How long a rank that was interrupted waits for the `finally` blocks of the others; and
+# then for the end by a launcher that interrupts all, or for the line of another.
+_CLEAN_UP_SECONDS: Final = 5.0
+_INTERRUPT_SECONDS: Final = 1.0
 _ABORT_SECONDS: Final = 5.0
 
 
@@ -133,6 +138,7 @@ _hooks: list[_Hook] = []
 _making = False  # a strategy is being created, or creating it has failed
 _exit_code: Any = None
 _outermost: FrameType | None = None  # of a forked child
+_ended_by_signal = False  # the only process of a job
 
 
 def install() -> None:
@@ -145,6 +151,7 @@ def install() -> None:
     _hooks.append(_Hook(sys, "excepthook", _end_program))
     _hooks.append(_Hook(threading, "excepthook", _end_thread))
     _hooks.append(_Hook(sys, "exit", _exit))
+    interrupts.install()
     atexit.register(_leave)
 
 
@@ -170,6 +177,7 @@ def forget(guard: Guard) -> None:
         return
     while _hooks:
         _hooks.pop().remove()
+    interrupts.remove()
     atexit.unregister(_leave)
 
 
@@ -213,7 +221,6 @@ def end_at_deadline(error: CollectiveTimeoutError) -> None:
     rank = library.world_rank()
     if rank is not None:
         _end_job(rank, error, "", None, waits=False)
-        os._exit(1)  # MPICH's MPI_Abort may return before the launcher ends the process
 
 
 def _rank_of_job() -> int | None:
@@ -228,12 +235,21 @@ def _end_program(
     trace: TracebackType | None,
 ) -> None:
     """End the job because of an uncaught exception."""
-    global _exit_code
+    global _exit_code, _ended_by_signal
     rank = _rank_of_job()
+    interrupt = interrupts.cause_of(error)
     if rank is None:
-        _exit_code = _INTERRUPTED if kind is KeyboardInterrupt else 1
-        previous(kind, error, trace)
+        _exit_code = 1 if interrupt is None else interrupts.exit_code(interrupt)
+        # As for a program without MPI, if Ctrl-C came from a terminal.
+        if interrupt is not None and interrupts.came_from_launcher(interrupt):
+            _ended_by_signal = True
+            line = f"mpidist: {interrupts.describe(interrupt)}\n"
+            interrupts.tell(line, interrupt)
+        else:
+            previous(kind, error, trace)
         return
+    if interrupt is not None:
+        _end_interrupted(rank, interrupt)
     show = None
     if previous is not sys.__excepthook__:
         show = lambda: previous(kind, error, trace)  # noqa: E731
@@ -271,7 +287,7 @@ def _end_job(
     show: Callable[[], Any] | None,
     *,
     waits: bool = True,
-) -> None:
+) -> NoReturn:
     """Print an exception, and abort the job. Does not return.
 
     Args:
@@ -283,24 +299,19 @@ def _end_job(
     """
     # Ctrl-C reaches ranks one after the other: this one may already be here because of
     # another, and ends by what follows in any case.
-    with contextlib.suppress(ValueError):  # in another thread than the main one
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if isinstance(error, KeyboardInterrupt):
-        text, show = f"mpidist: rank {rank}: interrupted\n", None
-        code = _INTERRUPTED
-    else:
-        because_of_others = waits and (
-            isinstance(error, CollectiveError)
-            or isinstance(error.__cause__, RemoteTraceback)
-        )
-        wait = _OTHERS_FIRST_SECONDS if because_of_others else 0.0
-        turn = _OTHERS_TURN_SECONDS if because_of_others else _TURN_SECONDS
-        # Several ranks may fail at once: the lowest one prints, and ends the job.
-        time.sleep(wait + (turn * (1 + min(rank, 4)) if rank else 0.0))
-        text = f"mpidist: rank {rank} raised an exception{where}, ending the job:\n"
-        if show is None:
-            text += format_exception(error)
-        code = 1
+    interrupts.ignore()
+    because_of_others = waits and (
+        isinstance(error, CollectiveError)
+        or isinstance(error.__cause__, RemoteTraceback)
+    )
+    if because_of_others:
+        _let_others_first()
+    # Several ranks may fail at once: the lowest one prints, and ends the job.
+    turn = _OTHERS_TURN_SECONDS if because_of_others else _TURN_SECONDS
+    time.sleep(turn * (1 + min(rank, 4)) if rank else 0.0)
+    text = f"mpidist: rank {rank} raised an exception{where}, ending the job:\n"
+    if show is None:
+        text += format_exception(error)
     with contextlib.suppress(Exception, SystemExit):
         # Not with `logging`: the text must be written before MPI_Abort ends the
         # process, and a handler may buffer it, or be off.
@@ -311,17 +322,65 @@ def _end_job(
         sys.stderr.flush()
     # MPICH's launcher forwards nothing after it learns of the abort: give it time.
     time.sleep(_FORWARD_SECONDS)
+    _abort(1)
+
+
+def _let_others_first() -> None:
+    """Wait for the end of the job by the rank that has made this one raise."""
+    start = time.monotonic()
+    guards = [guard for guard in _guards.get() if guard.has_lost]
+    _wait_for([guard.end(_OTHERS_FIRST_SECONDS) for guard in guards])
+    wait = _OTHERS_FIRST_SECONDS
+    if any(guard.notices.interrupted for guard in guards):
+        wait += _CLEAN_UP_SECONDS + _INTERRUPT_SECONDS
+    time.sleep(max(0.0, start + wait - time.monotonic()))
+
+
+def _end_interrupted(rank: int, error: KeyboardInterrupt) -> NoReturn:
+    """End the job after Ctrl-C or SIGTERM, when all ranks have cleaned up."""
+    interrupts.ignore()
+    # If another thread makes the calls of this rank, it may be in the middle of one.
+    guards = [guard for guard in _guards.get() if context.was_used()]
+    for guard in guards:
+        guard.give_up(error)
+    _wait_for([guard.end(_CLEAN_UP_SECONDS, "interrupted") for guard in guards])
+    tells = all(guard.notices.tells_user for guard in guards)
+    with contextlib.suppress(Exception, SystemExit):
+        sys.stdout.flush()
+        if tells:
+            line = f"mpidist: rank {rank}: {interrupts.describe(error)}\n"
+            interrupts.tell(line, error)
+            for guard in guards:
+                guard.notices.post_end(guard.sequence, "told")
+        sys.stderr.flush()
+    # Open MPI's mpirun may be about to end all, and prints much about an abort.
+    # MPICH's returns the code of the first rank: the one that has told the user.
+    time.sleep(_INTERRUPT_SECONDS if tells else 2 * _INTERRUPT_SECONDS)
+    with contextlib.suppress(OSError):  # MPICH's MPI_Abort prints a line of its own
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    _abort(interrupts.exit_code(error))
+
+
+def _abort(code: int) -> NoReturn:
     if any(guard.has_lost for guard in _guards.get()):
         # MPI_Abort may wait for the lost rank, and keeps Python from running.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=nowhere)
     library.abort(code)
+    os._exit(code)  # MPICH's MPI_Abort may return before the launcher ends the process
 
 
 def _leave() -> None:
     """Wait until all ranks of all strategies have reached their end."""
-    if library.world_rank() is not None:
+    rank = library.world_rank()
+    if rank is None:
+        return
+    try:
         leave(_exit_code)
+    except KeyboardInterrupt as interrupt:
+        if _rank_of_job() is None:
+            raise
+        _end_interrupted(rank, interrupt)
 
 
 def leave(code: Any) -> None:
@@ -337,9 +396,12 @@ def leave(code: Any) -> None:
 
 def _end() -> None:
     """End without MPI_Finalize if it would wait for a lost rank, or is not ours."""
+    interrupts.remove()  # Python handles no signal in MPI_Finalize, which may be long
     if not library.is_forbidden():
         _tell_launcher()
-    if not (
+    if _ended_by_signal and not library.is_forbidden():
+        library.finalize()
+    elif not (
         library.is_forbidden()
         or any(guard.has_lost for guard in _guards.get())
         or _has_outlived()
