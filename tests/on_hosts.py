@@ -16,6 +16,7 @@ import re
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
 
 import hosts
 import launching
@@ -36,15 +37,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     machines = hosts.Hosts(len(counts))
     try:
-        env = {"PY_COLORS": "0"}
-        if not options.local_folders:
-            env["PYTEST_DEBUG_TEMPROOT"] = str(machines.folder)
-        rank = "OMPI_COMM_WORLD_RANK" if hosts.is_open_mpi() else "PMI_RANK"
-        report = f"--junitxml={machines.folder}/report.${rank}.xml"  # pytest expands it
-        argv = ["-m", "pytest", "-p", "no:cacheprovider", "--with-mpi", report]
-        argv += [f"--rootdir={launching.ROOT}", *rest]
-        root = launching.ROOT
-        with machines.job(counts, argv, env=env, cwd=root, shown=True) as job:
+        local = options.local_folders
+        with pytest_on(machines, counts, rest, local=local, shown=True) as job:
             status = job.wait(JOB_SECONDS)
         if options.junitxml:
             with contextlib.suppress(FileNotFoundError):  # rank 0 came to no end
@@ -52,6 +46,33 @@ def main() -> int:
         return status
     finally:
         machines.close()
+
+
+def pytest_on(
+    machines: hosts.Hosts,
+    counts: Sequence[int],
+    arguments: Sequence[str],
+    *,
+    local: bool = False,
+    shown: bool = False,
+) -> contextlib.AbstractContextManager[hosts.Job]:
+    """Run pytest on hosts; each rank writes ``report.RANK.xml`` to their folder.
+
+    Args:
+        machines: the hosts.
+        counts: how many ranks each has.
+        arguments: for pytest; files from the root of the repository.
+        local: whether each host has its own temporary files.
+        shown: whether its output goes where this process writes.
+    """
+    env = {"PY_COLORS": "0"}
+    if not local:
+        env["PYTEST_DEBUG_TEMPROOT"] = str(machines.folder)
+    rank = "OMPI_COMM_WORLD_RANK" if hosts.is_open_mpi() else "PMI_RANK"
+    report = f"--junitxml={machines.folder}/report.${rank}.xml"  # pytest expands it
+    argv = ["-m", "pytest", "-p", "no:cacheprovider", "--with-mpi", report]
+    argv += [f"--rootdir={launching.ROOT}", *arguments]
+    return machines.job(counts, argv, env=env, cwd=launching.ROOT, shown=shown)
 
 
 def ranks_of_hosts(text: str) -> list[int]:

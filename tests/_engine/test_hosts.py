@@ -18,6 +18,7 @@ from typing import Any
 
 import hosts as virtual
 import launching
+import on_hosts
 import pytest
 
 JOB = Path(__file__).parents[1] / "job_on_hosts.py"
@@ -93,6 +94,33 @@ def test_sums_on_several_hosts(make_hosts, count, per_host):
         assert node_ranks == list(range(first, first + per_host))
         assert host == f"node{rank // per_host + 1}"
         assert moved > 10_000_000  # by the network, not by shared memory
+
+
+# Of the tests of several ranks those that depend most on where the ranks are; all of
+# them: launch/test-hosts.
+PART = (
+    "tests/_engine/test_nodes.py::test_sums_are_those_of_the_nodes",
+    "tests/_engine/test_nodes.py::test_nests_of_all_kinds",
+    "tests/_engine/test_nodes.py::test_only_sums_of_floats_are_compressed",
+    "tests/_engine/test_routes.py::test_what_fails_on_one_rank_takes_all_ranks_to_mpi",
+    "tests/_engine/test_buffers_like.py::test_results_are_those_of_ordinary_arrays",
+    "tests/_mpi/test_collective_release.py",
+    "tests/_checkpoints/test_checkpoint.py",
+)
+
+
+@pytest.mark.core
+def test_a_part_of_the_suite_on_two_hosts(make_hosts):
+    hosts = make_hosts(2)
+    counts = [2, 2] if virtual.is_open_mpi() else [3, 1]
+    arguments = ["-q", "-m", "mpi and core and not one_size", *PART]
+    with on_hosts.pytest_on(hosts, counts, arguments) as job:
+        assert job.wait(280) == 0, job.output()
+    for rank in range(4):
+        report = (hosts.folder / f"report.{rank}.xml").read_text()
+        numbers = re.search(r'failures="0" skipped="(\d+)" tests="(\d+)"', report)
+        assert numbers, report[:1000]
+        assert int(numbers[2]) - int(numbers[1]) > 30
 
 
 def test_sums_on_hosts_that_differ(make_hosts):

@@ -310,6 +310,7 @@ class Subclass(np.ndarray):
 
 @mpi
 @core
+@pytest.mark.usefixtures("one_node")
 def test_a_rank_without_room_takes_all_ranks_the_other_way(
     new_strategy, rank, size, monkeypatch
 ):
