@@ -44,6 +44,7 @@ from mpidist._agreement.waiting import CONFIRM_SECONDS, Waiting
 from mpidist._base.errors import (
     CollectiveError,
     CollectiveTimeoutError,
+    ReplicaLostError,
     on_rank,
     was_raised_here,
 )
@@ -614,7 +615,13 @@ class Guard(Waiting):
         Yields while it waits, so that the caller can wait for several guards. A rank
         that is still in a collective learns that this one has gone.
         """
-        gone = SystemExit(code)
+        try:
+            yield from self._leave_with_others(call, SystemExit(code))
+        except Exception as error:
+            if not isinstance(self.failed(error), ReplicaLostError):
+                raise
+
+    def _leave_with_others(self, call: Call, gone: SystemExit) -> Iterator[None]:
         channel = self.channel
         while not self._broken and channel is not None:
             status = AGAIN
@@ -623,6 +630,7 @@ class Guard(Waiting):
                 while (answer := channel.test()) is None:
                     yield
                     try:
+                        self._check_lives(call.text)
                         self._read_notices()
                     except CollectiveTimeoutError:
                         return

@@ -406,6 +406,7 @@ class Waiting(CallState):
     def _lose(self, what: str, replicas: tuple[int, ...]) -> RuntimeError:
         """Give up since ranks are lost; tell the others; return what to raise."""
         self._lost = replicas
+        self._notices.missing = self._notices.lost = replicas
         who = format_ranks(replicas) if replicas else "some rank"
         self.broken = (
             f"the process of {who} has died; this rank was in {what}. This strategy "
@@ -440,7 +441,7 @@ class Waiting(CallState):
         return (
             bool(self._broken)
             and not self.closed
-            and self._lost is None
+            and not (self._lost is not None and self._comm.outlives_ranks)
             and not self._notices.all_ended
         )
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Final, NamedTuple
+
+SHARED_MEMORY: Final = "/dev/shm"
+"""Where files in memory are."""
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _EXITING: Final = 0x4  # PF_EXITING, in the flags of Linux's include/linux/sched.h
@@ -19,6 +23,17 @@ def boot_id() -> str:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
         return ""
+
+
+def memory_id() -> str:
+    """Return what identifies the machine and its memory for files, ``/dev/shm``.
+
+    Processes in containers that share it have the same; others of one machine do not.
+    """
+    try:
+        return f"{boot_id()} {os.stat(SHARED_MEMORY).st_dev}"
+    except OSError:
+        return boot_id()
 
 
 class ProcessStatus(NamedTuple):

@@ -27,10 +27,10 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from mpidist import _native
+from mpidist._base.machine import SHARED_MEMORY
 from mpidist._base.memory import PAGE
 from mpidist._mpi.communicator import Communicator
 
-_FOLDER: Final = "/dev/shm"
 # Of a piece area: two of each rank, and the piece itself, fit into a core's cache. On
 # nodes of many ranks all areas together are limited.
 _LARGEST_AREA: Final = 512 * 1024
@@ -150,7 +150,7 @@ def arena_bytes_for(comm: Communicator) -> int:
 def free_bytes() -> int:
     """Return the free memory for files of the node."""
     try:
-        status = os.statvfs(_FOLDER)
+        status = os.statvfs(SHARED_MEMORY)
         return status.f_bavail * status.f_frsize
     except OSError:
         return 0
@@ -182,7 +182,7 @@ def _share_file(
         )
         found = next((row[1:].decode() for row in rows if row.startswith(b"!")), "")
         if found:
-            return None, f"no memory in {_FOLDER}: {found}"
+            return None, f"no memory in {SHARED_MEMORY}: {found}"
         path = rows[comm.node_ranks[0]].decode()
         memory, problem = _attempt(lambda: map_file(path, total))
         found = agree(comm, problem)
@@ -200,7 +200,7 @@ def _path(made: tuple[int, str]) -> bytes:
 
 def make_file(total: int, head: int) -> tuple[int, str]:
     """Make a file of this size, with its first part reserved."""
-    fd, path = tempfile.mkstemp(prefix="mpidist-", dir=_FOLDER)
+    fd, path = tempfile.mkstemp(prefix="mpidist-", dir=SHARED_MEMORY)
     try:
         os.ftruncate(fd, total)
         os.posix_fallocate(fd, 0, head)

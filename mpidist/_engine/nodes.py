@@ -1,8 +1,8 @@
 """How several nodes reduce together: the memory of each, and messages between peers.
 
 The ranks of a node share memory (`node`). Ranks with the same number on their nodes are
-*peers*: there is one communicator for each number, as many as the smallest node has
-ranks. A piece of a nest is reduced
+*peers*: there are as many groups of them as the smallest node has ranks. A piece of a
+nest is reduced
 
 1. over each node, in its memory: each rank reduces one slice;
 2. over the nodes: each rank with peers all-reduces one slice with them, in the area of
@@ -33,8 +33,8 @@ from mpidist._agreement.guard import Guard
 from mpidist._base.memory import LINE, round_up
 from mpidist._base.types import DType, HostArray
 from mpidist._engine.node import Node, open_node
-from mpidist._mpi.communicator import Communicator, Peers
-from mpidist._mpi.messages import Transfers
+from mpidist._mpi.communicator import Communicator
+from mpidist._mpi.messages import Messages, Transfers
 from mpidist._transports import Compression
 
 
@@ -52,7 +52,7 @@ class Nodes:
 
     node: Node
     ranks: list[int]
-    peers: Peers | None
+    peers: Messages | None
     slices: int
     scratch: HostArray
 
@@ -95,7 +95,7 @@ def open_nodes(
     node = opened.node
     if node is None:
         return None, opened.problem
-    peers, slices = comm.split_peers(), comm.smallest_node
+    peers, slices = comm.find_peers(), comm.smallest_node
     lines = node.piece_bytes // LINE // slices + comm.num_nodes + 2
     scratch = comm.together(
         lambda: np.empty(lines * LINE, np.uint8), "MPIStrategy(...)"
@@ -173,7 +173,7 @@ class NodeExchange:
         if self._compression is None:
             self._send(peers)
 
-    def _send(self, peers: Peers) -> None:
+    def _send(self, peers: Messages) -> None:
         """Send the slice to the only other peer, or its parts to several."""
         piece, scratch, me = self._slice, self._nodes.scratch, peers.rank
         assert piece is not None
@@ -225,7 +225,7 @@ class NodeExchange:
             self._transfers.leak()
             self._transfers = None
 
-    def _reduce_compressed(self, peers: Peers, compression: Compression) -> None:
+    def _reduce_compressed(self, peers: Messages, compression: Compression) -> None:
         """All-reduce the floats of the slice, as one array, as 16-bit floats."""
         assert self._slice is not None
         assert self._dtype is not None

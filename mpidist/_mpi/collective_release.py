@@ -63,6 +63,8 @@ class CollectiveResource:
         ranks: how many ranks made it.
         in_use: whether this rank still needs it; never True again after False.
         give_back: frees it. Collective over the ranks that made it.
+        is_orphan: whether it is not in use and some of its ranks have died, so that
+            each of the others frees it alone.
     """
 
     def __init__(
@@ -71,10 +73,12 @@ class CollectiveResource:
         ranks: int,
         in_use: Callable[[], bool],
         give_back: Callable[[], None],
+        is_orphan: Callable[[], bool] = lambda: False,
     ) -> None:
         self.key = key
         self.ranks = ranks
         self.in_use = in_use
+        self.is_orphan = is_orphan
         self._give_back = give_back
         resources[key] = self
 
@@ -99,6 +103,9 @@ def release_unused(gather: Callable[[bytes], list[bytes]]) -> None:
     if len(resources) >= _collect_from:
         gc.collect()
         _collect_from = max(_FEW, 2 * sum(one.in_use() for one in resources.values()))
+    for one in list(resources.values()):
+        if one.is_orphan():
+            one.give_back()
     while True:
         mine = [
             (one.key, one.ranks) for one in list(resources.values()) if not one.in_use()

@@ -10,9 +10,9 @@ C-contiguous; large ones are moved in pieces, since MPI 3 counts in ints.
 
 No method blocks in MPI. Data goes in messages that are polled (`messages`), and what is
 started and not waited for here is a `Request`. How long a rank waits, and what it does
-while it waits, is up to the `Waiter` that the communicator is made with. Only making a
-communicator, splitting one and giving one back block, since MPI has no other way; a
-polled step before each shows that all ranks are there.
+while it waits, is up to the `Waiter` that the communicator is made with. Only giving a
+communicator back blocks, since MPI has no other way; a polled step before it shows that
+all ranks are there.
 
 Making a communicator is *agreed step by step* (`together`): if a step fails on one rank
 alone, all ranks learn of it before the next collective call, and all raise.
@@ -23,11 +23,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from mpidist._base import machine
 from mpidist._base.errors import on_rank
 from mpidist._base.memory import leak
 from mpidist._base.types import HostArray
@@ -137,6 +139,13 @@ class AnyCommunicator(Protocol):
     def revoke(self) -> None: ...
 
 
+class _Place(NamedTuple):
+    """Where a rank is: the first rank of its node, and its number on the node."""
+
+    first: int
+    local_rank: int
+
+
 class Communicator:
     """A private duplicate of an MPI communicator.
 
@@ -173,7 +182,6 @@ class Communicator:
         self.traffic: Traffic = Traffic()
         self.outlives_ranks: bool = survival.is_on()
         self._waiter = waiter
-        self._peers: list[Peers] = []
         self._headers: list[Headers] = []
         self._when_freed: Callable[[], None] = _nothing
         self._dropped = False
@@ -189,43 +197,34 @@ class Communicator:
             self._comm, waiter.wait_data, failed=waiter.failed
         )
         self._find_node(simulated_nodes)
-        rows = self.all_gather_integers([self.local_size, int(self.local_rank == 0)])
-        self.smallest_node: int = min(row[0] for row in rows)
-        self.num_nodes: int = sum(row[1] for row in rows)
         key = self._gather_objects(self._agreed(lambda: os.urandom(_KEY_BYTES)))[0]
         self.identity: str = key.hex()
         self._resource = collective_release.CollectiveResource(
-            key, self.size, self._in_use, self._free
+            key, self.size, self._in_use, self._free, self._is_orphan
         )
         collective_release.release_unused(self._gather_objects)
 
     def _find_node(self, simulated_nodes: int) -> None:
         """Find this rank's place on its machine, and on its node. Collective."""
-        mpi = mpi_module()
-        machine = self._agreed(lambda: self._comm.Split_type(mpi.COMM_TYPE_SHARED))
-        self.machine_rank: int = machine.Get_rank()
-        self.machine_size: int = machine.Get_size()
         simulated_nodes = -self.all_min(-simulated_nodes)
-        node = machine
-        if simulated_nodes > 1:
-            rank = self.machine_rank
-            color = rank * simulated_nodes // self.machine_size
-            node = self._agreed(lambda: machine.Split(color, rank))
-        self.local_rank: int = node.Get_rank()
-        self.local_size: int = node.Get_size()
-        self.node_ranks: list[int] = self._ranks_of(node)
-        if node is not machine:
-            node.Free()
-        machine.Free()
-        self.host_name: str = self._agreed(mpi.Get_processor_name)
-
-    def _ranks_of(self, comm: MpiComm) -> list[int]:
-        """Return the ranks here of those of another communicator. Not collective."""
-        group, ours = comm.Get_group(), self._comm.Get_group()
-        ranks = [int(rank) for rank in group.Translate_ranks(None, ours)]
-        group.Free()
-        ours.Free()
-        return ranks
+        self.host_name: str = self._agreed(mpi_module().Get_processor_name)
+        own = self._agreed(lambda: f"{self.host_name} {machine.memory_id()}")
+        machines = self._gather_objects(own.encode())
+        ranks = [k for k, name in enumerate(machines) if name == machines[self.rank]]
+        self.machine_rank: int = ranks.index(self.rank)
+        self.machine_size: int = len(ranks)
+        nodes = [k * simulated_nodes // len(ranks) for k in range(len(ranks))]
+        node = nodes[self.machine_rank]
+        self.node_ranks: list[int] = [
+            rank for rank, number in zip(ranks, nodes, strict=True) if number == node
+        ]
+        self.local_rank: int = self.node_ranks.index(self.rank)
+        self.local_size: int = len(self.node_ranks)
+        rows = self._gather_integers([self.node_ranks[0], self.local_rank])
+        self._places = [_Place(*row) for row in rows]
+        sizes = Counter(place.first for place in self._places)
+        self.smallest_node: int = min(sizes.values())
+        self.num_nodes: int = len(sizes)
 
     def open_headers(self) -> Headers:
         """Return what exchanges headers by MPI. It is freed with this communicator.
@@ -319,43 +318,45 @@ class Communicator:
     def _in_use(self) -> bool:
         return not self._dropped or bool(self._waiter.broken)
 
+    def _is_orphan(self) -> bool:
+        return self._dropped and self.losses() is not None
+
     def _free(self) -> None:
         self._when_freed()
         self._when_freed = _nothing
-        for peers in self._peers:
-            peers.free()
         for headers in self._headers:
             headers.free()
-        self._peers, self._headers = [], []
+        self._headers = []
         self._comm.Free()
 
     # --- nodes ------------------------------------------------------------------
 
-    def split_peers(self) -> Peers | None:
+    def find_peers(self) -> Messages | None:
         """Return the ranks that have this rank's `local_rank`. Collective.
 
         There is one of each node, in the order of the nodes' first ranks, so rank 0 is
-        the first of its own. None if some node has no such rank. It is freed with this
-        communicator.
+        the first of its own. None if some node has no such rank.
 
         Raises:
             Exception: on all ranks, if some rank could not make it.
         """
-        return self._agreed(self._split_peers)
+        return self._agreed(self._make_peers)
 
-    def _split_peers(self) -> Peers | None:
-        mpi = mpi_module()
+    def _make_peers(self) -> Messages | None:
         slot = self.local_rank
-        has_peers = slot < self.smallest_node
-        # In the order of the nodes' first ranks, for all numbers alike.
-        color = slot if has_peers else mpi.UNDEFINED
-        comm = self._comm.Split(color, self.node_ranks[0])
-        if not has_peers:
+        if slot >= self.smallest_node:
             return None
-        ranks = self._ranks_of(comm)
-        peers = Peers(comm, self._waiter.wait_data, ranks, self._waiter.failed)
-        self._peers.append(peers)
-        return peers
+        firsts = {
+            place.first: rank
+            for rank, place in enumerate(self._places)
+            if place.local_rank == slot
+        }
+        return Messages(
+            self._comm,
+            self._waiter.wait_data,
+            [firsts[first] for first in sorted(firsts)],
+            self._waiter.failed,
+        )
 
     def all_min(self, number: int) -> int:
         """Return the smallest number of all ranks."""
@@ -528,19 +529,6 @@ class Communicator:
         """End all calls of MPI on it, on all ranks, if MPI can. Not collective."""
         if self.outlives_ranks:
             survival.revoke(self._comm)
-
-
-class Peers(Messages):
-    """The ranks with one `local_rank`: one of each node.
-
-    Attributes:
-        rank: the number of this rank's node.
-        size: the number of nodes.
-    """
-
-    def free(self) -> None:
-        """Free it. Collective over the peers."""
-        self._comm.Free()
 
 
 class _Pending:

@@ -24,9 +24,9 @@ directly between each pair, or for small parts of many ranks in log2 steps.
 
 **Invariants.** All ranks of the communicator call the same method with the same sizes:
 the guard ensures it. Messages between two ranks do not overtake each other, so one tag
-is enough. No array is allocated on the host after a method has begun. A wait that ends
-with an exception leaks its buffers (MPI may still write to them), and no call follows
-on this communicator.
+is enough, and another for messages of some of the ranks. No array is allocated on the
+host after a method has begun. A wait that ends with an exception leaks its buffers (MPI
+may still write to them), and no call follows on this communicator.
 
 Rejected: `Iallreduce` and the like. Open MPI's take 1.5 times as long as the blocking
 ones between 16 KiB and 1 MiB, add as MPI does, accept no GPU buffers, and do not say
@@ -63,6 +63,7 @@ FEW: Final = 8
 """The most ranks that exchange small buffers between each pair."""
 
 _TAG: Final = 8
+_TAG_OF_SOME: Final = 10
 # Tests of a request before a waiting rank yields its core for the first time; tests
 # between two yields; and yields before it looks at the clock.
 _SPINS: Final = 2000
@@ -160,14 +161,13 @@ class Transfers:
 
 
 class Messages:
-    """Collectives over the ranks of one MPI communicator.
+    """Collectives over the ranks of one MPI communicator, or some of them.
 
     Args:
         comm: an mpi4py intra-communicator.
         wait: called with messages in progress; returns when they have completed, and
             raises at the deadline.
-        ranks: for each rank of ``comm`` its number in messages to the user; None: the
-            same.
+        ranks: those of ``comm`` that take part, in their order; None: all.
         failed: returns what to raise in place of an exception of MPI.
 
     Attributes:
@@ -204,9 +204,11 @@ class Messages:
         self._comm = comm
         self.wait = wait
         self._failed = failed
-        self.rank: int = comm.Get_rank()
-        self.size: int = comm.Get_size()
-        self._names = list(range(self.size)) if ranks is None else list(ranks)
+        # The ranks in ``comm``, and in messages to the user.
+        self._names = list(range(comm.Get_size()) if ranks is None else ranks)
+        self.rank: int = self._names.index(comm.Get_rank())
+        self.size: int = len(self._names)
+        self._tag = _TAG if ranks is None else _TAG_OF_SOME
         # Each rank begins with the next one, so that not all send to the same.
         self._others = [(self.rank + k) % self.size for k in range(1, self.size)]
         # Uses no memory before it is written to.
@@ -269,11 +271,11 @@ class Messages:
         add = transfers.add
         for rank, buffer in receives:
             for part in self._parts(buffer):
-                request = comm.Irecv(part, rank, _TAG)
+                request = comm.Irecv(part, names[rank], self._tag)
                 add(request, names[rank], part, receives=True)
         for rank, buffer in sends:
             for part in self._parts(buffer):
-                request = comm.Isend(part, rank, _TAG)
+                request = comm.Isend(part, names[rank], self._tag)
                 add(request, names[rank], part, receives=False)
 
     def _parts(self, buffer: Buffer) -> Sequence[Buffer]:

@@ -29,12 +29,15 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+import numpy as np
+
 from mpidist._mpi.library import MpiComm, mpi_module
 
 LEARN_SECONDS: Final = 1.0
 """How long it may be until MPI knows why a call has failed."""
 
 _SLEEP: Final = 0.0002
+_END_SECONDS: Final = 15.0
 
 
 @functools.cache
@@ -144,6 +147,29 @@ def losses_behind(
             return None
         time.sleep(_SLEEP)
     return found
+
+
+def end() -> bool:
+    """Wait for the ends of the living processes; return whether some have died.
+
+    Collective over the processes of COMM_WORLD, at their ends; all get the same. It
+    waits as MPI_Finalize would, but not for more than some seconds.
+    """
+    if not is_on():
+        return False
+    mpi = mpi_module()
+    world = mpi.COMM_WORLD
+    flag = np.array([not failed_ranks(world)], np.intc)
+    deadline = time.monotonic() + _END_SECONDS
+    try:
+        request = world.Iagree(flag)
+        while not request.Test():
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(_SLEEP)
+    except mpi.Exception:
+        return True
+    return not flag[0]
 
 
 def _is_failure(error: BaseException) -> bool:

@@ -19,6 +19,10 @@ Therefore, while a process has an `MPIStrategy`,
 
 ``MPIDIST_ABORT=0`` turns all of this off.
 
+In a job that outlives its processes (`mpidist._mpi.survival`) MPI_Finalize may hang
+once one has died (Open MPI 5.0.11: in one of ten jobs). So there the processes agree at
+their ends whether all of them live, and end without it if not.
+
 A process that a rank has forked (`forked_child`) ends by itself, and without
 MPI_Finalize, which would wait for the other ranks, or break the connections that it has
 in common with its parent. mpi4py calls it after all `atexit` handlers, and there is no
@@ -76,6 +80,7 @@ from mpidist._base.errors import (
     CollectiveError,
     CollectiveTimeoutError,
     RemoteTraceback,
+    ReplicaLostError,
     format_exception,
 )
 from mpidist._mpi import library, survival
@@ -301,7 +306,10 @@ def _end_job(
     # another, and ends by what follows in any case.
     interrupts.ignore()
     because_of_others = waits and (
-        isinstance(error, CollectiveError)
+        (
+            isinstance(error, CollectiveError)
+            and not isinstance(error, ReplicaLostError)  # who began it is dead
+        )
         or isinstance(error.__cause__, RemoteTraceback)
     )
     if because_of_others:
@@ -362,7 +370,7 @@ def _end_interrupted(rank: int, error: KeyboardInterrupt) -> NoReturn:
 
 
 def _abort(code: int) -> NoReturn:
-    if any(guard.has_lost for guard in _guards.get()):
+    if any(guard.has_lost or guard.has_lost_ranks for guard in _guards.get()):
         # MPI_Abort may wait for the lost rank, and keeps Python from running.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=nowhere)
@@ -395,7 +403,7 @@ def leave(code: Any) -> None:
 
 
 def _end() -> None:
-    """End without MPI_Finalize if it would wait for a lost rank, or is not ours."""
+    """End without MPI_Finalize if it might hang for a lost rank, or is not ours."""
     interrupts.remove()  # Python handles no signal in MPI_Finalize, which may be long
     if not library.is_forbidden():
         _tell_launcher()
@@ -404,7 +412,7 @@ def _end() -> None:
     elif not (
         library.is_forbidden()
         or any(guard.has_lost for guard in _guards.get())
-        or _has_outlived()
+        or (library.world_rank() is not None and survival.end())
     ):
         return
     logging = sys.modules.get("logging")
@@ -419,13 +427,6 @@ def _end() -> None:
     if code is not None and not isinstance(code, int):
         code = 1  # a text, which was printed
     os._exit((code or 0) & 0xFF)
-
-
-def _has_outlived() -> bool:
-    """Return whether a process of the job has died, which MPI_Finalize waits for."""
-    if library.world_rank() is None or not survival.is_on():
-        return False
-    return survival.losses(library.mpi_module().COMM_WORLD) is not None
 
 
 def _tell_launcher() -> None:

@@ -19,6 +19,7 @@ from replicas import (
 
 import mpidist
 from mpidist._agreement.deadline import Deadline
+from mpidist._base import machine
 from mpidist._mpi import communicator
 from mpidist._mpi.headers import Rows
 from mpidist._mpi.messages import COMBINE, Messages
@@ -308,10 +309,13 @@ class Through:
         return fails
 
 
+_OWNERS = {"memory_id": machine, "urandom": os}
+
+
 @mpi
 @core
 @pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("step", ["Split_type", "Recv_init", "urandom", "peers"])
+@pytest.mark.parametrize("step", ["memory_id", "Recv_init", "urandom", "peers"])
 def test_a_set_up_that_fails_on_one_rank_fails_on_all(size, rank, step, last, comm):
     if size == 1:
         pytest.skip("one rank is all ranks")
@@ -321,8 +325,8 @@ def test_a_set_up_that_fails_on_one_rank_fails_on_all(size, rank, step, last, co
 
     def make_one() -> None:
         with pytest.MonkeyPatch.context() as patch:
-            if hit and step == "urandom":
-                fail_after(os, "urandom", patch)
+            if hit and step in _OWNERS:
+                fail_after(_OWNERS[step], step, patch)
             elif hit and step != "peers":
                 duplicate = comm.Idup
 
@@ -337,7 +341,7 @@ def test_a_set_up_that_fails_on_one_rank_fails_on_all(size, rank, step, last, co
             made.open_headers()
             if hit:
                 fail_after(Messages, "__init__", patch)
-            made.split_peers()
+            made.find_peers()
 
     error: Exception | None = None
     try:
