@@ -23,7 +23,6 @@ GuestKind: TypeAlias = Literal["torch", "jax"]
 Guest: TypeAlias = Any
 """A torch tensor or a JAX array."""
 
-KINDS: Final = frozenset(("torch", "jax"))
 _CLASSES: Final[dict[GuestKind, str]] = {"torch": "Tensor", "jax": "Array"}
 _OUTSIDE: Final = (
     "inside `jax.jit`, `jax.grad`, `jax.vmap` or the like there are no values yet; "

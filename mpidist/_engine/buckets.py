@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from mpidist._base.reduce_op import (
 from mpidist._base.types import Array, DType, Shape
 from mpidist._engine import operation_table
 from mpidist._mpi.communicator import AnyCommunicator, Communicator, MPIOp
+from mpidist._mpi.messages import COMBINE
 from mpidist._transports import (
     COMPRESSED_BYTES,
     Compression,
@@ -31,11 +32,6 @@ from mpidist._transports import (
 
 Results: TypeAlias = list[Any]
 """New arrays, one for each leaf; None for each on a rank that wants none."""
-
-_NUMPY_COMBINE: Final[dict[ReduceOp, Callable[..., Array]]] = {
-    ReduceOp.MIN: np.minimum.reduce,
-    ReduceOp.MAX: np.maximum.reduce,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,5 +247,6 @@ def _reduce_gathered(
     receive = backend.empty_like(send, (send.size * size,), np.uint8)
     transports.of(x).all_gather(send, receive, [send.size] * size)
     values = backend.from_bytes(receive, x.dtype, (size, *x.shape))
-    combined: Array = _NUMPY_COMBINE[reduction.op](values, axis=0)
+    combine: Callable[..., Array] = COMBINE[reduction.combining].reduce
+    combined = combine(values, axis=0)
     return combined.reshape(x.shape)

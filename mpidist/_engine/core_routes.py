@@ -84,10 +84,8 @@ def fits_header(resources: PlanResources, signature: Signature) -> bool:
 
 def is_for_core(resources: PlanResources, leaf: Leaf) -> bool:
     """Return whether the core has a kernel for a leaf."""
-    operation = _native.OPERATIONS[leaf.reduction.op.name]
-    return bool(
-        _native.core.has_kernel(_name_of(travels_as(resources, leaf)), operation)
-    )
+    name = _name_of(travels_as(resources, leaf))
+    return bool(_native.core.has_kernel(name, leaf.reduction.combining))
 
 
 def travels_as(resources: PlanResources, leaf: Leaf) -> DType:
@@ -135,7 +133,7 @@ class CoreReduce:
         rows = []
         for leaf in signature.leaves:
             mean = leaf.reduction.op is ReduceOp.MEAN
-            operation = _native.OPERATIONS[leaf.reduction.op.name]
+            operation = leaf.reduction.combining
             name = _name_of(travels_as(resources, leaf))
             divisor = resources.comm.size if mean else 0
             rows.append(_native.ReduceLeaf(name, operation, leaf.shape, divisor))

@@ -37,18 +37,16 @@ from mpidist._base.reduce_op import (
     ReduceOp,
 )
 from mpidist._base.types import Array, DType
-from mpidist._mpi.communicator import MPIOp
+from mpidist._mpi.messages import COMBINE, MPIOp
 
 Encoding = Literal["none", "cast", "order", "bool"]
 
 # Also of CuPy arrays, which NumPy\'s types do not know.
 _divide: Final[Callable[..., object]] = np.true_divide
-_MPI_OPERATION: Final[dict[ReduceOp, MPIOp]] = {
-    ReduceOp.SUM: "SUM",
+# A mean is a sum that is divided.
+_COMBINING: Final[dict[ReduceOp, MPIOp]] = {
+    **{ReduceOp(name): name for name in COMBINE},
     ReduceOp.MEAN: "SUM",
-    ReduceOp.MIN: "MIN",
-    ReduceOp.MAX: "MAX",
-    ReduceOp.PROD: "PROD",
 }
 _INTEGER_OF_SIZE: Final[dict[int, DType]] = {
     4: np.dtype(np.int32),
@@ -76,7 +74,12 @@ class Reduction:
     wire: DType
     result: DType
     encoding: Encoding
-    mpi: Literal["SUM", "PROD", "MIN", "MAX", "gather"]
+    mpi: MPIOp | Literal["gather"]
+
+    @property
+    def combining(self) -> MPIOp:
+        """The operation by which values of ranks are combined, two at a time."""
+        return _COMBINING[self.op]
 
     @property
     def compressible(self) -> bool:
@@ -163,7 +166,7 @@ def reduction(dtype: DType, op: ReduceOp, call: str) -> Reduction:
             wire=np.dtype(compute if wire is None else wire),
             result=np.dtype(dtype if result is None else result),
             encoding=encoding,
-            mpi=mpi or _MPI_OPERATION[op],
+            mpi=mpi or _COMBINING[op],
         )
 
     extreme = op in (ReduceOp.MIN, ReduceOp.MAX)

@@ -362,10 +362,6 @@ class Communicator:
         """Return the smallest number of all ranks."""
         return min(row[0] for row in self._gather_integers([number]))
 
-    def all_sum(self, number: int) -> int:
-        """Return the sum of a number of each rank."""
-        return sum(row[0] for row in self._gather_integers([number]))
-
     # --- reductions -----------------------------------------------------------
 
     def allreduce(self, send: Buffer, receive: Buffer, op: MPIOp) -> None:

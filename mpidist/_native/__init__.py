@@ -44,22 +44,18 @@ AllReduce: TypeAlias = Any
 """Looks up and runs the plans of small arrays; see ``py_calls.c``."""
 
 
-OPERATIONS: Final = {"SUM": 0, "MEAN": 0, "PROD": 1, "MIN": 2, "MAX": 3}
-"""The numbers of the operations in ``kernels.h``; a mean is a sum with a divisor."""
-
-
 class ReduceLeaf(NamedTuple):
     """What `Reduce` needs to know of a leaf.
 
     Attributes:
         dtype: kind and bytes, as in "f8"; "bf2" for bfloat16.
-        operation: of `OPERATIONS`.
+        operation: "SUM", "PROD", "MIN" or "MAX"; a mean is a sum with a divisor.
         shape: of the leaf.
         divisor: of a mean; 0: none.
     """
 
     dtype: str
-    operation: int
+    operation: str
     shape: tuple[int, ...]
     divisor: int
 

@@ -12,11 +12,11 @@ static PyObject *total_bytes(PyObject *module, PyObject *args) {
 }
 
 static PyObject *has_kernel(PyObject *module, PyObject *args) {
-  const char *dtype;
-  int op;
+  const char *dtype, *name;
   (void)module;
-  if (!PyArg_ParseTuple(args, "si", &dtype, &op)) return NULL;
-  return PyBool_FromLong(md_find_kernel(dtype, (enum md_op)op) != NULL);
+  if (!PyArg_ParseTuple(args, "ss", &dtype, &name)) return NULL;
+  int op = md_find_op(name);
+  return PyBool_FromLong(op >= 0 && md_find_kernel(dtype, (enum md_op)op) != NULL);
 }
 
 static PyMethodDef functions[] = {

@@ -356,6 +356,15 @@ static const md_kernel kernels[] = {
 #endif
 };
 
+int md_find_op(const char *name)
+{
+    static const char *const names[] = {
+        [MD_SUM] = "SUM", [MD_PROD] = "PROD", [MD_MIN] = "MIN", [MD_MAX] = "MAX"};
+    for (int op = 0; op < (int)(sizeof names / sizeof *names); op++)
+        if (strcmp(names[op], name) == 0) return op;
+    return -1;
+}
+
 const md_kernel *md_find_kernel(const char *dtype, enum md_op op)
 {
     for (size_t k = 0; k < sizeof kernels / sizeof *kernels; k++)

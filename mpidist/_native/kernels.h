@@ -15,6 +15,9 @@
 
 enum md_op { MD_SUM, MD_PROD, MD_MIN, MD_MAX };
 
+/* Return the operation of a name, as in "SUM", or -1. */
+int md_find_op(const char *name);
+
 /* The reduction of one dtype with one operation. Immutable and static. */
 typedef struct md_kernel md_kernel;
 

@@ -85,17 +85,17 @@ static int Reduce_init(Reduce *self, PyObject *args, PyObject *kwargs) {
   size_t at = 0;
   self->nest.count = (int)count;
   for (Py_ssize_t i = 0; i < count; i++) {
-    const char *dtype;
-    int op;
+    const char *dtype, *name;
     PyObject *shape;
     unsigned divisor;
-    if (!PyArg_ParseTuple(PyList_GET_ITEM(leaves, i), "siO!I", &dtype, &op, &PyTuple_Type,
+    if (!PyArg_ParseTuple(PyList_GET_ITEM(leaves, i), "ssO!I", &dtype, &name, &PyTuple_Type,
                           &shape, &divisor))
       return -1;
     md_leaf *leaf = &self->nest.leaves[i];
-    leaf->kernel = md_find_kernel(dtype, (enum md_op)op);
+    int op = md_find_op(name);
+    leaf->kernel = op < 0 ? NULL : md_find_kernel(dtype, (enum md_op)op);
     if (!leaf->kernel) {
-      PyErr_Format(PyExc_ValueError, "Reduce: no kernel for %s and operation %d", dtype, op);
+      PyErr_Format(PyExc_ValueError, "Reduce: no kernel for %s of %s", name, dtype);
       return -1;
     }
     leaf->start = at;

@@ -60,7 +60,7 @@ class SharedTransport(DirectTransport):
         key = (name, op, send.size)
         reduction = self._reductions.get(key)
         if reduction is None:
-            leaf = _native.ReduceLeaf(name, _native.OPERATIONS[op], (send.size,), 0)
+            leaf = _native.ReduceLeaf(name, op, (send.size,), 0)
             reduction = _native.core.Reduce(self._channel, [leaf], self._piece_bytes)
             self._reductions[key] = reduction
         self._do(reduction.run, send, receive)

@@ -198,10 +198,6 @@ class ThreadCommunicator:
         """Return the minimum of a number over all ranks."""
         return int(self.call("a minimum", number, min))
 
-    def all_sum(self, number: int) -> int:
-        """Return the sum of a number over all ranks."""
-        return int(self.call("a sum", number, sum))
-
     # --- copies -----------------------------------------------------------------
 
     def broadcast(self, buffer: Buffer, root: int) -> None:
