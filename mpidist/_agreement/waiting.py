@@ -454,6 +454,8 @@ class Waiting(CallState):
             patience: seconds to wait; None: as long as they may need.
             end: what this rank tells the others.
         """
+        if self._lost is not None and self._comm.outlives_ranks:
+            return iter(())  # MPI sends no notice any more, and the job goes on
         return self._notices.wait_for_ends(self.sequence, patience, end)
 
     @property

@@ -21,6 +21,7 @@ alone, all ranks learn of it before the next collective call, and all raise.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 from collections import Counter
@@ -496,7 +497,10 @@ class Communicator:
         """Start sending a small message to one rank (`receive_any`). Not collective."""
         buffer = np.frombuffer(data, np.uint8)
         request = self._comm.Isend(buffer, receiver, _NOTICE_TAG)
-        return _Pending(request, bytes, buffer)
+        pending = _Pending(request, bytes, buffer)
+        if self.outlives_ranks:
+            pending.Test = functools.partial(_has_ended, request)
+        return pending
 
     def receive_any(self) -> bytes | None:
         """Return a message that some rank has sent by `start_send`, or None.
@@ -582,6 +586,14 @@ def take_together(
             reason = f"{what} failed on rank {culprit}: {other[1:].decode()}"
             raise failure(on_rank(rank, reason))
     return result  # type: ignore[no-any-return]
+
+
+def _has_ended(request: MpiRequest) -> bool:
+    """Return whether a message was sent, or its receiver has died."""
+    try:
+        return bool(request.Test())
+    except mpi_module().Exception:
+        return True
 
 
 def _nothing() -> None:

@@ -267,16 +267,18 @@ class Messages:
         receives: Sequence[tuple[int, Buffer]],
     ) -> None:
         """Start to send and to receive; see `swap`."""
-        comm, names = self._comm, self._names
+        comm, names, tag = self._comm, self._names, self._tag
         add = transfers.add
-        for rank, buffer in receives:
+        for number, buffer in receives:
+            rank = names[number]
             for part in self._parts(buffer):
-                request = comm.Irecv(part, names[rank], self._tag)
-                add(request, names[rank], part, receives=True)
-        for rank, buffer in sends:
+                request = comm.Irecv(part, rank, tag)
+                add(request, rank, part, receives=True)
+        for number, buffer in sends:
+            rank = names[number]
             for part in self._parts(buffer):
-                request = comm.Isend(part, names[rank], self._tag)
-                add(request, names[rank], part, receives=False)
+                request = comm.Isend(part, rank, tag)
+                add(request, rank, part, receives=False)
 
     def _parts(self, buffer: Buffer) -> Sequence[Buffer]:
         most = min(self.chunk_elements, max(1, self.message_bytes // buffer.itemsize))
