@@ -24,6 +24,7 @@ import numpy as np
 from mpidist._strategy.strategy import group_of
 
 CALLS = 8
+WIRE_BYTES = 16 * 2**20  # of an array whose bytes between hosts are counted
 CODE = 3
 
 
@@ -76,10 +77,21 @@ def right() -> None:
                     want = want + part
                 np.testing.assert_array_equal(found, want)
                 assert found.dtype == want.dtype
+    moved = sent()
+    meet = np.zeros(1)
+    strategy.run(reduce, args=(meet,))
+    before = sent()
+    for x in (meet, np.ones(WIRE_BYTES // 4, np.float32), meet):
+        strategy.run(reduce, args=(x,))
+    wire = sent() - before
     host = os.uname().nodename
-    moved = Path("/proc/net/dev").read_text().split("eth0:")[1].split()[8]
-    facts = [rank, size, comm.node_ranks, host, int(moved), mpidist.__file__]
+    facts = [rank, size, comm.node_ranks, host, moved, mpidist.__file__, wire]
     print(json.dumps(facts), flush=True)
+
+
+def sent() -> int:
+    """Return how many bytes this host has sent."""
+    return int(Path("/proc/net/dev").read_text().split("eth0:")[1].split()[8])
 
 
 def done(folder: Path) -> None:

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import posing
 import pytest
-from replicas import all_reduce, context, local
+from replicas import all_reduce, context, everywhere, local
 
 import mpidist
 from mpidist._base import backend
@@ -318,10 +318,10 @@ def test_min_and_max_with_nan_and_signed_zeros(new_strategy, dtype):
             np.testing.assert_array_equal(np.signbit(result[zeros]), want_sign)
         raw = np.ascontiguousarray(result).view(np.uint8)[None]
         nan = np.isnan(result.astype(float))
-        everywhere = strategy.gather(strategy.run(lambda raw=raw: raw), axis=0)
+        rows = strategy.gather(strategy.run(lambda raw=raw: raw), axis=0)
         if dtype == "g":  # ten of its sixteen bytes count
             continue
-        assert (everywhere == everywhere[0]).all(), nan
+        assert (rows == rows[0]).all(), nan
 
 
 def test_half_precision_accumulates_in_float32(new_strategy):
@@ -357,8 +357,8 @@ def test_results_are_the_same_bits_on_all_ranks(new_strategy):
     rank = strategy.replica_id
     x = np.random.default_rng(rank).normal(size=100_000).astype(np.float32)
     total = strategy.run(lambda: context().all_reduce("SUM", x)[None])
-    everywhere = strategy.gather(total, axis=0).view(np.uint32)
-    assert (everywhere == everywhere[0]).all()
+    rows = strategy.gather(total, axis=0).view(np.uint32)
+    assert (rows == rows[0]).all()
 
 
 @pytest.mark.parametrize("blocking", [False, True])
@@ -381,14 +381,13 @@ def test_kernels_are_done_before_mpi(monkeypatch, new_strategy, blocking):
 def test_ranks_are_dealt_to_the_gpus_of_the_node(monkeypatch, new_strategy):
     posing.install(monkeypatch, num_devices=2)
     strategy = new_strategy(device="auto", implementation="STAGED")
-    rank = strategy.replica_id
-    size = strategy.num_replicas_in_sync
-    assert strategy.run(lambda: context().devices)[0] == (
-        f"/rank:{rank}/device:GPU:{rank % 2}"
+    on_node = everywhere(group_of(strategy).communicator.local_rank)
+    expected = tuple(
+        f"/rank:{rank}/device:GPU:{number % 2}" for rank, number in enumerate(on_node)
     )
-    assert strategy.extended.worker_devices == tuple(
-        f"/rank:{r}/device:GPU:{r % 2}" for r in range(size)
-    )
+    devices = strategy.run(lambda: context().devices)
+    assert devices[0] == expected[strategy.replica_id]
+    assert strategy.extended.worker_devices == expected
     assert group_of(new_strategy(device="gpu:1")).device_name.endswith("GPU:1")
     with pytest.raises(ValueError, match=r"has 2 GPU\(s\), numbered from 0"):
         mpidist.MPIStrategy(device="gpu:2")

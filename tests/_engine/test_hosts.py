@@ -20,6 +20,7 @@ import hosts as virtual
 import launching
 import on_hosts
 import pytest
+from job_on_hosts import WIRE_BYTES
 
 JOB = Path(__file__).parents[1] / "job_on_hosts.py"
 TIMEOUT = 6.0  # of the strategies, in seconds
@@ -89,11 +90,14 @@ def test_sums_on_several_hosts(make_hosts, count, per_host):
     assert [(rank, total) for rank, total, *_ in seen] == [
         (rank, size) for rank in range(size)
     ]
-    for rank, _, node_ranks, host, moved, _ in seen:
+    for rank, _, node_ranks, host, moved, _, wire in seen:
         first = rank // per_host * per_host
         assert node_ranks == list(range(first, first + per_host))
         assert host == f"node{rank // per_host + 1}"
         assert moved > 10_000_000  # by the network, not by shared memory
+        if (count, per_host) == (2, 2):
+            # Each byte leaves a host once: half of its array from each of two ranks.
+            assert 1 <= wire / WIRE_BYTES < 1.1
 
 
 # Of the tests of several ranks those that depend most on where the ranks are; all of
@@ -133,7 +137,7 @@ def test_sums_on_hosts_that_differ(make_hosts):
         (1, [1, 2]),
         (2, [1, 2]),
     ]
-    paths = [path for *_, path in seen]
+    paths = [path for *_, path, _ in seen]
     assert paths[1:] == ["/tmp/elsewhere/tree/mpidist/__init__.py"] * 2
     assert paths[0] != paths[1]
 

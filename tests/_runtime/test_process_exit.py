@@ -121,6 +121,19 @@ def test_sys_exit(who, where):
     assert count_tracebacks(err) == 0
 
 
+def test_a_rank_that_leaves_without_a_word_ends_the_job():
+    """The launcher sees it. Its code is not promised: docs/guide/launching.md."""
+    body = """
+    if rank == 1:
+        os._exit(3)
+    strategy.run(step)
+    print("not reached", flush=True)
+    """
+    code, out, _ = end_of(body)
+    assert code != 0
+    assert "not reached" not in out
+
+
 def test_a_rank_that_ends_while_the_others_wait_for_it():
     body = """
     if rank != 1:
