@@ -24,7 +24,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -148,20 +148,22 @@ class CoreGather:
     def __init__(self, guard: Guard, signature: GatherSignature, node: Node) -> None:
         leaves, transports = signature.leaves, signature.transports
         self._guard = guard
-        self._call = signature.call
+        self.call: Call = signature.call
         self._leaves = leaves
         self._axes = [leaf.axis for leaf in leaves]
         self.node = node
         self._transport = transports.host
-        self._traffic = transports.host.comm.traffic
         rows = []
         for leaf in leaves:
             before = math.prod(leaf.before)
             row = math.prod(leaf.after) * leaf.dtype.itemsize
             rows.append((before, row))
-        self._core = _native.core.Gather(node.channel, rows)
-        self._row_bytes = [leaf.row_bytes for leaf in leaves]
+        self._core = _native.core.Gather(
+            node.channel, rows, signature.call.fingerprint, guard.patience_ms
+        )
         self._raw = any(backend.is_bfloat16(leaf.dtype) for leaf in leaves)
+        alone = len(leaves) == 1 and not self._raw
+        self.quick: _native.Gather = self._core if alone else None
 
     def __call__(
         self, arrays: Sequence[Array], timeout: float | None = None
@@ -172,7 +174,7 @@ class CoreGather:
             arrays: the leaves, in any order of memory.
             timeout: seconds to wait for the others; None: the strategy's.
         """
-        guard, call, meet = self._guard, self._call, self._core.meet
+        guard, call, meet = self._guard, self.call, self._core.meet
         lengths = tuple([x.shape[k] for x, k in zip(arrays, self._axes, strict=True)])
         sources = list(arrays)
         if self._raw:
@@ -186,15 +188,41 @@ class CoreGather:
                 status = meet(sources, lengths, number, patience)
         except BaseException as error:
             raise guard.leave_payload(call, error) from None
+        return self._conclude(status, arrays, sources, lengths, timeout)
+
+    def concluded(self, status: int, x: HostArray, result: None) -> Array:
+        """End a call of `quick` that has not given a result; see `_native`."""
+        lengths = (x.shape[self._axes[0]],)
+        found: Array = self._conclude(status, [x], [x], lengths, None)[0]
+        return found
+
+    def interrupted(self, error: BaseException) -> NoReturn:
+        """End a call of `quick` that raised."""
+        raise self._guard.leave_payload(self.call, error) from None
+
+    def _conclude(
+        self,
+        status: int,
+        arrays: Sequence[Array],
+        sources: list[Array],
+        lengths: Lengths,
+        timeout: float | None,
+    ) -> Results:
+        """Return the results, after a header that had this status.
+
+        Args:
+            status: of the header.
+            arrays: the leaves.
+            sources: the same as the core took them.
+            lengths: of the leaves.
+            timeout: seconds to wait for the others; None: the strategy's.
+        """
+        guard, meet, number = self._guard, self._core.meet, self.call.fingerprint
         if status:
             guard.conclude(status, lambda ms: meet(sources, lengths, number, ms))
         else:
             guard.count()
         totals = self._core.totals()
-        self._traffic.calls["Allgatherv"] += 1
-        self._traffic.bytes["Allgatherv"] += sum(
-            [n * size for n, size in zip(lengths, self._row_bytes, strict=True)]
-        )
         if totals is None:
             is_same = self.node.channel.verdict[2]
             rows = [lengths] * self.node.size if is_same else self._core.lengths()
@@ -205,7 +233,7 @@ class CoreGather:
                 for leaf, n in zip(self._leaves, totals, strict=True)
             ]
         except MemoryError as error:
-            raise guard.fail(call, error, "invalid") from None
+            raise guard.fail(self.call, error, "invalid") from None
         self._core.get(_as_buffers(results) if self._raw else results)
         return results
 
@@ -222,7 +250,7 @@ class CoreGather:
             ):
                 result[where] = x
         except Exception as error:
-            raise guard.fail(self._call, error, "invalid") from None
+            raise guard.fail(self.call, error, "invalid") from None
         all_in_arenas = guard.agree_offset(_HAVE_MEMORY, target.offset, timeout)
         try:
             if all_in_arenas:
@@ -230,7 +258,7 @@ class CoreGather:
             else:
                 self._send_all(indices, results)
         except BaseException as error:
-            raise guard.leave_payload(self._call, error) from None
+            raise guard.leave_payload(self.call, error) from None
         return results
 
     def _reserve(self, rows: list[Lengths]) -> _Target:

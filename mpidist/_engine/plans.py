@@ -175,9 +175,9 @@ class Plans:
         # For nests: the `QuickPlan` of the last such call.
         self._last: Cache[_Key, Any] = Cache(_MOST_PLANS)
         # For small arrays: the core looks up and runs their plans itself.
-        self._quick: _native.AllReduce = None
+        self._quick: _native.ArrayCall = None
         if _native.core is not None:
-            self._quick = _native.core.AllReduce(resources.guard, self.all_reduce)
+            self._quick = _native.core.ArrayCall(resources.guard, self.all_reduce, 1)
 
     @property
     def entry(self) -> Callable[..., Nest]:
@@ -188,7 +188,7 @@ class Plans:
         """Have the core run the plan of an array, if it can."""
         quick = getattr(plan, "quick", None)
         if self._quick is not None and quick is not None:
-            self._quick.keep(op, x.dtype, quick, plan.call, plan)
+            self._quick.keep(op, x, quick, plan.call, plan)
 
     def restart(self, resources: PlanResources) -> None:
         """Forget all plans, and build new ones with other means."""

@@ -121,6 +121,7 @@ class TracedCollectives(Collectives):
         self._trace = guard.trace
         self.routes = tuple(_traced(route, guard.trace) for route in ROUTES)
         super().__init__(comm, guard, options, environment, device, memory)
+        self._quick_gather = None  # each call has its line
 
     def buffers_like(self, tree: Nest) -> Nest:
         """Call the method of `Collectives`."""

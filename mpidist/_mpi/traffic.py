@@ -23,6 +23,14 @@ class Counters(Protocol):
     def reduced(self) -> int:
         """Bytes of this rank's buffers in them."""
 
+    @property
+    def gathers(self) -> int:
+        """Number of all-gathers."""
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of this rank's buffers in them."""
+
 
 @dataclasses.dataclass
 class Traffic:
@@ -65,9 +73,13 @@ class Traffic:
     def total(self) -> tuple[float, dict[str, int], dict[str, int]]:
         """Return seconds, calls and bytes, with those of the core."""
         calls, nbytes = dict(self.calls), dict(self.bytes)
-        if self.core is not None and self.core.reductions:
-            calls["Allreduce"] = calls.get("Allreduce", 0) + self.core.reductions
-            nbytes["Allreduce"] = nbytes.get("Allreduce", 0) + self.core.reduced
+        core = self.core
+        if core is not None and core.reductions:
+            calls["Allreduce"] = calls.get("Allreduce", 0) + core.reductions
+            nbytes["Allreduce"] = nbytes.get("Allreduce", 0) + core.reduced
+        if core is not None and core.gathers:
+            calls["Allgatherv"] = calls.get("Allgatherv", 0) + core.gathers
+            nbytes["Allgatherv"] = nbytes.get("Allgatherv", 0) + core.gathered
         return self.seconds + self._seconds_of_core(), calls, nbytes
 
     def leave_core(self) -> None:

@@ -40,7 +40,7 @@ Reduce: TypeAlias = Any
 """All-reduces of nests of one layout."""
 Gather: TypeAlias = Any
 """All-gathers of nests of one layout."""
-AllReduce: TypeAlias = Any
+ArrayCall: TypeAlias = Any
 """Looks up and runs the plans of small arrays; see ``py_calls.c``."""
 
 

@@ -4,7 +4,8 @@
    - py_channel.c: `Channel`, and how a call begins, waits and ends;
    - py_reduce.c: `Reduce`, the all-reduce of a nest;
    - py_gather.c: `Gather`, the all-gather of a nest;
-   - py_calls.c: `CallState` and `AllReduce`, a small all-reduce without Python in between;
+   - py_calls.c: `CallState` and `ArrayCall`, a call with a small array without Python in
+     between;
    - core.c: the module.
 
    While a rank waits, other threads of its process run (the GIL is released), and after
@@ -29,7 +30,6 @@
 #include "algorithms.h"
 
 #define PAGE 4096
-#define FEW 32 /* leaves for which no memory is taken */
 
 typedef struct Memory {
   PyObject_HEAD
@@ -47,6 +47,8 @@ typedef struct {
   unsigned long results_in_arena, sources_in_arena; /* calls of `Reduce.shared` so far */
   unsigned long reductions;                         /* all that `Reduce` has done */
   unsigned long long reduced;                       /* bytes of this rank's arrays in them */
+  unsigned long gathers;                            /* all that `Gather` has done */
+  unsigned long long gathered;                      /* bytes of this rank's arrays in them */
   int busy; /* a call is under way, which began at `start` */
   double start;
   PyThreadState *released; /* of its thread, while it has given the GIL away */
@@ -90,11 +92,33 @@ typedef struct {
    status, or -1 with an exception. */
 int reduce_one(Reduce *self, const void *source, void *result);
 
+/* Leaf i of rank r has `length` rows of `row` bytes, `before` times; in the result the
+   rows of all ranks follow each other. */
+typedef struct {
+  size_t before, row;
+} GatherLeaf;
+
+typedef struct {
+  PyObject_HEAD
+  Channel *channel;
+  int count;
+  GatherLeaf *leaves;
+  uint32_t number;                 /* of the header with the lengths */
+  long long fingerprint, patience; /* of calls that name no others */
+} Gather;
+
+/* Gather the one leaf, C-contiguous and of this length on this rank, if it fits its header;
+   return the status, or -1 with an exception. */
+int gather_one(Gather *self, const void *source, Py_ssize_t length);
+/* The length of the result, then; -1: the array of some rank did not fit. */
+Py_ssize_t gathered_length(const Gather *self);
+void gather_to(const Gather *self, int leaf, unsigned char *out);
+
 /* `core.detach`, for the child of a fork. */
 PyObject *detach_memories(PyObject *module, PyObject *nothing);
 
 extern PyTypeObject MemoryType, PoolType, SlotType, ChannelType, ReduceType, GatherType,
-    CallStateType, AllReduceType;
+    CallStateType, ArrayCallType;
 
 /* Begin a call: -1 with an exception if the channel is not open, or is in a call.  What
    `end_call` returns is the status, or NULL where `pause` has raised (`finish_call`: -1). */

@@ -37,7 +37,7 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_core",
 PyMODINIT_FUNC PyInit__core(void) {
   PyTypeObject *types[] = {&MemoryType,  &PoolType,   &SlotType,
                            &ChannelType, &ReduceType, &GatherType,
-                           &CallStateType, &AllReduceType};
+                           &CallStateType, &ArrayCallType};
   const struct {
     const char *name;
     long value;

@@ -1,5 +1,5 @@
-/* `CallState` and `AllReduce`: a small all-reduce from the caller's array to the result,
-   without Python in between. */
+/* `CallState` and `ArrayCall`: a small all-reduce or all-gather from the caller's array to
+   the result, without Python in between. */
 #include "binding.h"
 
 #include <structmember.h>
@@ -40,7 +40,7 @@ static PyMemberDef CallState_members[] = {
 
 PyTypeObject CallStateType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.CallState",
-    .tp_doc = "CallState()\n--\n\nThe call that a rank is in, for `AllReduce`, which sets it.",
+    .tp_doc = "CallState()\n--\n\nThe call that a rank is in, for `ArrayCall`, which sets it.",
     .tp_basicsize = sizeof(CallState),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .tp_new = PyType_GenericNew,
@@ -49,17 +49,18 @@ PyTypeObject CallStateType = {
     .tp_dealloc = (destructor)CallState_dealloc,
     .tp_members = CallState_members};
 
-/* --- AllReduce: the plans of arrays that travel with their header ------------------------ */
+/* --- ArrayCall: the plans of arrays that travel with their header ------------------------ */
 
 #define ENTRIES 256 /* a power of two */
 #define MOST_DIMS 4
 
-/* The plan of arrays of one dtype and shape. */
+/* The plan of calls with arrays of one dtype and shape. */
 typedef struct {
-  PyObject *op, *call, *plan;
+  PyObject *key; /* the call's other argument: an operation, or an axis */
+  PyObject *call, *plan;
+  PyObject *core; /* a Reduce, or a Gather */
   PyArray_Descr *dtype;
-  Reduce *core;
-  int ndim;
+  int ndim, axis;
   npy_intp shape[MOST_DIMS];
 } Entry;
 
@@ -68,13 +69,14 @@ typedef struct {
   vectorcallfunc vectorcall;
   CallState *state;
   PyObject *otherwise;
+  int array; /* which of the two arguments it is */
   Entry *entries;
-} AllReduce;
+} ArrayCall;
 
 static void drop(Entry *e) {
   Entry old = *e;
   *e = (Entry){0};
-  Py_XDECREF(old.op);
+  Py_XDECREF(old.key);
   Py_XDECREF(old.call);
   Py_XDECREF(old.plan);
   Py_XDECREF(old.dtype);
@@ -82,17 +84,17 @@ static void drop(Entry *e) {
 }
 
 /* Where the plan of such arrays is, if it is there. */
-static Entry *entry_for(const AllReduce *self, PyObject *op, PyArray_Descr *dtype, int ndim,
+static Entry *entry_for(const ArrayCall *self, PyObject *key, PyArray_Descr *dtype, int ndim,
                         const npy_intp *shape) {
-  size_t hash = (size_t)op >> 4;
+  size_t hash = (size_t)key >> 4;
   hash = hash * 31 + ((size_t)dtype >> 4);
   for (int k = 0; k < ndim; k++) hash = hash * 31 + (size_t)shape[k];
   hash ^= hash >> 8;
   return &self->entries[hash % ENTRIES];
 }
 
-static int is_for(const Entry *e, PyObject *op, PyArrayObject *x) {
-  if (e->op != op || e->dtype != PyArray_DESCR(x) || e->ndim != PyArray_NDIM(x)) return 0;
+static int is_for(const Entry *e, PyObject *key, PyArrayObject *x) {
+  if (e->key != key || e->dtype != PyArray_DESCR(x) || e->ndim != PyArray_NDIM(x)) return 0;
   for (int k = 0; k < e->ndim; k++)
     if (e->shape[k] != PyArray_DIM(x, k)) return 0;
   return 1;
@@ -110,59 +112,88 @@ static void interrupted(PyObject *plan) {
   Py_XDECREF(traceback);
 }
 
+static PyObject *new_array(PyArray_Descr *dtype, int ndim, const npy_intp *shape) {
+  Py_INCREF(dtype); /* which the array takes */
+  return PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, shape, NULL, NULL, 0, NULL);
+}
+
+/* Both return the status, or -1 with an exception; and the result, if there is one yet. */
+static int reduce(const Entry *e, PyArrayObject *x, PyObject **result) {
+  return reduce_one((Reduce *)e->core, PyArray_DATA(x), PyArray_DATA((PyArrayObject *)*result));
+}
+
+static int gather(const Entry *e, PyArrayObject *x, PyObject **result) {
+  Gather *core = (Gather *)e->core;
+  npy_intp shape[MOST_DIMS];
+  int status = gather_one(core, PyArray_DATA(x), PyArray_DIM(x, e->axis));
+  if (status != MD_OK) return status;
+  for (int k = 0; k < e->ndim; k++) shape[k] = e->shape[k];
+  shape[e->axis] = gathered_length(core);
+  if (shape[e->axis] < 0) return status;
+  *result = new_array(e->dtype, e->ndim, shape);
+  if (*result) gather_to(core, 0, PyArray_DATA((PyArrayObject *)*result));
+  else PyErr_Clear(); /* Python tries again, and tells the others */
+  return status;
+}
+
 /* NULL without an exception: this call is for Python. */
-static PyObject *all_reduce_array(AllReduce *self, PyObject *op, PyArrayObject *x) {
+static PyObject *call_with_array(ArrayCall *self, PyObject *key, PyArrayObject *x) {
   CallState *state = self->state;
   if (state->blocked || PyArray_NDIM(x) > MOST_DIMS) return NULL;
-  Entry *e = entry_for(self, op, PyArray_DESCR(x), PyArray_NDIM(x), PyArray_DIMS(x));
-  if (!is_for(e, op, x) || !PyArray_IS_C_CONTIGUOUS(x) || !PyArray_ISALIGNED(x)) return NULL;
-  Py_INCREF(e->dtype); /* which the array takes */
-  PyObject *array = PyArray_NewFromDescr(&PyArray_Type, e->dtype, e->ndim, e->shape, NULL, NULL,
-                                         0, NULL);
-  if (!array) {
+  Entry *found = entry_for(self, key, PyArray_DESCR(x), PyArray_NDIM(x), PyArray_DIMS(x));
+  if (!is_for(found, key, x) || !PyArray_IS_C_CONTIGUOUS(x) || !PyArray_ISALIGNED(x))
+    return NULL;
+  PyObject *result = NULL;
+  int reduces = Py_TYPE(found->core) == &ReduceType;
+  if (reduces && !(result = new_array(found->dtype, found->ndim, found->shape))) {
     PyErr_Clear(); /* Python tries again, and tells the others */
     return NULL;
   }
   /* What runs during the call may drop the entry. */
-  PyObject *plan = Py_NewRef(e->plan), *result = NULL;
-  Reduce *core = (Reduce *)Py_NewRef(e->core);
+  Entry e = *found;
+  Py_INCREF(e.plan);
+  Py_INCREF(e.core);
+  Py_INCREF(e.dtype);
   Py_XSETREF(state->before, state->call);
-  state->call = Py_NewRef(e->call);
+  state->call = Py_NewRef(e.call);
   Py_XSETREF(state->timeout, Py_XNewRef(state->usual_timeout));
-  int status = reduce_one(core, PyArray_DATA(x), PyArray_DATA((PyArrayObject *)array));
-  if (status == MD_OK) {
+  int status = (reduces ? reduce : gather)(&e, x, &result);
+  if (status == MD_OK && result) {
     state->sequence++;
-    result = Py_NewRef(array);
   } else if (status < 0) {
-    interrupted(plan);
+    Py_CLEAR(result);
+    interrupted(e.plan);
   } else {
-    result = PyObject_CallMethod(plan, "concluded", "iOO", status, x, array);
+    PyObject *other = result ? result : Py_NewRef(Py_None);
+    result = PyObject_CallMethod(e.plan, "concluded", "iOO", status, x, other);
+    Py_DECREF(other);
   }
-  Py_DECREF(array);
-  Py_DECREF(plan);
-  Py_DECREF(core);
+  Py_DECREF(e.plan);
+  Py_DECREF(e.core);
+  Py_DECREF(e.dtype);
   return result;
 }
 
-static PyObject *AllReduce_call(AllReduce *self, PyObject *const *args, size_t flags,
+static PyObject *ArrayCall_call(ArrayCall *self, PyObject *const *args, size_t flags,
                                 PyObject *names) {
   Py_ssize_t count = PyVectorcall_NARGS(flags);
   int plain = !names && (count == 2 || (count == 3 && args[2] == Py_None));
-  if (plain && PyArray_CheckExact(args[1])) {
-    PyObject *result = all_reduce_array(self, args[0], (PyArrayObject *)args[1]);
+  if (plain && PyArray_CheckExact(args[self->array])) {
+    PyArrayObject *x = (PyArrayObject *)args[self->array];
+    PyObject *result = call_with_array(self, args[!self->array], x);
     if (result || PyErr_Occurred()) return result;
   }
   return PyObject_Vectorcall(self->otherwise, args, flags, names);
 }
 
-static int AllReduce_init(AllReduce *self, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"state", "otherwise", NULL};
+static int ArrayCall_init(ArrayCall *self, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"state", "otherwise", "array", NULL};
   PyObject *state, *otherwise;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O", names, &CallStateType, &state,
-                                   &otherwise))
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!Op", names, &CallStateType, &state,
+                                   &otherwise, &self->array))
     return -1;
   if (self->entries) {
-    PyErr_SetString(PyExc_RuntimeError, "AllReduce: it is there already");
+    PyErr_SetString(PyExc_RuntimeError, "ArrayCall: it is there already");
     return -1;
   }
   self->entries = PyMem_Calloc(ENTRIES, sizeof(Entry));
@@ -172,87 +203,101 @@ static int AllReduce_init(AllReduce *self, PyObject *args, PyObject *kwargs) {
   }
   self->state = (CallState *)Py_NewRef(state);
   self->otherwise = Py_NewRef(otherwise);
-  self->vectorcall = (vectorcallfunc)AllReduce_call;
+  self->vectorcall = (vectorcallfunc)ArrayCall_call;
   return 0;
 }
 
-static PyObject *AllReduce_keep(AllReduce *self, PyObject *args) {
-  PyObject *op, *dtype, *call, *plan;
-  Reduce *core;
-  if (!PyArg_ParseTuple(args, "OO!O!OO", &op, &PyArrayDescr_Type, &dtype, &ReduceType, &core,
-                        &call, &plan))
+/* Whether the core can run calls with an array of so many dimensions as its one leaf. */
+static int is_core_for(PyObject *core, int ndim, int axis) {
+  if (Py_TYPE(core) == &ReduceType) {
+    const Reduce *reduce = (const Reduce *)core;
+    return reduce->nest.count == 1 && reduce->expected->ndim == ndim &&
+           reduce->nest.nbytes <= MD_EAGER_BYTES;
+  }
+  return Py_TYPE(core) == &GatherType && ((const Gather *)core)->count == 1 && axis >= 0 &&
+         axis < ndim;
+}
+
+static PyObject *ArrayCall_keep(ArrayCall *self, PyObject *args) {
+  PyObject *key, *core, *call, *plan;
+  PyArrayObject *x;
+  int axis = 0;
+  if (!PyArg_ParseTuple(args, "OO!OOO|i", &key, &PyArray_Type, &x, &core, &call, &plan, &axis))
     return NULL;
-  if (core->nest.count != 1 || core->nest.nbytes > MD_EAGER_BYTES)
-    return PyErr_Format(PyExc_ValueError, "keep: expected the plan of one small array");
-  const Expected *leaf = core->expected;
-  if (leaf->ndim > MOST_DIMS) Py_RETURN_NONE;
-  Entry *e = entry_for(self, op, (PyArray_Descr *)dtype, leaf->ndim, leaf->shape);
+  int ndim = PyArray_NDIM(x);
+  if (!is_core_for(core, ndim, axis))
+    return PyErr_Format(PyExc_ValueError, "keep: not a plan of such an array");
+  if (ndim > MOST_DIMS) Py_RETURN_NONE;
+  Entry *e = entry_for(self, key, PyArray_DESCR(x), ndim, PyArray_DIMS(x));
   drop(e);
-  *e = (Entry){.op = Py_NewRef(op),
+  *e = (Entry){.key = Py_NewRef(key),
                .call = Py_NewRef(call),
                .plan = Py_NewRef(plan),
-               .dtype = (PyArray_Descr *)Py_NewRef(dtype),
-               .core = (Reduce *)Py_NewRef(core),
-               .ndim = leaf->ndim};
-  for (int k = 0; k < leaf->ndim; k++) e->shape[k] = leaf->shape[k];
+               .core = Py_NewRef(core),
+               .dtype = (PyArray_Descr *)Py_NewRef(PyArray_DESCR(x)),
+               .ndim = ndim,
+               .axis = axis};
+  for (int k = 0; k < ndim; k++) e->shape[k] = PyArray_DIM(x, k);
   Py_RETURN_NONE;
 }
 
-static PyObject *AllReduce_forget(AllReduce *self, PyObject *ignored) {
+static PyObject *ArrayCall_forget(ArrayCall *self, PyObject *ignored) {
   (void)ignored;
   for (int i = 0; self->entries && i < ENTRIES; i++) drop(&self->entries[i]);
   Py_RETURN_NONE;
 }
 
-static int AllReduce_traverse(AllReduce *self, visitproc visit, void *arg) {
+static int ArrayCall_traverse(ArrayCall *self, visitproc visit, void *arg) {
   Py_VISIT(self->state);
   Py_VISIT(self->otherwise);
   for (int i = 0; self->entries && i < ENTRIES; i++) {
-    Py_VISIT(self->entries[i].op);
+    Py_VISIT(self->entries[i].key);
     Py_VISIT(self->entries[i].call);
     Py_VISIT(self->entries[i].plan);
   }
   return 0;
 }
 
-static int AllReduce_clear(AllReduce *self) {
-  Py_XDECREF(AllReduce_forget(self, NULL));
+static int ArrayCall_clear(ArrayCall *self) {
+  Py_XDECREF(ArrayCall_forget(self, NULL));
   Py_CLEAR(self->state);
   Py_CLEAR(self->otherwise);
   return 0;
 }
 
-static void AllReduce_dealloc(AllReduce *self) {
+static void ArrayCall_dealloc(ArrayCall *self) {
   PyObject_GC_UnTrack(self);
-  AllReduce_clear(self);
+  ArrayCall_clear(self);
   PyMem_Free(self->entries);
   Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static PyMethodDef AllReduce_methods[] = {
-    {"keep", (PyCFunction)AllReduce_keep, METH_VARARGS,
-     "keep(op, dtype, core, call, plan)\n--\n\n"
-     "Reduce arrays of this dtype by `core` from now on, if they are its leaf.\n\n"
-     "Args:\n    op: as in calls, the same object.\n    dtype: the same object as of arrays.\n"
-     "    core: a `Reduce` of one leaf.\n    call: for `CallState`.\n    plan: its methods "
-     "`concluded(status, array, result)` and\n        `interrupted(error)` end calls that "
-     "do not simply end."},
-    {"forget", (PyCFunction)AllReduce_forget, METH_NOARGS, "forget()\n--\n\nForget all plans."},
+static PyMethodDef ArrayCall_methods[] = {
+    {"keep", (PyCFunction)ArrayCall_keep, METH_VARARGS,
+     "keep(key, array, core, call, plan, axis=0)\n--\n\n"
+     "Run calls with arrays of this dtype and shape by `core` from now on.\n\n"
+     "Args:\n    key: the other argument, as in calls the same object.\n"
+     "    array: such an array; the same dtype object counts.\n"
+     "    core: a `Reduce` or a `Gather` of one such leaf.\n    call: for `CallState`.\n"
+     "    plan: its methods `concluded(status, array, result)` and\n        "
+     "`interrupted(error)` end calls that do not simply end; the result is None\n"
+     "        if it was not made.\n    axis: of a gather."},
+    {"forget", (PyCFunction)ArrayCall_forget, METH_NOARGS, "forget()\n--\n\nForget all plans."},
     {NULL}};
 
-PyTypeObject AllReduceType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.AllReduce",
+PyTypeObject ArrayCallType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.ArrayCall",
     .tp_doc =
-        "AllReduce(state, otherwise)\n--\n\n"
-        "Called with an operation and an array for which it keeps a plan, it reduces it;\n"
-        "with anything else, or in a state that is blocked, it calls `otherwise`.",
-    .tp_basicsize = sizeof(AllReduce),
+        "ArrayCall(state, otherwise, array)\n--\n\n"
+        "Called with two arguments, of which number `array` is one for which it keeps a\n"
+        "plan, it runs it; otherwise, or in a state that is blocked, it calls `otherwise`.",
+    .tp_basicsize = sizeof(ArrayCall),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
-    .tp_vectorcall_offset = offsetof(AllReduce, vectorcall),
+    .tp_vectorcall_offset = offsetof(ArrayCall, vectorcall),
     .tp_call = PyVectorcall_Call,
     .tp_new = PyType_GenericNew,
-    .tp_init = (initproc)AllReduce_init,
-    .tp_traverse = (traverseproc)AllReduce_traverse,
-    .tp_clear = (inquiry)AllReduce_clear,
-    .tp_dealloc = (destructor)AllReduce_dealloc,
-    .tp_methods = AllReduce_methods};
+    .tp_init = (initproc)ArrayCall_init,
+    .tp_traverse = (traverseproc)ArrayCall_traverse,
+    .tp_clear = (inquiry)ArrayCall_clear,
+    .tp_dealloc = (destructor)ArrayCall_dealloc,
+    .tp_methods = ArrayCall_methods};

@@ -284,6 +284,8 @@ static PyObject *Channel_get(Channel *self, void *closure) {
     case 'x': return PyBool_FromLong(ch->tree);
     case 'k': return PyLong_FromUnsignedLong(self->reductions);
     case 'y': return PyLong_FromUnsignedLongLong(self->reduced);
+    case 'g': return PyLong_FromUnsignedLong(self->gathers);
+    case 'z': return PyLong_FromUnsignedLongLong(self->gathered);
     case 'p': return PyLong_FromUnsignedLong(self->results_in_arena);
     case 'b': return PyLong_FromUnsignedLong(self->sources_in_arena);
     case 'v': return PyLong_FromUnsignedLongLong(ch->moved);
@@ -348,6 +350,8 @@ static PyGetSetDef Channel_fields[] = {
      "Called with the seconds waited, after each slice of a wait; may raise.", "-"},
     {"reductions", (getter)Channel_get, NULL, "Reductions of `Reduce` so far.", "k"},
     {"reduced", (getter)Channel_get, NULL, "Bytes of this rank's arrays in them.", "y"},
+    {"gathers", (getter)Channel_get, NULL, "All-gathers of `Gather` so far.", "g"},
+    {"gathered", (getter)Channel_get, NULL, "Bytes of this rank's arrays in them.", "z"},
     {"results_in_arena", (getter)Channel_get, NULL,
      "Reductions whose results were written straight to the arenas.", "p"},
     {"sources_in_arena", (getter)Channel_get, NULL,

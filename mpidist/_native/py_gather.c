@@ -1,20 +1,6 @@
 /* `Gather`: the all-gather of a nest whose arrays travel with the header. */
 #include "binding.h"
 
-/* Leaf i of rank r has `length` rows of `row` bytes, `before` times; in the result the
-   rows of all ranks follow each other. */
-typedef struct {
-  size_t before, row;
-} GatherLeaf;
-
-typedef struct {
-  PyObject_HEAD
-  Channel *channel;
-  int count;
-  GatherLeaf *leaves;
-  uint32_t number; /* of the header with the lengths */
-} Gather;
-
 static size_t gather_head(const Gather *self) {
   return ((size_t)self->count * 8 + MD_LINE - 1) / MD_LINE * MD_LINE;
 }
@@ -22,11 +8,12 @@ static size_t gather_head(const Gather *self) {
 static size_t align16(size_t n) { return (n + 15) / 16 * 16; }
 
 static int Gather_init(Gather *self, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"channel", "leaves", NULL};
+  static char *names[] = {"channel", "leaves", "fingerprint", "patience_ms", NULL};
   Channel *channel;
   PyObject *leaves;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!", names, &ChannelType, &channel,
-                                   &PyList_Type, &leaves))
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!|LL", names, &ChannelType, &channel,
+                                   &PyList_Type, &leaves, &self->fingerprint,
+                                   &self->patience))
     return -1;
   self->count = (int)PyList_GET_SIZE(leaves);
   if (self->channel || gather_head(self) > MD_EAGER_BYTES) {
@@ -53,11 +40,10 @@ static void Gather_dealloc(Gather *self) {
   Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-/* Where the leaves of these lengths begin in a slot, and whether they fit. */
-static int gather_fits(const Gather *self, const int64_t *lengths, size_t *starts) {
+/* Whether leaves of these lengths fit a slot. */
+static int gather_fits(const Gather *self, const int64_t *lengths) {
   size_t at = gather_head(self);
   for (int i = 0; i < self->count; i++) {
-    if (starts) starts[i] = at;
     at += align16(self->leaves[i].before * self->leaves[i].row * (size_t)lengths[i]);
     if (at > MD_EAGER_BYTES) return 0;
   }
@@ -66,6 +52,73 @@ static int gather_fits(const Gather *self, const int64_t *lengths, size_t *start
 
 static const unsigned char *gather_slot(const Gather *self, int rank) {
   return self->channel->channel.parts[rank]->eager[self->number & 1];
+}
+
+/* Publish what is in this rank's slot: its leaves, or only their lengths; return the status. */
+static int publish(Gather *self, int fits, long long fingerprint, long long patience) {
+  md_channel *ch = &self->channel->channel;
+  const int64_t *lengths = (const int64_t *)gather_slot(self, ch->rank);
+  uint64_t hash = 14695981039346656037u;
+  size_t payload = 0;
+  for (int i = 0; i < self->count; i++) {
+    const GatherLeaf *leaf = &self->leaves[i];
+    hash = (hash ^ (uint64_t)lengths[i]) * 1099511628211u;
+    payload += leaf->before * leaf->row * (size_t)lengths[i];
+  }
+  md_header header = header_of(self->channel, fingerprint, patience);
+  header.value = (int64_t)(hash >> 1);
+  header.largest = !fits; /* all know whether all fit */
+  int status = md_meet(ch, &header, NULL);
+  if (status == MD_OK) {
+    self->channel->gathers++;
+    self->channel->gathered += payload;
+  }
+  return finish_call(self->channel, status);
+}
+
+int gather_one(Gather *self, const void *source, Py_ssize_t length) {
+  md_channel *ch = &self->channel->channel;
+  if (begin_call(self->channel)) return -1;
+  self->number = ch->headers + 1;
+  unsigned char *slot = ch->parts[ch->rank]->eager[self->number & 1];
+  int64_t *lengths = (int64_t *)slot;
+  lengths[0] = length;
+  int fits = gather_fits(self, lengths);
+  if (fits)
+    memcpy(slot + gather_head(self), source,
+           self->leaves[0].before * self->leaves[0].row * (size_t)length);
+  return publish(self, fits, self->fingerprint, self->patience);
+}
+
+static int64_t total_of(const Gather *self, int leaf) {
+  int64_t total = 0;
+  for (int r = 0; r < self->channel->channel.size; r++)
+    total += ((const int64_t *)gather_slot(self, r))[leaf];
+  return total;
+}
+
+Py_ssize_t gathered_length(const Gather *self) {
+  return self->channel->channel.verdict.largest ? -1 : (Py_ssize_t)total_of(self, 0);
+}
+
+/* Where leaf i begins in the slot of a rank. */
+static size_t leaf_start(const Gather *self, const int64_t *lengths, int i) {
+  size_t at = gather_head(self);
+  for (int k = 0; k < i; k++)
+    at += align16(self->leaves[k].before * self->leaves[k].row * (size_t)lengths[k]);
+  return at;
+}
+
+void gather_to(const Gather *self, int i, unsigned char *out) {
+  const GatherLeaf *leaf = &self->leaves[i];
+  size_t total = (size_t)total_of(self, i) * leaf->row;
+  for (int r = 0; r < self->channel->channel.size; r++) {
+    const int64_t *lengths = (const int64_t *)gather_slot(self, r);
+    const unsigned char *from = gather_slot(self, r) + leaf_start(self, lengths, i);
+    size_t bytes = (size_t)lengths[i] * leaf->row;
+    for (size_t b = 0; b < leaf->before; b++) memcpy(out + b * total, from + b * bytes, bytes);
+    out += bytes;
+  }
 }
 
 static PyObject *Gather_meet(Gather *self, PyObject *const *args, Py_ssize_t count) {
@@ -80,16 +133,13 @@ static PyObject *Gather_meet(Gather *self, PyObject *const *args, Py_ssize_t cou
   unsigned char *slot = ch->parts[ch->rank]->eager[self->number & 1];
   int64_t *lengths = (int64_t *)slot;
   size_t at = gather_head(self);
-  uint64_t hash = 14695981039346656037u;
-  for (int i = 0; i < self->count; i++) {
+  for (int i = 0; i < self->count; i++)
     lengths[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(args[1], i));
-    hash = (hash ^ (uint64_t)lengths[i]) * 1099511628211u;
-  }
   if (PyErr_Occurred()) {
     Py_XDECREF(end_call(self->channel, MD_OK));
     return NULL;
   }
-  int fits = gather_fits(self, lengths, NULL);
+  int fits = gather_fits(self, lengths);
   for (int i = 0; fits && i < self->count; i++) {
     Py_buffer view;
     if (PyObject_GetBuffer(PyList_GET_ITEM(args[0], i), &view, PyBUF_SIMPLE)) {
@@ -102,10 +152,8 @@ static PyObject *Gather_meet(Gather *self, PyObject *const *args, Py_ssize_t cou
     at += align16((size_t)view.len);
     PyBuffer_Release(&view);
   }
-  md_header header = header_of(self->channel, fingerprint, patience);
-  header.value = (int64_t)(hash >> 1);
-  header.largest = !fits; /* all know whether all fit */
-  return end_call(self->channel, md_meet(ch, &header, NULL));
+  int status = publish(self, fits, fingerprint, patience);
+  return status < 0 ? NULL : PyLong_FromLong(status);
 }
 
 static PyObject *Gather_lengths(Gather *self, PyObject *ignored) {
@@ -128,51 +176,25 @@ static PyObject *Gather_totals(Gather *self, PyObject *ignored) {
   (void)ignored;
   if (ch->verdict.largest) Py_RETURN_NONE;
   PyObject *totals = PyTuple_New(self->count);
-  for (int i = 0; totals && i < self->count; i++) {
-    int64_t total = 0;
-    for (int r = 0; r < ch->size; r++) total += ((const int64_t *)gather_slot(self, r))[i];
-    put_item(&totals, i, PyLong_FromLongLong(total));
-  }
+  for (int i = 0; totals && i < self->count; i++)
+    put_item(&totals, i, PyLong_FromLongLong(total_of(self, i)));
   return totals;
 }
 
 static PyObject *Gather_get(Gather *self, PyObject *results) {
-  md_channel *ch = &self->channel->channel;
   if (!PyList_Check(results) || PyList_GET_SIZE(results) != self->count)
     return PyErr_Format(PyExc_TypeError, "get: expected a list of arrays");
-  size_t few[FEW], *starts = self->count <= FEW ? few : PyMem_Calloc((size_t)self->count, 8);
-  if (!starts) return PyErr_NoMemory();
-  PyObject *done = Py_None;
   for (int i = 0; i < self->count; i++) {
     const GatherLeaf *leaf = &self->leaves[i];
-    size_t total = 0;
-    for (int r = 0; r < ch->size; r++)
-      total += (size_t)((const int64_t *)gather_slot(self, r))[i] * leaf->row;
     Py_buffer view;
-    if (PyObject_GetBuffer(PyList_GET_ITEM(results, i), &view, PyBUF_WRITABLE)) {
-      done = NULL;
-      break;
-    }
-    if ((size_t)view.len != total * leaf->before) {
-      PyErr_Format(PyExc_ValueError, "get: result %d has %zd bytes", i, view.len);
-      PyBuffer_Release(&view);
-      done = NULL;
-      break;
-    }
-    unsigned char *out = view.buf;
-    for (int r = 0; r < ch->size; r++) {
-      const unsigned char *slot = gather_slot(self, r);
-      const int64_t *lengths = (const int64_t *)slot;
-      gather_fits(self, lengths, starts);
-      size_t bytes = (size_t)lengths[i] * leaf->row;
-      for (size_t b = 0; b < leaf->before; b++)
-        memcpy(out + b * total, slot + starts[i] + b * bytes, bytes);
-      out += bytes;
-    }
+    if (PyObject_GetBuffer(PyList_GET_ITEM(results, i), &view, PyBUF_WRITABLE)) return NULL;
+    int fits = (size_t)view.len == (size_t)total_of(self, i) * leaf->row * leaf->before;
+    if (fits) gather_to(self, i, view.buf);
+    else PyErr_Format(PyExc_ValueError, "get: result %d has %zd bytes", i, view.len);
     PyBuffer_Release(&view);
+    if (!fits) return NULL;
   }
-  if (starts != few) PyMem_Free(starts);
-  return Py_XNewRef(done);
+  Py_RETURN_NONE;
 }
 
 static PyMethodDef Gather_methods[] = {
@@ -193,7 +215,7 @@ static PyMethodDef Gather_methods[] = {
 PyTypeObject GatherType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.Gather",
     .tp_doc =
-        "Gather(channel, leaves)\n--\n\n"
+        "Gather(channel, leaves, fingerprint=0, patience_ms=0)\n--\n\n"
         "The all-gather of a nest: for each leaf (rows before the axis, bytes of one).",
     .tp_basicsize = sizeof(Gather),
     .tp_flags = Py_TPFLAGS_DEFAULT,

@@ -73,6 +73,7 @@ class ReplicaContext:
         self._entered: list[context.entered] = []
         self._group = group
         self._all_reduce = group.all_reduce
+        self._all_gather = group.all_gather
 
     def __enter__(self) -> ReplicaContext:
         """Make this the current replica context."""
@@ -205,8 +206,9 @@ class ReplicaContext:
                 range.
             CollectiveMismatchError: if the replicas' calls differ.
         """
-        self._require_current("all_gather")
-        return self._group.collectives.all_gather(value, axis, options)
+        if context.current().replica_context is not self:
+            self._require_current("all_gather")
+        return self._all_gather(value, axis, options)
 
     def merge_call(
         self,

@@ -246,7 +246,7 @@ def test_arrays_that_are_not_as_expected_are_refused_unsent() -> None:
 
 
 class Plan:
-    """Notes how calls ended that `AllReduce` does not end itself."""
+    """Notes how calls ended that `ArrayCall` does not end itself."""
 
     def __init__(self) -> None:
         self.ended: list[object] = []
@@ -261,13 +261,13 @@ class Plan:
 
 
 def all_reduce_of(me: Rank, shape: tuple[int, ...]) -> tuple[Any, Any, Plan]:
-    """Return an `AllReduce` with one plan, its state, and the plan."""
+    """Return an `ArrayCall` with one plan, its state, and the plan."""
     state, plan = core.CallState(), Plan()
     state._call = state._before = "earlier"
     state._timeout, state.timeout_seconds = 1.0, 7.0
     reduce = core.Reduce(me.channel, [("f4", "SUM", shape, 0)], AREA, 99, 1000)
-    entry = core.AllReduce(state, lambda *args, **names: ("other", args, names))
-    entry.keep("SUM", np.dtype(np.float32), reduce, "this", plan)
+    entry = core.ArrayCall(state, lambda *args, **names: ("other", args, names), 1)
+    entry.keep("SUM", np.empty(shape, np.float32), reduce, "this", plan)
     return entry, state, plan
 
 
@@ -327,12 +327,44 @@ def test_other_calls_are_for_python() -> None:
     assert run(1, body) == ["ok"]
 
 
+def test_a_small_array_is_gathered_without_python() -> None:
+    def body(me: Rank) -> str:
+        state, plan = core.CallState(), Plan()
+        state._call = state._timeout = state.timeout_seconds = 1
+        other = "other"
+        entry = core.ArrayCall(state, lambda *args: other, 0)
+        assert entry(np.zeros(3), 0) == other
+        gather = core.Gather(me.channel, [(2, 24)], 7, 1000)
+        for length in (0, 1, 2, 3):  # of rank 0, with more on each rank after it
+            n = length + me.rank
+            x = np.full((2, n, 3), 10.0 * me.rank + length)
+            entry.keep(1, x, gather, "this", plan, 1)
+            found = entry(x, 1)
+            parts = [np.full((2, length + r, 3), 10.0 * r + length) for r in (0, 1)]
+            np.testing.assert_array_equal(found, np.concatenate(parts, axis=1))
+            assert entry(x, 0) == entry(x.T, 1) == other
+        many = core.EAGER_BYTES // 48 + 1
+        x = np.zeros((2, many if me.rank else 1, 3))
+        entry.keep(1, x, gather, "this", plan, 1)
+        assert entry(x, 1) == "concluded"
+        assert (plan.ended, gather.totals()) == ([core.OK], None)
+        assert (state.sequence, me.channel.gathers) == (4, 5)
+        sizes = sum(length + me.rank for length in range(4)) + x.shape[1]
+        assert me.channel.gathered == 48 * sizes
+        for wrong in ((np.zeros(3), 1), (np.zeros((2, 2)), -1)):
+            with pytest.raises(ValueError, match="keep: not a plan of such an array"):
+                entry.keep(1, wrong[0], gather, "this", plan, wrong[1])
+        return "ok"
+
+    assert run(2, body) == ["ok", "ok"]
+
+
 def test_its_table_holds_the_latest_of_many_plans() -> None:
     def body(me: Rank) -> str:
         entry, _, plan = all_reduce_of(me, (1,))
         for n in range(2000):
             reduce = core.Reduce(me.channel, [("f4", "SUM", (n,), 0)], AREA, n, 1000)
-            entry.keep("SUM", np.dtype(np.float32), reduce, f"call {n}", plan)
+            entry.keep("SUM", np.empty(n, np.float32), reduce, f"call {n}", plan)
             assert entry("SUM", np.ones(n, np.float32)).shape == (n,)
         found = [entry("SUM", np.ones(n, np.float32)) for n in range(2000)]
         kept = [x for x in found if isinstance(x, np.ndarray)]
