@@ -144,6 +144,9 @@ class DistributedDataset:
         """The text that `describe` prints: what each replica reads."""
         return describe_feed(self._feed)
 
+    def __elastic_problem__(self) -> str:
+        return self._feed.why_it_ends_with_a_replica()
+
     def __repr__(self) -> str:
         feed = self._feed
         return (

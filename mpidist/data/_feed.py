@@ -139,6 +139,22 @@ class Feed:
             )
         return split_as_it_comes(rows, self.replicas, replica)
 
+    def why_it_ends_with_a_replica(self) -> str:
+        """Return why nobody can read this input when a replica has died, or ""."""
+        if self.policy is None:
+            return (
+                "is an input of its own on each replica, which cannot be split anew "
+                "when replicas are lost; write `strategy.experimental_distribute_"
+                "dataset(dataset)`, with the same global batches on all of them"
+            )
+        if self.source.one_shot:
+            return (
+                f"is a {self.source.text}, which can be read only once, and after a "
+                "loss it is read again; give an object whose `__iter__` starts from "
+                "the beginning, or a `mpidist.data.Dataset.from_generator`"
+            )
+        return ""
+
     def next_iteration(self) -> int:
         """Count an iteration; return its number."""
         self.iterations += 1

@@ -275,6 +275,9 @@ class DistributedIterator:
             own = next(iter(sources.values()))  # all ranks read the same
         return iteration, position, own
 
+    def __elastic_problem__(self) -> str:
+        return self._feed.why_it_ends_with_a_replica()
+
     def __repr__(self) -> str:
         return (
             f"<mpidist.DistributedIterator of dataset #{self._feed.number}: iteration "

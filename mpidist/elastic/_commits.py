@@ -1,8 +1,9 @@
 """Commits: copies of a state in the memory of the replicas, the same on all of them.
 
 Making one: encode the states; compare them over the replicas, in one header (so all of
-them commit, and the same); exchange them if they differ; copy the variables. Nothing of
-it counts until the replicas have agreed (`_members`).
+them commit, and the same); exchange them if they differ; copy the variables, and tell
+the others if that has failed. Nothing of it counts until the replicas have agreed
+(`_members`).
 
 What is different on each replica survives it: ON_READ variables are combined, as
 reading does, and differing states of generators are on all replicas.
@@ -81,12 +82,15 @@ def take(
             if any(state != column[0] for state in column):
                 states[name] = column
         _check_differing(call, items, states, plain)
-    arrays: dict[str, HostArray] = {}
-    with call.scope():
-        for item in items:
-            if isinstance(item, VariableItem):
-                old = None if reused is None else reused.arrays.get(item.name)
-                arrays[item.name] = _copy(item, old)
+    old = {} if reused is None else reused.arrays
+    # In a section: a replica without memory for it tells the others.
+    arrays = call.together(
+        lambda: {
+            item.name: _copy(item, old.get(item.name))
+            for item in items
+            if isinstance(item, VariableItem)
+        }
+    )
     return Commit(number, call.rank, call.size, arrays, states)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mpidist._base.types import Nest
@@ -91,17 +91,16 @@ def wrap(value: Any) -> Any:
     return value
 
 
-def is_split_by_the_user(value: object) -> bool:
-    """Return whether each rank has an input of its own, which cannot be split anew."""
-    if isinstance(value, (ElasticDataset, DistributedIterator)):
-        state = value.state()
-        position = state["iterator"] if isinstance(value, ElasticDataset) else state
-        return bool(position["input"] == "own")
+def problem_of(value: Any) -> str:
+    """Return why an input in a nest does not outlive a replica, or ""."""
+    if isinstance(value, (DistributedDataset, DistributedIterator)):
+        return value.__elastic_problem__()
+    children: Iterable[Any] = ()
     if isinstance(value, dict):
-        return any(map(is_split_by_the_user, value.values()))
-    if isinstance(value, (list, tuple)):
-        return any(map(is_split_by_the_user, value))
-    return False
+        children = value.values()
+    elif isinstance(value, (list, tuple)):
+        children = value
+    return next(filter(None, map(problem_of, children)), "")
 
 
 def stay_open(value: object) -> None:

@@ -74,7 +74,6 @@ class Held:
         self.before: Commit | None = None
         self._directory, self._every = directory, every
         self._manager: CheckpointManager | None = None
-        self._saved = 0  # the number of the commit that was saved last
         self._items: list[Item] = []
         self._group: ReplicaGroup | None = None
         self._voting: Voting | None = None
@@ -142,16 +141,10 @@ class Held:
                     f"It would be the same again after each loss; write `State(build, "
                     f"{name}={value!r:.20})`, and `state.{name} = ...` to change it"
                 )
-        wrapped = {name: _epochs.wrap(value) for name, value in made.items()}
-        for name, value in wrapped.items():
-            if _epochs.is_split_by_the_user(value):
-                raise ValueError(
-                    f"State: {name!r} has an input of its own on each replica, which "
-                    "cannot be split anew when replicas are lost; write `strategy."
-                    "experimental_distribute_dataset(dataset)`, with the same global "
-                    "batches on all of them"
-                )
-        return wrapped
+            problem = _epochs.problem_of(value)
+            if problem:
+                raise ValueError(f"State: {name!r} {problem}")
+        return {name: _epochs.wrap(value) for name, value in made.items()}
 
     def restore_from_disk(self) -> str | None:
         """Restore the newest checkpoint, if there is one; return its path. Collective.
@@ -249,11 +242,9 @@ class Held:
                 name,
             )
         self.newest, self.before = made, self.newest
-        due = number - self._saved >= self._every or last
-        if self._manager is not None and due:
+        if self._manager is not None and (last or number % self._every == 0):
             with call.scope():
                 self._manager.save()
-            self._saved = number
 
     def object(self, name: str) -> Any:
         """Return the object or value of a name.

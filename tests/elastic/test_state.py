@@ -274,7 +274,12 @@ def test_a_state_that_raises_on_one_replica_raises_on_all():
                 )
             },
             ValueError,
-            "input of its own on each replica",
+            "'x' is an input of its own on each replica",
+        ),
+        (
+            lambda s: {"x": [s.experimental_distribute_dataset(iter([np.ones(2)]))]},
+            ValueError,
+            "'x' is a list_iterator, which can be read only once",
         ),
         (
             lambda s: {
