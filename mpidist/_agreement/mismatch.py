@@ -112,6 +112,8 @@ def describe_exception(error: BaseException) -> str:
     """Return the traceback of an exception, to be sent: not all of a very long text."""
     try:
         text = format_exception(error)
+    except KeyboardInterrupt:
+        raise
     except BaseException:  # its __str__ raises, whatever
         return f"{type(error).__qualname__}, which cannot be printed\n"
     if len(text) <= _LONGEST_TRACE:
@@ -253,6 +255,8 @@ def dump_exception(error: BaseException) -> bytes:
         if len(data) > _LARGEST_EXCEPTION:
             return b""
         pickle.loads(data)  # some can be pickled, but not unpickled
+    except KeyboardInterrupt:
+        raise
     except BaseException:  # its __reduce__ may raise SystemExit
         return b""
     return data
@@ -264,6 +268,8 @@ def load_exception(data: bytes, trace: str) -> BaseException | None:
         return None
     try:
         error = pickle.loads(data)
+    except KeyboardInterrupt:
+        raise
     except BaseException:  # this rank does not have its class, or that raises anything
         return None
     if not isinstance(error, BaseException):

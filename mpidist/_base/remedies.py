@@ -44,7 +44,9 @@ def explain_attributes(cls: _T, owner: str = "") -> _T:
         owner: the key of `ATTRIBUTES`, if it is not the name of the class.
     """
 
-    def look(self: object, missing: str) -> NoReturn:
+    def look(self: object, missing: str) -> object:
+        if is_own_attribute(self, missing):
+            return type(self).__getattribute__(self, missing)
         kind = f"{type(self).__name__!r} object"
         if isinstance(self, type):
             kind = f"type object {self.__name__!r}"
@@ -53,6 +55,15 @@ def explain_attributes(cls: _T, owner: str = "") -> _T:
 
     setattr(cls, "__getattr__", look)  # noqa: B010 - see the module
     return cls
+
+
+def is_own_attribute(owner: object, name: str) -> bool:
+    """Return whether a missing attribute is a property that has raised AttributeError.
+
+    Python then calls ``__getattr__``, which should get it again: its own message, such
+    as that of a user's subclass, says what is wrong.
+    """
+    return any(name in vars(cls) for cls in type(owner).__mro__)
 
 
 def missing_name(owner: str, message: str, missing: str) -> AttributeError:

@@ -6,7 +6,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from mpidist._base.remedies import explain_keywords, missing_name
+from mpidist._base.remedies import (
+    explain_keywords,
+    is_own_attribute,
+    missing_name,
+)
 from mpidist._checkpoints import contents
 from mpidist._checkpoints.contents import VariableItem
 from mpidist._checkpoints.restore_status import RestoreStatus
@@ -64,6 +68,8 @@ class Checkpoint:
         by_name = {} if objects is None else objects.by_name
         if name in by_name:
             return by_name[name]
+        if is_own_attribute(self, name):
+            return object.__getattribute__(self, name)
         names = ", ".join(by_name) or "none"
         message = f"this Checkpoint has no object {name!r}; it has {names}"
         raise missing_name("Checkpoint", message, name)

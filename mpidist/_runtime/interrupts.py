@@ -8,8 +8,9 @@ raise `Terminated`, a KeyboardInterrupt, in the main thread; waits for other ran
 back to Python several times a second.
 
 The handler is installed with the other hooks of `process_exit`, if SIGTERM still has
-its default action: a program's own handler, and SIG_IGN, stay; and not in an
-interactive Python, which does not end by a KeyboardInterrupt.
+its default action: a program's own handler, and SIG_IGN, stay; not in an interactive
+Python, which does not end by a KeyboardInterrupt; and not in a job whose ranks go on
+when one is killed (`survival`).
 
 In a forked child SIGTERM has its default action again. Python drops a signal that comes
 between the fork and that, so it is blocked there: `Process.terminate` may be quick.
@@ -40,7 +41,7 @@ from typing import Final
 
 from mpidist._base.errors import CollectiveError
 from mpidist._base.interactive import is_interactive
-from mpidist._mpi import launcher
+from mpidist._mpi import launcher, survival
 
 # The processes of Open MPI's mpirun, by their name in ``/proc``.
 _MPIRUN: Final = ("mpirun", "mpiexec", "prterun", "orterun")
@@ -62,6 +63,7 @@ def install() -> None:
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         and not is_interactive()
+        and not survival.is_on()
     ):
         signal.signal(signal.SIGTERM, _raise)
         _owner = os.getpid()

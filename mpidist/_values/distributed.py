@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpidist._base import backend, guests, nest
-from mpidist._base.remedies import explain_attributes, missing_name
+from mpidist._base.remedies import explain_attributes, is_own_attribute, missing_name
 from mpidist._base.types import Array, DType, HostArray, Nest, Shape
 from mpidist._runtime import context
 from mpidist._runtime.registry import Components
@@ -372,6 +372,8 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
     def __getattr__(self, name: str) -> Any:
         if name in _DELEGATED:
             return getattr(self.value(), name)
+        if is_own_attribute(self, name):
+            return object.__getattribute__(self, name)
         kind = type(self).__name__
         message = f"{kind!r} object has no attribute {name!r}"
         raise missing_name(kind, message, name)

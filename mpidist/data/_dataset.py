@@ -278,8 +278,9 @@ class Dataset(Elements):
         return Dataset(Zip([numbers, self._stage], nest.flatten((0, 0))[1]))
 
     def cache(self, filename: str = "") -> Dataset:
-        """Keep each element in memory once it was loaded. Elements are read-only.
+        """Keep each element in memory once it was loaded.
 
+        Its NumPy arrays are read-only; of torch tensors each pass gets copies.
         In a distributed dataset each rank keeps its own rows. As in tf.data a `shuffle`
         before it has the order of the first iteration for ever.
 
@@ -325,7 +326,9 @@ class Dataset(Elements):
         Args:
             map_func: gets an element (the parts of a tuple as separate arguments) and
                 returns a nest of arrays and numbers. It runs when an element is read,
-                in a thread if there are any, and must not call collectives.
+                in a thread if there are any, and must not call collectives. The arrays
+                must be new, or not written again: `batch`, `shuffle` and `prefetch`
+                keep several elements, and a buffer would have the last one in all.
             num_parallel_calls: the number of threads that call it, for elements one
                 after the other; `AUTOTUNE`: one for each core of this rank, up to 8.
                 Of use if it waits for files or runs outside of the GIL, as much of

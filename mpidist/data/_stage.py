@@ -23,7 +23,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from mpidist._base import nest
+from mpidist._base import guests, nest
 from mpidist._base.types import Array, HostArray, Nest
 from mpidist.data._blocks import RowBlock, block_of, stack
 from mpidist.data._options import Options
@@ -208,6 +208,15 @@ def name_of(function: object) -> str:
 def read_only(tree: Nest) -> Nest:
     """Return an element that is kept and given again: its arrays cannot be changed."""
     return nest.map_structure(_protected, tree)
+
+
+def unshared(tree: Nest) -> Nest:
+    """Return such an element, with copies of what cannot be protected."""
+    return nest.map_structure(_unshared, tree)
+
+
+def _unshared(x: Any) -> Any:
+    return x.clone() if guests.kind_of(x) == "torch" else x
 
 
 def _protected(x: Any) -> Any:

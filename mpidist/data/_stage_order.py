@@ -25,6 +25,7 @@ from mpidist.data._stage import (
     Via,
     open_whole,
     read_only,
+    unshared,
 )
 
 # The maximum total number of rows in the orders that a shuffle keeps.
@@ -311,7 +312,8 @@ class Cache(Via):
                     if not self.parent.indexed:
                         self._tokens[number] = None  # not needed again
                 found = [self._values[number] for number in numbers]
-            yield from found
+            # Tensors of torch cannot be made read-only: each is given away as a copy.
+            yield from map(unshared, found)
 
     def block(self, tokens: Tokens) -> RowBlock | None:
         return Stage.block(self, tokens)

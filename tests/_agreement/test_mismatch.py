@@ -68,3 +68,12 @@ def test_exceptions_that_do_not_come_back_from_pickle():
     assert type(error) is KeyError
     assert "the trace" in str(error.__cause__)
     assert mismatch.load_exception(b"no pickle", "") is None
+
+
+def test_ctrl_c_while_an_exception_is_pickled_is_ctrl_c():
+    class Slow(Exception):  # noqa: N818
+        def __reduce__(self):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        mismatch.dump_exception(Slow())

@@ -177,3 +177,11 @@ def test_an_hdf5_like_file(strategy, rank, size):
         seen += strategy.gather(element, axis=0)[:, 0].tolist()
     assert sorted(seen) == [3.0 * row for row in range(ROWS)]
     assert mine(strategy, strategy.experimental_distribute_dataset(dataset))
+
+
+def test_writing_into_a_cached_tensor_does_not_change_the_cache(torch):
+    dataset = Dataset.range(2).map(lambda i: torch.ones(2)).cache()
+    for _ in range(2):
+        for x in dataset:
+            assert float(x.sum()) == 2
+            x[:] = 5

@@ -224,3 +224,16 @@ def test_every_name_in_porting_exists_or_says_what_to_write():
         if not exists(name) and not is_explained(name)
     ]
     assert not missing
+
+
+@pytest.mark.parametrize("base", [mpidist.optimizers.SGD, mpidist.Checkpoint])
+def test_the_error_of_a_users_property_is_shown(base):
+    class Mine(base):
+        @property
+        def rate(self):
+            return [].no_such_name
+
+    with pytest.raises(AttributeError, match="'list' object has no attribute 'no_such"):
+        Mine().rate  # noqa: B018
+    with pytest.raises(AttributeError, match="'other'"):
+        Mine().other  # noqa: B018
