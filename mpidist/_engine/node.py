@@ -55,7 +55,7 @@ class Node:
     Attributes:
         memory: all of it.
         channel: where they meet.
-        pool: places in this rank's arena.
+        pool: slots in this rank's arena.
         rank: this rank's number on the node.
         size: how many ranks the node has.
         piece_bytes: the size of a piece area.

@@ -1,7 +1,7 @@
 """The native core: how the ranks of one node meet and reduce, in C11.
 
 - ``channel``: steps, headers and messages in memory that ranks share, and waiting;
-- ``kernels``: n arrays of one dtype, in rank order, into m places;
+- ``kernels``: n arrays of one dtype, in rank order, into m destinations;
 - ``algorithms``: all-reduce of small nests, and of large ones piece by piece;
   broadcast;
 - ``binding.h``, ``py_*`` and ``core``: the binding, which is all that knows Python.

@@ -75,7 +75,7 @@ int md_shared_meet(md_channel *ch, md_shared *call, md_header *header);
 int md_shared_finish(md_channel *ch, md_shared *call);
 /* What is left to do after a header; without results in arenas, after any. */
 int md_shared_run(md_channel *ch, md_shared *call);
-/* The parts of it, for who goes step by step. */
+/* The parts of it, for callers that go step by step. */
 void md_shared_copy_in(md_channel *ch, md_shared *call, int piece);
 void md_shared_combine(md_channel *ch, md_shared *call, int piece);
 void md_shared_copy_out(md_channel *ch, md_shared *call, int piece);
@@ -85,8 +85,8 @@ void md_piece(const md_nest *nest, int piece, size_t *first, size_t *last);
 void md_slice(size_t first, size_t last, int rank, int size, size_t *start, size_t *stop);
 
 /* The sum of bytes [first, last) of the layout, of which `n` copies lie in memory of their
-   own, from the first to the last copy; for who has them from other nodes.  `first` is a
-   multiple of MD_LINE; `out` may be one of the copies. */
+   own, from the first to the last copy; for callers that have them from other nodes.
+   `first` is a multiple of MD_LINE; `out` may be one of the copies. */
 void md_reduce_range(const md_nest *nest, size_t first, size_t last, unsigned char *out,
                      const unsigned char *const *copies, int n);
 

@@ -239,7 +239,7 @@ static void publish(md_channel *ch, int is_header, const md_small *small) {
     wake(&mine->step, &mine->sleepers);
     return;
   }
-  /* For who looks which rank is missing; the counters say the rest. */
+  /* For ranks that look which one is missing; the counters say the rest. */
   atomic_store_explicit(&mine->step, step, memory_order_release);
   int g = ch->rank / MD_GROUP;
   md_group *group = group_of(ch, ch->rank);

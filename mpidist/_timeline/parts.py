@@ -21,7 +21,7 @@ _SIMULTANEOUS: Final = ("call", "end of section")
 
 
 class PartError(ValueError):
-    """A file is no part of a timeline."""
+    """a file is not part of a timeline."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def read_part(path: Path) -> Part:
     lines = _lines_of(path)
     header = next(lines, None)
     if not isinstance(header, dict) or header.pop("mpidist timeline", 0) != FORMAT:
-        raise PartError(f"{path} is no part of a timeline of this version of mpidist")
+        raise PartError(f"{path} is not part of a timeline of this version of mpidist")
     try:
         part = Part(Process(**header), {}, [], False)
         for line in lines:

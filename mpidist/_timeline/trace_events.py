@@ -20,7 +20,7 @@ _MICROSECONDS: Final = 1e6
 
 
 class FormatError(ValueError):
-    """A file is no timeline of mpidist."""
+    """A file is not a timeline of mpidist."""
 
 
 def write(timeline: Timeline, path: Path) -> None:
@@ -98,7 +98,7 @@ def read(path: Path) -> Timeline:
                 hosts[event["pid"]] = event["args"]["host"]
     except (ValueError, TypeError, KeyError, EOFError, gzip.BadGzipFile) as error:
         raise FormatError(
-            f"{path} is no timeline of mpidist ({type(error).__name__}: {error})"
+            f"{path} is not a timeline of mpidist ({type(error).__name__}: {error})"
         ) from None
     return Timeline(hosts, spans)
 

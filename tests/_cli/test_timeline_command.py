@@ -47,7 +47,7 @@ def test_files_that_are_none(folder):
     (folder / "other.json").write_text("{}")
     done = run("other.json", cwd=folder)
     assert done.returncode == 2
-    assert "other.json is no timeline of mpidist" in done.stderr
+    assert "other.json is not a timeline of mpidist" in done.stderr
     done = run("missing.json", cwd=folder)
     assert done.returncode == 2
     assert "missing.json" in done.stderr

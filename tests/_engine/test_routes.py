@@ -1,4 +1,4 @@
-"""The engine's routes on one node: eager, and shared with its sources and places."""
+"""The engine's routes on one node: eager, and shared with its sources and results."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_nest_of_many_dtypes_and_sizes(shared, rank, size):
 @mpi
 @core
 def test_results_stay_as_they_are_for_as_long_as_they_are_kept(shared, rank, size):
-    """Places, views of places and their order differ from rank to rank."""
+    """Slots of the arena, views of them and their order differ from rank to rank."""
     rng = random.Random(rank)
     kept = {}
     for k in range(60):
@@ -189,7 +189,7 @@ def test_ways_may_differ_from_rank_to_rank(new_strategy, rank, size, guard):
 
 @mpi
 def test_update_reads_what_was_reduced(shared, rank, size):
-    """Sums in the arena as values of update, more than there are places kept."""
+    """Sums in the arena as values of update, more than there are slots kept."""
     with shared.scope():
         variable = mpidist.Variable(np.zeros(20_000))
 

@@ -125,7 +125,7 @@ def test_a_part_that_was_cut_off(path):
 )
 def test_other_files_are_no_parts(path, text):
     part_of(path, 0).write_text(text)
-    with pytest.raises(PartError, match=r"run\.json\.rank0 is no part of a timeline"):
+    with pytest.raises(PartError, match=r"run\.json\.rank0 is not part of a timeline"):
         merging.load(path)
 
 
@@ -151,7 +151,7 @@ def test_a_timeline_is_read_as_it_was_written(path):
 def test_other_files_are_no_timelines(path):
     for text in ("", "[]", "{}", '{"traceEvents": [{"ph": "X"}]}'):
         path.write_text(text)
-        with pytest.raises(trace_events.FormatError, match="is no timeline of mpidist"):
+        with pytest.raises(trace_events.FormatError, match="not a timeline of mpidist"):
             trace_events.read(path)
 
 
