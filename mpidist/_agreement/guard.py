@@ -45,8 +45,10 @@ from mpidist._base.errors import (
     CollectiveError,
     CollectiveTimeoutError,
     ReplicaLostError,
+    as_told,
+    is_interruption,
     on_rank,
-    was_raised_here,
+    was_told,
 )
 from mpidist._mpi.communicator import AnyCommunicator
 
@@ -147,7 +149,6 @@ class Guard(Waiting):
         self._writes: Writes | None = None
         self._repair: Callable[[Sequence[Key]], None] | None = None
         self._verdict = _ALONE
-        self._common: BaseException | None = None  # which all ranks raise
 
     # --- settings -----------------------------------------------------------------
 
@@ -437,6 +438,7 @@ class Guard(Waiting):
         data = self._comm.all_gather_objects(pickle.dumps(report))
         reports: list[Report] = [pickle.loads(item) for item in data]
         found = judge(self._comm.rank, reports) if error is None else error
+        as_told(found)
         floor = min(report.depth for report in reports)
         # At the ends of different sections there is nothing more to wait for.
         self._all_joined = all(
@@ -452,10 +454,24 @@ class Guard(Waiting):
             self._repair(written)
         return found
 
-    def share_error(self, error: BaseException) -> None:
-        """Say that all ranks raise this one, each on its own, and can continue."""
-        # Others are told by `join`; and it refers to the frames that it went through.
-        self._common = error if isinstance(error, KeyboardInterrupt) else None
+    def interrupted(self, what: str, error: BaseException) -> bool:
+        """Tell the others if an exception came to this rank from outside, in a call.
+
+        At any line, so it is not known how much of the call is done: the strategy is
+        then unusable. To be called where exceptions leave what ranks do together.
+
+        Args:
+            what: the call.
+            error: the exception that leaves it.
+
+        Returns:
+            Whether it is such an exception.
+        """
+        if self._alone or was_told(error) or not is_interruption(error):
+            return False
+        self._break_off(what, error)
+        self.repeat_notice()
+        return True
 
     def repair_with(self, repair: Callable[[Sequence[Key]], None]) -> None:
         """Set the function that makes copies equal again after a failed update.
@@ -537,6 +553,8 @@ class Guard(Waiting):
             result: of the section, or a function that returns it, for messages.
             fingerprint: of the result.
         """
+        if error is not None:
+            self.interrupted(call.text, error)
         if self._broken:
             self.repeat_notice()
             return error or self._broken_error()
@@ -586,19 +604,13 @@ class Guard(Waiting):
                 error = raised
                 if isinstance(error, CollectiveError):
                     section.kind = "agreed"
-                elif isinstance(error, RecursionError) and was_raised_here(error):
-                    # In the middle of a call, perhaps with no frame to tell the others.
-                    self._break_off(call.text, error)
             error = self.join(
                 call, error, section.kind, section.text, section.fingerprint
             )
         except BaseException as raised:
             # Such as Ctrl-C: those who are in the section learn that this rank is not
             # coming.
-            if raised is self._common:
-                if self._depth == 1:
-                    self._common = None
-            elif not self._alone:  # then it is of merge_fn, and nobody is in it
+            if not (was_told(raised) or self._alone):  # alone: in merge_fn
                 raise self._break_off(call.text, raised) from raised.__cause__
             raise
         finally:

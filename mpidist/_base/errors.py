@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from typing import Final
+from typing import Final, TypeVar
 
 from mpidist._base.environment import (
     debugging,
@@ -28,6 +28,10 @@ from mpidist._base.environment import (
 
 # The folder of the package: this file is in one of its rooms.
 PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+_AT_ANY_LINE: Final = (KeyboardInterrupt, MemoryError, RecursionError)
+_TOLD: Final = "_known_to_all_ranks"
+_E = TypeVar("_E", bound=BaseException)
 
 
 class CheckpointError(RuntimeError):
@@ -161,12 +165,48 @@ def _hide_own_frames(report: traceback.TracebackException, seen: set[int]) -> No
             _hide_own_frames(other, seen)
 
 
-def was_raised_here(error: BaseException) -> bool:
-    """Return whether an exception was raised in the code of this package."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(PACKAGE)
+def was_told(error: BaseException) -> bool:
+    """Return whether all ranks know of an exception; see `as_told`."""
+    return _TOLD in error.__dict__
+
+
+def as_told(error: _E) -> _E:
+    """Note in an exception that all ranks know of it; return it."""
+    error.__dict__[_TOLD] = True
+    return error
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Return whether an exception came to a line of this package from outside.
+
+    Any line may be the one: of a handler of a signal, which raises; of Ctrl-C; without
+    memory or frames. Exceptions of the functions that users pass are none, nor are
+    those that this package raises about its arguments. What is raised while such an
+    exception ends a block counts as it.
+    """
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        if _interrupts(one):
+            return True
+        seen.add(id(one))
+        one = one.__context__
+    return False
+
+
+def _interrupts(error: BaseException) -> bool:
+    trace, before = error.__traceback__, None
+    here = False  # whether the frame before is of this package
+    while trace is not None:
+        frame = trace.tb_frame
+        if here and before is not None:
+            # A handler gets the frame that it interrupts.
+            names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+            if any(frame.f_locals.get(name) is before for name in names):
+                return True
+        here = frame.f_code.co_filename.startswith(PACKAGE)
+        before, trace = frame, trace.tb_next
+    return here and isinstance(error, _AT_ANY_LINE)
 
 
 def format_ranks(ranks: list[int] | tuple[int, ...]) -> str:

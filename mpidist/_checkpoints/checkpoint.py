@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from mpidist._checkpoints.contents import VariableItem
 from mpidist._checkpoints.restore_status import RestoreStatus
 from mpidist._checkpoints.saved_objects import SavedObjects
 from mpidist._checkpoints.storage import FileFormat
+from mpidist._runtime.interruptions import tells
 
 
 class Checkpoint:
@@ -88,6 +90,7 @@ class Checkpoint:
         """Return the objects by name."""
         return self._objects.by_name
 
+    @tells("Checkpoint.save", operator.attrgetter("_objects.group"))
     @explain_keywords("Checkpoint.save")
     def save(
         self,
@@ -120,6 +123,7 @@ class Checkpoint:
         """
         return self._objects.save(path, format, "Checkpoint.save").path
 
+    @tells("Checkpoint.restore", operator.attrgetter("_objects.group"))
     @explain_keywords("Checkpoint.restore")
     def restore(
         self, path: str | os.PathLike[str], partial: bool = False

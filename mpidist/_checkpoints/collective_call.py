@@ -10,7 +10,7 @@ from typing import TypeVar
 from mpidist._agreement import mismatch
 from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call
-from mpidist._base.errors import CheckpointError
+from mpidist._base.errors import CheckpointError, as_told
 from mpidist._base.types import Array
 from mpidist._checkpoints.contents import VariableItem
 from mpidist._engine.collectives import Collectives
@@ -89,6 +89,7 @@ class CollectiveCall:
                 text = trace.strip().rpartition("\n")[2]
                 data = pickle.dumps((False, (dumped, text), trace))
                 self.collectives.messages.send(data)
+                as_told(error)
                 raise
             self.collectives.messages.send(data)
             return result
@@ -101,12 +102,12 @@ class CollectiveCall:
         dumped, text = content
         failure = mismatch.load_exception(dumped, trace) or CheckpointError(text)
         failure.add_note(f"[rank {self.rank}] raised here because rank 0 raised it")
-        raise failure
+        raise as_told(failure)
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """Return the scope of the strategy, unless it is the default one."""
         if self.group.is_mpi:
-            return context.scope(self.group)
+            return context.entered(self.group.cross_frame)
         return contextlib.nullcontext()
 
     def assign(self, item: VariableItem, value: Array) -> None:

@@ -12,6 +12,7 @@ from mpidist._base.errors import CheckpointError
 from mpidist._base.remedies import explain_attributes, explain_keywords
 from mpidist._checkpoints import replace, storage
 from mpidist._checkpoints.checkpoint import Checkpoint, objects_of
+from mpidist._runtime.interruptions import tells
 
 
 class _Entry(NamedTuple):
@@ -109,6 +110,7 @@ class CheckpointManager:
         """
         return self._entries[-1].path if self._entries else None
 
+    @tells("CheckpointManager.save", lambda self: objects_of(self.checkpoint).group)
     @explain_keywords("CheckpointManager.save")
     def save(self, checkpoint_number: object = None) -> str:
         """Save a new checkpoint, then delete the oldest. Collective.
@@ -162,6 +164,7 @@ class CheckpointManager:
         self._highest = max(self._highest, number)
         return saved.path
 
+    @tells("restore_or_initialize", lambda self: objects_of(self.checkpoint).group)
     def restore_or_initialize(self) -> str | None:
         """Restore the newest complete checkpoint, if there is one. Collective.
 

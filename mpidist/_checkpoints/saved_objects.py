@@ -7,9 +7,11 @@ are equal, and which states are equal; then rank 0 writes while the others wait 
 result.
 
 Restoring: find the items; agree; rank 0 reads everything, verifies it, and checks that
-it matches the objects, while the others wait. Only then does anything change: first the
-states, because a user's `restore` may raise (then the objects restored before it get
-their old state back), then the variables, whose arrays rank 0 sends one at a time.
+it matches the objects, while the others wait. It sends the arrays, and every rank has
+them all, on its device, before anything changes, so that no rank can lack the memory
+later. Then come the states, because a user's `restore` may raise (then the objects
+restored before it get their old state back), and last the variables, by copies in
+memory.
 
 Errors on rank 0 are raised on all ranks, also with the guard off
 (`CollectiveCall.on_rank_0`).
@@ -45,7 +47,7 @@ from mpidist._checkpoints.storage import CheckpointFiles, FileFormat, Snapshot
 from mpidist._mpi import library
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._values.variable import storage_of
+from mpidist._values.variable import policy_of, storage_of
 
 _MOST_NAMES: Final = 20  # in a message
 
@@ -87,6 +89,12 @@ class SavedObjects:
         self.by_name = dict(objects)
         items = contents.collect(self.by_name, early=True)
         self._nearest = _group_of(items, "Checkpoint") or context.current().group
+
+    @property
+    def group(self) -> ReplicaGroup:
+        """The ranks that save these objects together."""
+        found = _group_of(contents.collect(self.by_name, early=True), "Checkpoint")
+        return found or self._nearest
 
     def save(
         self,
@@ -161,19 +169,25 @@ class SavedObjects:
         call = found.call
         items = [found.items[name] for name in found.variables]
         variables = [item for item in items if isinstance(item, VariableItem)]
-        # All ranks wait for the end of this: the broadcasts below have no header.
-        buffer = call.together(
-            lambda: _buffer_for(variables if call.rank else []), scope=False
-        )
-        _put_states(call, found.states, found.items)
+        arrays = call.together(lambda: _room_for(variables, found.arrays), scope=False)
         try:
-            for item in variables:
-                # Rank 0 gives up each copy as soon as it has been sent.
-                x = _view(buffer, item) if call.rank else found.arrays.pop(item.name)
+            for x in arrays:
                 if x.size:
                     call.comm.broadcast(backend.as_bytes(x), 0)
-                call.assign(item, x)
         except BaseException as error:
+            raise call.guard.leave_call(error) from None
+        values = call.together(lambda: _prepared(variables, arrays), scope=False)
+        arrays.clear()
+        _put_states(call, found.states, found.items)
+
+        def assign() -> None:  # without allocating
+            for item, value in zip(variables, values, strict=True):
+                storage_of(item.variable).apply("assign", value)
+
+        try:
+            assign()
+        except BaseException as error:  # of a signal: the other ranks assign all
+            assign()
             raise call.guard.leave_call(error) from None
         return sorted([*found.states, *found.variables])
 
@@ -440,14 +454,26 @@ def _put_states(
         raise
 
 
-def _buffer_for(items: Sequence[VariableItem]) -> HostArray:
-    """Return memory for the largest of these variables."""
-    return np.empty(max((item.nbytes for item in items), default=0), np.uint8)
+def _room_for(
+    items: Sequence[VariableItem], arrays: dict[str, HostArray]
+) -> list[HostArray]:
+    """Return the arrays of rank 0, taken from ``arrays``; on others room for them."""
+    return [
+        arrays.pop(item.name)
+        if item.name in arrays
+        else np.empty(item.variable.shape, item.variable.dtype)
+        for item in items
+    ]
 
 
-def _view(buffer: HostArray, item: VariableItem) -> HostArray:
-    """Return the beginning of the buffer as an array like the variable."""
-    variable = item.variable
-    raw = buffer[: item.nbytes]
-    x = raw.view(variable.dtype) if raw.size else np.empty(0, variable.dtype)
-    return x.reshape(variable.shape)
+def _prepared(
+    items: Sequence[VariableItem], arrays: Sequence[HostArray]
+) -> list[Array]:
+    """Return what each variable's copy here is to be, on its device."""
+    return [
+        policy_of(item.variable).own_part(
+            storage_of(item.variable),
+            storage_of(item.variable).prepare("assign", x),
+        )
+        for item, x in zip(items, arrays, strict=True)
+    ]

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeAlias
 from mpidist import _native
 from mpidist._agreement.mismatch import describe_exception, dump_exception
 from mpidist._base import backend, checksums, nest
+from mpidist._base.errors import as_told
 from mpidist._base.types import Array, Nest
 from mpidist._merge import object_names, wire
 from mpidist._merge.updates import (
@@ -361,9 +362,12 @@ def lead(
             if several:
                 buffers = coordinator.finish(structure.unflatten(parts))
     except BaseException as error:
-        if several and not collectives.guard.broken:
-            coordinator.fail(error)
-            collectives.guard.share_error(error)
+        if several:
+            collectives.guard.set_alone(False)  # an exception in `with` may leave it on
+            collectives.guard.interrupted("merge_call", error)
+            if not collectives.guard.broken:
+                coordinator.fail(error)
+                as_told(error)
         raise
     finally:
         coordinator.close()

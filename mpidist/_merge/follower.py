@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from mpidist._agreement.mismatch import ErrorKind, load_exception
 from mpidist._base import nest
-from mpidist._base.errors import CollectiveError, on_rank
+from mpidist._base.errors import CollectiveError, as_told, on_rank
 from mpidist._base.types import Array, Nest
 from mpidist._merge import object_names, wire
 from mpidist._merge.updates import UpdateBatch, describe, wrap
@@ -93,8 +93,7 @@ class Follower:
                     pickled, trace = body
                     rank = collectives.comm.rank
                     failure = remote_error(rank, pickled, trace, self._failure)
-                    guard.share_error(failure)
-                    raise failure
+                    raise as_told(failure)
             for key in dropped:
                 held.pop(key, None)
                 kept.pop(key, None)
@@ -146,6 +145,7 @@ class Follower:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
+            self._collectives.guard.interrupted("an update", error)
             if self._collectives.guard.broken:
                 raise
             what = "an update" if kind == "invalid" else describe(var, fn)
@@ -193,6 +193,7 @@ class Follower:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
+            collectives.guard.interrupted(name, error)
             if collectives.guard.broken:
                 raise
             return error

@@ -166,11 +166,11 @@ class UpdateBatch:
         guard = self._guard
         writes: _Writes | None = None
         if guard.checks:
-            guard.enter_section()
-            self.open = True
             self._began = time.monotonic()
             self._writes = writes = _Writes()
             self._outer = guard.record(writes)
+            guard.enter_section()
+            self.open = True  # now `leave` has all that it needs
         self._frame = context.Frame(self._group, context.Level.UPDATE, written=writes)
 
     def keep(self) -> None:

@@ -106,10 +106,28 @@ class entered:  # noqa: N801 - written as a function: `with entered(frame):`
     def __exit__(self, *error: object) -> None:
         frames = self._frames
         if frames[-1] is not self._frame:
+            if error[0] is not None and self._frame in frames:
+                # It may have come in the last line of a block inside this one.
+                del frames[frames.index(self._frame) :]
+                return
             raise RuntimeError(
                 f"a scope of {self._frame.group} was left while a later one is "
                 "still open; leave scopes in the reverse order, best with `with`"
             )
+        frames.pop()
+
+
+def unwind() -> None:
+    """Leave what a call of the program was in when an exception ended it at any line.
+
+    An exception in the last lines of a ``with`` block may leave its frame behind. The
+    scopes that the program has entered stay.
+    """
+    frames = _stack.frames
+    while frames:
+        frame = frames[-1]
+        if frame.level is Level.CROSS_REPLICA and frame is not frame.group.cross_frame:
+            return
         frames.pop()
 
 

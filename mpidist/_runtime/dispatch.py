@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 from mpidist._base.types import Nest
-from mpidist._runtime import context
+from mpidist._runtime import context, interruptions
 from mpidist._runtime.group import ReplicaGroup
 
 
@@ -55,10 +55,14 @@ def perform(group: ReplicaGroup, name: str, *args: Any, call: str = "") -> Any:
     Raises:
         RuntimeError: in a replica context, or in the scope of another strategy.
     """
-    frame = context.require_cross_replica(group, call or name)
-    if frame.coordinator is not None:
-        return frame.coordinator.command(name, args)
-    return execute(group, name, args)
+    try:
+        frame = context.require_cross_replica(group, call or name)
+        if frame.coordinator is not None:
+            return frame.coordinator.command(name, args)
+        return execute(group, name, args)
+    except BaseException as error:
+        interruptions.left(group, call or name, error)
+        raise
 
 
 def execute(group: ReplicaGroup, name: str, args: tuple[Any, ...]) -> Any:

@@ -20,9 +20,10 @@ from mpidist._base.reduce_op import (
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Nest
 from mpidist._merge.updates import update_in_replica
-from mpidist._runtime import context, dispatch
+from mpidist._runtime import context, dispatch, interruptions
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
+from mpidist._runtime.interruptions import tells
 from mpidist._runtime.registry import component
 from mpidist._strategy import local_results
 from mpidist._strategy import operations as operations  # registers them
@@ -146,6 +147,7 @@ class StrategyExtended:
             )
         yield
 
+    @tells("read_var")
     def read_var(self, v: Nest) -> Nest:
         """Return a variable's value in cross-replica context. Collective if ON_READ.
 
@@ -169,6 +171,7 @@ class StrategyExtended:
         """Return the devices for state without a variable: those of all replicas."""
         return self._group.device_names
 
+    @tells("update_non_slot")
     def update_non_slot(
         self,
         colocate_with: Variable | tuple[str, ...] | list[str],
@@ -225,6 +228,7 @@ class StrategyExtended:
         """
         return Dataset._of_numpy(self._group, numpy_input)
 
+    @tells("experimental_run_steps_on_iterator")
     def experimental_run_steps_on_iterator(
         self,
         fn: Callable[[MultiStepContext, Nest], object],
@@ -267,6 +271,7 @@ class StrategyExtended:
         kwargs = {} if kwargs is None else kwargs
         return dispatch.perform(self._group, "call_for_each_replica", fn, args, kwargs)
 
+    @tells("reduce_to")
     def reduce_to(
         self,
         reduce_op: ReduceOp | str,
@@ -303,6 +308,7 @@ class StrategyExtended:
         )
         return self._unwrap_at_destination(result, destinations)
 
+    @tells("batch_reduce_to")
     def batch_reduce_to(
         self,
         reduce_op: ReduceOp | str,
@@ -336,6 +342,7 @@ class StrategyExtended:
             for result, (_, destinations) in zip(results, pairs, strict=True)
         ]
 
+    @tells("broadcast_to")
     def broadcast_to(self, tensor: Nest, destinations: Destination) -> Nest:
         """Copy rank 0's value to every replica. Collective.
 
@@ -415,26 +422,31 @@ class StrategyExtended:
         communicates, or by `ReplicaContext.merge_call`. To catch them inside
         ``merge_fn``, pass ``group=False``: this call then waits for all replicas.
         """
-        kwargs = {} if kwargs is None else kwargs
-        if context.is_in_replica(self._group) and isinstance(var, Variable):
+        try:
+            kwargs = {} if kwargs is None else kwargs
+            if context.is_in_replica(self._group) and isinstance(var, Variable):
+                check_owner(self._group, "update", var)
+                result = update_in_replica(self._group, var, fn, args, kwargs)
+                return result if group else (result,)
+            frame = context.require_cross_replica(self._group, "update")
+            coordinator = frame.coordinator if group and type(var) is Variable else None
+            if coordinator is not None and storage_of(var).group is self._group:
+                return coordinator.update(var, fn, args, kwargs, True)
+            plain = isinstance(var, Variable) and not storage_of(var).group.is_mpi
+            if not isinstance(var, Variable) or (plain and self._group.is_mpi):
+                if isinstance(var, DistributedValues):
+                    error = TypeError(
+                        "update: expected a `mpidist.Variable`, got a "
+                        f"{type(var).__name__}; use `strategy.run` to work on each "
+                        "replica's component"
+                    )
+                    dispatch.refuse(self._group, "update", error)
+                return fn(var, *select_replica(tuple(args)), **select_replica(kwargs))
             check_owner(self._group, "update", var)
-            result = update_in_replica(self._group, var, fn, args, kwargs)
-            return result if group else (result,)
-        frame = context.require_cross_replica(self._group, "update")
-        coordinator = frame.coordinator if group and type(var) is Variable else None
-        if coordinator is not None and storage_of(var).group is self._group:
-            return coordinator.update(var, fn, args, kwargs, True)
-        plain = isinstance(var, Variable) and not storage_of(var).group.is_mpi
-        if not isinstance(var, Variable) or (plain and self._group.is_mpi):
-            if isinstance(var, DistributedValues):
-                error = TypeError(
-                    f"update: expected a `mpidist.Variable`, got a {type(var).__name__}"
-                    "; use `strategy.run` to work on each replica's component"
-                )
-                dispatch.refuse(self._group, "update", error)
-            return fn(var, *select_replica(tuple(args)), **select_replica(kwargs))
-        check_owner(self._group, "update", var)
-        return self._update(frame, var, fn, args, kwargs, group)
+            return self._update(frame, var, fn, args, kwargs, group)
+        except BaseException as error:
+            interruptions.left(self._group, "update", error)
+            raise
 
     # --- internal to the package ------------------------------------------------------
 

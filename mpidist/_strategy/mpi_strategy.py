@@ -34,6 +34,7 @@ from mpidist._mpi.communicator import Communicator
 from mpidist._mpi.library import check_communicator, check_not_alone, local_rank
 from mpidist._runtime import context, forked_child, process_exit, timelines
 from mpidist._runtime.group import ReplicaGroup
+from mpidist._runtime.interruptions import tells
 from mpidist._strategy.cross_device_ops import CrossDeviceOps
 from mpidist._strategy.outside import note_closed, note_open
 from mpidist._strategy.replica_context import attach
@@ -236,6 +237,7 @@ class MPIStrategy(Strategy):
         if environment.abort:
             process_exit.watch(guard, waits=settings.guard)
 
+    @tells("MPIStrategy.close")
     def close(self) -> None:
         """Free the communicator and the resources that the ranks share. Collective.
 

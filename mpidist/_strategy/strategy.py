@@ -17,6 +17,7 @@ from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Nest
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup
+from mpidist._runtime.interruptions import tells
 from mpidist._strategy.extended import StrategyExtended
 from mpidist._strategy.local_results import local_results
 from mpidist._strategy.value_context import ValueContext
@@ -219,6 +220,7 @@ class Strategy:
         """
         return dispatch.perform(self._group, "gather", value, axis)
 
+    @tells("buffers_like")
     def buffers_like(self, nest: Nest) -> Nest:
         """Create arrays that can be reduced without copying them first. Collective.
 
@@ -260,6 +262,7 @@ class Strategy:
             )
         return self._group.collectives.buffers_like(map_structure(own_component, nest))
 
+    @tells("experimental_local_results")
     def experimental_local_results(self, value: Nest) -> tuple[Nest, ...]:
         """Return the components that this process can see, as a tuple.
 
@@ -287,6 +290,7 @@ class Strategy:
         with self._extended.colocate_vars_with(colocate_with_variable):
             yield
 
+    @tells("experimental_distribute_values_from_function")
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Nest]
     ) -> Nest:
@@ -319,6 +323,7 @@ class Strategy:
 
     # --- datasets (mpidist.data) ------------------------------------------------
 
+    @tells("experimental_distribute_dataset")
     def experimental_distribute_dataset(
         self, dataset: Batches, options: InputOptions | None = None
     ) -> DistributedDataset:
@@ -349,6 +354,7 @@ class Strategy:
         """
         return DistributedDataset._of_batches(self._group, dataset, options)
 
+    @tells("distribute_datasets_from_function")
     def distribute_datasets_from_function(
         self,
         dataset_fn: Callable[[InputContext], Batches],
@@ -372,6 +378,7 @@ class Strategy:
         """
         return DistributedDataset._of_function(self._group, dataset_fn, options)
 
+    @tells("experimental_distribute_datasets_from_function")
     def experimental_distribute_datasets_from_function(
         self,
         dataset_fn: Callable[[InputContext], Batches],

@@ -11,7 +11,7 @@ from mpidist._base import backend, nest
 from mpidist._base.errors import OutOfSyncError, format_ranks, on_rank
 from mpidist._base.fingerprint import fingerprint_of
 from mpidist._base.types import Array, Nest
-from mpidist._runtime import context, dispatch
+from mpidist._runtime import context, dispatch, interruptions
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.variable import Variable, array_of, check_owner, storage_of
 
@@ -36,13 +36,19 @@ def check_in_sync(variables: Nest) -> None:
         TypeError: if a leaf is not a variable.
         ValueError: for an ON_READ variable, whose copies may differ.
     """
+    try:
+        _check_nest(variables)
+    except BaseException as error:
+        leaves = nest.flatten(variables)[0]
+        interruptions.left(_group_of(leaves), "check_in_sync", error)
+        raise
+
+
+def _check_nest(variables: Nest) -> None:
     leaves = nest.flatten(variables)[0]
     if not leaves:
         return
-    group = next(
-        (storage_of(x).group for x in leaves if isinstance(x, Variable)),
-        context.current().group,
-    )
+    group = _group_of(leaves)
     frame = context.current()
     try:
         _check_variables(group, leaves)
@@ -52,6 +58,13 @@ def check_in_sync(variables: Nest) -> None:
         _check(group, leaves)
     else:
         dispatch.perform(group, "check_in_sync", leaves)
+
+
+def _group_of(leaves: list[Nest]) -> ReplicaGroup:
+    return next(
+        (storage_of(x).group for x in leaves if isinstance(x, Variable)),
+        context.current().group,
+    )
 
 
 def _check_variables(group: ReplicaGroup, leaves: list[Nest]) -> None:

@@ -56,6 +56,10 @@ class OnWrite:
         """Write a value that all ranks have, in cross-replica context."""
         storage.apply(how, value)
 
+    def own_part(self, storage: VariableStorage, value: Array) -> Array:
+        """Return what this rank's copy is if ``value`` is assigned on all ranks."""
+        return value
+
     def _aggregate(
         self, storage: VariableStorage, how: Assignment, value: Nest
     ) -> Array:
@@ -117,10 +121,17 @@ class OnRead:
             return
         group = storage.group
         if how == "assign":
-            share = _share_of(value, group.replica_id, group.num_replicas)
-            storage.apply(how, share)
+            storage.apply(how, self.own_part(storage, value))
         elif group.replica_id == 0:
             storage.apply(how, value)  # to one copy: the sum changes by it
+
+    def own_part(self, storage: VariableStorage, value: Array) -> Array:
+        """Return what this rank's copy is if ``value`` is assigned on all ranks."""
+        if storage.attributes.aggregation is not VariableAggregation.SUM:
+            return value
+        group = storage.group
+        share: Array = _share_of(value, group.replica_id, group.num_replicas)
+        return share
 
 
 ON_WRITE = OnWrite()

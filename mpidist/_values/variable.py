@@ -20,7 +20,7 @@ from mpidist._base.variable_enums import (
     VariableAggregation,
     VariableSynchronization,
 )
-from mpidist._runtime import context, dispatch
+from mpidist._runtime import context, dispatch, interruptions
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import Registered, home_of, key_of
@@ -117,6 +117,7 @@ class Variable(ArrayLike, Registered):
     _storage: VariableStorage
     _policy: OnWrite | OnRead
 
+    @interruptions.tells("Variable(...)", lambda _: context.current().group)
     @explain_keywords("Variable")
     @by_creators
     def __init__(
@@ -305,16 +306,20 @@ class Variable(ArrayLike, Registered):
         storage = self._storage
         if not storage.on_read:
             return storage.view
-        frame = self._check_frame("reading")
-        if frame is None:
+        try:
+            frame = self._check_frame("reading")
+            if frame is None:
+                return storage.view
+            if frame.level is not context.Level.REPLICA or not context.has_strategy():
+                require_readable(storage)
+                return dispatch.perform(storage.group, "read_variable", self)
+            if frame.sync_on_read:
+                require_readable(storage)
+                return ON_READ.read(storage)
             return storage.view
-        if frame.level is not context.Level.REPLICA or not context.has_strategy():
-            require_readable(storage)
-            return dispatch.perform(storage.group, "read_variable", self)
-        if frame.sync_on_read:
-            require_readable(storage)
-            return ON_READ.read(storage)
-        return storage.view
+        except BaseException as error:
+            interruptions.left(storage.group, "Variable.value", error)
+            raise
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_MEMORY:  # without combining the copies of an ON_READ variable
@@ -500,19 +505,24 @@ class Variable(ArrayLike, Registered):
             )
 
     def _write(self, how: Assignment, value: Nest, read_value: bool) -> Variable | None:
-        frame = self._check_frame(how)
-        if frame is None:
-            storage = self._storage
-            prepared = storage.prepare(how, value)
-            self._record()
-            storage.apply(how, prepared)
-        elif frame.level is context.Level.REPLICA and context.has_strategy():
-            self._policy.write(self._storage, how, value)
-        else:
-            group = self._storage.group
-            dispatch.perform(group, "assign_variable", self, how, value)
+        try:
+            frame = self._check_frame(how)
+            if frame is None:
+                storage = self._storage
+                prepared = storage.prepare(how, value)
+                self._record()
+                storage.apply(how, prepared)
+            elif frame.level is context.Level.REPLICA and context.has_strategy():
+                self._policy.write(self._storage, how, value)
+            else:
+                group = self._storage.group
+                dispatch.perform(group, "assign_variable", self, how, value)
+        except BaseException as error:
+            interruptions.left(self._storage.group, f"Variable.{how}", error)
+            raise
         return self if read_value else None
 
+    @interruptions.tells("Variable.scatter", operator.attrgetter("_storage.group"))
     def _scatter(self, how: Scatter, value: Nest) -> Variable:
         call = f"scatter_{how}"
         frame = self._check_frame(call)
@@ -550,6 +560,11 @@ storage_of: Final[Callable[[Variable], VariableStorage]] = operator.attrgetter(
 )
 """Return the storage of a variable: for other rooms. Not a method, since all names of a
 `Variable` are for users."""
+
+policy_of: Final[Callable[[Variable], OnWrite | OnRead]] = operator.attrgetter(
+    "_policy"
+)
+"""Return when a variable's copies are combined: for other rooms."""
 
 array_of: Final[Callable[[Variable], Array]] = operator.attrgetter("_storage.array")
 """Return this rank's copy of a variable, for changing it in place.

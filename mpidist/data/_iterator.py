@@ -13,6 +13,7 @@ then on the spec is part of the fingerprint of each header.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -22,6 +23,7 @@ from mpidist._base import nest
 from mpidist._base.errors import format_ranks, on_rank
 from mpidist._base.types import DType, Nest
 from mpidist._runtime import context
+from mpidist._runtime.interruptions import tells
 from mpidist._values.distributed import PerReplica
 from mpidist.data._blocks import RowBlock, count_rows
 from mpidist.data._feed import Feed, Spec, describe
@@ -121,6 +123,7 @@ class DistributedIterator:
         """The nest of `mpidist.data.ArraySpec` of a replica's part of an element."""
         return self._feed.element_spec()
 
+    @tells("initialize", operator.attrgetter("_feed.group"))
     def initialize(self) -> list[object]:
         """Start again at the first element. Collective.
 
@@ -286,6 +289,7 @@ class DistributedIterator:
 
     # --- a step ---------------------------------------------------------------
 
+    @tells("next(iterator)", operator.attrgetter("_feed.group"))
     def _step(self, name: str) -> tuple[bool, Nest]:
         feed = self._feed
         if context.depth() and context.current().level is context.Level.REPLICA:

@@ -28,7 +28,7 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Array, HostArray
-from mpidist._runtime import context, dispatch
+from mpidist._runtime import context, dispatch, interruptions
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.variable import Variable, array_of, storage_of
 from mpidist.optimizers._arguments import (
@@ -269,19 +269,23 @@ class Optimizer(Referable):
         """
         pairs: list[tuple[Gradient, Variable]] = []
         try:
-            pairs.extend(grads_and_vars)
-            gradients, variables = split_pairs(pairs)
-            check_variables(variables, APPLY, self._index)
-            group = group_for(variables, self._group, APPLY)
-        except Exception as error:
-            group_among(pairs, self._group).collectives.invalid(APPLY, error)
-        skip = bool(skip_gradients_aggregation)
-        if _is_cross_replica(group):
-            dispatch.perform(
-                group, APPLY, self._reference(), gradients, variables, skip
-            )
-        else:
-            self._apply(group, gradients, variables, in_replica=True, skip=skip)
+            try:
+                pairs.extend(grads_and_vars)
+                gradients, variables = split_pairs(pairs)
+                check_variables(variables, APPLY, self._index)
+                group = group_for(variables, self._group, APPLY)
+            except Exception as error:
+                group_among(pairs, self._group).collectives.invalid(APPLY, error)
+            skip = bool(skip_gradients_aggregation)
+            if _is_cross_replica(group):
+                dispatch.perform(
+                    group, APPLY, self._reference(), gradients, variables, skip
+                )
+            else:
+                self._apply(group, gradients, variables, in_replica=True, skip=skip)
+        except BaseException as error:
+            interruptions.left(group_among(pairs, self._group), APPLY, error)
+            raise
         return self.iterations
 
     # --- to be defined by subclasses --------------------------------------------

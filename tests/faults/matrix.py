@@ -166,8 +166,26 @@ CASES = [
             (
                 "MemoryError while a variable is made, saved or restored",
                 "`MemoryError`; the others with it, or `CollectiveTimeoutError`",
-                "unusable, but for a save",
+                "unusable, but for a save and a restore",
                 "a_memory_error_where_the_ranks_no_longer_wait_for_each_other",
+            ),
+        ],
+    ),
+    *_rows(
+        "Exceptions",
+        "tests/faults/test_every_line.py::test_",
+        [
+            (
+                "a signal's exception at any line of a call",
+                _TIMEOUT,
+                "unusable",
+                "an_exception_at_any_line_is_told",
+            ),
+            (
+                "the same, or a MemoryError, at any line of a restore",
+                "an error on all; all variables are restored, or none on any rank",
+                "unusable, or usable",
+                "a_restore_is_all_or_nothing_whatever_line_raises",
             ),
         ],
     ),
@@ -236,7 +254,25 @@ CASES = [
                 "job ends",
                 "a_rank_that_ends_while_the_others_wait_for_it",
             ),
-            ("Ctrl-C", "a line for each rank; code 130", "job ends", "ctrl_c"),
+        ],
+    ),
+    *_rows(
+        "Processes",
+        "tests/_runtime/test_interrupts.py::test_",
+        [
+            (
+                "Ctrl-C, SIGTERM",
+                "`finally` blocks run; one line; [the launcher's code]"
+                "(guide/launching.md#ctrl-c-and-sigterm)",
+                "job ends",
+                "the_job_ends_with_one_line_and_all_finally_blocks",
+            ),
+        ],
+    ),
+    *_rows(
+        "Processes",
+        _EXIT,
+        [
             (
                 "an exception in a thread that uses a strategy",
                 "one traceback; MPI_Abort",

@@ -1,0 +1,90 @@
+"""The outermost place at which an exception leaves a call that all ranks make.
+
+A handler of a signal, Ctrl-C, or a lack of memory can raise at any line. Inside a
+section its end tells the others (`Guard.join`). Every other call of all ranks has one
+``except BaseException`` around all that it does, which calls `left`: the others learn
+of it at once, whatever the line was. Without it they would wait for this rank until the
+deadline, if the program catches the exception and makes no other call.
+
+What comes before the first line of the call is the program's own: it cannot be told
+from an exception between two calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+
+from mpidist._base.errors import PACKAGE
+from mpidist._runtime import context
+from mpidist._runtime.group import ReplicaGroup
+
+_S = TypeVar("_S")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+# Its threads run programs, as a launcher does.
+_TESTING: Final = os.path.join(PACKAGE, "testing", "")
+
+
+def left(group: ReplicaGroup, call: str, error: BaseException) -> None:
+    """Tell the other ranks if an exception from outside has left a call of all ranks.
+
+    Args:
+        group: the ranks.
+        call: the name of the call.
+        error: the exception.
+    """
+    if group.guard.interrupted(call, error) and _is_outermost(sys._getframe(1)):
+        context.unwind()
+
+
+def tells(
+    call: str, group_of: Callable[[Any], ReplicaGroup] = operator.attrgetter("_group")
+) -> Callable[[Callable[Concatenate[_S, _P], _R]], Callable[Concatenate[_S, _P], _R]]:
+    """Return a decorator of a method that all ranks call together; see the module.
+
+    Not for calls in a hot path, which have the same ``try``: it adds a Python call.
+
+    Args:
+        call: the name of the call.
+        group_of: returns the ranks of an object of the method's class.
+    """
+
+    def decorate(
+        method: Callable[Concatenate[_S, _P], _R],
+    ) -> Callable[Concatenate[_S, _P], _R]:
+        @functools.wraps(method)
+        def told(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+            try:
+                return method(self, *args, **kwargs)
+            except BaseException as error:
+                left(group_of(self), call, error)
+                raise
+
+        return told
+
+    return decorate
+
+
+def _is_outermost(frame: FrameType | None) -> bool:
+    """Return whether the program, and no function that it passed, made a call.
+
+    Args:
+        frame: of the call.
+    """
+    while frame is not None and _is_own(frame):
+        frame = frame.f_back
+    while frame is not None and not _is_own(frame):
+        frame = frame.f_back
+    return frame is None
+
+
+def _is_own(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return name.startswith(PACKAGE) and not name.startswith(_TESTING)

@@ -1,0 +1,66 @@
+"""An exception at any line of a call is told to the other ranks at once.
+
+Some lines here, spread over each call. All lines of all verbs: ``mpirun -n 2 python
+tests/faults/every_line.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from faults.every_line import KINDS, VERBS, inject, lines_of, new_program
+from replicas import everywhere
+
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
+
+LINES = 4
+# Longer than the limit of a test: a rank that is told only then fails.
+DEADLINE = 200.0
+
+
+@pytest.fixture(autouse=True)
+def quiet(size, monkeypatch):
+    if size != 2:
+        pytest.skip("for two ranks")
+    # An exception in a destructor is printed, and goes no further.
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+
+
+def numbers_of(count):
+    """Return some of the numbers from 1 to count, spread evenly."""
+    return sorted({1 + count * i // LINES for i in range(LINES)} | {count})
+
+
+@pytest.mark.parametrize("verb", ["merge_call", "optimizer", "reduce", "next", "save"])
+def test_an_exception_at_any_line_is_told(verb, same_folder):
+    victim = list(VERBS).index(verb) % 2
+    program = new_program(verb, str(same_folder), DEADLINE)
+    count = lines_of(program, victim)
+    assert count > 20
+    for number in numbers_of(count):
+        result = inject(program, victim, number, KINDS["SignalError"]("injected"))
+        assert not result.problem, result
+        if not result.usable:
+            program = new_program(verb, str(same_folder), DEADLINE)
+    program.strategy.close()
+
+
+@pytest.mark.parametrize("kind", ["MemoryError", "SignalError"])
+def test_a_restore_is_all_or_nothing_whatever_line_raises(kind, same_folder):
+    """Also where it leaves the strategy unusable: variables are old, or restored."""
+    folder, outcomes = str(same_folder), set()
+    program = new_program("restore", folder, DEADLINE)
+    count = lines_of(program, 1)
+    for number in numbers_of(count):
+        program.v.assign(np.ones(3))
+        result = inject(program, 1, number, KINDS[kind]("injected"))
+        assert not result.problem, result
+        copies = everywhere(tuple(program.v.numpy()))
+        assert len(set(copies)) == 1, (result, copies)
+        outcomes.add(copies[0])
+        if not result.usable:
+            program = new_program("restore", folder, DEADLINE)
+    assert outcomes <= {(0.0, 0.0, 0.0), (1.0, 1.0, 1.0)}
+    program.strategy.close()
