@@ -90,6 +90,14 @@ def _find(program: str) -> str | None:
     return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
 
+def _may_name_hosts() -> bool:
+    """Whether a node can have a host name of its own: that of a Linux namespace."""
+    command = ["unshare", "--uts", "hostname", "node1"]
+    return all(map(_find, ("unshare", "hostname"))) and not subprocess.call(
+        command, stderr=subprocess.DEVNULL
+    )
+
+
 def _version() -> tuple[int, ...]:
     slurmd = _find("slurmd")
     assert slurmd is not None
@@ -120,7 +128,7 @@ class Cluster:
 
     Args:
         num_nodes: how many.
-        own_names: whether each node is to have a host name of its own; takes root.
+        own_names: whether each node is to have a host name of its own, if root may.
 
     Attributes:
         folder: where everything is; jobs run and write there.
@@ -129,7 +137,7 @@ class Cluster:
 
     def __init__(self, num_nodes: int, own_names: bool = True) -> None:
         self._num_nodes = num_nodes
-        self.has_names = own_names and os.geteuid() == 0
+        self.has_names = own_names and _may_name_hosts()
         # A short path: sockets are in it. munged refuses one that others cannot enter.
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.folder.chmod(0o755)
