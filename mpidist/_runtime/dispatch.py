@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
+from mpidist._base.environment import debugging
+from mpidist._base.interactive import without_own_frames
 from mpidist._base.types import Nest
 from mpidist._runtime import context, interruptions
 from mpidist._runtime.group import ReplicaGroup
@@ -62,6 +64,10 @@ def perform(group: ReplicaGroup, name: str, *args: Any, call: str = "") -> Any:
         return execute(group, name, args)
     except BaseException as error:
         interruptions.left(group, call or name, error)
+        # Whoever catches it looks for their own code. Inside a section its end does
+        # for ours.
+        if not group.guard.depth and not debugging():
+            error.__traceback__ = without_own_frames(error.__traceback__)
         raise
 
 

@@ -1,6 +1,7 @@
 """Which strategy is in force, and which calls are legal, at each level."""
 
 import threading
+import traceback
 
 import numpy as np
 import pytest
@@ -665,3 +666,23 @@ def test_a_scope_in_a_thread_does_not_show_in_others(strategy):
     thread.join()
     assert not here
     assert seen == [(strategy, True, None, True)]
+
+
+def test_a_caught_traceback_has_the_frames_of_the_program(strategy):
+    def merge_fn(_):
+        raise KeyError("raised by merge_fn")
+
+    def step():
+        context = mpidist.get_replica_context()
+        context.merge_call(merge_fn)
+
+    def wrong():
+        mpidist.get_replica_context().all_reduce("NO", 1.0)
+
+    for fn, error in ((step, KeyError), (wrong, ValueError)):
+        with pytest.raises(error) as caught:
+            strategy.run(fn)
+        found = [entry.name for entry in traceback.extract_tb(caught.tb)][1:]
+        assert found[:2] == ["run", fn.__name__]
+        # On other ranks merge_fn is not called; its text is in the message.
+        assert found[2:] in ([], ["merge_fn"])
