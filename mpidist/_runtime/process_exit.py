@@ -8,7 +8,7 @@ Therefore, while a process has an `MPIStrategy`,
 - a process that reaches its end waits for the others to reach theirs (as MPI_Finalize
   would). A rank that still waits in a collective learns that this one has left, and
   whether by `sys.exit(code)` or by finishing;
-- Ctrl-C and SIGTERM (`interrupts`) are a KeyboardInterrupt, so `finally` blocks run.
+- Ctrl-C and SIGTERM (`termination`) are a KeyboardInterrupt, so `finally` blocks run.
   Launchers end a job when one of its processes ends: so a rank that has run its own
   waits a while for those of the others. One of them prints a line;
 - a process that has given up on a rank (`CollectiveTimeoutError`) can still save and
@@ -84,7 +84,7 @@ from mpidist._base.errors import (
     format_exception,
 )
 from mpidist._mpi import library, survival
-from mpidist._runtime import context, interrupts
+from mpidist._runtime import context, termination
 
 ENDED_FILE: Final = "MPIDIST_ENDED_FILE"
 """The environment variable with the path of a file that a rank creates at its end."""
@@ -156,7 +156,7 @@ def install() -> None:
     _hooks.append(_Hook(sys, "excepthook", _end_program))
     _hooks.append(_Hook(threading, "excepthook", _end_thread))
     _hooks.append(_Hook(sys, "exit", _exit))
-    interrupts.install()
+    termination.install()
     atexit.register(_leave)
 
 
@@ -182,7 +182,7 @@ def forget(guard: Guard) -> None:
         return
     while _hooks:
         _hooks.pop().remove()
-    interrupts.remove()
+    termination.remove()
     atexit.unregister(_leave)
 
 
@@ -242,14 +242,14 @@ def _end_program(
     """End the job because of an uncaught exception."""
     global _exit_code, _ended_by_signal
     rank = _rank_of_job()
-    interrupt = interrupts.cause_of(error)
+    interrupt = termination.cause_of(error)
     if rank is None:
-        _exit_code = 1 if interrupt is None else interrupts.exit_code(interrupt)
+        _exit_code = 1 if interrupt is None else termination.exit_code(interrupt)
         # As for a program without MPI, if Ctrl-C came from a terminal.
-        if interrupt is not None and interrupts.came_from_launcher(interrupt):
+        if interrupt is not None and termination.came_from_launcher(interrupt):
             _ended_by_signal = True
-            line = f"mpidist: {interrupts.describe(interrupt)}\n"
-            interrupts.tell(line, interrupt)
+            line = f"mpidist: {termination.describe(interrupt)}\n"
+            termination.tell(line, interrupt)
         else:
             previous(kind, error, trace)
         return
@@ -304,7 +304,7 @@ def _end_job(
     """
     # Ctrl-C reaches ranks one after the other: this one may already be here because of
     # another, and ends by what follows in any case.
-    interrupts.ignore()
+    termination.ignore()
     because_of_others = waits and (
         (
             isinstance(error, CollectiveError)
@@ -346,7 +346,7 @@ def _let_others_first() -> None:
 
 def _end_interrupted(rank: int, error: KeyboardInterrupt) -> NoReturn:
     """End the job after Ctrl-C or SIGTERM, when all ranks have cleaned up."""
-    interrupts.ignore()
+    termination.ignore()
     # If another thread makes the calls of this rank, it may be in the middle of one.
     guards = [guard for guard in _guards.get() if context.was_used()]
     for guard in guards:
@@ -356,8 +356,8 @@ def _end_interrupted(rank: int, error: KeyboardInterrupt) -> NoReturn:
     with contextlib.suppress(Exception, SystemExit):
         sys.stdout.flush()
         if tells:
-            line = f"mpidist: rank {rank}: {interrupts.describe(error)}\n"
-            interrupts.tell(line, error)
+            line = f"mpidist: rank {rank}: {termination.describe(error)}\n"
+            termination.tell(line, error)
             for guard in guards:
                 guard.notices.post_end(guard.sequence, "told")
         sys.stderr.flush()
@@ -366,7 +366,7 @@ def _end_interrupted(rank: int, error: KeyboardInterrupt) -> NoReturn:
     time.sleep(_INTERRUPT_SECONDS if tells else 2 * _INTERRUPT_SECONDS)
     with contextlib.suppress(OSError):  # MPICH's MPI_Abort prints a line of its own
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    _abort(interrupts.exit_code(error))
+    _abort(termination.exit_code(error))
 
 
 def _abort(code: int) -> NoReturn:
@@ -404,7 +404,7 @@ def leave(code: Any) -> None:
 
 def _end() -> None:
     """End without MPI_Finalize if it might hang for a lost rank, or is not ours."""
-    interrupts.remove()  # Python handles no signal in MPI_Finalize, which may be long
+    termination.remove()  # Python handles no signal in MPI_Finalize, which may be long
     if not library.is_forbidden():
         _tell_launcher()
     if _ended_by_signal and not library.is_forbidden():

@@ -258,7 +258,7 @@ CASES = [
     ),
     *_rows(
         "Processes",
-        "tests/_runtime/test_interrupts.py::test_",
+        "tests/_runtime/test_termination.py::test_",
         [
             (
                 "Ctrl-C, SIGTERM",
