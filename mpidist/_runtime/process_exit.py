@@ -20,8 +20,8 @@ Therefore, while a process has an `MPIStrategy`,
 ``MPIDIST_ABORT=0`` turns all of this off.
 
 In a job that outlives its processes (`mpidist._mpi.survival`) MPI_Finalize may hang
-once one has died (Open MPI 5.0.11: in one of ten jobs). So there the processes agree at
-their ends whether all of them live, and end without it if not.
+once one has died (seen in two of thirty jobs, Open MPI 5.0.11). So there the processes
+agree at their ends whether all of them live, and end without it if not.
 
 A process that a rank has forked (`forked_child`) ends by itself, and without
 MPI_Finalize, which would wait for the other ranks, or break the connections that it has
