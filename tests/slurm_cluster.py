@@ -90,12 +90,18 @@ def _find(program: str) -> str | None:
     return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
 
+# Runs a command where the host has a name, and /etc/hosts is another file: hydra looks
+# for the addresses of all nodes.
+_NAMED = ["unshare", "--uts", "--mount", "sh", "-c"]
+_NAMED += ['hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"']
+
+
 def _may_name_hosts() -> bool:
-    """Whether a node can have a host name of its own: that of a Linux namespace."""
-    command = ["unshare", "--uts", "hostname", "node1"]
-    return all(map(_find, ("unshare", "hostname"))) and not subprocess.call(
-        command, stderr=subprocess.DEVNULL
-    )
+    """Whether a node can have a host name of its own, with an address: namespaces."""
+    if not all(map(_find, ("unshare", "hostname", "mount"))):
+        return False
+    command = [*_NAMED, "node1", "/etc/hosts", "true"]
+    return not subprocess.call(command, stderr=subprocess.DEVNULL)
 
 
 def _version() -> tuple[int, ...]:
@@ -210,6 +216,10 @@ class Cluster:
             for name in ("spool", "tmp"):
                 (folder / name / f"node{number}").mkdir()
         (folder / "slurm.conf").write_text(text, encoding="utf-8")
+        names = " ".join(f"node{k + 1}" for k in range(self._num_nodes))
+        hosts = Path("/etc/hosts").read_text(encoding="utf-8").rstrip("\n")
+        text = f"{hosts}\n127.0.0.1 {names}\n"
+        (folder / "hosts").write_text(text, encoding="utf-8")
         if _version() >= (23, 11):  # older ones do not look for control groups
             text = "CgroupPlugin=disabled\n"
             (folder / "cgroup.conf").write_text(text, encoding="utf-8")
@@ -264,8 +274,7 @@ class Cluster:
         assert path is not None
         command = [path, *arguments]
         if program == "slurmd" and self.has_names:
-            script = f'hostname {arguments[-1]}; exec "$0" "$@"'
-            command = ["unshare", "--uts", "sh", "-c", script, *command]
+            command = [*_NAMED, arguments[-1], str(self.folder / "hosts"), *command]
         name = f"{program}{arguments[-1] if program == 'slurmd' else ''}"
         with open(self.folder / "log" / name, "ab") as log:
             daemon = subprocess.Popen(

@@ -41,7 +41,7 @@ from mpidist._mpi.messages import COMBINE, MPIOp
 
 Encoding = Literal["none", "cast", "order", "bool"]
 
-# Also of CuPy arrays, which NumPy\'s types do not know.
+# Also of CuPy arrays, which NumPy's types do not know.
 _divide: Final[Callable[..., object]] = np.true_divide
 # A mean is a sum that is divided.
 _COMBINING: Final[dict[ReduceOp, MPIOp]] = {

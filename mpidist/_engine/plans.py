@@ -147,7 +147,7 @@ class Plans:
     """The plans of a strategy.
 
     Args:
-        means: what routes build them with.
+        resources: what routes build them with.
         routes: in order; the last accepts everything.
         describe: returns the signature of a call.
         merge: overrides the strategy's options by those of a call.
@@ -191,7 +191,7 @@ class Plans:
             self._quick.keep(op, x, quick, plan.call, plan)
 
     def restart(self, resources: PlanResources) -> None:
-        """Forget all plans, and build new ones with other means."""
+        """Forget all plans, and build new ones with other resources."""
         self._resources = resources
         self.known.clear()
         self._last.clear()
@@ -220,6 +220,8 @@ class Plans:
             The nest of results, new arrays, bit-identical on all ranks; with a
             ``root`` a nest of None on the others.
         """
+        if options is not None and type(options) is not CommunicationOptions:
+            return self._first_time(op, tree, options, call, root)  # which refuses it
         kind = type(tree)
         if kind is np.ndarray:
             key = (call, op._name_, options, root, tree.dtype, tree.shape)

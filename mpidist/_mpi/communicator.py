@@ -31,7 +31,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from mpidist._base import machine
-from mpidist._base.errors import on_rank
+from mpidist._base.errors import as_told, on_rank
 from mpidist._base.memory import leak
 from mpidist._base.types import HostArray
 from mpidist._mpi import collective_release, survival, versions
@@ -579,12 +579,12 @@ def take_together(
         text = f"{kind}{type(error).__name__}: {error}"
     texts = gather(text.encode(errors="replace"))
     if error is not None:
-        raise error
+        raise as_told(error)
     for culprit, other in enumerate(texts):
         if other:
             failure = MemoryError if other[:1] == b"M" else RuntimeError
             reason = f"{what} failed on rank {culprit}: {other[1:].decode()}"
-            raise failure(on_rank(rank, reason))
+            raise as_told(failure(on_rank(rank, reason)))
     return result  # type: ignore[no-any-return]
 
 

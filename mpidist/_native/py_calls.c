@@ -106,7 +106,9 @@ static void interrupted(PyObject *plan) {
   PyErr_Fetch(&type, &error, &traceback);
   PyErr_NormalizeException(&type, &error, &traceback);
   if (traceback) PyException_SetTraceback(error, traceback);
-  Py_XDECREF(PyObject_CallMethod(plan, "interrupted", "O", error));
+  PyObject *none = PyObject_CallMethod(plan, "interrupted", "O", error);
+  if (none) PyErr_SetString(PyExc_SystemError, "a plan that was interrupted has not raised");
+  Py_XDECREF(none);
   Py_XDECREF(type);
   Py_XDECREF(error);
   Py_XDECREF(traceback);
@@ -139,7 +141,7 @@ static int gather(const Entry *e, PyArrayObject *x, PyObject **result) {
 /* NULL without an exception: this call is for Python. */
 static PyObject *call_with_array(ArrayCall *self, PyObject *key, PyArrayObject *x) {
   CallState *state = self->state;
-  if (state->blocked || PyArray_NDIM(x) > MOST_DIMS) return NULL;
+  if (!state || !self->entries || state->blocked || PyArray_NDIM(x) > MOST_DIMS) return NULL;
   Entry *found = entry_for(self, key, PyArray_DESCR(x), PyArray_NDIM(x), PyArray_DIMS(x));
   if (!is_for(found, key, x) || !PyArray_IS_C_CONTIGUOUS(x) || !PyArray_ISALIGNED(x))
     return NULL;
@@ -183,6 +185,7 @@ static PyObject *ArrayCall_call(ArrayCall *self, PyObject *const *args, size_t f
     PyObject *result = call_with_array(self, args[!self->array], x);
     if (result || PyErr_Occurred()) return result;
   }
+  if (!self->otherwise) return PyErr_Format(PyExc_RuntimeError, "ArrayCall: it is gone");
   return PyObject_Vectorcall(self->otherwise, args, flags, names);
 }
 
@@ -219,6 +222,7 @@ static int is_core_for(PyObject *core, int ndim, int axis) {
 }
 
 static PyObject *ArrayCall_keep(ArrayCall *self, PyObject *args) {
+  if (!self->entries) return PyErr_Format(PyExc_RuntimeError, "keep: it is not there yet");
   PyObject *key, *core, *call, *plan;
   PyArrayObject *x;
   int axis = 0;

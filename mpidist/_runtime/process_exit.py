@@ -142,7 +142,7 @@ _guards: Final[threads.ReplicaLocal[dict[Guard, bool]]] = threads.ReplicaLocal(d
 _hooks: list[_Hook] = []
 _making = False  # a strategy is being created, or creating it has failed
 _exit_code: Any = None
-_outermost: FrameType | None = None  # of a forked child
+_outermost: FrameType | None = None  # of the program
 _ended_by_signal = False  # the only process of a job
 
 
@@ -153,6 +153,7 @@ def install() -> None:
     if _hooks:
         return
     _exit_code = None
+    _note_outermost_frame()
     _hooks.append(_Hook(sys, "excepthook", _end_program))
     _hooks.append(_Hook(threading, "excepthook", _end_thread))
     _hooks.append(_Hook(sys, "exit", _exit))
@@ -180,6 +181,8 @@ def forget(guard: Guard) -> None:
         return
     if threads.current() is not None:  # replicas as threads have no hooks
         return
+    if survival.is_on():  # `_end` may have to end the process, and needs its exit code
+        return
     while _hooks:
         _hooks.pop().remove()
     termination.remove()
@@ -188,15 +191,21 @@ def forget(guard: Guard) -> None:
 
 def become_child() -> None:
     """Have this process, which a rank has forked, end by itself."""
-    global _exit_code, _outermost
+    global _exit_code
     _exit_code = None
     if not _hooks:
         _hooks.append(_Hook(sys, "excepthook", _end_program))
         _hooks.append(_Hook(sys, "exit", _exit))
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-    _outermost = frame
+    _note_outermost_frame()
+
+
+def _note_outermost_frame() -> None:
+    global _outermost
+    if threading.current_thread() is threading.main_thread():
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+        _outermost = frame
 
 
 def _ended_by_return(frame: FrameType) -> bool:
@@ -204,17 +213,15 @@ def _ended_by_return(frame: FrameType) -> bool:
     return dis.opname[instruction].startswith("RETURN")
 
 
-def _was_raised() -> bool:
-    """Return whether a child ends by a SystemExit that was not made by `sys.exit`."""
+def _was_raised() -> bool | None:
+    """Return whether the program has ended by an exception; None: it is not known."""
 
     def ends() -> FrameType:
         return sys._getframe()
 
-    return (
-        _outermost is not None
-        and _ended_by_return(ends())  # as this Python tells it
-        and not _ended_by_return(_outermost)
-    )
+    if _outermost is None or not _ended_by_return(ends()):  # Python does not tell
+        return None
+    return not _ended_by_return(_outermost)
 
 
 def end_at_deadline(error: CollectiveTimeoutError) -> None:
@@ -370,7 +377,8 @@ def _end_interrupted(rank: int, error: KeyboardInterrupt) -> NoReturn:
 
 
 def _abort(code: int) -> NoReturn:
-    if any(guard.has_lost or guard.has_lost_ranks for guard in _guards.get()):
+    lost = any(guard.has_lost or guard.has_lost_ranks for guard in _guards.get())
+    if lost or survival.is_on():
         # MPI_Abort may wait for the lost rank, and keeps Python from running.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=nowhere)
@@ -422,8 +430,11 @@ def _end() -> None:
         with contextlib.suppress(Exception):
             stream.flush()
     code = _exit_code
-    if code is None and library.is_forbidden() and _was_raised():
-        code = 1
+    raised = _was_raised()
+    if raised is False:
+        code = 0  # a `sys.exit` before was caught
+    elif raised and code is None:
+        code = 1  # of an exception, or a SystemExit that was not made by `sys.exit`
     if code is not None and not isinstance(code, int):
         code = 1  # a text, which was printed
     os._exit((code or 0) & 0xFF)

@@ -65,7 +65,8 @@ def run(
             on all ranks.
         spares: so many processes, the last ranks of the job, wait until they are
             needed. They sleep. The same on all ranks.
-        make_strategy: makes the strategy for a communicator (an `mpi4py.MPI.Comm`),
+        make_strategy: makes the strategy for a communicator (an `mpi4py.MPI.Comm`;
+            None for replicas that are threads, see `mpidist.testing`),
             such as ``functools.partial(mpidist.MPIStrategy, device="cpu")``.
 
     Returns:
@@ -138,7 +139,8 @@ def _run_once(
     make_strategy: _MakeStrategy,
 ) -> _R:
     """Run the training in a job that ends when one of its processes dies."""
-    strategy = make_strategy(None)
+    alone = threads.current() is None
+    strategy = make_strategy(library.mpi_module().COMM_WORLD if alone else None)
     size = strategy.num_replicas_in_sync
     if size < min_replicas:
         raise ValueError(
@@ -176,7 +178,8 @@ class _Survivor:
         self._role = Role.STARTING
         self._round: Round | None = None
         self._strategy: weakref.ref[MPIStrategy] | None = None
-        self._idle = 0  # rounds without a death or a commit
+        self._first = 0  # the commit with which the last round began
+        self._idle = 0  # rounds without a death, and without another commit
 
     def run(self, train: Callable[[Any, State], _R], state: State) -> _R | None:
         problem = ""
@@ -232,7 +235,7 @@ class _Survivor:
             )
         if before is not None:
             nobody = before.all.Get_size() == current.all.Get_size()
-            same = before.plan.commit == plan.commit
+            same = plan.commit <= self._first
             self._idle = self._idle + 1 if nobody and same else 0
             if self._idle >= _MOST_IDLE_ROUNDS and current.replicas is not None:
                 current.release_spares()
@@ -262,6 +265,7 @@ class _Survivor:
             held.restore_from_disk()
         # What is put back becomes a commit of these replicas; spares have it then, too.
         held.commit("elastic.run, at its beginning")
+        self._first = held.number
         self._role = Role.REPLICA
         result = train(strategy, state)
         held.commit_last()
@@ -279,9 +283,12 @@ class _Survivor:
     def _close(self) -> None:
         strategy = None if self._strategy is None else self._strategy()
         self._strategy = None
-        if strategy is not None:
-            with contextlib.suppress(ReplicaLostError):
-                strategy.close()
+        if strategy is None:
+            return
+        try:
+            strategy.close()
+        except ReplicaLostError:  # of which it had not heard; now it is local
+            strategy.close()
 
     def _finish(self, current: Round) -> None:
         """End the run: all replicas have agreed that they have finished."""
@@ -300,6 +307,8 @@ _HOW_TO_GO_ON: Final = (
 
 def _is_loss(error: BaseException, current: Round) -> bool:
     """Return whether an error is due to the death of a replica."""
+    if not isinstance(error, Exception):
+        return False  # the program ends
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -308,7 +317,7 @@ def _is_loss(error: BaseException, current: Round) -> bool:
         seen.add(id(cause))
         cause = cause.__cause__ or cause.__context__
     # A program may raise an error of its own in place of ours.
-    return isinstance(error, Exception) and current.has_lost()
+    return current.has_lost()
 
 
 def _describe(plan: Plan) -> str:

@@ -138,3 +138,23 @@ def test_a_job_whose_ranks_were_all_killed_has_failed():
     assert done.stdout.count("killed") == 2, done
     assert done.returncode == 137, done
     assert "no rank has come to the end of its program" in done.stderr
+
+
+@survives
+@pytest.mark.parametrize(
+    ("how", "code", "text"),
+    [
+        ("too few", 1, "2 replicas are left, fewer than min_replicas=3"),
+        ("again", 1, "`train` fails as if a replica had died, but none has"),
+        ("exit", 3, ""),
+        ("raise", 1, ""),
+        ("caught", 0, ""),
+    ],
+)
+def test_how_a_program_ends_after_a_loss(how, code, text):
+    program = PROGRAM.with_name("ending_training.py")
+    done = launching.run_ranks(
+        3, [program, how], timeout=SECONDS, options=launching.ULFM
+    )
+    assert done.returncode == code, done.stderr
+    assert text in done.stderr

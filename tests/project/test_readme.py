@@ -377,7 +377,7 @@ def sphinx(command: Command, source: str) -> None:
 
 COMMANDS: list[tuple[str, Callable[..., None]]] = [
     (
-        r"launch/(demo|docs|test|gpu-check|conformance|performance|build-cuda-openmpi)"
+        r"launch/(demo|docs|test|test-hosts|gpu-check|conformance|performance|build-cuda-openmpi)"
         r"((?: \S+)*)",
         setting_up,
     ),
@@ -538,7 +538,8 @@ def test_the_api_pages_have_all_public_names():
     own = set(mpidist.cluster.__all__) - set(mpidist.__all__)
     assert sorted(shown["mpidist.cluster"]) == sorted(own)
     assert sorted(shown["mpidist.testing"]) == sorted(mpidist.testing.__all__)
-    modules = {"cluster", "data", "experimental", "optimizers", "testing"}
+    assert sorted(shown["mpidist.elastic"]) == sorted(mpidist.elastic.__all__)
+    modules = {"cluster", "data", "elastic", "experimental", "optimizers", "testing"}
     objects = set(mpidist.__all__) - {"__version__", *modules}
     assert sorted(shown["mpidist"]) == sorted(objects)
 

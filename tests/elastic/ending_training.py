@@ -1,0 +1,36 @@
+"""A training of which rank 1 dies, and which then ends as its argument says."""
+
+import contextlib
+import os
+import signal
+import sys
+
+import mpidist
+
+
+def train(strategy, state):
+    for _ in range(state.step, 6):
+        dies = strategy.replica_id == 1 and strategy.num_replicas_in_sync == 3
+        if dies and state.step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        strategy.reduce(
+            "SUM", strategy.run(int), axis=None
+        )  # the others learn of it here
+        if how == "again" and strategy.num_replicas_in_sync == 2:
+            raise mpidist.ReplicaLostError("as a call of another strategy would")
+        state.step += 1
+        state.commit()
+    return strategy.num_replicas_in_sync
+
+
+how = sys.argv[1]
+least = 3 if how == "too few" else 1
+size = mpidist.elastic.run(train, mpidist.elastic.State(step=0), min_replicas=least)
+assert size == 2, size
+if how == "exit":
+    sys.exit(3)
+if how == "raise":
+    raise SystemExit(3)
+if how == "caught":
+    with contextlib.suppress(SystemExit):
+        sys.exit(3)
