@@ -74,6 +74,11 @@ class Waiting(CallState):
             raised, here or on a rank that told this one; None: nothing is.
     """
 
+    # Of the base class; without these lines pyright calls their types ambiguous.
+    timeout_seconds: float
+    sequence: int
+    blocked: bool
+
     when_timed_out: Callable[[CollectiveTimeoutError], None] | None = None
 
     def __init__(
