@@ -84,8 +84,14 @@ tests() {
 ranks() {
   # shellcheck disable=SC2016 # each rank expands it: only rank 0 writes the report
   local program='case ${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}} in 0) set -- "$@" "--junitxml=$0" ;; esac; exec "$@"'
-  tests "$1, ranks: $4${6:+, $6}" env PATH="${3%/*}:$PATH" PY_COLORS=0 MPIDIST_IMPLEMENTATION="${6:-}" "$2" -n "$4" bash -c "$program" "$logs/report.xml" \
+  # Open MPI names its shared memory by 16 bits of the job, and hundreds of jobs start beside this one: with the same
+  # name, one would overwrite the memory of the other, and the ranks of both crash.
+  local memory
+  memory=$(mktemp -d -p /dev/shm ranks.XXXXXX)
+  tests "$1, ranks: $4${6:+, $6}" env PATH="${3%/*}:$PATH" PY_COLORS=0 MPIDIST_IMPLEMENTATION="${6:-}" \
+    OMPI_MCA_btl_sm_backing_directory="$memory" "$2" -n "$4" bash -c "$program" "$logs/report.xml" \
     "$3" -m pytest -p no:cacheprovider --with-mpi -m "$5" "${pytest_args[@]}"
+  rm -rf -- "$memory"
 }
 
 # lane NAME COMMAND...: run steps in the background, beside others. Its output and its rows are shown by `join`.
