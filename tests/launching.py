@@ -68,11 +68,7 @@ def run_ranks(
     """
     program = [os.fspath(x) for x in argv]
     command = [find_mpirun(), *options, "-n", str(n), sys.executable, *program]
-    result = run_command(command, timeout, env, cwd)
-    if LAUNCHER_FAULT in result.stderr:
-        # mpirun itself, on a machine with much to do; no rank was started.
-        result = run_command(command, timeout, env, cwd)
-    return result
+    return run_command(command, timeout, env, cwd)
 
 
 def run_command(
@@ -82,6 +78,19 @@ def run_command(
     cwd: str | os.PathLike[str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command that starts ranks; arguments and the rest as for `run_ranks`."""
+    result = _run_once(command, timeout, env, cwd)
+    if LAUNCHER_FAULT in result.stderr:
+        # mpirun itself, on a machine with much to do; no rank was started.
+        result = _run_once(command, timeout, env, cwd)
+    return result
+
+
+def _run_once(
+    command: Sequence[str | os.PathLike[str]],
+    timeout: float,
+    env: Mapping[str, str] | None,
+    cwd: str | os.PathLike[str] | None,
+) -> subprocess.CompletedProcess[str]:
     words = [os.fspath(x) for x in command]
     mark = f"job-{uuid.uuid4().hex}"
     environment = rank_environment(env)

@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 import pytest
 from launching import (
-    LAUNCHER_FAULT,
     ROOT,
     outlives_ranks,
     plain_environment,
     rank_environment,
+    run_command,
     run_ranks,
 )
 
@@ -271,19 +271,8 @@ def mpidist_run(command: Command, ranks: str, program: str) -> None:
     compile_file(program)
     if program != "examples/hello.py":
         return
-    for _ in range(2):
-        result = subprocess.run(
-            [sys.executable, "-m", *shlex.split(command.text)],
-            cwd=ROOT,
-            env=rank_environment(),
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-        if LAUNCHER_FAULT not in result.stderr:
-            break
+    words = [sys.executable, "-m", *shlex.split(command.text)]
+    result = run_command(words, SECONDS, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("hello from replica") == int(ranks)
 
@@ -293,19 +282,8 @@ def elastic_run(command: Command, program: str) -> None:
     if not outlives_ranks():
         pytest.skip("this MPI does not outlive ranks")
     (command.folder / program).write_text(command.programs[program], encoding="utf-8")
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-m", *shlex.split(command.text)],
-            cwd=command.folder,
-            env=rank_environment(),
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-        if LAUNCHER_FAULT not in done.stderr:
-            break
+    words = [sys.executable, "-m", *shlex.split(command.text)]
+    done = run_command(words, SECONDS, cwd=command.folder)
     done.stdout, done.stderr = done.stderr + done.stdout, ""  # as a terminal shows it
     compare(command.output or [], done)
 
