@@ -24,7 +24,7 @@ if TYPE_CHECKING or _native.core is None:
         """
 
         _call: Call  # the call that this rank is in, or made last
-        _before: Call  # the one before
+        _previous_call: Call  # the one before
         _timeout: float  # how long this rank waits for the others in it
         timeout_seconds: float
         sequence: int

@@ -80,6 +80,10 @@ class Channel(Protocol):
         """What all ranks have said in the last header."""
 
     @property
+    def headers(self) -> int:
+        """How many headers this rank has published."""
+
+    @property
     def lateness(self) -> float:
         """Seconds since this rank began its last header."""
 
@@ -162,6 +166,11 @@ class MessageChannel:
         self.pause: Callable[[float], None] | None = None
         self.verdict: Verdict = (0, 1, 1, 0, 0)
         self._spins = spins_for(comm.machine_size)
+
+    @property
+    def headers(self) -> int:
+        """How many headers this rank has published."""
+        return self._headers.headers
 
     @property
     def lateness(self) -> float:

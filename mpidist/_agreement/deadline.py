@@ -6,11 +6,7 @@ from collections.abc import Callable
 
 from mpidist._agreement.polling import poll
 from mpidist._agreement.waiting import Waiting
-from mpidist._base.errors import (
-    CollectiveTimeoutError,
-    ReplicaLostError,
-    format_ranks,
-)
+from mpidist._base.errors import CollectiveTimeoutError, ReplicaLostError, format_ranks
 from mpidist._mpi import survival
 from mpidist._mpi.communicator import Request
 from mpidist._mpi.messages import Transfers

@@ -28,7 +28,7 @@ import contextlib
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 from mpidist._agreement.channel import (
     AGAIN,
@@ -94,21 +94,27 @@ class SectionResult:
 class _MergeFnScope:
     """Changes whether merge_fn runs on this rank alone, for a ``with`` block."""
 
-    __slots__ = ("_alone", "_before", "_guard")
+    __slots__ = ("_alone", "_guard", "_was_alone")
 
     def __init__(self, guard: Guard, alone: bool) -> None:
         self._guard = guard
         self._alone = alone
 
     def __enter__(self) -> None:
-        self._before = self._guard.set_alone(self._alone)
+        self._was_alone = self._guard.set_alone(self._alone)
 
     def __exit__(self, *error: object) -> None:
-        self._guard.set_alone(self._before)
+        self._guard.set_alone(self._was_alone)
 
 
 class Guard(Waiting):
-    """Agreement, propagation of errors and deadline for one communicator."""
+    """Agreement, propagation of errors and deadline for one communicator.
+
+    Attributes:
+        traced: whether each call has a line in a trace.
+    """
+
+    traced: ClassVar[bool] = False
 
     # Of the base class; without these lines pyright calls their types ambiguous.
     channel: Channel | None
@@ -222,7 +228,7 @@ class Guard(Waiting):
 
     def begin(self, call: Call) -> None:
         """Say which call begins, if nothing is `blocked`; see `enter`."""
-        self._before, self._call = self._call, call
+        self._previous_call, self._call = self._call, call
         self._timeout = self.timeout_seconds
 
     def enter(self, call: Call, timeout: float | None = None) -> int:
@@ -238,7 +244,7 @@ class Guard(Waiting):
         if self.blocked:
             self.require_section()
             self._require_usable()
-        self._before, self._call = self._call, call
+        self._previous_call, self._call = self._call, call
         if timeout is None:
             self._timeout = self.timeout_seconds
             return self.patience_ms
@@ -252,7 +258,7 @@ class Guard(Waiting):
             call: what it is.
             timeout: seconds to wait; None: the strategy's; 0: forever.
         """
-        self._before, self._call = self._call, call
+        self._previous_call, self._call = self._call, call
         self._timeout = self.timeout_seconds if timeout is None else timeout
 
     def agree_offset(
@@ -342,6 +348,11 @@ class Guard(Waiting):
         raise self._difference(call)
 
     @property
+    def published(self) -> int:
+        """How many headers this rank has published; the last may not have completed."""
+        return self.sequence if self.channel is None else self.channel.headers
+
+    @property
     def same_value(self) -> bool:
         """Whether the values of the last header were the same on all ranks."""
         return bool(self._verdict[2])
@@ -357,7 +368,7 @@ class Guard(Waiting):
             self._verdict = (flag, 1, 1, 0, largest)
             return not flag
         meet, number = channel.meet, call.fingerprint
-        self._before, self._call = self._call, call
+        self._previous_call, self._call = self._call, call
         self._timeout = self.timeout_seconds if timeout is None else timeout
         try:
             ms = int(self._timeout * 1000)

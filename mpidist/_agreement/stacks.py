@@ -22,6 +22,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +46,7 @@ _STATES: Final = {
     "": "its process has ended",
     "D": "its process is in the kernel, waiting for a disk or a network file system",
 }
-_THREAD: Final = re.compile(r"^(?:Current thread|Thread) 0x.*\n", re.M)
+_THREAD: Final = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*\n", re.M)
 
 _OURS: Final = f'File "{Path(__file__).parents[1]}{os.sep}'
 
@@ -62,6 +63,7 @@ class Process:
         file: the descriptor of its file; -1: it does not answer.
         host: the name of the machine.
         start: when it began, in ticks of the machine's clock; -1: unknown.
+        main_thread: identifies its main thread, as `threading.get_ident` does.
     """
 
     machine: str
@@ -69,6 +71,7 @@ class Process:
     file: int
     host: str
     start: int = -1
+    main_thread: int = 0
 
 
 class Stacks:
@@ -89,6 +92,7 @@ class Stacks:
             _answer_signals(),
             comm.host_name,
             status.start if (status := status_of(os.getpid())) else -1,
+            threading.main_thread().ident or 0,
         )
         rows = comm.all_gather_objects(json.dumps(dataclasses.astuple(own)).encode())
         self.processes: list[Process] = [Process(*json.loads(row)) for row in rows]
@@ -177,12 +181,26 @@ def ask(process: Process) -> str:
                 quiet = 0 if more else quiet + 1
     except OSError:  # it has ended
         return ""
-    return _main_thread(answer.decode("utf-8", "replace"))
+    return _frames_of(process.main_thread, answer.decode("utf-8", "replace"))
 
 
-def _main_thread(text: str) -> str:
-    """Return the frames of the last thread that `faulthandler` writes: the main one."""
-    frames = _THREAD.split(text)[-1].rstrip().splitlines()
+def _frames_of(thread: int, text: str) -> str:
+    """Return the frames of a thread in what `faulthandler` has written.
+
+    Args:
+        thread: identifies it.
+        text: perhaps not all of it: a process may end while it writes.
+
+    Returns:
+        "" if the thread is not in it.
+    """
+    _, *parts = _THREAD.split(text[: text.rfind("\n") + 1])
+    found = [
+        part
+        for ident, part in zip(parts[::2], parts[1::2], strict=True)
+        if int(ident, 16) == thread
+    ]
+    frames = found[-1].rstrip().splitlines() if found else []
     own = [line for line in frames if _OURS not in line]  # as in tracebacks
     if own and not debugging():
         frames = own

@@ -23,6 +23,8 @@ class TracedGuard(Guard):
         trace: of them.
     """
 
+    traced = True
+
     def __init__(
         self,
         comm: AnyCommunicator,

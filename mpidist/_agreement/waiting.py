@@ -99,7 +99,8 @@ class Waiting(CallState):
         self.closed: bool = False
         self._broken = ""
         self._untold = ""  # what this rank has left, until the others know
-        self._call = self._before = Call("making the strategy")
+        self._was_told = False  # that a rank has given up, in the middle of a wait
+        self._call = self._previous_call = Call("making the strategy")
         self._timeout = timeout_seconds
         # Of the wait that is looked at: its length, and what was done about it.
         self._waited = 0.0
@@ -207,6 +208,9 @@ class Waiting(CallState):
     def look(self, what: str, waited: float) -> None:
         """In the middle of a wait: read what others say; tell them, and the user.
 
+        A rank that has given up may have done its part of this call before it did. So
+        its notice ends the wait at the next look: until then it is tested once more.
+
         Args:
             what: this rank waits for.
             waited: for so many seconds until now.
@@ -221,7 +225,12 @@ class Waiting(CallState):
         timeout = self._timeout
         post_after = min(self._stall, timeout / 2) if timeout else self._stall
         self._check_lives(what)
-        self._read_notices()
+        if self._was_told:
+            raise self._broken_error()
+        if why := self._notices.read(self.sequence):
+            self.broken = why
+            self._was_told = True
+            return
         if waited < post_after:
             return
         wait = self._describe(what)
@@ -250,13 +259,13 @@ class Waiting(CallState):
     def _describe(self, what: str) -> Wait:
         missing = self.channel.missing() if self.channel is not None else []
         awaited = None if self._awaited is None else self._awaited()
-        return Wait(what, self.sequence, self._before.text, missing, awaited)
+        return Wait(what, self.sequence, self._previous_call.text, missing, awaited)
 
     def _give_up(self, wait: Wait, timeout: float) -> CollectiveTimeoutError:
         why = (
             f"{self._notices.describe(wait, timeout)}. This strategy cannot be used "
-            "any more, since the missing rank may still be on its way; variables and "
-            "arrays are as they were before the call. "
+            "any more, because the missing rank may still arrive; variables and arrays "
+            "are as they were before the call. "
         )
         if wait.awaited is None:
             why += (
@@ -281,8 +290,7 @@ class Waiting(CallState):
         """
         if why := self._notices.read(self.sequence):
             self.broken = why
-            error = CollectiveTimeoutError(on_rank(self._comm.rank, why))
-            raise self._timed_out(error)
+            raise self._broken_error()
 
     def _timed_out(self, error: CollectiveTimeoutError) -> CollectiveTimeoutError:
         if self.when_timed_out is not None:
@@ -366,10 +374,10 @@ class Waiting(CallState):
             call: what it is.
             error: what this rank raised in it: usually a signal's, or `LeftError`.
         """
-        if self._broken:
-            return error
         if isinstance(error, LeftError):
             error = self._learn_why(call, error)
+        elif self._broken:
+            return error
         error = self._break_off(call.text, error)
         if self.channel is not None:
             self.channel.leave()
@@ -377,6 +385,8 @@ class Waiting(CallState):
 
     def _learn_why(self, call: Call, error: LeftError) -> BaseException:
         """Wait for the notice of the rank that has left; return what to raise."""
+        if self._broken:
+            return self._broken_error()
         seconds = _COLLECT_SECONDS
         if self._comm.outlives_ranks:
             seconds = survival.LEARN_SECONDS

@@ -22,9 +22,7 @@ import sys
 import traceback
 from typing import Final, TypeVar
 
-from mpidist._base.environment import (
-    debugging,
-)
+from mpidist._base.environment import debugging
 
 # The folder of the package: this file is in one of its rooms.
 PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -93,19 +91,19 @@ class ReplicaError(CollectiveError):
 class ReplicaLostError(CollectiveError):
     """The process of a replica has died, and the job goes on without it.
 
-    Raised on every rank that is left, in the call that it is in or in its next one, in
+    Raised on every surviving rank, in the call that it is in or in its next one, in
     jobs that outlive a process (``mpirun --with-ft ulfm`` of Open MPI). The strategy is
     then no longer usable: every call on it raises this error, and `close` is local. The
-    program can make a new one on the ranks that are left.
+    program can create a new one on the surviving ranks.
 
     Args:
-        message: for people.
+        message: the text of the error.
         replicas: see the attribute.
         call: see the attribute.
 
     Attributes:
         replicas: the ids of the replicas in the strategy that are known to be lost;
-            empty on a rank that was told by another one only that some are.
+            empty on a rank that was only told by another one that some are.
         call: the call that this rank was in.
     """
 

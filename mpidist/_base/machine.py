@@ -25,15 +25,19 @@ def boot_id() -> str:
         return ""
 
 
-def memory_id() -> str:
-    """Return what identifies the machine and its memory for files, ``/dev/shm``.
+def node_id(host: str) -> str:
+    """Return what is the same for the ranks of a node, which share memory.
 
-    Processes in containers that share it have the same; others of one machine do not.
+    Processes in containers that share ``/dev/shm`` have the same; others of one machine
+    do not.
+
+    Args:
+        host: the name of this host, as MPI says it.
     """
     try:
-        return f"{boot_id()} {os.stat(SHARED_MEMORY).st_dev}"
+        return f"{host} {boot_id()} {os.stat(SHARED_MEMORY).st_dev}"
     except OSError:
-        return boot_id()
+        return f"{host} {boot_id()}"
 
 
 class ProcessStatus(NamedTuple):

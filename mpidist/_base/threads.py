@@ -15,9 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
-from mpidist._base.environment import (
-    Environment,
-)
+from mpidist._base.environment import Environment
 
 _T = TypeVar("_T")
 

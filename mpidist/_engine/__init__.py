@@ -24,7 +24,7 @@ What they use:
 - ``nodes``: how several nodes exchange their sums;
 - ``memory``: a strategy's share of both;
 - ``staging``: copies between a GPU and that memory;
-- ``operation_table``, ``buckets``, ``pool``: operations by dtype, flat buffers, memory
+- ``dtype_table``, ``buckets``, ``pool``: operations by dtype, flat buffers, memory
   for results.
 """
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 
-from mpidist import _native
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, nest
 from mpidist._base.cache import Cache
-from mpidist._base.environment import (
-    Environment,
-)
+from mpidist._base.environment import Environment
 from mpidist._base.indexed_slices import IndexedSlices
-from mpidist._base.options import (
-    CommunicationOptions,
-)
-from mpidist._base.types import Array, HostArray, Nest, Shape
+from mpidist._base.options import CommunicationOptions
+from mpidist._base.types import Array, Nest, Shape
+from mpidist._engine.core_calls import CoreCalls
 from mpidist._engine.gather_plans import (
     CoreGather,
     GatherLeaf,
@@ -32,7 +27,7 @@ from mpidist._engine.resources import Resources, timed
 from mpidist._mpi.communicator import AnyCommunicator
 
 _MOST_PLANS: Final = 1024
-_QUICK_BYTES: Final = 64 * 1024  # larger ones have better things to wait for
+_SMALL_BYTES: Final = 32 * 1024  # which travel with the header
 
 
 class AllGathers(Resources):
@@ -40,6 +35,7 @@ class AllGathers(Resources):
 
     Attributes:
         gather_plans: by call, axis, structure, implementation, and leaves.
+        small_gathers: calls with small arrays; ``entry`` is `all_gather` for callers.
     """
 
     def __init__(
@@ -59,22 +55,12 @@ class AllGathers(Resources):
         self._array_plans: Cache[tuple[object, ...], CoreGather | MpiGather] = Cache(
             _MOST_PLANS
         )
-
-        # The core runs the plans of small arrays itself.
-        self._quick_gather: _native.ArrayCall = None
-        if _native.core is not None:
-            self._quick_gather = _native.core.ArrayCall(guard, self.all_gather, 0)
-
-    @property
-    def gather_entry(self) -> Callable[..., Nest]:
-        """`all_gather`, with what the core does itself of it."""
-        return self._quick_gather or self.all_gather
+        self.small_gathers: CoreCalls = CoreCalls(guard, self.all_gather, 0)
 
     def _forget_gathers(self) -> None:
         self.gather_plans.clear()
         self._array_plans.clear()
-        if self._quick_gather is not None:
-            self._quick_gather.forget()
+        self.small_gathers.forget()
 
     def all_gather(
         self,
@@ -98,15 +84,10 @@ class AllGathers(Resources):
         if type(tree) is np.ndarray and options is None and type(axis) is int:
             plan = self._array_plans.get((call, axis, tree.dtype, tree.shape))
             if plan is not None:
-                if tree.nbytes <= _QUICK_BYTES and call == "all_gather":
-                    self._keep(tree, axis, plan)
+                if tree.nbytes <= _SMALL_BYTES and call == "all_gather":
+                    self.small_gathers.keep(axis, tree, plan, axis % tree.ndim)
                 return plan((tree,))[0]
         return self._all_gather(tree, axis, options, call)
-
-    def _keep(self, x: HostArray, axis: int, plan: CoreGather | MpiGather) -> None:
-        """Have the core run the plan of an array, if it can."""
-        if isinstance(plan, CoreGather) and plan.quick is not None:
-            self._quick_gather.keep(axis, x, plan.quick, plan.call, plan, axis % x.ndim)
 
     @timed
     def _all_gather(

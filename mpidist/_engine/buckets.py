@@ -14,11 +14,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpidist._base import backend
-from mpidist._base.reduce_op import (
-    ReduceOp,
-)
+from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, DType, Shape
-from mpidist._engine import operation_table
+from mpidist._engine import dtype_table
 from mpidist._mpi.communicator import AnyCommunicator, Communicator, MPIOp
 from mpidist._mpi.messages import COMBINE
 from mpidist._transports import (
@@ -39,7 +37,7 @@ class Leaf:
     """What a plan knows of a leaf: everything except its values."""
 
     shape: Shape
-    reduction: operation_table.Reduction
+    reduction: dtype_table.Reduction
     on_device: bool
 
     @property
@@ -239,7 +237,7 @@ def _reduce_compressed(
 
 
 def _reduce_gathered(
-    x: Array, reduction: operation_table.Reduction, transports: Transports
+    x: Array, reduction: dtype_table.Reduction, transports: Transports
 ) -> Array:
     """Gather all values and combine them in rank order, if MPI cannot reduce them."""
     size = transports.host.comm.size

@@ -20,17 +20,10 @@ from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.root_messages import RootMessages
 from mpidist._base import backend, checksums, nest
-from mpidist._base.environment import (
-    Environment,
-)
+from mpidist._base.environment import Environment
 from mpidist._base.indexed_slices import IndexedSlices
-from mpidist._base.options import (
-    CommunicationImplementation,
-    CommunicationOptions,
-)
-from mpidist._base.reduce_op import (
-    ReduceOp,
-)
+from mpidist._base.options import CommunicationImplementation, CommunicationOptions
+from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, Nest
 from mpidist._engine import ROUTES
 from mpidist._engine.all_gather import AllGathers
@@ -53,7 +46,7 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
 
     Attributes:
         plans: of all-reduces.
-        all_reduce: `Plans.entry` of these plans.
+        all_reduce: `Plans.all_reduce`, with what the core does itself of it.
     """
 
     routes: tuple[Route, ...] = ROUTES
@@ -77,7 +70,7 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
             self.invalid,
             self._all_reduce_rows,
         )
-        self.all_reduce: Callable[..., Nest] = self.plans.entry
+        self.all_reduce: Callable[..., Nest] = self.plans.small.entry
 
     def _plan_resources(self) -> PlanResources:
         if self._staging is not None:

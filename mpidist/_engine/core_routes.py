@@ -23,9 +23,7 @@ from mpidist import _native
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.memory import round_up
-from mpidist._base.reduce_op import (
-    ReduceOp,
-)
+from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, DType, HostArray
 from mpidist._engine.buckets import Leaf, Results
 from mpidist._engine.node import Node

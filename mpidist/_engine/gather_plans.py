@@ -6,8 +6,9 @@ between ranks and between calls, so the ranks exchange them:
 
 - `CoreGather`, for host arrays on one node: the lengths are sent with the header, and
   small arrays too, which then takes one exchange. Large arrays: every rank makes its
-  results in its arena and copies its own arrays into them; all agree on the offsets;
-  and each copies the arrays of the others from there. If the arena of a rank is full,
+  results in its arena, as if all lengths were the same, and says in the header where
+  they are; then each writes its arrays to the results of all. If lengths differ, the
+  results are made again, and another header says where. If the arena of a rank is full,
   every rank sends its arrays to all, piece by piece.
 - `MpiGather`, for all others: the header says whether the lengths are the same on all
   ranks, which is the usual case. Otherwise they are exchanged. Then MPI concatenates,
@@ -23,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
@@ -33,7 +34,7 @@ from mpidist._agreement.channel import LEFT, LeftError
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call, fingerprint
 from mpidist._base import backend
-from mpidist._base.memory import LINE, round_up
+from mpidist._base.memory import LINE
 from mpidist._base.types import Array, DType, HostArray, Shape
 from mpidist._engine.buckets import Results
 from mpidist._engine.node import Node
@@ -127,19 +128,15 @@ def make(
 
 
 class _Target(NamedTuple):
-    """The results of a gather, and their layout in this rank's arena.
+    """The results of a gather.
 
     Attributes:
-        offset: of the slot in the arena; ``NOWHERE`` if there was no room.
-        starts: of each result in the slot.
-        shapes: of the results.
-        results: views of the slot, or private memory.
+        offset: of their memory in this rank's arena; ``NOWHERE`` if it had no room.
+        results: views of that memory; private memory, if it had no room.
     """
 
     offset: int
-    starts: list[int]
-    shapes: list[Shape]
-    results: list[HostArray]
+    results: list[Array]
 
 
 class CoreGather:
@@ -179,21 +176,28 @@ class CoreGather:
         sources = list(arrays)
         if self._raw:
             sources = _as_buffers(sources)
+        guess, offset = None, _native.core.NOWHERE
+        if not self._core.fits(lengths):
+            try:
+                guess = self._reserve(tuple([n * self.node.size for n in lengths]))
+            except Exception as error:
+                raise guard.fail(call, error, "invalid") from None
+            offset = guess.offset
         number = call.fingerprint
         patience = guard.enter(call, timeout)
         try:
-            status = meet(sources, lengths, number, patience)
+            status = meet(sources, lengths, number, patience, offset)
             if status is None:  # not contiguous
                 sources = [x.copy("C") for x in sources]
-                status = meet(sources, lengths, number, patience)
+                status = meet(sources, lengths, number, patience, offset)
         except BaseException as error:
             raise guard.leave_payload(call, error) from None
-        return self._conclude(status, arrays, sources, lengths, timeout)
+        return self._conclude(status, sources, lengths, guess, timeout)
 
     def concluded(self, status: int, x: HostArray, result: None) -> Array:
         """End a call of `quick` that has not given a result; see `_native`."""
         lengths = (x.shape[self._axes[0]],)
-        found: Array = self._conclude(status, [x], [x], lengths, None)[0]
+        found: Array = self._conclude(status, [x], lengths, None, None)[0]
         return found
 
     def interrupted(self, error: BaseException) -> NoReturn:
@@ -203,30 +207,34 @@ class CoreGather:
     def _conclude(
         self,
         status: int,
-        arrays: Sequence[Array],
         sources: list[Array],
         lengths: Lengths,
+        guess: _Target | None,
         timeout: float | None,
     ) -> Results:
         """Return the results, after a header that had this status.
 
         Args:
             status: of the header.
-            arrays: the leaves.
-            sources: the same as the core took them.
+            sources: the leaves as the core took them.
             lengths: of the leaves.
+            guess: the results if all lengths are the same; None: small leaves.
             timeout: seconds to wait for the others; None: the strategy's.
         """
         guard, meet, number = self._guard, self._core.meet, self.call.fingerprint
         if status:
-            guard.conclude(status, lambda ms: meet(sources, lengths, number, ms))
+            offset = _native.core.NOWHERE if guess is None else guess.offset
+            guard.conclude(
+                status, lambda ms: meet(sources, lengths, number, ms, offset)
+            )
         else:
             guard.count()
         totals = self._core.totals()
         if totals is None:
-            is_same = self.node.channel.verdict[2]
-            rows = [lengths] * self.node.size if is_same else self._core.lengths()
-            return self._gather_large(arrays, rows, timeout)
+            _, _, same_lengths, in_arenas, _ = self.node.channel.verdict
+            if guess is not None and same_lengths and in_arenas:
+                return guess.results
+            return self._gather_again(sources, timeout)
         try:  # of a small result: the others learn of it with the next call
             results: Results = [
                 np.empty(leaf.shape(n), leaf.dtype)
@@ -237,50 +245,37 @@ class CoreGather:
         self._core.get(_as_buffers(results) if self._raw else results)
         return results
 
-    def _gather_large(
-        self, arrays: Sequence[Array], rows: list[Lengths], timeout: float | None
-    ) -> Results:
-        guard, node = self._guard, self.node
+    def _gather_again(self, sources: list[Array], timeout: float | None) -> Results:
+        """Gather large arrays, now that all lengths are known."""
+        guard = self._guard
+        rows = self._core.lengths()
         try:
-            indices = self._indices(rows)
-            target = self._reserve(rows)
-            results = target.results
-            for result, where, x in zip(
-                results, indices[node.rank], arrays, strict=True
-            ):
-                result[where] = x
+            target = self._reserve(tuple([sum(n) for n in zip(*rows, strict=True)]))
         except Exception as error:
             raise guard.fail(self.call, error, "invalid") from None
-        all_in_arenas = guard.agree_offset(_HAVE_MEMORY, target.offset, timeout)
+        in_arenas = guard.agree_offset(_HAVE_MEMORY, target.offset, timeout)
         try:
-            if all_in_arenas:
-                self._read(target, indices)
-            else:
-                self._send_all(indices, results)
+            if not in_arenas:
+                self._send_all(rows, sources, target.results)
+            elif self._core.spread(sources) == LEFT:
+                raise LeftError(self.node.channel.who)
         except BaseException as error:
             raise guard.leave_payload(self.call, error) from None
-        return results
+        return target.results
 
-    def _reserve(self, rows: list[Lengths]) -> _Target:
-        starts, shapes, end = [], [], 0
-        for i, leaf in enumerate(self._leaves):
-            total = sum(row[i] for row in rows)
-            starts.append(end)
-            shapes.append(leaf.shape(total))
-            end += round_up(leaf.row_bytes * total, LINE)
-        slot = self.node.pool.take(end)
-        dtypes = [leaf.dtype for leaf in self._leaves]
-        if slot is None:
-            private: list[HostArray] = [
-                np.empty(shape, dtype)
-                for shape, dtype in zip(shapes, dtypes, strict=True)
-            ]
-            return _Target(_native.core.NOWHERE, starts, shapes, private)
-        results: list[HostArray] = [
-            np.ndarray(shape, dtype, slot, start)
-            for shape, dtype, start in zip(shapes, dtypes, starts, strict=True)
-        ]
-        return _Target(slot.offset, starts, shapes, results)
+    def _reserve(self, totals: tuple[int, ...]) -> _Target:
+        """Return memory for results of these lengths."""
+        starts = self._core.layout(totals)
+        slot = self.node.pool.take(starts[-1])
+        results: list[Array] = []
+        for leaf, n, start in zip(self._leaves, totals, starts[:-1], strict=True):
+            shape = leaf.shape(n)
+            if slot is None:
+                results.append(np.empty(shape, leaf.dtype))
+            else:
+                in_slot: Callable[..., Array] = np.ndarray
+                results.append(in_slot(shape, leaf.dtype, slot, start))
+        return _Target(_native.core.NOWHERE if slot is None else slot.offset, results)
 
     def _indices(self, rows: list[Lengths]) -> list[list[Index]]:
         """Return the indices of the arrays of each rank in the results."""
@@ -295,41 +290,18 @@ class CoreGather:
             indices.append(where)
         return indices
 
-    def _read(
-        self,
-        target: _Target,
-        indices: list[list[Index]],
+    def _send_all(
+        self, rows: list[Lengths], sources: list[Array], results: list[Array]
     ) -> None:
-        """Copy the arrays of the other ranks from their results to this rank's."""
-        node = self.node
-        channel, memory = node.channel, node.memory
-        offsets = channel.result_offsets()
-        for shift in range(1, node.size):
-            rank = (node.rank + shift) % node.size
-            first = channel.arena(rank) + offsets[rank]
-            for leaf, shape, start, where, result in zip(
-                self._leaves,
-                target.shapes,
-                target.starts,
-                indices[rank],
-                target.results,
-                strict=True,
-            ):
-                theirs: HostArray = np.ndarray(shape, leaf.dtype, memory, first + start)
-                result[where] = theirs[where]
-        channel.publish()
-        if channel.wait() == LEFT:
-            raise LeftError(channel.who)
-
-    def _send_all(self, indices: list[list[Index]], results: Results) -> None:
         """Send the arrays of every rank to all others."""
-        node = self.node
-        for root in range(node.size):
-            for where, result in zip(indices[root], results, strict=True):
-                part = np.ascontiguousarray(result[where])
+        own, targets = self.node.rank, results
+        if self._raw:
+            targets = _as_buffers(results)
+        for root, indices in enumerate(self._indices(rows)):
+            for where, x, result in zip(indices, sources, targets, strict=True):
+                part = x if root == own else np.ascontiguousarray(result[where])
                 self._transport.broadcast(backend.as_bytes(part), root)
-                if root != node.rank:
-                    result[where] = part
+                result[where] = part
 
 
 def _as_buffers(arrays: list[Array]) -> list[Array]:

@@ -19,12 +19,10 @@ import numpy as np
 from mpidist._agreement.channel import MessageChannel
 from mpidist._agreement.mismatch import Call
 from mpidist._base.memory import round_up
-from mpidist._base.reduce_op import (
-    ReduceOp,
-)
+from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, DType, HostArray, Shape
 from mpidist._engine.buckets import Results
-from mpidist._engine.operation_table import Reduction
+from mpidist._engine.dtype_table import Reduction
 from mpidist._engine.plans import PlanResources, Signature
 from mpidist._mpi.messages import COMBINE
 

@@ -13,9 +13,7 @@ import numpy as np
 
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
-from mpidist._base.reduce_op import (
-    ReduceOp,
-)
+from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array
 from mpidist._engine import buckets as _buckets
 from mpidist._engine.buckets import Results

@@ -20,21 +20,17 @@ from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
-from mpidist import _native
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, nest
 from mpidist._base.cache import Cache
 from mpidist._base.indexed_slices import IndexedSlices
-from mpidist._base.options import (
-    CommunicationOptions,
-)
-from mpidist._base.reduce_op import (
-    ReduceOp,
-)
+from mpidist._base.options import CommunicationOptions
+from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, HostArray, Nest
-from mpidist._engine import operation_table
+from mpidist._engine import dtype_table
 from mpidist._engine.buckets import FlatBuffers, Leaf, Results
+from mpidist._engine.core_calls import CoreCalls
 from mpidist._engine.node import Node
 from mpidist._engine.nodes import Nodes
 from mpidist._engine.pool import Pool
@@ -117,7 +113,7 @@ class Plan(Protocol):
         """
 
 
-class QuickPlan(Plan, Protocol):
+class CheckingPlan(Plan, Protocol):
     """A plan that checks by itself if arrays have its signature."""
 
     def attempt(self, arrays: list[Array], timeout: float | None) -> Results | None:
@@ -146,6 +142,10 @@ Describe = Callable[
 class Plans:
     """The plans of a strategy.
 
+    Attributes:
+        by_signature: the plans, by what is known of calls before their values.
+        small: calls with small arrays; ``entry`` is `all_reduce` for callers.
+
     Args:
         resources: what routes build them with.
         routes: in order; the last accepts everything.
@@ -171,32 +171,17 @@ class Plans:
         self._merge = merge
         self._report = report
         self._reduce_rows = reduce_rows
-        self.known: Cache[_Key, Plan] = Cache(_MOST_PLANS)
-        # For nests: the `QuickPlan` of the last such call.
-        self._last: Cache[_Key, Any] = Cache(_MOST_PLANS)
-        # For small arrays: the core looks up and runs their plans itself.
-        self._quick: _native.ArrayCall = None
-        if _native.core is not None:
-            self._quick = _native.core.ArrayCall(resources.guard, self.all_reduce, 1)
-
-    @property
-    def entry(self) -> Callable[..., Nest]:
-        """`all_reduce`, with what the core does itself of it."""
-        return self._quick or self.all_reduce
-
-    def _keep(self, op: ReduceOp, x: HostArray, plan: Plan) -> None:
-        """Have the core run the plan of an array, if it can."""
-        quick = getattr(plan, "quick", None)
-        if self._quick is not None and quick is not None:
-            self._quick.keep(op, x, quick, plan.call, plan)
+        self.by_signature: Cache[_Key, Plan] = Cache(_MOST_PLANS)
+        # For nests: the `CheckingPlan` of the last such call.
+        self._last_checking: Cache[_Key, Any] = Cache(_MOST_PLANS)
+        self.small: CoreCalls = CoreCalls(resources.guard, self.all_reduce, 1)
 
     def restart(self, resources: PlanResources) -> None:
         """Forget all plans, and build new ones with other resources."""
         self._resources = resources
-        self.known.clear()
-        self._last.clear()
-        if self._quick is not None:
-            self._quick.forget()
+        self.by_signature.clear()
+        self._last_checking.clear()
+        self.small.forget()
 
     def all_reduce(
         self,
@@ -225,14 +210,16 @@ class Plans:
         kind = type(tree)
         if kind is np.ndarray:
             key = (call, op._name_, options, root, tree.dtype, tree.shape)
-            plan = self.known.get(key)
+            plan = self.by_signature.get(key)
             if plan is not None:
                 if (call, options, root) == _USUAL:
-                    self._keep(op, tree, plan)
+                    self.small.keep(op, tree, plan)
                 return plan([tree], None, self._timeout_of(options))[0]
         elif kind in _NUMBERS:
             x = np.asarray(tree)
-            plan = self.known.get((call, op._name_, options, root, kind, x.dtype))
+            plan = self.by_signature.get(
+                (call, op._name_, options, root, kind, x.dtype)
+            )
             if plan is not None:
                 result = plan([x], None, self._timeout_of(options))[0]
                 return result if result is None else _as_number(result, kind)
@@ -244,12 +231,12 @@ class Plans:
                 return self._first_time(op, tree, options, call, root)
             if {*map(type, leaves)} == _ARRAYS:
                 how = (call, op._name_, options, root, structure)
-                last = self._last.get(how)
+                last = self._last_checking.get(how)
                 if last is not None:
                     results = last.attempt(leaves, timeout)
                     if results is not None:
                         return structure.unflatten(results)
-                plan = self.known.get((*how, _describe_all(leaves)))
+                plan = self.by_signature.get((*how, _describe_all(leaves)))
                 if plan is not None:
                     self._remember(how, plan)
                     return structure.unflatten(plan(leaves, None, timeout))
@@ -257,7 +244,7 @@ class Plans:
 
     def _remember(self, how: _Key, plan: Plan) -> None:
         if hasattr(plan, "attempt"):  # as isinstance of a protocol, which is slow
-            self._last[how] = plan
+            self._last_checking[how] = plan
 
     def _timeout_of(self, options: CommunicationOptions | None) -> float | None:
         return None if options is None else self._merge(options).timeout_seconds
@@ -283,7 +270,7 @@ class Plans:
                 tree, leaves, structure, arrays, (call, op._name_, options, root)
             )
             if key is not None:
-                self.known[key] = plan
+                self.by_signature[key] = plan
         except Exception as error:
             self._report(call, error)
             raise
@@ -318,10 +305,10 @@ class Plans:
             (x.dtype, tuple(x.shape), backend.is_device_array(x)) for x in arrays
         )
         key = (op._name_, structure, call, options, root, described)
-        plan = self.known.get(key)
+        plan = self.by_signature.get(key)
         if plan is None:
             signature = self._describe(op, structure, arrays, call, options, root)
-            plan = self.known[key] = self._make(signature)
+            plan = self.by_signature[key] = self._make(signature)
         return plan
 
     def _make(self, signature: Signature) -> Plan:
@@ -380,7 +367,7 @@ def leaves_of(op: ReduceOp, arrays: list[Array], call: str) -> list[Leaf]:
     return [
         Leaf(
             tuple(x.shape),
-            operation_table.reduction(x.dtype, op, call),
+            dtype_table.reduction(x.dtype, op, call),
             backend.is_device_array(x),
         )
         for x in arrays

@@ -16,13 +16,8 @@ from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.root_messages import RootMessages
 from mpidist._base import backend, nest
-from mpidist._base.environment import (
-    Environment,
-)
-from mpidist._base.options import (
-    CommunicationImplementation,
-    CommunicationOptions,
-)
+from mpidist._base.environment import Environment
+from mpidist._base.options import CommunicationImplementation, CommunicationOptions
 from mpidist._base.types import Array
 from mpidist._engine.memory import SharedMemory
 from mpidist._engine.node import Node

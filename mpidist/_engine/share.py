@@ -10,9 +10,7 @@ import numpy as np
 
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, nest
-from mpidist._base.options import (
-    CommunicationOptions,
-)
+from mpidist._base.options import CommunicationOptions
 from mpidist._base.types import Array, Nest
 from mpidist._engine.array_heads import ArrayHead, head_of
 from mpidist._engine.resources import Resources, timed

@@ -18,13 +18,9 @@ from mpidist._agreement.root_messages import RootMessages
 from mpidist._agreement.trace import NO_ROUTE, Trace
 from mpidist._agreement.traced_guard import TracedGuard
 from mpidist._base import backend, nest
-from mpidist._base.environment import (
-    Environment,
-)
+from mpidist._base.environment import Environment
 from mpidist._base.indexed_slices import IndexedSlices
-from mpidist._base.options import (
-    CommunicationOptions,
-)
+from mpidist._base.options import CommunicationOptions
 from mpidist._base.types import Array, Nest
 from mpidist._engine import ROUTES
 from mpidist._engine.collectives import Collectives
@@ -36,8 +32,8 @@ from mpidist._mpi.communicator import AnyCommunicator
 class TracedPlan:
     """A plan whose runs have a line.
 
-    It is not a `plans.QuickPlan`, which checks by itself if arrays have its signature:
-    a call that did not take place would have begun.
+    It is not a `plans.CheckingPlan`, which checks by itself if arrays have its
+    signature: a call that did not take place would have begun.
 
     Args:
         plan: what does the work.
@@ -121,7 +117,6 @@ class TracedCollectives(Collectives):
         self._trace = guard.trace
         self.routes = tuple(_traced(route, guard.trace) for route in ROUTES)
         super().__init__(comm, guard, options, environment, device, memory)
-        self._quick_gather = None  # each call has its line
 
     def buffers_like(self, tree: Nest) -> Nest:
         """Call the method of `Collectives`."""

@@ -35,6 +35,7 @@ from mpidist._base.errors import as_told, on_rank
 from mpidist._base.memory import leak
 from mpidist._base.types import HostArray
 from mpidist._mpi import collective_release, survival, versions
+from mpidist._mpi.duplication import duplicate
 from mpidist._mpi.headers import FEW, Headers, Maximum, Prepared, Rows
 from mpidist._mpi.library import MpiComm, MpiRequest, is_crowded, mpi_module
 from mpidist._mpi.messages import Buffer, Messages, Transfers
@@ -186,11 +187,7 @@ class Communicator:
         self._headers: list[Headers] = []
         self._when_freed: Callable[[], None] = _nothing
         self._dropped = False
-        self._comm, request = comm.Idup()
-        waiter.wait(request, _CALL)
-        # MPI may complete a duplication that other ranks have given up on. What
-        # follows blocks, so first all ranks show that they are there.
-        waiter.wait(self._comm.Ibarrier(), _CALL)
+        self._comm = duplicate(comm, waiter.wait)
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
         self.agreement: versions.Agreement = self._agree(problem)
@@ -209,7 +206,7 @@ class Communicator:
         """Find this rank's place on its machine, and on its node. Collective."""
         simulated_nodes = -self.all_min(-simulated_nodes)
         self.host_name: str = self._agreed(mpi_module().Get_processor_name)
-        own = self._agreed(lambda: f"{self.host_name} {machine.memory_id()}")
+        own = self._agreed(lambda: machine.node_id(self.host_name))
         machines = self._gather_objects(own.encode())
         ranks = [k for k, name in enumerate(machines) if name == machines[self.rank]]
         self.machine_rank: int = ranks.index(self.rank)

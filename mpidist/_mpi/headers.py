@@ -26,9 +26,10 @@ call have the same plan.
 
 from __future__ import annotations
 
+import operator
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -114,10 +115,11 @@ class Headers:
             In that case, and if they differ, `pending_header` has more.
         """
         form = self._forms.get(data) or self._form(data)
-        self.headers += 1
-        exchange = self._exchange
+        exchange, number = self._exchange, self.headers + 1
+        exchange.fill(form, lateness, nbytes)
         try:
-            exchange.start(form, lateness, nbytes)
+            self.headers = number
+            exchange.start()
             test = exchange.test
             for _ in range(self._tests):
                 if test():
@@ -128,6 +130,8 @@ class Headers:
                     if test():
                         return exchange.agrees(form)
         except BaseException:
+            if self.headers == number:
+                exchange.start()  # the rest of it: what is counted is sent
             self.leak()
             raise
         return None
@@ -147,8 +151,9 @@ class Headers:
 
     def start_header(self, words: list[int]) -> HeaderByMPI:
         """Publish this rank's words; the request has the largest of all ranks."""
+        self._exchange.fill(_pack_all(*words), words[LATENESS], 0)
         self.headers += 1
-        self._exchange.start(_pack_all(*words), words[LATENESS], 0)
+        self._exchange.start()
         return HeaderByMPI(self)
 
     def test(self) -> bool:
@@ -175,7 +180,23 @@ class Headers:
         return form
 
 
-class Rows:
+class Exchange:
+    """An exchange that is prepared, and then started.
+
+    Attributes:
+        starts: what is left of its start: each step starts one message.
+    """
+
+    def __init__(self) -> None:
+        self.starts: Iterator[object] = iter(())
+
+    def start(self) -> None:
+        """Start it. Again after an exception of a signal: it starts the rest."""
+        for _ in self.starts:
+            pass
+
+
+class Rows(Exchange):
     """An exchange of rows between each pair of ranks: a header, and a payload.
 
     Making it is not collective.
@@ -185,6 +206,7 @@ class Rows:
     """
 
     def __init__(self, comm: MpiComm) -> None:
+        super().__init__()
         self._comm = comm
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
@@ -209,8 +231,8 @@ class Rows:
         ]
         self._prepare(0)
 
-    def start(self, form: bytes, lateness: int, nbytes: int) -> None:
-        """Start sending this rank's row and receiving those of the others.
+    def fill(self, form: bytes, lateness: int, nbytes: int) -> None:
+        """Fill this rank's row, for the next `start`.
 
         Args:
             form: `WORDS` integers.
@@ -221,8 +243,7 @@ class Rows:
         self._mine[LATENESS] = lateness
         starts, self._tests = self._calls.get(nbytes) or self._prepare(nbytes)
         self._next = 0
-        for begin in starts:
-            begin()
+        self.starts = map(operator.call, starts)
 
     def _prepare(self, nbytes: int) -> _Calls:
         """Make the messages of rows with payloads of this length."""
@@ -277,7 +298,7 @@ class Rows:
         self._calls.clear()
 
 
-class Maximum:
+class Maximum(Exchange):
     """The largest words of all ranks, by one all-reduce without payload.
 
     Its buffers are kept from header to header, as is the operation if MPI has
@@ -293,6 +314,7 @@ class Maximum:
     free: Callable[[], None]
 
     def __init__(self, prepare: Prepare) -> None:
+        super().__init__()
         send, receive = np.zeros(WORDS, np.int64), np.zeros(WORDS, np.int64)
         self._sent = send.data
         self._sent_bytes = self._sent.cast("B")
@@ -300,11 +322,11 @@ class Maximum:
         self._compared = self._received.cast("B")[:_COMPARED]
         self._start, self.test, self.free = prepare(send, receive)
 
-    def start(self, form: bytes, lateness: int, nbytes: int) -> None:
-        """Start to all-reduce this rank's words; see `Rows`."""
+    def fill(self, form: bytes, lateness: int, nbytes: int) -> None:
+        """Set this rank's words; see `Rows`."""
         self._sent_bytes[:] = form
         self._sent[LATENESS] = lateness
-        self._start()
+        self.starts = map(operator.call, (self._start,))
 
     def agrees(self, form: bytes) -> bool:
         """Return whether all ranks sent this form, and no rank is late."""

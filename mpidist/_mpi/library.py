@@ -29,10 +29,10 @@ _MEMORY_KINDS: Final = "mpi_memory_alloc_kinds"
 
 
 IN_CHILD: Final = (
-    "this process was forked by a rank, and is no rank itself, so the strategies of "
-    "its parent are closed here, and it cannot make one. It can read variables and "
+    "this process was forked by a rank, and is not a rank itself, so the strategies of "
+    "its parent are closed here, and it cannot create one. It can read variables and "
     "arrays, and compute. Make collective calls in the parent, and start processes "
-    "that are to have nothing of it by the `multiprocessing` method `spawn`, or by "
+    "that must not inherit its state by the `multiprocessing` method `spawn`, or by "
     "`subprocess`"
 )
 """Why a child that was forked cannot communicate."""

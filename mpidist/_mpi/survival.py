@@ -31,7 +31,8 @@ from typing import Final
 
 import numpy as np
 
-from mpidist._mpi.library import MpiComm, mpi_module
+from mpidist._base.memory import leak
+from mpidist._mpi.library import MpiComm, MpiRequest, mpi_module
 
 LEARN_SECONDS: Final = 1.0
 """How long it may be until MPI knows why a call has failed."""
@@ -64,7 +65,7 @@ def revoke(comm: MpiComm) -> None:
     comm.Revoke()
 
 
-def agree(comm: MpiComm, flag: int) -> int:
+def agree(comm: MpiComm, flag: int, wait: Callable[[MpiRequest], None]) -> int:
     """Return the bitwise and of the flags of all living processes. Collective.
 
     All get the same. It also works on a communicator that was revoked.
@@ -72,17 +73,24 @@ def agree(comm: MpiComm, flag: int) -> int:
     Args:
         comm: the processes, of which some may have died.
         flag: this process's: bits.
+        wait: waits for a request. It may raise: then this process takes no part in
+            what the others agree on.
 
     Returns:
         0 on all processes if one of them has died since they last acknowledged that
         (ULFM specification, MPI_COMM_AGREE: the error is the same on all of them).
     """
+    result = np.array([flag], np.intc)
     try:
-        return int(comm.Agree(flag))
+        wait(comm.Iagree(result))
     except mpi_module().Exception as error:
         if not _is_failure(error):
             raise
         return 0
+    except BaseException:
+        leak(result)  # MPI may still write to it
+        raise
+    return int(result[0])
 
 
 def shrink(comm: MpiComm) -> MpiComm:

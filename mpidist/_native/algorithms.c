@@ -5,39 +5,6 @@
 static size_t least(size_t a, size_t b) { return a < b ? a : b; }
 static size_t most(size_t a, size_t b) { return a > b ? a : b; }
 
-/* --- eager -------------------------------------------------------------------------- */
-
-void md_small_put(md_channel *ch, const md_small *small, uint32_t number) {
-  unsigned char *slot = ch->parts[ch->rank]->eager[number & 1];
-  for (int i = 0; i < small->nest->count; i++) {
-    const md_leaf *leaf = &small->nest->leaves[i];
-    memcpy(slot + leaf->start, small->sources[i], leaf->nbytes);
-  }
-}
-
-static void sum_leaf(md_channel *ch, const md_small *small, int i, uint32_t number, void *out) {
-  const md_leaf *leaf = &small->nest->leaves[i];
-  const void *sources[MD_MAX_RANKS];
-  for (int r = 0; r < ch->size; r++) sources[r] = ch->parts[r]->eager[number & 1] + leaf->start;
-  sources[ch->rank] = small->sources[i];
-  md_reduce(leaf->kernel, &out, 1, sources, ch->size, leaf->nbytes / md_itemsize(leaf->kernel),
-            leaf->divisor);
-}
-
-void md_small_sum(md_channel *ch, const md_small *small, uint32_t number) {
-  for (int i = 0; i < small->nest->count; i++)
-    sum_leaf(ch, small, i, number, ch->common->sums[number & 1] + small->nest->leaves[i].start);
-}
-
-void md_small_get(md_channel *ch, const md_small *small, uint32_t number) {
-  for (int i = 0; i < small->nest->count; i++) {
-    const md_leaf *leaf = &small->nest->leaves[i];
-    if (ch->tree)
-      memcpy(small->results[i], ch->common->sums[number & 1] + leaf->start, leaf->nbytes);
-    else sum_leaf(ch, small, i, number, small->results[i]);
-  }
-}
-
 /* --- shared ------------------------------------------------------------------------- */
 
 int md_pieces(size_t nbytes, size_t area_bytes) {
@@ -232,6 +199,25 @@ void md_reduce_range(const md_nest *nest, size_t first, size_t last, unsigned ch
     md_reduce(leaf->kernel, &result, 1, sources, n, (b - a) / md_itemsize(leaf->kernel),
               leaf->divisor);
   }
+}
+
+/* --- gather ------------------------------------------------------------------------- */
+
+/* So much is written to all ranks, one after the other, while it is in the cache. */
+#define SPREAD_BYTES (16 * 1024)
+
+int md_spread(md_channel *ch, const md_rows *parts, int count) {
+  for (const md_rows *p = parts; p < parts + count; p++)
+    for (size_t row = 0; row < p->rows; row++)
+      for (size_t i = 0; i < p->bytes; i += SPREAD_BYTES)
+        for (int k = 1; k <= ch->size; k++) {
+          int r = (ch->rank + k) % ch->size;
+          unsigned char *result = ch->arenas[r] + md_header_of(ch, r, ch->headers)->result_offset;
+          memcpy(result + p->at + row * p->stride + i, p->from + row * p->bytes + i,
+                 least(SPREAD_BYTES, p->bytes - i));
+        }
+  md_publish(ch);
+  return md_wait(ch);
 }
 
 /* --- broadcast ---------------------------------------------------------------------- */

@@ -4,35 +4,6 @@
 
 #include "channel.h"
 
-/* A leaf of a nest: where it is in the layout that all ranks share, which is a multiple of
-   MD_LINE, and how it is reduced. */
-typedef struct {
-  size_t start, nbytes;
-  const md_kernel *kernel;
-  unsigned divisor;
-} md_leaf;
-
-typedef struct {
-  int count;
-  size_t nbytes; /* of the layout, whole lines */
-  md_leaf *leaves;
-  int pieces;
-} md_nest;
-
-/* A small payload that travels with a header.  In: this rank's leaves.  Out: the results,
-   once the headers agree. */
-typedef struct md_small {
-  const md_nest *nest;
-  const void *const *sources;
-  void *const *results;
-} md_small;
-
-/* --- eager: small nests ------------------------------------------------------------- */
-
-void md_small_put(md_channel *ch, const md_small *small, uint32_t number);
-void md_small_sum(md_channel *ch, const md_small *small, uint32_t number); /* tree */
-void md_small_get(md_channel *ch, const md_small *small, uint32_t number);
-
 /* --- shared: pieces ------------------------------------------------------------------
 
    A nest is taken as one sequence of bytes, cut into pieces, and each piece into one slice
@@ -92,10 +63,16 @@ void md_reduce_range(const md_nest *nest, size_t first, size_t last, unsigned ch
 
 /* --- gather and broadcast ------------------------------------------------------------ */
 
-/* Rows of memory: `rows` of `bytes` each, `stride` apart. */
+/* This rank's part of an array that is gathered: at `from` rows of `bytes`, one after the
+   other; in each result they are `stride` apart, from `at` on. */
 typedef struct {
-  size_t rows, bytes, stride;
+  const unsigned char *from;
+  size_t rows, bytes, stride, at;
 } md_rows;
+
+/* Write this rank's parts to the results of all ranks, which are in their arenas, where the
+   last header says.  Then all make a step, after which nobody writes there. */
+int md_spread(md_channel *ch, const md_rows *parts, int count);
 
 /* Copy the bytes of rank `root` to all ranks' memory. */
 int md_broadcast(md_channel *ch, unsigned char *data, size_t nbytes, int root);

@@ -59,7 +59,7 @@ typedef struct {
 /* What the guard knows of the calls of a strategy; see mpidist/_agreement/call_state.py. */
 typedef struct {
   PyObject_HEAD
-  PyObject *call, *before;           /* of this rank */
+  PyObject *call, *previous;         /* of this rank */
   PyObject *timeout, *usual_timeout; /* seconds; of this call, and of those that name none */
   long long sequence;                /* headers that completed */
   char blocked;                      /* no call may begin before Python has looked */
@@ -103,6 +103,10 @@ typedef struct {
   Channel *channel;
   int count;
   GatherLeaf *leaves;
+  int64_t *lengths; /* of this rank's leaves, in a call */
+  Py_buffer *views; /* of their memory */
+  md_rows *parts;   /* and where it goes */
+  int held;         /* views in use */
   uint32_t number;                 /* of the header with the lengths */
   long long fingerprint, patience; /* of calls that name no others */
 } Gather;
@@ -125,6 +129,8 @@ extern PyTypeObject MemoryType, PoolType, SlotType, ChannelType, ReduceType, Gat
 int begin_call(Channel *self);
 int finish_call(Channel *self, int status);
 PyObject *end_call(Channel *self, int status);
+/* -1 with an exception if the channel is in a call: for what would change that. */
+int require_idle(Channel *self);
 /* None for arrays that are not what a call expects: nothing was sent, and the caller copies
    them.  Other exceptions than those of the buffer protocol stay. */
 PyObject *other_arrays(void);

@@ -41,7 +41,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "kernels.h"
+#include "payload.h"
 
 #define MD_LINE 64
 #define MD_GROUP 16 /* ranks that look at each other directly */
@@ -154,14 +154,11 @@ md_layout md_lay_out(int size, size_t area_bytes, size_t arena_bytes);
 void md_open(md_channel *ch, void *memory, int size, int rank, size_t area_bytes,
              size_t arena_bytes, int crowded, int spins);
 
-/* What a small exchange does beside comparing headers; see algorithms.h. */
-struct md_small;
-
 /* Publish a header (with what `small` adds), wait for all ranks', and compare.  In two
    parts: `md_judge` once `md_wait` is done. */
-void md_start(md_channel *ch, const md_header *header, struct md_small *small);
-int md_judge(md_channel *ch, const md_header *header, struct md_small *small);
-int md_meet(md_channel *ch, const md_header *header, struct md_small *small);
+void md_start(md_channel *ch, const md_header *header, md_small *small);
+int md_judge(md_channel *ch, const md_header *header, md_small *small);
+int md_meet(md_channel *ch, const md_header *header, md_small *small);
 
 void md_publish(md_channel *ch);
 int md_wait(md_channel *ch);

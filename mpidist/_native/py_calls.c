@@ -8,7 +8,7 @@
 
 static int CallState_traverse(CallState *self, visitproc visit, void *arg) {
   Py_VISIT(self->call);
-  Py_VISIT(self->before);
+  Py_VISIT(self->previous);
   Py_VISIT(self->timeout);
   Py_VISIT(self->usual_timeout);
   return 0;
@@ -16,7 +16,7 @@ static int CallState_traverse(CallState *self, visitproc visit, void *arg) {
 
 static int CallState_clear(CallState *self) {
   Py_CLEAR(self->call);
-  Py_CLEAR(self->before);
+  Py_CLEAR(self->previous);
   Py_CLEAR(self->timeout);
   Py_CLEAR(self->usual_timeout);
   return 0;
@@ -30,7 +30,7 @@ static void CallState_dealloc(CallState *self) {
 
 static PyMemberDef CallState_members[] = {
     {"_call", T_OBJECT_EX, offsetof(CallState, call), 0, "The call of this rank."},
-    {"_before", T_OBJECT_EX, offsetof(CallState, before), 0, "The call before."},
+    {"_previous_call", T_OBJECT_EX, offsetof(CallState, previous), 0, "The call before."},
     {"_timeout", T_OBJECT_EX, offsetof(CallState, timeout), 0, "Seconds; of the call."},
     {"timeout_seconds", T_OBJECT_EX, offsetof(CallState, usual_timeout), 0,
      "Seconds; of calls that name no others."},
@@ -68,7 +68,7 @@ typedef struct {
   PyObject_HEAD
   vectorcallfunc vectorcall;
   CallState *state;
-  PyObject *otherwise;
+  PyObject *fallback;
   int array; /* which of the two arguments it is */
   Entry *entries;
 } ArrayCall;
@@ -156,7 +156,7 @@ static PyObject *call_with_array(ArrayCall *self, PyObject *key, PyArrayObject *
   Py_INCREF(e.plan);
   Py_INCREF(e.core);
   Py_INCREF(e.dtype);
-  Py_XSETREF(state->before, state->call);
+  Py_XSETREF(state->previous, state->call);
   state->call = Py_NewRef(e.call);
   Py_XSETREF(state->timeout, Py_XNewRef(state->usual_timeout));
   int status = (reduces ? reduce : gather)(&e, x, &result);
@@ -185,15 +185,15 @@ static PyObject *ArrayCall_call(ArrayCall *self, PyObject *const *args, size_t f
     PyObject *result = call_with_array(self, args[!self->array], x);
     if (result || PyErr_Occurred()) return result;
   }
-  if (!self->otherwise) return PyErr_Format(PyExc_RuntimeError, "ArrayCall: it is gone");
-  return PyObject_Vectorcall(self->otherwise, args, flags, names);
+  if (!self->fallback) return PyErr_Format(PyExc_RuntimeError, "ArrayCall: it is gone");
+  return PyObject_Vectorcall(self->fallback, args, flags, names);
 }
 
 static int ArrayCall_init(ArrayCall *self, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"state", "otherwise", "array", NULL};
-  PyObject *state, *otherwise;
+  static char *names[] = {"state", "fallback", "array", NULL};
+  PyObject *state, *fallback;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!Op", names, &CallStateType, &state,
-                                   &otherwise, &self->array))
+                                   &fallback, &self->array))
     return -1;
   if (self->entries) {
     PyErr_SetString(PyExc_RuntimeError, "ArrayCall: it is there already");
@@ -205,7 +205,7 @@ static int ArrayCall_init(ArrayCall *self, PyObject *args, PyObject *kwargs) {
     return -1;
   }
   self->state = (CallState *)Py_NewRef(state);
-  self->otherwise = Py_NewRef(otherwise);
+  self->fallback = Py_NewRef(fallback);
   self->vectorcall = (vectorcallfunc)ArrayCall_call;
   return 0;
 }
@@ -253,7 +253,7 @@ static PyObject *ArrayCall_forget(ArrayCall *self, PyObject *ignored) {
 
 static int ArrayCall_traverse(ArrayCall *self, visitproc visit, void *arg) {
   Py_VISIT(self->state);
-  Py_VISIT(self->otherwise);
+  Py_VISIT(self->fallback);
   for (int i = 0; self->entries && i < ENTRIES; i++) {
     Py_VISIT(self->entries[i].key);
     Py_VISIT(self->entries[i].call);
@@ -265,7 +265,7 @@ static int ArrayCall_traverse(ArrayCall *self, visitproc visit, void *arg) {
 static int ArrayCall_clear(ArrayCall *self) {
   Py_XDECREF(ArrayCall_forget(self, NULL));
   Py_CLEAR(self->state);
-  Py_CLEAR(self->otherwise);
+  Py_CLEAR(self->fallback);
   return 0;
 }
 
@@ -292,9 +292,9 @@ static PyMethodDef ArrayCall_methods[] = {
 PyTypeObject ArrayCallType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.ArrayCall",
     .tp_doc =
-        "ArrayCall(state, otherwise, array)\n--\n\n"
+        "ArrayCall(state, fallback, array)\n--\n\n"
         "Called with two arguments, of which number `array` is one for which it keeps a\n"
-        "plan, it runs it; otherwise, or in a state that is blocked, it calls `otherwise`.",
+        "plan, it runs it; otherwise, or in a state that is blocked, it calls `fallback`.",
     .tp_basicsize = sizeof(ArrayCall),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
     .tp_vectorcall_offset = offsetof(ArrayCall, vectorcall),

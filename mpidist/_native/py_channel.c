@@ -36,18 +36,21 @@ static int pause_call(void *arg, double seconds) {
   return 0;
 }
 
+int require_idle(Channel *self) {
+  if (!self->busy) return 0;
+  PyErr_SetString(PyExc_RuntimeError,
+                  "another thread of this rank, or what a signal has interrupted, is in "
+                  "a collective call of this strategy; make the calls of a strategy from "
+                  "one thread, one after the other");
+  return -1;
+}
+
 int begin_call(Channel *self) {
   if (!self->memory) {
     PyErr_SetString(PyExc_RuntimeError, "Channel: it is not open");
     return -1;
   }
-  if (self->busy) {
-    PyErr_SetString(PyExc_RuntimeError,
-                    "another thread of this rank, or what a signal has interrupted, is in "
-                    "a collective call of this strategy; make the calls of a strategy from "
-                    "one thread, one after the other");
-    return -1;
-  }
+  if (require_idle(self)) return -1;
   self->busy = 1;
   self->start = now();
   return 0;
@@ -156,15 +159,6 @@ static PyObject *Channel_verdict(Channel *self, void *closure) {
   (void)closure;
   return Py_BuildValue("iiiiL", v->flag, v->same_call, v->same_value, v->results_in_arena,
                        (long long)v->largest);
-}
-
-static PyObject *Channel_result_offsets(Channel *self, PyObject *ignored) {
-  md_channel *ch = &self->channel;
-  (void)ignored;
-  PyObject *list = PyList_New(ch->size);
-  for (int r = 0; list && r < ch->size; r++)
-    put_item(&list, r, PyLong_FromLongLong(md_header_of(ch, r, ch->headers)->result_offset));
-  return list;
 }
 
 static PyObject *Channel_publish(Channel *self, PyObject *ignored) {
@@ -308,8 +302,6 @@ static PyMethodDef Channel_methods[] = {
      "Publish a header, without waiting."},
     {"test", (PyCFunction)Channel_test, METH_NOARGS,
      "test()\n--\n\nReturn the status of the header of `start`; None if some are missing."},
-    {"result_offsets", (PyCFunction)Channel_result_offsets, METH_NOARGS,
-     "result_offsets()\n--\n\nReturn the offsets of results in the last header, by rank."},
     {"publish", (PyCFunction)Channel_publish, METH_NOARGS,
      "publish()\n--\n\nSay that this rank has made a step."},
     {"wait", (PyCFunction)Channel_wait, METH_NOARGS,

@@ -20,8 +20,12 @@ static int Gather_init(Gather *self, PyObject *args, PyObject *kwargs) {
     PyErr_SetString(PyExc_ValueError, "Gather: too many leaves");
     return -1;
   }
-  self->leaves = PyMem_Calloc((size_t)self->count + 1, sizeof(GatherLeaf));
-  if (!self->leaves) {
+  size_t n = (size_t)self->count + 1;
+  self->leaves = PyMem_Calloc(n, sizeof(GatherLeaf));
+  self->lengths = PyMem_Calloc(n, sizeof(int64_t));
+  self->views = PyMem_Calloc(n, sizeof(Py_buffer));
+  self->parts = PyMem_Calloc(n, sizeof(md_rows));
+  if (!self->leaves || !self->lengths || !self->views || !self->parts) {
     PyErr_NoMemory();
     return -1;
   }
@@ -34,18 +38,29 @@ static int Gather_init(Gather *self, PyObject *args, PyObject *kwargs) {
   return 0;
 }
 
+static void release_views(Gather *self) {
+  while (self->held > 0) PyBuffer_Release(&self->views[--self->held]);
+}
+
 static void Gather_dealloc(Gather *self) {
+  release_views(self);
   PyMem_Free(self->leaves);
+  PyMem_Free(self->lengths);
+  PyMem_Free(self->views);
+  PyMem_Free(self->parts);
   Py_XDECREF(self->channel);
   Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-/* Whether leaves of these lengths fit a slot. */
+/* Whether leaves of these lengths travel with the header.  Larger ones are copied less often
+   where they are written to the results of all, which takes one step more: where ranks share
+   cores, a step costs more than that. */
 static int gather_fits(const Gather *self, const int64_t *lengths) {
+  size_t most = self->channel->channel.tree ? MD_EAGER_BYTES : MD_EAGER_BYTES / 4;
   size_t at = gather_head(self);
   for (int i = 0; i < self->count; i++) {
     at += align16(self->leaves[i].before * self->leaves[i].row * (size_t)lengths[i]);
-    if (at > MD_EAGER_BYTES) return 0;
+    if (at > most) return 0;
   }
   return 1;
 }
@@ -54,8 +69,10 @@ static const unsigned char *gather_slot(const Gather *self, int rank) {
   return self->channel->channel.parts[rank]->eager[self->number & 1];
 }
 
-/* Publish what is in this rank's slot: its leaves, or only their lengths; return the status. */
-static int publish(Gather *self, int fits, long long fingerprint, long long patience) {
+/* Exchange the header for what is in this rank's slot: its leaves, or only their lengths;
+   return the status. */
+static int exchange(Gather *self, int fits, long long fingerprint, long long patience,
+                    long long result_offset) {
   md_channel *ch = &self->channel->channel;
   const int64_t *lengths = (const int64_t *)gather_slot(self, ch->rank);
   uint64_t hash = 14695981039346656037u;
@@ -68,12 +85,13 @@ static int publish(Gather *self, int fits, long long fingerprint, long long pati
   md_header header = header_of(self->channel, fingerprint, patience);
   header.value = (int64_t)(hash >> 1);
   header.largest = !fits; /* all know whether all fit */
+  header.result_offset = result_offset;
   int status = md_meet(ch, &header, NULL);
   if (status == MD_OK) {
     self->channel->gathers++;
     self->channel->gathered += payload;
   }
-  return finish_call(self->channel, status);
+  return status;
 }
 
 int gather_one(Gather *self, const void *source, Py_ssize_t length) {
@@ -87,7 +105,8 @@ int gather_one(Gather *self, const void *source, Py_ssize_t length) {
   if (fits)
     memcpy(slot + gather_head(self), source,
            self->leaves[0].before * self->leaves[0].row * (size_t)length);
-  return publish(self, fits, self->fingerprint, self->patience);
+  int status = exchange(self, fits, self->fingerprint, self->patience, MD_NOWHERE);
+  return finish_call(self->channel, status);
 }
 
 static int64_t total_of(const Gather *self, int leaf) {
@@ -95,6 +114,13 @@ static int64_t total_of(const Gather *self, int leaf) {
   for (int r = 0; r < self->channel->channel.size; r++)
     total += ((const int64_t *)gather_slot(self, r))[leaf];
   return total;
+}
+
+/* Whether the last header has shown that all have made results of the right size in their
+   arenas, before they knew the lengths of the others. */
+static int has_room(const Gather *self) {
+  const md_verdict *v = &self->channel->channel.verdict;
+  return v->results_in_arena && v->same_value;
 }
 
 Py_ssize_t gathered_length(const Gather *self) {
@@ -121,39 +147,116 @@ void gather_to(const Gather *self, int i, unsigned char *out) {
   }
 }
 
-static PyObject *Gather_meet(Gather *self, PyObject *const *args, Py_ssize_t count) {
-  if (count != 4 || !PyList_Check(args[0]) || !PyTuple_Check(args[1]) ||
-      PyList_GET_SIZE(args[0]) != self->count || PyTuple_GET_SIZE(args[1]) != self->count)
-    return PyErr_Format(PyExc_TypeError, "meet: expected a list, a tuple, and two ints");
-  long long fingerprint = PyLong_AsLongLong(args[2]), patience = PyLong_AsLongLong(args[3]);
-  if (PyErr_Occurred()) return NULL;
-  md_channel *ch = &self->channel->channel;
-  if (begin_call(self->channel)) return NULL;
-  self->number = ch->headers + 1;
-  unsigned char *slot = ch->parts[ch->rank]->eager[self->number & 1];
-  int64_t *lengths = (int64_t *)slot;
-  size_t at = gather_head(self);
+/* Take the lengths of a call; -1: an exception.  A call of another thread that is under way
+   has its own there, by which it will write to the memory of all ranks. */
+static int parse_lengths(Gather *self, PyObject *lengths) {
+  if (require_idle(self->channel)) return -1;
+  if (!PyTuple_Check(lengths) || PyTuple_GET_SIZE(lengths) != self->count) {
+    PyErr_SetString(PyExc_TypeError, "Gather: expected a tuple with the length of each leaf");
+    return -1;
+  }
   for (int i = 0; i < self->count; i++)
-    lengths[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(args[1], i));
-  if (PyErr_Occurred()) {
-    Py_XDECREF(end_call(self->channel, MD_OK));
-    return NULL;
+    self->lengths[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(lengths, i));
+  return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Get the memory of arrays of these lengths; -1: an exception. */
+static int get_views(Gather *self, PyObject *arrays) {
+  if (!PyList_Check(arrays) || PyList_GET_SIZE(arrays) != self->count) {
+    PyErr_SetString(PyExc_TypeError, "Gather: expected a list with the array of each leaf");
+    return -1;
   }
-  int fits = gather_fits(self, lengths);
-  for (int i = 0; fits && i < self->count; i++) {
-    Py_buffer view;
-    if (PyObject_GetBuffer(PyList_GET_ITEM(args[0], i), &view, PyBUF_SIMPLE)) {
-      PyObject *result = other_arrays();
-      if (result) Py_XDECREF(end_call(self->channel, MD_OK));
-      else self->channel->busy = 0;
-      return result;
+  for (int i = 0; i < self->count; i++) {
+    const GatherLeaf *leaf = &self->leaves[i];
+    Py_buffer *view = &self->views[i];
+    if (PyObject_GetBuffer(PyList_GET_ITEM(arrays, i), view, PyBUF_SIMPLE)) return -1;
+    self->held++;
+    size_t nbytes = leaf->before * leaf->row * (size_t)self->lengths[i];
+    if ((size_t)view->len != nbytes) {
+      PyErr_Format(PyExc_TypeError, "Gather: leaf %d has %zd bytes, expected %zu", i, view->len,
+                   nbytes);
+      return -1;
     }
-    memcpy(slot + at, view.buf, (size_t)view.len);
-    at += align16((size_t)view.len);
-    PyBuffer_Release(&view);
   }
-  int status = publish(self, fits, fingerprint, patience);
-  return status < 0 ? NULL : PyLong_FromLong(status);
+  return 0;
+}
+
+static size_t line(size_t nbytes) { return (nbytes + MD_LINE - 1) / MD_LINE * MD_LINE; }
+
+/* Write this rank's leaves to the results of all, where the last header says; a status. */
+static int spread(Gather *self) {
+  md_channel *ch = &self->channel->channel;
+  size_t start = 0;
+  for (int i = 0; i < self->count; i++) {
+    const GatherLeaf *leaf = &self->leaves[i];
+    size_t before = 0, total = (size_t)total_of(self, i) * leaf->row;
+    for (int r = 0; r < ch->rank; r++)
+      before += (size_t)((const int64_t *)gather_slot(self, r))[i] * leaf->row;
+    self->parts[i] = (md_rows){.from = self->views[i].buf,
+                               .rows = leaf->before,
+                               .bytes = (size_t)self->lengths[i] * leaf->row,
+                               .stride = total,
+                               .at = start + before};
+    start += line(leaf->before * total);
+  }
+  let_go(self->channel);
+  return md_spread(ch, self->parts, self->count);
+}
+
+static PyObject *Gather_meet(Gather *self, PyObject *const *args, Py_ssize_t count) {
+  if (count != 5) return PyErr_Format(PyExc_TypeError, "meet: expected 5 arguments");
+  long long fingerprint = PyLong_AsLongLong(args[2]), patience = PyLong_AsLongLong(args[3]);
+  long long result_offset = PyLong_AsLongLong(args[4]);
+  if (PyErr_Occurred() || parse_lengths(self, args[1])) return NULL;
+  PyObject *result = NULL;
+  md_channel *ch = &self->channel->channel;
+  if (get_views(self, args[0])) {
+    result = other_arrays();
+  } else if (!begin_call(self->channel)) {
+    self->number = ch->headers + 1;
+    unsigned char *slot = ch->parts[ch->rank]->eager[self->number & 1];
+    memcpy(slot, self->lengths, (size_t)self->count * sizeof *self->lengths);
+    size_t at = gather_head(self);
+    int fits = gather_fits(self, self->lengths);
+    for (int i = 0; fits && i < self->count; i++) {
+      memcpy(slot + at, self->views[i].buf, (size_t)self->views[i].len);
+      at += align16((size_t)self->views[i].len);
+    }
+    int status = exchange(self, fits, fingerprint, patience, result_offset);
+    if (status == MD_OK && has_room(self)) status = spread(self);
+    result = end_call(self->channel, status);
+  }
+  release_views(self);
+  return result;
+}
+
+static PyObject *Gather_spread(Gather *self, PyObject *arrays) {
+  PyObject *result = NULL;
+  if (require_idle(self->channel)) return NULL;
+  memcpy(self->lengths, gather_slot(self, self->channel->channel.rank),
+         (size_t)self->count * sizeof *self->lengths);
+  if (!get_views(self, arrays) && !begin_call(self->channel))
+    result = end_call(self->channel, spread(self));
+  release_views(self);
+  return result;
+}
+
+static PyObject *Gather_fits(Gather *self, PyObject *lengths) {
+  if (parse_lengths(self, lengths)) return NULL;
+  return PyBool_FromLong(gather_fits(self, self->lengths));
+}
+
+/* Where leaves of these lengths begin in the memory of the results, and where that ends. */
+static PyObject *Gather_layout(Gather *self, PyObject *totals) {
+  if (parse_lengths(self, totals)) return NULL;
+  PyObject *starts = PyList_New(self->count + 1);
+  size_t start = 0;
+  for (int i = 0; starts && i <= self->count; i++) {
+    put_item(&starts, i, PyLong_FromSize_t(start));
+    const GatherLeaf *leaf = &self->leaves[i];
+    if (i < self->count) start += line(leaf->before * leaf->row * (size_t)self->lengths[i]);
+  }
+  return starts;
 }
 
 static PyObject *Gather_lengths(Gather *self, PyObject *ignored) {
@@ -199,11 +302,20 @@ static PyObject *Gather_get(Gather *self, PyObject *results) {
 
 static PyMethodDef Gather_methods[] = {
     {"meet", (PyCFunction)(void *)Gather_meet, METH_FASTCALL,
-     "meet(arrays, lengths, fingerprint, patience_ms)\n--\n\n"
+     "meet(arrays, lengths, fingerprint, patience_ms, result_offset)\n--\n\n"
      "Publish this rank's arrays, or where they are large their lengths; return a status.\n\n"
-     "Of the verdict, same_value says whether all ranks have these lengths, and largest "
-     "whether\n"
-     "some rank's arrays did not fit."},
+     "None, and nothing was sent, where the arrays are not contiguous.  If all ranks have the\n"
+     "same lengths, and memory for the results at `result_offset`, large arrays are there then.\n"
+     "Of the verdict, largest says whether some rank's arrays were large."},
+    {"spread", (PyCFunction)Gather_spread, METH_O,
+     "spread(arrays)\n--\n\n"
+     "Write the arrays of the last `meet` to the results of all ranks, which a header after it\n"
+     "has named; return OK or LEFT."},
+    {"fits", (PyCFunction)Gather_fits, METH_O,
+     "fits(lengths)\n--\n\nReturn whether leaves of these lengths travel with the header."},
+    {"layout", (PyCFunction)Gather_layout, METH_O,
+     "layout(totals)\n--\n\n"
+     "Return where in their memory results of these lengths begin, and how large it is."},
     {"lengths", (PyCFunction)Gather_lengths, METH_NOARGS,
      "lengths()\n--\n\nReturn for each rank its lengths, after `meet`."},
     {"totals", (PyCFunction)Gather_totals, METH_NOARGS,

@@ -121,14 +121,22 @@ def unwind() -> None:
     """Leave what a call of the program was in when an exception ended it at any line.
 
     An exception in the last lines of a ``with`` block may leave its frame behind. The
-    scopes that the program has entered stay.
+    scopes and replica contexts that the program has entered stay.
     """
     frames = _stack.frames
-    while frames:
-        frame = frames[-1]
-        if frame.level is Level.CROSS_REPLICA and frame is not frame.group.cross_frame:
+    for number, frame in enumerate(frames):
+        if _is_of_call(frame):
+            del frames[number:]
             return
-        frames.pop()
+
+
+def _is_of_call(frame: Frame) -> bool:
+    """Return whether a call has entered a frame, and not the program."""
+    return (
+        frame.level in (Level.COORDINATOR, Level.UPDATE)
+        or frame is frame.group.cross_frame
+        or frame is frame.group.replica_frame
+    )
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A child that a rank has forked, such as a worker of `multiprocessing`, is no rank.
+"""A child that a rank has forked, such as a worker of `multiprocessing`, is not a rank.
 
 It has copies of the rank's strategies, and the connections of MPI. Without care its
 collective calls would count as the rank's, which then misses a step; `MPI_Finalize` at

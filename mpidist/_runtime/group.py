@@ -97,7 +97,7 @@ class ReplicaGroup:
         self.registry: Registry = make_registry(self, comm.rank, comm.size)
         self.custom_ops: BatchReducer | None = None
         self.all_reduce: Callable[..., Any] = collectives.all_reduce
-        self.all_gather: Callable[..., Any] = collectives.gather_entry
+        self.all_gather: Callable[..., Any] = collectives.small_gathers.entry
 
     def __repr__(self) -> str:
         return repr(self.strategy)

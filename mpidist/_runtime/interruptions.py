@@ -28,8 +28,9 @@ _S = TypeVar("_S")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-# Its threads run programs, as a launcher does.
+# What runs programs, as a launcher does.
 _TESTING: Final = os.path.join(PACKAGE, "testing", "")
+_ELASTIC: Final = os.path.join(PACKAGE, "elastic", "_run.py")
 
 
 def left(group: ReplicaGroup, call: str, error: BaseException) -> None:
@@ -82,7 +83,7 @@ def _is_outermost(frame: FrameType | None) -> bool:
         frame = frame.f_back
     while frame is not None and not _is_own(frame):
         frame = frame.f_back
-    return frame is None
+    return frame is None or frame.f_code.co_filename == _ELASTIC
 
 
 def _is_own(frame: FrameType) -> bool:

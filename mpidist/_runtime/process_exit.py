@@ -21,7 +21,9 @@ Therefore, while a process has an `MPIStrategy`,
 
 In a job that outlives its processes (`mpidist._mpi.survival`) MPI_Finalize may hang
 once one has died (seen in two of thirty jobs, Open MPI 5.0.11). So there the processes
-agree at their ends whether all of them live, and end without it if not.
+agree at their ends whether all of them live, and end without it if not. One can also
+die after that: a process that is not at the end of MPI_Finalize after half a minute is
+ended by SIGALRM, which the launcher takes for one more that has died.
 
 A process that a rank has forked (`forked_child`) ends by itself, and without
 MPI_Finalize, which would wait for the other ranks, or break the connections that it has
@@ -66,6 +68,7 @@ import dis
 import faulthandler
 import functools
 import os
+import signal
 import sys
 import threading
 import time
@@ -103,6 +106,7 @@ _FORWARD_SECONDS: Final = 0.3
 _CLEAN_UP_SECONDS: Final = 5.0
 _INTERRUPT_SECONDS: Final = 1.0
 _ABORT_SECONDS: Final = 5.0
+_FINALIZE_SECONDS: Final = 30
 
 
 class _Hook:
@@ -422,6 +426,9 @@ def _end() -> None:
         or any(guard.has_lost for guard in _guards.get())
         or (library.world_rank() is not None and survival.end())
     ):
+        if library.world_rank() is not None and survival.is_on():
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_FINALIZE_SECONDS)
         return
     logging = sys.modules.get("logging")
     if logging is not None:

@@ -10,14 +10,12 @@ import dataclasses
 from typing import Any, Protocol
 
 from mpidist._base import backend
-from mpidist._base.options import (
-    CommunicationImplementation,
-)
+from mpidist._base.options import CommunicationImplementation
 from mpidist._base.types import Array
 from mpidist._mpi.communicator import AnyCommunicator, MPIOp
 from mpidist._transports.compression import LEAST_BYTES as COMPRESSED_BYTES
 from mpidist._transports.compression import Compression
-from mpidist._transports.devices import Devices, DeviceTransport, place_text
+from mpidist._transports.device_transports import Devices, DeviceTransport, place_text
 from mpidist._transports.direct import DirectTransport, NodesTransport
 from mpidist._transports.nccl import NcclTransport
 from mpidist._transports.shared import SharedTransport

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import types
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -52,6 +52,14 @@ _LONGEST_CONNECT: Final = 300.0  # seconds
 _LATE: Final = "it did not find all ranks within"
 
 
+class _Reduction(NamedTuple):
+    """The reduction of one dtype with one operation, in NCCL's numbers."""
+
+    type: int
+    parts: int  # elements of that type in one of the dtype
+    op: int
+
+
 class NcclTransport:
     """Moves GPU buffers by NCCL, or if it cannot reduce them, by another transport.
 
@@ -79,16 +87,16 @@ class NcclTransport:
 
     def allreduce(self, send: DeviceArray, receive: DeviceArray, op: MPIOp) -> None:
         """Reduce ``send`` of all ranks into ``receive``."""
-        kind = self._type_of(send.dtype, op)
-        if kind is None:
+        found = self._find(send.dtype, op)
+        if found is None:
             self._staged.allreduce(send, receive, op)
         elif send.size:
             self._communicator.allReduce(
                 backend.address(send),
                 backend.address(receive),
-                send.size * kind[1],
-                kind[0],
-                getattr(self._nccl, f"NCCL_{op}"),
+                send.size * found.parts,
+                found.type,
+                found.op,
                 backend.current_stream().ptr,
             )
             self._count("ncclAllReduce", send.nbytes)
@@ -99,17 +107,17 @@ class NcclTransport:
 
     def reduce(self, buffer: DeviceArray, op: MPIOp, root: int) -> None:
         """Reduce ``buffer`` of all ranks into that of the root; others keep theirs."""
-        kind = self._type_of(buffer.dtype, op)
-        if kind is None:
+        found = self._find(buffer.dtype, op)
+        if found is None:
             self._staged.reduce(buffer, op, root)
         elif buffer.size:
             where = backend.address(buffer)
             self._communicator.reduce(
                 where,
                 where,  # NCCL writes it on the root alone
-                buffer.size * kind[1],
-                kind[0],
-                getattr(self._nccl, f"NCCL_{op}"),
+                buffer.size * found.parts,
+                found.type,
+                found.op,
                 root,
                 backend.current_stream().ptr,
             )
@@ -186,13 +194,16 @@ class NcclTransport:
         """End the work that waits for a rank that has died. Not collective."""
         self._communicator.abort()
 
-    def _type_of(self, dtype: DType, op: MPIOp) -> tuple[int, int] | None:
-        """Return NCCL's type, and how many make an element, or None."""
+    def _find(self, dtype: DType, op: MPIOp) -> _Reduction | None:
+        """Return how NCCL reduces a dtype; None if it has no such type or operation."""
         name, parts = _TYPES.get(dtype.name, ("", 0))
         if parts == 0 or (parts > 1 and op != "SUM"):
             return None
-        number = getattr(self._nccl, name, None)  # older ones have no bfloat16
-        return None if number is None else (int(number), parts)
+        type_number = getattr(self._nccl, name, None)  # older ones have no bfloat16
+        op_number = getattr(self._nccl, f"NCCL_{op}", None)
+        if type_number is None or op_number is None:
+            return None
+        return _Reduction(int(type_number), parts, int(op_number))
 
 
 def connect(

@@ -494,6 +494,22 @@ def test_slow_but_in_time(new_strategy, rank, size, monkeypatch):
     assert result == 3.0 * size
 
 
+def test_a_slow_close(new_strategy, rank, last, monkeypatch):
+    """A rank that is late in the middle of `close` is waited for."""
+    strategy = new_strategy()
+    communicator = group_of(strategy).communicator
+    if rank == last:
+        free = communicator.free
+
+        def free_later():
+            time.sleep(0.3)  # several looks of the others
+            free()
+
+        monkeypatch.setattr(communicator, "free", free_later)
+    strategy.close()
+    assert_usable(new_strategy())
+
+
 def test_options_differ_between_ranks(rank, last):
     options = mpidist.experimental.CommunicationOptions(
         timeout_seconds=30, bytes_per_pack=1000 if rank == last else 2000

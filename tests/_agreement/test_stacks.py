@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import textwrap
 
 import pytest
-from launching import ROOT, run_ranks
+from launching import ROOT, run_python, run_ranks
+
+from mpidist._agreement import stacks
 
 pytestmark = pytest.mark.core
 
@@ -154,13 +153,26 @@ other.kill()
 other.wait()
 assert stacks.ask(process) == ""
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-c", code)
     assert signal.SIGRTMIN + 13 <= signal.SIGRTMAX
+
+
+DUMP = """\
+Thread 0x00007f01 (most recent call first):
+  File "/program/worker.py", line 7 in load
+
+Current thread 0x00007f00 (most recent call first):
+  File "/program/train.py", line 3 in step
+  File "/program/train.py", line 9 in <module>
+"""
+
+
+def test_a_process_that_ends_while_it_writes_its_stack():
+    """What is shown is of the main thread, whole lines, the innermost ones first."""
+    main = DUMP.splitlines(keepends=True)[-2:]
+    begin = DUMP.index(main[0])
+    for length in range(len(DUMP) + 1):
+        whole_lines = DUMP[begin:length].count("\n") if length > begin else 0
+        shown = stacks._frames_of(0x7F00, DUMP[:length])
+        assert shown == "".join(main[:whole_lines]).rstrip()
+    assert stacks._frames_of(0x7F02, DUMP) == ""

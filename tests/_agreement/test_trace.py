@@ -8,14 +8,7 @@ import textwrap
 import numpy as np
 import pytest
 from launching import run_ranks
-from replicas import (
-    SUM,
-    after_the_others,
-    context,
-    everywhere,
-    make,
-    own,
-)
+from replicas import SUM, after_the_others, context, everywhere, make, own
 
 import mpidist
 from mpidist._agreement.guard import Guard
@@ -136,7 +129,9 @@ class TestLines:
             "HeaderReduce": "header",
             "MpiReduce": "mpi",
         }
-        made = {p.call.text: type(p.traced).__name__ for p in plans.known.values()}
+        made = {
+            p.call.text: type(p.traced).__name__ for p in plans.by_signature.values()
+        }
         assert routes[:2] == [
             names[made[f"all_reduce SUM float64 ({n},)"]] for n in (10, 200_000)
         ]

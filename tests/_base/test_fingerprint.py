@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from launching import rank_environment
+from launching import run_python
 
 from mpidist._base import checksums
 from mpidist._base.fingerprint import (
@@ -66,14 +64,7 @@ def test_other_processes_find_the_same_whatever_their_hash_seed():
         "checksums.fingerprint_of_array(x, 7), checksums.fingerprinter(x)(7))"
     )
     outputs = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env=rank_environment({"PYTHONHASHSEED": seed}),
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
+        run_python("-c", code, env={"PYTHONHASHSEED": seed}) for seed in ("1", "2")
     }
     assert len(outputs) == 1
 

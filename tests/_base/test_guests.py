@@ -1,11 +1,9 @@
 """torch tensors and JAX arrays in every call: the bits of NumPy, in their own kind."""
 
-import subprocess
-import sys
-
 import ml_dtypes
 import numpy as np
 import pytest
+from launching import run_python
 from replicas import SUM, context, make, merge, own, raises_everywhere
 
 import mpidist
@@ -464,7 +462,4 @@ def raises_and_says(strategy, replica, here, message):
 
 def test_importing_mpidist_imports_neither():
     program = "import sys, mpidist; print({'torch', 'jax'} & set(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "set()"
+    assert run_python("-c", program).strip() == "set()"

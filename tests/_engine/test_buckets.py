@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpidist
-from mpidist._engine import buckets, operation_table
+from mpidist._engine import buckets, dtype_table
 
 
 @given(
@@ -23,7 +23,7 @@ def test_every_leaf_is_in_one_place_of_one_bucket(rows, limit):
     leaves = [
         buckets.Leaf(
             (n,),
-            operation_table.reduction(np.dtype(c), mpidist.ReduceOp[op], "f"),
+            dtype_table.reduction(np.dtype(c), mpidist.ReduceOp[op], "f"),
             False,
         )
         for n, c, op in rows

@@ -297,6 +297,20 @@ def test_an_error_in_the_middle_is_told_to_all(
     assert np.all(large(strategy, xp).get() == size)
 
 
+def error_if_refused(monkeypatch, refuses, name, call):
+    """Return what a call raises while this rank's arrays may refuse a method."""
+    with monkeypatch.context() as patch:
+        if refuses:
+            patch.setattr(
+                posing.ndarray, name, lambda self, *args, **how: posing.refuse()
+            )
+        try:
+            call()
+        except Exception as error:
+            return error
+    return None
+
+
 @pytest.mark.usefixtures("one_node")
 @pytest.mark.parametrize("where", [0, 1])
 def test_an_error_of_small_arrays_is_told_to_all(
@@ -307,19 +321,42 @@ def test_an_error_of_small_arrays_is_told_to_all(
     strategy = new_strategy(device="gpu", implementation="STAGED")
     reduce = group_of(strategy).collectives.all_reduce
     x, name = xp.asarray(np.ones(3)), ("get", "set")[where]
-    error = None
-    with monkeypatch.context() as patch:
-        if rank == size - 1:
-            patch.setattr(
-                posing.ndarray, name, lambda self, *args, **how: posing.refuse()
-            )
-        try:
-            reduce(mpidist.ReduceOp.SUM, x)
-            reduce(mpidist.ReduceOp.SUM, np.ones(3))
-        except Exception as raised:
-            error = raised
+
+    def call():
+        reduce(mpidist.ReduceOp.SUM, x)
+        reduce(mpidist.ReduceOp.SUM, np.ones(3))
+
+    error = error_if_refused(monkeypatch, rank == size - 1, name, call)
     assert all("cudaErrorNotSupported" in text for text in everywhere(str(error)))
     assert reduce(mpidist.ReduceOp.SUM, x).get().tolist() == [size] * 3
+
+
+@pytest.mark.parametrize("name", ["get", "set"])
+@pytest.mark.parametrize("count", [3, 50_003])
+def test_an_error_between_nodes_names_its_rank_at_once(
+    monkeypatch, new_strategy, name, count, rank, size
+):
+    """Large arrays stay in step, as on one node; after small ones all give up."""
+    xp = posing.install(monkeypatch)
+    monkeypatch.setenv("MPIDIST_SIMULATED_NODES", "2")
+    strategy = new_strategy(device="gpu", implementation="STAGED")
+    x = xp.asarray(np.ones(count, np.float32))
+    all_reduce(strategy, "SUM", x)
+    large = count > 3 and group_of(strategy).collectives.nodes is not None
+    error = error_if_refused(
+        monkeypatch, rank == size - 1, name, lambda: all_reduce(strategy, "SUM", x)
+    )
+    kind = mpidist.ReplicaError if large else mpidist.CollectiveTimeoutError
+    mine = posing.CUDARuntimeError
+    assert type(error) is (mine if rank == size - 1 else kind)
+    if rank != size - 1:
+        assert f"rank {size - 1} " in str(error)
+        assert "CUDARuntimeError" in str(error)
+    if large:
+        assert np.all(all_reduce(strategy, "SUM", x).get() == size)
+    else:
+        with pytest.raises(mpidist.CollectiveTimeoutError, match="cannot be used any"):
+            all_reduce(strategy, "SUM", x)
 
 
 @pytest.mark.usefixtures("one_node")

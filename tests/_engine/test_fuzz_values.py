@@ -76,7 +76,7 @@ def _values(rng: Any, shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def _expected(op: str, parts: list[Any], nodes: list[list[int]]) -> Any:
-    """Return what `operation_table` promises, added up by nodes, in rank order.
+    """Return what `dtype_table` promises, added up by nodes, in rank order.
 
     Args:
         op: the operation.

@@ -10,9 +10,7 @@ import json
 import os
 import re
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,25 +35,6 @@ FAST_END = {
 }
 
 pytestmark = pytest.mark.timeout(400)
-
-
-@pytest.fixture
-def make_hosts() -> Iterator[Callable[[int], virtual.Hosts]]:
-    reason = virtual.why_not()
-    if reason:
-        pytest.skip(reason)
-    if " " in sys.prefix:
-        # Its remote shell gets the path of Open MPI without quotes.
-        pytest.skip("mpirun starts no other host from a path with a blank in it")
-    made: list[virtual.Hosts] = []
-
-    def make(count: int, **options: Any) -> virtual.Hosts:
-        made.append(virtual.Hosts(count, **options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 def report_of(hosts: virtual.Hosts, command: str, *arguments: Any) -> Any:
@@ -105,7 +84,7 @@ def test_sums_on_several_hosts(make_hosts, count, per_host):
 PART = (
     "tests/_engine/test_nodes.py::test_sums_are_those_of_the_nodes",
     "tests/_engine/test_nodes.py::test_nests_of_all_kinds",
-    "tests/_engine/test_nodes.py::test_only_sums_of_floats_are_compressed",
+    "tests/_transports/test_compression.py::test_only_sums_of_floats_are_compressed",
     "tests/_engine/test_routes.py::test_what_fails_on_one_rank_takes_all_ranks_to_mpi",
     "tests/_engine/test_buffers_like.py::test_results_are_those_of_ordinary_arrays",
     "tests/_mpi/test_collective_release.py",
@@ -142,6 +121,32 @@ def test_sums_on_hosts_that_differ(make_hosts):
     assert paths[0] != paths[1]
 
 
+@pytest.mark.parametrize(
+    "link",
+    [
+        {"mbits": 1000, "delay_ms": 20},
+        {"mbits": 1000, "delay_ms": 1, "lost": 0.01},
+        "cut for 5 s",
+    ],
+    ids=["20 ms", "1 % lost", "cut for 5 s"],
+)
+def test_sums_are_right_on_bad_links(make_hosts, link):
+    hosts = make_hosts(2)
+    seconds = 5 if link == "cut for 5 s" else 3
+    if isinstance(link, dict):
+        hosts.shape(**link)
+    with hosts.job(2, [JOB, hosts.folder, "steps", str(seconds)]) as job:
+        if link == "cut for 5 s":
+            await_files(hosts.folder, "in.*", 4, 120, job)
+            hosts.cut("node2")
+            time.sleep(5)  # it is what the test is about
+            hosts.heal("node2")
+        assert job.wait(200) == 0, job.output()
+        ends = [json.loads(x) for x in re.findall(r"^\[.*\]$", job.output(), re.M)]
+    assert sorted(rank for rank, _ in ends) == [0, 1, 2, 3]
+    assert len({steps for _, steps in ends}) == 1
+
+
 def check_given_up(
     folder: Path, missing: dict[int, str], job: Any, start: float
 ) -> None:
@@ -156,7 +161,10 @@ def check_given_up(
         assert (folder / f"code.{rank}").read_text() == "3"
 
 
-@pytest.mark.parametrize(("elements", "per_host"), [(600_000, 2), (300_000, 1)])
+@pytest.mark.parametrize(
+    ("elements", "per_host"),
+    [(600_000, 2), pytest.param(300_000, 1, marks=pytest.mark.core)],
+)
 def test_a_black_hole_between_hosts_ends_the_call_everywhere(
     make_hosts, elements, per_host
 ):
@@ -225,6 +233,22 @@ def test_what_info_and_check_find_on_hosts(make_hosts):
     assert rows["all_reduce"]["state"] == "ok"
 
 
+@pytest.mark.core
+def test_hosts_of_one_name_are_told_apart(make_hosts):
+    if virtual.is_open_mpi():
+        pytest.skip("mpirun of Open MPI starts no ranks on hosts of one name")
+    hosts = make_hosts(2, one_name=True)
+    facts = report_of(hosts, "info")
+    assert [(n["host"], n["ranks"]) for n in facts["nodes"]] == [
+        ("node", [0, 1]),
+        ("node", [2, 3]),
+    ]
+    way = facts["strategy"]["transports"]["host"]["text"]
+    assert way == "shared: 2 nodes, whose ranks share memory for large arrays"
+    rows = {row["name"]: row for row in report_of(hosts, "check")["checks"]}
+    assert rows["placement"]["text"] == "2 nodes, 2 on each"
+
+
 def test_a_job_whose_host_dies_is_not_done(make_hosts):
     """The exit code does not say it: Open MPI's mpirun returns 0."""
     hosts = make_hosts(2)
@@ -241,6 +265,7 @@ def test_a_job_whose_host_dies_is_not_done(make_hosts):
     assert (hosts.folder / "done").exists()
 
 
+@pytest.mark.core
 def test_a_black_hole_ends_the_job_if_that_is_asked_for(make_hosts):
     """Ranks abort at their deadline, and mpirun notices that a host is gone."""
     hosts = make_hosts(2)

@@ -668,11 +668,12 @@ def test_all_gather_of_what_is_small_on_some_ranks(strategy, new_strategy, size,
 
     def make(i, large):
         shape = [3, 2, 5]
-        shape[axis] = 60_001 if i == large else i
+        shape[axis] = 60_001 if large in (i, "all") else i
         x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + i
-        return [x, np.ones((2, i + 1, 3)).swapaxes(1, axis)]
+        length = 2 if large == "all" else i + 1
+        return [x, np.full((2, length, 3), float(i)).swapaxes(1, axis)]
 
-    for large in (size - 1, None, 0, None):
+    for large in (size - 1, None, "all", 0, "all", None):
         results, expected = gather_both(strategies, lambda i: make(i, large), axis)  # noqa: B023
         for result in results:
             for x, y in zip(result, expected, strict=True):

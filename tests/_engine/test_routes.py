@@ -412,9 +412,8 @@ def no_memory_once(strategy, monkeypatch):
     monkeypatch.setattr(np, "empty", fail)
     full = types.SimpleNamespace(take=fail)
     plans = group_of(strategy).collectives.plans
-    if hasattr(plans.entry, "forget"):  # the core makes small results itself
-        plans.entry.forget()
-    for plan in plans.known.values():
+    plans.small.forget()  # the core makes small results itself
+    for plan in plans.by_signature.values():
         node = dataclasses.replace(plan.node, pool=full)
         monkeypatch.setattr(plan, "node", node)
     assert np.empty is not empty

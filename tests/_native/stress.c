@@ -444,12 +444,64 @@ static int gather(Rank *me, Random *shared) {
   return MD_OK;
 }
 
+/* Rows of other lengths, which each rank writes to the results of all; these lie with a gap
+   of a line in between. */
+static int spread(Rank *me, Random *shared) {
+  md_channel *ch = &me->channel;
+  enum { LEAVES = 2 };
+  size_t starts[LEAVES], counts[LEAVES], strides[LEAVES], at = 0;
+  md_rows parts[LEAVES];
+  uint64_t seed = next(shared);
+  for (int k = 0; k < LEAVES; k++) {
+    counts[k] = 1 + (size_t)below(shared, 3);
+    strides[k] = 0;
+    starts[k] = at;
+    for (int r = 0; r < me->round->size; r++) {
+      size_t bytes = (size_t)value(seed, r, (size_t)k) * 4;
+      if (r == me->rank)
+        parts[k] = (md_rows){me->sources[k], counts[k], bytes, 0, at + strides[k]};
+      strides[k] += bytes;
+    }
+    parts[k].stride = strides[k];
+    for (size_t i = 0; i < counts[k] * parts[k].bytes; i++)
+      me->sources[k][i] = (unsigned char)value(seed + 1, me->rank + k, i);
+    at += counts[k] * strides[k] + MD_LINE;
+  }
+  int place = me->next_kept;
+  me->next_kept = (place + 1) % KEPT;
+  check_kept(me, place);
+  me->is_kept[place] = 0;
+  md_header header = header_of(seed);
+  header.result_offset = (1 + place) * REGION;
+  EXPECT(me, at <= REGION);
+  unsigned char *results = ch->arenas[me->rank] + header.result_offset;
+  memset(results, 0xee, at);
+  MUST(md_meet(ch, &header, NULL));
+  MUST(md_spread(ch, parts, LEAVES));
+  for (int k = 0; k < LEAVES; k++) memset(me->sources[k], 0xee, LEAF_ROOM);
+  for (int k = 0; k < LEAVES; k++) {
+    size_t first = 0;
+    for (int r = 0; r < me->round->size; r++) {
+      size_t bytes = (size_t)value(seed, r, (size_t)k) * 4;
+      for (size_t i = 0; i < counts[k] * bytes; i++) {
+        size_t where = starts[k] + i / bytes * strides[k] + first + i % bytes;
+        EXPECT(me, results[where] == (unsigned char)value(seed + 1, r + k, i));
+      }
+      first += bytes;
+    }
+    for (int i = 0; i < MD_LINE; i++)
+      EXPECT(me, results[starts[k] + counts[k] * strides[k] + (size_t)i] == 0xee);
+  }
+  return MD_OK;
+}
+
 static const struct {
   const char *name;
   int (*make)(Rank *, Random *);
 } CALLS[] = {{"messages", messages},  {"meet", meet},           {"eager", eager},
              {"shared", shared_call}, {"shared", shared_call},  {"run", run},
-             {"steps", steps},        {"broadcast", broadcast}, {"gather", gather}};
+             {"steps", steps},        {"broadcast", broadcast}, {"gather", gather},
+             {"spread", spread}};
 enum { CALL_KINDS = sizeof CALLS / sizeof *CALLS };
 
 /* --- a round ------------------------------------------------------------------------ */

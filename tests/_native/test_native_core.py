@@ -148,7 +148,7 @@ def test_gather_of_equal_and_of_other_lengths(size: int, crowded: bool) -> None:
         for lengths in ([3] * size, list(range(size))):
             gather = core.Gather(me.channel, [(2, 6)])
             own = rows(me.rank, lengths[me.rank])
-            assert gather.meet([own], own.shape[1:2], 3, 0) == core.OK
+            assert gather.meet([own], own.shape[1:2], 3, 0, core.NOWHERE) == core.OK
             assert [row[0] for row in gather.lengths()] == lengths
             out = np.empty((2, sum(lengths), 3), np.int16)
             gather.get([out])
@@ -160,6 +160,87 @@ def test_gather_of_equal_and_of_other_lengths(size: int, crowded: bool) -> None:
         return "ok"
 
     assert run(size, body, crowded=crowded) == ["ok"] * size
+
+
+@pytest.mark.parametrize(("size", "crowded"), WAYS)
+def test_large_arrays_are_written_to_the_results_of_all(
+    size: int, crowded: bool
+) -> None:
+    """As if lengths were equal; where they are not, after another header."""
+    rows = core.EAGER_BYTES // 24 + 1
+
+    def body(me: Rank) -> str:
+        gather = core.Gather(me.channel, [(2, 12), (1, 8)])
+        for lengths in ([rows] * size, [rows + r for r in range(size)]):
+            mine = lengths[me.rank], me.rank * (lengths[0] != lengths[-1])
+            arrays = [
+                np.full((2, mine[0], 3), me.rank, np.float32),
+                np.full(mine[1], me.rank, np.int64),
+            ]
+            assert not gather.fits(mine)
+            slot = me.pool.take(gather.layout(tuple(n * size for n in mine))[-1])
+            at = slot.offset
+            assert gather.meet([x.T for x in arrays], mine, 3, 0, at) is None
+            assert gather.meet(arrays, mine, 3, 0, at) == core.OK
+            assert gather.totals() is None
+            totals = tuple(map(sum, zip(*gather.lengths(), strict=True)))
+            assert totals[0] == sum(lengths)
+            starts = gather.layout(totals)
+            if me.channel.verdict[2] == 0:
+                slot = me.pool.take(starts[-1])
+                assert me.channel.meet(0, 4, 0, 0, 0, slot.offset) == core.OK
+                assert gather.spread(arrays) == core.OK
+            x = np.ndarray((2, totals[0], 3), np.float32, slot, starts[0])
+            for row in x:
+                np.testing.assert_array_equal(
+                    row[:, 1], np.repeat(range(size), lengths)
+                )
+            y = np.ndarray(totals[1], np.int64, slot, starts[1])
+            counts = [k * (lengths[0] != lengths[-1]) for k in range(size)]
+            np.testing.assert_array_equal(y, np.repeat(range(size), counts))
+            with pytest.raises(TypeError, match=r"leaf 1 has .* bytes, expected"):
+                gather.meet([arrays[0], np.ones(99)], mine, 3, 0, at)
+        return "ok"
+
+    assert run(size, body, crowded=crowded) == ["ok"] * size
+
+
+def test_a_gather_that_waits_is_not_changed_by_another_call() -> None:
+    """Such as that of another thread, or of a signal handler: it has other lengths."""
+    tried = multiprocessing.get_context("fork").Event()
+    rows = core.EAGER_BYTES
+
+    def body(me: Rank) -> str:
+        gather = core.Gather(me.channel, [(1, 1)])
+        x = np.full(rows, me.rank, np.uint8)
+        slot = me.pool.take(3 * rows)
+        result = np.ndarray(3 * rows, np.uint8, slot)
+        result[:] = 77
+        refused: list[object] = []
+
+        def pause(seconds: float) -> None:
+            y = np.full(2 * rows, 99, np.uint8)
+            for call in (
+                lambda: gather.fits((2 * rows,)),
+                lambda: gather.layout((4 * rows,)),
+                lambda: gather.meet([y], (2 * rows,), 3, 0, slot.offset),
+                lambda: gather.spread([x]),
+            ):
+                with pytest.raises(RuntimeError, match="in a collective call of this"):
+                    call()
+                refused.append(call)
+            tried.set()
+
+        if me.rank == 0:
+            me.channel.pause = pause
+        else:
+            assert tried.wait(60)
+        assert gather.meet([x], (rows,), 3, 0, slot.offset) == core.OK
+        assert len(refused) >= 4 or me.rank
+        np.testing.assert_array_equal(result, np.repeat([0, 1, 77], rows))
+        return "ok"
+
+    assert run(2, body) == ["ok"] * 2
 
 
 @pytest.mark.parametrize(("size", "crowded"), WAYS[1:])
@@ -263,7 +344,7 @@ class Plan:
 def all_reduce_of(me: Rank, shape: tuple[int, ...]) -> tuple[Any, Any, Plan]:
     """Return an `ArrayCall` with one plan, its state, and the plan."""
     state, plan = core.CallState(), Plan()
-    state._call = state._before = "earlier"
+    state._call = state._previous_call = "earlier"
     state._timeout, state.timeout_seconds = 1.0, 7.0
     reduce = core.Reduce(me.channel, [("f4", "SUM", shape, 0)], AREA, 99, 1000)
     entry = core.ArrayCall(state, lambda *args, **names: ("other", args, names), 1)
@@ -279,7 +360,8 @@ def test_a_small_array_is_reduced_without_python() -> None:
             found = entry("SUM", x, *options)
             assert found.tolist() == [[3] * 3] * 2
             assert found.dtype == np.float32
-        assert (state.sequence, state._call, state._before) == (2, "this", "this")
+        assert (state.sequence, state._call) == (2, "this")
+        assert state._previous_call == "this"
         assert (state._timeout, plan.ended, me.channel.headers) == (7.0, [], 2)
         return "ok"
 

@@ -21,10 +21,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpidist._base.reduce_op import (
-    ReduceOp,
-)
-from mpidist._engine import operation_table
+from mpidist._base.reduce_op import ReduceOp
+from mpidist._engine import dtype_table
 
 SOURCE = pathlib.Path(__file__).parents[2] / "mpidist" / "_native" / "kernels.c"
 FLAGS = "-O3 -std=c11 -ffp-contract=off -fno-math-errno -fno-trapping-math"
@@ -144,7 +142,7 @@ def extreme(op: str) -> Callable[[Any, Any], Any]:
     numpy_function = np.minimum if op == "MIN" else np.maximum
 
     def combine(x: Any, y: Any) -> Any:
-        entry = operation_table.reduction(x.dtype, ReduceOp[op], "test")
+        entry = dtype_table.reduction(x.dtype, ReduceOp[op], "test")
         if entry.mpi == "gather":
             return numpy_function(x, y)
         out = np.empty_like(x)

@@ -22,7 +22,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 NATIVE = ROOT / "mpidist" / "_native"
 STRESS = ROOT / "tests" / "_native" / "stress.c"
-SOURCES = ("channel.c", "algorithms.c")
+SOURCES = ("channel.c", "algorithms.c", "payload.c")
 FLAGS = ("-std=c11", "-g", "-Wall", "-Wextra", "-ffp-contract=off")
 THREADS = ("-O1", "-fsanitize=thread")
 ADDRESSES = (
@@ -163,8 +163,9 @@ ONE_STEP_MORE = (
 LEAVER = " && !(c->is_step && md_reached(ch, r)))\n"
 ACROSS = "    add_header(&v, md_header_of(ch, g * MD_GROUP, number),"
 SLOT = "  return &ch->parts[rank]->header[number & 1];\n"
-EAGER_SLOT = "sources[r] = ch->parts[r]->eager[number & 1] + leaf->start"
-EAGER_PUT = "  unsigned char *slot = ch->parts[ch->rank]->eager[number & 1];\n"
+SPREAD_WAITS = "  md_publish(ch);\n  return md_wait(ch);\n}\n"
+EAGER_SLOT = "slots[r] = ch->parts[r]->eager[number & 1]"
+EAGER_PUT = "md_small_put(small, ch->parts[ch->rank]->eager[number & 1])"
 
 
 def relaxed_store(line: str) -> str:
@@ -218,7 +219,7 @@ MUTATIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "channel.h": [(SLOT, SLOT.replace("number & 1", "0 * number"))]
     },
     "one slot for small payloads": {
-        "algorithms.c": [
+        "channel.c": [
             (EAGER_PUT, EAGER_PUT.replace("number & 1", "0 * number")),
             (EAGER_SLOT, EAGER_SLOT.replace("number & 1", "0 * number")),
         ]
@@ -245,6 +246,9 @@ MUTATIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
     },
     "no step more where some have not copied in": {
         "algorithms.c": [(ONE_STEP_MORE, ONE_STEP_MORE.replace("if (", "if (0 && "))]
+    },
+    "a gather returns before all have written": {
+        "algorithms.c": [(SPREAD_WAITS, "  md_publish(ch);\n  return MD_OK;\n}\n")]
     },
     "broadcast does not wait": {
         "algorithms.c": [

@@ -363,6 +363,8 @@ def test_replica_calls_in_cross_replica_context(strategy, rank, name, where):
         "all_gather": "strategy.gather(value, axis)",
         "merge_call": "merge_fn(strategy, ...)",
     }[name]
+    if where == "update":
+        instead = "make the call before `update`, and pass the result in its `args`"
 
     def attempt(replica_context):
         args = {

@@ -1,12 +1,10 @@
 """How a job ends: exceptions outside `run`, sys.exit, and leaving early."""
 
-import subprocess
-import sys
 import textwrap
 import time
 
 import pytest
-from launching import rank_environment, run_ranks
+from launching import run_python, run_ranks
 
 pytestmark = pytest.mark.core
 
@@ -240,14 +238,7 @@ def test_import_starts_no_mpi_and_loads_no_cupy():
         ".all_reduce('SUM', 1.0))\n"
         "print([m for m in ('mpi4py', 'mpi4py.MPI', 'cupy') if m in sys.modules])"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env=rank_environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert result.stdout.strip() == "[]"
+    assert run_python("-c", code).strip() == "[]"
 
 
 # --- threads --------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from mpidist._engine import (
 )
 from mpidist._engine import node as node_module
 from mpidist._strategy.strategy import group_of
-from mpidist._transports import devices
+from mpidist._transports import device_transports
 from mpidist._transports import direct as direct_module
 from mpidist._transports import nccl as nccl_module
 from mpidist._transports import staged as staged_module
@@ -318,7 +318,7 @@ def set_up(monkeypatch, new_strategy, way):
     transport = group_of(strategy).collectives.transports.device
     assert transport.name == name
     if way == "staged as a whole":  # as with ranks that have no GPU
-        transport = devices.StagedTransport(
+        transport = device_transports.StagedTransport(
             group_of(strategy).collectives.transports.host
         )
     return strategy, transport
@@ -440,7 +440,7 @@ STAGED = ["staged", "staged as a whole"]
 
 def patch_staged(monkeypatch, mutant):
     monkeypatch.setattr(mutant, "SMALLEST_PIECE_BYTES", 4096)
-    monkeypatch.setattr(devices, "StagedTransport", mutant.StagedTransport)
+    monkeypatch.setattr(device_transports, "StagedTransport", mutant.StagedTransport)
 
 
 @pytest.mark.mpi(min_size=2)  # one rank moves nothing by way of the host
@@ -524,7 +524,7 @@ def test_nothing_is_missed_in_the_staged_route_as_it_is(
 @pytest.mark.parametrize("number", range(len(mutants(direct_module))))
 def test_each_wait_of_direct_is_missed(monkeypatch, new_strategy, number):
     mutant = mutated(direct_module, number)
-    monkeypatch.setattr(devices, "DirectTransport", mutant.DirectTransport)
+    monkeypatch.setattr(device_transports, "DirectTransport", mutant.DirectTransport)
     found = found_by(monkeypatch, new_strategy, ["direct"])
     print(mutants(direct_module)[number], found)
     assert found is not None

@@ -33,9 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist._base import backend
-from mpidist._base.reduce_op import (
-    ReduceOp,
-)
+from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, DType
 from mpidist._mpi.messages import COMBINE, MPIOp
 

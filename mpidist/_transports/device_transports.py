@@ -13,13 +13,9 @@ import warnings
 from typing import Literal
 
 from mpidist._base import backend, nest
-from mpidist._base.environment import (
-    Environment,
-)
+from mpidist._base.environment import Environment
 from mpidist._base.errors import level_of_caller
-from mpidist._base.options import (
-    CommunicationImplementation,
-)
+from mpidist._base.options import CommunicationImplementation
 from mpidist._base.types import Array
 from mpidist._mpi.communicator import AnyCommunicator
 from mpidist._mpi.library import query_cuda_support
