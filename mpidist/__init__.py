@@ -21,15 +21,9 @@ from mpidist._base.errors import OutOfSyncError as OutOfSyncError
 from mpidist._base.errors import ReplicaError as ReplicaError
 from mpidist._base.errors import ReplicaLostError as ReplicaLostError
 from mpidist._base.indexed_slices import IndexedSlices as IndexedSlices
-from mpidist._base.reduce_op import (
-    ReduceOp as ReduceOp,
-)
-from mpidist._base.reduce_op import (
-    get_loss_reduction as get_loss_reduction,
-)
-from mpidist._base.variable_enums import (
-    VariableAggregation as VariableAggregation,
-)
+from mpidist._base.reduce_op import ReduceOp as ReduceOp
+from mpidist._base.reduce_op import get_loss_reduction as get_loss_reduction
+from mpidist._base.variable_enums import VariableAggregation as VariableAggregation
 from mpidist._base.variable_enums import (
     VariableSynchronization as VariableSynchronization,
 )
@@ -89,9 +83,7 @@ from mpidist._strategy.tensorflow_names import (
     strategy_supports_no_merge_call as strategy_supports_no_merge_call,
 )
 from mpidist._values.consistency import check_in_sync as check_in_sync
-from mpidist._values.creators import (
-    variable_creator_scope as variable_creator_scope,
-)
+from mpidist._values.creators import variable_creator_scope as variable_creator_scope
 from mpidist._values.distributed import DistributedValues as DistributedValues
 from mpidist._values.distributed import Mirrored as Mirrored
 from mpidist._values.distributed import PerReplica as PerReplica

@@ -12,9 +12,7 @@ import numpy as np
 
 from mpidist._base import backend, guests, nest
 from mpidist._base.guests import Guest
-from mpidist._base.reduce_op import (
-    ReduceOp,
-)
+from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, Nest, Shape
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup

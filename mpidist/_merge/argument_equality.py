@@ -20,6 +20,7 @@ error that names the argument. A merge_fn can still close over them.
 from __future__ import annotations
 
 import functools
+import gc
 import io
 import types
 from typing import Any, Final
@@ -125,11 +126,18 @@ def _held_by(x: object, known: tuple[object, ...]) -> str | None:
 
 def _canonical(x: object) -> bytes:
     """Pickle an object so that equal objects have equal bytes in every process."""
+    # One that refers to itself takes this to the end of the stack. A finalizer that is
+    # called there fails, and what it had to release is never released.
+    collects = gc.isenabled()
+    gc.disable()
     try:
         return _pickled(x, _CanonicalPickler)
     except Exception:
         # It may refer to itself. If it cannot be pickled, this fails again.
         return _pickled(x, _CyclicPickler)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _pickled(x: Any, kind: Any) -> bytes:

@@ -12,12 +12,7 @@ from mpidist._base import backend, checksums, nest
 from mpidist._base.errors import as_told
 from mpidist._base.types import Array, Nest
 from mpidist._merge import object_names, wire
-from mpidist._merge.updates import (
-    UpdateBatch,
-    check_update,
-    has_own_arguments,
-    wrap,
-)
+from mpidist._merge.updates import UpdateBatch, check_update, has_own_arguments, wrap
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0, check_arguments
 from mpidist._runtime.group import ReplicaGroup
@@ -29,11 +24,7 @@ from mpidist._runtime.registry import (
     key_of,
     set_gathered,
 )
-from mpidist._values.distributed import (
-    DistributedValues,
-    Mirrored,
-    own_component,
-)
+from mpidist._values.distributed import DistributedValues, Mirrored, own_component
 from mpidist._values.variable import Variable
 
 Arguments: TypeAlias = tuple[Sequence[Nest], Mapping[str, Nest]]

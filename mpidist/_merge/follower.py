@@ -14,10 +14,7 @@ from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import Key, Registered, key_of
-from mpidist._values.distributed import (
-    DistributedValues,
-    own_component,
-)
+from mpidist._values.distributed import DistributedValues, own_component
 from mpidist._values.variable import Variable
 
 _NO_KEYWORDS: Final[dict[str, Any]] = {}

@@ -73,7 +73,8 @@ from mpidist._values.distributed import (
     PerReplica,
     own_component,
 )
-from mpidist._values.variable import Variable, component_of, storage_of
+from mpidist._values.locality import component_of
+from mpidist._values.variable import Variable, storage_of
 
 _NO_ARGUMENTS: Final = nest.flatten(((), {}))[1]
 _WITHOUT_ARGUMENTS: Final = call_of(f"merge_call {_NO_ARGUMENTS.render([])}")

@@ -55,8 +55,9 @@ from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import check_arguments
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import Mirrored, PerReplica, argument_of
+from mpidist._values.locality import differs
 from mpidist._values.storage import VariableStorage
-from mpidist._values.variable import Variable, array_of, differs, storage_of
+from mpidist._values.variable import Variable, array_of, storage_of
 
 # A user's function: `Any` is what it takes.
 UpdateFunction: TypeAlias = Callable[..., Any]

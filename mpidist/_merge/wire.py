@@ -78,9 +78,7 @@ import numpy as np
 
 from mpidist._base import backend, function_codec
 from mpidist._base.errors import CollectiveError
-from mpidist._base.reduce_op import (
-    ReduceOp,
-)
+from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, Nest
 from mpidist._merge import object_names
 from mpidist._runtime.group import ReplicaGroup

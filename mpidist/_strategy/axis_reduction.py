@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from mpidist._base import backend
-from mpidist._base.reduce_op import (
-    ReduceOp,
-)
+from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, DType, Nest
-from mpidist._engine import operation_table
+from mpidist._engine import dtype_table
 from mpidist._engine.collectives import Collectives
 
 _CALL = "Strategy.reduce"
+# The function of NumPy and CuPy that reduces the array of one replica.
+_FUNCTIONS: Final = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.MEAN: "sum",
+    ReduceOp.PROD: "prod",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+}
 
 
 class Partial(NamedTuple):
@@ -54,7 +60,7 @@ def reduce_axes(op: ReduceOp, leaf: object, axes: tuple[int, ...]) -> Partial:
     """
     x: Array
     x, kind = backend.as_array(leaf, _CALL)
-    entry = operation_table.reduction(x.dtype, op, _CALL)
+    entry = dtype_table.reduction(x.dtype, op, _CALL)
     for axis in axes:
         if not -x.ndim <= axis < x.ndim:
             raise ValueError(
@@ -62,17 +68,16 @@ def reduce_axes(op: ReduceOp, leaf: object, axes: tuple[int, ...]) -> Partial:
                 f"{backend.describe(x)}, got axis={axis}"
             )
     xp = backend.module_of(x)
+    function = getattr(xp, _FUNCTIONS[op])
     count = math.prod(x.shape[axis] for axis in axes)
-    if op is ReduceOp.PROD:
-        result = xp.prod(x, axis=axes, dtype=entry.compute)
-    elif op in (ReduceOp.SUM, ReduceOp.MEAN):
-        result = xp.sum(x, axis=axes, dtype=entry.compute)
+    if op in (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PROD):
+        result = function(x, axis=axes, dtype=entry.compute)
     elif count == 0:
         reduced = {axis % x.ndim for axis in axes}
         kept = [n for k, n in enumerate(x.shape) if k not in reduced]
         result = xp.full(kept, _identity(op, x.dtype), x.dtype)
     else:
-        result = (xp.min if op is ReduceOp.MIN else xp.max)(x, axis=axes)
+        result = function(x, axis=axes)
     return Partial(result, count, x.dtype, kind)
 
 
@@ -81,7 +86,7 @@ def reduce_same(op: ReduceOp, leaf: object, axes: tuple[int, ...]) -> Nest:
     x, kind = backend.as_array(leaf, _CALL)
     part = reduce_axes(op, leaf, axes)
     result = part.array / part.elements if op is ReduceOp.MEAN else part.array
-    entry = operation_table.reduction(x.dtype, op, _CALL)
+    entry = dtype_table.reduction(x.dtype, op, _CALL)
     if kind not in ("scalar", "number"):
         host = np.asarray(backend.to_host(result), entry.result)
         return backend.restore(backend.like(x, host), kind)
@@ -109,7 +114,7 @@ def combine(collectives: Collectives, op: ReduceOp, parts: list[Partial]) -> lis
         )
     results = []
     for reduced, total, part in zip(arrays, totals, parts, strict=True):
-        entry = operation_table.reduction(part.dtype, op, _CALL)
+        entry = dtype_table.reduction(part.dtype, op, _CALL)
         if op is ReduceOp.MEAN:
             with np.errstate(invalid="ignore", divide="ignore"):
                 reduced = np.true_divide(reduced, entry.compute.type(total))

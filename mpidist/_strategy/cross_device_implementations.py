@@ -7,14 +7,10 @@ from typing import Any  # for the arguments of users' functions
 
 from mpidist._base import backend, nest
 from mpidist._base.indexed_slices import IndexedSlices
-from mpidist._base.options import (
-    CommunicationOptions,
-)
-from mpidist._base.reduce_op import (
-    ReduceOp,
-)
+from mpidist._base.options import CommunicationOptions
+from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Nest
-from mpidist._engine import operation_table
+from mpidist._engine import dtype_table
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.cross_device_ops import CrossDeviceOps, group_of_values
 from mpidist._strategy.reductions import (
@@ -25,7 +21,7 @@ from mpidist._strategy.reductions import (
     root_of,
 )
 from mpidist._values.distributed import Mirrored
-from mpidist._values.variable import component_of
+from mpidist._values.locality import component_of
 
 
 class CollectiveAllReduce(CrossDeviceOps):
@@ -207,7 +203,7 @@ class ReductionToOneDevice(CrossDeviceOps):
 def _zeros_like_result(op: ReduceOp, own: Nest, call: str) -> Nest:
     """Return zeros with the shape and dtype of a reduction's result."""
     x, kind = backend.as_array(own, call)
-    dtype = operation_table.reduction(x.dtype, op, call).result
+    dtype = dtype_table.reduction(x.dtype, op, call).result
     result = backend.empty_like(x, x.shape, dtype)
     result[...] = 0
     return backend.restore(result, kind)

@@ -14,13 +14,8 @@ from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call, fingerprint
 from mpidist._base import backend, checksums
 from mpidist._base.indexed_slices import IndexedSlices
-from mpidist._base.options import (
-    CommunicationOptions,
-)
-from mpidist._base.reduce_op import (
-    ReduceOp,
-    as_reduce_op,
-)
+from mpidist._base.options import CommunicationOptions
+from mpidist._base.reduce_op import ReduceOp, as_reduce_op
 from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
@@ -33,7 +28,8 @@ from mpidist._strategy.reductions import (
     root_of,
 )
 from mpidist._values.distributed import DistributedValues, Mirrored, own_component
-from mpidist._values.variable import Variable, component_of, differs, storage_of
+from mpidist._values.locality import component_of, differs
+from mpidist._values.variable import Variable, storage_of
 
 T = TypeVar("T")
 

@@ -6,12 +6,8 @@ from typing import TypeVar
 
 from mpidist._agreement.guard import Guard
 from mpidist._base import backend
-from mpidist._base.environment import (
-    Environment,
-)
-from mpidist._base.options import (
-    CommunicationOptions,
-)
+from mpidist._base.environment import Environment
+from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Nest
 from mpidist._engine.collectives import Collectives

@@ -11,12 +11,8 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
 from mpidist._base import nest
-from mpidist._base.options import (
-    CommunicationOptions,
-)
-from mpidist._base.reduce_op import (
-    ReduceOp,
-)
+from mpidist._base.options import CommunicationOptions
+from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Nest
 from mpidist._merge.updates import update_in_replica
@@ -34,12 +30,10 @@ from mpidist._strategy.multi_step import (
     run_steps,
 )
 from mpidist._strategy.reductions import Destination, Pair
-from mpidist._values.distributed import (
-    DistributedValues,
-    PerReplica,
-    select_replica,
-)
-from mpidist._values.variable import Variable, check_owner, storage_of
+from mpidist._values import variable_operations as variable_operations  # too
+from mpidist._values.distributed import DistributedValues, PerReplica, select_replica
+from mpidist._values.locality import check_owner
+from mpidist._values.variable import Variable, storage_of
 from mpidist.data import Dataset
 
 

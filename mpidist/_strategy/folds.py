@@ -18,15 +18,13 @@ from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call, fingerprint
 from mpidist._base import backend, checksums, nest
 from mpidist._base.indexed_slices import IndexedSlices
-from mpidist._base.options import (
-    CommunicationOptions,
-)
+from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import ReduceFunction
 from mpidist._base.types import Array, Nest
 from mpidist._merge.argument_equality import fingerprint_of_function
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.outside import warn_of_own_value
-from mpidist._values.variable import component_of, differs
+from mpidist._values.locality import component_of, differs
 
 _SHOWN_BITS: Final = 0xFFFFFF  # of a fingerprint: six digits
 

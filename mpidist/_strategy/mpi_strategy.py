@@ -17,14 +17,8 @@ from mpidist._agreement.stacks import Stacks
 from mpidist._agreement.trace import TraceOptions
 from mpidist._agreement.traced_guard import TracedGuard
 from mpidist._base import backend, interactive, threads
-from mpidist._base.environment import (
-    Environment,
-    read_environment,
-)
-from mpidist._base.options import (
-    CommunicationImplementation,
-    CommunicationOptions,
-)
+from mpidist._base.environment import Environment, read_environment
+from mpidist._base.options import CommunicationImplementation, CommunicationOptions
 from mpidist._base.remedies import explain_keywords
 from mpidist._engine import SharedMemory, open_shared_memory
 from mpidist._engine.collectives import Collectives

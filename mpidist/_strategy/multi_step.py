@@ -8,9 +8,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from mpidist._base import nest
-from mpidist._base.reduce_op import (
-    ReduceOp,
-)
+from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup

@@ -13,14 +13,8 @@ from typing import Final
 from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call, call_of, fingerprint
 from mpidist._base import backend, nest
-from mpidist._base.options import (
-    CommunicationOptions,
-)
-from mpidist._base.reduce_op import (
-    ReduceFunction,
-    ReduceOp,
-    as_reduce_op,
-)
+from mpidist._base.options import CommunicationOptions
+from mpidist._base.reduce_op import ReduceFunction, ReduceOp, as_reduce_op
 from mpidist._base.types import Nest
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0, check_arguments
@@ -44,13 +38,8 @@ from mpidist._values.distributed import (
     select_replica,
     to_plain,
 )
-from mpidist._values.variable import (
-    Variable,
-    component_of,
-    differs,
-    is_same,
-    storage_of,
-)
+from mpidist._values.locality import component_of, differs, is_same
+from mpidist._values.variable import Variable, storage_of
 
 _LEAF: Final = str(nest.flatten(None)[1])
 _LEAF_FINGERPRINT: Final = fingerprint(_LEAF)

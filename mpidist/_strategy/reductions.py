@@ -9,12 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from mpidist._base import backend, nest
-from mpidist._base.options import (
-    CommunicationOptions,
-)
-from mpidist._base.reduce_op import (
-    ReduceOp,
-)
+from mpidist._base.options import CommunicationOptions
+from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import DeviceArray, HostArray, Nest
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import (
@@ -25,7 +21,8 @@ from mpidist._values.distributed import (
     PerReplicaOfOne,
     own_component,
 )
-from mpidist._values.variable import Variable, check_owner, component_of
+from mpidist._values.locality import check_owner, component_of
+from mpidist._values.variable import Variable
 
 Destination: TypeAlias = DistributedValues | ArrayLike | HostArray | DeviceArray | str
 """Where a result goes: every replica or, for a device string, one of them."""

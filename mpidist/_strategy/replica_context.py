@@ -6,26 +6,20 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Final
 
 import numpy as np
 
 from mpidist._agreement.mismatch import Key
 from mpidist._agreement.trace import END_OF
 from mpidist._agreement.traced_guard import TracedGuard
-from mpidist._base.options import (
-    CommunicationOptions,
-)
-from mpidist._base.reduce_op import (
-    REDUCE_OPS,
-    ReduceFunction,
-    ReduceOp,
-    as_reduce_op,
-)
+from mpidist._base.options import CommunicationOptions
+from mpidist._base.reduce_op import REDUCE_OPS, ReduceFunction, ReduceOp, as_reduce_op
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Nest
 from mpidist._merge import updates
 from mpidist._merge.merge_call import merge_call
-from mpidist._runtime import context
+from mpidist._runtime import context, interruptions
 from mpidist._runtime.dispatch import check_arguments
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.cross_device_ops import CrossDeviceOps
@@ -164,19 +158,23 @@ class ReplicaContext:
             ctx = mpidist.get_replica_context()
             ctx.all_reduce("SUM", {"a": 1, "b": [40, 1]})  # {'a': 2, 'b': [80, 2]}
         """
-        if context.current().replica_context is not self:
-            self._require_current("all_reduce")
-        op = reduce_op
-        if type(op) is str and op in REDUCE_OPS:  # what programs write
-            op = REDUCE_OPS[op]
-        elif type(op) is not ReduceOp:
-            if callable(op):
-                return fold(self._group, op, value, options, "all_reduce")
-            try:
-                op = as_reduce_op(op, "all_reduce")
-            except Exception as error:
-                self._group.collectives.invalid("all_reduce", error)
-        return self._all_reduce(op, value, options)
+        try:
+            if context.current().replica_context is not self:
+                self._require_current("all_reduce")
+            op = reduce_op
+            if type(op) is str and op in REDUCE_OPS:  # what programs write
+                op = REDUCE_OPS[op]
+            elif type(op) is not ReduceOp:
+                if callable(op):
+                    return fold(self._group, op, value, options, "all_reduce")
+                try:
+                    op = as_reduce_op(op, "all_reduce")
+                except Exception as error:
+                    self._group.collectives.invalid("all_reduce", error)
+            return self._all_reduce(op, value, options)
+        except BaseException as error:
+            interruptions.left(self._group, "all_reduce", error)
+            raise
 
     def all_gather(
         self,
@@ -206,9 +204,13 @@ class ReplicaContext:
                 range.
             CollectiveMismatchError: if the replicas' calls differ.
         """
-        if context.current().replica_context is not self:
-            self._require_current("all_gather")
-        return self._all_gather(value, axis, options)
+        try:
+            if context.current().replica_context is not self:
+                self._require_current("all_gather")
+            return self._all_gather(value, axis, options)
+        except BaseException as error:
+            interruptions.left(self._group, "all_gather", error)
+            raise
 
     def merge_call(
         self,
@@ -220,7 +222,8 @@ class ReplicaContext:
 
         Collective: every replica must call this, in the same order. All replicas
         wait. Rank 0 calls its ``merge_fn(strategy, *args, **kwargs)`` in
-        cross-replica context; the ``merge_fn`` of the others is not called.
+        cross-replica context; the ``merge_fn`` of the others is not called. In the
+        default strategy, outside every scope, it gets the arguments unchanged.
 
         Args:
             merge_fn: the function.
@@ -243,17 +246,21 @@ class ReplicaContext:
             Exception: any exception that ``merge_fn`` raises, on every replica.
             CollectiveMismatchError: if the replicas' calls differ.
         """
-        self._require_current("merge_call")
         group = self._group
-        kwargs = {} if kwargs is None else kwargs
         try:
-            check_arguments("merge_call", args, kwargs)
-        except Exception as error:
-            group.collectives.invalid("merge_call", error)
-        if not group.is_mpi:
-            with context.entered(group.cross_frame):
-                return merge_fn(self._strategy, *args, **kwargs)
-        return group.merge_call(group, merge_fn, tuple(args), kwargs)
+            self._require_current("merge_call")
+            kwargs = {} if kwargs is None else kwargs
+            try:
+                check_arguments("merge_call", args, kwargs)
+            except Exception as error:
+                group.collectives.invalid("merge_call", error)
+            if not group.is_mpi:
+                with context.entered(group.cross_frame):
+                    return merge_fn(self._strategy, *args, **kwargs)
+            return group.merge_call(group, merge_fn, tuple(args), kwargs)
+        except BaseException as error:
+            interruptions.left(group, "merge_call", error)
+            raise
 
     def _require_current(self, call: str) -> None:
         frame = context.current()
@@ -262,7 +269,8 @@ class ReplicaContext:
         if frame.replica_context is None:
             raise RuntimeError(
                 f"ReplicaContext.{call}: Need to be inside `call_for_each_replica()`: "
-                f"this code runs {frame.level.value}. {_INSTEAD[call]}"
+                f"this code runs {frame.level.value}. "
+                f"{_IN_UPDATE if frame.level is _UPDATE else _INSTEAD[call]}"
             )
         if frame.group is not self._group:
             raise RuntimeError(
@@ -277,7 +285,12 @@ class ReplicaContext:
         )
 
 
-_INSTEAD = {
+_UPDATE: Final = context.Level.UPDATE
+_IN_UPDATE: Final = (
+    "It cannot communicate: make the call before `update`, and pass the result in its "
+    "`args`"
+)
+_INSTEAD: Final = {
     "all_reduce": "Write `strategy.reduce(op, value, axis=None)` here",
     "all_gather": "Write `strategy.gather(value, axis)` here",
     "merge_call": "Here the function can be called as it is: `merge_fn(strategy, ...)`",

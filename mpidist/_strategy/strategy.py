@@ -9,10 +9,7 @@ from types import ModuleType
 from typing import Any, NoReturn, TypeAlias
 
 from mpidist._base.nest import map_structure
-from mpidist._base.reduce_op import (
-    ReduceFunction,
-    ReduceOp,
-)
+from mpidist._base.reduce_op import ReduceFunction, ReduceOp
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Nest
 from mpidist._runtime import context, dispatch

@@ -11,10 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from mpidist._base import threads
-from mpidist._base.options import (
-    CommunicationImplementation,
-    CommunicationOptions,
-)
+from mpidist._base.options import CommunicationImplementation, CommunicationOptions
 from mpidist._base.types import Nest
 from mpidist._mpi.library import mpi_module, world_rank, world_size
 from mpidist._runtime.context import has_strategy

@@ -11,13 +11,9 @@ from typing import Any, Final, NoReturn
 import numpy as np
 
 from mpidist._base.indexed_slices import IndexedSlices, Scatter
-from mpidist._base.reduce_op import (
-    ReduceOp,
-)
+from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, Nest
-from mpidist._base.variable_enums import (
-    VariableAggregation,
-)
+from mpidist._base.variable_enums import VariableAggregation
 from mpidist._values.distributed import PerReplica, own_component
 from mpidist._values.storage import Assignment, VariableStorage
 

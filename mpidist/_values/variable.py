@@ -11,34 +11,20 @@ from typing import Any, Final, NoReturn
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpidist._agreement.mismatch import Call
-from mpidist._base import backend, checksums
+from mpidist._base import backend
 from mpidist._base.indexed_slices import Scatter
 from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Array, DType, Nest, Shape
-from mpidist._base.variable_enums import (
-    VariableAggregation,
-    VariableSynchronization,
-)
+from mpidist._base.variable_enums import VariableAggregation, VariableSynchronization
 from mpidist._runtime import context, dispatch, interruptions
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._runtime.registry import Registered, home_of, key_of
+from mpidist._runtime.registry import Registered
+from mpidist._values.attributes import Attributes, check_attributes
+from mpidist._values.conversion import initial_array
 from mpidist._values.creators import Internal, by_creators
-from mpidist._values.distributed import (
-    ArrayLike,
-    DistributedValues,
-    Mirrored,
-    PerReplica,
-    own_component,
-)
-from mpidist._values.storage import (
-    Assignment,
-    Attributes,
-    VariableStorage,
-    check_attributes,
-    initial_array,
-)
+from mpidist._values.distributed import ArrayLike
+from mpidist._values.storage import Assignment, VariableStorage
 from mpidist._values.synchronization import (
     ON_READ,
     ON_WRITE,
@@ -51,7 +37,7 @@ _OF_MEMORY: Final = frozenset(("itemsize", "nbytes", "strides"))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Given(Internal):
+class InitialCopy(Internal):
     """The data that all ranks have for a variable, as argument of `Variable`."""
 
     group: ReplicaGroup
@@ -131,7 +117,7 @@ class Variable(ArrayLike, Registered):
         shape: Shape | None = None,
     ) -> None:
         """Compute the initial value on rank 0 and copy it to all ranks. Collective."""
-        if type(initial_value) is _Given:  # from the operations below
+        if type(initial_value) is InitialCopy:  # from the operations below
             self._set_up(initial_value)
             return
         frame = context.current()
@@ -156,9 +142,9 @@ class Variable(ArrayLike, Registered):
             return
         text = f"{attributes}, dtype={dtype}, shape={shape}"
         (value,) = collectives.share(lambda: [make()], text)
-        self._set_up(_Given(group, value, attributes))
+        self._set_up(InitialCopy(group, value, attributes))
 
-    def _set_up(self, given: _Given) -> None:
+    def _set_up(self, given: InitialCopy) -> None:
         """Create this rank's copy, and draw the key."""
         group, value = given.group, given.value
         try:
@@ -303,10 +289,10 @@ class Variable(ArrayLike, Registered):
 
         A NumPy array is read-only. A CuPy array cannot be: do not write to it.
         """
-        storage = self._storage
-        if not storage.on_read:
-            return storage.view
         try:
+            storage = self._storage
+            if not storage.on_read:
+                return storage.view
             frame = self._check_frame("reading")
             if frame is None:
                 return storage.view
@@ -318,7 +304,7 @@ class Variable(ArrayLike, Registered):
                 return ON_READ.read(storage)
             return storage.view
         except BaseException as error:
-            interruptions.left(storage.group, "Variable.value", error)
+            interruptions.left(self._storage.group, "Variable.value", error)
             raise
 
     def __getattr__(self, name: str) -> Any:
@@ -481,8 +467,9 @@ class Variable(ArrayLike, Registered):
         if frame.group is not group and context.has_strategy():
             raise RuntimeError(
                 f"Variable.{how}: Mixing different Strategy objects: Variable "
-                f"{self.name!r} belongs to {group}, but {frame.group} is in "
-                "force; make the variable in the scope of the strategy that uses it"
+                f"{self.name!r} belongs to {group}, but {frame.group} is the "
+                "current strategy; make the variable in the scope of the strategy that "
+                "uses it"
             )
         if frame.level is context.Level.UPDATE:
             return None
@@ -561,6 +548,12 @@ storage_of: Final[Callable[[Variable], VariableStorage]] = operator.attrgetter(
 """Return the storage of a variable: for other rooms. Not a method, since all names of a
 `Variable` are for users."""
 
+
+def set_up(variable: Variable, copy: InitialCopy) -> None:
+    """Complete a variable whose constructor runs: for the operation that creates it."""
+    variable._set_up(copy)
+
+
 policy_of: Final[Callable[[Variable], OnWrite | OnRead]] = operator.attrgetter(
     "_policy"
 )
@@ -570,114 +563,3 @@ array_of: Final[Callable[[Variable], Array]] = operator.attrgetter("_storage.arr
 """Return this rank's copy of a variable, for changing it in place.
 
 Use it only for changes that are identical on all ranks."""
-
-
-# --- the operations, which all ranks run -------------------------------------------
-
-
-@dispatch.operation("create_variable")
-def _create_variable(
-    group: ReplicaGroup, value: Array, attributes: Attributes, marked: OnRank0
-) -> Variable:
-    """Create the variable that merge_fn creates.
-
-    Args:
-        group: the group that it belongs to.
-        value: the initial array.
-        attributes: its attributes.
-        marked: on rank 0 the variable whose constructor runs; unused on the others.
-    """
-    given = _Given(group, value, attributes)
-    variable: Variable | None = marked.value
-    if variable is None:
-        return Variable(given)
-    variable._set_up(given)
-    return variable
-
-
-@dispatch.operation("copy_variable")
-def _copy_variable(group: ReplicaGroup, variable: Variable, text: str) -> Variable:
-    group.guard.agree(Call(text))
-    storage = variable._storage
-    return Variable(_Given(group, storage.array, storage.attributes))
-
-
-@dispatch.operation("read_variable")
-def _read_variable(group: ReplicaGroup, variable: Variable) -> Array:
-    """Return the combined copies of an ON_READ variable. Collective."""
-    return ON_READ.read(variable._storage)
-
-
-@dispatch.operation("assign_variable")
-def _assign_variable(
-    group: ReplicaGroup, variable: Variable, how: Assignment, value: Nest
-) -> None:
-    """Assign a value that is the same on all ranks, and check that it is."""
-    collectives, storage = group.collectives, variable._storage
-    call = storage.describe_call(how)
-    try:
-        prepared = storage.prepare(how, value)
-    except Exception as error:
-        collectives.invalid(call, error)
-    text = f"{call} {backend.describe(prepared)}"
-    if collectives.guard.checks and not is_same(group, value):
-        text += f" = {checksums.summarize(prepared)}"
-    collectives.guard.agree(Call(text))
-    variable._policy.store(storage, how, prepared)
-
-
-@dispatch.operation("scatter_variable")
-def _scatter_variable(
-    group: ReplicaGroup, variable: Variable, how: Scatter, value: Nest
-) -> None:
-    """Change rows with values that are the same on all ranks; check that they are."""
-    collectives, storage = group.collectives, variable._storage
-    call = storage.describe_call(f"scatter_{how}")
-    try:
-        indices, rows = storage.prepare_slices(how, value)
-    except Exception as error:
-        collectives.invalid(call, error)
-    text = f"{call} {backend.describe(rows)}"
-    if collectives.guard.checks and not is_same(group, value):
-        text += f" = {checksums.summarize(rows)} at {checksums.summarize(indices)}"
-    collectives.guard.agree(Call(text))
-    storage.apply_slices(how, indices, rows)
-
-
-# --- what a value is ---------------------------------------------------------------
-
-
-def is_same(group: ReplicaGroup, value: Nest) -> bool:
-    """Return whether a value is known to be the same on all ranks of a group."""
-    if isinstance(value, Mirrored):
-        return key_of(value) is not None and home_of(value) is group.registry
-    if not isinstance(value, Variable):
-        return False
-    storage = value._storage
-    return storage.group is group and group.is_mpi and not storage.on_read
-
-
-def differs(value: Nest) -> bool:
-    """Return whether a value has a component of its own on each replica."""
-    if isinstance(value, DistributedValues):
-        return isinstance(value, PerReplica)
-    return isinstance(value, Variable) and value._storage.on_read
-
-
-def component_of(value: Nest) -> Nest:
-    """Return this rank's component of a distributed value, or copy of a variable."""
-    return value._storage.array if isinstance(value, Variable) else own_component(value)
-
-
-def check_owner(group: ReplicaGroup, call: str, variable: Variable) -> None:
-    """Raise if a variable belongs to another group.
-
-    Raises:
-        RuntimeError: if it does.
-    """
-    owner = variable._storage.group
-    if owner is not group:
-        raise RuntimeError(
-            f"{call}: Mixing different Strategy objects: {variable!r} belongs to "
-            f"{owner}, not to {group}"
-        )

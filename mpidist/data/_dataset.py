@@ -36,12 +36,7 @@ from mpidist.data._stage import INFINITE, Stage
 from mpidist.data._stage_batches import Batch, PaddedBatch, Unbatch
 from mpidist.data._stage_combinations import Concatenate, Interleave, Zip
 from mpidist.data._stage_functions import Filter, Map, TakeWhile
-from mpidist.data._stage_sources import (
-    Generated,
-    Range,
-    Single,
-    lists_to_arrays,
-)
+from mpidist.data._stage_sources import Generated, Range, Single, lists_to_arrays
 from mpidist.data._workers import AUTOTUNE
 
 _CYCLE: Final = 16
@@ -137,7 +132,7 @@ class Dataset(Elements):
                 converted to its dtypes, and their shapes are compared with it.
 
         Raises:
-            TypeError: if the arguments are not such.
+            TypeError: if an argument is invalid.
         """
         as_function("from_generator", "generator", generator)
         expected = declared(output_signature, output_types, output_shapes)
@@ -161,7 +156,7 @@ class Dataset(Elements):
 
         Raises:
             TypeError: for ``shuffle=True`` without a seed.
-            ValueError: if there is no such file.
+            ValueError: if no file matches.
         """
         names = matching_files(file_pattern)
         files = Dataset.from_tensor_slices(np.array(names))
@@ -280,9 +275,9 @@ class Dataset(Elements):
     def cache(self, filename: str = "") -> Dataset:
         """Keep each element in memory once it was loaded.
 
-        Its NumPy arrays are read-only; of torch tensors each pass gets copies.
-        In a distributed dataset each rank keeps its own rows. As in tf.data a `shuffle`
-        before it has the order of the first iteration for ever.
+        Its NumPy arrays are read-only; of torch tensors each pass gets copies. In a
+        distributed dataset each rank keeps its own rows. As in tf.data a `shuffle`
+        before it has the order of the first iteration every time.
 
         Args:
             filename: must be empty.
@@ -331,9 +326,9 @@ class Dataset(Elements):
                 keep several elements, and a buffer would have the last one in all.
             num_parallel_calls: the number of threads that call it, for elements one
                 after the other; `AUTOTUNE`: one for each core of this rank, up to 8.
-                Of use if it waits for files or runs outside of the GIL, as much of
-                NumPy does. The order of elements stays, and it is called for at most
-                so many elements ahead.
+                Useful if it waits for files or releases the GIL, as many NumPy
+                functions do. The order of elements does not change; the threads are at
+                most ``num_parallel_calls`` elements ahead.
             deterministic: accepted: the order is kept with False, too.
         """
         as_function("map", "map_func", map_func)
@@ -345,8 +340,8 @@ class Dataset(Elements):
 
         Args:
             predicate: gets an element as in `map`, and returns a bool. In a distributed
-                dataset each rank calls it for all elements, so it must say the same
-                everywhere.
+                dataset each rank calls it for all elements, so it must return the same
+                on all.
         """
         as_function("filter", "predicate", predicate)
         return Dataset(Filter(self._stage, predicate))
@@ -446,9 +441,9 @@ class Dataset(Elements):
         Args:
             batch_size: the number of rows in a batch, as in `batch`.
             padded_shapes: the shape of each array of an element: a tuple, or a nest of
-                tuples like an element. A size of None or -1, or no shapes: that of the
-                longest row of the batch, to find which each rank of a distributed
-                dataset has to load all rows.
+                tuples like an element. For a size of None or -1, or without shapes, it
+                is that of the longest row of the batch; to find it, each rank of a
+                distributed dataset has to load all rows.
             padding_values: a value for each array, or one for all; None: 0, False or an
                 empty string.
             drop_remainder: whether to drop a last batch with fewer rows.
@@ -475,9 +470,9 @@ class Dataset(Elements):
         return Dataset(order.WithOptions(self._stage, copy.deepcopy(options)))
 
     def assert_cardinality(self, expected_cardinality: int) -> Dataset:
-        """Say how many elements there are, where only reading would tell.
+        """Declare the number of elements, if only reading would tell it.
 
-        Reading raises ValueError if there are not so many.
+        Reading raises ValueError if the number is another one.
         """
         count = expected_cardinality
         if count == INFINITE_CARDINALITY:

@@ -8,11 +8,16 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from mpidist._base.types import Nest
+from mpidist.data._iterator_states import FORMAT, Entries, check_state, is_count
 from mpidist.data._prefetch import Prefetcher
 from mpidist.data._records import Optional, OutOfRangeError
 from mpidist.data._stage import Stage
 
-_FORMAT: Final = 1
+_ENTRIES: Final[Entries] = {
+    "input": lambda x: x == "dataset",
+    "iteration": is_count,
+    "position": is_count,
+}
 
 
 @dataclasses.dataclass
@@ -25,8 +30,8 @@ class Iterations:
 class DatasetIterator(collections.abc.Iterator[Nest]):
     """Iterates over the elements of a `Dataset`: the result of ``iter(dataset)``.
 
-    Its threads, if there are any, end with it. An exception ends it, too; `state` and
-    `restore` go on from there.
+    Its threads, if there are any, end with it. An exception ends it, too; to continue
+    after one, pass its `state` to `restore`.
     """
 
     def __init__(self, stage: Stage, iterations: Iterations) -> None:
@@ -87,7 +92,7 @@ class DatasetIterator(collections.abc.Iterator[Nest]):
         ahead.
         """
         return {
-            "format": _FORMAT,
+            "format": FORMAT,
             "input": "dataset",
             "iteration": self._iteration,
             "position": self._position,
@@ -102,15 +107,7 @@ class DatasetIterator(collections.abc.Iterator[Nest]):
         Raises:
             ValueError: if it is not such a state.
         """
-        if (
-            not isinstance(state, dict)
-            or state.get("format") != _FORMAT
-            or state.get("input") != "dataset"
-        ):
-            raise ValueError(
-                "DatasetIterator.restore: expected the result of the `state()` of an "
-                f"iterator over a Dataset, got {state!r:.200}"
-            )
+        state = check_state("DatasetIterator.restore", state, _ENTRIES)
         self._iteration = int(state["iteration"])
         self._position = int(state["position"])
         self._elements, self._ended = None, False

@@ -6,9 +6,9 @@ import textwrap
 from typing import Final
 
 from mpidist._base import nest
+from mpidist.data._distributed_sources import DatasetSource
 from mpidist.data._feed import Feed
 from mpidist.data._records import AutoShardPolicy
-from mpidist.data._sources import DatasetSource
 from mpidist.data._stage import open_from
 
 # With more batches only the first is described: each must be opened to count rows.

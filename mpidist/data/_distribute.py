@@ -7,20 +7,20 @@ from typing import Any
 
 from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call
-from mpidist._base.environment import (
-    debugging,
-)
+from mpidist._base.environment import debugging
 from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist.data._dataset import Dataset
 from mpidist.data._dataset_base import stage_of
 from mpidist.data._describe import describe_feed
-from mpidist.data._feed import (
-    Feed,
-    describe,
-    spec_from_nest,
+from mpidist.data._distributed_sources import (
+    DatasetSource,
+    FunctionSource,
+    Source,
+    source_of,
 )
+from mpidist.data._feed import Feed, describe, spec_from_nest
 from mpidist.data._files import shard_by_file
 from mpidist.data._iterator import DistributedIterator
 from mpidist.data._records import (
@@ -32,7 +32,6 @@ from mpidist.data._records import (
     InputReplicationMode,
     as_policy,
 )
-from mpidist.data._sources import DatasetSource, FunctionSource, Source, source_of
 
 _NO_POLICY = (AutoShardPolicy.AUTO, AutoShardPolicy.OFF)
 

@@ -13,9 +13,9 @@ from mpidist._base.types import Array, DType, Nest, Shape
 from mpidist._engine.collectives import Collectives
 from mpidist._runtime.group import ReplicaGroup
 from mpidist.data._blocks import RowBlock
+from mpidist.data._distributed_sources import Source
 from mpidist.data._records import ArraySpec, AutoShardPolicy
 from mpidist.data._sharding import split_as_it_comes, split_by_plan
-from mpidist.data._sources import Source
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,12 +26,28 @@ from mpidist._runtime import context
 from mpidist._runtime.interruptions import tells
 from mpidist._values.distributed import PerReplica
 from mpidist.data._blocks import RowBlock, count_rows
+from mpidist.data._distributed_sources import SourceState, Stream, whole_block
 from mpidist.data._feed import Feed, Spec, describe
+from mpidist.data._iterator_states import FORMAT, Entries, check_state, is_count
 from mpidist.data._prefetch import Prefetcher
-from mpidist.data._records import UNKNOWN_CARDINALITY, Optional, OutOfRangeError
-from mpidist.data._sources import SourceState, Stream, whole_block
+from mpidist.data._records import (
+    INFINITE_CARDINALITY,
+    UNKNOWN_CARDINALITY,
+    Optional,
+    OutOfRangeError,
+)
 
-_FORMAT: Final = 1
+_ENTRIES: Final[Entries] = {
+    "input": lambda x: x in ("own", "global"),
+    "iteration": is_count,
+    "position": is_count,
+    "batch_size": lambda x: x is None or is_count(x),
+    "cardinality": lambda x: (
+        is_count(x) or x in (INFINITE_CARDINALITY, UNKNOWN_CARDINALITY)
+    ),
+    "replicas": is_count,
+    "sources": lambda x: isinstance(x, dict),
+}
 _NO_SPEC: Final = pickle.dumps((None, None))
 # Structure, dtypes, numbers of dimensions.
 _CallKey = tuple[nest.Structure, tuple[DType, ...], tuple[int, ...]]
@@ -164,7 +180,7 @@ class DistributedIterator:
         each = self._feed.policy is None
         rank = self._feed.collectives.comm.rank if each else 0
         return {
-            "format": _FORMAT,
+            "format": FORMAT,
             "input": "own" if self._feed.policy is None else "global",
             "iteration": self._iteration,
             "position": self._position,
@@ -240,11 +256,7 @@ class DistributedIterator:
 
     def _check_state(self, state: object) -> tuple[int, int, SourceState]:
         feed, call = self._feed, "DistributedIterator.restore"
-        if not isinstance(state, dict) or state.get("format") != _FORMAT:
-            raise ValueError(
-                f"{call}: expected the result of an iterator's `state()`, got "
-                f"{state!r:.200}"
-            )
+        state = check_state(call, state, _ENTRIES)
         kind = "own" if feed.policy is None else "global"
         if state["input"] != kind:
             raise ValueError(

@@ -67,7 +67,7 @@ class OptimizationOptions:
 class Options:
     """Options for `Dataset.with_options`.
 
-    A name that is none of these is an AttributeError.
+    Any other name is an AttributeError.
 
     Attributes:
         experimental_distribute: how a distributed dataset is split.

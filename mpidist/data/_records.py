@@ -245,7 +245,7 @@ class Optional:
         """Return the element.
 
         Raises:
-            ValueError: if there is none.
+            ValueError: at the end of the input.
         """
         if not self._has_value:
             raise ValueError(

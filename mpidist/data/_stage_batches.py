@@ -13,15 +13,7 @@ from mpidist._base import backend, nest
 from mpidist._base.types import Array, DType, HostArray, Nest
 from mpidist.data._blocks import RowBlock, as_leaf, block_of, describe_block
 from mpidist.data._records import ArraySpec
-from mpidist.data._stage import (
-    INFINITE,
-    UNKNOWN,
-    Derived,
-    Opened,
-    Pass,
-    Token,
-    Tokens,
-)
+from mpidist.data._stage import INFINITE, UNKNOWN, Derived, Opened, Pass, Token, Tokens
 
 
 @dataclasses.dataclass(eq=False, repr=False)

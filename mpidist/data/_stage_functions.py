@@ -10,14 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpidist._base.types import Nest
-from mpidist.data._stage import (
-    UNKNOWN,
-    Derived,
-    Pass,
-    Token,
-    apply,
-    name_of,
-)
+from mpidist.data._stage import UNKNOWN, Derived, Pass, Token, apply, name_of
 from mpidist.data._workers import ordered_map
 
 

@@ -33,7 +33,7 @@ def all_reduce(
 
     Args:
         tree: arrays and numbers, with the same structure, shapes and dtypes on all
-            ranks. None is no leaf in JAX: it stays None.
+            ranks. None is not a leaf in JAX, and stays None.
         op: a `ReduceOp` or its name.
         strategy: the ranks; default: the current strategy.
 

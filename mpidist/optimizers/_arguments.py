@@ -13,14 +13,13 @@ import numpy as np
 from mpidist._base import backend, checksums
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.types import Array, DType, Nest
-from mpidist._base.variable_enums import (
-    VariableSynchronization,
-)
+from mpidist._base.variable_enums import VariableSynchronization
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import component
 from mpidist._values.distributed import DistributedValues, PerReplica
-from mpidist._values.variable import Variable, array_of, is_same, storage_of
+from mpidist._values.locality import is_same
+from mpidist._values.variable import Variable, array_of, storage_of
 
 APPLY: Final = "apply_gradients"
 # NumPy's functions also take CuPy arrays (`__array_ufunc__`), but their types do not.

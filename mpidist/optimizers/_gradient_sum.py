@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, checksums
-from mpidist._base.reduce_op import (
-    ReduceOp,
-)
+from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array
 from mpidist._engine import Plan
 from mpidist._runtime import context

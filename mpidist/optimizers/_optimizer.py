@@ -69,7 +69,7 @@ class _PreparedStep:
 
 @explain_attributes
 class Optimizer(Referable):
-    """The base class of `SGD`, `Adam` and `AdamW`.
+    """The base class of `SGD`, `Adam`, `AdamW` and `RMSprop`.
 
     Gradients are summed over the replicas: divide the loss of each replica by the
     number of rows in the whole step (`mpidist.compute_average_loss`,

@@ -7,13 +7,9 @@ from typing import TypeVar
 
 from mpidist._agreement.deadline import Deadline
 from mpidist._base import threads
-from mpidist._base.environment import (
-    Environment,
-)
+from mpidist._base.environment import Environment
 from mpidist._base.errors import on_rank
-from mpidist._base.options import (
-    CommunicationImplementation,
-)
+from mpidist._base.options import CommunicationImplementation
 from mpidist.testing._communicator import ThreadCommunicator
 from mpidist.testing._world import Channel, World
 

@@ -18,8 +18,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """A torch optimizer that reduces the gradients over all ranks before each step.
 
     It replaces the optimizer in an unchanged training loop. Learning rate schedulers
-    and `mpidist.Checkpoint` take it in place of the optimizer, whose parameter groups
-    and state it has.
+    and `mpidist.Checkpoint` accept it in place of the optimizer, because it has the
+    optimizer's parameter groups and state.
 
     Args:
         optimizer: the optimizer of the module's parameters.

@@ -72,7 +72,7 @@ def broadcast_optimizer_state(
 
     Raises:
         TypeError: if it is not an optimizer.
-        ValueError: if rank 0's parameter groups have other numbers of parameters.
+        ValueError: if the numbers of parameters in the groups differ from rank 0's.
         RuntimeError: if no strategy is active.
     """
     call = "mpidist.torch.broadcast_optimizer_state"

@@ -1,13 +1,10 @@
 """The default strategy: one replica, outside every scope, and no MPI."""
 
-import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from launching import run_python
 
 import mpidist
 
@@ -324,15 +321,4 @@ print("done")
 
 
 def test_none_of_this_starts_mpi_or_loads_cupy():
-    root = Path(mpidist.__file__).parents[1]
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=os.environ | {"PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "done\n"
-    assert result.stderr == ""
+    assert run_python("-c", PROGRAM) == "done\n"

@@ -115,20 +115,21 @@ def compare(words: Sequence[str], sizes: Sequence[int], folder: Path | None) -> 
 INTRODUCTION = """\
 # Conformance with TensorFlow
 
-Small programs that run twice: under `tf.distribute.MirroredStrategy`, on logical CPU
-devices, and under `MPIStrategy`, on as many ranks of an `mpirun`. Each is written once,
-in `tests/conformance/programs/`, and what it gives on each replica is compared: values,
-dtypes, shapes, and the classes of errors. This page is written by
+This page compares small programs that run twice: under
+`tf.distribute.MirroredStrategy`, on logical CPU devices, and under `MPIStrategy`, on
+the same number of ranks of an `mpirun`. Each program is written once, in
+`tests/conformance/programs/`. Its results on each replica are compared: values, dtypes,
+shapes, and the classes of errors. The page is written by
 
 ```sh
 launch/conformance
 ```
 
-and `tests/project/test_conformance.py` fails where a result is not what the programs
-declare: with TensorFlow on 2, 3 and 4 replicas, and without it against what it gave on
-3 when this page was written.
-Where the two libraries differ on purpose, the program says what each of them gives, and
-why; both are checked, so that a change on either side is found.
+`tests/project/test_conformance.py` fails if a result is not what its program declares:
+with TensorFlow on 2, 3 and 4 replicas; without it, against TensorFlow's results on 3
+replicas when this page was written.
+If the two libraries differ on purpose, the program declares the result of each, and the
+reason. Both are checked, so a change on either side is found.
 
 Two results are equal if
 
@@ -136,10 +137,10 @@ Two results are equal if
   Python number equals a scalar of any dtype (TensorFlow makes int32 and float32 tensors
   of them);
 - errors are of the same class, or mpidist's is a subclass of TensorFlow's (a
-  `CollectiveMismatchError` is a `RuntimeError`). What one replica raises, the other
-  ranks raise as `ReplicaError`; that counts as one error.
+  `CollectiveMismatchError` is a `RuntimeError`). An exception that one replica raises,
+  and the `ReplicaError` that the other ranks raise because of it, count as one error.
 
-Whether code sees a PerReplica or a plain value is compared by programs of its own.
+Separate programs compare whether code sees a PerReplica or a plain value.
 """
 
 
@@ -172,12 +173,12 @@ def page_of(runs: Runs, day: datetime.date) -> str:
     versions = next(iter(runs.values()))
     parts = [
         INTRODUCTION,
-        f"Of {day.isoformat()}, with TensorFlow {versions[0].version} and mpidist "
-        f"{versions[1].version}:\n",
+        f"Results of {day.isoformat()}, with TensorFlow {versions[0].version} and "
+        f"mpidist {versions[1].version}:\n",
         _totals(runs),
         "The columns 2, 3 and 4 are numbers of replicas: `=` is equal, `≠` a "
         "difference on purpose, explained below the table, with the results on 2 "
-        "replicas. A bar stands between what the replicas have.\n",
+        "replicas. A bar separates the replicas.\n",
     ]
     for section in programs_by_section():
         parts += _section(section, runs)

@@ -481,7 +481,7 @@ def test_iterator():
         iterator.get_next()
     iterator.restore(state)
     assert lists(iterator) == [2]
-    with pytest.raises(ValueError, match=r"expected the result of the `state\(\)`"):
+    with pytest.raises(ValueError, match="expected the result of an iterator's `state"):
         iterator.restore({"position": 3})
     numbers = list(Dataset.range(2).as_numpy_iterator())
     assert numbers == [0, 1]

@@ -21,10 +21,10 @@ import mpidist
 from mpidist.data import ArraySpec, Dataset
 from mpidist.data._dataset_base import stage_of
 from mpidist.data._describe import describe_feed
+from mpidist.data._distributed_sources import DatasetSource
 from mpidist.data._feed import Feed
 from mpidist.data._prefetch import Prefetcher
 from mpidist.data._sharding import split_as_it_comes, split_by_plan
-from mpidist.data._sources import DatasetSource
 
 Pair = collections.namedtuple("Pair", ["x", "y"])
 ROWS = 10

@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-from mpidist.optimizers import (
-    clip_by_global_norm,
-)
+from mpidist.optimizers import clip_by_global_norm
 
 
 def test_clip_by_global_norm():

@@ -9,11 +9,7 @@ from replicas import assert_equal_copies, core_on_ranks, own
 
 import mpidist
 from mpidist._strategy.strategy import group_of
-from mpidist.optimizers import (
-    SGD,
-    Adam,
-    cosine_decay,
-)
+from mpidist.optimizers import SGD, Adam, cosine_decay
 
 mpi = pytest.mark.mpi
 

@@ -43,7 +43,7 @@ def context_in_scope(d):
 
 @section.program
 def context_after_scope(d):
-    """A scope that is left, also by an exception, restores what was before."""
+    """Leaving a scope, also by an exception, restores the previous one."""
 
     def leave():
         with d.strategy.scope():
@@ -101,7 +101,7 @@ def context_in_update(d):
 
 @section.program
 def context_in_value_fn(d):
-    """The function of experimental_distribute_values_from_function gets its numbers."""
+    """experimental_distribute_values_from_function passes the replica id."""
 
     def value_fn(context):
         return [context.replica_id_in_sync_group, context.num_replicas_in_sync]
@@ -128,7 +128,7 @@ def context_nested_run(d):
 
 @section.program
 def context_replica_ids(d):
-    """The replicas' numbers are 0 to n-1, and their number is n."""
+    """Replica ids are 0 to n-1; there are n replicas."""
     ids = d.run(
         lambda: (d.replica_id(), d.dist.get_replica_context().num_replicas_in_sync)
     )
@@ -275,7 +275,7 @@ for _name, _call in IN_REPLICA.items():
 
 @section.differs(
     "TensorFlow merges the replicas, and updates each copy with the argument of its "
-    "own replica, so that the copies come apart. The page says that the method is for "
+    "own replica, so that the copies diverge. The page says that the method is for "
     "cross-replica context; here it is.",
     tensorflow=lambda n: ["accepted", [float(i) for i in range(n)]],
     mpidist=lambda n: [Raised("RuntimeError"), [0.0] * n],
@@ -398,7 +398,7 @@ def replica_context_by_hand_merges(d):
 
 @section.program
 def replica_context_bad_id(d):
-    """A replica id that is no number is a ValueError."""
+    """A replica id that is not a number is a ValueError."""
     return d.attempt(
         lambda: d.dist.ReplicaContext(d.strategy, "0"), says="can only be an integer"
     )

@@ -102,7 +102,7 @@ def split_after_shuffle(d):
 
 @splitting.program
 def split_after_prefetch(d):
-    """prefetch changes nothing."""
+    """prefetch does not change the elements."""
     return elements(d, d.distribute(rows(d, 7).batch(4).prefetch(2)))
 
 
@@ -521,7 +521,7 @@ def run_steps_output_in_replica(d):
 
 @stepping.program
 def run_steps_non_tensor_output(d):
-    """An output that is no array, set in cross-replica context."""
+    """An output that is not an array, set in cross-replica context."""
 
     def fn(context, element):
         context.set_non_tensor_output("text", "a text")

@@ -61,7 +61,7 @@ def reduce_to_other_value(d):
     mpidist=[Raised("ValueError"), Raised("ValueError"), Raised("ValueError")],
 )
 def reduce_to_bad_destinations(d):
-    """Destinations that are none: a list, an empty text, a number."""
+    """Invalid destinations: a list, an empty string, a number."""
     x = d.arrays(float)
     return [
         d.attempt(lambda bad=bad: d.strategy.extended.reduce_to("SUM", x, bad))
@@ -300,7 +300,7 @@ def update_nest(d):
 
 
 @updating.differs(
-    "The copies of a mirrored variable would come apart. The page says that arguments "
+    "The copies of a mirrored variable would diverge. The page says that arguments "
     "may not be per replica, but TensorFlow does not check it.",
     tensorflow=lambda n: ["accepted", [float(i) for i in range(n)]],
     mpidist=lambda n: [Raised("CollectiveMismatchError"), [1.0] * n],
@@ -461,7 +461,7 @@ for _name in (
 
 
 @others.differs(
-    "Each process has a program of its own, as in MultiWorkerMirroredStrategy.",
+    "Each process runs its own program, as in MultiWorkerMirroredStrategy.",
     tensorflow=False,
     mpidist=True,
 )
@@ -472,7 +472,7 @@ def extended_experimental_between_graph(d):
 
 @others.program
 def value_container_of_variable(d):
-    """value_container of a variable, and of a value that is none."""
+    """value_container of a variable, and of a plain value."""
     v = d.in_scope(1.0)
     extended = d.strategy.extended
     x = d.arrays(float)
@@ -584,7 +584,7 @@ def value_context(d):
 
 
 @others.differs(
-    "The names of the libraries; and TensorFlow writes two blanks.",
+    "The names of the libraries; and TensorFlow writes two spaces.",
     tensorflow="tf.distribute.ValueContext(replica id 2,  total replicas in sync: 4)",
     mpidist="mpidist.ValueContext(replica id 2, total replicas in sync: 4)",
 )
@@ -705,8 +705,8 @@ def distribute_values_total(d):
 
 
 @others.differs(
-    "MirroredStrategy is one process and has None; mpidist has one that says what MPI "
-    "knows of the ranks, as MultiWorkerMirroredStrategy does.",
+    "MirroredStrategy is one process and has None; mpidist has one that reports what "
+    "MPI knows about the ranks, as MultiWorkerMirroredStrategy does.",
     tensorflow=True,
     mpidist=False,
 )

@@ -105,7 +105,7 @@ def merge_result_nest(d):
 
 @section.program
 def merge_result_plain(d):
-    """A plain array, a text and None go to all replicas."""
+    """A plain array, a string and None go to all replicas."""
     return d.run(lambda: d.merge(lambda strategy: [d.array([1.0, 2.0]), "text", None]))
 
 
@@ -181,7 +181,7 @@ def merge_args_nest_local_results(d):
 
 @section.program
 def merge_args_other_objects(d):
-    """None, and texts that are equal, arrive as they are."""
+    """None, and equal strings, arrive unchanged."""
     return d.run(
         lambda: d.merge(lambda strategy, *args: list(args), None, "text", ["a", None])
     )
@@ -189,7 +189,7 @@ def merge_args_other_objects(d):
 
 @section.program
 def merge_args_strings_differ(d):
-    """Texts that differ arrive as a PerReplica of texts."""
+    """Strings that differ arrive as a PerReplica of strings."""
 
     def merge_fn(strategy, text):
         return d.kind(text), ", ".join(strategy.experimental_local_results(text))
@@ -199,12 +199,12 @@ def merge_args_strings_differ(d):
 
 @section.differs(
     "TensorFlow unwraps one and the same Python object; in mpidist numbers are always "
-    "PerReplica in a merge_fn, so that the kind does not hang on the value.",
+    "PerReplica in a merge_fn, so the type does not depend on the value.",
     tensorflow=lambda n: ["plain"] * n,
     mpidist=lambda n: ["PerReplica"] * n,
 )
 def merge_args_equal_numbers(d):
-    """A literal number as an argument: its kind in merge_fn."""
+    """A literal number as an argument: its type in merge_fn."""
     return d.run(lambda: d.merge(lambda strategy, x: d.kind(x), 7))
 
 
@@ -232,7 +232,7 @@ def merge_args_no_tuple(d):
 
 @section.program
 def merge_several(d):
-    """Several merge_calls one after the other."""
+    """Several merge_calls in sequence."""
 
     def fn():
         x = d.own(float)
@@ -472,7 +472,7 @@ def merge_creates_variable(d):
 
 @section.program
 def merge_in_loop_with_counter(d):
-    """Python variables of merge_fn's surroundings are replica 0's."""
+    """Python variables that merge_fn closes over are replica 0's."""
     count = []
 
     def merge_fn(strategy):

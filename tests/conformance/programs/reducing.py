@@ -191,7 +191,8 @@ def all_reduce_bool_is_refused(d):
 
 @section.differs(
     "TensorFlow's error says that the process has to be restarted: no collective works "
-    "any more. In mpidist all ranks get the same error, and the strategy goes on.",
+    "any more. In mpidist all ranks get the same error, and the strategy remains "
+    "usable.",
     tensorflow=[Raised("InvalidArgumentError"), Raised("InvalidArgumentError")],
     mpidist=lambda n: [Raised("CollectiveMismatchError"), [float(n)] * n],
 )
@@ -231,7 +232,7 @@ def all_reduce_counts_differ(d):
 
 @section.program
 def all_reduce_nan_and_inf(d):
-    """NaN and infinity go through."""
+    """NaN and infinity are kept."""
 
     def fn():
         return all_reduce(
@@ -258,7 +259,7 @@ def all_reduce_of_variable_value(d):
 
 @section.program
 def all_reduce_several(d):
-    """One after the other, the next one of what the one before gave."""
+    """Several in sequence, each of the result of the one before."""
 
     def fn():
         x = d.own(lambda i: i + 1.0)
@@ -401,7 +402,7 @@ def all_gather_scalar(d):
 
 @gathering.program
 def all_gather_bad_axis(d):
-    """An axis that there is not."""
+    """An axis that does not exist."""
     result = d.attempt(
         lambda: d.strategy.run(lambda: all_gather(d, d.own(lambda i: [1.0]), 1))
     )
@@ -575,7 +576,7 @@ def reduce_uneven(d):
 
 @reducing.program
 def reduce_uneven_rows(d):
-    """The same of rows."""
+    """The same with rows."""
     x = d.arrays(lambda i: [[i, 1.0]] * (i + 1))
     return [d.strategy.reduce(op, x, axis=0) for op in ("SUM", "MEAN")]
 
@@ -596,14 +597,14 @@ def reduce_ints_axis(d):
 
 @reducing.program
 def reduce_axis_out_of_range(d):
-    """An axis that there is not is a ValueError."""
+    """An axis that does not exist is a ValueError."""
     x = d.arrays(lambda i: [1.0, 2.0])
     return d.attempt(lambda: d.strategy.reduce("SUM", x, axis=1))
 
 
 @reducing.program
 def reduce_axis_of_bad_type(d):
-    """An axis that is no int or tuple is a TypeError."""
+    """An axis that is neither an int nor a tuple is a TypeError."""
     x = d.arrays(lambda i: [1.0, 2.0])
     return d.attempt(lambda: d.strategy.reduce("MEAN", x, axis="0"))
 
@@ -724,7 +725,7 @@ def reduce_bad_name(d):
     mpidist=[Raised("TypeError"), Raised("TypeError")],
 )
 def reduce_bad_op(d):
-    """An operation that is none."""
+    """An operation that does not exist."""
     x = d.arrays(lambda i: [1.0])
     return [d.attempt(lambda a=a: d.strategy.reduce(3, x, axis=a)) for a in (None, 0)]
 

@@ -56,23 +56,24 @@ def run_nest(d):
 
 @section.program
 def run_strings_equal(d):
-    """A text that is the same on all replicas comes back as it is."""
+    """A string that is the same on all replicas comes back unchanged."""
     return d.strategy.run(lambda: "text")
 
 
 @section.program
 def run_strings_that_differ(d):
-    """Texts that differ come back, each to its replica."""
+    """Strings that differ come back, each to its replica."""
     return d.run(lambda: f"replica {d.replica_id()}")
 
 
 @section.differs(
-    "In mpidist only arrays and numbers are wrapped; a rank has its own text anyway.",
+    "In mpidist only arrays and numbers are wrapped; a string needs no wrapper, since "
+    "each rank has its own.",
     tensorflow="PerReplica",
     mpidist="plain",
 )
 def run_strings_that_differ_kind(d):
-    """Of which kind are texts that differ?"""
+    """The type of strings that differ."""
     return d.kind(d.strategy.run(lambda: f"replica {d.replica_id()}"))
 
 
@@ -91,12 +92,12 @@ def run_arrays_kind(d):
 @section.differs(
     "TensorFlow unwraps what is one and the same Python object on all replicas: small "
     "ints and literals, but not floats that were computed. In mpidist numbers and "
-    "arrays are always PerReplica, so that the kind does not hang on the value.",
+    "arrays are always PerReplica, so the type does not depend on the value.",
     tensorflow=["plain", "plain"],
     mpidist=["PerReplica", "PerReplica"],
 )
 def run_same_object_kind(d):
-    """Of which kind are a literal, and an array that the function closes over?"""
+    """The types of a literal, and of an array that the function closes over."""
     outer = d.array([1.0])
     return [
         d.kind(d.strategy.run(lambda: 7)),
@@ -160,7 +161,7 @@ def run_variable_args(d):
 
 @section.program
 def run_kwargs(d):
-    """Keyword arguments, and None for none."""
+    """Keyword arguments; `kwargs=None` is allowed."""
     x = d.arrays(float)
     first = d.replicas(d.strategy.run(lambda a, b=5.0: a + b, args=[x]))
     second = d.replicas(d.strategy.run(lambda a, b=5.0: a + b, kwargs={"a": x, "b": 1}))
@@ -175,7 +176,7 @@ def run_options(d):
 
 @section.program
 def run_args_no_tuple(d):
-    """Arguments that are no list or tuple are a ValueError."""
+    """Arguments that are neither a list nor a tuple are a ValueError."""
     return d.attempt(
         lambda: d.strategy.run(lambda x: x, args=3),
         says="positional args must be a list or tuple, got <class 'int'>",
@@ -197,7 +198,7 @@ def run_other_callables(d):
 
 @section.program
 def run_not_callable(d):
-    """A function that is none is an error."""
+    """An argument that is not a function is an error."""
     return isinstance(d.attempt(lambda: d.strategy.run(3)), Raised)
 
 
@@ -306,13 +307,13 @@ def run_none_on_one(d):
 
 @section.program
 def run_types_differ(d):
-    """A text on one replica, arrays on the others."""
+    """A string on one replica, arrays on the others."""
     return d.run(lambda: "text" if d.replica_id() == 0 else d.own(float))
 
 
 @section.program
 def run_shapes_differ(d):
-    """Arrays of other shapes and dtypes on each replica are fine."""
+    """Arrays may differ in shape and dtype between replicas."""
     return d.run(
         lambda: d.array([1] * d.replica_id(), ["int32", "float64"][d.replica_id() % 2])
     )
@@ -360,7 +361,7 @@ def run_nested(d):
 
 @section.program
 def run_results_into_run(d):
-    """What one `run` gives, the next one takes."""
+    """The result of one `run` can be passed to the next."""
     first = d.strategy.run(lambda: {"x": d.own(lambda i: i + 1.0)})
     second = d.strategy.run(lambda a: {"x": a["x"] * 2}, args=(first,))
     return d.run(lambda a: a["x"] + 0.5, second)

@@ -84,7 +84,7 @@ def refused(n, error):
 
 
 DIVERGE = (
-    "In TensorFlow the copies of a mirrored variable come apart without a word. In "
+    "In TensorFlow the copies of a mirrored variable diverge silently. In "
     "mpidist this is an error, which says what to write."
 )
 ON_WRITE: dict[tuple[str, str], Difference] = {
@@ -95,7 +95,7 @@ ON_WRITE: dict[tuple[str, str], Difference] = {
     ),
     ("replica_number", "NONE"): differs(
         "Without an aggregation mpidist refuses to write a mirrored variable in a "
-        "replica context, also a number, which another replica may have another of.",
+        "replica context, even a number, which may differ between replicas.",
         tensorflow=lambda n: written(n, [4.0] * n),
         mpidist=lambda n: refused(n, "ValueError"),
     ),
@@ -155,8 +155,7 @@ ON_READ: dict[tuple[str, str], Difference] = {
     **{
         (context, "NONE"): differs(
             "TensorFlow writes the copies, and then fails as it reads the result, "
-            "which has no aggregation. In mpidist nothing is read that nobody asked "
-            "for.",
+            "which has no aggregation. mpidist does not read the result.",
             tensorflow=lambda n, value=value: set_then_failed(n, value(n)),
             mpidist=lambda n, value=value: written(n, [value(n)] * n),
         )
@@ -172,7 +171,7 @@ ON_READ: dict[tuple[str, str], Difference] = {
         for context, value in ON_READ_VALUES.items()
     },
     ("cross_per_replica", "SUM"): differs(
-        "Errors of other kinds; mpidist says what to write.",
+        "The classes of the errors differ; mpidist's says what to write.",
         tensorflow=lambda n: (
             refused(n, "ValueError") | {"assign": [Raised("TypeError"), [1.0] * n]}
         ),
@@ -308,7 +307,8 @@ for _aggregation in AGGREGATIONS:
 
 @reading.differs(
     "TensorFlow stores 7 / n, cut to an int, in each copy, and loses the rest; in "
-    "mpidist the first copies get it, so that what is read is what was assigned.",
+    "mpidist the first copies get it, so the value that is read is the one that was "
+    "assigned.",
     tensorflow=lambda n: ([7 // n] * n, n * (7 // n)),
     mpidist=lambda n: ([7 // n + (i < 7 % n) for i in range(n)], 7),
 )
@@ -434,7 +434,7 @@ def variable_attributes(d):
 
 @creating.program
 def variable_trainable_default(d):
-    """Trainable by default; not so sync-on-read ones."""
+    """Trainable by default, except for sync-on-read variables."""
     return [d.in_scope(1.0).trainable, d.on_read(1.0, "SUM").trainable]
 
 
@@ -543,7 +543,8 @@ def assign_results(d):
 
 
 @creating.differs(
-    "In mpidist assign gives the variable, which acts as its value, also later; write "
+    "In mpidist assign gives the variable, which acts as its current value, also "
+    "after later assignments; write "
     "`v.assign(...).read_value()` for a copy.",
     tensorflow=[2.0, 3.0],
     mpidist=[7.0, 8.0],

@@ -1,0 +1,205 @@
+"""Values that users assign, as arrays of a variable: what fits, and what is refused.
+
+Nothing here communicates, and nothing changes the variable.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from mpidist._base import backend
+from mpidist._base.indexed_slices import IndexedSlices, Scatter
+from mpidist._base.types import Array, DType, Nest, Shape
+from mpidist._base.variable_enums import VariableAggregation
+from mpidist._values.attributes import Attributes
+from mpidist._values.distributed import (
+    Mirrored,
+    PerReplica,
+    PerReplicaOfOne,
+    own_component,
+    to_plain,
+)
+
+
+class Target(NamedTuple):
+    """What a value is converted for.
+
+    Attributes:
+        name: of the variable, for messages.
+        array: this rank's copy.
+        device: of this rank.
+    """
+
+    name: str
+    array: Array
+    device: backend.Device
+
+
+def convert(target: Target, how: str, value: Nest, shape: Shape | None = None) -> Array:
+    """Return ``value`` as an array with dtype, shape and device of the target's.
+
+    Args:
+        target: the variable.
+        how: the name of the method of `Variable`, for messages.
+        value: an array, a number, a list, a variable or a Mirrored.
+        shape: the shape; default: that of the variable.
+
+    Raises:
+        TypeError, ValueError: if the value does not fit, see `Variable.assign`.
+    """
+    own = target.array
+    dtype = own.dtype
+    call = f"Variable {target.name!r}.{how}"
+    if dtype.kind == "b" and how in ("assign_sub", "scatter_sub"):
+        raise ValueError(
+            f"{call}: bool cannot be subtracted; write `variable.assign(variable "
+            "& ~value)`, or make the variable with an integer dtype"
+        )
+    shape = own.shape if shape is None else shape
+    if isinstance(value, (Mirrored, PerReplicaOfOne)):
+        value = own_component(value)
+    if isinstance(value, PerReplica):
+        _refuse_per_replica(target.name, how)
+    value = to_plain(value)
+    listed = isinstance(value, (list, tuple))
+    x: Array
+    x, kind = backend.as_array(np.asarray(value) if listed else value, call)
+    if tuple(x.shape) != shape:
+        raise ValueError(
+            f"{call}: expected a value of shape {shape}, got "
+            f"{backend.describe(x)}; write `numpy.full({shape}, value)` to "
+            "spread a number over the array"
+        )
+    python_numbers = listed or kind == "number"
+    if x.dtype != dtype and not _fits(x, dtype, python_numbers):
+        raise ValueError(
+            f"{call}: expected a value that fits into {dtype.name}, got "
+            f"{backend.describe(x)}; write `value.astype({dtype.name!r})`"
+        )
+    if x.dtype != dtype:
+        x = x.astype(dtype)
+    if backend.is_device_array(x) != backend.is_device_array(own):
+        x = backend.place(backend.to_host(x), target.device)
+    return x
+
+
+def convert_slices(target: Target, how: Scatter, value: Nest) -> tuple[Array, Array]:
+    """Return the indices and rows of an `IndexedSlices`, converted for the array.
+
+    Raises:
+        TypeError, ValueError: if the array has no such rows, see
+            `Variable.scatter_add`.
+    """
+    call = f"Variable {target.name!r}.scatter_{how}"
+    if isinstance(value, (Mirrored, PerReplicaOfOne)):
+        value = own_component(value)
+    if isinstance(value, PerReplica):
+        _refuse_per_replica(target.name, f"scatter_{how}")
+    if not isinstance(value, IndexedSlices):
+        raise TypeError(
+            f"{call}: expected a `mpidist.IndexedSlices`, got "
+            f"{type(value).__name__}; write `mpidist.IndexedSlices(values, "
+            "indices)`"
+        )
+    shape, dtype = target.array.shape, target.array.dtype
+    if not shape:
+        raise ValueError(f"{call}: a variable of shape () has no rows")
+    if how == "div" and dtype.kind in "iub":
+        raise ValueError(
+            f"{call}: {dtype.name} would need rounding; make the variable "
+            "with a floating dtype"
+        )
+    indices = backend.as_array(value.indices, call)[0]
+    if isinstance(value.indices, PerReplica) or isinstance(value.values, PerReplica):
+        _refuse_per_replica(target.name, f"scatter_{how}")
+    rows_shape = (int(indices.shape[0]), *shape[1:])
+    rows = convert(target, f"scatter_{how}", value.values, rows_shape)
+    bad = (indices < 0) | (indices >= shape[0])
+    if bool(bad.any()):
+        raise ValueError(
+            f"{call}: expected indices from 0 to {shape[0] - 1}, got "
+            f"{backend.to_host(indices[bad])[:5].tolist()}"
+        )
+    return indices.astype(np.int64, copy=False), rows
+
+
+def _refuse_per_replica(name: str, how: str) -> NoReturn:
+    raise TypeError(
+        f"Variable {name!r}.{how}: got a PerReplica, which would make the "
+        f"copies differ; write `variable.{how}(strategy.reduce(op, value, axis="
+        f"None))`, or in merge_fn `variable.{how}(strategy.extended.reduce_to(op, "
+        "value, variable))`. In a replica function it takes each replica's own "
+        "value"
+    )
+
+
+def _fits(x: Array, dtype: DType, python_numbers: bool) -> bool:
+    """Return whether values may be cast: to the same kind of dtype, or a wider one.
+
+    Integers given as Python numbers must be in the dtype's range.
+    """
+    if backend.is_bfloat16(dtype):
+        return x.dtype.kind in "biuf"
+    if python_numbers and x.dtype.kind in "iu" and dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return bool(((x >= limits.min) & (x <= limits.max)).all())
+    order = "biufc"
+    return bool(
+        np.can_cast(x.dtype, dtype, "same_kind")
+        or order.find(x.dtype.kind) < order.find(dtype.kind)
+    )
+
+
+def initial_array(
+    initial_value: Nest,
+    dtype: DTypeLike | None,
+    shape: Shape | None,
+    attributes: Attributes,
+) -> Array:
+    """Return the array that a variable begins with.
+
+    Args:
+        initial_value: as given to `Variable`.
+        dtype: as given to `Variable`: whatever NumPy takes for a dtype.
+        shape: as given to `Variable`.
+        attributes: the attributes of the variable.
+
+    Raises:
+        TypeError, ValueError: if the value is not as `Variable` says.
+    """
+    call = f"Variable {attributes.name!r}"
+    value = initial_value() if callable(initial_value) else initial_value
+    if isinstance(value, PerReplica) and not isinstance(value, PerReplicaOfOne):
+        raise TypeError(
+            f"{call}: got a PerReplica as initial value; write `strategy.reduce(op, "
+            "value, axis=None)` or one array"
+        )
+    if isinstance(value, (Mirrored, PerReplicaOfOne)):
+        value = own_component(value)
+    value = to_plain(value)
+    if isinstance(value, (list, tuple)):
+        value = np.asarray(value)
+    x: Array
+    x, _ = backend.as_array(value, call)
+    x = x if dtype is None else x.astype(dtype)
+    backend.check_dtype(x.dtype, call)
+    if shape is not None and tuple(x.shape) != tuple(shape):
+        raise ValueError(
+            f"{call}: expected an initial value of shape {tuple(shape)}, got "
+            f"{backend.describe(x)}"
+        )
+    floating = x.dtype.kind in "fc" or backend.is_bfloat16(x.dtype)
+    if attributes.aggregation is VariableAggregation.MEAN and not floating:
+        raise ValueError(
+            f"{call}: aggregation=MEAN of dtype {x.dtype.name}, which is not floating, "
+            "is not supported; write dtype=float, or another aggregation"
+        )
+    if attributes.aggregation is VariableAggregation.SUM and x.dtype.kind == "b":
+        raise ValueError(
+            f"{call}: aggregation=SUM of bool is not defined; write dtype=int to "
+            "count, or another aggregation"
+        )
+    return x
