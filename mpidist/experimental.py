@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from mpidist._base.options import (
-    CollectiveHints as CollectiveHints,
-)
+from mpidist._base.options import CollectiveHints as CollectiveHints
 from mpidist._base.options import (
     CommunicationImplementation as CommunicationImplementation,
 )
-from mpidist._base.options import (
-    CommunicationOptions as CommunicationOptions,
-)
+from mpidist._base.options import CommunicationOptions as CommunicationOptions
 from mpidist._checkpoints import (
     PreemptionCheckpointHandler as PreemptionCheckpointHandler,
 )

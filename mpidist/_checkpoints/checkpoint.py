@@ -7,11 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from mpidist._base.remedies import (
-    explain_keywords,
-    is_own_attribute,
-    missing_name,
-)
+from mpidist._base.remedies import explain_keywords, is_own_attribute, missing_name
 from mpidist._checkpoints import contents
 from mpidist._checkpoints.contents import VariableItem
 from mpidist._checkpoints.restore_status import RestoreStatus
@@ -60,8 +56,8 @@ class Checkpoint:
         for name in objects:
             if hasattr(Checkpoint, name):
                 raise ValueError(
-                    f"Checkpoint: {name!r} is the name of its method; name the object "
-                    "something else"
+                    f"Checkpoint: {name!r} is the name of its method; give the object "
+                    "another name"
                 )
         self._objects = SavedObjects(objects)
 

@@ -18,10 +18,7 @@ import numpy as np
 
 from mpidist._base import backend
 from mpidist._base.errors import CheckpointError
-from mpidist._base.variable_enums import (
-    VariableAggregation,
-    VariableSynchronization,
-)
+from mpidist._base.variable_enums import VariableAggregation, VariableSynchronization
 from mpidist._checkpoints import state_json
 from mpidist._checkpoints.state_json import Json, State
 from mpidist._values.distributed import DistributedValues
@@ -118,8 +115,8 @@ def collect(objects: Mapping[str, object], early: bool = False) -> list[Item]:
         for item in _items_of(name, value, early):
             if item.name in items:
                 raise ValueError(
-                    f"Checkpoint: two objects would both be {item.name!r}; name them "
-                    "apart"
+                    f"Checkpoint: two objects would both be {item.name!r}; give them "
+                    "different names"
                 )
             if "\0" in item.name:
                 raise ValueError(

@@ -26,10 +26,10 @@ class CheckpointManager:
     """Saves numbered checkpoints in a directory, and finds the newest complete one.
 
     The directory contains ``ckpt-1``, ``ckpt-2`` and so on. The oldest one of
-    ``max_to_keep`` is deleted only after a new one is complete; what there is beyond
-    them, and what killed jobs have left, is deleted before. Only rank 0 reads the
-    directory, and sends the result to all ranks. The newest checkpoint is the one that
-    was saved last, regardless of its number.
+    ``max_to_keep`` is deleted only after a new one is complete. Checkpoints beyond that
+    number, and files that killed jobs have left, are deleted before. Only rank 0 reads
+    the directory; it sends the result to all ranks. The newest checkpoint is the one
+    that was saved last, regardless of its number.
 
     Collective: creating a manager reads the newest checkpoint, to verify it.
 

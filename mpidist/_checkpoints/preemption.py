@@ -123,8 +123,8 @@ class PreemptionCheckpointHandler:
         watches = threads.current() is None
         if watches and threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
-                "PreemptionCheckpointHandler: expected to be made in the main thread, "
-                "which is the one that Python gives signals to"
+                "PreemptionCheckpointHandler: expected to be created in the main "
+                "thread, the only one in which Python handles signals"
             )
         self._config = config or TerminationConfig()
         self._checkpoint = checkpoint

@@ -14,7 +14,7 @@ Each step is one rename, which POSIX makes atomic, also over an existing file
 (https://pubs.opengroup.org/onlinepubs/9699919799/functions/rename.html). So a process
 that is killed, or a machine that stops, between any two steps leaves the previous or
 the new checkpoint, complete, and no recovery is needed to read it. The next save to
-this path deletes any other remains (a temporary directory; an array file that no
+this path first deletes any other remains (a temporary directory; an array file that no
 manifest names). One job at a time may save to a path.
 
 Rejected: renaming a directory over another one (POSIX allows it over an empty one
@@ -35,6 +35,7 @@ import shutil
 import stat
 from collections.abc import Callable
 
+from mpidist._base.errors import CheckpointError
 from mpidist._checkpoints import storage
 
 _MARK = ".tmp-"
@@ -58,6 +59,8 @@ def replace(path: str, write: Callable[[str, int], None]) -> None:
     _make_directories(parent)
     number = _next_number(path)
     clean(parent, os.path.basename(path))
+    if number > 1:
+        _delete_unnamed(path)
     beside = _beside(path)
     os.mkdir(beside)
     mode = stat.S_IMODE(os.stat(beside).st_mode)
@@ -67,7 +70,7 @@ def replace(path: str, write: Callable[[str, int], None]) -> None:
         write(beside, number)
         sync_directory(beside)
         if number > 1:
-            _move_into(beside, path)
+            data = _move_into(beside, path)
         else:
             with contextlib.suppress(OSError):
                 os.chmod(beside, mode)
@@ -79,7 +82,7 @@ def replace(path: str, write: Callable[[str, int], None]) -> None:
     if number > 1:
         # The new checkpoint is in place: leftover files are no reason to fail.
         shutil.rmtree(beside, ignore_errors=True)
-        _delete_files(path, keep=number)
+        _delete_files(path, keep=data)
 
 
 def remove(path: str) -> None:
@@ -144,7 +147,7 @@ def _next_number(path: str) -> int:
         return 1
     except NotADirectoryError:
         raise FileExistsError(
-            f"expected a directory of a checkpoint, or nothing, at {path!r}, got a "
+            f"expected a checkpoint directory, or nothing, at {path!r}, got a "
             "file; delete it, or save to another path"
         ) from None
     used = [0]
@@ -161,17 +164,29 @@ def _next_number(path: str) -> int:
     return max(max(used) + 1, 2) if names else 1
 
 
-def _move_into(beside: str, path: str) -> None:
+def _move_into(beside: str, path: str) -> str:
+    """Replace the checkpoint at the path; return the name of its array file."""
     data, manifest = sorted(os.listdir(beside), key=lambda n: n == storage.MANIFEST)
     os.rename(os.path.join(beside, data), os.path.join(path, data))
     sync_directory(path)
     os.rename(os.path.join(beside, manifest), os.path.join(path, manifest))
     sync_directory(path)
+    return data
 
 
-def _delete_files(path: str, keep: int) -> None:
+def _delete_unnamed(path: str) -> None:
+    """Delete the array files that killed jobs have left in a checkpoint.
+
+    Each job that is killed between the two renames leaves one, and they may fill the
+    disk. Those of a checkpoint whose manifest is damaged stay.
+    """
+    with contextlib.suppress(OSError, CheckpointError):
+        if len(os.listdir(path)) > 2:
+            _delete_files(path, keep=storage.read_manifest(path).file)
+
+
+def _delete_files(path: str, keep: str) -> None:
     with contextlib.suppress(OSError):
         for name in os.listdir(path):
-            match = storage.ARRAY_FILE.fullmatch(name)
-            if match is not None and int(match[1]) != keep:
+            if name != keep and storage.ARRAY_FILE.fullmatch(name):
                 os.unlink(os.path.join(path, name))

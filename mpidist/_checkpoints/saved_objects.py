@@ -23,6 +23,7 @@ import dataclasses
 import functools
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
@@ -33,6 +34,7 @@ from mpidist._agreement import mismatch
 from mpidist._base import backend, checksums
 from mpidist._base.errors import (
     CheckpointError,
+    CollectiveError,
     CollectiveMismatchError,
     damaged_checkpoint,
     format_ranks,
@@ -178,17 +180,28 @@ class SavedObjects:
             raise call.guard.leave_call(error) from None
         values = call.together(lambda: _prepared(variables, arrays), scope=False)
         arrays.clear()
-        _put_states(call, found.states, found.items)
 
         def assign() -> None:  # without allocating
             for item, value in zip(variables, values, strict=True):
                 storage_of(item.variable).apply("assign", value)
 
+        guard = call.guard
+        ready = mismatch.Call(f"{call.name}, when all ranks are ready")
+        before: list[tuple[StateItem, State]] = []
+        headers = sys.maxsize
         try:
+            _put_states(call, found.states, found.items, before)
+            headers = guard.published
+            guard.agree_and_compare(ready, 0)
             assign()
-        except BaseException as error:  # of a signal: the other ranks assign all
-            assign()
-            raise call.guard.leave_call(error) from None
+        except BaseException as error:
+            if guard.published > headers and not isinstance(error, CollectiveError):
+                # The others see that header, and restore all, whatever comes to this.
+                assign()
+                raise guard.leave_call(error) from None
+            guard.interrupted(call.name, error)
+            _put_back(call, before, error)
+            raise
         return sorted([*found.states, *found.variables])
 
     def call(self, name: str) -> CollectiveCall:
@@ -429,29 +442,40 @@ def _problem(item: Item, files: CheckpointFiles) -> str:
 
 
 def _put_states(
-    call: CollectiveCall, states: dict[str, SavedState], items: Mapping[str, Item]
+    call: CollectiveCall,
+    states: dict[str, SavedState],
+    items: Mapping[str, Item],
+    before: list[tuple[StateItem, State]],
 ) -> None:
-    """Restore all states; if one raises, set the others back to their old state."""
-    before: list[tuple[StateItem, State]] = []
-    try:
-        for name, saved in states.items():
-            item = items[name]
-            assert isinstance(item, StateItem)
-            before.append((item, call.together(item.get)))
+    """Restore all states, and add to ``before`` what they were. Collective."""
+    for name, saved in states.items():
+        item = items[name]
+        assert isinstance(item, StateItem)
+        before.append((item, call.together(item.get)))
 
-            def put(item: StateItem = item, saved: SavedState = saved) -> None:
-                item.set(contents.choose_state(item, saved, call.rank, call.size))
+        def put(item: StateItem = item, saved: SavedState = saved) -> None:
+            item.set(contents.choose_state(item, saved, call.rank, call.size))
 
-            call.together(put)
-    except Exception as error:
-        for item, old in reversed(before):
-            try:
-                call.together(functools.partial(item.set, old))
-            except Exception as again:
-                error.add_note(
-                    f"{item.name!r} did not take its old state back either: {again}"
-                )
-        raise
+        call.together(put)
+
+
+def _put_back(
+    call: CollectiveCall,
+    before: list[tuple[StateItem, State]],
+    error: BaseException,
+) -> None:
+    """Set states back to what they were. Collective, if ranks can still meet."""
+    for item, old in reversed(before):
+        put = functools.partial(item.set, old)
+        try:
+            if call.guard.broken:
+                put()
+            else:
+                call.together(put)
+        except Exception as again:
+            error.add_note(
+                f"{item.name!r} did not take its old state back either: {again}"
+            )
 
 
 def _room_for(

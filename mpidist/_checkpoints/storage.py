@@ -480,6 +480,19 @@ class CheckpointFiles:
             )
 
 
+def read_manifest(path: str) -> Manifest:
+    """Return the manifest of a checkpoint.
+
+    Args:
+        path: the path of the checkpoint's directory.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        CheckpointError: if it is damaged.
+    """
+    return parse_manifest(_read_manifest(path), os.path.join(path, MANIFEST))
+
+
 def _read_manifest(path: str) -> bytes:
     name = os.path.join(path, MANIFEST)
     try:

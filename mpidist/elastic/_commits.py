@@ -1,9 +1,9 @@
 """Commits: copies of a state in the memory of the replicas, the same on all of them.
 
-Making one: encode the states; compare them over the replicas, in one header (so all of
-them commit, and the same); exchange them if they differ; copy the variables, and tell
-the others if that has failed. Nothing of it counts until the replicas have agreed
-(`_members`).
+Making one: encode the states and copy the variables, on each replica by itself; compare
+the states over the replicas, in one header (so all of them commit, and the same), which
+also tells if one has failed; exchange the states if they differ; combine the ON_READ
+variables. Nothing of it counts until the replicas have agreed (`_members`).
 
 What is different on each replica survives it: ON_READ variables are combined, as
 reading does, and differing states of generators are on all replicas.
@@ -18,7 +18,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 
@@ -30,6 +31,8 @@ from mpidist._checkpoints import contents, state_json
 from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._checkpoints.contents import Item, SavedState, StateItem, VariableItem
 from mpidist._checkpoints.state_json import Json
+
+_ENCODER: Final = json.JSONEncoder(sort_keys=True, check_circular=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +74,13 @@ def take(
         CollectiveMismatchError: if a plain value differs between the replicas.
         TypeError: if a state cannot be kept, on one replica; all raise it.
     """
-    own = call.attempt(lambda: _encode(items))
-    text = json.dumps([number, own], sort_keys=True)
+    old = {} if reused is None else reused.arrays
+
+    def prepare() -> tuple[dict[str, Json], str, dict[str, HostArray]]:
+        own = _encode(items)
+        return own, _ENCODER.encode([number, own]), _copy(items, old)
+
+    own, text, arrays = call.attempt(prepare)
     states = {name: [state] for name, state in own.items()}
     made = mismatch.call_of(call.name)
     if not call.guard.agree_and_compare(made, mismatch.fingerprint(text)):
@@ -82,15 +90,10 @@ def take(
             if any(state != column[0] for state in column):
                 states[name] = column
         _check_differing(call, items, states, plain)
-    old = {} if reused is None else reused.arrays
-    # In a section: a replica without memory for it tells the others.
-    arrays = call.together(
-        lambda: {
-            item.name: _copy(item, old.get(item.name))
-            for item in items
-            if isinstance(item, VariableItem)
-        }
-    )
+    on_read = [x for x in items if isinstance(x, VariableItem) and x.on_read]
+    if on_read:
+        # In a section: a replica without memory for it tells the others.
+        arrays |= call.together(lambda: {item.name: _read(item) for item in on_read})
     return Commit(number, call.rank, call.size, arrays, states)
 
 
@@ -102,18 +105,25 @@ def _encode(items: Sequence[Item]) -> dict[str, Json]:
     }
 
 
-def _copy(item: VariableItem, out: HostArray | None) -> HostArray:
-    """Return a copy of a variable, in ``out`` if it fits. Collective if ON_READ."""
-    if item.on_read:
-        # A new array, which nobody else has.
-        return np.asarray(backend.to_host(item.variable.read_value()))
-    x = item.variable.values[0]
-    if backend.is_device_array(x):
-        return np.asarray(backend.to_host(x))
-    if out is None:
-        return np.array(x)
-    out[...] = x
-    return out
+def _copy(items: Sequence[Item], old: Mapping[str, HostArray]) -> dict[str, HostArray]:
+    """Return copies of the mirrored variables, in arrays that may be overwritten."""
+    arrays: dict[str, HostArray] = {}
+    for item in items:
+        if isinstance(item, VariableItem) and not item.on_read:
+            x, out = item.variable.value(), old.get(item.name)
+            if backend.is_device_array(x):
+                out = np.asarray(backend.to_host(x))
+            elif out is None:
+                out = np.array(x)
+            else:
+                out[...] = x
+            arrays[item.name] = out
+    return arrays
+
+
+def _read(item: VariableItem) -> HostArray:
+    """Return the value of an ON_READ variable, in a new array. Collective."""
+    return np.asarray(backend.to_host(item.variable.read_value()))
 
 
 def _check_differing(

@@ -18,6 +18,9 @@ with those that are left. The protocol is that of the ULFM specification (sectio
 "Communicator agreement"); anything that was applied before the agreement could be lost
 on some replicas.
 
+Nobody waits for a replica that has left with an exception of its own: it has told the
+others so, by a communicator that is there for this alone (`Round.stop`).
+
 A commit can count on a replica that dies before it tells anybody; its effect is then
 lost with it. Should it count on some and not on others, which a uniform agreement
 excludes, the older of the last two commits, which all have, is taken.
@@ -34,8 +37,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from mpidist._agreement.polling import poll, spins_for
+from mpidist._base.errors import CollectiveTimeoutError
 from mpidist._mpi import library, survival
-from mpidist._mpi.library import MpiComm
+from mpidist._mpi.library import MpiComm, MpiRequest
 
 _SPARE_SECONDS: Final = 0.02
 
@@ -50,7 +55,7 @@ class Role(enum.IntEnum):
     FINISHED = enum.auto()  # all replicas have
 
 
-class Plan(NamedTuple):
+class Placement(NamedTuple):
     """Who the replicas of a round are.
 
     Attributes:
@@ -59,7 +64,6 @@ class Plan(NamedTuple):
         ranks: for each replica its rank in the communicator of all.
         has: for each replica whether it has the commit.
         commit: the number of the commit; 0: they start from the beginning.
-        lost: the places that nobody takes.
         spares: how many spares are left.
     """
 
@@ -67,7 +71,6 @@ class Plan(NamedTuple):
     ranks: list[int]
     has: list[bool]
     commit: int
-    lost: list[int]
     spares: int
 
 
@@ -91,9 +94,9 @@ class FinishedError(Exception):
     """The replicas have finished: nobody is needed any more."""
 
 
-def make_plan(
+def make_placement(
     roles: Sequence[Role], claims: Sequence[Claim], commit: int, wanted: int
-) -> Plan:
+) -> Placement:
     """Return who the next replicas are; the same on all processes.
 
     Args:
@@ -118,12 +121,11 @@ def make_plan(
     for place in empty[: len(free)]:
         taken[place] = free.pop(0)
     places = sorted(taken)
-    return Plan(
+    return Placement(
         places,
         [taken[place] for place in places],
         [place in has for place in places],
         commit,
-        [place for place in empty if place not in taken],
         len(free),
     )
 
@@ -134,21 +136,26 @@ class Round:
 
     Attributes:
         all: the processes that live, spares too.
-        stop: the same processes; it is revoked if the replicas raise.
+        stop: of these and others that have died; a replica that leaves revokes it, and
+            nothing else. All rounds have the same: Open MPI 5.0.11 crashes if it learns
+            of a death while it makes a communicator, so there are few.
         replicas: the replicas, for the votes and for the strategy; None on a spare.
-        plan: who they are.
+            That of all, if these are the replicas in their order.
+        placement: who they are.
+        timeout: seconds that a vote waits for the others; 0: forever.
         over: whether it has ended, by a loss.
     """
 
     all: MpiComm
     stop: MpiComm
     replicas: MpiComm | None
-    plan: Plan
+    placement: Placement
+    timeout: float
     over: bool = False
 
     def vote(self) -> bool:
         """Return whether all replicas live and have come here. Collective over them."""
-        if not self.over and not survival.agree(self.replicas, 1):
+        if not self.over and not survival.agree(self.replicas, 1, self._wait):
             self.over = True
         return not self.over
 
@@ -166,10 +173,37 @@ class Round:
         if not self.over:
             self.over = True
             survival.revoke(self.replicas)
-            survival.agree(self.replicas, 0)
+            survival.agree(self.replicas, 0, self._wait)
 
-    def release_spares(self) -> None:
-        """Let the spares end, since this replica has raised. Not collective."""
+    def _wait(self, request: MpiRequest) -> None:
+        """Wait for an agreement.
+
+        Raises:
+            RuntimeError: if a replica has left the run: it will not take part.
+            CollectiveTimeoutError: at the deadline.
+        """
+
+        def look(waited: float) -> None:
+            self.check_all_stay()
+            if self.timeout and waited > self.timeout:
+                raise CollectiveTimeoutError(
+                    "elastic.run: some replica lives, but has not taken part in a vote "
+                    f"of the replicas for {self.timeout:.3g} s: it is stopped, or hangs"
+                )
+
+        poll(request, look, spins=spins_for(self.all.Get_size()))
+
+    def check_all_stay(self) -> None:
+        """Raise if a replica has left the run. Not collective."""
+        if self.stop.Is_revoked():
+            raise RuntimeError(
+                "elastic.run: another replica has left it with an exception of its "
+                "own, so this one cannot go on; let all of them leave, and start "
+                "the job again"
+            )
+
+    def leave(self) -> None:
+        """Tell the others that this replica leaves, and raises. Not collective."""
         survival.revoke(self.stop)
 
     def wait_as_spare(self) -> bool:
@@ -180,7 +214,7 @@ class Round:
         Raises:
             NobodyLeftError: if all replicas have died.
         """
-        replicas = set(self.plan.ranks)
+        replicas = set(self.placement.ranks)
         while True:
             failed = survival.failed_ranks(self.all)
             if self.stop.Is_revoked():
@@ -190,6 +224,16 @@ class Round:
             if replicas <= set(failed):
                 raise NobodyLeftError
             time.sleep(_SPARE_SECONDS)
+
+
+def lost(before: Round, current: Round) -> list[int]:
+    """Return which replicas of one round have died before another. Not collective."""
+    then, now = before.all.Get_group(), current.all.Get_group()
+    dead = then.Difference(then, now)
+    ranks = set(dead.Translate_ranks(None, then))
+    for group in (then, now, dead):
+        group.Free()
+    return [k for k, rank in enumerate(before.placement.ranks) if rank in ranks]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,27 +255,47 @@ class Member:
     settings: int
 
 
-def meet(before: MpiComm | None, member: Member) -> Round:
+def meet(before: Round | None, member: Member, timeout: float = 0.0) -> Round:
     """Find out who lives, and begin a round. Collective over them.
 
     Args:
-        before: the communicator of all processes in the round before; None: all that
-            the job has, of which some may have died already.
+        before: the round before; None: the first one, of all processes that the job
+            has, of which some may have died already.
         member: this process.
+        timeout: seconds to wait for the others, here and in the votes; 0: forever.
 
     Raises:
         FinishedError: if there is nothing left to do; on all processes.
         NobodyLeftError: if nobody has the state; on all of them.
         ValueError: if their settings differ; on all of them.
+        CollectiveTimeoutError: if not all of them have come.
+        RuntimeError: if one of them has left the run.
     """
-    comm = library.mpi_module().COMM_WORLD if before is None else before
-    if before is not None:
+
+    def wait(request: MpiRequest) -> None:
+        poll(request, look)
+
+    def look(waited: float) -> None:
+        if before is not None:
+            before.check_all_stay()
+        if timeout and waited > timeout:
+            raise CollectiveTimeoutError(
+                "elastic.run: not all living ranks of the job made this call within "
+                f"{timeout:.3g} s; make it on every rank"
+            )
+
+    if before is None:
+        comm = library.mpi_module().COMM_WORLD
+    else:
+        comm = before.all
         survival.revoke(comm)
+    survival.agree(comm, 1, wait)  # shrinking would wait for all, and forever
+    stop = None if before is None else before.stop
     while True:
         comm = survival.shrink(comm)
         found: Round | Exception | None = None
         try:
-            found = _begin(comm, member)
+            found = _begin(comm, stop, member, timeout)
         except (FinishedError, NobodyLeftError, ValueError) as error:
             found = error  # of all, once they have agreed that they are all
         except Exception as error:
@@ -241,13 +305,15 @@ def meet(before: MpiComm | None, member: Member) -> Round:
             ):
                 raise
             survival.revoke(comm)
-        if survival.agree(comm, int(found is not None)) and found is not None:
+        if survival.agree(comm, int(found is not None), wait) and found is not None:
             if isinstance(found, Exception):
                 raise found
             return found
 
 
-def _begin(comm: MpiComm, member: Member) -> Round:
+def _begin(
+    comm: MpiComm, stop: MpiComm | None, member: Member, timeout: float
+) -> Round:
     rows = _exchange(comm, [member.role, member.newest, member.settings])
     if len({settings for _, _, settings in rows}) > 1:
         raise ValueError(
@@ -256,13 +322,17 @@ def _begin(comm: MpiComm, member: Member) -> Round:
     # The newest that all have who have one.
     commit = min((newest for _, newest, _ in rows if newest), default=0)
     claims = [Claim(*row) for row in _exchange(comm, list(member.claim(commit)))]
-    plan = make_plan([Role(row[0]) for row in rows], claims, commit, member.wanted)
+    placement = make_placement(
+        [Role(row[0]) for row in rows], claims, commit, member.wanted
+    )
     rank = comm.Get_rank()
-    mine = plan.ranks.index(rank) if rank in plan.ranks else -1
-    undefined = library.mpi_module().UNDEFINED
-    replicas = comm.Split(0 if mine >= 0 else undefined, max(mine, 0))
-    stop = comm.Dup() if plan.spares else comm
-    return Round(comm, stop, replicas if mine >= 0 else None, plan)
+    mine = placement.ranks.index(rank) if rank in placement.ranks else -1
+    replicas = comm
+    if placement.ranks != list(range(comm.Get_size())):  # spares, or in their places
+        undefined = library.mpi_module().UNDEFINED
+        replicas = comm.Split(0 if mine >= 0 else undefined, max(mine, 0))
+    stop = comm.Dup() if stop is None else stop
+    return Round(comm, stop, replicas if mine >= 0 else None, placement, timeout)
 
 
 def _exchange(comm: MpiComm, numbers: list[int]) -> list[list[int]]:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias, TypeVar
 
+from mpidist._agreement.guard import SectionResult
+from mpidist._agreement.mismatch import Call
 from mpidist._base import threads
+from mpidist._base.environment import Environment, read_environment
 from mpidist._base.errors import ReplicaLostError, format_ranks
 from mpidist._mpi import library, survival
 from mpidist._strategy.mpi_strategy import MPIStrategy
+from mpidist._strategy.strategy import group_of
 from mpidist.elastic import _members
 from mpidist.elastic._members import (
     FinishedError,
     Member,
     NobodyLeftError,
-    Plan,
+    Placement,
     Role,
     Round,
 )
-from mpidist.elastic._state import Held, State, held_by
+from mpidist.elastic._state import State, StateStorage, storage_of_state
 
 _R = TypeVar("_R")
 # Any: of the communicator, an `mpi4py.MPI.Comm`.
@@ -37,59 +42,59 @@ def run(
     spares: int = 0,
     make_strategy: Callable[[Any], MPIStrategy] = MPIStrategy,
 ) -> _R | None:
-    """Run a training that goes on when replicas die. Collective: all ranks call it.
+    """Run a training that continues when replicas die. Collective: all ranks call it.
 
     ``train(strategy, state)`` is an ordinary program, which calls ``state.commit()`` at
     the boundaries of its steps. When the process of a replica dies, the calls of all
     others end in `ReplicaLostError`, which passes through ``train`` to here. The
-    replicas that are left get a new strategy, the objects of ``state`` are made anew
-    with what was committed last, the same on all, and ``train`` is called again: it
-    begins where ``state`` says. A commit counts on all replicas or on none.
+    surviving replicas get a new strategy, the objects of ``state`` are created again
+    with the values of the last commit, the same on all, and ``train`` is called again:
+    it begins where ``state`` says. A commit takes effect on all replicas or on none.
 
-    Replicas that have died are lost, so the others share the work: batches of global
-    size stay what they were. Processes that wait as spares take their places instead.
+    The others share the work of replicas that have died: the size of global batches
+    does not change. If processes wait as spares, these take the places of the dead.
     Rank 0 of the new strategy is the lowest replica that is left, or the spare in its
     place.
 
     It needs Open MPI 5, started by ``mpirun --with-ft ulfm`` (``mpidist run
-    --elastic``). Elsewhere this is an ordinary run on all ranks, which ends with the
-    job when a rank dies; it says so once. ``mpidist run --restarts`` starts such a job
-    again, from the last checkpoint of ``State(directory=...)``.
+    --elastic``). Without that it is an ordinary run on all ranks, which ends with the
+    job when a rank dies; a warning says so once. ``mpidist run --restarts`` starts such
+    a job again, from the last checkpoint of ``State(directory=...)``.
 
     Args:
         train: called with a strategy and the state. An exception other than that of a
             loss ends the run.
-        state: a `State`. One without a commit begins with the newest checkpoint of its
-            directory.
+        state: a `State`. If it has no commit yet, it begins with the newest checkpoint
+            of its directory.
         min_replicas: with fewer replicas than this the run ends with an error. The same
             on all ranks.
-        spares: so many processes, the last ranks of the job, wait until they are
-            needed. They sleep. The same on all ranks.
-        make_strategy: makes the strategy for a communicator (an `mpi4py.MPI.Comm`;
-            None for replicas that are threads, see `mpidist.testing`),
-            such as ``functools.partial(mpidist.MPIStrategy, device="cpu")``.
+        spares: how many processes, the last ranks of the job, sleep until they are
+            needed. The same on all ranks.
+        make_strategy: creates the strategy for a communicator (an `mpi4py.MPI.Comm`;
+            None for replicas that are threads, see `mpidist.testing`), such as
+            ``functools.partial(mpidist.MPIStrategy, device="cpu")``.
 
     Returns:
         What ``train`` returns; None on a spare that was not needed. The strategy is
         closed: mirrored variables of the state can still be read.
 
     Raises:
-        RuntimeError: on each replica that is left, if they are fewer than
+        RuntimeError: on each surviving replica, if they are fewer than
             ``min_replicas``; on each spare, if all replicas have died; on all replicas,
             if the training fails twice as if replicas had died, but none has.
         TypeError, ValueError: if an argument is invalid.
     """
     _check(train, state, min_replicas, spares, make_strategy)
-    held = held_by(state)
+    storage = storage_of_state(state)
     if threads.current() is not None or not survival.is_on():
-        return _run_once(train, state, held, min_replicas, make_strategy)
+        return _run_once(train, state, storage, min_replicas, make_strategy)
     world = library.world_size()
     if world - spares < min_replicas:
         raise ValueError(
             f"elastic.run: expected at least min_replicas={min_replicas} ranks and "
             f"spares={spares}, got {world} ranks; start more, or write smaller numbers"
         )
-    return _Survivor(held, min_replicas, spares, make_strategy).run(train, state)
+    return _Survivor(storage, min_replicas, spares, make_strategy).run(train, state)
 
 
 def _check(
@@ -124,7 +129,7 @@ def _check(
             )
 
 
-class _Everybody:
+class _UnanimousVote:
     """The vote of replicas of which none can be lost."""
 
     def vote(self) -> bool:
@@ -134,7 +139,7 @@ class _Everybody:
 def _run_once(
     train: Callable[[Any, State], _R],
     state: State,
-    held: Held,
+    storage: StateStorage,
     min_replicas: int,
     make_strategy: _MakeStrategy,
 ) -> _R:
@@ -148,29 +153,46 @@ def _run_once(
             f"{size}; start more"
         )
     if size > 1 and threads.current() is None and strategy.replica_id == 0:
-        _say(
-            "this MPI ends the job when a rank dies; write `mpidist run --elastic` "
-            "with Open MPI 5, or `mpidist run --restarts N` and State(directory=...)"
-        )
-    held.begin(strategy, _Everybody())
-    if held.number:  # of an earlier run
-        held.put_back(held.number, [True] * size, list(range(size)))
+        _say_that_it_ends()
+    storage.begin(strategy, _UnanimousVote())
+    if storage.number:  # of an earlier run
+        storage.put_back(storage.number, [True] * size, list(range(size)))
     else:
-        held.restore_from_disk()
-    held.commit("elastic.run, at its beginning")
-    result = train(strategy, state)
-    held.commit_last()
+        storage.restore_from_disk()
+    storage.commit("elastic.run, at its beginning")
+    result = _call(train, strategy, state)
+    storage.commit_last()
     strategy.close()
     return result
+
+
+def _call(train: Callable[[Any, State], _R], strategy: MPIStrategy, state: State) -> _R:
+    """Call the training; wait until it has ended on all replicas.
+
+    If it raises on one, all raise: a program that catches that must not leave the
+    others waiting.
+    """
+
+    def body(section: SectionResult) -> _R:
+        section.kind = "raised"
+        return train(strategy, state)
+
+    return group_of(strategy).guard.run_section(
+        Call("elastic.run, the end of `train`"), body
+    )
 
 
 class _Survivor:
     """This process, in a run that goes on when others die."""
 
     def __init__(
-        self, held: Held, min_replicas: int, spares: int, make_strategy: _MakeStrategy
+        self,
+        storage: StateStorage,
+        min_replicas: int,
+        spares: int,
+        make_strategy: _MakeStrategy,
     ) -> None:
-        self._held = held
+        self._storage = storage
         self._min_replicas = min_replicas
         self._make_strategy = make_strategy
         self._wanted = library.world_size() - spares
@@ -209,24 +231,37 @@ class _Survivor:
                 result = self._take_part(current, train, state)
             except BaseException as error:
                 if not _is_loss(error, current):
-                    current.release_spares()
+                    current.leave()
                     raise
                 # Not the exception: its frames keep all arrays of `train`.
                 problem = f"{type(error).__name__}: {error}"
             else:
                 self._finish(current)
                 return result
-            self._give_up(current)
+            try:
+                self._give_up(current)
+            except BaseException:
+                current.leave()
+                raise
 
     def _meet(self, problem: str) -> Round:
         """Begin the next round, with all processes that live."""
-        held, before = self._held, self._round
+        storage, before = self._storage, self._round
         wanted = self._wanted
-        member = Member(self._role, held.number, held.claim, wanted, self._settings)
-        current = _members.meet(None if before is None else before.all, member)
+        member = Member(
+            self._role, storage.number, storage.claim, wanted, self._settings
+        )
+        try:
+            current = _members.meet(before, member, _timeout())
+        except (FinishedError, NobodyLeftError, ValueError):
+            raise  # on all
+        except BaseException:
+            if before is not None:
+                before.leave()
+            raise
         self._round = current
-        plan = current.plan
-        size = len(plan.places)
+        placement = current.placement
+        size = len(placement.places)
         if size < self._min_replicas:
             left = "1 replica is" if size == 1 else f"{size} replicas are"
             raise RuntimeError(
@@ -235,10 +270,10 @@ class _Survivor:
             )
         if before is not None:
             nobody = before.all.Get_size() == current.all.Get_size()
-            same = plan.commit <= self._first
+            same = placement.commit <= self._first
             self._idle = self._idle + 1 if nobody and same else 0
             if self._idle >= _MOST_IDLE_ROUNDS and current.replicas is not None:
-                current.release_spares()
+                current.leave()
                 raise RuntimeError(
                     "elastic.run: `train` fails as if a replica had died, but none "
                     "has. Perhaps it uses a strategy, a dataset or an iterator of an "
@@ -246,36 +281,42 @@ class _Survivor:
                     f"them. It raised {problem}"
                 )
             if current.replicas is not None and current.replicas.Get_rank() == 0:
-                _say(_describe(plan))
+                _say(
+                    describe(
+                        placement,
+                        len(before.placement.ranks),
+                        _members.lost(before, current),
+                    )
+                )
         return current
 
     def _take_part(
         self, current: Round, train: Callable[[Any, State], _R], state: State
     ) -> _R:
-        held, plan = self._held, current.plan
+        storage, placement = self._storage, current.placement
         strategy = self._make_strategy(current.replicas)
         self._strategy = weakref.ref(strategy)
-        held.begin(strategy, current)
-        if plan.commit:
-            if not held.number:
+        storage.begin(strategy, current)
+        if placement.commit:
+            if not storage.number:
                 self._role = Role.JOINING
-            held.put_back(plan.commit, plan.has, plan.places)
+            storage.put_back(placement.commit, placement.has, placement.places)
         else:
             self._role = Role.STARTING
-            held.restore_from_disk()
+            storage.restore_from_disk()
         # What is put back becomes a commit of these replicas; spares have it then, too.
-        held.commit("elastic.run, at its beginning")
-        self._first = held.number
+        storage.commit("elastic.run, at its beginning")
+        self._first = storage.number
         self._role = Role.REPLICA
-        result = train(strategy, state)
-        held.commit_last()
+        result = _call(train, strategy, state)
+        storage.commit_last()
         return result
 
     def _give_up(self, current: Round) -> None:
         """Leave a round in which a replica was lost."""
         current.give_up()
         self._close()
-        self._held.end(
+        self._storage.end(
             "it belongs to a strategy of which a replica was lost. `elastic.run` has "
             "made it anew; take it from `state` in each call of `train`"
         )
@@ -294,7 +335,7 @@ class _Survivor:
         """End the run: all replicas have agreed that they have finished."""
         self._close()
         self._role = Role.FINISHED
-        if current.plan.spares:
+        if current.placement.spares:
             with contextlib.suppress(FinishedError):
                 self._meet("")
 
@@ -320,21 +361,43 @@ def _is_loss(error: BaseException, current: Round) -> bool:
     return current.has_lost()
 
 
-def _describe(plan: Plan) -> str:
-    """Return what a user should know about a loss."""
-    replaced = [x for x, has in zip(plan.places, plan.has, strict=True) if not has]
-    gone = sorted([*plan.lost, *(replaced if plan.commit else [])])
-    ranks = format_ranks(gone).replace("rank", "replica") if gone else "no replica"
-    size = len(plan.places)
+def _timeout() -> float:
+    """Return for how many seconds ranks wait for each other; 0: forever."""
+    try:
+        return read_environment().timeout_seconds
+    except ValueError:  # which all ranks learn from the strategy
+        return Environment().timeout_seconds
+
+
+def describe(placement: Placement, before: int, lost: list[int]) -> str:
+    """Return what a user should know about a loss.
+
+    Args:
+        placement: who goes on.
+        before: how many replicas there were.
+        lost: which of them have died.
+    """
+    ranks = format_ranks(lost).replace("rank", "replica") if lost else "no replica"
+    size = len(placement.places)
     count = "1 replica goes" if size == 1 else f"{size} replicas go"
     taken = ""
-    if plan.commit and replaced:
-        taken = f" {len(replaced)} of them from the spares, of which"
-        taken += f" {plan.spares} are left,"
-    elif plan.lost:
+    if joined := size - (before - len(lost)):
+        taken = f" {joined} of them from the spares, of which"
+        taken += f" {placement.spares} are left,"
+    elif lost:
         taken = " with no spare left,"
-    start = f"from commit {plan.commit}" if plan.commit else "from the beginning"
+    start = (
+        f"from commit {placement.commit}" if placement.commit else "from the beginning"
+    )
     return f"lost {ranks}; {count} on,{taken} {start}"
+
+
+@functools.cache
+def _say_that_it_ends() -> None:
+    _say(
+        "this MPI ends the job when a rank dies; write `mpidist run --elastic` with "
+        "Open MPI 5, or `mpidist run --restarts N` and State(directory=...)"
+    )
 
 
 def _say(text: str) -> None:

@@ -7,14 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 from mpidist._base.errors import ReplicaLostError, on_rank
-from mpidist._checkpoints import (
-    Checkpoint,
-    CheckpointManager,
-    contents,
-    state_json,
-)
+from mpidist._checkpoints import Checkpoint, CheckpointManager, contents, state_json
 from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._checkpoints.contents import Item, VariableItem
+from mpidist._runtime import interruptions
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.strategy import Strategy, group_of
 from mpidist._values.variable import Variable, storage_of
@@ -46,7 +42,7 @@ class _Value:
         self._values[self._name] = state
 
 
-class Held:
+class StateStorage:
     """What a `State` holds; for `mpidist.elastic.run`.
 
     Attributes:
@@ -55,7 +51,7 @@ class Held:
         given: the objects that belong to no strategy, by name.
         made: the objects that ``build`` has made for the current strategy.
         newest: the newest commit.
-        before: the one before it, until the next commit uses its memory.
+        previous: the one before it, until the next commit uses its memory.
     """
 
     def __init__(
@@ -71,7 +67,7 @@ class Held:
         self.given: dict[str, Any] = {}
         self.made: dict[str, Any] = {}
         self.newest: Commit | None = None
-        self.before: Commit | None = None
+        self.previous: Commit | None = None
         self._directory, self._every = directory, every
         self._manager: CheckpointManager | None = None
         self._items: list[Item] = []
@@ -170,7 +166,7 @@ class Held:
         if not all(has):
             commit = _commits.share(call, self._items, commit, has)
         assert commit is not None
-        self.newest, self.before = commit, None
+        self.newest, self.previous = commit, None
         _commits.put(call, self._items, commit, places)
 
     def end(self, why: str) -> None:
@@ -205,7 +201,7 @@ class Held:
         return Claim(-1, 0) if commit is None else Claim(commit.place, commit.size)
 
     def _find(self, number: int) -> Commit | None:
-        for commit in (self.newest, self.before):
+        for commit in (self.newest, self.previous):
             if commit is not None and commit.number == number and commit.place >= 0:
                 return commit
         return None
@@ -225,23 +221,27 @@ class Held:
         Raises:
             ReplicaLostError: if a replica has died; nothing was committed then.
         """
-        if self._group is None or self._voting is None:
-            raise RuntimeError(
-                f"{name}: the state is not in use; call it in the function that "
-                "`mpidist.elastic.run(train, state)` calls"
-            )
-        call = CollectiveCall(self._group, name)
+        try:
+            if self._group is None or self._voting is None:
+                raise RuntimeError(
+                    f"{name}: the state is not in use; call it in the function that "
+                    "`mpidist.elastic.run(train, state)` calls"
+                )
+            self._commit(CollectiveCall(self._group, name), self._voting, last)
+        except BaseException as error:
+            if self._group is not None:
+                interruptions.left(self._group, name, error)
+            raise
+
+    def _commit(self, call: CollectiveCall, voting: Voting, last: bool) -> None:
         number = 1 + (0 if self.newest is None else self.newest.number)
-        reused, self.before = self.before, None
+        reused, self.previous = self.previous, None
         made = _commits.take(call, self._items, number, self.values.keys(), reused)
         # Nothing is applied before this: it ends on all replicas in the same way.
-        if not self._voting.vote():
-            raise ReplicaLostError(
-                on_rank(call.rank, f"{name}: a replica has died; nothing is committed"),
-                (),
-                name,
-            )
-        self.newest, self.before = made, self.newest
+        if not voting.vote():
+            why = f"{call.name}: a replica has died; nothing is committed"
+            raise ReplicaLostError(on_rank(call.rank, why), (), call.name)
+        self.newest, self.previous = made, self.newest
         if self._manager is not None and (last or number % self._every == 0):
             with call.scope():
                 self._manager.save()
@@ -265,34 +265,36 @@ class Held:
 class State:
     """What a training keeps when replicas die: objects and values by name.
 
-    Objects that belong to a strategy are made by ``build(strategy)``, which is called
-    in the scope of each new strategy, and returns them by name: variables, optimizers
-    (`build` of theirs called, so that they have their variables), distributed datasets
-    and iterators, and dicts and lists of these. A variable cannot outlive its strategy,
-    since it is a group of processes of which one has died. So `mpidist.elastic.run`
-    makes all of them anew, with the values of the last commit, and the old ones raise
-    an error when they are used. Programs therefore write ``state.weights`` where they
-    need it, and keep no reference to it from one call of ``train`` to the next.
+    Objects that belong to a strategy are created by ``build(strategy)``, which is
+    called in the scope of each new strategy, and returns them by name: variables,
+    optimizers (after a call of their `build`, so that they have their variables),
+    distributed datasets and iterators, and dicts and lists of these. A variable cannot
+    outlive its strategy, which is a group of processes of which one has died.
+    `mpidist.elastic.run` therefore creates all of them again, with the values of the
+    last commit; the old ones raise an error when they are used. Write ``state.weights``
+    where it is needed, and keep no reference to it from one call of ``train`` to the
+    next.
 
-    All else is passed by keyword: plain values, which are the same on all replicas, and
-    objects that belong to no strategy: ``numpy.random.Generator`` and all others that a
-    `mpidist.Checkpoint` takes. A plain value is anything made of None, bools, numbers,
-    strings, bytes and NumPy arrays in lists, tuples and dicts; it is read and set as
-    an attribute: ``state.epoch += 1``. Names that were not passed cannot be set, since
-    they would not be kept.
+    Everything else is passed by keyword: plain values, which are the same on all
+    replicas, and objects that do not belong to a strategy: ``numpy.random.Generator``,
+    and all others that a `mpidist.Checkpoint` accepts. A plain value is anything made
+    of None, bools, numbers, strings, bytes and NumPy arrays in lists, tuples and dicts;
+    it is read and set as an attribute: ``state.epoch += 1``. Names that were not passed
+    cannot be set, since they would not be kept.
 
-    What happens to them:
+    After a loss:
 
-    - a mirrored variable has the committed value again, on all replicas;
+    - a mirrored variable has its committed value again, on all replicas;
     - an ON_READ variable is combined in each commit, as reading does, and has that
-      value again, as after `Variable.assign`; so nothing of a dead replica is missing;
-    - generators that are the same on all replicas stay so. Of differing ones, each
-      replica that is left keeps its own, and a spare gets that of the replica that it
+      value again, as after `Variable.assign`; so the contribution of a dead replica is
+      not lost;
+    - generators that are the same on all replicas stay the same. If they differ, each
+      surviving replica keeps its own, and a spare gets that of the replica that it
       replaces (each commit then exchanges them);
-    - a loop over a distributed dataset goes on where it was, over the replicas that are
-      left, see the guide. Iterators do, too. Inputs that differ between replicas
-      (`Strategy.distribute_datasets_from_function`) are refused: nobody else could read
-      those of a replica that has died.
+    - a loop over a distributed dataset continues at its position, split over the
+      surviving replicas (see the guide), and so does an iterator. Inputs that differ
+      between replicas (`Strategy.distribute_datasets_from_function`) are refused, since
+      no other replica could read the input of one that has died.
 
     Example::
 
@@ -310,17 +312,17 @@ class State:
         build: see above. The dataset in it must be one that can be read again.
         directory: where checkpoints are written, on rank 0, as by a
             `mpidist.CheckpointManager` that keeps two; None: nowhere. `run` restores
-            the newest when it begins, so a job that is started again goes on.
+            the newest one when it begins, so a job that is started again continues.
         every: the number of commits from one checkpoint to the next. One is also made
             at the end of the run.
         objects: the values and objects, by name.
 
     Raises:
-        TypeError: for a variable, and for what cannot be kept.
-        ValueError: for a name that `State` or `Checkpoint` use.
+        TypeError: for a variable, and for an object that cannot be saved.
+        ValueError: for a name that `State` or `Checkpoint` uses.
     """
 
-    _held: Held
+    _storage: StateStorage
 
     def __init__(
         self,
@@ -342,41 +344,43 @@ class State:
             raise ValueError(
                 f"State: expected `every` to be an int >= 1, got {every!r}"
             )
-        object.__setattr__(self, "_held", Held(build, directory, every, objects))
+        object.__setattr__(
+            self, "_storage", StateStorage(build, directory, every, objects)
+        )
 
     def commit(self) -> None:
         """Keep a copy of everything in memory, agreed by all replicas. Collective.
 
         At program level, in the function that `mpidist.elastic.run` calls, at a
-        boundary of steps. If replicas die before all have agreed, nothing of it counts.
-        Costs a header, an agreement and a copy of the variables, whose memory is
-        needed twice more; every so often a checkpoint.
+        boundary of steps. If replicas die before all have agreed, the commit has no
+        effect. It costs a header, an agreement and a copy of the variables, which needs
+        twice their memory in addition; each ``every`` commits also a checkpoint.
 
         Raises:
             ReplicaLostError: if a replica has died. Let it pass: `run` catches it.
             CollectiveMismatchError: if a plain value differs between the replicas; or
-                an object does whose states cannot be merged.
+                the states of an object differ and cannot be merged.
             OSError: if the checkpoint cannot be written.
         """
-        self._held.commit("State.commit")
+        self._storage.commit("State.commit")
 
     @property
     def commits(self) -> int:
         """How many commits were made, in this run and those that it continues."""
-        newest = self._held.newest
+        newest = self._storage.newest
         return 0 if newest is None else newest.number
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._held.object(name)
+        return self._storage.object(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        values = self._held.values
+        values = self._storage.values
         if name in values:
             values[name] = value
             return
-        if name in self._held.given or name in self._held.made:
+        if name in self._storage.given or name in self._storage.made:
             raise AttributeError(
                 f"State: {name!r} is an object, and cannot be replaced; change it by "
                 "its own methods, such as `assign`"
@@ -387,15 +391,17 @@ class State:
         )
 
     def __repr__(self) -> str:
-        held = self._held
-        values = ", ".join(f"{key}={value!r:.40}" for key, value in held.values.items())
-        others = ", ".join([*held.given, *held.made])
+        storage = self._storage
+        values = ", ".join(
+            f"{key}={value!r:.40}" for key, value in storage.values.items()
+        )
+        others = ", ".join([*storage.given, *storage.made])
         return f"<mpidist.elastic.State of {others or 'no objects'}; {values}>"
 
 
-def held_by(state: State) -> Held:
+def storage_of_state(state: State) -> StateStorage:
     """Return what a state holds, for what runs it."""
-    return state._held
+    return state._storage
 
 
 def _check_name(name: str) -> None:

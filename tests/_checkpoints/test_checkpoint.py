@@ -6,9 +6,8 @@ import errno
 import json
 import os
 import resource
+import shutil
 import struct
-import subprocess
-import sys
 import time
 import tracemalloc
 
@@ -24,12 +23,11 @@ from checkpoint_objects import (
     values_of,
     variable,
 )
-from launching import (
-    rank_environment,
-)
-from replicas import everywhere, set_deadline
+from launching import run_python
+from replicas import assert_usable, everywhere, set_deadline
 
 import mpidist
+from mpidist._checkpoints import storage
 from mpidist._strategy.strategy import group_of
 from mpidist._values.variable import array_of
 
@@ -431,6 +429,80 @@ def test_a_full_disk_is_told_to_all(new_strategy, folder, rank, monkeypatch, gua
     assert w.numpy() == 1.0
 
 
+# What fails, with what, and the call of it at which it does: of a save in which there
+# is a checkpoint. A network file system may say that a rename failed that it has done.
+REFUSALS = {
+    "read-only": (os, "mkdir", errno.EROFS, 1),
+    "quota": (os, "fsync", errno.EDQUOT, 2),
+    "quota for the manifest": (storage.json, "dumps", errno.EDQUOT, 1),
+    "rename of the array file": (os, "rename", errno.EIO, 1),
+    "rename of the manifest": (os, "rename", errno.ESTALE, 2),
+    "after the array file was renamed": (os, "rename", errno.EIO, -1),
+    "after the manifest was renamed": (os, "rename", errno.ENOENT, -2),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.core
+@pytest.mark.parametrize("how", REFUSALS)
+def test_a_file_system_that_refuses_is_told_to_all(
+    strategy, folder, rank, monkeypatch, how
+):
+    owner, name, number, at = REFUSALS[how]
+    w = variable(strategy, np.arange(5.0))
+    step = variable(strategy, 1)
+    checkpoint = mpidist.Checkpoint(w=w, step=step)
+    checkpoint.save(folder / "a")
+    w.assign(np.full(5, 7.0))
+    step.assign(2)
+    real, calls = getattr(owner, name), [0]
+
+    def refuse(*args, **kwargs):
+        calls[0] += 1
+        result = real(*args, **kwargs) if calls[0] != at else None
+        if calls[0] == abs(at):
+            raise OSError(number, os.strerror(number), "the file")
+        return result
+
+    with monkeypatch.context() as patch:
+        if rank == 0:
+            patch.setattr(owner, name, refuse)
+        with pytest.raises(OSError, match="'the file'") as caught:
+            checkpoint.save(folder / "a")
+    assert caught.value.errno == number
+    w.assign(np.zeros(5))
+    checkpoint.restore(folder / "a")
+    done = how == "after the manifest was renamed"
+    assert step.numpy() == 1 + done
+    np.testing.assert_array_equal(w, np.full(5, 7.0) if done else np.arange(5.0))
+    assert_usable(strategy)
+    checkpoint.save(folder / "a")
+    if rank == 0:
+        assert [p.name for p in folder.iterdir()] == ["a"]
+        assert len(os.listdir(folder / "a")) == 2
+
+
+@pytest.mark.mpi
+@pytest.mark.core
+def test_a_folder_that_is_deleted_during_a_save(strategy, folder, rank, monkeypatch):
+    w = variable(strategy, 1.0)
+    checkpoint = mpidist.Checkpoint(w=w)
+    fsync = os.fsync
+
+    def delete(fd):
+        shutil.rmtree(folder / "run", ignore_errors=True)
+        fsync(fd)
+
+    with monkeypatch.context() as patch:
+        if rank == 0:
+            patch.setattr(os, "fsync", delete)
+        with pytest.raises(FileNotFoundError, match=r"\.a\.tmp-"):
+            checkpoint.save(folder / "run" / "a")
+    assert_usable(strategy)
+    checkpoint.save(folder / "run" / "a")
+    checkpoint.restore(folder / "run" / "a")
+
+
 @pytest.mark.mpi
 def test_a_limit_on_the_file_size_is_met_amid_an_array(strategy, folder, rank):
     w = variable(strategy, np.arange(100_000.0))
@@ -486,7 +558,7 @@ def test_what_a_save_and_a_restore_send(strategy, folder, rank, size):
     saving = sent(lambda: checkpoint.save(folder / "a"))
     assert saving == {"headers": 3, "Ibcast": 1}
     restoring = sent(lambda: checkpoint.restore(folder / "a"))
-    assert restoring == {"headers": 3, "Ibcast": 1, "Bcast": 2}
+    assert restoring == {"headers": 4, "Ibcast": 1, "Bcast": 2}
 
 
 @pytest.mark.mpi
@@ -649,6 +721,7 @@ def test_without_mpi(tmp_path):
 import sys, random
 import numpy as np
 import mpidist
+from mpidist._checkpoints import storage
 
 v, rng, dice = mpidist.Variable([1.0, 2.0]), np.random.default_rng(0), random.Random(0)
 checkpoint = mpidist.Checkpoint(inner=mpidist.Checkpoint(v=v), rng=rng, dice=dice)
@@ -661,17 +734,7 @@ assert drawn == (rng.random(), dice.random())
 print(mpidist.load_checkpoint("a"))
 assert "mpi4py.MPI" not in sys.modules
 """
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env=rank_environment(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    first, *rest = result.stdout.splitlines()
+    first, *rest = run_python("-c", program, cwd=tmp_path).splitlines()
     assert "1 arrays of 16 bytes, 2 states, saved on 1 replicas at 20" in first
     assert rest == ["  inner/v: float64 (2,)", "  dice: state", "  rng: state"]
 

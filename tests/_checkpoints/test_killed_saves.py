@@ -11,9 +11,7 @@ import sys
 import time
 
 import pytest
-from checkpoint_objects import (
-    assert_same_bits,
-)
+from checkpoint_objects import assert_same_bits
 from launching import (
     JOB_MARK,
     LAUNCHER_FAULT,
@@ -21,6 +19,7 @@ from launching import (
     find_mpirun,
     kill_marked,
     rank_environment,
+    run_python,
     run_ranks,
 )
 
@@ -92,20 +91,19 @@ print(*outcomes)
 
 @pytest.mark.parametrize("there_before", [False, True])
 def test_killed_before_every_system_call_of_a_save(tmp_path, there_before):
-    result = subprocess.run(
-        [sys.executable, "-c", KILLED_AT_EACH_STEP, tmp_path, str(int(there_before))],
-        env=rank_environment(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    outcomes = list(map(int, result.stdout.split()))
+    output = run_python("-c", KILLED_AT_EACH_STEP, tmp_path, str(int(there_before)))
+    outcomes = list(map(int, output.split()))
     assert len(outcomes) >= 30
     # The previous one (or none) up to one step, and the new one from there on.
     assert outcomes == sorted(outcomes)
     assert set(outcomes) == ({1, 2} if there_before else {0, 2})
+
+
+def test_a_process_that_is_killed_again_and_again(tmp_path):
+    """By hand any number: ``python tests/_checkpoints/kill_saves.py 1000``."""
+    script = ROOT / "tests" / "_checkpoints" / "kill_saves.py"
+    output = run_python(script, "20", "0", tmp_path)
+    assert output.startswith("20 kills (seed 0)")
 
 
 KILLED_AT_ANY_TIME = """
@@ -140,7 +138,7 @@ KILLS = int(os.environ.get("CHECKPOINT_TEST_KILLS", "2"))
 
 @pytest.mark.timeout(120 + 80 * KILLS)
 def test_a_job_that_is_killed_at_any_time(tmp_path):
-    """The issue asks for 50 kills: CHECKPOINT_TEST_KILLS=50."""
+    """By hand any number: ``CHECKPOINT_TEST_KILLS=50``."""
     rng = random.Random(0)
     path = tmp_path / "checkpoint"
     amid = 0

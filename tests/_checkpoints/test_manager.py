@@ -7,12 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from checkpoint_objects import (
-    expected_warnings,
-    flip_in_array,
-    per_rank,
-    variable,
-)
+from checkpoint_objects import expected_warnings, flip_in_array, per_rank, variable
 
 import mpidist
 from mpidist._base.errors import damaged_checkpoint

@@ -8,12 +8,8 @@ import sys
 import time
 
 import pytest
-from checkpoint_objects import (
-    variable,
-)
-from launching import (
-    run_ranks,
-)
+from checkpoint_objects import variable
+from launching import run_ranks
 
 import mpidist
 from mpidist._strategy.strategy import group_of

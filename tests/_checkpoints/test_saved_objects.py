@@ -6,9 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from checkpoint_objects import (
-    Iterator,
-)
+from checkpoint_objects import Iterator
 from replicas import raises_everywhere
 
 import mpidist

@@ -35,6 +35,9 @@ class Settings:
 
     Attributes:
         kill_after: by rank the seconds after its first step.
+        kill_from: by rank another moment from which these seconds count: "start" is
+            that before `elastic.run`, "loss" that at which it learns of a loss, "end"
+            that at which `elastic.run` has returned.
         kill_in_vote: by rank which of its votes it is killed in, from 1.
         after_vote: whether that is behind the vote, and not before it.
         epochs: how often the rows are read.
@@ -50,6 +53,7 @@ class Settings:
     """
 
     kill_after: dict[str, float] = dataclasses.field(default_factory=dict)
+    kill_from: dict[str, str] = dataclasses.field(default_factory=dict)
     kill_in_vote: dict[str, int] = dataclasses.field(default_factory=dict)
     after_vote: bool = False
     epochs: int = EPOCHS
@@ -103,13 +107,14 @@ class Program:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.calls = 0
+        self.calls = self.steps = 0
         self.lost_at = 0.0
         self.recoveries: list[float] = []  # from the error to the next call of `train`
         self.reentered: list[float] = []  # times of day
         self.kept: Any = None  # a variable of the first strategy
 
     def step(self, strategy: Any, state: Any, batch: Any) -> None:
+        self.steps += 1
         drawn = int(state.common.integers(1000))
         state.own.random()
 
@@ -149,7 +154,7 @@ class Program:
                     self.step(strategy, state, batch)
                     state.commit()
                     if self.calls == 1 and state.step == 1:
-                        self.arm()
+                        arm(self.settings, "step")
                     if state.step == self.settings.leave_after and begins:
                         raise KeyError("as it was asked to")
                 state.epoch = epoch + 1
@@ -157,16 +162,21 @@ class Program:
             with strategy.scope():
                 metric = int(state.metric)
         except mpidist.ReplicaLostError:
+            if not self.lost_at:
+                arm(self.settings, "loss")
             self.lost_at = time.perf_counter()
             raise
         size = strategy.num_replicas_in_sync
         return {"metric": metric, "size": size, "replica": strategy.replica_id}
 
-    def arm(self) -> None:
-        """Set the time at which this rank is killed."""
-        after = self.settings.kill_after.get(str(rank()))
-        if after is not None:
-            threading.Timer(after, kill).start()
+
+def arm(settings: Settings, moment: str) -> None:
+    """Set the time at which this rank is killed, if it counts from this moment."""
+    after = settings.kill_after.get(str(rank()))
+    if after is not None and settings.kill_from.get(str(rank()), "step") == moment:
+        timer = threading.Timer(after, kill)
+        timer.daemon = True  # also while the process ends
+        timer.start()
 
 
 def rank() -> int:
@@ -196,11 +206,11 @@ def kill_in_vote(settings: Settings) -> None:
         return
     agree, left = survival.agree, [number]
 
-    def wrapped(comm: Any, flag: int) -> int:
+    def wrapped(comm: Any, flag: int, wait: Any) -> int:
         left[0] -= 1
         if left[0] == 0 and not settings.after_vote:
             kill()
-        result = agree(comm, flag)
+        result = agree(comm, flag, wait)
         if left[0] == 0:
             kill()
         return result
@@ -227,6 +237,7 @@ def kill_as_spare(settings: Settings) -> None:
 
 def main() -> None:
     settings = Settings(**json.loads(sys.argv[1]))
+    arm(settings, "start")
     kill_in_vote(settings)
     kill_as_spare(settings)
     state = elastic.State(
@@ -251,6 +262,7 @@ def main() -> None:
         print(json.dumps({**row, "error": str(error)}), flush=True)
         wait_for_the_others()
         raise
+    arm(settings, "end")
     if result is None:
         print(json.dumps({**row, "spare": True}), flush=True)
         return
@@ -269,6 +281,7 @@ def main() -> None:
         "size": result["size"],
         "replica": result["replica"],
         "calls": program.calls,
+        "steps": program.steps,
         "recoveries": program.recoveries,
         "reentered": program.reentered,
         "own": float(state.own.random()),

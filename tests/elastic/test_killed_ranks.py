@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import sys
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
 from tests import launching
+from tests.elastic import random_kills
+from tests.elastic.random_kills import PROGRAM, Ended
 
-PROGRAM = Path(__file__).with_name("killed_training.py")
 SECONDS = 100
 
 survives = pytest.mark.usefixtures("an_mpi_that_outlives_ranks")
@@ -24,27 +23,11 @@ def an_mpi_that_outlives_ranks() -> None:
         pytest.skip("this MPI ends a job when a rank dies")
 
 
-class Ended(NamedTuple):
-    """How a job has ended: its exit code, what its ranks said, and its stderr."""
-
-    code: int
-    rows: list[dict[str, Any]]
-    errors: str
-
-    @property
-    def killed(self) -> list[int]:
-        return sorted(row["killed"] for row in self.rows if "killed" in row)
-
-    @property
-    def finished(self) -> list[dict[str, Any]]:
-        return [row for row in self.rows if "right" in row]
-
-
 def train(ranks: int, options: tuple[str, ...] = launching.ULFM, **settings) -> Ended:
-    arguments = [PROGRAM, json.dumps(settings)]
-    done = launching.run_ranks(ranks, arguments, timeout=SECONDS, options=options)
-    found = re.findall(r"\{\".*?\}(?=\n|\{|$)", done.stdout)
-    return Ended(done.returncode, [json.loads(row) for row in found], done.stderr)
+    job = random_kills.train(ranks, settings, options, SECONDS)
+    if random_kills.CRASH in job.errors:  # once more, with luck
+        job = random_kills.train(ranks, settings, options, SECONDS)
+    return job
 
 
 def check(job: Ended, *, ranks: int, killed: list[int], size: int, spares: int = 0):
@@ -68,17 +51,19 @@ def test_killed_in_a_commit(after):
 
 
 @survives
-def test_killed_at_other_times():
-    times = {"1": 0.03, "0": 0.03, "3": 0.1}
-    job = train(4, kill_after=times, pause=0.005, epochs=8)
-    check(job, ranks=4, killed=[0, 1, 3], size=1)
+@pytest.mark.parametrize("seed", range(8))
+def test_killed_at_random(seed):
+    # Several hundred: python -m tests.elastic.random_kills
+    ranks, settings = random_kills.draw(seed)
+    job = train(ranks, **settings)
+    assert not random_kills.problem_of(job, ranks), job
 
 
 @survives
 def test_a_spare_goes_on_as_the_replica_it_replaces():
     whole = train(2)
-    job = train(4, spares=2, kill_in_vote={"0": 9})
-    check(job, ranks=4, killed=[0], size=2, spares=1)
+    job = train(3, spares=1, kill_in_vote={"0": 9})
+    check(job, ranks=3, killed=[0], size=2)
     assert "2 replicas go on, 1 of them from the spares" in job.errors
     # As if nobody had died: generators that only the dead one had, too.
     drawn = [{r["replica"]: r["own"] for r in x.finished} for x in (whole, job)]
@@ -158,3 +143,25 @@ def test_how_a_program_ends_after_a_loss(how, code, text):
     )
     assert done.returncode == code, done.stderr
     assert text in done.stderr
+
+
+@pytest.mark.parametrize("options", [(), launching.ULFM])
+def test_a_replica_that_leaves_by_an_exception_tells_the_others(options):
+    if options and not launching.outlives_ranks():
+        pytest.skip("this MPI ends a job when a rank dies")
+    program = PROGRAM.with_name("leaving_training.py")
+    done = launching.run_ranks(3, [program, "raise"], timeout=SECONDS, options=options)
+    assert done.returncode == 0, done
+    assert done.stdout.count("ReplicaError: ") == 2, done
+    assert done.stdout.count("KeyError: 'of replica 2 alone'") >= 1, done
+
+
+@survives
+@pytest.mark.parametrize("how", ["interrupt", "later"])
+def test_nobody_waits_for_a_replica_that_leaves_after_a_loss(how, tmp_path):
+    program = PROGRAM.with_name("leaving_training.py")
+    done = launching.run_ranks(
+        3, [program, how, tmp_path], timeout=SECONDS, options=launching.ULFM
+    )
+    assert re.search("^KeyboardInterrupt: ", done.stdout, re.M), done
+    assert "RuntimeError: elastic.run: another replica has left it" in done.stdout

@@ -10,7 +10,10 @@ import pytest
 
 import mpidist
 from mpidist import elastic, testing
-from mpidist.elastic._state import held_by
+from mpidist._base.errors import PACKAGE
+from mpidist._runtime import context
+from mpidist.elastic import _commits
+from mpidist.elastic._state import storage_of_state
 from tests import replicas as on
 
 ROWS = 23
@@ -92,9 +95,9 @@ def test_epochs_go_on_over_any_number_of_replicas(before, after, tmp_path):
 def _hold(state, voting=None):
     """Begin to use a state on a new strategy, without `run`; return both."""
     strategy = mpidist.MPIStrategy()
-    held = held_by(state)
-    held.begin(strategy, voting or _Yes())
-    return strategy, held
+    storage = storage_of_state(state)
+    storage.begin(strategy, voting or _Yes())
+    return strategy, storage
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1), (3, 2), (4, 3), (3, 3)])
@@ -147,8 +150,8 @@ def test_a_commit_in_memory_is_put_back(before, after, first_lost):
                 own=np.random.default_rng(2),
                 note=["of a spare"],
             )
-        strategy, held = _hold(state)
-        held.put_back(1, has, places)
+        strategy, storage = _hold(state)
+        storage.put_back(1, has, places)
         state.commit()
         assert state.note == ["step"] * 3
         assert state.commits == 2
@@ -172,16 +175,16 @@ def test_a_commit_in_memory_is_put_back(before, after, first_lost):
 @pytest.mark.replicas(2)
 def test_nothing_is_committed_if_one_replica_was_lost():
     state = elastic.State(_build, step=0)
-    _, held = _hold(state)
+    _, storage = _hold(state)
     state.commit()
-    _, held = _hold(state, _No())
-    held.put_back(1, [True, True], [0, 1])
+    _, storage = _hold(state, _No())
+    storage.put_back(1, [True, True], [0, 1])
     state.step = 1
     state.weights.assign(np.ones(3))
     with pytest.raises(mpidist.ReplicaLostError, match="nothing is committed"):
         state.commit()
-    _, held = _hold(state)
-    held.put_back(1, [True, True], [0, 1])
+    _, storage = _hold(state)
+    storage.put_back(1, [True, True], [0, 1])
     assert (state.step, state.commits) == (0, 1)
     np.testing.assert_array_equal(state.weights, np.arange(3.0))
 
@@ -189,11 +192,11 @@ def test_nothing_is_committed_if_one_replica_was_lost():
 @pytest.mark.replicas(2)
 def test_variables_of_an_earlier_strategy_cannot_be_used():
     state = elastic.State(_build)
-    strategy, held = _hold(state)
+    strategy, storage = _hold(state)
     old = state.weights
     with strategy.scope():
         other = mpidist.Variable(1.0, name="other")
-    held.end("take it from `state`")
+    storage.end("take it from `state`")
     _hold(state)
     for use in (
         lambda: old + 1,
@@ -323,18 +326,38 @@ def test_what_a_state_does_not_take():
     assert "step=1" in repr(state)
 
 
+def test_ctrl_c_in_a_commit_leaves_no_frame_of_a_call(monkeypatch):
+    source = "def interrupted(*args):\n enter()\n raise KeyboardInterrupt"
+    names = {}
+    # At a line of the package, as it may come.
+    exec(compile(source, f"{PACKAGE}lines.py", "exec"), names)
+
+    def enter():
+        context.entered(context.current().group.replica_frame).__enter__()
+
+    def train(strategy, state):
+        names["enter"] = enter
+        with monkeypatch.context() as patch:
+            patch.setattr(_commits, "take", names["interrupted"])
+            with pytest.raises(KeyboardInterrupt):
+                state.commit()
+        return context.depth()
+
+    assert testing.run(1, lambda: elastic.run(train, elastic.State())) == [0]
+
+
 @pytest.mark.replicas(2)
 def test_a_loop_that_was_left_is_at_its_end():
     state = elastic.State(_build)
-    strategy, held = _hold(state)
+    strategy, storage = _hold(state)
     for batch in state.batches:
         _count(strategy, state, batch)
         break
     assert len(state.batches) == 5
     state.commit()  # behind the loop: the next one begins an epoch
     first = _sums(strategy, state)
-    strategy, held = _hold(state)
-    held.put_back(1, [True, True], [0, 1])
+    strategy, storage = _hold(state)
+    storage.put_back(1, [True, True], [0, 1])
     assert _sums(strategy, state) == first
 
 

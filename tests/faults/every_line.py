@@ -26,8 +26,10 @@ import numpy as np
 from replicas import ON_READ, SUM, SignalError, context, everywhere, make, outcomes
 
 import mpidist
+from mpidist._base import nest
 from mpidist._base.errors import PACKAGE
 from mpidist._strategy.strategy import group_of
+from mpidist.elastic._state import storage_of_state
 
 
 class Injection:
@@ -47,10 +49,12 @@ class Injection:
         self._error = error
         self.count = 0
         self.place = ""
+        # One object for all frames: Python 3.11 crashed when those of each went away.
+        self._hook = self._trace
 
     def __enter__(self) -> Injection:
         self._before = sys.gettrace()
-        sys.settrace(self._trace)
+        sys.settrace(self._hook)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -65,7 +69,7 @@ class Injection:
                 file = frame.f_code.co_filename.removeprefix(PACKAGE)
                 self.place = f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
                 raise self._error
-        return self._trace
+        return self._hook
 
 
 def _counts(frame: FrameType) -> bool:
@@ -98,10 +102,18 @@ class Program:
         with self.scope():
             self.call()  # makes plans
 
+    def prepare(self) -> None:
+        """Make an effect of the call visible. Collective."""
+        if self.verb == "restore":
+            self.v.assign(np.ones(3))
+
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the scope that the call is made in."""
-        in_scope = self.verb == "Variable"
-        return self.strategy.scope() if in_scope else contextlib.nullcontext()
+        if self.verb == "Variable":
+            return self.strategy.scope()
+        if isinstance(self.call, InContext):
+            return self.call.replica
+        return contextlib.nullcontext()
 
 
 def in_replicas(call: Callable[[], Any]) -> Verb:
@@ -125,14 +137,65 @@ def optimizer(strategy: mpidist.Strategy, v: mpidist.Variable, folder: str) -> A
     return lambda: strategy.run(lambda: sgd.apply_gradients([(np.ones(3), v)]))
 
 
-def read(strategy: mpidist.Strategy, v: mpidist.Variable, folder: str) -> Any:
+def optimizer_outside(
+    strategy: mpidist.Strategy, v: mpidist.Variable, folder: str
+) -> Any:
+    with strategy.scope():
+        adam = mpidist.optimizers.Adam(0.1)
+    gradient = strategy.run(lambda: np.ones(3))
+    return lambda: adam.apply_gradients([(gradient, v)])
+
+
+class InContext:
+    """Calls of a replica context that the program enters itself."""
+
+    def __init__(
+        self, strategy: mpidist.Strategy, v: mpidist.Variable, folder: str
+    ) -> None:
+        self.replica = mpidist.ReplicaContext(strategy, None)
+
+    def __call__(self) -> Any:
+        replica = self.replica
+        total = replica.all_reduce("SUM", {"a": np.ones(3), "b": 2.0})
+        rows = replica.all_gather(np.ones((2, 2)), axis=0)
+        return total, rows, replica.merge_call(lambda strategy, x: x, args=(1.0,))
+
+
+def local_results(strategy: mpidist.Strategy, v: mpidist.Variable, folder: str) -> Any:
+    def merge_fn(strategy: mpidist.Strategy, x: Any) -> Any:
+        return sum(strategy.experimental_local_results(x))
+
+    return lambda: strategy.run(
+        lambda: context().merge_call(merge_fn, args=(np.ones(3),))
+    )
+
+
+class _Everybody:
+    """The vote of replicas of which none can be lost."""
+
+    def vote(self) -> bool:
+        return True
+
+
+def commit(strategy: mpidist.Strategy, v: mpidist.Variable, folder: str) -> Any:
     metric = make(strategy, 0.0, synchronization=ON_READ, aggregation=SUM)
-    return metric.numpy
+    state = mpidist.elastic.State(
+        lambda strategy: {"v": v, "metric": metric}, rng=np.random.default_rng(1)
+    )
+    storage_of_state(state).begin(strategy, _Everybody())
+    return state.commit
+
+
+def read(strategy: mpidist.Strategy, v: mpidist.Variable, folder: str) -> Any:
+    metric = make(strategy, 1.0, synchronization=ON_READ, aggregation=SUM)
+    return lambda: metric.value()
+
+
+ROWS: Final = mpidist.data.Dataset.from_tensor_slices(np.arange(10_000.0)).batch(4)
 
 
 def batches(strategy: mpidist.Strategy, v: mpidist.Variable, folder: str) -> Any:
-    dataset = mpidist.data.Dataset.from_tensor_slices(np.arange(10_000.0)).batch(4)
-    steps = iter(strategy.experimental_distribute_dataset(dataset))
+    steps = iter(strategy.experimental_distribute_dataset(ROWS))
     return lambda: next(steps)
 
 
@@ -163,6 +226,8 @@ VERBS: Final[dict[str, Verb]] = {
         lambda: s.run(lambda: s.extended.update(v, lambda v: v.assign(np.ones(3))))
     ),
     "optimizer": optimizer,
+    "context": InContext,
+    "local_results": local_results,
     "reduce": lambda s, v, _: functools.partial(
         s.reduce, "SUM", s.run(lambda: np.ones(3)), None
     ),
@@ -179,7 +244,11 @@ VERBS: Final[dict[str, Verb]] = {
     "update": lambda s, v, _: (
         lambda: s.extended.update(v, lambda v: v.assign_add(np.ones(3)))
     ),
+    "optimizer outside": optimizer_outside,
     "assign": lambda s, v, _: lambda: v.assign(np.ones(3)),
+    "scatter_add": lambda s, v, _: functools.partial(
+        v.scatter_add, mpidist.IndexedSlices(np.ones(2), np.array([0, 2]))
+    ),
     "read": read,
     "Variable": lambda s, v, _: lambda: mpidist.Variable(np.ones(3)),
     "buffers_like": lambda s, v, _: lambda: s.buffers_like(np.ones(3)),
@@ -188,8 +257,12 @@ VERBS: Final[dict[str, Verb]] = {
     ),
     "check_in_sync": lambda s, v, _: lambda: mpidist.check_in_sync([v]),
     "next": batches,
+    "dataset": lambda s, v, _: (
+        lambda: next(iter(s.experimental_distribute_dataset(ROWS)))
+    ),
     "save": save,
     "restore": restore,
+    "commit": commit,
 }
 
 
@@ -216,6 +289,7 @@ def inject(program: Program, rank: int, number: int, error: BaseException) -> Re
     strategy = program.strategy
     mine = strategy.replica_id == rank
     injection = Injection(number if mine else 0, error)
+    program.prepare()
 
     def call() -> None:
         with injection if mine else contextlib.nullcontext():
@@ -238,6 +312,9 @@ def inject(program: Program, rank: int, number: int, error: BaseException) -> Re
         problem = f"the next call: {[(row.name, row.message[:150]) for row in then]}"
     elif place and names == {"NoneType"}:
         problem = differences(program)
+    copies = set(everywhere(program.v.numpy().tobytes()))
+    if program.verb == "restore" and len(copies) > 1:
+        problem = problem or "not all or nothing"
     inside = everywhere(mpidist.has_strategy())
     if any(inside):
         problem = problem or "a scope was not left"
@@ -251,6 +328,22 @@ def differences(program: Program) -> str:
     mine = (*mine, group_of(program.strategy).registry.count)
     rows = everywhere(mine)
     return "" if len(set(rows)) == 1 else f"the ranks differ: {rows}"
+
+
+ARRAYS: Final = (float, np.ndarray)
+
+
+def results_of_all(strategy: mpidist.Strategy, folder: str) -> dict[str, Any]:
+    """Make a call of every kind, twice; return what this rank gets. Collective."""
+    found = {}
+    for verb in VERBS:
+        program = Program(strategy, verb, folder)
+        with program.scope():
+            leaves = nest.flatten(program.call())[0]
+        own = [strategy.experimental_local_results(leaf)[0] for leaf in leaves]
+        arrays = [x for x in (*own, program.v.numpy()) if isinstance(x, ARRAYS)]
+        found[verb] = [(np.shape(x), np.asarray(x).tobytes()) for x in arrays]
+    return found
 
 
 def lines_of(program: Program, rank: int) -> int:

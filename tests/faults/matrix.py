@@ -152,6 +152,18 @@ CASES = [
                 "ctrl_c_that_the_program_catches",
             ),
             (
+                "a signal's exception in a replica context that the program entered",
+                _TIMEOUT,
+                "unusable",
+                "an_exception_in_a_context_that_was_entered",
+            ),
+            (
+                "a rank that gives up after its part of a call",
+                "the call's result; `CollectiveTimeoutError` in the next call",
+                "unusable",
+                "a_rank_that_gives_up_after_its_part_of_a_call_does_not_end_it",
+            ),
+            (
                 "Ctrl-C in merge_fn",
                 "`KeyboardInterrupt` on all",
                 "usable",
@@ -191,25 +203,49 @@ CASES = [
     ),
     *_rows(
         "Exceptions",
-        "tests/_engine/test_",
+        "tests/faults/test_kept_strategy.py::test_",
         [
+            (
+                "each kind of error that all ranks share, then calls of 30 kinds",
+                "the same results as of a new strategy",
+                "usable",
+                "calls_of_every_kind_are_right_after_each_error",
+            ),
+        ],
+    ),
+    *_rows(
+        "Exceptions",
+        "tests/",
+        [
+            (
+                "another process fills /dev/shm",
+                "the right result",
+                "usable",
+                "faults/test_jobs.py::test_shared_memory_that_others_have_filled",
+            ),
+            (
+                "no memory for what broadcast_to, merge_fn or an update sends",
+                "`MemoryError` on all",
+                "usable",
+                "_mpi/test_messages.py::test_no_memory_on_one_rank_is_raised_on_all",
+            ),
             (
                 "no memory for the result of a reduction",
                 "`MemoryError` on all",
                 "usable",
-                "routes.py::test_a_rank_without_memory_tells_all",
+                "_engine/test_routes.py::test_a_rank_without_memory_tells_all",
             ),
             (
                 "no memory for the result of a gather",
                 "`MemoryError` on all",
                 "usable",
-                "reduce_gather.py::test_all_gather_without_memory_on_one_rank",
+                "_engine/test_reduce_gather.py::test_all_gather_without_memory_on_one_rank",
             ),
             (
                 "a signal's exception in a wait",
                 _TIMEOUT,
                 "unusable",
-                "routes.py::test_a_signal_ends_a_wait_and_the_others_are_told",
+                "_engine/test_routes.py::test_a_signal_ends_a_wait_and_the_others_are_told",
             ),
         ],
     ),
@@ -222,6 +258,12 @@ CASES = [
                 "the launcher ends the job; no partial checkpoint",
                 "job ends",
                 "a_rank_that_is_killed_ends_the_job",
+            ),
+            (
+                "the constructor of a strategy, not called, or too late",
+                "`CollectiveTimeoutError` on the others; the next one goes on with it",
+                "made by the next call",
+                "a_constructor_that_timed_out_leaves_nothing_after_the_next_one",
             ),
             (
                 "SIGSTOP, and SIGCONT before the deadline",
@@ -292,6 +334,18 @@ CASES = [
                 "checkpoint.py::test_a_full_disk_is_told_to_all",
             ),
             (
+                "read-only, over quota, a rename that fails or says so",
+                "`OSError` on all; the older checkpoint is whole, or the newer one",
+                "usable",
+                "checkpoint.py::test_a_file_system_that_refuses_is_told_to_all",
+            ),
+            (
+                "the folder is deleted during a save",
+                "`FileNotFoundError` on all",
+                "usable",
+                "checkpoint.py::test_a_folder_that_is_deleted_during_a_save",
+            ),
+            (
                 "another path on one rank",
                 _MISMATCH,
                 "usable",
@@ -308,6 +362,24 @@ CASES = [
                 "`CheckpointError` on all; nothing is changed",
                 "usable",
                 "reader.py::test_damage_is_told_to_all_ranks",
+            ),
+            (
+                "a malformed manifest with the right checksum",
+                "`CheckpointError` that names it; the manager skips it",
+                "usable",
+                "reader.py::test_malformed_manifests_with_the_right_checksum",
+            ),
+            (
+                "files changed in any way, by a fuzzer",
+                "`CheckpointError`; nothing executed, nothing large allocated",
+                "usable",
+                "hostile.py::test_changed_files_are_refused_or_say_the_same",
+            ),
+            (
+                "leftovers of killed saves fill the disk",
+                "they are deleted before the next save",
+                "usable",
+                "manager.py::test_what_killed_jobs_have_left_is_deleted_before_a_save",
             ),
             (
                 "every byte of a checkpoint, flipped",
@@ -328,10 +400,28 @@ CASES = [
                 "killed_saves.py::test_killed_before_every_system_call_of_a_save",
             ),
             (
+                "a process killed again and again while it saves without pause",
+                "the older or the newer checkpoint, whole; what is left does not grow",
+                "job ends",
+                "killed_saves.py::test_a_process_that_is_killed_again_and_again",
+            ),
+            (
                 "a job killed at any time while it saves",
                 "the older or the newer checkpoint, whole",
                 "job ends",
                 "killed_saves.py::test_a_job_that_is_killed_at_any_time",
+            ),
+        ],
+    ),
+    *_rows(
+        "Numbers",
+        "tests/_mpi/test_messages.py::test_",
+        [
+            (
+                "sums and products beyond the range of an integer dtype",
+                "they wrap, as in NumPy, by MPI and by shared memory alike",
+                "usable",
+                "integers_wrap_as_in_numpy",
             ),
         ],
     ),

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import sys
 
-import numpy as np
 import pytest
 from faults.every_line import KINDS, VERBS, inject, lines_of, new_program
-from replicas import everywhere
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
@@ -33,7 +31,10 @@ def numbers_of(count):
     return sorted({1 + count * i // LINES for i in range(LINES)} | {count})
 
 
-@pytest.mark.parametrize("verb", ["merge_call", "optimizer", "reduce", "next", "save"])
+@pytest.mark.parametrize(
+    "verb",
+    ["merge_call", "optimizer", "reduce", "next", "save", "context", "read", "commit"],
+)
 def test_an_exception_at_any_line_is_told(verb, same_folder):
     victim = list(VERBS).index(verb) % 2
     program = new_program(verb, str(same_folder), DEADLINE)
@@ -50,17 +51,13 @@ def test_an_exception_at_any_line_is_told(verb, same_folder):
 @pytest.mark.parametrize("kind", ["MemoryError", "SignalError"])
 def test_a_restore_is_all_or_nothing_whatever_line_raises(kind, same_folder):
     """Also where it leaves the strategy unusable: variables are old, or restored."""
-    folder, outcomes = str(same_folder), set()
+    folder = str(same_folder)
     program = new_program("restore", folder, DEADLINE)
     count = lines_of(program, 1)
-    for number in numbers_of(count):
-        program.v.assign(np.ones(3))
+    for number in [*numbers_of(count), *range(count - 20, count)]:
         result = inject(program, 1, number, KINDS[kind]("injected"))
         assert not result.problem, result
-        copies = everywhere(tuple(program.v.numpy()))
-        assert len(set(copies)) == 1, (result, copies)
-        outcomes.add(copies[0])
+        assert set(program.v.numpy()) in ({0.0}, {1.0})
         if not result.usable:
             program = new_program("restore", folder, DEADLINE)
-    assert outcomes <= {(0.0, 0.0, 0.0), (1.0, 1.0, 1.0)}
     program.strategy.close()

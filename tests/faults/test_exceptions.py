@@ -6,11 +6,14 @@ is told only at the deadline fails.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import numpy as np
 import pytest
+from faults.every_line import Injection
 from replicas import (
+    SignalError,
     assert_mirrored,
     assert_usable,
     context,
@@ -22,6 +25,7 @@ from replicas import (
 
 import mpidist
 from mpidist._base import checksums
+from mpidist._strategy.strategy import group_of
 from mpidist._values import storage, variable
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
@@ -131,6 +135,46 @@ def test_ctrl_c_that_the_program_catches(new_strategy, rank, size, last, where):
     assert {row.name for row in others} == {"CollectiveTimeoutError"}
     for row in others:
         assert f"rank {last} was interrupted by KeyboardInterrupt in " in row.message
+
+
+def test_a_rank_that_gives_up_after_its_part_of_a_call_does_not_end_it(
+    new_strategy, size, rank, last
+):
+    """What the others wait for may be there already: it is tested once more."""
+    strategy = new_strategy()
+    if size == 1:
+        return
+    guard = group_of(strategy).guard
+    if rank == last:
+        guard.give_up(KeyboardInterrupt())
+    else:
+        while not guard.broken:
+            guard.look("a wait", 0.1)
+        with pytest.raises(mpidist.CollectiveTimeoutError, match="was interrupted by"):
+            guard.look("a wait", 0.2)
+    rows = outcomes(lambda: strategy.run(lambda: None))
+    assert {row.name for row in rows} == {"CollectiveTimeoutError"}
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "all_gather", "merge_call"])
+def test_an_exception_in_a_context_that_was_entered(new_strategy, size, last, verb):
+    """A replica function that catches an exception does not keep it from the others."""
+    strategy = new_strategy()
+    with mpidist.ReplicaContext(strategy, None) as replica:
+        call = {
+            "all_reduce": lambda: replica.all_reduce("SUM", np.ones(3)),
+            "all_gather": lambda: replica.all_gather(np.ones(3), 0),
+            "merge_call": lambda: replica.merge_call(lambda strategy: 1),
+        }[verb]
+        call()
+        injection = Injection(2, SignalError("injected"))
+        with injection if strategy.replica_id == last else contextlib.nullcontext():
+            rows = outcomes(call)
+        assert rows[last].name == "SignalError"
+        assert {row.name for row in rows[:-1]} <= {"CollectiveTimeoutError"}
+        assert mpidist.get_replica_context() is replica
+    if size == 1:
+        assert_usable(strategy)
 
 
 def test_ctrl_c_in_merge_fn_is_raised_by_all(strategy):

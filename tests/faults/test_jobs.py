@@ -6,12 +6,18 @@ in /dev/shm.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import textwrap
-import time
-from pathlib import Path
 
 import pytest
-from launching import run_ranks
+from launching import (
+    find_mpirun,
+    left_over,
+    run_command,
+    run_ranks,
+    shared_files,
+)
 
 pytestmark = pytest.mark.core
 
@@ -26,18 +32,6 @@ def all_reduce(strategy, x):
     total = strategy.run(lambda: context().all_reduce("SUM", x))
     return strategy.experimental_local_results(total)[0]
 """
-
-
-def shared_files():
-    return {path.name for path in Path("/dev/shm").glob("mpidist-*")}
-
-
-def left_over(before):
-    """Return the files that stay: other jobs have theirs for a moment only."""
-    end = time.monotonic() + 20
-    while (files := shared_files() - before) and time.monotonic() < end:
-        time.sleep(0.1)
-    return files
 
 
 def run_job(body, timeout=60, **env):
@@ -146,6 +140,46 @@ def test_a_rank_that_is_stopped_for_longer_than_the_deadline():
     assert result.returncode == 0, result
 
 
+def test_a_constructor_that_timed_out_leaves_nothing_after_the_next_one():
+    """What it leaves on the user's communicator the next one goes on with."""
+    result = run_job("""
+    from mpi4py import MPI
+    world = MPI.COMM_WORLD
+    mine = world.Dup()
+    def in_vain(comm):
+        os.environ["MPIDIST_TIMEOUT"] = "1"
+        try:
+            mpidist.MPIStrategy(comm)
+            raise AssertionError("made without all ranks")
+        except mpidist.CollectiveTimeoutError as error:
+            assert "not all ranks of the communicator made this call" in str(error)
+            assert "the next MPIStrategy on it goes on with that" in str(error)
+        del os.environ["MPIDIST_TIMEOUT"]
+
+    for missing, comm, too_late in (2, mine, True), (0, world, False):
+        others = [rank for rank in range(3) if rank != missing]
+        if RANK == missing:
+            for other in others:
+                mine.recv(source=other)
+            if too_late:
+                in_vain(comm)
+            for other in others:
+                mine.send(None, other)
+        else:
+            in_vain(comm)
+            mine.send(None, missing)
+            mine.recv(source=missing)
+        strategy = mpidist.MPIStrategy(comm)
+        assert all_reduce(strategy, 1.0) == 3
+        strategy.close()
+        comm.Ibarrier().Wait()  # the user's, as are these
+        assert comm.allreduce(RANK) == 3
+        assert comm.Dup().allreduce(RANK) == 3
+    print("done", flush=True)
+    """)
+    assert (result.returncode, result.stdout.split()) == (0, ["done"] * 3), result
+
+
 def test_settings_of_one_rank_that_can_not_be_read():
     result = run_job("""
     texts = ["soon", "-1", "nan", "inf", "1e300", 5000 * "9", "\\udcff", "../../etc"]
@@ -182,6 +216,43 @@ def test_settings_that_can_not_be_read_before_mpi_runs():
         print("told", flush=True)
     """)
     assert (result.returncode, result.stdout.split()) == (0, ["told"] * 3), result
+
+
+def test_shared_memory_that_others_have_filled(tmp_path):
+    """Memory that is touched and is not there ends a process by SIGBUS."""
+    mount = 'mount -t tmpfs -o size=60m tmpfs /dev/shm && exec "$@"'
+    own = ["unshare", "-m", "sh", "-c", mount, "sh"]
+    probe = subprocess.run([*own, "true"], capture_output=True, check=False)
+    if probe.returncode != 0:
+        pytest.skip(f"no mounts here: {probe.stderr.decode()}")
+    body = PROLOGUE + textwrap.dedent("""
+    strategy = mpidist.MPIStrategy()
+    from mpi4py import MPI
+    total = all_reduce(strategy, np.ones(50_000))
+    MPI.COMM_WORLD.Barrier()
+    if RANK == 0:
+        with open("/dev/shm/others", "wb") as file:
+            try:
+                while True:
+                    file.write(bytes(2**16))
+                    file.flush()
+            except OSError as error:
+                print("full", flush=True)
+    MPI.COMM_WORLD.Barrier()
+    kept = []
+    for count in (3, 50_000, 3_000_000, 400_000, 50_000, 3):
+        kept += [all_reduce(strategy, np.full(count, 1.0)) for _ in range(3)]
+    assert all((x == 3).all() for x in [total, *kept])
+    again = mpidist.MPIStrategy()
+    assert (all_reduce(again, np.ones(100_000)) == 3).all()
+    print("done", flush=True)
+    """)
+    # What MPI itself has there is not the question.
+    env = {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
+    job = [find_mpirun(), "-n", "3", sys.executable, "-c", body]
+    result = run_command([*own, *job], 60, env)
+    assert sorted(result.stdout.split()) == ["done"] * 3 + ["full"], result
+    assert result.returncode == 0, result
 
 
 # --- security -------------------------------------------------------------------------
