@@ -8,6 +8,7 @@ rank that hangs is ended by pytest-timeout, which ends the job.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import io
 import os
 import re
@@ -26,6 +27,8 @@ from replicas import everywhere, wait_asleep
 
 import mpidist
 from mpidist._base import threads
+from mpidist._engine import device_routes, hierarchical_route
+from mpidist._engine import node as node_module
 from mpidist._strategy.strategy import group_of
 from mpidist.testing import each_replica
 
@@ -249,6 +252,25 @@ def new_strategy() -> Iterator[Callable[..., mpidist.MPIStrategy]]:
 
 
 @pytest.fixture
+def make_hosts() -> Iterator[Callable[..., Any]]:
+    """A function that makes `hosts.Hosts` of its arguments, which end with the test."""
+    import hosts
+
+    reason = hosts.why_not()
+    if reason:
+        pytest.skip(reason)
+    if " " in sys.prefix:
+        # Its remote shell gets the path of Open MPI without quotes.
+        pytest.skip("mpirun starts no other host from a path with a blank in it")
+    with contextlib.ExitStack() as made:
+
+        def make(count: int, **options: Any) -> hosts.Hosts:
+            return made.enter_context(contextlib.closing(hosts.Hosts(count, **options)))
+
+        yield make
+
+
+@pytest.fixture
 def rank(strategy: mpidist.MPIStrategy) -> int:
     return strategy.replica_id
 
@@ -258,6 +280,47 @@ def one_node(strategy: mpidist.MPIStrategy) -> None:
     """For tests of what ranks do with memory that all of them share."""
     if group_of(strategy).communicator.num_nodes > 1:
         pytest.skip("these ranks are on several hosts")
+
+
+@pytest.fixture(params=[2, 3, 4])
+def nodes(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: mpidist.MPIStrategy,
+) -> list[list[int]]:
+    """The nodes that the ranks play: for each a list of its ranks.
+
+    Several machines are several nodes as they are.
+    """
+    everyone = everywhere(group_of(strategy).communicator.node_ranks)
+    machines = sorted(list(x) for x in {*map(tuple, everyone)})
+    count = request.param - (len(machines) > 1)  # that each machine plays
+    if count > max(map(len, machines)):
+        pytest.skip("more nodes than ranks")
+    monkeypatch.setenv("MPIDIST_SIMULATED_NODES", str(count))
+    monkeypatch.delenv("MPIDIST_IMPLEMENTATION", raising=False)
+    found = []
+    for ranks in machines:
+        of_rank = [k * count // len(ranks) for k in range(len(ranks))]
+        found += [
+            [rank for rank, node in zip(ranks, of_rank, strict=True) if node == k]
+            for k in dict.fromkeys(of_rank)
+        ]
+    return found
+
+
+@pytest.fixture
+def on_nodes(
+    nodes: list[list[int]],
+    new_strategy: Callable[..., mpidist.MPIStrategy],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., mpidist.MPIStrategy]:
+    """Make strategies that reduce by nodes whatever the size, in small pieces."""
+    for module in (hierarchical_route, device_routes):
+        monkeypatch.setattr(module, "LEAST_BYTES", 1)
+    shared = mpidist.experimental.CommunicationImplementation.SHARED
+    monkeypatch.setattr(node_module, "_AREA_BETWEEN_NODES", 256 * 1024)
+    return lambda **options: new_strategy(implementation=shared, **options)
 
 
 @pytest.fixture

@@ -85,6 +85,7 @@ class Hosts:
         shm: the size of the /dev/shm of some hosts, by name, as mount takes it.
         read_only_home: names of hosts on which nothing can be written to $HOME.
         elsewhere: names of hosts on which Python and mpidist are used by other paths.
+        one_name: whether all hosts say the same name of themselves.
 
     Attributes:
         names: of the hosts.
@@ -98,10 +99,12 @@ class Hosts:
         shm: Mapping[str, str] | None = None,
         read_only_home: Collection[str] = (),
         elsewhere: Collection[str] = (),
+        one_name: bool = False,
     ) -> None:
         self._shm = dict(shm or {})
         self._read_only_home = read_only_home
         self._elsewhere = elsewhere
+        self._one_name = one_name
         self.names = [f"node{k}" for k in range(1, count + 1)]
         self.folder = Path(tempfile.mkdtemp(prefix="mpidist-hosts-"))
         self._own = self.folder / ".hosts"
@@ -187,7 +190,7 @@ class Hosts:
         shared = [self.folder, *_environments()]
         lines = [
             "set -e",
-            f"hostname {name}",
+            f"hostname {'node' if self._one_name and name != _HEAD else name}",
             "ip link set lo up",
             f"mount --bind {self._own}/hosts.txt /etc/hosts",
             f"mount -t tmpfs -o mode=1777,size={self._shm.get(name, '50%')} "
@@ -255,10 +258,15 @@ class Hosts:
         """Undo `cut`."""
         self._switch("ip", "link", "set", self._port(name), "master", "br0")
 
-    def shape(self, mbits: int, delay_ms: float = 0.0) -> str:
-        """Give each host's link a rate, and a delay in each direction.
+    def shape(self, mbits: int, delay_ms: float = 0.0, lost: float = 0.0) -> str:
+        """Give each host's link a rate, a delay in each direction, and losses.
 
-        By `tc`, or for the delay, where the kernel has no netem, by a relay.
+        By `tc`, or where the kernel has no netem, but for the rate, by a relay.
+
+        Args:
+            mbits: the rate, in Mbit/s.
+            delay_ms: the delay of each frame, in ms.
+            lost: the share of the frames that is lost, from 0 to 1.
 
         Returns:
             What was done, in words.
@@ -268,20 +276,22 @@ class Hosts:
         for name in self.names:
             queue = ("tc", "qdisc", "replace", "dev", "eth0", "root")
             netem = [*self._enter(name), *queue, "netem", "delay", f"{delay_ms}ms"]
-            if delay_ms:
+            if delay_ms or lost:
+                netem += ["loss", f"{100 * lost}%"]
+                what = f"{delay_ms} ms" + (f", {lost:.1%} lost" if lost else "")
                 try:
                     _do(*netem, "rate", rate, "limit", 10000)
-                    done = f"netem {rate} {delay_ms} ms"
+                    done = f"netem {rate} {what}"
                     continue
                 except RuntimeError:
-                    self._relay(name, delay_ms)
-                    done = f"tbf {rate}, relay {delay_ms} ms"
+                    self._relay(name, delay_ms, lost)
+                    done = f"tbf {rate}, relay {what}"
             tbf = ("tbf", "rate", rate, "burst", "128kb", "latency", "50ms")
             _do(*self._enter(name), *queue, *tbf)
         return done
 
-    def _relay(self, name: str, delay_ms: float) -> None:
-        """Put a relay between a host's port and the bridge, which delays frames."""
+    def _relay(self, name: str, delay_ms: float, lost: float) -> None:
+        """Put a relay between a host's port and the bridge: see `shape`."""
         number = self._number(name)
         self._switch("ip", "link", "set", self._port(name), "nomaster")
         peer = f"r{number}", "type", "veth", "peer", "name", f"s{number}"
@@ -297,6 +307,7 @@ class Hosts:
                     self._port(name),
                     f"r{number}",
                     str(delay_ms),
+                    str(lost),
                 ],
                 start_new_session=True,
                 preexec_fn=_end_with_parent,
@@ -324,6 +335,7 @@ class Hosts:
         hosts: Sequence[str] | None = None,
         cwd: Path | None = None,
         shown: bool = False,
+        options: Sequence[str] = (),
     ) -> Iterator[Job]:
         """Run this Python on hosts, ``per_host`` ranks on each; end it at the end.
 
@@ -334,6 +346,7 @@ class Hosts:
             hosts: names of the hosts; None: all.
             cwd: the folder to run in; None: the shared one.
             shown: whether what it writes goes where this process writes.
+            options: of mpirun, such as `launching.ULFM`.
         """
         names = self.names if hosts is None else list(hosts)
         mark = f"job-{uuid.uuid4().hex}"
@@ -345,6 +358,7 @@ class Hosts:
             [per_host] * len(names) if isinstance(per_host, int) else list(per_host)
         )
         command = self._launcher(dict(zip(names, counts, strict=True)), environment)
+        command[1:1] = options
         folder = self.folder if cwd is None else cwd
         python = str(self._own / "python") if self._elsewhere else sys.executable
         command += [python, *[os.fspath(x) for x in argv]]

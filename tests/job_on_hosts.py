@@ -1,6 +1,7 @@
 """A job for test_hosts: all-reduces on several hosts, with a fault in the middle.
 
     job_on_hosts.py FOLDER right
+    job_on_hosts.py FOLDER steps SECONDS
     job_on_hosts.py FOLDER done
     job_on_hosts.py FOLDER loop ELEMENTS TIMEOUT IMPLEMENTATION [stop RANK | cut]
 
@@ -32,6 +33,8 @@ def main() -> None:
     folder, what = Path(sys.argv[1]), sys.argv[2]
     if what == "right":
         right()
+    elif what == "steps":
+        steps(folder, float(sys.argv[3]))
     elif what == "done":
         done(folder)
     elif "inner" in sys.argv:
@@ -92,6 +95,35 @@ def right() -> None:
 def sent() -> int:
     """Return how many bytes this host has sent."""
     return int(Path("/proc/net/dev").read_text().split("eth0:")[1].split()[8])
+
+
+def steps(folder: Path, seconds: float) -> None:
+    """Add arrays of many sizes for some seconds, and check each sum."""
+    import mpidist
+
+    strategy = mpidist.MPIStrategy()
+    size, rank = strategy.num_replicas_in_sync, strategy.replica_id
+    start = time.monotonic()
+
+    def step(number: int) -> bool:
+        context = mpidist.get_replica_context()
+        assert context is not None
+        for count in (1, 300, 20_000, 100_000):
+            base = np.arange(count, dtype=np.float32) % 11 + number % 7
+            found = context.all_reduce("SUM", base + rank)
+            want = base * size + size * (size - 1) / 2
+            np.testing.assert_array_equal(found, want)
+        late = time.monotonic() - start > seconds
+        return bool(context.all_reduce("MAX", int(late)))
+
+    number, ended = 0, False
+    while not ended:
+        (ended,) = strategy.experimental_local_results(
+            strategy.run(step, args=(number,))
+        )
+        number += 1
+        write(folder / f"in.{rank}", str(number))
+    print(json.dumps([rank, number]), flush=True)
 
 
 def done(folder: Path) -> None:

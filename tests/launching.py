@@ -127,6 +127,29 @@ def _run_once(
     return subprocess.CompletedProcess(words, status, *texts)
 
 
+def run_python(
+    *argv: str | os.PathLike[str],
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 100,
+) -> str:
+    """Run Python in a process that is no rank; return what it wrote to stdout.
+
+    It must end with code 0, and write nothing to stderr.
+    """
+    done = subprocess.run(
+        [sys.executable, *argv],
+        cwd=cwd,
+        env=rank_environment(env),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    return done.stdout
+
+
 @functools.cache
 def outlives_ranks() -> bool:
     """Return whether jobs of this mpirun go on when a rank dies, with `ULFM`."""
@@ -178,6 +201,19 @@ def _is_installed() -> bool:
     elsewhere = [p for p in sys.path if Path(p).resolve() != ROOT]
     found = importlib.metadata.distributions(name="mpidist", path=elsewhere)
     return any(True for _ in found)
+
+
+def shared_files() -> set[str]:
+    """Return the names of the files of mpidist in /dev/shm."""
+    return {path.name for path in Path("/dev/shm").glob("mpidist-*")}
+
+
+def left_over(before: set[str]) -> set[str]:
+    """Return the files that stay: other jobs have theirs for a moment only."""
+    end = time.monotonic() + 20
+    while (files := shared_files() - before) and time.monotonic() < end:
+        time.sleep(0.1)
+    return files
 
 
 def output_file() -> IO[str]:

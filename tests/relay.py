@@ -1,10 +1,13 @@
-"""relay.py A B DELAY_MS: carries frames between two interfaces, each after a delay.
+"""relay.py A B DELAY_MS LOST: carries frames between two interfaces, after a delay.
+
+LOST of them, a number from 0 to 1, are lost, the same ones in each run.
 
 For kernels that have no netem. With PACKET_VNET_HDR frames keep what is said of their
 checksums and segments, so those of 64 KiB pass as they are.
 """
 
 import collections
+import random
 import select
 import socket
 import sys
@@ -24,8 +27,9 @@ def _port(name: str) -> socket.socket:
 
 
 def main() -> None:
-    first, second, delay = _port(sys.argv[1]), _port(sys.argv[2]), float(sys.argv[3])
-    delay /= 1000
+    first, second = _port(sys.argv[1]), _port(sys.argv[2])
+    delay, lost = float(sys.argv[3]) / 1000, float(sys.argv[4])
+    numbers = random.Random(0)
     other = {first: second, second: first}
     queue: collections.deque[tuple[float, socket.socket, bytes]] = collections.deque()
     buffer = bytearray(70_000)
@@ -37,7 +41,9 @@ def main() -> None:
                     size, address = port.recvfrom_into(buffer)
                 except BlockingIOError:
                     break
-                if address[2] != _PACKET_OUTGOING:  # our own
+                if address[2] == _PACKET_OUTGOING:  # our own
+                    continue
+                if numbers.random() >= lost:
                     due = time.monotonic() + delay
                     queue.append((due, other[port], bytes(buffer[:size])))
         while queue and queue[0][0] <= time.monotonic():

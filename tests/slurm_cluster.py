@@ -32,6 +32,7 @@ import launching
 
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "munged")
 _PR_SET_PDEATHSIG = 1
+_GPUS = 2  # of each node; stand-ins
 _UP_SECONDS = 60.0
 _DOWN_SECONDS = 10.0
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
@@ -63,6 +64,7 @@ SelectTypeParameters=CR_Core
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf_interval=1
 SlurmdParameters=config_overrides
+GresTypes=gpu
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
@@ -131,6 +133,8 @@ def _free_ports(count: int) -> list[int]:
 
 class Cluster:
     """Nodes ``node1``, ``node2``, ... of two slots each; a context manager.
+
+    Each has two stand-ins for GPUs, which SLURM gives to jobs as it gives real ones.
 
     Args:
         num_nodes: how many.
@@ -211,11 +215,16 @@ class Cluster:
             text += (
                 f"NodeName=node{number} NodeHostname={known_as} NodeAddr=127.0.0.1 "
                 f"Port={port} CPUs=2 Boards=1 SocketsPerBoard=1 CoresPerSocket=2 "
-                "ThreadsPerCore=1 RealMemory=2000 State=UNKNOWN\n"
+                f"ThreadsPerCore=1 RealMemory=2000 Gres=gpu:{_GPUS} State=UNKNOWN\n"
             )
             for name in ("spool", "tmp"):
                 (folder / name / f"node{number}").mkdir()
         (folder / "slurm.conf").write_text(text, encoding="utf-8")
+        devices = [folder / f"gpu{k}" for k in range(_GPUS)]
+        for device in devices:  # SLURM only looks that they are there
+            device.symlink_to("/dev/null")
+        files = f"Name=gpu File={folder}/gpu[0-{_GPUS - 1}]\n"
+        (folder / "gres.conf").write_text(files, encoding="utf-8")
         names = " ".join(f"node{k + 1}" for k in range(self._num_nodes))
         hosts = Path("/etc/hosts").read_text(encoding="utf-8").rstrip("\n")
         text = f"{hosts}\n127.0.0.1 {names}\n"

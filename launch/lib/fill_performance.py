@@ -9,6 +9,7 @@ docs/performance/tables.md. Between ``<!-- KIND: WORDS -->`` and
     facts: NAME...        machine and software of each
     model: ARGUMENTS      what `mpidist bench model` prints for the arguments, in which
                           a NAME.json is in the folder of results; and its picture
+    check: ARGUMENTS      the same without a picture, for arguments with --check
 
 Names without a file are left out; if none has one, what is there stays.
 """
@@ -25,7 +26,7 @@ import draw_performance
 from mpidist import _bench, _cli
 
 MARKER = re.compile(
-    r"(<!-- (table|picture|facts|model): ([^>]*?) -->\n)(.*?)(<!-- end -->)", re.S
+    r"(<!-- (table|picture|facts|model|check): ([^>]*?) -->\n)(.*?)(<!-- end -->)", re.S
 )
 PICTURES = "performance"  # the folder of results, as docs/performance.md links to it
 Records = Sequence[_bench.Record]
@@ -58,24 +59,28 @@ def facts_of(records: Records) -> str:
     return "```text\n" + "\n\n".join([*texts, *notes]) + "\n```\n"
 
 
-def model_of(results: Path, words: Sequence[str]) -> str | None:
+def model_of(results: Path, kind: str, words: Sequence[str]) -> str | None:
     """Return what the model prints; None if a file that it needs is missing."""
     arguments = [str(results / w) if w.endswith(".json") else w for w in words]
     if not all(Path(a).exists() for a in arguments if a.endswith(".json")):
         return None
     path, out = results / "model.json", io.StringIO()
+    written = ["--json", str(path)] if kind == "model" else []
     with contextlib.redirect_stdout(out):
-        if _cli.main(["bench", "model", *arguments, "--json", str(path)]):
+        if _cli.main(["bench", "model", *arguments, *written]):
             sys.exit(f"mpidist bench model {' '.join(arguments)} failed")
     text = out.getvalue().replace(f"written: {path}", "").strip("\n")
+    block = f"```text\n{text}\n```\n"
+    if kind == "check":
+        return block
     draw_performance.model(path, path.with_suffix(".png"))
-    return f"```text\n{text}\n```\n\n![predicted times]({PICTURES}/model.png)\n"
+    return f"{block}\n![predicted times]({PICTURES}/model.png)\n"
 
 
 def replacement(results: Path, kind: str, words: list[str]) -> str | None:
     """Return the text between two markers; None to leave it."""
-    if kind == "model":
-        return model_of(results, words)
+    if kind in ("model", "check"):
+        return model_of(results, kind, words)
     target = words.pop(0) if kind == "picture" else ""
     paths = [results / f"{name}.json" for name in words]
     records = [_bench.read_record(str(path)) for path in paths if path.exists()]

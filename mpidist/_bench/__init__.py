@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from mpidist._bench import calls, collectives, nests
+from mpidist._bench import calls, collectives, nests, training
 from mpidist._bench.aims import Aim as Aim
 from mpidist._bench.aims import aim_of as aim_of
 from mpidist._bench.job import Job as Job
@@ -28,6 +28,8 @@ from mpidist._bench.machine import transport_facts as transport_facts
 from mpidist._bench.model import ASSUMED as ASSUMED
 from mpidist._bench.model import FIGURES as FIGURES
 from mpidist._bench.model import Prediction as Prediction
+from mpidist._bench.model import compare as compare
+from mpidist._bench.model import comparison_text as comparison_text
 from mpidist._bench.model import fit as fit
 from mpidist._bench.model import model_text as model_text
 from mpidist._bench.model import predict as predict
@@ -61,6 +63,7 @@ BENCHES: Final[dict[str, Callable[[Session], None]]] = {
     "merge_call": calls.merge_call,
     "reduce": calls.reduce,
     "update": calls.update,
+    "elastic": training.run,
 }
 
 

@@ -43,9 +43,10 @@ _RATIOS: Final[dict[str, _Steps]] = {
     "small_nest": ((0, 1.0),),
     "all_gather": ((0, 1.3), (16 * _KIB + 1, 1.0)),
     "update": ((0, 1.2),),
+    "elastic": ((0, 1.03),),
 }
 _SECONDS: Final = {"run": 6e-6, "merge_call": 15e-6}
-_BEYOND_RAW: Final = {"reduce": 3e-6}
+_BEYOND_RAW: Final = {"reduce": 3e-6, "commit": 50e-6}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
+from mpidist._base import machine
 from mpidist._mpi import library
 
 RawComm: TypeAlias = Any
@@ -35,11 +36,13 @@ class Job:
         nodes: the number of machines that they are on.
         local_rank: the number of this process on its machine.
         local_size: the number of ranks on this machine.
-        node_of: the number of each rank's machine, from 0. Ranks of one share memory:
-            host names need not differ.
+        node_of: the number of each rank's machine, from 0. Ranks of one share memory,
+            as those of a strategy do: host names need not differ.
         node: that of this rank.
         node_sizes: the number of ranks on each machine.
         first_ranks: the first rank of each machine.
+        near_sizes: the number of ranks in each group that shares memory by what MPI
+            says; MPI asks the launcher, which may take one machine for several.
     """
 
     def __init__(self) -> None:
@@ -48,12 +51,9 @@ class Job:
         self.comm: RawComm = self.mpi.COMM_WORLD.Dup()
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()
-        node = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED)
-        self.local_rank: int = node.Get_rank()
-        self.local_size: int = node.Get_size()
-        first: int = node.bcast(self.rank, 0)
-        node.Free()
-        firsts: list[int] = self.comm.allgather(first)
+        place = machine.node_id(self.mpi.Get_processor_name())
+        places: list[str] = self.comm.allgather(place)
+        firsts = [places.index(place) for place in places]
         self.first_ranks: list[int] = sorted(set(firsts))
         self.nodes: int = len(self.first_ranks)
         self.node_of: list[int] = [self.first_ranks.index(first) for first in firsts]
@@ -61,6 +61,13 @@ class Job:
         self.node_sizes: list[int] = [
             self.node_of.count(number) for number in range(self.nodes)
         ]
+        mine = [r for r in range(self.size) if firsts[r] == firsts[self.rank]]
+        self.local_rank: int = mine.index(self.rank)
+        self.local_size: int = len(mine)
+        near = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED)
+        leaders: list[int] = self.comm.allgather(near.bcast(self.rank, 0))
+        near.Free()
+        self.near_sizes: list[int] = [leaders.count(k) for k in sorted(set(leaders))]
 
     def free(self) -> None:
         """Free the communicator. Collective."""

@@ -73,6 +73,25 @@ class Prediction:
 
 
 @dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One all_reduce, in seconds: as it was measured, and by the model.
+
+    Attributes:
+        ranks: the number of all ranks.
+        nodes: the number of nodes.
+        nbytes: the bytes of the array.
+        mpi4py: the time of a plain `Allreduce`: measured, predicted.
+        mpidist: the time of mpidist: measured, predicted.
+    """
+
+    ranks: int
+    nodes: int
+    nbytes: int
+    mpi4py: tuple[float, float]
+    mpidist: tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True)
 class Point:
     """One measured time, with ``local`` ranks on each node."""
 
@@ -246,6 +265,38 @@ def fit(records: Sequence[Record]) -> tuple[Figures, dict[str, float]]:
     return fitted, errors
 
 
+def compare(figures: Figures, records: Sequence[Record]) -> list[Comparison]:
+    """Compare the model with what ``mpidist bench all_reduce`` measured.
+
+    Raises:
+        UsageError: if a record has no results of at least two ranks with cores.
+    """
+    found = []
+    for record in records:
+        both = ("shared", "direct")
+        raw, own = (_points([record], side, both) for side in ("raw", "ours"))
+        if not raw:
+            raise UsageError(
+                "--check: no results of all_reduce on two ranks or more, with a core "
+                "for each; make them with `mpirun -n 2 mpidist bench all_reduce "
+                "--json F`"
+            )
+        name = record.facts["transports"]["host"]["name"]
+        ours = shared_algorithms if name == "shared" else direct_algorithms
+        for one, other in zip(raw, own, strict=True):
+            where = (one.nodes, one.local, one.nbytes)
+            found.append(
+                Comparison(
+                    one.nodes * one.local,
+                    one.nodes,
+                    one.nbytes,
+                    (one.seconds, _time(mpi_algorithms, figures, *where)),
+                    (other.seconds, _time(ours, figures, *where)),
+                )
+            )
+    return found
+
+
 def _points(
     records: Sequence[Record], side: str, transports: tuple[str, ...]
 ) -> list[Point]:
@@ -309,6 +360,26 @@ def _not_negative(matrix: HostArray, target: HostArray) -> HostArray:
     return best
 
 
+def comparison_text(
+    figures: Figures, origins: dict[str, str], comparisons: Sequence[Comparison]
+) -> str:
+    """Return figures and comparisons as tables; see `model_text`.
+
+    A ratio is that of the predicted time to the measured one.
+    """
+    above = ["ranks", "nodes", "bytes", "mpi4py", "", "", "mpidist", "", ""]
+    below = ["", "", "", *("measured", "predicted", "ratio") * 2]
+    table = [above, below]
+    for one in comparisons:
+        line = [f"{one.ranks:,}", f"{one.nodes:,}", show_size(one.nbytes)]
+        for measured, predicted in (one.mpi4py, one.mpidist):
+            line += [show_seconds(measured), show_seconds(predicted)]
+            line.append(f"{predicted / measured:.2f}")
+        table.append(line)
+    title = "an all_reduce: measured, and predicted by the figures"
+    return f"{align(_figure_rows(figures, origins), 1)}\n\n{title}\n{align(table, 2)}\n"
+
+
 def model_text(
     figures: Figures, origins: dict[str, str], predictions: Sequence[Prediction]
 ) -> str:
@@ -319,14 +390,6 @@ def model_text(
         origins: the origin of each figure: "given", "fitted", "assumed".
         predictions: the predictions for all sizes and numbers of ranks.
     """
-    rows = [["figure", "value", "", "from"]]
-    for name, value in figures.items():
-        option = f"--{name.replace('_', '-')}"
-        shown, unit = show_seconds(value), "s"
-        if name.startswith("beta"):
-            shown = f"{digits(1e-9 / value)} GB/s" if value else "no time"
-            unit = "s/B"
-        rows.append([option, shown, f"{value:.3g} {unit}", origins[name]])
     sizes = list(dict.fromkeys(one.nbytes for one in predictions))
     above, below = ["ranks", "nodes"], ["", ""]
     for nbytes in sizes:
@@ -339,4 +402,16 @@ def model_text(
         head = [f"{line[0].ranks:,}", f"{line[0].nodes:,}"]
         table.append([*head, *map(show_seconds, times)])
     title = "predicted times of an all_reduce"
-    return f"{align(rows, 1)}\n\n{title}\n{align(table, 2)}\n"
+    return f"{align(_figure_rows(figures, origins), 1)}\n\n{title}\n{align(table, 2)}\n"
+
+
+def _figure_rows(figures: Figures, origins: dict[str, str]) -> list[list[str]]:
+    rows = [["figure", "value", "", "from"]]
+    for name, value in figures.items():
+        option = f"--{name.replace('_', '-')}"
+        shown, unit = show_seconds(value), "s"
+        if name.startswith("beta"):
+            shown = f"{digits(1e-9 / value)} GB/s" if value else "no time"
+            unit = "s/B"
+        rows.append([option, shown, f"{value:.3g} {unit}", origins[name]])
+    return rows

@@ -42,6 +42,8 @@ NAME (default: all):
   reduce       the sum of a Python number               raw: Allreduce
   update       sums of gradients, and the update of     raw: for each Allreduce,
                20 variables in merge_fn                      multiply, subtract
+  elastic      a training step with a commit            raw: the step without it
+               a commit of 4 variables                  raw: copies of the arrays
 
 and, on one process:
   mpidist bench model   predict times on more ranks (mpidist bench model --help)
@@ -55,6 +57,7 @@ given nor fitted are assumed, and marked so. The formulas are in docs/performanc
 
   mpidist bench model --alpha 2us --beta 12.5GB/s --ranks-per-node 32
   mpidist bench model --fit one_node.json --fit two_nodes.json
+  mpidist bench model --fit one_node.json --fit two_nodes.json --check four_nodes.json
 """
 
 
@@ -188,6 +191,14 @@ def _model_parser() -> Parser:
         help="fit what is not given to the all_reduce results in FILE; may be repeated",
     )
     add(
+        "--check",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="compare with the all_reduce results in FILE, instead of predicting for "
+        "more ranks; may be repeated",
+    )
+    add(
         "--ranks-per-node",
         type=_positive,
         metavar="N",
@@ -218,6 +229,7 @@ def _model(arguments: Sequence[str]) -> int:
         parser.error("argument --ranks: expected at least 2")
     _raise(_file_problem(given.json))
     records = [_bench.read_record(path) for path in given.fit]
+    measured = [_bench.read_record(path) for path in given.check]
     if launched_rank():
         return 0  # one process computes and prints
     fitted, errors = _bench.fit(records) if records else ({}, {})
@@ -230,8 +242,14 @@ def _model(arguments: Sequence[str]) -> int:
     }
     counts = [one.facts["ranks"] // one.facts["nodes"] for one in records]
     local = given.ranks_per_node or max(counts, default=16)
-    predictions = _bench.predict(figures, given.sizes, local, given.ranks)
-    say(_bench.model_text(figures, origins, predictions).rstrip())
+    comparisons = _bench.compare(figures, measured)
+    predictions = []
+    if measured:
+        text = _bench.comparison_text(figures, origins, comparisons)
+    else:
+        predictions = _bench.predict(figures, given.sizes, local, given.ranks)
+        text = _bench.model_text(figures, origins, predictions)
+    say(text.rstrip())
     if errors:
         text = ", ".join(f"{k} {v:.0%}" for k, v in errors.items())
         say(f"\nmedian distance of the fit from what was measured: {text}")
@@ -242,6 +260,7 @@ def _model(arguments: Sequence[str]) -> int:
         "origins": origins,
         "fit_errors": errors,
         "predictions": [dataclasses.asdict(one) for one in predictions],
+        "comparisons": [dataclasses.asdict(one) for one in comparisons],
     }
     _raise(_write(given.json, lambda: json.dumps(whole, indent=1) + "\n"))
     return 0

@@ -12,9 +12,7 @@ from typing import Final, TypedDict
 import mpidist
 from mpidist import _bench, _native
 from mpidist._base import backend
-from mpidist._base.environment import (
-    read_environment,
-)
+from mpidist._base.environment import read_environment
 from mpidist._base.errors import format_ranks
 from mpidist._cli import placement
 from mpidist._cli.placement import CoreUse, LauncherFacts
@@ -103,13 +101,18 @@ class StrategyFacts(TypedDict):
 
 
 class JobFacts(TypedDict):
-    """All facts; those of a rank are rank 0's, and differences are problems."""
+    """All facts; those of a rank are rank 0's, and differences are problems.
+
+    Ranks of one node share memory. MPI may take them for ranks of several, which is
+    what ``mpi_nodes`` counts.
+    """
 
     software: dict[str, str]
     launcher: LauncherFacts
     ranks: int
     network: list[str]
     nodes: list[NodeFacts]
+    mpi_nodes: int
     crowded: bool
     native_core: CoreFacts
     gpu: GPUFacts
@@ -171,6 +174,7 @@ def facts_of_job(device: str) -> JobFacts:
         "ranks": job.size,
         "network": placement.measure_network(job),
         "nodes": _nodes(job, ranks),
+        "mpi_nodes": len(job.near_sizes),
         "crowded": _bench.is_crowded(job),
         "native_core": core_facts([one["core"] for one in ranks]),
         "gpu": ranks[0]["gpu"],
@@ -179,7 +183,7 @@ def facts_of_job(device: str) -> JobFacts:
         "problems": _problems(ranks, job.size),
         "strategy": strategy,
     }
-    if problem is not None:
+    if problem is not None and not describe_stranger(job.size):  # which says it all
         facts["problems"].append(problem)
     job.free()
     return facts
@@ -354,10 +358,16 @@ def _ranks_text(facts: JobFacts) -> str:
     sizes = [len(node["ranks"]) for node in facts["nodes"]]
     text = f"{facts['ranks']} on {placement.sizes_text(sizes)}"
     if facts["ranks"] == 1:
-        text += " (start more with mpirun -n N mpidist info)"
+        started = facts["launcher"]["size"] or 1
+        hint = f"each of the {started} processes is alone: see problems"
+        if started == 1:
+            hint = "start more with mpirun -n N mpidist info"
+        text += f" ({hint})"
     hosts = [node["host"] for node in facts["nodes"]]
     if len(set(hosts)) < len(hosts):
         text += ", of which some have one name; ranks of a node share memory"
+    if facts["mpi_nodes"] > len(hosts):
+        text += f"; MPI takes them for {facts['mpi_nodes']}, see mpidist check"
     if facts["crowded"]:
         text += ": more ranks than cores, so ranks wait for a core"
     return text

@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import mpidist
-from mpidist._base.environment import (
-    read_environment,
-)
+from mpidist._base.environment import read_environment
 from mpidist._bench import UsageError, WrongResultError
 from mpidist._cli import (
     bench_command,

@@ -67,11 +67,23 @@ class SystemChecks:
         text = sizes_text(sizes)
         facts = launcher_facts(os.environ)
         counts = facts["tasks_per_node"]
+        if len(job.near_sizes) > job.nodes:
+            advice = _why_apart(os.environ.get("SLURMD_NODENAME", ""))
+            if counts is not None and sorted(counts) == sorted(job.near_sizes):
+                advice = "several of SLURM's nodes are one machine: is that meant?"
+            return Note(
+                f"the ranks that share memory are {_sum(sizes)}, and MPI takes them "
+                f"for {_sum(job.near_sizes)}: its messages between these are slower",
+                advice,
+            )
         if counts is not None and sorted(counts) != sorted(sizes):
             return Note(
-                f"SLURM placed {' + '.join(map(str, counts))} ranks, but those that "
-                f"share memory are {' + '.join(map(str, sizes))}",
-                _why_apart(os.environ.get("SLURMD_NODENAME", "")),
+                f"SLURM placed {_sum(counts)} ranks, but those that share memory are "
+                f"{_sum(sizes)}",
+                "several of SLURM's nodes are one machine: is that meant?"
+                if job.nodes < len(counts)
+                else "ranks of one node that are in different containers cannot share "
+                "memory: start one container for all (--ipc=host)",
             )
         local = next(
             (os.environ[name] for name in launcher.LOCAL_SIZES if name in os.environ),
@@ -201,8 +213,12 @@ class SystemChecks:
         return _FolderCheck(self._job, path).run()
 
 
+def _sum(sizes: Sequence[int]) -> str:
+    return " + ".join(map(str, sizes))
+
+
 def _why_apart(node: str) -> str:
-    """Return why tasks of one SLURM node may share no memory, and what to do.
+    """Return why MPI may not know which ranks are on one node, and what to do.
 
     Open MPI learns from SLURM, by PMIx, who else is on its host, and asks for it by the
     name of the host.
@@ -218,8 +234,8 @@ def _why_apart(node: str) -> str:
             "or start the ranks with mpirun in the job"
         )
     return (
-        "ranks of one node that are in different containers cannot share memory: start "
-        "one container for all (--ipc=host)"
+        "the launcher tells MPI which ranks are on one host: does it know the hosts by "
+        "other names than they have, or by one name for two?"
     )
 
 

@@ -43,9 +43,9 @@ def this_process() -> Process:
 
     Each rank may call it by itself, also before the first `mpidist.MPIStrategy`, for
     example to choose a GPU or a folder. Rank and size are those of MPI's COMM_WORLD if
-    MPI runs, else what the launcher says in environment variables; without a launcher
-    rank 0 of 1. The rest is the launcher's. All of it for all ranks, as MPI knows it:
-    `mpidist.Strategy.cluster_resolver`.
+    MPI runs, otherwise those of the launcher's environment variables; without a
+    launcher, rank 0 of 1. The other attributes are always from the launcher.
+    `mpidist.Strategy.cluster_resolver` has the same for all ranks, as MPI knows it.
     """
     variables = os.environ
     found = launcher.find_launch(variables)

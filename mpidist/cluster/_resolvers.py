@@ -89,7 +89,8 @@ class SimpleClusterResolver(ClusterResolver):
         rpc_layer: the protocol that `master` puts before an address.
 
     Raises:
-        TypeError: if ``cluster_spec`` is no `ClusterSpec`, or ``master`` no string.
+        TypeError: if ``cluster_spec`` is not a `ClusterSpec`, or ``master`` not a
+            string.
     """
 
     def __init__(
@@ -168,10 +169,11 @@ class TFConfigClusterResolver(ClusterResolver):
         }
 
     Args:
-        task_type: in place of that of the variable.
-        task_id: likewise.
-        rpc_layer: likewise; the protocol that `master` puts before an address.
-        environment: likewise.
+        task_type: overrides that of the variable.
+        task_id: overrides that of the variable.
+        rpc_layer: the protocol that `master` puts before an address; overrides that of
+            the variable.
+        environment: overrides that of the variable.
     """
 
     def __init__(
@@ -235,7 +237,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
         Raises:
             ValueError: if the variable is not JSON of this form.
-            TypeError: if the cluster in it is not one.
+            TypeError: if the cluster in it is not a valid ClusterSpec.
         """
         return ClusterSpec(_section("cluster"))
 
@@ -245,7 +247,9 @@ class TFConfigClusterResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Return the address of a task, by default this one; "" if there are not two.
+        """Return the address of a task, by default of this one.
+
+        It is "" if there are fewer than two tasks.
 
         Raises:
             ValueError: if there is no such task, or the variable is wrong.
@@ -274,13 +278,13 @@ class UnionResolver(ClusterResolver):
 
     Args:
         cluster_resolvers: at least one.
-        rpc_layer: in place of the first one's.
-        task_type: likewise.
-        task_id: likewise.
+        rpc_layer: overrides that of the first resolver.
+        task_type: overrides that of the first resolver.
+        task_id: overrides that of the first resolver.
 
     Raises:
-        TypeError: if one of them is no `ClusterResolver`.
-        ValueError: if there is none.
+        TypeError: if one of them is not a `ClusterResolver`.
+        ValueError: if there are no resolvers.
     """
 
     def __init__(
@@ -348,7 +352,7 @@ class UnionResolver(ClusterResolver):
         task_id: int | None = None,
         config_proto: object = None,
     ) -> dict[str, int]:
-        """Return what the first resolver says."""
+        """Return the GPUs of a task, from the first resolver."""
         return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
 
     @property

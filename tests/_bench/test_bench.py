@@ -46,6 +46,9 @@ def test_the_table_has_all_rows(tmp_path, capsys):
         ("empty merge_call", None),
         ("reduce of a number", None),
         ("update of 20 x 50k floats", 20 * 4 * 50_000),
+        ("training step, with a commit", 2 * 4 * 256 * (784 + 10) + 8),
+        ("commit", 4 * 2**10),
+        ("commit", 4 * MIB),
     ]
     assert {one.bench for one in record.rows} == set(_bench.BENCHES)
     for one in record.rows:
@@ -273,6 +276,8 @@ def test_the_aims_of_all_reduce_on_two_cores(ranks, nodes, expected):
         ("merge_call", 0, "15 us"),
         ("reduce", 0, "raw + 3 us"),
         ("update", 4 * MIB, "1.20"),
+        ("elastic", 2 * MIB, "1.03"),
+        ("commit", 4 * MIB, "raw + 50 us"),
     ],
 )
 def test_the_other_aims_are_for_ranks_with_cores_of_their_own(kind, nbytes, text):
@@ -476,6 +481,37 @@ def test_fitting_gives_no_negative_figures_and_says_how_far_it_is_off():
     fitted, errors = _bench.fit([dataclasses.replace(record, rows=rows)])
     assert min(fitted.values()) >= 0
     assert errors["mpi4py"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local", "way"), [(8, 1, "direct"), (4, 4, "shared")]
+)
+def test_a_comparison_has_what_was_measured_and_what_the_figures_say(nodes, local, way):
+    record = measured(nodes, local, way)
+    figures = {**CLUSTER, "overhead": 5e-6}
+    found = _bench.compare(figures, [record])
+    assert [(one.ranks, one.nodes, one.nbytes) for one in found] == [
+        (nodes * local, nodes, row.nbytes) for row in record.rows
+    ]
+    for one, row in zip(found, record.rows, strict=True):
+        assert one.mpi4py == (row.raw.median, pytest.approx(row.raw.median))
+        assert one.mpidist == (row.ours.median, pytest.approx(row.ours.median))
+    slower = _bench.compare({**figures, "alpha": 2 * figures["alpha"]}, [record])
+    assert slower[0].mpi4py[1] > 1.5 * found[0].mpi4py[1]
+
+
+def test_the_command_of_a_comparison(capsys, tmp_path):
+    path, written = tmp_path / "r.json", tmp_path / "m.json"
+    path.write_text(measured(8, 1, "direct").to_json())
+    arguments = ["--fit", str(path), "--check", str(path), "--json", str(written)]
+    assert _cli.main(["bench", "model", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "an all_reduce: measured, and predicted by the figures" in text
+    assert len(re.findall(r"^8 +8 .* 1\.00 .* 1\.00$", text, re.M)) == 9, text
+    assert len(json.loads(written.read_text())["comparisons"]) == 9
+    path.write_text(dataclasses.replace(measured(8, 1, "direct"), rows=[]).to_json())
+    assert _cli.main(["bench", "model", "--check", str(path)]) == 2
+    assert "--check: no results of all_reduce on two ranks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("facts", [{"ranks": 1}, {"crowded": True}])

@@ -9,7 +9,7 @@ import sys
 import types
 
 import pytest
-from launching import ROOT, rank_environment, run_ranks
+from launching import ROOT, rank_environment, run_python, run_ranks
 
 from mpidist import _bench, _cli
 from mpidist._cli import check_command
@@ -276,15 +276,7 @@ def test_importing_loads_nothing_of_it():
         "import mpidist._cli\n"
         "print(loaded(['mpi4py.MPI', 'cupy', 'torch', 'matplotlib']))\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        env=rank_environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=True,
-    )
-    first, second = result.stdout.splitlines()
+    first, second = run_python("-c", program).splitlines()
     assert "mpidist" not in first
     assert second == "[]"
 

@@ -1,4 +1,4 @@
-"""The mpirun commands of docs/guide/launching.md: those of this MPI are run."""
+"""The commands of the guides for clusters: each is run, here or by tests named here."""
 
 import re
 import shlex
@@ -9,17 +9,76 @@ import hosts
 import pytest
 from launching import ROOT, find_mpirun, run_command
 
-GUIDE = ROOT / "docs/guide/launching.md"
-LINES = re.findall(
-    r"^mpirun (-.* python examples/hello\.py)$", GUIDE.read_text(encoding="utf-8"), re.M
-)
-OF_OPEN_MPI = [line for line in LINES if line.startswith("--")]
-OF_MPICH = [line for line in LINES if not line.startswith(("--", "-n"))]
+PAGES = ("launching", "slurm", "gpus", "troubleshooting")
+LINE = re.compile(r"^(?:\$ )?((?:mpirun|srun|sbatch|mpidist|export) .*)$", re.M)
+README = "tests/project/test_readme.py"
+SLURM = "tests/slurm/test_batch_jobs.py"
+HOSTS = "tests/_engine/test_hosts.py"
+
+# Who runs the others: patterns, a file of tests, and a text of that file. Blocks with
+# output, and `mpidist run`, are run as they stand by README.
+ELSEWHERE = [
+    (r"mpirun -n 2 python (none|where|finish|visible)\.py", README, "def mpirun("),
+    (r"mpidist run -n 2 examples/hello\.py", README, "def mpidist_run("),
+    (r"mpirun -n 2 mpidist bench --quick", "tests/_bench/test_bench.py", '"--quick")'),
+    (r"sbatch .*", SLURM, "def test_the_commands_of_the_guide("),
+    (r"mpidist sbatch --nodes 2 --nt.*", SLURM, "def test_the_commands_of_the_guide("),
+    (r"srun -n 4 --mpi=pmix .*", SLURM, "def test_the_commands_of_the_guide("),
+    (r"srun -n 4 mpidist check", SLURM, 'cluster.run(*srun, *command, "check"'),
+    (r"export PRTE_MCA_oob_tcp_keepalive_.*", HOSTS, '"PRTE_MCA_oob_tcp_keepalive_'),
+    (r"export MPIDIST_STALL_SECONDS=5", HOSTS, '"MPIDIST_STALL_SECONDS"'),
+    (r"export MPIDIST_TRACE=1", "tests/_agreement/test_trace.py", "MPIDIST_TRACE"),
+]
+# It takes four GPUs on a node, and as many cores as eight for each of them.
+NOT_AS_IT_STANDS = [
+    (r"mpidist sbatch .*--gpus-per-node 4 .*", SLURM, "def test_the_script_for_gpus_"),
+]
 
 
-def test_the_guide_has_commands_of_both():
+def commands() -> list[str]:
+    """Return the commands in code blocks of the pages, each once."""
+    found = []
+    for page in PAGES:
+        text = (ROOT / f"docs/guide/{page}.md").read_text(encoding="utf-8")
+        blocks = re.findall(r"^```(?:sh|console|text)\n(.*?)^```", text, re.M | re.S)
+        found += LINE.findall("\n".join(blocks))
+    return list(dict.fromkeys(found))
+
+
+HELLO = [line for line in commands() if re.fullmatch(r"mpirun .* examples/.*", line)]
+OF_OPEN_MPI = [line for line in HELLO if line.startswith("mpirun --")]
+OF_MPICH = [line for line in HELLO if not line.startswith(("mpirun --", "mpirun -n"))]
+OF_BOTH = [line for line in HELLO if line.startswith("mpirun -n")]
+LOOKING = [line for line in commands() if re.match(r"mpirun .* (check|info)\b", line)]
+# What a check of a folder does without one, it does with one.
+LOOKING = [
+    line
+    for line in LOOKING
+    if not any(other.startswith(f"{line} --folder .") for other in LOOKING)
+    and "--folder checkpoints" not in line
+]
+
+
+def test_each_command_is_run():
     assert len(OF_OPEN_MPI) >= 4
     assert len(OF_MPICH) >= 3
+    assert len(OF_BOTH) == 1
+    assert [line.split()[4:] for line in LOOKING] == [
+        ["check", "--folder", "."],
+        ["info"],
+    ]
+    run_here = {line.partition(" --folder")[0] for line in (*HELLO, *LOOKING)}
+    for line in commands():
+        if line.partition(" --folder")[0] in run_here:
+            continue
+        tests = [
+            (path, text)
+            for pattern, path, text in ELSEWHERE + NOT_AS_IT_STANDS
+            if re.fullmatch(pattern, line)
+        ]
+        assert tests, f"no test runs {line!r}"
+        for path, text in tests:
+            assert text in (ROOT / path).read_text(encoding="utf-8"), (line, path)
 
 
 @pytest.mark.core
@@ -28,9 +87,31 @@ def test_the_commands_run(tmp_path):
     slots = "localhost slots=4\n" if open_mpi else "localhost:4\n"
     (tmp_path / "hosts.txt").write_text(slots)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    for line in OF_OPEN_MPI if open_mpi else OF_MPICH:
-        words = [find_mpirun(), *shlex.split(line)]
+    lines = OF_BOTH + (OF_OPEN_MPI if open_mpi else OF_MPICH)
+    for line in lines:
+        done = run(line, tmp_path)
+        ranks = int(re.search(r"-n (\d+)", line)[1])
+        assert done.stdout.count("hello from replica") == ranks, line
+
+
+@pytest.mark.parametrize("line", LOOKING)
+def test_what_looks_at_the_job_finds_nothing_wrong(tmp_path, line):
+    printed = run(line, tmp_path).stdout
+    if " check " in line:
+        assert printed.rstrip().endswith("all is well"), printed
+    else:
+        assert re.search(r"^ranks +4 on 1 node", printed, re.M), printed
+        assert not re.search(r"^problems ", printed, re.M), printed
+
+
+def run(line, folder):
+    """Run a line with mpirun and Python of this environment."""
+    words = [find_mpirun(), *shlex.split(line)[1:]]
+    if "python" in words:
         words[words.index("python")] = sys.executable
-        done = run_command(words, 100, cwd=tmp_path)
-        assert done.returncode == 0, (line, done.stdout, done.stderr)
-        assert done.stdout.count("hello from replica") == 2, line
+    else:
+        at = words.index("mpidist")
+        words[at : at + 1] = [sys.executable, "-m", "mpidist"]
+    done = run_command(words, 100, cwd=folder)
+    assert done.returncode == 0, (line, done.stdout, done.stderr)
+    return done

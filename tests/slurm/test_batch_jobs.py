@@ -6,6 +6,9 @@ import functools
 import itertools
 import json
 import os
+import re
+import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -63,6 +66,22 @@ if say:
     print("result", w.numpy().tobytes().hex(), flush=True)
 """
 
+# CuPy's stand-in finds as many GPUs as a real one would.
+ON_GPUS = f"""\
+import os, sys
+sys.path.insert(0, {str(ROOT / "tests")!r})
+import numpy as np
+import posing, pytest
+visible = os.environ["CUDA_VISIBLE_DEVICES"]
+xp = posing.install(pytest.MonkeyPatch(), visible.count(",") + 1)
+import mpidist
+strategy = mpidist.MPIStrategy()
+context = mpidist.get_replica_context
+total = strategy.run(lambda: context().all_reduce("SUM", xp.ones(3)))
+(found,) = strategy.experimental_local_results(total)
+name = strategy.extended.worker_devices[strategy.replica_id]
+print("GPU of", strategy.replica_id, name, visible, found.get().tolist(), flush=True)
+"""
 
 PLACE = """\
 import os
@@ -130,6 +149,77 @@ def test_a_script_starts_a_replica_for_each_task(cluster, name):
 
 @pytest.mark.core
 @starts_ranks
+def test_the_script_for_gpus_gives_each_rank_one(cluster):
+    (cluster.folder / "on_gpus.py").write_text(ON_GPUS, encoding="utf-8")
+    script = SCRIPTS / "gpus.sbatch"
+    # A node here has two cores; the script asks for eight of a node.
+    job = cluster.submit(script, "on_gpus.py", options=["--cpus-per-task=1"])
+    state = cluster.wait(job)
+    output = cluster.output(job)
+    assert state["JobState"] == "COMPLETED", output
+    for rank in range(4):
+        place = f"/rank:{rank}/device:GPU:{rank % 2}"
+        assert f"GPU of {rank} {place} 0,1 [4.0, 4.0, 4.0]" in output, output
+
+
+@pytest.mark.core
+@starts_ranks
+def test_the_log_of_a_training_has_lines(cluster):
+    """A progress bar would be one line of carriage returns."""
+    pytest.importorskip("sklearn")
+    shutil.copytree(ROOT / "examples", cluster.folder / "examples")
+    words = ("examples/train_digits.py", "--epochs=2")
+    options = ["--ntasks-per-node=1"]
+    job = cluster.submit(SCRIPTS / "srun.sbatch", *words, options=options)
+    assert cluster.wait(job)["JobState"] == "COMPLETED", cluster.output(job)
+    output = (cluster.folder / f"{job}.out").read_bytes()
+    assert b"\r" not in output
+    epochs = [line for line in output.splitlines() if b": epoch " in line]
+    assert [line.partition(b":")[0] for line in epochs] == [b"0", b"0"], output
+    assert b"epoch 2 of 2: test accuracy " in epochs[1]
+
+
+@pytest.mark.core
+@starts_ranks
+def test_the_commands_of_the_guide(cluster):
+    """Of docs/guide/slurm.md, as they stand but for the ranks of a node.
+
+    In the place of their programs is a short one.
+    """
+    folder = cluster.folder / f"guide-{next(numbers)}"
+    (folder / "examples").mkdir(parents=True)
+    (folder / "launch").symlink_to(ROOT / "launch")
+    for name in ("train.py", "examples/train_digits.py"):
+        (folder / name).write_text(WHO, encoding="utf-8")
+    page = (ROOT / "docs/guide/slurm.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^((?:mpidist sbatch|sbatch|srun) .*)$", page, re.M)
+    lines = [re.sub(r"--ntasks-per-node \d+", "--ntasks-per-node 2", x) for x in lines]
+    printing, short, plain, wide, srun = lines
+    assert printing.startswith("mpidist sbatch ")
+    python = f'"{sys.executable}" -m'
+    one = "--ntasks-per-node 1"  # what the script says is four
+    submissions = [
+        f"{python} {printing} && {short}",
+        plain.replace("sbatch ", f"sbatch {one} ", 1),
+        wide,
+    ]
+    jobs = {}
+    for line, ranks in zip(submissions, (4, 2, 8), strict=True):
+        printed = cluster.run("sh", "-c", f"cd {folder} && {line}")
+        jobs[printed.split()[-1]] = ranks
+    if not hosts.is_open_mpi():
+        srun = srun.replace("--mpi=pmix", "--mpi=pmi2")  # as the page says
+    printed = cluster.run("sh", "-c", f"cd {folder} && {srun}")
+    assert "replicas 4 sum 6" in printed
+    for job, ranks in jobs.items():
+        state = cluster.wait(job)
+        output = (folder / f"mpidist-{job}.out").read_text(encoding="utf-8")
+        assert state["JobState"] == "COMPLETED", output
+        assert f"replicas {ranks} sum {ranks * (ranks - 1) // 2}" in output, output
+
+
+@pytest.mark.core
+@starts_ranks
 def test_the_jobs_of_an_array_get_their_indices(cluster):
     options = ["--ntasks-per-node=2", "--output=%A_%a.out"]
     job = cluster.submit(SCRIPTS / "array.sbatch", "who.py", options=options)
@@ -173,7 +263,13 @@ def test_ranks_that_srun_left_alone_raise(cluster):
     assert cluster.run("srun", "-n1", *python, check=False).count("replicas 1") == 1
     allowed = cluster.run(*srun, *python, env={"MPIDIST_ALONE": "1"})
     assert allowed.count("replicas 1") == RANKS
-    checked = cluster.run(*srun, "python", "-m", "mpidist", "check", check=False)
+    command = ("python", "-m", "mpidist")
+    shown = cluster.run(*srun, *command, "info", check=False)
+    assert (
+        f"1 on 1 node (each of the {RANKS} processes is alone: see problems)" in shown
+    )
+    assert shown.count("but to mpi4py") == 1, shown
+    checked = cluster.run(*srun, *command, "check", check=False)
     assert checked.count("ranks           FAILED") == 1, checked
     assert checked.count("-> SLURM did not tell MPI of the others; write") == 1
 
@@ -216,17 +312,27 @@ def test_info_names_the_step(cluster):
 
 @pytest.mark.core
 @starts_ranks
-def test_check_tells_why_ranks_of_a_node_are_apart(cluster):
-    """Open MPI finds the ranks of its host by the name that SLURM has for the node."""
-    if not hosts.is_open_mpi():
-        pytest.skip("MPICH asks SLURM for numbers of nodes, not for names")
-    check = ("python", "-m", "mpidist", "check")
-    with slurm_cluster.Cluster(1, own_names=False) as unnamed:
-        output = unnamed.run("srun", "-n2", "--mpi=pmix", *check)
-    assert "SLURM placed 2 ranks, but those that share memory are 1 + 1" in output
-    assert f"this host is {os.uname().nodename.partition('.')[0]}, and its NodeN" in (
-        output
-    )
+def test_nodes_of_one_name_are_those_that_share_memory():
+    """Open MPI finds the ranks of its host by the name that SLURM has for the node.
+
+    All is one machine here, with a name that SLURM does not know.
+    """
+    open_mpi = hosts.is_open_mpi()
+    nodes, kind = ("1", "pmix") if open_mpi else ("2", "pmi2")
+    srun = ("srun", f"-N{nodes}", "-n2", f"--mpi={kind}", "python", "-m", "mpidist")
+    if reason := slurm_cluster.why_not():
+        pytest.skip(reason)  # the fixture `cluster` says where that is an error
+    with slurm_cluster.Cluster(int(nodes), own_names=False) as unnamed:
+        shown = unnamed.run(*srun, "info")
+        checked = unnamed.run(*srun, "check")
+    assert "2 on 1 node; MPI takes them for 2, see mpidist check" in shown
+    assert "shared: all ranks are on one node" in shown
+    assert "the ranks that share memory are 2, and MPI takes them for 1 + 1" in checked
+    name = os.uname().nodename.partition(".")[0]
+    why = f"this host is {name}, and its NodeName in slurm.conf is node1: Open MPI"
+    if not open_mpi:
+        why = "several of SLURM's nodes are one machine: is that meant?"
+    assert why in checked
 
 
 @pytest.mark.core
