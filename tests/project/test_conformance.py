@@ -211,7 +211,7 @@ def test_explain_and_page_of_a_failure(monkeypatch):
         3: (sides.Run("9.9", {}, {}), sides.Run("8.8", {"name": describe(F32)}, {})),
     }
     page = report.page_of(runs, datetime.date(2025, 1, 2))
-    assert "Of 2025-01-02, with TensorFlow 9.9 and mpidist 8.8:" in page
+    assert "Results of 2025-01-02, with TensorFlow 9.9 and mpidist 8.8:" in page
     assert "| [A section](#a-section) | 1 | 0 | 0 | 1 |" in page
     assert "| `name` | What it does. | ≠ | **fails** |" in page
     assert "Why it is so.\n\n- `name`: TensorFlow `1`; mpidist `[1, 2]`." in page

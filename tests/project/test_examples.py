@@ -4,16 +4,17 @@ import json
 import re
 
 import pytest
-from launching import ROOT, run_ranks
+from launching import ROOT, ULFM, outlives_ranks, run_ranks
 
 EXAMPLES = ROOT / "examples"
 RANKS = 2
 TIMEOUT = 100.0  # seconds; each takes a few on an idle machine
 
 
-def run_example(name, *arguments, cwd, ranks=RANKS):
+def run_example(name, *arguments, cwd, ranks=RANKS, options=()):
     script = EXAMPLES / name
-    result = run_ranks(ranks, [script, *arguments], timeout=TIMEOUT, cwd=cwd)
+    program = [script, *arguments]
+    result = run_ranks(ranks, program, timeout=TIMEOUT, cwd=cwd, options=options)
     assert result.returncode == 0, result.stdout + result.stderr
     return result
 
@@ -35,6 +36,7 @@ def test_every_example_is_tested():
         "kmeans.py",
         "monte_carlo_pi.py",
         "train_digits.py",
+        "train_elastic.py",
         "train_jax.py",
         "train_torch.py",
     }
@@ -161,3 +163,21 @@ def test_train_digits_names_a_bad_argument(tmp_path):
     result = run_ranks(1, [script, *arguments], timeout=TIMEOUT, cwd=tmp_path)
     assert result.returncode == 2
     assert "argument --batch-size: invalid positive value: '0'" in result.stderr
+
+
+def test_train_elastic(tmp_path):
+    pytest.importorskip("sklearn")
+    pattern = r"46 steps, (\d) replicas at the end: test accuracy (\S+)%, sum of (.*)"
+    two_epochs = ("--epochs", "2")
+    whole = run_example("train_elastic.py", *two_epochs, cwd=tmp_path)
+    replicas, accuracy, weights = the_match(pattern, whole.stdout).groups()
+    assert (replicas, float(accuracy) > 85) == ("2", True)
+    if not outlives_ranks():
+        return
+    fault = ("--kill", "1", "--at-step", "30")
+    job = run_example(
+        "train_elastic.py", *two_epochs, *fault, cwd=tmp_path, options=ULFM
+    )
+    assert "lost replica 1; 1 replica goes on" in job.stderr
+    replicas, _, others = the_match(pattern, job.stdout).groups()
+    assert (replicas, others) == ("1", weights)

@@ -38,7 +38,7 @@ from launching import (
 import mpidist
 from mpidist import _cli
 from mpidist._base import environment as settings
-from mpidist._engine import operation_table
+from mpidist._engine import dtype_table
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -266,9 +266,12 @@ def alone(command: Command, program: str, *arguments: str) -> Any:
     )
 
 
-def mpidist_run(command: Command, ranks: str, program: str) -> None:
-    """Run a quick example; of other programs, see that they are there."""
+def mpidist_run(command: Command, ranks: str, program: str, arguments: str) -> None:
+    """Run a quick example; of others, see that they are there and know the options."""
     compile_file(program)
+    text = (ROOT / program).read_text(encoding="utf-8")
+    for option in re.findall(r"--\S+", arguments):
+        assert f'"{option}"' in text, f"{program} has no option {option}"
     if program != "examples/hello.py":
         return
     words = [sys.executable, "-m", *shlex.split(command.text)]
@@ -355,16 +358,22 @@ def sphinx(command: Command, source: str) -> None:
 
 COMMANDS: list[tuple[str, Callable[..., None]]] = [
     (
-        r"launch/(demo|docs|test|test-hosts|gpu-check|conformance|performance|build-cuda-openmpi)"
+        r"launch/(demo|docs|test|test-hosts|soak|gpu-check|conformance|performance|build-cuda-openmpi)"
         r"((?: \S+)*)",
         setting_up,
     ),
     (r"mpidist sbatch (.*) > job.sbatch", print_script),
-    (r"mpidist run (?:--restarts \d+ )?-n (\d+) (\S+\.py)", mpidist_run),
+    (
+        r"mpidist run (?:--restarts \d+ )?-n (\d+) (\S+\.py)((?: --\S+ \S+)*)",
+        mpidist_run,
+    ),
     (r"mpidist run --elastic -n \d+ (\S+\.py)", elastic_run),
     (r".venv/bin/mpidist run -n \d+ -m pytest (.*)", pytest_in_venv),
     (r"mpidist timeline (run\.json)", timeline),
-    (r"(?:(?:mpirun|srun) (?:-\S+ (?:\d+ )?)*)?mpidist (.*)", command_line),
+    (
+        r"(?:(?:mpirun|srun) (?:--with-ft ulfm )?(?:-\S+ (?:\d+ )?)*)?mpidist (.*)",
+        command_line,
+    ),
     (r"((?:MPIDIST_\w+=\S+ )*)mpirun -n (\d+) python (\S+\.py)", mpirun),
     (r"mpirun -.* python (examples/hello\.py)", mpirun_with_options),
     (r"python (\S+\.py)", python_alone),
@@ -491,10 +500,10 @@ def test_the_dtypes_in_porting_are_those_of_the_library():
             for op, cell in zip(ops, row[1:], strict=True):
                 if cell == "refused":
                     with pytest.raises(TypeError):
-                        operation_table.reduction(dtype, op, "test")
+                        dtype_table.reduction(dtype, op, "test")
                 else:
                     result = dtype if cell == "itself" else np.dtype(cell)
-                    assert operation_table.reduction(dtype, op, "test").result == result
+                    assert dtype_table.reduction(dtype, op, "test").result == result
     assert {np.dtype(code) for code in np.typecodes["AllInteger"]} <= seen
     assert {np.dtype(code) for code in np.typecodes["AllFloat"]} <= seen
 

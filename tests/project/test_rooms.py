@@ -247,6 +247,29 @@ def test_no_private_attribute_of_an_object_of_another_module():
     assert [*foreign_privates("def f(x):\n    return x._y")] == ["line 2: x._y"]
 
 
+PICKLES = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "joblib"}
+READS = {"open", "os.open", "np.load", "numpy.load", "np.fromfile", "Path.read_bytes"}
+SOCKETS = {"socket.socket", "socket.create_connection", "socket.socketpair"}
+
+
+def test_what_reads_files_does_not_unpickle_and_nothing_opens_sockets():
+    """As SECURITY.md says: pickles come from other ranks, and from them alone."""
+    wrong = []
+    for name, path in FILES.items():
+        source = path.read_text(encoding="utf-8")
+        calls = {
+            ast.unparse(node.func)
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Call)
+        }
+        pickles = PICKLES & {one.name for one in imports_of(source, set(FILES))}
+        forbidden = SOCKETS | (READS if pickles else set())
+        wrong += [f"{name}: {call}" for call in sorted(calls & forbidden)]
+        if "allow_pickle=True" in source:
+            wrong.append(f"{name}: allow_pickle=True")
+    assert wrong == []
+
+
 @pytest.mark.parametrize("library", ROOM_OF)
 def test_a_library_with_a_room_is_imported_there_only(library):
     users = {
