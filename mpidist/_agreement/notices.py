@@ -26,6 +26,7 @@ _END_SECONDS: Final = 60.0
 _LATE_END_SECONDS: Final = 15.0
 _LOST_END_SECONDS: Final = 2.0
 _QUIET_SECONDS: Final = 0.5
+_DELIVERY_SECONDS: Final = 10.0
 
 
 End: TypeAlias = Literal["", "ends", "interrupted", "told"]
@@ -105,10 +106,13 @@ class Notices:
         notice.awaited = tuple(wait.awaited or ())
         self._latest[me] = notice
         data = pickle.dumps(notice)
-        self._sent = [request for request in self._sent if not request.Test()]
+        self._drop_sent()
         for rank in range(self._comm.size):
             if rank != me and rank not in self.lost:
                 self._sent.append(self._comm.start_send(data, rank))
+
+    def _drop_sent(self) -> None:
+        self._sent = [request for request in self._sent if not request.Test()]
 
     def post_last(self, wait: Wait, why: str) -> None:
         """Post the last notice: this rank gives up, at its deadline.
@@ -236,6 +240,11 @@ class Notices:
             self.read(sequence)
         # Open MPI ends a process that finds its connection to another one closed: so
         # nobody calls it any more when the first process ends.
-        limit = time.monotonic() + _QUIET_SECONDS * bool(others - set(self._ends))
-        while time.monotonic() < limit:
+        everybody = self.all_ended
+        limit = time.monotonic() + (_DELIVERY_SECONDS if everybody else _QUIET_SECONDS)
+        self._drop_sent()
+        # A message to a rank that was sent none before leaves MPICH only while it is
+        # called; and MPI_Finalize first waits for the others, who wait for the message.
+        while time.monotonic() < limit and (self._sent or not everybody):
             yield
+            self._drop_sent()

@@ -451,14 +451,18 @@ class Waiting(CallState):
     # --- the end of the program ---------------------------------------------------
 
     @property
-    def has_lost(self) -> bool:
-        """Whether it gave up, and some rank has not come to its end since."""
+    def gave_up(self) -> bool:
+        """Whether it is to tell the others when this process comes to its end."""
         return (
             bool(self._broken)
             and not self.closed
             and not (self._lost is not None and self._comm.outlives_ranks)
-            and not self._notices.all_ended
         )
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether it gave up, and some rank has not come to its end since."""
+        return self.gave_up and not self._notices.all_ended
 
     def end(self, patience: float | None = None, end: End = "ends") -> Iterator[None]:
         """Wait, after giving up, at the end of the program, for those of the others.

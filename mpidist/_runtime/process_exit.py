@@ -411,7 +411,8 @@ def leave(code: Any) -> None:
     """
     guards = _guards.get()
     _wait_for([guard.leave(_LEAVING, code) for guard, waits in guards.items() if waits])
-    _wait_for([guard.end() for guard in guards if guard.has_lost])
+    # Also if all others have come to their ends: they wait for this one's.
+    _wait_for([guard.end() for guard in guards if guard.gave_up])
 
 
 def _end() -> None:

@@ -140,6 +140,29 @@ def test_a_rank_that_is_stopped_for_longer_than_the_deadline():
     assert result.returncode == 0, result
 
 
+def test_a_rank_that_knows_the_ends_of_all_others_tells_its_own():
+    """They wait for it, while it would wait for them in MPI_Finalize."""
+    result = run_job(
+        """
+    from mpidist._runtime import process_exit
+    strategy = mpidist.MPIStrategy()
+    if RANK == 2:
+        time.sleep(2)
+    try:
+        all_reduce(strategy, 1.0)
+    except mpidist.CollectiveTimeoutError:
+        print("told", flush=True)
+    (guard,) = process_exit._guards.get()
+    limit = time.monotonic() + 10
+    while RANK == 2 and not guard.notices.all_ended and time.monotonic() < limit:
+        guard.notices.read(guard.sequence)
+    """,
+        timeout=40,
+        MPIDIST_TIMEOUT="1",
+    )
+    assert (result.returncode, result.stdout.split()) == (0, ["told"] * 3), result
+
+
 def test_a_constructor_that_timed_out_leaves_nothing_after_the_next_one():
     """What it leaves on the user's communicator the next one goes on with."""
     result = run_job("""
