@@ -48,10 +48,13 @@ LAUNCHED = any(name in os.environ for name in RANK_VARIABLES)
 RANK = next((int(os.environ[n]) for n in RANK_VARIABLES if n in os.environ), 0)
 
 
-# What modules import from tests/ to start programs.
+# What modules import to start programs.
 _STARTERS = (
     "launching",
     "run_ranks",
+    "run_job",
+    "cuda_aware_probe",
+    "sides",
     "hosts",
     "Hosts",
     "slurm_cluster",
@@ -88,6 +91,37 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     text = collection_path.read_text(encoding="utf-8")
     return None if re.search(r"\bmark\.(mpi|gpu)\b", text) else True
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--deal",
+        metavar="K/N",
+        help="deal the cases of each parametrized test into N hands, and run hand K; "
+        "each test is in every hand with one case at least",
+    )
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leave out the cases that `--deal` gives to other runs of the same tests."""
+    hand = config.getoption("--deal")
+    if not hand:
+        return
+    number, hands = map(int, hand.split("/"))
+    if not 1 <= number <= hands:
+        raise pytest.UsageError(f"--deal {hand}: K is a number from 1 to N")
+    dealt: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        dealt.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept: set[str] = set()
+    for cases in dealt.values():
+        # By what they are called: by their order one hand might get all of one value.
+        cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        kept.update(case.nodeid for case in cases[number - 1 :: hands] or cases[:1])
+    config.hook.pytest_deselected(items=[i for i in items if i.nodeid not in kept])
+    items[:] = [item for item in items if item.nodeid in kept]
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -79,8 +79,8 @@ tests() {
   record "$1" "$passed" "$failed" "$skipped"
 }
 
-# ranks MPI MPIRUN PYTHON N MARKERS [IMPLEMENTATION]: the tests with MARKERS on N ranks, with IMPLEMENTATION as
-# the meaning of AUTO for reductions. Without colours: Open MPI gives each rank a terminal, so pytest would use them.
+# ranks MPI MPIRUN PYTHON N MARKERS [IMPLEMENTATION [HAND]]: the tests with MARKERS on N ranks, with IMPLEMENTATION as
+# the meaning of AUTO for reductions, and those of their cases that --deal gives to HAND. Without colours: Open MPI gives each rank a terminal, so pytest would use them.
 ranks() {
   # shellcheck disable=SC2016 # each rank expands it: only rank 0 writes the report
   local program='case ${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}} in 0) set -- "$@" "--junitxml=$0" ;; esac; exec "$@"'
@@ -90,7 +90,7 @@ ranks() {
   memory=$(mktemp -d -p /dev/shm ranks.XXXXXX)
   tests "$1, ranks: $4${6:+, $6}" env PATH="${3%/*}:$PATH" PY_COLORS=0 MPIDIST_IMPLEMENTATION="${6:-}" \
     OMPI_MCA_btl_sm_backing_directory="$memory" "$2" -n "$4" bash -c "$program" "$logs/report.xml" \
-    "$3" -m pytest -p no:cacheprovider --with-mpi -m "$5" "${pytest_args[@]}"
+    "$3" -m pytest -p no:cacheprovider --with-mpi -m "$5" ${7:+--deal="$7"} "${pytest_args[@]}"
   rm -rf -- "$memory"
 }
 

@@ -43,12 +43,13 @@ from mpidist._mpi.library import MpiComm, MpiRequest
 FEW: Final = 8
 """The most ranks that send each other rows."""
 
-# How often a rank tests whether all rows are there, and how often it then yields its
-# core, before the guard waits with a deadline. With more ranks than cores it yields at
-# once. Between two yields MPI needs some tests to make progress: of 1 to 64, 4 were
-# good with both MPIs.
-_TESTS: Final = 2000
-_YIELDS: Final = 30
+# How often a rank tests whether all rows are there, some 40 us, and how often it then
+# yields its core, before the guard waits with a deadline. With more ranks than cores it
+# yields at once; so do ranks, after a moment, that share cores without knowing it, as
+# jobs and containers do. Between two yields MPI needs some tests to make progress: of 1
+# to 64, 4 were good with both MPIs.
+_TESTS: Final = 64
+_YIELDS: Final = 500
 _TESTS_BETWEEN: Final = 4
 _MOST_FORMS: Final = 4096
 

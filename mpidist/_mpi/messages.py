@@ -64,9 +64,8 @@ FEW: Final = 8
 
 _TAG: Final = 8
 _TAG_OF_SOME: Final = 10
-# Tests of a request before a waiting rank yields its core for the first time; tests
-# between two yields; and yields before it looks at the clock.
-_SPINS: Final = 2000
+# Tests of a request between two yields of a waiting rank's core, and yields before it
+# looks at the clock.
 _TESTS: Final = 4
 _YIELDS: Final = 2000
 

@@ -426,6 +426,7 @@ def test_bad_value_at_program_level_on_one_rank(strategy, rank, last):
 # --- the deadline -------------------------------------------------------------------
 
 
+@pytest.mark.one_size
 @pytest.mark.processes  # what the process has said
 def test_a_rank_that_sleeps(new_strategy, rank, size, caplog, monkeypatch):
     monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.4")
@@ -457,6 +458,7 @@ def test_a_rank_that_sleeps(new_strategy, rank, size, caplog, monkeypatch):
     assert [(x.name, x.levelname) for x in told] == [("mpidist", "WARNING")][rank:]
 
 
+@pytest.mark.one_size
 def test_a_merge_fn_that_sleeps(new_strategy, rank):
     strategy = new_strategy()
     set_deadline(strategy, 3.0)
@@ -478,6 +480,7 @@ def test_a_merge_fn_that_sleeps(new_strategy, rank):
     assert "merge_fn" in str(error)
 
 
+@pytest.mark.one_size
 def test_slow_but_in_time(new_strategy, rank, size, monkeypatch):
     """Late ranks are marked and confirmed, and go on."""
     monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.2")
@@ -613,6 +616,7 @@ def test_deadlines_that_differ_between_ranks(new_strategy, rank, last, what):
         assert isinstance(error.__cause__, KeyError)
 
 
+@pytest.mark.one_size
 def test_a_coordinator_that_returns_too_late(new_strategy, rank):
     """What it sends is larger than one message; the others have given up."""
     strategy = new_strategy()

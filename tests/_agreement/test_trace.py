@@ -277,6 +277,7 @@ class TestLines:
 # --- a rank that does not come --------------------------------------------------------
 
 
+@pytest.mark.one_size
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.replicas(2, 3)
 def test_a_long_wait_has_a_line(new_strategy, listener, rank, size, monkeypatch):

@@ -522,6 +522,7 @@ def test_a_limit_on_the_file_size_is_met_amid_an_array(strategy, folder, rank):
     checkpoint.restore(folder / "a")
 
 
+@pytest.mark.one_size
 @pytest.mark.mpi
 def test_the_others_wait_for_a_slow_disk(new_strategy, folder, rank, monkeypatch):
     strategy = new_strategy()

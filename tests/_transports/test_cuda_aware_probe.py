@@ -107,6 +107,7 @@ def test_the_child_is_no_rank_of_its_parents_job():
     assert not {*list(given)[:5]} & set(kept)
 
 
+@pytest.mark.one_size
 @pytest.mark.mpi
 def test_a_probe_in_every_rank_of_a_job(tmp_path):
     found = probe_direct(env=poses(tmp_path))
