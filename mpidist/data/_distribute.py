@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from mpidist._base.environment import debugging
 from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
+from mpidist._runtime.interruptions import tells
 from mpidist.data._dataset import Dataset
 from mpidist.data._dataset_base import stage_of
 from mpidist.data._describe import describe_feed
@@ -79,6 +81,7 @@ class DistributedDataset:
             group, dataset_fn, options, call, functions=functions
         )
 
+    @tells("iter(dataset)", operator.attrgetter("_feed.group"))
     def __iter__(self) -> DistributedIterator:
         return DistributedIterator(self._feed)
 
