@@ -721,13 +721,15 @@ class TestInAClass:
         assert mine == ("TestInAClass", here.rank)
 
 
-def pytest_of(tmp_path, *sources):
-    """Run pytest on files of tests, with the plugin alone."""
+def pytest_of(tmp_path, *sources, folders=None):
+    """Run pytest on files of tests, with the plugin alone, and its folders in one."""
     # On CI pytest has whole messages in its summary; here it is the same everywhere.
     env = plain_environment()
     for k, source in enumerate(sources):
         (tmp_path / f"test_{k}.py").write_text(textwrap.dedent(source))
     options = ["-p", "pytest_mpidist", "-p", "no:cacheprovider", "-q", "-rA", "-c"]
+    if folders is not None:  # as workers of pytest-xdist are told
+        options = [f"--basetemp={folders}", *options]
     return subprocess.run(
         [sys.executable, "-m", "pytest", *options, os.devnull, "--rootdir", "."],
         cwd=tmp_path,
@@ -781,6 +783,38 @@ def test_wrong_marks(tmp_path):
     done = pytest_of(tmp_path, *sources)
     assert done.stdout.count("expected `@pytest.mark.replicas(1, 2, 3)`") == 4
     assert "4 errors" in done.stdout
+
+
+def test_fixtures_of_replicas_make_folders(tmp_path):
+    """The first ones of a run, at the same moment: pytest then makes its own."""
+    source = """
+        import os
+        import time
+        import pytest
+        from mpidist import testing
+
+        make = os.mkdir
+
+        @testing.each_replica
+        @pytest.fixture
+        def folder(tmp_path_factory):
+            testing.current_group().barrier()
+            return tmp_path_factory.mktemp("mine")
+
+        @pytest.fixture
+        def slow_disk(monkeypatch):
+            def later(*args, **kwargs):
+                time.sleep(0.1)
+                make(*args, **kwargs)
+
+            monkeypatch.setattr(os, "mkdir", later)
+
+        @pytest.mark.replicas(3)
+        def test_folders(slow_disk, folder):
+            assert len(set(testing.current_group().all_gather(folder))) == 3
+    """
+    done = pytest_of(tmp_path, source, folders=tmp_path / "folders")
+    assert "1 passed" in done.stdout, done.stdout
 
 
 def test_pytest_starts_without_mpidist():
