@@ -114,9 +114,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     shared = {
         name: value for name, value in pyfuncitem.funcargs.items() if name not in own
     }
-    if "tmp_path_factory" in shared:
-        # Its first use makes a folder, and is not made for several threads.
-        shared["tmp_path_factory"].getbasetemp()
+    folders = shared.get("tmp_path_factory")
+    if isinstance(folders, pytest.TempPathFactory):
+        folders.getbasetemp()  # its first use is not made for several threads
     wanted = pyfuncitem._fixtureinfo.argnames
     function = pyfuncitem.obj
 

@@ -278,10 +278,13 @@ def test_the_settings_of_the_caller_hold():
 def test_a_replica_that_raises_ends_the_run():
     """The others, which wait without a deadline to speak of, are told at once."""
     told = []
+    ready = threading.Barrier(3)
 
     def program():
         strategy = mpidist.MPIStrategy()
+        ready.wait(60)
         if strategy.replica_id == 1:
+            time.sleep(0.2)  # a replica that is not yet in a call is stopped
             raise KeyError("mine")
         try:
             strategy.run(lambda: all_reduce(1.0))
