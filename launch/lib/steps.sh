@@ -80,7 +80,8 @@ tests() {
 }
 
 # ranks MPI MPIRUN PYTHON N MARKERS [IMPLEMENTATION [HAND]]: the tests with MARKERS on N ranks, with IMPLEMENTATION as
-# the meaning of AUTO for reductions, and those of their cases that --deal gives to HAND. Without colours: Open MPI gives each rank a terminal, so pytest would use them.
+# the meaning of AUTO for reductions; with HAND (K/N) only the cases that --deal gives to it. Without colours: Open
+# MPI gives each rank a terminal, so pytest would use them.
 ranks() {
   # shellcheck disable=SC2016 # each rank expands it: only rank 0 writes the report
   local program='case ${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}} in 0) set -- "$@" "--junitxml=$0" ;; esac; exec "$@"'

@@ -238,13 +238,23 @@ class Notices:
                 limit = time.monotonic() + seconds
             yield
             self.read(sequence)
+        if self.all_ended:
+            yield from self._wait_until_sent()
+            return
         # Open MPI ends a process that finds its connection to another one closed: so
         # nobody calls it any more when the first process ends.
-        everybody = self.all_ended
-        limit = time.monotonic() + (_DELIVERY_SECONDS if everybody else _QUIET_SECONDS)
+        limit = time.monotonic() + _QUIET_SECONDS
+        while time.monotonic() < limit:
+            yield
+
+    def _wait_until_sent(self) -> Iterator[None]:
+        """Wait until MPI has sent all notices, but not for long; before MPI_Finalize.
+
+        MPICH sends a message only while it is called, and its MPI_Finalize first waits
+        for the others, which may wait for the message.
+        """
+        limit = time.monotonic() + _DELIVERY_SECONDS
         self._drop_sent()
-        # A message to a rank that was sent none before leaves MPICH only while it is
-        # called; and MPI_Finalize first waits for the others, who wait for the message.
-        while time.monotonic() < limit and (self._sent or not everybody):
+        while self._sent and time.monotonic() < limit:
             yield
             self._drop_sent()

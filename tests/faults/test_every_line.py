@@ -34,8 +34,15 @@ def numbers_of(count):
 @pytest.mark.parametrize(
     "verb",
     [
-        *("merge_call", "optimizer", "reduce", "next", "save"),
-        *("context", "read", "commit", "dataset"),
+        "merge_call",
+        "optimizer",
+        "reduce",
+        "next",
+        "save",
+        "context",
+        "read",
+        "commit",
+        "dataset",
     ],
 )
 def test_an_exception_at_any_line_is_told(verb, same_folder):

@@ -725,7 +725,11 @@ class TestInAClass:
 
 
 def pytest_of(tmp_path, *sources, folders=None):
-    """Run pytest on files of tests, with the plugin alone, and its folders in one."""
+    """Run pytest on files of tests, with the plugin alone.
+
+    Args:
+        folders: where it makes its temporary folders; None: where it likes.
+    """
     # On CI pytest has whole messages in its summary; here it is the same everywhere.
     env = plain_environment()
     for k, source in enumerate(sources):
