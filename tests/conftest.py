@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import io
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import zlib
@@ -79,6 +81,10 @@ if LAUNCHED:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     reporter = config.pluginmanager.getplugin("terminalreporter")
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # A shell starts what is in the background with Ctrl-C ignored: tests that send
+        # it would wait for ever.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if RANK and _under_mpi(config) and reporter is not None:
         # Rank 0 speaks for all; what this one would say is kept for a crash.
         config.stash[_quiet] = io.StringIO()
@@ -97,15 +103,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--deal",
         metavar="K/N",
-        help="deal the cases of each parametrized test into N hands, and run hand K; "
-        "each test is in every hand with one case at least",
+        help="deal tests into N hands, and run hand K: those that also run as threads "
+        "(mark replicas), and the cases of each other test, of which every hand gets "
+        "one at least; tests that run once only (mark one_size) are in every hand",
     )
 
 
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave out the cases that `--deal` gives to other runs of the same tests."""
+    """Leave out what `--deal` gives to other runs of the same tests."""
     hand = config.getoption("--deal")
     if not hand:
         return
@@ -113,15 +120,26 @@ def pytest_collection_modifyitems(
     if not 1 <= number <= hands:
         raise pytest.UsageError(f"--deal {hand}: K is a number from 1 to N")
     dealt: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        dealt.setdefault(item.nodeid.partition("[")[0], []).append(item)
     kept: set[str] = set()
+    for item in items:
+        if item.get_closest_marker("one_size"):
+            kept.add(item.nodeid)
+        elif item.get_closest_marker("replicas"):
+            if zlib.crc32(item.nodeid.encode()) % hands == number - 1:
+                kept.add(item.nodeid)
+        else:
+            dealt.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in dealt.values():
         # By what they are called: by their order one hand might get all of one value.
         cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
         kept.update(case.nodeid for case in cases[number - 1 :: hands] or cases[:1])
     config.hook.pytest_deselected(items=[i for i in items if i.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
+
+
+def pytest_collection_finish() -> None:
+    """Keep what the collection of tests has made out of each later `gc.collect`."""
+    gc.freeze()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

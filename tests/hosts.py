@@ -211,8 +211,11 @@ class Hosts:
             home = Path.home().resolve()
             lines += [f"mount --bind {home} {home}", f"mount -o remount,bind,ro {home}"]
         lines.append(f"touch {ready}")
-        # The first process of a host reaps those that lose their parents.
-        lines.append("trap : TERM INT; while :; do sleep 3600 & wait; done")
+        if name == _HEAD:
+            lines.append("exec sleep infinity")  # no child that would outlive it
+        else:
+            # The first process of a host reaps those that lose their parents.
+            lines.append("trap : TERM INT; while :; do sleep 3600 & wait; done")
         # Who enters the ids of a process must be above them: so head shares ours.
         kinds = ["net", "uts", "ipc", "mount", *([] if name == _HEAD else ["pid"])]
         flags = _flags(*kinds)

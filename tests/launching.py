@@ -36,6 +36,8 @@ _SETTINGS = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",  # the same for Open MPI 4
+    # Closing this module, which one node does not need, takes Open MPI a `sleep(1)`.
+    "OMPI_MCA_btl": "^ofi",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }

@@ -30,16 +30,20 @@ cores() {
   printf '%s\n' "$n"
 }
 
-# mpi_variables RANKS: export what MPI needs to start RANKS ranks here, and no more.
+# mpi_variables RANKS: export what MPI needs to start RANKS ranks here, and no more; in a batch job the scheduler
+# counts the nodes.
 mpi_variables() {
   # The ranks use the cores; threads of BLAS in each rank would compete with them.
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-1}
   if ((EUID == 0)); then
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
   fi
-  # Oversubscription turns off the binding of ranks to cores, so only if it is needed; and never in a batch
-  # job, in which the scheduler counts the nodes. (PRTE_: Open MPI 5, OMPI_: Open MPI 4.)
-  if (($1 > $(cores))) && [[ -z ${SLURM_JOB_ID:-}${PBS_JOBID:-}${LSB_JOBID:-} ]]; then
+  if [[ -n ${SLURM_JOB_ID:-}${PBS_JOBID:-}${LSB_JOBID:-} ]]; then return; fi
+  # Open MPI 5 closes this module, which ranks of one node do not use, with a `sleep(1)` in MPI_Init.
+  export OMPI_MCA_btl=${OMPI_MCA_btl:-^ofi}
+  # Oversubscription turns off the binding of ranks to cores, so only if it is needed. (PRTE_: Open MPI 5, OMPI_:
+  # Open MPI 4.)
+  if (($1 > $(cores))); then
     export PRTE_MCA_rmaps_default_mapping_policy=${PRTE_MCA_rmaps_default_mapping_policy:-:oversubscribe}
     export OMPI_MCA_rmaps_base_oversubscribe=${OMPI_MCA_rmaps_base_oversubscribe:-1}
   fi
