@@ -5,7 +5,9 @@ exchange the sums of their nodes (`nodes`).
 
 The first rank of a node makes a file in memory (/dev/shm), reserves its first part, and
 sends its name to the others; they map it, and it is unlinked at once. So nothing is
-left of it after the processes, however they end. The rest of the file, one part for
+left of it after the processes, however they end; if the first rank is killed before it
+has unlinked the file, the next strategy on the machine does (`_unlink_abandoned`). The
+rest of the file, one part for
 each rank (its *arena*), uses no memory until results are placed there (`Pool`), and is
 reserved before it is touched: if there is no room a call uses other memory, and no
 process ends by SIGBUS.
@@ -21,9 +23,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import os
 import tempfile
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, TypeVar
 
 from mpidist import _native
@@ -44,6 +49,10 @@ _LARGEST_ARENA: Final = 4 * 2**30
 # would occupy the core of the rank that it waits for.
 _SPINS: Final = 4000
 _SPINS_CROWDED: Final = 20
+
+_PREFIX: Final = "mpidist-"  # of the names of the files, between which is chance
+_SUFFIX: Final = ".shared-memory"
+_ABANDONED_SECONDS: Final = 60.0  # from when on a file that nobody has locked is
 
 _T = TypeVar("_T")
 
@@ -199,9 +208,14 @@ def _path(made: tuple[int, str]) -> bytes:
 
 
 def make_file(total: int, head: int) -> tuple[int, str]:
-    """Make a file of this size, with its first part reserved."""
-    fd, path = tempfile.mkstemp(prefix="mpidist-", dir=SHARED_MEMORY)
+    """Make a file of this size, with its first part reserved.
+
+    It is locked until it is closed, or this process ends.
+    """
+    _unlink_abandoned()
+    fd, path = tempfile.mkstemp(_SUFFIX, _PREFIX, SHARED_MEMORY)
     try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
         os.ftruncate(fd, total)
         os.posix_fallocate(fd, 0, head)
     except BaseException:
@@ -209,6 +223,23 @@ def make_file(total: int, head: int) -> tuple[int, str]:
         os.unlink(path)
         raise
     return fd, path
+
+
+def _unlink_abandoned() -> None:
+    """Unlink files of processes that were killed before they had unlinked them.
+
+    Whether a process is alive is told by its lock, not by its id, which means another
+    process in another container. The age is for files that are not locked yet.
+    """
+    for path in Path(SHARED_MEMORY).glob(f"{_PREFIX}*{_SUFFIX}"):
+        with contextlib.suppress(OSError):  # another user's, or locked, or gone
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                if time.time() - os.fstat(fd).st_mtime > _ABANDONED_SECONDS:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+            finally:
+                os.close(fd)
 
 
 def map_file(path: str, total: int) -> _native.Memory:

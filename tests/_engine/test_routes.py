@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import os
 import random
 import signal
 import time
@@ -420,6 +421,30 @@ def no_memory_once(strategy, monkeypatch):
 
 
 # --- making the strategy ------------------------------------------------------------
+
+
+@needs_core
+def test_files_of_killed_processes_are_unlinked(monkeypatch, tmp_path):
+    monkeypatch.setattr(node_module, "SHARED_MEMORY", str(tmp_path))
+    hour_ago = time.time() - 3600
+    fd, locked = node_module.make_file(8192, 4096)
+    open_fd, abandoned = node_module.make_file(8192, 4096)
+    os.close(open_fd)  # as the end of a process does
+    others = tmp_path / "mpidist-results.npy"
+    others.touch()
+    linked = tmp_path / "mpidist-link.shared-memory"
+    linked.symlink_to(others)
+    young = tmp_path / "mpidist-young.shared-memory"
+    for path in (locked, abandoned, others):
+        os.utime(path, (hour_ago, hour_ago))
+    young.touch()  # it may be locked in a moment
+    made_fd, made = node_module.make_file(8192, 4096)
+    assert not os.path.exists(abandoned)
+    found = {str(path) for path in tmp_path.iterdir()}
+    assert found == {locked, made, str(others), str(linked), str(young)}
+    os.close(fd)
+    os.close(made_fd)
+
 
 STEPS = ["make_file", "map_file", "connect"]
 
