@@ -445,6 +445,7 @@ def patch_staged(monkeypatch, mutant):
 
 @pytest.mark.mpi(min_size=2)  # one rank moves nothing by way of the host
 @pytest.mark.parametrize("number", range(len(mutants(staged_module))))
+@pytest.mark.one_size
 def test_each_wait_of_staged_is_missed(monkeypatch, new_strategy, number):
     patch_staged(monkeypatch, mutated(staged_module, number))
     found = found_by(monkeypatch, new_strategy, STAGED)
@@ -453,6 +454,7 @@ def test_each_wait_of_staged_is_missed(monkeypatch, new_strategy, number):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.one_size
 def test_nothing_is_missed_in_staged_as_it_is(monkeypatch, new_strategy):
     """What finds the mutants finds nothing in a copy of the module."""
     patch_staged(monkeypatch, mutated(staged_module, None))
@@ -482,6 +484,7 @@ ROUTE_MUTANTS = [
     ROUTE_MUTANTS,
     ids=[f"{m.__name__.rpartition('.')[2]}-{n}" for m, n in ROUTE_MUTANTS],
 )
+@pytest.mark.one_size
 def test_each_wait_of_the_staged_route_is_missed(
     monkeypatch, new_strategy, module, number, way
 ):
@@ -495,6 +498,7 @@ def test_each_wait_of_the_staged_route_is_missed(
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("module", [staging, device_routes])
 @pytest.mark.parametrize("other", ["null", "new"])
+@pytest.mark.one_size
 def test_copies_from_the_gpu_on_another_stream_are_missed(
     monkeypatch, new_strategy, module, other
 ):
@@ -513,6 +517,7 @@ def test_copies_from_the_gpu_on_another_stream_are_missed(
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("module", [staging, device_routes])
+@pytest.mark.one_size
 def test_nothing_is_missed_in_the_staged_route_as_it_is(
     monkeypatch, new_strategy, module
 ):
@@ -522,6 +527,7 @@ def test_nothing_is_missed_in_the_staged_route_as_it_is(
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("number", range(len(mutants(direct_module))))
+@pytest.mark.one_size
 def test_each_wait_of_direct_is_missed(monkeypatch, new_strategy, number):
     mutant = mutated(direct_module, number)
     monkeypatch.setattr(device_transports, "DirectTransport", mutant.DirectTransport)
@@ -531,6 +537,7 @@ def test_each_wait_of_direct_is_missed(monkeypatch, new_strategy, number):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.one_size
 def test_the_wait_for_the_stream_of_a_buffer_is_missed(monkeypatch, new_strategy):
     """Buffers that are kept are packed on one stream after another."""
     monkeypatch.setattr(
@@ -541,6 +548,7 @@ def test_the_wait_for_the_stream_of_a_buffer_is_missed(monkeypatch, new_strategy
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.one_size
 def test_nccl_on_another_stream_is_missed(monkeypatch, new_strategy):
     """The null stream in the place of the current one."""
 
