@@ -2,8 +2,8 @@
 
 A *channel* lets all ranks say what they are about to do, and tells each what all have
 said. `Channel` is what the guard asks of one. The native core has one for the ranks of
-one node (`mpidist._native.core.Channel`); `MessageChannel` does the same by MPI, for
-ranks that share no memory.
+one node (`mpidist._native.core.Channel`), and one for few ranks that share no memory
+(`mpidist._native.core.Rows`); `MessageChannel` is for all others.
 
 A header has a flag (this rank has failed), the fingerprint of the call, a *value* that
 may differ, an integer of which all ranks learn the *largest*, how late its rank is, and
@@ -28,8 +28,8 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from mpidist import _native
 from mpidist._agreement.polling import poll, spins_for
-from mpidist._base.types import HostArray
 from mpidist._mpi.communicator import Communicator, Request
 from mpidist._mpi.header_words import (
     FINGERPRINT,
@@ -43,6 +43,7 @@ from mpidist._mpi.header_words import (
     WORDS,
     pack,
 )
+from mpidist._mpi.headers import Headers
 
 OK, AGAIN, DIFFERENT, LEFT = range(4)
 NOWHERE: Final = -1
@@ -142,30 +143,36 @@ def open_channel(comm: Communicator, shared: Channel | None) -> Channel | None:
     """
     if comm.size == 1 or shared is not None:
         return shared
-    return MessageChannel(comm)
+    headers = comm.open_headers()
+    if isinstance(headers, Headers):
+        return MessageChannel(headers, spins_for(comm.machine_size))
+    headers.wait = _wait_for_rows
+    comm.traffic.core = headers
+    rows: Channel = headers
+    return rows
+
+
+def _wait_for_rows(rows: _native.Rows) -> None:
+    """Wait until all rows of a header are there."""
+    poll(rows, rows.pause or _ignore)
 
 
 class MessageChannel:
-    """A channel by MPI. Making one is collective.
+    """A channel by an all-reduce of MPI for each header.
 
     Args:
-        comm: the ranks.
-
-    Attributes:
-        room: the most bytes of a payload that travels with a header.
-        payload_rows: for each rank memory for such payloads; see `Headers`.
+        headers: of all ranks.
+        spins: how often a rank that waits tests before it yields its core.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self._headers = headers = comm.open_headers()
-        self.room: int = headers.room
-        self.payload_rows: HostArray = headers.payload_rows
+    def __init__(self, headers: Headers, spins: int) -> None:
+        self._headers = headers
         self._last = time.monotonic()
         self._request: Request | None = None
         self.who = -1
         self.pause: Callable[[float], None] | None = None
         self.verdict: Verdict = (0, 1, 1, 0, 0)
-        self._spins = spins_for(comm.machine_size)
+        self._spins = spins
 
     @property
     def headers(self) -> int:
@@ -195,22 +202,6 @@ class MessageChannel:
         data = pack(0, fingerprint, value, -(patience_ms or _UNLIMITED), largest)
         if headers.meet(data, self._take_lateness()):
             self.verdict = (0, 1, 1, 0, largest)
-            return OK
-        self._request = headers.pending_header()
-        return self._complete()
-
-    def meet_with(self, fingerprint: int, patience_ms: int, nbytes: int) -> int:
-        """Exchange a header and a payload, and return a status. Collective.
-
-        Args:
-            fingerprint: of the call.
-            patience_ms: how long this rank would wait; 0: forever.
-            nbytes: of the payload, which is in this rank's `payload_rows`: at most
-                `room`, and as many as on all other ranks.
-        """
-        headers = self._headers
-        data = pack(0, fingerprint, 0, -(patience_ms or _UNLIMITED), 0)
-        if headers.meet(data, self._take_lateness(), nbytes):
             return OK
         self._request = headers.pending_header()
         return self._complete()

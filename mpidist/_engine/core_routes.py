@@ -122,10 +122,11 @@ def _node_of(resources: PlanResources) -> Node:
 class CoreReduce:
     """What these plans have in common: the nest in the core, and its sources."""
 
+    node: Node
+
     def __init__(self, resources: PlanResources, signature: Signature) -> None:
         self.call: Call = signature.call
         nodes = resources.nodes
-        self.node = node = _node_of(resources)
         self._guard = resources.guard
         self._wanted = signature.root in (None, resources.comm.rank)
         rows = []
@@ -135,15 +136,7 @@ class CoreReduce:
             name = _name_of(travels_as(resources, leaf))
             divisor = resources.comm.size if mean else 0
             rows.append(_native.ReduceLeaf(name, operation, leaf.shape, divisor))
-        self._core = _native.core.Reduce(
-            node.channel,
-            # With several nodes, the sum over the nodes is divided.
-            rows if nodes is None else [row._replace(divisor=0) for row in rows],
-            node.piece_bytes,
-            signature.call.fingerprint,
-            resources.guard.patience_ms,
-            signature.root is None,
-        )
+        self._core = self._new_core(resources, signature, rows)
         self._traffic = resources.comm.traffic
         self._to_root = signature.root is not None
         self._sizes = [nbytes_of(resources, leaf) for leaf in signature.leaves]
@@ -160,6 +153,25 @@ class CoreReduce:
             self._exchange = self._new_exchange(resources, signature, rows)
         self._views = any(backend.is_bfloat16(dtype) for _, dtype in self._shapes)
         self._plain = not (casts or self._views)
+
+    def _new_core(
+        self,
+        resources: PlanResources,
+        signature: Signature,
+        rows: list[_native.ReduceLeaf],
+    ) -> _native.Reduce:
+        """Return the nest in the core."""
+        self.node = node = _node_of(resources)
+        if resources.nodes is not None:  # the sum over the nodes is divided
+            rows = [row._replace(divisor=0) for row in rows]
+        return _native.core.Reduce(
+            node.channel,
+            rows,
+            node.piece_bytes,
+            signature.call.fingerprint,
+            resources.guard.patience_ms,
+            signature.root is None,
+        )
 
     def _new_exchange(
         self,

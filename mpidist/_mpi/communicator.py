@@ -30,13 +30,14 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from mpidist import _native
 from mpidist._base import machine
 from mpidist._base.errors import as_told, on_rank
 from mpidist._base.memory import leak
 from mpidist._base.types import HostArray
 from mpidist._mpi import collective_release, survival, versions
 from mpidist._mpi.duplication import duplicate
-from mpidist._mpi.headers import FEW, Headers, Maximum, Prepared, Rows
+from mpidist._mpi.headers import FEW, Headers, Prepared, RowMessages
 from mpidist._mpi.library import MpiComm, MpiRequest, is_crowded, mpi_module
 from mpidist._mpi.messages import Buffer, Messages, Transfers
 from mpidist._mpi.messages import MPIOp as MPIOp
@@ -184,7 +185,7 @@ class Communicator:
         self.traffic: Traffic = Traffic()
         self.outlives_ranks: bool = survival.is_on()
         self._waiter = waiter
-        self._headers: list[Headers] = []
+        self._headers: list[Headers | RowMessages] = []
         self._when_freed: Callable[[], None] = _nothing
         self._dropped = False
         self._comm = duplicate(comm, waiter.wait)
@@ -224,23 +225,24 @@ class Communicator:
         self.smallest_node: int = min(sizes.values())
         self.num_nodes: int = len(sizes)
 
-    def open_headers(self) -> Headers:
+    def open_headers(self) -> Headers | _native.Rows:
         """Return what exchanges headers by MPI. It is freed with this communicator.
 
         Raises:
             Exception: on all ranks, if some rank could not make it.
         """
-        headers = self._agreed(self._make_headers)
-        self._headers.append(headers)
-        return headers
+        crowded = is_crowded(self.machine_size)
 
-    def _make_headers(self) -> Headers:
-        exchange: Rows | Maximum
-        if self.size <= FEW:
-            exchange = Rows(self._comm)
-        else:
-            exchange = Maximum(self._prepare_maximum)
-        return Headers(exchange, crowded=is_crowded(self.machine_size))
+        def make() -> tuple[Headers | RowMessages, Headers | _native.Rows]:
+            if self.size <= FEW and self.agreement.core:
+                messages = RowMessages(self._comm)
+                return messages, messages.open(crowded=crowded)
+            headers = Headers(self._prepare_maximum, crowded=crowded)
+            return headers, headers
+
+        to_free, headers = self._agreed(make)
+        self._headers.append(to_free)
+        return headers
 
     def _agreed(self, step: Callable[[], _T]) -> _T:
         return self.together(step, _CALL)

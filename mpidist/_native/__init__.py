@@ -32,12 +32,14 @@ Memory: TypeAlias = Any
 """The memory that the ranks of a node share, with the buffer protocol."""
 Channel: TypeAlias = Any
 """Where the ranks of a node meet: `mpidist._agreement.channel.Channel` and steps."""
+Rows: TypeAlias = Any
+"""Where few ranks meet that share no memory: `mpidist._agreement.channel.Channel`."""
 Pool: TypeAlias = Any
 """The slots of a rank's arena."""
 Slot: TypeAlias = Any
 """Memory of an arena, with the buffer protocol; free again when nothing views it."""
 Reduce: TypeAlias = Any
-"""All-reduces of nests of one layout."""
+"""All-reduces of nests of one layout; also a `RowReduce`, whose ranks use `Rows`."""
 Gather: TypeAlias = Any
 """All-gathers of nests of one layout."""
 ArrayCall: TypeAlias = Any

@@ -2,7 +2,8 @@
 
    - py_memory.c: `Memory`, a file that is mapped; `Pool` and `Slot`, parts of it;
    - py_channel.c: `Channel`, and how a call begins, waits and ends;
-   - py_reduce.c: `Reduce`, the all-reduce of a nest;
+   - py_rows.c: `Rows`, headers as messages between ranks that share no memory;
+   - py_reduce.c: `Reduce`, the all-reduce of a nest; `RowReduce`, behind a header of `Rows`;
    - py_gather.c: `Gather`, the all-gather of a nest;
    - py_calls.c: `CallState` and `ArrayCall`, a call with a small array without Python in
      between;
@@ -56,6 +57,34 @@ typedef struct {
   md_channel channel;
 } Channel;
 
+#define ROW_ALIGNMENT 16 /* of payloads, and of the leaves in them: what all dtypes need */
+
+/* Every rank has a row for each rank: a header, and room for a payload. */
+typedef struct {
+  PyObject_HEAD
+  Py_buffer memory; /* of the rows */
+  int rank, size;
+  size_t room;
+  PyObject *calls;    /* by the bytes of a payload: what starts the messages, and tests them */
+  PyObject *prepare;  /* makes those for other bytes */
+  PyObject *starts, *tests; /* of the last header */
+  Py_ssize_t done;          /* tests that have said yes */
+  int active;               /* a header is under way: MPI may read and write the rows */
+  int first_tests;          /* before the first yield */
+  PyObject *wait, *pause;
+  long long headers;
+  double last, seconds, start;
+  unsigned long reductions;
+  unsigned long long reduced;
+  int busy; /* as of `Channel` */
+  md_verdict verdict;
+} Rows;
+
+/* All-reduce with one header, to which `nbytes` of this rank's arrays are counted; return the
+   status, or -1 with an exception. */
+int rows_reduce(Rows *self, long long fingerprint, long long patience, const md_small *small,
+                size_t nbytes);
+
 /* What the guard knows of the calls of a strategy; see mpidist/_agreement/call_state.py. */
 typedef struct {
   PyObject_HEAD
@@ -75,7 +104,8 @@ typedef struct {
 
 typedef struct {
   PyObject_HEAD
-  Channel *channel;
+  Channel *channel; /* NULL in a RowReduce */
+  Rows *rows;       /* NULL in a Reduce */
   md_nest nest;
   Expected *expected;
   long long fingerprint, patience; /* of calls that name no others */
@@ -121,16 +151,16 @@ void gather_to(const Gather *self, int leaf, unsigned char *out);
 /* `core.detach`, for the child of a fork. */
 PyObject *detach_memories(PyObject *module, PyObject *nothing);
 
-extern PyTypeObject MemoryType, PoolType, SlotType, ChannelType, ReduceType, GatherType,
-    CallStateType, ArrayCallType;
+extern PyTypeObject MemoryType, PoolType, SlotType, ChannelType, RowsType, ReduceType,
+    RowReduceType, GatherType, CallStateType, ArrayCallType;
 
 /* Begin a call: -1 with an exception if the channel is not open, or is in a call.  What
    `end_call` returns is the status, or NULL where `pause` has raised (`finish_call`: -1). */
 int begin_call(Channel *self);
 int finish_call(Channel *self, int status);
 PyObject *end_call(Channel *self, int status);
-/* -1 with an exception if the channel is in a call: for what would change that. */
-int require_idle(Channel *self);
+/* -1 with an exception if a call is under way: for what would change that. */
+int require_idle(int busy);
 /* None for arrays that are not what a call expects: nothing was sent, and the caller copies
    them.  Other exceptions than those of the buffer protocol stay. */
 PyObject *other_arrays(void);
@@ -139,7 +169,15 @@ void let_go(Channel *self);
 void take_back(Channel *self);
 /* Take `item` as number i of a list or tuple; where there is none, let go of the list. */
 void put_item(PyObject **list, Py_ssize_t i, PyObject *item);
+/* The seconds of a clock that is that of all processes of a machine. */
+double now(void);
 /* The header of a call that has begun. */
 md_header header_of(Channel *self, long long fingerprint, long long patience);
+/* The arguments of `meet`; -1 with an exception.  And the header that they ask for: its call
+   begins at `start`, and that of the header before began at `last`. */
+enum { FLAG, FINGERPRINT, VALUE, LARGEST, PATIENCE, RESULT_OFFSET, WORDS };
+int parse_words(PyObject *const *args, Py_ssize_t count, long long words[WORDS]);
+md_header header_with(const long long words[WORDS], double start, double *last);
+PyObject *verdict_of(const md_verdict *verdict);
 
 #endif

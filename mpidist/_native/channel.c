@@ -309,6 +309,17 @@ void md_start(md_channel *ch, const md_header *header, md_small *small) {
   publish(ch, 1, small);
 }
 
+static int status_of(const md_verdict *v) {
+  if (late(v)) return MD_AGAIN;
+  return agreed(v) ? MD_OK : MD_DIFFERENT;
+}
+
+int md_compare(md_verdict *verdict, const md_header *const *headers, int size, int mine) {
+  *verdict = AGREED;
+  for (int r = 0; r < size; r++) add_header(verdict, headers[r], headers[mine]);
+  return status_of(verdict);
+}
+
 int md_judge(md_channel *ch, const md_header *header, md_small *small) {
   uint32_t number = ch->headers;
   if (ch->tree) {
@@ -318,9 +329,8 @@ int md_judge(md_channel *ch, const md_header *header, md_small *small) {
     for (int r = 0; r < ch->size; r++)
       add_header(&ch->verdict, md_header_of(ch, r, number), header);
   }
-  if (late(&ch->verdict)) return MD_AGAIN;
-  if (!agreed(&ch->verdict)) return MD_DIFFERENT;
-  if (!small) return MD_OK;
+  int status = status_of(&ch->verdict);
+  if (status || !small) return status;
   if (ch->tree) md_small_get(small, ch->common->sums[number & 1]);
   else sum_payloads(ch, number, small, NULL);
   return MD_OK;

@@ -159,6 +159,9 @@ void md_open(md_channel *ch, void *memory, int size, int rank, size_t area_bytes
 void md_start(md_channel *ch, const md_header *header, md_small *small);
 int md_judge(md_channel *ch, const md_header *header, md_small *small);
 int md_meet(md_channel *ch, const md_header *header, md_small *small);
+/* What the ranks with these headers, of which number `mine` is this one's, make of them, and
+   the status; for callers that exchange headers in another way. */
+int md_compare(md_verdict *verdict, const md_header *const *headers, int size, int mine);
 
 void md_publish(md_channel *ch);
 int md_wait(md_channel *ch);

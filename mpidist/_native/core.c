@@ -36,8 +36,9 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_core",
 
 PyMODINIT_FUNC PyInit__core(void) {
   PyTypeObject *types[] = {&MemoryType,  &PoolType,   &SlotType,
-                           &ChannelType, &ReduceType, &GatherType,
-                           &CallStateType, &ArrayCallType};
+                           &ChannelType, &RowsType,   &ReduceType,
+                           &RowReduceType, &GatherType, &CallStateType,
+                           &ArrayCallType};
   const struct {
     const char *name;
     long value;

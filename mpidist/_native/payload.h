@@ -5,8 +5,8 @@
 
 #include "kernels.h"
 
-/* A leaf of a nest: where it is in the layout that all ranks share, which is a multiple of
-   MD_LINE, and how it is reduced. */
+/* A leaf of a nest: where it is in the layout that all ranks share, and how it is reduced.
+   Leaves begin at multiples of MD_LINE; behind headers that are messages, of 16. */
 typedef struct {
   size_t start, nbytes;
   const md_kernel *kernel;
@@ -15,7 +15,7 @@ typedef struct {
 
 typedef struct {
   int count;
-  size_t nbytes; /* of the layout, whole lines */
+  size_t nbytes; /* of the layout; whole lines, or as leaves begin */
   md_leaf *leaves;
   int pieces;
 } md_nest;

@@ -58,7 +58,7 @@ PyTypeObject CallStateType = {
 typedef struct {
   PyObject *key; /* the call's other argument: an operation, or an axis */
   PyObject *call, *plan;
-  PyObject *core; /* a Reduce, or a Gather */
+  PyObject *core; /* a Reduce, a RowReduce, or a Gather */
   PyArray_Descr *dtype;
   int ndim, axis;
   npy_intp shape[MOST_DIMS];
@@ -146,7 +146,7 @@ static PyObject *call_with_array(ArrayCall *self, PyObject *key, PyArrayObject *
   if (!is_for(found, key, x) || !PyArray_IS_C_CONTIGUOUS(x) || !PyArray_ISALIGNED(x))
     return NULL;
   PyObject *result = NULL;
-  int reduces = Py_TYPE(found->core) == &ReduceType;
+  int reduces = Py_TYPE(found->core) != &GatherType;
   if (reduces && !(result = new_array(found->dtype, found->ndim, found->shape))) {
     PyErr_Clear(); /* Python tries again, and tells the others */
     return NULL;
@@ -212,7 +212,7 @@ static int ArrayCall_init(ArrayCall *self, PyObject *args, PyObject *kwargs) {
 
 /* Whether the core can run calls with an array of so many dimensions as its one leaf. */
 static int is_core_for(PyObject *core, int ndim, int axis) {
-  if (Py_TYPE(core) == &ReduceType) {
+  if (Py_TYPE(core) == &ReduceType || Py_TYPE(core) == &RowReduceType) {
     const Reduce *reduce = (const Reduce *)core;
     return reduce->nest.count == 1 && reduce->expected->ndim == ndim &&
            reduce->nest.nbytes <= MD_EAGER_BYTES;
@@ -282,7 +282,7 @@ static PyMethodDef ArrayCall_methods[] = {
      "Run calls with arrays of this dtype and shape by `core` from now on.\n\n"
      "Args:\n    key: the other argument, as in calls the same object.\n"
      "    array: such an array; the same dtype object counts.\n"
-     "    core: a `Reduce` or a `Gather` of one such leaf.\n    call: for `CallState`.\n"
+     "    core: a `Reduce`, `RowReduce` or `Gather` of one such leaf.\n    call: for `CallState`.\n"
      "    plan: its methods `concluded(status, array, result)` and\n        "
      "`interrupted(error)` end calls that do not simply end; the result is None\n"
      "        if it was not made.\n    axis: of a gather."},

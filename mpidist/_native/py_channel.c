@@ -6,7 +6,7 @@
 
 /* --- calls -------------------------------------------------------------------------- */
 
-static double now(void) {
+double now(void) {
   struct timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
@@ -36,8 +36,8 @@ static int pause_call(void *arg, double seconds) {
   return 0;
 }
 
-int require_idle(Channel *self) {
-  if (!self->busy) return 0;
+int require_idle(int busy) {
+  if (!busy) return 0;
   PyErr_SetString(PyExc_RuntimeError,
                   "another thread of this rank, or what a signal has interrupted, is in "
                   "a collective call of this strategy; make the calls of a strategy from "
@@ -50,7 +50,7 @@ int begin_call(Channel *self) {
     PyErr_SetString(PyExc_RuntimeError, "Channel: it is not open");
     return -1;
   }
-  if (require_idle(self)) return -1;
+  if (require_idle(self->busy)) return -1;
   self->busy = 1;
   self->start = now();
   return 0;
@@ -74,15 +74,39 @@ void put_item(PyObject **list, Py_ssize_t i, PyObject *item) {
   else PyTuple_SET_ITEM(*list, i, item);
 }
 
+int parse_words(PyObject *const *args, Py_ssize_t count, long long words[WORDS]) {
+  if (count != WORDS) {
+    PyErr_Format(PyExc_TypeError, "header: expected %d arguments", WORDS);
+    return -1;
+  }
+  for (int i = 0; i < WORDS; i++) {
+    words[i] = PyLong_AsLongLong(args[i]);
+    if (words[i] == -1 && PyErr_Occurred()) return -1;
+  }
+  return 0;
+}
+
+md_header header_with(const long long words[WORDS], double start, double *last) {
+  double lateness = 1e3 * (start - *last);
+  *last = start;
+  return (md_header){.flag = (int32_t)words[FLAG],
+                     .lateness = lateness < INT32_MAX ? (int32_t)lateness : INT32_MAX,
+                     .fingerprint = words[FINGERPRINT],
+                     .value = words[VALUE],
+                     .patience = words[PATIENCE] > 0 ? words[PATIENCE] : INT64_MAX,
+                     .largest = words[LARGEST],
+                     .result_offset = words[RESULT_OFFSET],
+                     .source_offset = MD_NOWHERE};
+}
+
 md_header header_of(Channel *self, long long fingerprint, long long patience) {
-  double lateness = 1e3 * (self->start - self->last);
-  self->last = self->start;
-  md_header header = {0};
-  header.lateness = lateness < INT32_MAX ? (int32_t)lateness : INT32_MAX;
-  header.fingerprint = fingerprint;
-  header.patience = patience > 0 ? patience : INT64_MAX;
-  header.result_offset = header.source_offset = MD_NOWHERE;
-  return header;
+  const long long words[WORDS] = {0, fingerprint, 0, 0, patience, MD_NOWHERE};
+  return header_with(words, self->start, &self->last);
+}
+
+PyObject *verdict_of(const md_verdict *v) {
+  return Py_BuildValue("iiiiL", v->flag, v->same_call, v->same_value, v->results_in_arena,
+                       (long long)v->largest);
 }
 
 static int Channel_init(Channel *self, PyObject *args, PyObject *kwargs) {
@@ -114,24 +138,11 @@ static void Channel_dealloc(Channel *self) {
   Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-/* flag, fingerprint, value, largest, patience_ms, result_offset */
 static int parse_header(Channel *self, PyObject *const *args, Py_ssize_t count,
                         md_header *header) {
-  long long v[6];
-  if (count != 6) {
-    PyErr_SetString(PyExc_TypeError, "header: expected 6 arguments");
-    return -1;
-  }
-  for (int i = 0; i < 6; i++) {
-    v[i] = PyLong_AsLongLong(args[i]);
-    if (v[i] == -1 && PyErr_Occurred()) return -1;
-  }
-  if (begin_call(self)) return -1;
-  *header = header_of(self, v[1], v[4]);
-  header->flag = (int32_t)v[0];
-  header->value = v[2];
-  header->largest = v[3];
-  header->result_offset = v[5];
+  long long words[WORDS];
+  if (parse_words(args, count, words) || begin_call(self)) return -1;
+  *header = header_with(words, self->start, &self->last);
   return 0;
 }
 
@@ -155,10 +166,8 @@ static PyObject *Channel_test(Channel *self, PyObject *ignored) {
 }
 
 static PyObject *Channel_verdict(Channel *self, void *closure) {
-  const md_verdict *v = &self->channel.verdict;
   (void)closure;
-  return Py_BuildValue("iiiiL", v->flag, v->same_call, v->same_value, v->results_in_arena,
-                       (long long)v->largest);
+  return verdict_of(&self->channel.verdict);
 }
 
 static PyObject *Channel_publish(Channel *self, PyObject *ignored) {

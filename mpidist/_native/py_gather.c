@@ -150,7 +150,7 @@ void gather_to(const Gather *self, int i, unsigned char *out) {
 /* Take the lengths of a call; -1: an exception.  A call of another thread that is under way
    has its own there, by which it will write to the memory of all ranks. */
 static int parse_lengths(Gather *self, PyObject *lengths) {
-  if (require_idle(self->channel)) return -1;
+  if (require_idle(self->channel->busy)) return -1;
   if (!PyTuple_Check(lengths) || PyTuple_GET_SIZE(lengths) != self->count) {
     PyErr_SetString(PyExc_TypeError, "Gather: expected a tuple with the length of each leaf");
     return -1;
@@ -232,7 +232,7 @@ static PyObject *Gather_meet(Gather *self, PyObject *const *args, Py_ssize_t cou
 
 static PyObject *Gather_spread(Gather *self, PyObject *arrays) {
   PyObject *result = NULL;
-  if (require_idle(self->channel)) return NULL;
+  if (require_idle(self->channel->busy)) return NULL;
   memcpy(self->lengths, gather_slot(self, self->channel->channel.rank),
          (size_t)self->count * sizeof *self->lengths);
   if (!get_views(self, arrays) && !begin_call(self->channel))

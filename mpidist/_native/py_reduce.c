@@ -1,4 +1,5 @@
-/* `Reduce`: the all-reduce of a nest, at once or step by step. */
+/* `Reduce`: the all-reduce of a nest, at once or step by step; and `RowReduce`, of a small
+   nest between ranks that share no memory. */
 #include "binding.h"
 
 #define SOURCE (PyBUF_FORMAT | PyBUF_C_CONTIGUOUS)
@@ -55,22 +56,9 @@ static int view_of_array(PyArrayObject *x, Py_buffer *view, int flags) {
   return 0;
 }
 
-static int Reduce_init(Reduce *self, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"channel",     "leaves", "piece_bytes", "fingerprint",
-                          "patience_ms", "counts", NULL};
-  Channel *channel;
-  PyObject *leaves;
-  Py_ssize_t piece_bytes;
-  self->counts = 1;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!n|LLp", names, &ChannelType, &channel,
-                                   &PyList_Type, &leaves, &piece_bytes, &self->fingerprint,
-                                   &self->patience, &self->counts))
-    return -1;
+/* Lay out a nest, whose leaves begin at multiples of `alignment`; -1: an exception. */
+static int set_leaves(Reduce *self, PyObject *leaves, size_t alignment) {
   Py_ssize_t count = PyList_GET_SIZE(leaves);
-  if (self->channel || piece_bytes <= 0 || (size_t)piece_bytes > channel->channel.area_bytes) {
-    PyErr_SetString(PyExc_ValueError, "Reduce: a piece that does not fit an area");
-    return -1;
-  }
   size_t n = count ? (size_t)count : 1;
   self->nest.leaves = PyMem_Calloc(n, sizeof(md_leaf));
   self->views = PyMem_Calloc(2 * n, sizeof(Py_buffer));
@@ -102,11 +90,50 @@ static int Reduce_init(Reduce *self, PyObject *args, PyObject *kwargs) {
     if (expect(&self->expected[i], dtype, shape, leaf)) return -1;
     leaf->divisor = divisor;
     self->payload += leaf->nbytes;
-    at += (leaf->nbytes + MD_LINE - 1) / MD_LINE * MD_LINE;
+    at += (leaf->nbytes + alignment - 1) / alignment * alignment;
   }
   self->nest.nbytes = at;
-  self->nest.pieces = md_pieces(at, (size_t)piece_bytes);
+  return 0;
+}
+
+static int Reduce_init(Reduce *self, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"channel",     "leaves", "piece_bytes", "fingerprint",
+                          "patience_ms", "counts", NULL};
+  Channel *channel;
+  PyObject *leaves;
+  Py_ssize_t piece_bytes;
+  self->counts = 1;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!n|LLp", names, &ChannelType, &channel,
+                                   &PyList_Type, &leaves, &piece_bytes, &self->fingerprint,
+                                   &self->patience, &self->counts))
+    return -1;
+  if (self->channel || piece_bytes <= 0 || (size_t)piece_bytes > channel->channel.area_bytes) {
+    PyErr_SetString(PyExc_ValueError, "Reduce: a piece that does not fit an area");
+    return -1;
+  }
+  if (set_leaves(self, leaves, MD_LINE)) return -1;
+  self->nest.pieces = md_pieces(self->nest.nbytes, (size_t)piece_bytes);
   self->channel = (Channel *)Py_NewRef(channel);
+  return 0;
+}
+
+static int RowReduce_init(Reduce *self, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"rows", "leaves", "fingerprint", "patience_ms", NULL};
+  Rows *rows;
+  PyObject *leaves;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!|LL", names, &RowsType, &rows,
+                                   &PyList_Type, &leaves, &self->fingerprint, &self->patience))
+    return -1;
+  if (self->nest.leaves) {
+    PyErr_SetString(PyExc_RuntimeError, "RowReduce: it is there already");
+    return -1;
+  }
+  if (set_leaves(self, leaves, ROW_ALIGNMENT)) return -1;
+  if (self->nest.nbytes > rows->room) {
+    PyErr_Format(PyExc_ValueError, "RowReduce: %zu bytes do not fit a row", self->nest.nbytes);
+    return -1;
+  }
+  self->rows = (Rows *)Py_NewRef(rows);
   return 0;
 }
 
@@ -125,6 +152,7 @@ static void Reduce_dealloc(Reduce *self) {
   PyMem_Free(self->sources);
   PyMem_Free(self->results);
   Py_XDECREF(self->channel);
+  Py_XDECREF(self->rows);
   Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -206,11 +234,23 @@ static PyObject *end_reduction(Reduce *self, int status) {
   return status < 0 ? NULL : PyLong_FromLong(status);
 }
 
-int reduce_one(Reduce *self, const void *source, void *result) {
+/* Reduce with one header; return the status, or -1 with an exception. */
+static int reduce_small(Reduce *self, const void *const *sources, void *const *results,
+                        long long fingerprint, long long patience) {
+  md_small small = {&self->nest, sources, results};
+  if (self->rows)
+    return rows_reduce(self->rows, fingerprint, patience, &small, self->payload);
+  if (!self->channel) {
+    PyErr_SetString(PyExc_RuntimeError, "Reduce: it is not there yet");
+    return -1;
+  }
   if (begin_call(self->channel)) return -1;
-  md_header header = header_of(self->channel, self->fingerprint, self->patience);
-  md_small small = {&self->nest, &source, &result};
+  md_header header = header_of(self->channel, fingerprint, patience);
   return finish_reduction(self, md_meet(&self->channel->channel, &header, &small));
+}
+
+int reduce_one(Reduce *self, const void *source, void *result) {
+  return reduce_small(self, &source, &result, self->fingerprint, self->patience);
 }
 
 /* The fingerprint and the patience of a call, if it names its own; -1: an exception. */
@@ -237,11 +277,9 @@ static PyObject *Reduce_eager(Reduce *self, PyObject *const *args, Py_ssize_t co
   PyObject *result = NULL;
   if (get_views(self, args[0], SOURCE, (void **)self->sources)) {
     result = other_arrays();
-  } else if (!get_views(self, args[1], PyBUF_WRITABLE, self->results) &&
-             !begin_call(self->channel)) {
-    md_header header = header_of(self->channel, fingerprint, patience);
-    md_small small = {&self->nest, self->sources, self->results};
-    result = end_reduction(self, md_meet(&self->channel->channel, &header, &small));
+  } else if (!get_views(self, args[1], PyBUF_WRITABLE, self->results)) {
+    int status = reduce_small(self, self->sources, self->results, fingerprint, patience);
+    if (status >= 0) result = PyLong_FromLong(status);
   }
   release_views(self);
   return result;
@@ -423,13 +461,17 @@ static PyObject *Reduce_get(Reduce *self, void *closure) {
   }
 }
 
+#define EAGER                                                                             \
+  {"eager", (PyCFunction)(void *)Reduce_eager, METH_FASTCALL,                             \
+   "eager(sources, results, fingerprint=..., patience_ms=...)\n--\n\n"                    \
+   "Reduce with one header; return OK, AGAIN, DIFFERENT or LEFT.\n\n"                     \
+   "None, and nothing was sent, where the arrays are not what is expected.\n\n"           \
+   "Args:\n    sources: C-contiguous arrays, or one.\n    results: the same, for the "    \
+   "results."}
+
+static PyMethodDef RowReduce_methods[] = {EAGER, {NULL}};
 static PyMethodDef Reduce_methods[] = {
-    {"eager", (PyCFunction)(void *)Reduce_eager, METH_FASTCALL,
-     "eager(sources, results, fingerprint=..., patience_ms=...)\n--\n\n"
-     "Reduce with one header; return OK, AGAIN, DIFFERENT or LEFT.\n\n"
-     "None, and nothing was sent, where the arrays are not what is expected.\n\n"
-     "Args:\n    sources: C-contiguous arrays, or one.\n    results: the same, for the "
-     "results."},
+    EAGER,
     {"shared", (PyCFunction)(void *)Reduce_shared, METH_FASTCALL,
      "shared(sources, results, result_offset, fingerprint=..., patience_ms=...)\n--\n\n"
      "Reduce piece by piece; return OK, AGAIN, DIFFERENT or LEFT.\n\n"
@@ -459,6 +501,7 @@ static PyGetSetDef Reduce_fields[] = {
     {"pieces", (getter)Reduce_get, NULL, "The number of pieces.", "p"},
     {"starts", (getter)Reduce_get, NULL, "Where each leaf begins in the layout.", "s"},
     {NULL}};
+
 PyTypeObject ReduceType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.Reduce",
     .tp_doc =
@@ -471,3 +514,14 @@ PyTypeObject ReduceType = {
     .tp_dealloc = (destructor)Reduce_dealloc,
     .tp_methods = Reduce_methods,
     .tp_getset = Reduce_fields};
+
+PyTypeObject RowReduceType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.RowReduce",
+    .tp_doc = "RowReduce(rows, leaves, fingerprint=0, patience_ms=0)\n--\n\n"
+              "The all-reduce of a nest that travels with headers of `Rows`; see `Reduce`.",
+    .tp_basicsize = sizeof(Reduce),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)RowReduce_init,
+    .tp_dealloc = (destructor)Reduce_dealloc,
+    .tp_methods = RowReduce_methods};

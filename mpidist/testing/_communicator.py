@@ -18,7 +18,7 @@ from mpidist._base import backend
 from mpidist._base.errors import CollectiveTimeoutError, format_ranks, on_rank
 from mpidist._base.types import Array, HostArray
 from mpidist._mpi.communicator import MPIOp, Request, take_together
-from mpidist._mpi.headers import HeaderByMPI, Headers, Maximum, Prepared
+from mpidist._mpi.headers import HeaderByMPI, Headers, Prepared
 from mpidist._mpi.messages import COMBINE, Buffer
 from mpidist._mpi.traffic import Traffic
 from mpidist.testing._world import Channel, Combine, Part, Pending
@@ -279,7 +279,7 @@ class _ThreadHeaders(Headers):
     def __init__(self, comm: ThreadCommunicator) -> None:
         self._comm = comm
         self._pending: Pending | None = None
-        super().__init__(Maximum(self._begin), crowded=True)
+        super().__init__(self._begin, crowded=True)
 
     def _begin(self, send: HostArray, receive: HostArray) -> Prepared:
         def start() -> None:
