@@ -8,14 +8,11 @@ order of the ranks, in the core (``_native/py_rows.c``).
 from __future__ import annotations
 
 import dataclasses
-from typing import Final
 
 from mpidist import _native
 from mpidist._base.memory import round_up
 from mpidist._engine.core_routes import EagerReduce, is_for_core, nbytes_of
 from mpidist._engine.plans import PlanResources, Signature
-
-_ALIGNMENT: Final = 16  # of leaves in a row
 
 
 def header(resources: PlanResources, signature: Signature) -> HeaderReduce | None:
@@ -34,7 +31,8 @@ def header(resources: PlanResources, signature: Signature) -> HeaderReduce | Non
     alone = dataclasses.replace(resources, node=None, nodes=None)
     if any(leaf.on_device or not is_for_core(alone, leaf) for leaf in leaves):
         return None
-    nbytes = sum(round_up(nbytes_of(alone, leaf), _ALIGNMENT) for leaf in leaves)
+    unit = _native.core.ROW_ALIGNMENT
+    nbytes = sum(round_up(nbytes_of(alone, leaf), unit) for leaf in leaves)
     return HeaderReduce(alone, signature) if 0 < nbytes <= channel.room else None
 
 

@@ -48,6 +48,7 @@ PyMODINIT_FUNC PyInit__core(void) {
                    {"LEFT", MD_LEFT},
                    {"NOWHERE", MD_NOWHERE},
                    {"LINE", MD_LINE},
+                   {"ROW_ALIGNMENT", ROW_ALIGNMENT},
                    {"EAGER_BYTES", MD_EAGER_BYTES},
                    {"MESSAGE_BYTES", MD_MESSAGE_BYTES},
                    {"RING_BYTES", MD_RING_BYTES},

@@ -112,7 +112,8 @@ static int wait_for_rows(Rows *self) {
   int there = test_some(self, self->first_tests);
   for (int i = 0; !there && (i < YIELDS || !self->wait); i++) {
     Py_BEGIN_ALLOW_THREADS sched_yield();
-    Py_END_ALLOW_THREADS if (PyErr_CheckSignals()) return -1;
+    Py_END_ALLOW_THREADS
+    if (PyErr_CheckSignals()) return -1;
     there = test_some(self, TESTS_BETWEEN);
   }
   if (there) return there < 0 ? -1 : 0;
