@@ -50,6 +50,9 @@ _MOST_FORMS: Final = 4096
 
 _ROW_TAG: Final = 9
 _ROOM_OF_ALL: Final = 128 * 1024  # for the payloads of all ranks together
+# Of two ranks each, which move no fewer bytes by any other way: up to 1 MiB they save a
+# header's time.
+_ROOM_OF_TWO: Final = 2**20
 _MOST_LENGTHS: Final = 64
 
 _unpack: Final = struct.Struct("5q").unpack
@@ -74,7 +77,7 @@ class RowMessages:
         self._comm = comm
         self._rank = comm.Get_rank()
         self._size = size = comm.Get_size()
-        room = _ROOM_OF_ALL // max(2, size) // LINE * LINE
+        room = _ROOM_OF_TWO if size == 2 else _ROOM_OF_ALL // size // LINE * LINE
         # Of each rank a header, which takes a line, and a payload.
         self._rows = np.zeros((size, LINE + room), np.uint8)
         self._others = [(self._rank + k) % size for k in range(1, size)]

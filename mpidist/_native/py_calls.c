@@ -215,7 +215,7 @@ static int is_core_for(PyObject *core, int ndim, int axis) {
   if (Py_TYPE(core) == &ReduceType || Py_TYPE(core) == &RowReduceType) {
     const Reduce *reduce = (const Reduce *)core;
     return reduce->nest.count == 1 && reduce->expected->ndim == ndim &&
-           reduce->nest.nbytes <= MD_EAGER_BYTES;
+           (Py_TYPE(core) == &RowReduceType || reduce->nest.nbytes <= MD_EAGER_BYTES);
   }
   return Py_TYPE(core) == &GatherType && ((const Gather *)core)->count == 1 && axis >= 0 &&
          axis < ndim;
