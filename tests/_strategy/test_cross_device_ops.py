@@ -235,15 +235,15 @@ def test_in_merge_fn_it_is_not_called_directly(strategy):
 def test_num_packs(strategy_with, rank, size, kind):
     for number, messages in ((0, 6), (1, 1), (2, 2), (3, 3)):
         # Packs are for MPI: through shared memory all values go as one stream, and
-        # small ones behind their header.
+        # small nests, of two ranks up to 1 MiB, behind their header.
         strategy = strategy_with(kind(num_packs=number), implementation="DIRECT")
-        values = strategy.run(lambda: [np.full(20_000, rank + 1.0)] * 6)
+        values = strategy.run(lambda: [np.full(60_000, rank + 1.0)] * 6)
         before = strategy.communication_statistics().calls.get("Allreduce", 0)
         results = strategy.reduce("SUM", values, axis=None)
         after = strategy.communication_statistics().calls.get("Allreduce", 0)
         for result in results:
             total = size * (size + 1) / 2
-            np.testing.assert_array_equal(result, np.full(20_000, total))
+            np.testing.assert_array_equal(result, np.full(60_000, total))
         if size > 1:
             assert after - before == messages
     for bad, error in ((-1, ValueError), (1.5, TypeError), (True, TypeError)):

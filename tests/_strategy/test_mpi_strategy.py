@@ -149,9 +149,9 @@ def test_statistics(new_strategy, size):
 
 def test_options_of_one_call(new_strategy, size):
     # Through shared memory all leaves go as one stream, whatever `bytes_per_pack` is,
-    # and small ones behind their header.
-    strategy = new_strategy(bytes_per_pack=100_000, implementation="DIRECT")
-    leaves = [np.ones(20_000, np.float32)] * 4
+    # and small nests, of two ranks up to 1 MiB, behind their header.
+    strategy = new_strategy(bytes_per_pack=1_000_000, implementation="DIRECT")
+    leaves = [np.ones(200_000, np.float32)] * 4
 
     def calls_with(options):
         def step():
@@ -163,5 +163,5 @@ def test_options_of_one_call(new_strategy, size):
         return strategy.communication_statistics().calls["Allreduce"] - before
 
     assert calls_with(None) == 4
-    assert calls_with(CommunicationOptions(bytes_per_pack=160_000)) == 2
-    assert calls_with(mpidist.experimental.CollectiveHints(bytes_per_pack=10**6)) == 1
+    assert calls_with(CommunicationOptions(bytes_per_pack=1_600_000)) == 2
+    assert calls_with(mpidist.experimental.CollectiveHints(bytes_per_pack=10**7)) == 1
