@@ -21,6 +21,7 @@ if TYPE_CHECKING or _native.core is None:
             timeout_seconds: how long a call that names no others waits; 0: forever.
             sequence: the number of headers that have completed; the same on all ranks.
             blocked: whether a call may not begin before it has been checked.
+            _cut_off: whether an exception came in the middle of a call of the core.
         """
 
         _call: Call  # the call that this rank is in, or made last
@@ -29,6 +30,7 @@ if TYPE_CHECKING or _native.core is None:
         timeout_seconds: float
         sequence: int
         blocked: bool
+        _cut_off: bool = False
 
 else:
     CallState = _native.core.CallState

@@ -386,6 +386,9 @@ class Guard(Waiting):
         return status == OK
 
     def _require_usable(self) -> None:
+        if self._cut_off and not self._broken:
+            # There was no frame left for `leave_payload`.
+            self._break_off(self._call.text, RecursionError())
         if self._broken:
             raise self._broken_error()
         if self._alone:

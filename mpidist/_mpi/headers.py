@@ -112,11 +112,11 @@ class RowMessages:
     def _prepare(self, nbytes: int) -> _Calls:
         """Make the messages of rows with payloads of this length. None is started."""
         if len(self._sends) > _MOST_LENGTHS:
-            for sends in self._sends.values():
+            dropped, self._sends = self._sends, {}
+            self._calls.clear()
+            for sends in dropped.values():
                 for send in sends:
                     send.Free()
-            self._sends.clear()
-            self._calls.clear()
         row = self._rows[self._rank][: LINE + nbytes]
         sends = [self._comm.Send_init(row, k, _ROW_TAG) for k in self._others]
         requests = [*self._receives, *sends]

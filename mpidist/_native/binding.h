@@ -92,6 +92,7 @@ typedef struct {
   PyObject *timeout, *usual_timeout; /* seconds; of this call, and of those that name none */
   long long sequence;                /* headers that completed */
   char blocked;                      /* no call may begin before Python has looked */
+  char cut_off;                      /* an exception came in the middle of a call */
 } CallState;
 
 /* What an array must be, to be a leaf. */

@@ -36,6 +36,8 @@ static PyMemberDef CallState_members[] = {
      "Seconds; of calls that name no others."},
     {"sequence", T_LONGLONG, offsetof(CallState, sequence), 0, "Headers that completed."},
     {"blocked", T_BOOL, offsetof(CallState, blocked), 0, "Whether no call may begin."},
+    {"_cut_off", T_BOOL, offsetof(CallState, cut_off), 0,
+     "Whether an exception came in the middle of a call."},
     {NULL}};
 
 PyTypeObject CallStateType = {
@@ -164,6 +166,7 @@ static PyObject *call_with_array(ArrayCall *self, PyObject *key, PyArrayObject *
     state->sequence++;
   } else if (status < 0) {
     Py_CLEAR(result);
+    state->blocked = state->cut_off = 1; /* after a RecursionError Python may not get to say so */
     interrupted(e.plan);
   } else {
     PyObject *other = result ? result : Py_NewRef(Py_None);

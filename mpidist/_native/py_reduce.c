@@ -272,7 +272,8 @@ static int parse_call(Reduce *self, PyObject *const *args, Py_ssize_t count, Py_
 static PyObject *Reduce_eager(Reduce *self, PyObject *const *args, Py_ssize_t count) {
   long long fingerprint, patience;
   if (parse_call(self, args, count, 2, &fingerprint, &patience)) return NULL;
-  if (self->held || (Py_TYPE(self) == &ReduceType && self->nest.nbytes > MD_EAGER_BYTES))
+  if (require_idle(self->held > 0)) return NULL;
+  if (Py_TYPE(self) == &ReduceType && self->nest.nbytes > MD_EAGER_BYTES)
     return PyErr_Format(PyExc_RuntimeError, "eager: %zu bytes", self->nest.nbytes);
   PyObject *result = NULL;
   if (get_views(self, args[0], SOURCE, (void **)self->sources)) {

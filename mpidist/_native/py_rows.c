@@ -103,6 +103,10 @@ static int test(Rows *self) {
 
 static int test_some(Rows *self, int tests) {
   int there = 0;
+  if (!self->calls) {
+    PyErr_SetString(PyExc_RuntimeError, "Rows: it is not open");
+    return -1;
+  }
   for (int i = 0; i < tests && !there; i++) there = test(self);
   return there;
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -221,6 +222,36 @@ def test_a_recursion_error_inside_a_call(
         told = {"CollectiveTimeoutError", "ReplicaError", "RecursionError"}
         assert {row.name for row in rows} <= told
         assert not any("did not" in row.message for row in rows), rows
+
+
+@pytest.mark.parametrize("left", range(8, 18))
+def test_a_recursion_error_that_leaves_no_frame_to_say_so(
+    new_strategy, rank, size, last, left, monkeypatch
+):
+    # The core waits, and cannot call Python; neither can it tell the plan.
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+    strategy = new_strategy()
+    x = np.ones(3)
+    raised = []
+
+    def step():
+        call = context().all_reduce
+        for _ in range(3):  # from the second on without Python
+            call("SUM", x)
+        if rank == last:
+            try:
+                with_frames_left(left, lambda: call("SUM", x))
+            except RecursionError:
+                raised.append(left)
+        else:
+            time.sleep(0.3)
+            call("SUM", x)
+        return call("SUM", x)
+
+    rows = outcomes(lambda: strategy.run(step))
+    # Where nothing was sent yet, the ranks make other calls; otherwise it is broken.
+    went_well = size == 1 or not any(everywhere(bool(raised)))
+    assert all((row.name == "NoneType") == went_well for row in rows), rows
 
 
 @pytest.mark.parametrize("what", ["checksum", "variable", "restore"])
