@@ -54,7 +54,6 @@ known to be on the way."""
 
 # How long a rank waits for the notices of others before it says who is missing.
 _COLLECT_SECONDS: Final = 0.25
-_SPINS_FOR_DATA: Final = 10  # times those for other requests
 
 _logger: Final = logging.getLogger("mpidist")
 
@@ -110,7 +109,6 @@ class Waiting(CallState):
         self._lost: tuple[int, ...] | None = None  # once some rank is
         self._stacks: Stacks | None = None
         self._spins = spins_for(comm.machine_size)
-        self._data_spins = _SPINS_FOR_DATA * self._spins
         # The ranks whose data has not come; None while this rank waits for no data.
         self._awaited: Callable[[], list[int]] | None = None
         if channel is not None:
@@ -140,7 +138,7 @@ class Waiting(CallState):
                 for the strategy's `timeout_seconds`.
         """
         try:
-            if not transfers.spin(self._data_spins):
+            if not transfers.spin(self._spins):
                 self._awaited = lambda: transfers.awaited
                 self._poll_data(transfers)
         except BaseException as error:
