@@ -26,8 +26,8 @@ YIELD_SECONDS: Final = 0.02
 YIELD_SECONDS_FOR_DATA: Final = 2.0
 
 # Few, since ranks may share cores without knowing it, and a yield takes no time where
-# nobody waits for the core. Four ranks of two virtual hosts on two cores took 2.7 ms for
-# 64 KiB with 2,000 tests, and 0.4 with 24 (MPICH).
+# nobody waits for the core. Four ranks of two virtual hosts on two cores took 2.7 ms
+# for 64 KiB with 2,000 tests, and 0.4 with 24 (MPICH).
 _SPINS: Final = 24
 _LONG_SLEEP: Final = 0.002
 _SHORT_SLEEPS_UNTIL: Final = 1.0

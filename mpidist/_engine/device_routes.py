@@ -41,7 +41,7 @@ from mpidist._engine.core_routes import (
     nbytes_of,
     takes,
 )
-from mpidist._engine.hierarchical_route import LEAST_BYTES
+from mpidist._engine.hierarchical_route import least_bytes
 from mpidist._engine.mpi_route import MpiReduce
 from mpidist._engine.plans import Plan, PlanResources, Signature
 from mpidist._engine.staging import Lane, LeafRange, Piece, Staging
@@ -63,7 +63,7 @@ def staged(resources: PlanResources, signature: Signature) -> Plan | None:
         return None
     if resources.nodes is not None:
         nbytes = sum(nbytes_of(resources, leaf) for leaf in signature.leaves)
-        small = nbytes < LEAST_BYTES or signature.compress is not None
+        small = nbytes < least_bytes(resources) or signature.compress is not None
         return None if small else StagedReduce(resources, signature)
     if fits_header(resources, signature):
         return StagedEager(resources, signature)

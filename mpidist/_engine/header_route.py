@@ -18,10 +18,8 @@ from mpidist._engine.plans import PlanResources, Signature
 def header(resources: PlanResources, signature: Signature) -> HeaderReduce | None:
     """Return the plan of a small nest, if ranks exchange headers by messages."""
     leaves = signature.leaves
-    channel: _native.Rows = resources.guard.channel
-    if _native.core is None or type(channel) is not _native.core.Rows:
-        return None
-    if not resources.guard.enabled:
+    room = room_behind(resources)
+    if not room:
         return None
     if signature.root is not None or signature.compress is not None:
         return None
@@ -33,7 +31,15 @@ def header(resources: PlanResources, signature: Signature) -> HeaderReduce | Non
         return None
     unit = _native.core.ROW_ALIGNMENT
     nbytes = sum(round_up(nbytes_of(alone, leaf), unit) for leaf in leaves)
-    return HeaderReduce(alone, signature) if 0 < nbytes <= channel.room else None
+    return HeaderReduce(alone, signature) if 0 < nbytes <= room else None
+
+
+def room_behind(resources: PlanResources) -> int:
+    """Return the bytes that a rank can send behind a header; 0: nothing."""
+    channel: _native.Rows = resources.guard.channel
+    if _native.core is None or type(channel) is not _native.core.Rows:
+        return 0
+    return channel.room if resources.guard.enabled else 0
 
 
 class HeaderReduce(EagerReduce):

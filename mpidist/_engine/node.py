@@ -45,9 +45,9 @@ _AREA_BETWEEN_NODES: Final = 2 * 2**20
 _SLICE_BETWEEN_NODES: Final = 128 * 1024
 _AREAS_BYTES_BETWEEN_NODES: Final = 512 * 2**20
 _LARGEST_ARENA: Final = 4 * 2**30
-# Loops of a waiting rank before it sleeps: some 20 us. With more ranks than cores it
-# would occupy the core of the rank that it waits for.
-_SPINS: Final = 4000
+# Loops of a waiting rank before it yields its core, and then sleeps: a few us. With
+# more ranks than cores it would occupy the core of the rank that it waits for.
+_SPINS: Final = 500
 _SPINS_CROWDED: Final = 20
 
 _PREFIX: Final = "mpidist-"  # of the names of the files, between which is chance

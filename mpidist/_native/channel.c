@@ -9,8 +9,9 @@
 #include <unistd.h>
 
 #define PAGE 4096
-/* So often a rank gives its core away before it sleeps, where ranks share cores. With 4
-   ranks on 2 cores 4 B took 11 us with 50, and 40 to 60 with 0 to 10. */
+/* So often a rank gives its core away before it sleeps, since ranks may share cores, also
+   without knowing it. With 4 ranks on 2 cores 4 B took 11 us with 50, and 40 to 60 with 0
+   to 10. */
 #define YIELDS 50
 
 static size_t whole(size_t nbytes, size_t unit) { return (nbytes + unit - 1) / unit * unit; }
@@ -104,11 +105,10 @@ static int wait_on(md_channel *ch, const md_condition *c) {
   for (int i = 0; i < ch->spins; i++) {
     if (c->arrived(ch, c->arg)) return MD_OK;
     relax();
-    if (i == ch->spins / 8 && ch->hooks.blocking) ch->hooks.blocking(ch->hooks.arg);
   }
   if (ch->hooks.blocking) ch->hooks.blocking(ch->hooks.arg);
-  /* Where ranks share cores, the rank that is waited for may only need this one's. */
-  for (int i = 0; ch->tree && i < YIELDS; i++) {
+  /* The rank that is waited for may only need this one's core. */
+  for (int i = 0; i < YIELDS; i++) {
     sched_yield();
     if (c->arrived(ch, c->arg)) return MD_OK;
   }

@@ -21,8 +21,9 @@ from replicas import (
 
 import mpidist
 from mpidist import _native
-from mpidist._engine import hierarchical_route
+from mpidist._engine import header_route, hierarchical_route
 from mpidist._engine import nodes as engine_nodes
+from mpidist._mpi import headers
 from mpidist._mpi.messages import Messages, Transfers
 from mpidist._strategy.strategy import group_of
 
@@ -207,6 +208,35 @@ def test_bytes_of_small_nests_are_counted_without_padding(nodes, new_strategy):
     strategy.run(lambda: context().all_reduce("SUM", nest))
     after = strategy.communication_statistics().bytes["Allreduce"]
     assert after - before == 17
+
+
+@mpi
+@core
+def test_what_has_no_room_behind_a_header_goes_by_nodes(
+    nodes, new_strategy, rank, size, monkeypatch
+):
+    """No size is left to messages between all ranks, which would be the slowest."""
+    monkeypatch.setattr(headers, "_ROOM_OF_ALL", size * 4096)
+    monkeypatch.setattr(headers, "_ROOM_OF_TWO", 4096)
+    strategy = new_strategy()
+    if group_of(strategy).collectives.nodes is None:
+        pytest.skip("no node of several ranks")
+    made = []
+    for route in (header_route.HeaderReduce, hierarchical_route.HierarchicalReduce):
+        make = route.__init__
+
+        def noted(self, *args, make=make):
+            made.append(type(self))
+            make(self, *args)
+
+        monkeypatch.setattr(route, "__init__", noted)
+    for nbytes in (8, 4096, 4104, 60_000, 70_000):
+        x = np.arange(nbytes // 8) + 0.5
+        np.testing.assert_array_equal(all_reduce(strategy, "SUM", x), size * x)
+    assert made == [
+        *[header_route.HeaderReduce] * 2,
+        *[hierarchical_route.HierarchicalReduce] * 3,
+    ]
 
 
 @mpi

@@ -305,7 +305,6 @@ def set_up(monkeypatch, new_strategy, way):
         monkeypatch.setattr(node_module, "make_file", no_room)
     if way == "staged between nodes":  # with 2 ranks by messages, with more in slices
         monkeypatch.setenv("MPIDIST_SIMULATED_NODES", "2")
-        monkeypatch.setattr(device_routes, "LEAST_BYTES", 1)
         monkeypatch.setattr(hierarchical_route, "LEAST_BYTES", 1)
         monkeypatch.setattr(node_module, "_AREA_BETWEEN_NODES", PIECE)
         monkeypatch.setattr(node_module, "_SLICE_BETWEEN_NODES", PIECE // 4)
