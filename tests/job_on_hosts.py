@@ -185,6 +185,8 @@ def loop(
     Messages.start = interfere  # type: ignore[method-assign, assignment]
     start = time.monotonic()
     try:
+        strategy.run(reduce)
+        assert Messages.start is start_messages, "sent with the header: no messages"
         while True:
             strategy.run(reduce)
     except mpidist.CollectiveTimeoutError as error:
