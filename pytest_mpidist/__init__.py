@@ -109,6 +109,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not _is_program(pyfuncitem):
         return None
     from mpidist import testing
+    from mpidist.testing._run import stop_run
 
     own = _own_fixtures(pyfuncitem)
     shared = {
@@ -121,11 +122,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     function = pyfuncitem.obj
 
     def program() -> None:
-        with contextlib.ExitStack() as stack:
-            made = dict(shared)
+        stack, made = contextlib.ExitStack(), dict(shared)
+        try:
             for name in own:
-                made[name] = stack.enter_context(_made(pyfuncitem, name, made))
+                made[name] = _make(pyfuncitem, name, made, stack)
             function(**{name: made[name] for name in wanted})
+        except BaseException as error:
+            # The others are told first: fixtures must not wait for them.
+            stop_run(error)
+            _take_down(stack, error)
+            raise
+        stack.close()
 
     number: Any = pyfuncitem.callspec.params[_NUMBER]
     try:
@@ -163,9 +170,10 @@ def _own_fixtures(item: pytest.Function) -> list[str]:
     return list(own)
 
 
-@contextlib.contextmanager
-def _made(item: pytest.Function, name: str, made: dict[str, Any]) -> Iterator[Any]:
-    """Make a fixture for this replica, and take it down again."""
+def _make(
+    item: pytest.Function, name: str, made: dict[str, Any], stack: contextlib.ExitStack
+) -> Any:
+    """Make a fixture for this replica, which the stack takes down."""
     definition = item._fixtureinfo.name2fixturedefs[name][-1]
     arguments = {
         x: _request(item, name) if x == "request" else made[x]
@@ -178,11 +186,30 @@ def _made(item: pytest.Function, name: str, made: dict[str, Any]) -> Iterator[An
                 function = function.__get__(item.instance)
     result = function(**arguments)
     if not inspect.isgeneratorfunction(definition.func):
-        yield result
-        return
-    yield next(result)
-    for _ in result:
+        return result
+    value = next(result)
+    stack.callback(_finish, result, name)
+    return value
+
+
+def _finish(fixture: Iterator[Any], name: str) -> None:
+    """Run what a fixture has after its ``yield``."""
+    for _ in fixture:
         raise RuntimeError(f"fixture {name!r} yields more than once")
+
+
+def _take_down(stack: contextlib.ExitStack, error: BaseException) -> None:
+    """Take down the fixtures of a test that has failed; note which exception that has.
+
+    None is noted of calls with the other replicas, which the run no longer serves.
+    """
+    from mpidist.testing._run import is_because_of_others
+
+    try:
+        stack.close()
+    except BaseException as another:
+        if not is_because_of_others(another):
+            error.add_note(f"a fixture then raised {type(another).__name__}: {another}")
 
 
 def _request(item: pytest.Function, name: str) -> Any:

@@ -118,6 +118,7 @@ class Replica(threads.ThreadReplica):
         number: int,
         timeout_seconds: float | None,
     ) -> None:
+        self.world = world
         self.size = world.size
         self.locals = {}
         self.group = ThreadGroup(channel, number, number)

@@ -86,7 +86,7 @@ class _Replica:
                 self._run()
         except BaseException as error:
             self.error = error
-            self._world.stop(f"replica {self.number} has failed: {_describe(error)}")
+            stop_run(error, self.replica)
 
     def _run(self) -> None:
         code: str | int | None = None
@@ -115,6 +115,18 @@ class _Replica:
             return "its end"
         last = traceback.extract_stack(frame)[-1]
         return f"{os.path.basename(last.filename)}:{last.lineno} in {last.name}"
+
+
+def stop_run(error: BaseException, replica: Replica | None = None) -> None:
+    """Stop the run of a replica that has failed: from now on every wait raises.
+
+    Args:
+        error: what it raises.
+        replica: the replica; None: that of this thread.
+    """
+    one = replica or threads.current()
+    assert isinstance(one, Replica)
+    one.world.stop(f"replica {one.group.rank} has failed: {_describe(error)}")
 
 
 def run(
@@ -214,7 +226,7 @@ def _end(world: World, replicas: list[_Replica]) -> None:
 
 def _error_of(replicas: list[_Replica], failed: list[_Replica]) -> BaseException:
     """Return the exception that `run` raises, with notes about each replica's."""
-    own = [one for one in failed if not _is_because_of_others(one.error)]
+    own = [one for one in failed if not is_because_of_others(one.error)]
     told = (RunStoppedError, ReplicaStopped)
     together = [one for one in failed if not isinstance(one.error, told)]
     first = (own or together or failed)[0]
@@ -237,7 +249,8 @@ def _error_of(replicas: list[_Replica], failed: list[_Replica]) -> BaseException
     return error
 
 
-def _is_because_of_others(error: BaseException | None) -> bool:
+def is_because_of_others(error: BaseException | None) -> bool:
+    """Whether a replica raised this since another one had failed, or all together."""
     return isinstance(error, (CollectiveError, ReplicaStopped)) or isinstance(
         getattr(error, "__cause__", None), RemoteTraceback
     )

@@ -824,6 +824,67 @@ def test_fixtures_of_replicas_make_folders(tmp_path):
     assert "1 passed" in done.stdout, done.stdout
 
 
+def test_fixtures_of_a_failed_test_are_taken_down(tmp_path):
+    """On each replica; without waiting for the others, which are stopped."""
+    source = """
+        import time
+        import pytest
+        import mpidist
+        from mpidist import testing
+
+        ended = []
+
+        @testing.each_replica
+        @pytest.fixture
+        def mine():
+            rank = testing.current_group().rank
+            yield rank
+            ended.append(rank)
+
+        @testing.each_replica
+        @pytest.fixture
+        def strategy(mine):
+            one = mpidist.MPIStrategy()
+            yield one
+            one.close()
+
+        @testing.each_replica
+        @pytest.fixture
+        def bad(mine):
+            yield
+            raise OSError("no folder")
+
+        @pytest.mark.replicas(3)
+        def test_fails(strategy, mine):
+            if mine == 1:
+                raise ValueError("wrong")
+            strategy.run(lambda: None)
+
+        def test_all_were():
+            assert sorted(ended) == [0, 1, 2]
+            ended.clear()
+
+        @pytest.mark.replicas(2)
+        def test_skips(strategy):
+            pytest.skip("not here")
+
+        def test_all_were_again():
+            assert sorted(ended) == [0, 1]
+
+        @pytest.mark.replicas(1)
+        def test_both(bad):
+            raise ValueError("wrong")
+    """
+    start = time.monotonic()
+    done = pytest_of(tmp_path, source)
+    assert "2 failed, 2 passed, 1 skipped" in done.stdout, done.stdout
+    assert "ValueError: wrong" in done.stdout
+    assert "raised on replica 1 of 3" in done.stdout
+    assert "a fixture then raised OSError: no folder" in done.stdout
+    assert "RunStoppedError" not in done.stdout
+    assert time.monotonic() - start < 30
+
+
 def test_pytest_starts_without_mpidist():
     done = python(
         """
