@@ -152,7 +152,7 @@ def loop(
     folder: Path, elements: str, timeout: str, kind: str, fault: str, *more: str
 ) -> None:
     import mpidist
-    from mpidist._mpi.messages import Messages
+    from mpidist._mpi.buffers import BufferCollectives
 
     options = mpidist.experimental.CommunicationOptions(
         timeout_seconds=float(timeout),
@@ -160,7 +160,8 @@ def loop(
     )
     strategy = mpidist.MPIStrategy(communication_options=options)
     rank = strategy.replica_id
-    x = np.ones(int(elements), np.float32)
+    # Two arrays: the data of one are moved by the core, where nothing can interfere.
+    x = [np.ones(int(elements), np.float32), np.ones(2**18, np.float32)]
 
     def reduce() -> Any:
         context = mpidist.get_replica_context()
@@ -169,24 +170,24 @@ def loop(
 
     for _ in range(CALLS):
         strategy.run(reduce)
-    start_messages = Messages.start
+    start_collectives = BufferCollectives.start
 
-    def interfere(*args: Any) -> None:
+    def interfere(*args: Any) -> Any:
         """In the middle of the data of a call: all ranks are in it."""
-        Messages.start = start_messages  # type: ignore[method-assign]
+        BufferCollectives.start = start_collectives  # type: ignore[method-assign]
         write(folder / f"in.{rank}", str(os.getpid()))
         if fault == "cut":
             while not (folder / "cut").exists():
                 time.sleep(0.01)
         elif rank == int(more[0]):
             os.kill(os.getpid(), signal.SIGSTOP)
-        start_messages(*args)
+        return start_collectives(*args)
 
-    Messages.start = interfere  # type: ignore[method-assign, assignment]
+    BufferCollectives.start = interfere  # type: ignore[method-assign, assignment]
     start = time.monotonic()
     try:
         strategy.run(reduce)
-        assert Messages.start is start_messages, "sent with the header: no messages"
+        assert BufferCollectives.start is start_collectives, "moved by the core"
         while True:
             strategy.run(reduce)
     except mpidist.CollectiveTimeoutError as error:

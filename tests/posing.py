@@ -739,6 +739,10 @@ def to_host(x: Any) -> Any:
     return x.get() if isinstance(x, ndarray) else x
 
 
+def _seed(seed: Any = None) -> None:
+    """Do nothing: the stand-in has no random numbers."""
+
+
 def install(
     monkeypatch: Any,
     num_devices: int = 1,
@@ -757,6 +761,8 @@ def install(
     """
     finish_all()  # of the test before
     module = _make_module(num_devices)
+    module.random = types.ModuleType("cupy.random")  # type: ignore[attr-defined]
+    module.random.seed = _seed
     cupyx = types.ModuleType("cupyx")
     cupyx.empty_pinned = empty_pinned  # type: ignore[attr-defined]
     nccl = Nccl(available=False) if nccl is None else nccl

@@ -1,9 +1,10 @@
-"""Where ranks exchange headers: through shared memory, or by messages.
+"""Where ranks exchange headers.
 
 A *channel* lets all ranks say what they are about to do, and tells each what all have
-said. `Channel` is what the guard asks of one. The native core has one for the ranks of
-one node (`mpidist._native.core.Channel`), and one for few ranks that share no memory
-(`mpidist._native.core.Rows`); `MessageChannel` is for all others.
+said. `Channel` is what the guard asks of one. There is one for each medium: the memory
+of a node (``core.Channel``), MPI between nodes (``core.Between``), both in the native
+core; `ExchangeChannel` for MPI without the core, and for replicas that are threads; and
+`SelfChannel` for one rank.
 
 A header has a flag (this rank has failed), the fingerprint of the call, a *value* that
 may differ, an integer of which all ranks learn the *largest*, how late its rank is, and
@@ -14,10 +15,10 @@ how long it would wait. `meet` returns
   this, and has to exchange its header once more: one that has given up does not, and
   its notice ends that second wait;
 - `DIFFERENT`: a flag is up, or the calls differ;
-- `LEFT`: a rank will not come any more; `who` is its number.
+- `LEFT`: a rank will not come any more; ``who`` is its number.
 
-Why a rank that comes too late is always noticed: messages may complete the header of
-the late rank although the others have given up (they have sent theirs already). So each
+Why a rank that comes too late is always noticed: MPI may complete the header of the
+late rank although the others have given up (they have sent theirs already). So each
 header carries how long ago its rank began its last one: no other can have waited for
 longer than that.
 """
@@ -26,29 +27,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from mpidist import _native
-from mpidist._agreement.polling import poll, spins_for
-from mpidist._mpi.communicator import Communicator, Request
-from mpidist._mpi.header_words import (
-    FINGERPRINT,
-    FLAG,
-    LARGEST,
-    LATENESS,
-    NOT_FINGERPRINT,
-    NOT_VALUE,
-    PATIENCE,
-    VALUE,
-    WORDS,
-    pack,
+from mpidist._agreement.polling import (
+    YIELD_SECONDS,
+    YIELD_SECONDS_FOR_DATA,
+    poll,
+    spins_for,
 )
-from mpidist._mpi.headers import Headers
+from mpidist._mpi.communicator import Communicator, Request
 
 OK, AGAIN, DIFFERENT, LEFT = range(4)
 NOWHERE: Final = -1
 
 _UNLIMITED: Final = 2**61  # milliseconds
+_FLAG, _FINGERPRINT, _VALUE, _LARGEST, _PATIENCE, _LATENESS = range(6)
 
 
 class LeftError(Exception):
@@ -75,6 +69,10 @@ class Channel(Protocol):
     who: int
     pause: Callable[[float], None] | None
     """Called with the seconds waited, several times a second; may raise."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether this rank waits for the data behind a header, not for the header."""
 
     @property
     def verdict(self) -> Verdict:
@@ -131,53 +129,99 @@ class Channel(Protocol):
         """Tell the ranks that wait for this one that it makes no more steps."""
 
 
-def open_channel(comm: Communicator, shared: Channel | None) -> Channel | None:
+def open_channel(comm: Communicator, shared: Channel | None) -> Channel:
     """Return where ranks exchange headers. Collective.
 
     Args:
         comm: the ranks.
         shared: the channel in the memory that all of them share, if there is one.
-
-    Returns:
-        None for one rank, which has nobody to agree with.
     """
-    if comm.size == 1 or shared is not None:
+    if shared is not None:
         return shared
-    headers = comm.open_headers()
-    if isinstance(headers, Headers):
-        return MessageChannel(headers, spins_for(comm.machine_size))
-    headers.wait = _wait_for_rows
+    if comm.size == 1:
+        return SelfChannel()
+    headers: Any = comm.open_headers()
+    if _native.core is None or type(headers) is not _native.core.Between:
+        return ExchangeChannel(headers, spins_for(comm.machine_size))
+    headers.wait = _wait_for_header
     comm.traffic.core = headers
-    rows: Channel = headers
-    return rows
+    return headers  # type: ignore[no-any-return]
 
 
-def _wait_for_rows(rows: _native.Rows) -> None:
-    """Wait until all rows of a header are there."""
-    poll(rows, rows.pause or _ignore)
+def _wait_for_header(between: _native.Between) -> None:
+    """Wait until a header of all ranks is there, or the data behind it."""
+    seconds = YIELD_SECONDS_FOR_DATA if between.moves else YIELD_SECONDS
+    poll(between, between.pause or _ignore, yield_seconds=seconds)
 
 
-class MessageChannel:
-    """A channel by an all-reduce of MPI for each header.
+class SelfChannel:
+    """The channel of one rank, which agrees with itself."""
+
+    who = -1
+    moves = False
+    pause: Callable[[float], None] | None = None
+    lateness = 0.0
+
+    def __init__(self) -> None:
+        self.headers: int = 0
+        self.verdict: Verdict = (0, 1, 1, 0, 0)
+
+    def meet(
+        self,
+        flag: int,
+        fingerprint: int,
+        value: int,
+        largest: int,
+        patience_ms: int,
+        offset: int,
+        /,
+    ) -> int:
+        """Return whether this rank has failed."""
+        self.headers += 1
+        self.verdict = (flag, 1, 1, 0, largest)
+        return DIFFERENT if flag else OK
+
+    start = meet
+
+    def test(self) -> int | None:
+        """Return the status of the header of `start`."""
+        return DIFFERENT if self.verdict[0] else OK
+
+    def missing(self) -> list[int]:
+        """Return nobody."""
+        return []
+
+    def leave(self) -> None:
+        """Do nothing: nobody waits."""
+
+
+class Exchange(Protocol):
+    """Sends integers of each rank to all."""
+
+    def start(self, words: tuple[int, ...], /) -> Request:
+        """Return a request, whose result are the integers of each rank."""
+
+
+class ExchangeChannel:
+    """A channel by one exchange of integers for each header.
 
     Args:
-        headers: of all ranks.
+        exchange: of all ranks.
         spins: how often a rank that waits tests before it yields its core.
     """
 
-    def __init__(self, headers: Headers, spins: int) -> None:
-        self._headers = headers
+    moves = False
+
+    def __init__(self, exchange: Exchange, spins: int) -> None:
+        self._exchange = exchange
         self._last = time.monotonic()
         self._request: Request | None = None
         self.who = -1
         self.pause: Callable[[float], None] | None = None
         self.verdict: Verdict = (0, 1, 1, 0, 0)
         self._spins = spins
-
-    @property
-    def headers(self) -> int:
+        self.headers: int = 0
         """How many headers this rank has published."""
-        return self._headers.headers
 
     @property
     def lateness(self) -> float:
@@ -195,16 +239,15 @@ class MessageChannel:
         /,
     ) -> int:
         """Exchange a header, and return a status. Collective."""
-        if flag:
-            self.start(flag, fingerprint, value, largest, patience_ms, offset)
-            return self._complete()
-        headers = self._headers
-        data = pack(0, fingerprint, value, -(patience_ms or _UNLIMITED), largest)
-        if headers.meet(data, self._take_lateness()):
-            self.verdict = (0, 1, 1, 0, largest)
-            return OK
-        self._request = headers.pending_header()
-        return self._complete()
+        self.start(flag, fingerprint, value, largest, patience_ms, offset)
+        request = self._request
+        assert request is not None
+        try:
+            poll(request, self.pause or _ignore, spins=self._spins)
+        except BaseException:
+            request.leak()
+            raise
+        return self._judge(request.result)
 
     def start(
         self,
@@ -217,52 +260,36 @@ class MessageChannel:
         /,
     ) -> None:
         """Publish a header without waiting for those of the others."""
-        words = [0] * WORDS
-        words[FLAG] = flag
-        words[LATENESS] = self._take_lateness()
-        words[PATIENCE] = -(patience_ms or _UNLIMITED)
-        words[FINGERPRINT], words[NOT_FINGERPRINT] = fingerprint, ~fingerprint
-        words[VALUE], words[NOT_VALUE] = value, ~value
-        words[LARGEST] = largest
-        self._request = self._headers.start_header(words)
+        now = time.monotonic()
+        # For how long another rank can have waited for this one.
+        lateness, self._last = int(1000 * (now - self._last)), now
+        patience = patience_ms or _UNLIMITED
+        self.headers += 1
+        self._request = self._exchange.start(
+            (flag, fingerprint, value, largest, patience, lateness)
+        )
 
     def test(self) -> int | None:
         """Return the status of the header of `start`; None if some are missing."""
         request = self._request
         assert request is not None
-        return self._judge(request) if request.Test() else None
+        return self._judge(request.result) if request.Test() else None
 
     def missing(self) -> list[int]:
-        """Return nobody: what comes from all at once says nothing about each."""
+        """Return an empty list: what comes from all at once says nothing about each."""
         return []
 
     def leave(self) -> None:
         """Do nothing: the ranks that wait learn of it by a notice."""
 
-    def _take_lateness(self) -> int:
-        """Return for how many ms another rank can have waited for this one."""
-        now = time.monotonic()
-        lateness, self._last = now - self._last, now
-        return int(lateness * 1000)
-
-    def _complete(self) -> int:
-        """Wait for the header in progress, and return its status."""
-        request = self._request
-        assert request is not None
-        try:
-            poll(request, self.pause or _ignore, spins=self._spins)
-        except BaseException:
-            request.leak()
-            raise
-        return self._judge(request)
-
-    def _judge(self, request: Request) -> int:
-        words = request.result
-        flag = int(words[FLAG]) & 1
-        same = int(words[FINGERPRINT]) == ~int(words[NOT_FINGERPRINT])
-        same_value = int(words[VALUE]) == ~int(words[NOT_VALUE])
-        self.verdict = (flag, int(same), int(same_value), 0, int(words[LARGEST]))
-        if 2 * words[LATENESS] >= -words[PATIENCE]:
+    def _judge(self, rows: list[tuple[int, ...]]) -> int:
+        """Return the status of the headers of all ranks."""
+        columns: list[tuple[Any, ...]] = list(zip(*rows, strict=True))
+        flag = max(columns[_FLAG])
+        same = int(len(set(columns[_FINGERPRINT])) == 1)
+        same_value = int(len(set(columns[_VALUE])) == 1)
+        self.verdict = (flag, same, same_value, 0, max(columns[_LARGEST]))
+        if 2 * max(columns[_LATENESS]) >= min(columns[_PATIENCE]):
             return AGAIN
         return OK if same and not flag else DIFFERENT
 

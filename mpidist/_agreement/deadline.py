@@ -8,8 +8,8 @@ from mpidist._agreement.polling import poll
 from mpidist._agreement.waiting import Waiting
 from mpidist._base.errors import CollectiveTimeoutError, ReplicaLostError, format_ranks
 from mpidist._mpi import survival
+from mpidist._mpi.buffers import Transfer
 from mpidist._mpi.communicator import Request
-from mpidist._mpi.messages import Transfers
 
 
 class Deadline:
@@ -67,16 +67,23 @@ class Deadline:
         except BaseException as error:
             raise self.failed(error) from error.__cause__
 
-    def wait_data(self, transfers: Transfers) -> None:
-        """Wait for messages.
+    def wait_data(self, transfer: Transfer) -> None:
+        """Wait for collectives of MPI that move data.
 
         Raises:
             CollectiveTimeoutError: at the limit, or at the guard's.
         """
         if self._guard is None:
-            self.wait(transfers, "MPIStrategy(...)")
+            self.wait(transfer, "MPIStrategy(...)")
         else:
-            self._guard.wait_data(transfers)
+            self._guard.wait_data(transfer)
+
+    def block(self, call: Callable[[], object]) -> None:
+        """Make a call of MPI that blocks, under the watchdog of the guard."""
+        if self._guard is None:
+            call()
+        else:
+            self._guard.block(call)
 
     def failed(self, error: BaseException) -> BaseException:
         """Return what to raise in place of an exception of MPI."""

@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Final, Protocol, TypeVar
 
@@ -38,9 +39,12 @@ from mpidist._agreement.channel import (
     OK,
     Channel,
     LeftError,
+    SelfChannel,
 )
 from mpidist._agreement.mismatch import Call, ErrorKind, Key, Report, judge
-from mpidist._agreement.waiting import CONFIRM_SECONDS, Waiting
+from mpidist._agreement.notices import AT_END
+from mpidist._agreement.polling import LOOK_SECONDS
+from mpidist._agreement.waiting import Waiting
 from mpidist._base.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -91,22 +95,6 @@ class SectionResult:
         self.text, self.fingerprint = text, fingerprint
 
 
-class _MergeFnScope:
-    """Changes whether merge_fn runs on this rank alone, for a ``with`` block."""
-
-    __slots__ = ("_alone", "_guard", "_was_alone")
-
-    def __init__(self, guard: Guard, alone: bool) -> None:
-        self._guard = guard
-        self._alone = alone
-
-    def __enter__(self) -> None:
-        self._was_alone = self._guard.set_alone(self._alone)
-
-    def __exit__(self, *error: object) -> None:
-        self._guard.set_alone(self._was_alone)
-
-
 class Guard(Waiting):
     """Agreement, propagation of errors and deadline for one communicator.
 
@@ -117,7 +105,7 @@ class Guard(Waiting):
     traced: ClassVar[bool] = False
 
     # Of the base class; without these lines pyright calls their types ambiguous.
-    channel: Channel | None
+    channel: Channel
     blocked: bool
     sequence: int
 
@@ -134,7 +122,7 @@ class Guard(Waiting):
 
         Args:
             comm: the ranks.
-            channel: where they exchange headers; None for one rank.
+            channel: where they exchange headers; None: a `SelfChannel`, for one rank.
             timeout_seconds: how long a rank waits for the others; 0: forever.
             stall_seconds: after which the missing ranks are reported.
             enabled: whether calls are compared.
@@ -144,6 +132,8 @@ class Guard(Waiting):
         )
         self.enabled: bool = enabled
         self._alone = False
+        # Called before a call of this rank while it is alone; it makes the call legal.
+        self.before_call: Callable[[], None] | None = None
         # Sections that this rank is in. Those above the floor are given up, because
         # some rank is not in them.
         self._depth = 0
@@ -175,22 +165,15 @@ class Guard(Waiting):
         """
         self.closed = True
         self.broken = why
-        self.channel = None  # and with it the memory that the ranks share
-
-    def in_merge_fn(self) -> _MergeFnScope:
-        """Return a context manager: merge_fn runs here, and the others wait for it.
-
-        Other collective calls of this rank are then errors, since the other ranks would
-        not make them.
-        """
-        return _MergeFnScope(self, self._comm.size > 1)
-
-    def with_all_ranks(self) -> _MergeFnScope:
-        """Return a context manager: merge_fn makes a call that all ranks make."""
-        return _MergeFnScope(self, False)
+        self.channel = SelfChannel()  # without the memory that the ranks share
+        self._watchdog.close()
 
     def set_alone(self, alone: bool) -> bool:
-        """Say whether merge_fn runs on this rank alone; return what it was before."""
+        """Say whether merge_fn runs on this rank alone; return what it was before.
+
+        While it does, collective calls of this rank are errors, since the other ranks
+        would not make them; or `before_call` is called first.
+        """
         before = self._alone
         if before is not alone:
             self._alone = alone
@@ -203,10 +186,6 @@ class Guard(Waiting):
     def count(self) -> None:
         """Count a header, or a message of rank 0, that did not go through `agree`."""
         self.sequence += 1
-
-    def uncount(self) -> None:
-        """Take back the count of a message that some rank may not read."""
-        self.sequence -= 1
 
     # --- the header ---------------------------------------------------------------
 
@@ -251,13 +230,14 @@ class Guard(Waiting):
         self._timeout = timeout
         return int(timeout * 1000)
 
-    def enter_wait(self, call: Call, timeout: float | None) -> None:
-        """Say what this rank waits for, for the messages of the deadline.
+    def enter_message(self, call: Call, timeout: float | None) -> None:
+        """Count a message of rank 0, and say what this rank waits for.
 
         Args:
-            call: what it is.
+            call: what it is, for the messages of the deadline.
             timeout: seconds to wait; None: the strategy's; 0: forever.
         """
+        self.sequence += 1
         self._previous_call, self._call = self._call, call
         self._timeout = self.timeout_seconds if timeout is None else timeout
 
@@ -272,7 +252,6 @@ class Guard(Waiting):
             timeout: seconds to wait for the others; None: the strategy's.
         """
         channel, patience = self.channel, self.enter(call, timeout)
-        assert channel is not None
 
         def exchange(ms: int) -> int:
             return channel.meet(0, call.fingerprint, 0, 0, ms, offset)
@@ -306,8 +285,6 @@ class Guard(Waiting):
 
     def _confirm(self, exchange: Callable[[int], int]) -> int:
         """Exchange a header once more: all ranks are known to be on the way."""
-        if self._timeout:
-            self._timeout = max(self._timeout, CONFIRM_SECONDS)
         status = AGAIN
         while status == AGAIN:
             self._read_notices()
@@ -318,7 +295,6 @@ class Guard(Waiting):
         return status
 
     def _left(self) -> LeftError:
-        assert self.channel is not None
         return LeftError(self.channel.who)
 
     def agree_and_compare(
@@ -350,7 +326,7 @@ class Guard(Waiting):
     @property
     def published(self) -> int:
         """How many headers this rank has published; the last may not have completed."""
-        return self.sequence if self.channel is None else self.channel.headers
+        return self.channel.headers
 
     @property
     def same_value(self) -> bool:
@@ -363,10 +339,6 @@ class Guard(Waiting):
         """Return whether no flag is up and all fingerprints are the same."""
         self._require_usable()
         channel = self.channel
-        if channel is None:
-            self.sequence += 1
-            self._verdict = (flag, 1, 1, 0, largest)
-            return not flag
         meet, number = channel.meet, call.fingerprint
         self._previous_call, self._call = self._call, call
         self._timeout = self.timeout_seconds if timeout is None else timeout
@@ -391,6 +363,8 @@ class Guard(Waiting):
             self._break_off(self._call.text, RecursionError())
         if self._broken:
             raise self._broken_error()
+        if self._alone and self.before_call is not None:
+            self.before_call()
         if self._alone:
             raise RuntimeError(
                 on_rank(
@@ -404,9 +378,11 @@ class Guard(Waiting):
 
     def check_late(self) -> None:
         """Raise if the others have given up on this rank while it was away."""
-        self._require_usable()
+        if self._broken or self._cut_off:
+            self.set_alone(False)
+            self._require_usable()
         channel, timeout = self.channel, self.timeout_seconds
-        if timeout and channel is not None and channel.lateness * 2 > timeout:
+        if timeout and channel.lateness * 2 > timeout:
             self._read_notices()
 
     # --- what went wrong ----------------------------------------------------------
@@ -640,26 +616,38 @@ class Guard(Waiting):
 
         Yields while it waits, so that the caller can wait for several guards. A rank
         that is still in a collective learns that this one has gone.
+
+        Args:
+            call: what this rank says that it does.
+            code: the argument of `sys.exit`; None: it has reached its end.
+
+        Raises:
+            CollectiveTimeoutError: at the deadline. If another rank has given up on
+                some rank, that one raises, and this one returns.
         """
         try:
             yield from self._leave_with_others(call, SystemExit(code))
+        except CollectiveTimeoutError:
+            if not self._was_told:
+                raise
         except Exception as error:
             if not isinstance(self.failed(error), ReplicaLostError):
                 raise
 
     def _leave_with_others(self, call: Call, gone: SystemExit) -> Iterator[None]:
         channel = self.channel
-        while not self._broken and channel is not None:
+        self.begin(call)
+        while not self._broken:
             status = AGAIN
             while status == AGAIN:
-                channel.start(0, call.fingerprint, 0, 0, 0, NOWHERE)
+                channel.start(0, call.fingerprint, 0, 0, self.patience_ms, NOWHERE)
+                start = next_look = time.monotonic()
                 while (answer := channel.test()) is None:
                     yield
-                    try:
-                        self._check_lives(call.text)
-                        self._read_notices()
-                    except CollectiveTimeoutError:
-                        return
+                    now = time.monotonic()
+                    if now >= next_look:
+                        next_look = now + LOOK_SECONDS
+                        self.look(AT_END, now - start)
                 status = answer
             self.sequence += 1
             if status == OK:

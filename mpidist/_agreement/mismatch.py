@@ -10,9 +10,11 @@ import pickle
 import re
 import sys
 import threading
+from collections.abc import Mapping
 from types import FrameType
 from typing import Final, Literal, TypeAlias
 
+from mpidist._base import reporting
 from mpidist._base.errors import (
     PACKAGE,
     CollectiveMismatchError,
@@ -26,6 +28,8 @@ from mpidist._base.fingerprint import fingerprint as fingerprint
 
 _THREADING: Final = os.path.abspath(threading.__file__)  # begins every thread
 _LONGEST_CALL: Final = 360
+_MOST_GROUPS: Final = 12  # of ranks whose calls differ, in a message
+_MOST_TRACES: Final = 3
 # Of an exception that is sent to other ranks: characters, and bytes of its pickle.
 _LONGEST_TRACE: Final = 100_000
 _LARGEST_EXCEPTION: Final = 2**20
@@ -150,7 +154,9 @@ def judge(rank: int, reports: list[Report]) -> BaseException:
 def _judge_exit(rank: int, reports: list[Report], left: list[Report]) -> BaseException:
     for report in left:
         if report.exit_code:
-            _logger.warning(
+            reporting.log(
+                _logger,
+                logging.WARNING,
                 "mpidist: rank %d: rank %d left the program by sys.exit(%r); this rank "
                 "leaves too",
                 rank,
@@ -171,14 +177,17 @@ def _repeat(rank: int, report: Report) -> BaseException:
 
 
 def _replica_error(rank: int, failed: list[Report]) -> ReplicaError:
-    ranks = [report.rank for report in failed]
-    traces = "\n".join(
-        f"--- rank {report.rank} ---\n{report.trace}" for report in failed[:3]
-    )
-    more = "" if len(failed) <= 3 else f"\n... and {len(failed) - 3} more ranks"
-    return ReplicaError(
-        on_rank(rank, f"{format_ranks(ranks)} raised an exception:\n{traces}{more}")
-    )
+    by_trace: dict[str, list[int]] = {}
+    for report in failed:
+        by_trace.setdefault(report.trace, []).append(report.rank)
+    shown = list(by_trace.items())[:_MOST_TRACES]
+    texts = [f"--- {format_ranks(ranks)} ---\n{trace}" for trace, ranks in shown]
+    left_out = len(failed) - sum(len(ranks) for _, ranks in shown)
+    if left_out:
+        texts.append(f"... and {left_out} more ranks")
+    who = format_ranks([report.rank for report in failed])
+    traces = "\n".join(texts)
+    return ReplicaError(on_rank(rank, f"{who} raised an exception:\n{traces}"))
 
 
 def _describe_mismatch(reports: list[Report]) -> str:
@@ -186,15 +195,39 @@ def _describe_mismatch(reports: list[Report]) -> str:
     for report in reports:
         groups.setdefault((report.call, report.site), []).append(report.rank)
     lines = ["the ranks do not make the same call:"]
-    calls = _shorten([call for call, _ in groups])
-    for call, ((_, site), ranks) in zip(calls, groups.items(), strict=True):
-        lines.append(f"  {format_ranks(ranks)}: {call}{site}")
+    lines += [f"  {line}" for line in describe_groups(groups, ": ", _MOST_GROUPS)]
     lines.append(
         "Every rank must make the same calls in the same order, with the same "
         "operation, dtypes, shapes and structure."
     )
     lines += _remedies(reports)
     return "\n".join(lines)
+
+
+def describe_groups(
+    groups: Mapping[tuple[str, str], list[int]], verb: str, most: int
+) -> list[str]:
+    """Return a line for each group of ranks that make the same call.
+
+    Args:
+        groups: the ranks, by the call and by where the program makes it.
+        verb: what comes between the ranks and the call.
+        most: how many groups have a line; the smallest ones share one if there are
+            more.
+    """
+    ordered = sorted(groups.items(), key=lambda item: item[1])
+    if len(ordered) > most:
+        ordered.sort(key=lambda item: len(item[1]), reverse=True)
+    shown, others = ordered[:most], ordered[most:]
+    calls = _shorten([call for (call, _), _ in shown])
+    lines = [
+        f"{format_ranks(ranks)}{verb}{call}{site}"
+        for call, ((_, site), ranks) in zip(calls, shown, strict=True)
+    ]
+    if others:
+        rest = [rank for _, ranks in others for rank in ranks]
+        lines.append(f"{format_ranks(rest)}{verb}{len(others)} other calls")
+    return lines
 
 
 # Calls that programs for other libraries make on one rank, in `if rank == 0:`.

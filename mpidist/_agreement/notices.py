@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from typing import Final, Literal, TypeAlias
 
+from mpidist._agreement.mismatch import describe_groups
 from mpidist._base.errors import format_ranks
 from mpidist._mpi.communicator import AnyCommunicator, Request
 
@@ -28,6 +29,12 @@ _LOST_END_SECONDS: Final = 2.0
 _QUIET_SECONDS: Final = 0.5
 _DELIVERY_SECONDS: Final = 10.0
 
+# Groups of waiting ranks in a message, and those that share a line.
+_MOST_GROUPS: Final = 8
+_ON_ONE_LINE: Final = 2
+
+AT_END: Final = "the end of the program"
+"""What a rank waits for at its end."""
 
 End: TypeAlias = Literal["", "ends", "interrupted", "told"]
 """How far a process is: "" not at its end; it ends; it does because of a signal; and it
@@ -169,12 +176,13 @@ class Notices:
     def describe(self, wait: Wait, waited: float) -> str:
         """Return who waits for whom, for messages."""
         waiting, missing = self.waiting_and_missing(wait)
-        calls: dict[str, list[int]] = {}
+        calls: dict[tuple[str, str], list[int]] = {}
         for rank in waiting:
-            calls.setdefault(self._latest[rank].call, []).append(rank)
-        waits = "; ".join(
-            f"{format_ranks(ranks)} waited in {call}" for call, ranks in calls.items()
-        )
+            calls.setdefault((self._latest[rank].call, ""), []).append(rank)
+        lines = describe_groups(calls, " waited in ", _MOST_GROUPS)
+        waits, end = "; ".join(lines), ". "
+        if len(lines) > _ON_ONE_LINE:
+            waits, end = "".join(f"\n  {line}" for line in lines), "\n"
         if not missing:
             return f"all ranks wait, for different things, for {waited:.3g} s: {waits}"
         if wait.awaited is not None:
@@ -184,7 +192,7 @@ class Notices:
             )
         return (
             f"{format_ranks(missing)} did not come to call {wait.sequence + 1} within "
-            f"{waited:.3g} s: {waits or wait.what}. The last call that "
+            f"{waited:.3g} s: {waits or wait.what}{end}The last call that "
             f"{format_ranks(missing)} made with the others was call {wait.sequence}: "
             f"{wait.before}"
         )
@@ -211,7 +219,7 @@ class Notices:
 
     def post_end(self, sequence: int, end: End) -> None:
         """Tell the others how far this process is with its end."""
-        self.post(Wait("the end of its program", sequence, "", []), end=end)
+        self.post(Wait(AT_END, sequence, "", []), end=end)
 
     def wait_for_ends(
         self, sequence: int, patience: float | None = None, end: End = "ends"

@@ -1,10 +1,10 @@
 """How a rank waits for MPI: it tests, then yields its core, then sleeps.
 
 MPI makes progress only while it is called, so every wait is a loop of tests. `poll` is
-the only such loop that looks at a clock: waits for headers, data and messages differ in
-what they do several times a second (``look``), which is where deadlines are. (Before it
-`_mpi.headers`, `_mpi.messages` and the core's rows test for a moment:
-``_native/py_rows.c``. Ranks that share memory wait in ``_native/channel.c``.)
+the loop that looks at a clock: waits for headers, data and messages differ in what they
+do several times a second (``look``), which is where deadlines are. Before it the core
+tests headers and their data for a moment, without Python (``_native/py_between.c``).
+Ranks that share memory wait in ``_native/channel.c``.
 """
 
 from __future__ import annotations

@@ -43,11 +43,11 @@ class RootMessages:
     def send(self, data: bytes) -> None:
         """Send bytes from rank 0 to all ranks, which wait for them."""
         comm, ring = self.comm, self.ring
-        self.guard.count()
         if ring is not None:
             comm.traffic.count("Ibcast", len(data))
             self._post(ring, data)
             return
+        self.guard.count()
         short = len(data) < comm.message_bytes
         head = b"\1" + data if short else b"\0" + len(data).to_bytes(8, "little")
         self.guard.wait(comm.start_message(head), "a message")
@@ -60,7 +60,7 @@ class RootMessages:
     def _post(self, ring: _native.Channel, data: bytes) -> None:
         """Send a message through the ring, in parts; the first byte marks the last."""
         room = _native.core.MESSAGE_BYTES - 1
-        self.guard.enter_wait(_SENDING, None)
+        self.guard.enter_message(_SENDING, None)
         try:
             for start in range(0, len(data) or 1, room):
                 last = start + room >= len(data)
@@ -80,11 +80,11 @@ class RootMessages:
             timeout: seconds to wait; None: the strategy's; 0: forever.
         """
         comm, ring = self.comm, self.ring
-        self.guard.count()
         if ring is not None:
             data = self._take(ring, what, timeout)
             comm.traffic.count("Ibcast", len(data))
             return data
+        self.guard.count()
         with comm.traffic:
             request = comm.start_message(None)
             self.guard.wait(request, what, timeout)
@@ -102,7 +102,7 @@ class RootMessages:
         """Return a message of rank 0 from the ring."""
         call = call_of(what)
         parts: list[bytes] = []
-        self.guard.enter_wait(call, timeout)
+        self.guard.enter_message(call, timeout)
         try:
             while True:
                 part = ring.take()

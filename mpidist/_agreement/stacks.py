@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Final
 
 from mpidist._base.environment import debugging
+from mpidist._base.errors import format_ranks
 from mpidist._base.machine import boot_id, status_of
 from mpidist._mpi.communicator import AnyCommunicator
 
@@ -37,8 +38,8 @@ _OFFSET: Final = 13
 _ANSWER_SECONDS: Final = 0.5
 _SETTLE_SECONDS: Final = 0.02
 _QUIET_READS: Final = 5  # it is written piece by piece, the main thread last
-_MOST_RANKS: Final = 4
-_MOST_FRAMES: Final = 20
+_MOST_RANKS: Final = 4  # that are asked, of all machines together
+_FEWEST_LINES: Final = 3  # of one that is asked
 _STATES: Final = {
     "T": "its process is stopped (by SIGSTOP, or by a terminal)",
     "t": "its process is stopped by a debugger",
@@ -97,31 +98,56 @@ class Stacks:
         rows = comm.all_gather_objects(json.dumps(dataclasses.astuple(own)).encode())
         self.processes: list[Process] = [Process(*json.loads(row)) for row in rows]
 
-    def report(self, waiting: Sequence[int], missing: Sequence[int]) -> str:
+    def report(
+        self, waiting: Sequence[int], missing: Sequence[int], most_lines: int
+    ) -> str:
         """Return where ranks of this machine are; "" if another rank tells that.
 
         Args:
             waiting: the ranks that wait.
             missing: the ranks that they miss.
+            most_lines: how long the text may be.
         """
-        here = self.processes[self._rank].machine
-        first = [rank for rank in waiting if self.processes[rank].machine == here][:1]
-        ours = [rank for rank in missing if self.processes[rank].machine == here]
+        here = self._machine_of(self._rank)
+        first = [rank for rank in waiting if self._machine_of(rank) == here][:1]
+        machines = {self._machine_of(rank) for rank in waiting}
+        asked = [rank for rank in missing if self._machine_of(rank) in machines]
+        asked = asked[:_MOST_RANKS]
+        ours = [rank for rank in asked if self._machine_of(rank) == here]
         if not here or first != [self._rank] or not ours:
             return ""
-        texts = [self._describe(rank) for rank in ours[:_MOST_RANKS]]
-        if len(ours) > _MOST_RANKS:
-            texts.append(f"and {len(ours) - _MOST_RANKS} more ranks of this machine")
+        groups: dict[str, list[int]] = {}
+        for rank in ours:
+            groups.setdefault(_where(self.processes[rank]), []).append(rank)
+        most = max(_FEWEST_LINES, (most_lines - 1) // len(groups))
+        texts = [self._describe(ranks, where, most) for where, ranks in groups.items()]
+        if len(missing) > len(asked) and asked[0] in ours:
+            texts.append(f"and {len(missing) - len(asked)} more ranks, not asked")
         return "\n".join(texts)
 
-    def _describe(self, rank: int) -> str:
-        process = self.processes[rank]
-        where = f"where rank {rank} is (process {process.pid} on {process.host}):"
-        if stack := ask(process):
-            return f"{where}\n{stack}"
-        status = status_of(process.pid)
-        state = status.state if status else ""
-        return f"{where} {_STATES.get(state, 'it does not answer')}"
+    def _machine_of(self, rank: int) -> str:
+        return self.processes[rank].machine
+
+    def _describe(self, ranks: list[int], where: str, most_lines: int) -> str:
+        pids = ", ".join(str(self.processes[rank].pid) for rank in ranks)
+        host = self.processes[ranks[0]].host
+        lines = where.split("\n")
+        if len(lines) > most_lines:
+            left_out = len(lines) - most_lines + 1
+            lines[most_lines - 1 :] = [f"  ... and {left_out} more"]
+        verb, noun = ("is", "process") if len(ranks) == 1 else ("are", "processes")
+        return (
+            f"where {format_ranks(ranks)} {verb} ({noun} {pids} on {host}):"
+            + "\n".join(lines)
+        )
+
+
+def _where(process: Process) -> str:
+    """Return where a process is, for the same line or, as a stack, for the next."""
+    if stack := ask(process):
+        return f"\n{stack}"
+    status = status_of(process.pid)
+    return f" {_STATES.get(status.state if status else '', 'it does not answer')}"
 
 
 def _machine() -> str:
@@ -204,6 +230,4 @@ def _frames_of(thread: int, text: str) -> str:
     own = [line for line in frames if _OURS not in line]  # as in tracebacks
     if own and not debugging():
         frames = own
-    if len(frames) > _MOST_FRAMES:
-        frames[_MOST_FRAMES:] = [f"  ... and {len(frames) - _MOST_FRAMES} more"]
     return "\n".join(frames)

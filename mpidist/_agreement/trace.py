@@ -22,12 +22,11 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Final
 
-from mpidist._base import threads
+from mpidist._base import reporting, threads
 from mpidist._timeline.recorder import Event, Kind, Recorder
 
 NO_ROUTE: Final = "agreement"
@@ -314,7 +313,9 @@ class Trace:
         if len(text) > _LONGEST_TEXT:
             text = f"{text[:_LONGEST_TEXT]} ..."
         raised = f"raised={record.raised} " if record.raised else ""
-        _logger.info(
+        reporting.log(
+            _logger,
+            logging.INFO,
             "%s call=%d %s bytes=%d route=%s %s%s%s",
             self._who,
             record.number,
@@ -335,26 +336,25 @@ def _kind_of(record: Record) -> Kind:
     return "message" if record.is_message else "call"
 
 
-class _StderrHandler(logging.StreamHandler[Any]):
+class _StderrHandler(logging.Handler):
     """Writes to the current stderr, if there is no other handler."""
 
     def __init__(self) -> None:
-        logging.Handler.__init__(self)
+        super().__init__()
         self.setFormatter(
             logging.Formatter(
                 "mpidist.trace %(asctime)s.%(msecs)03d %(message)s", "%H:%M:%S"
             )
         )
 
-    @property
-    def stream(self) -> Any:
-        """The current stderr, which programs and tests replace."""
-        return sys.stderr
+    def createLock(self) -> None:  # noqa: N802 - of logging
+        """Have none: one thread writes, and may be stuck when Python ends."""
+        self.lock = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line in one write, and flush; nothing if the user has a handler."""
+        """Write a line in one write; nothing if the user has a handler."""
         if not _is_heard(self):
-            super().emit(record)
+            reporting.write_stderr(f"{self.format(record)}\n")
 
 
 def _is_heard(but: logging.Handler) -> bool:

@@ -133,10 +133,8 @@ class TracedGuard(Guard):
         """As that of `Guard`."""
         if self.broken:
             return
-        with self._header(call) as record:
-            for _ in super().leave(call, code):
-                self.trace.look(call.text, record.seconds, record.number)
-                yield
+        with self._header(call):
+            yield from super().leave(call, code)
 
     def wait(self, request: Request, what: str, timeout: float | None = None) -> None:
         """As that of `Guard`."""

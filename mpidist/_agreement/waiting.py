@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from mpidist._agreement.call_state import CallState
-from mpidist._agreement.channel import Channel, LeftError
+from mpidist._agreement.channel import Channel, LeftError, SelfChannel
 from mpidist._agreement.lives import Lives
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.notices import End, Notices, Wait
@@ -38,6 +38,8 @@ from mpidist._agreement.polling import (
     spins_for,
 )
 from mpidist._agreement.stacks import Stacks
+from mpidist._agreement.watchdog import Watchdog
+from mpidist._base import reporting
 from mpidist._base.errors import (
     CollectiveTimeoutError,
     ReplicaLostError,
@@ -45,15 +47,12 @@ from mpidist._base.errors import (
     on_rank,
 )
 from mpidist._mpi import survival
+from mpidist._mpi.buffers import Transfer
 from mpidist._mpi.communicator import AnyCommunicator, Request
-from mpidist._mpi.messages import Transfers
-
-CONFIRM_SECONDS: Final = 30.0
-"""The least time that ranks wait for a header that is exchanged once more: all are
-known to be on the way."""
 
 # How long a rank waits for the notices of others before it says who is missing.
 _COLLECT_SECONDS: Final = 0.25
+_MOST_LINES: Final = 20  # of a report
 
 _logger: Final = logging.getLogger("mpidist")
 
@@ -63,7 +62,7 @@ class Waiting(CallState):
 
     Args:
         comm: the ranks.
-        channel: where they exchange headers; None for one rank.
+        channel: where they exchange headers; None: a `SelfChannel`, for one rank.
         timeout_seconds: how long a rank waits for the others; 0: forever.
         stall_seconds: after which the missing ranks are reported.
 
@@ -89,7 +88,7 @@ class Waiting(CallState):
         stall_seconds: float,
     ) -> None:
         self._comm = comm
-        self.channel = channel
+        self.channel: Channel = channel or SelfChannel()
         self.timeout_seconds = timeout_seconds
         self.patience_ms: int = int(timeout_seconds * 1000)
         self._stall = stall_seconds
@@ -104,6 +103,7 @@ class Waiting(CallState):
         # Of the wait that is looked at: its length, and what was done about it.
         self._waited = 0.0
         self._posted = self._reported = False
+        self._watchdog = Watchdog(comm, stall_seconds)
         self._notices = Notices(comm)
         self._lives = Lives(comm)
         self._lost: tuple[int, ...] | None = None  # once some rank is
@@ -111,8 +111,7 @@ class Waiting(CallState):
         self._spins = spins_for(comm.machine_size)
         # The ranks whose data has not come; None while this rank waits for no data.
         self._awaited: Callable[[], list[int]] | None = None
-        if channel is not None:
-            self._watch(channel, lambda this: this._call.text)
+        self._watch(self.channel, Waiting._what_is_awaited)
 
     # --- waits --------------------------------------------------------------------
 
@@ -130,36 +129,42 @@ class Waiting(CallState):
             request.leak()
             raise self._break_off(what, error) from error.__cause__
 
-    def wait_data(self, transfers: Transfers) -> None:
-        """Wait for the messages of the last call.
+    def wait_data(self, transfer: Transfer) -> None:
+        """Wait for collectives of MPI that move the data of the last call.
 
         Raises:
-            CollectiveTimeoutError: on every waiting rank, if no message has completed
-                for the strategy's `timeout_seconds`.
+            CollectiveTimeoutError: on every waiting rank, after the strategy's
+                `timeout_seconds`.
         """
+        self._timeout = self.timeout_seconds
+        self._awaited = list  # MPI does not say whose data is missing
         try:
-            if not transfers.spin(self._spins):
-                self._awaited = lambda: transfers.awaited
-                self._poll_data(transfers)
+            poll(
+                transfer,
+                lambda waited: self.look(f"the data of {self._call.text}", waited),
+                spins=self._spins,
+                yield_seconds=YIELD_SECONDS_FOR_DATA,
+            )
         except BaseException as error:
-            transfers.leak()
+            transfer.leak()
             raise self._break_off(self._call.text, error) from error.__cause__
         finally:
             self._awaited = None
 
-    def _poll_data(self, transfers: Transfers) -> None:
-        self._timeout = self.timeout_seconds
-        what, completed = f"the data of {self._call.text}", 0
+    def block(self, call: Callable[[], object]) -> None:
+        """Make a call of MPI that blocks, for the data of the last call.
 
-        def look(waited: float) -> bool:
-            """Count the deadline from the last message that has completed."""
-            nonlocal completed
-            before, completed = completed, transfers.completed
-            moved = completed > before
-            self.look(what, 0.0 if moved else waited)
-            return moved
-
-        poll(transfers, look, yield_seconds=YIELD_SECONDS_FOR_DATA)
+        A watchdog tells the user if it takes long, and at the deadline ends the job:
+        no exception can end the call.
+        """
+        try:
+            with self._watchdog.watch(self._call.text, self.timeout_seconds):
+                call()
+        except BaseException as error:
+            if self._watchdog.expired is not None:
+                self.broken = str(self._watchdog.expired)
+                raise self._timed_out(self._watchdog.expired) from None
+            raise self._break_off(self._call.text, error) from error.__cause__
 
     def wait_step(
         self, wait: Callable[[], int], missing: Callable[[], list[int]]
@@ -181,6 +186,11 @@ class Waiting(CallState):
             raise self._break_off(self._call.text, error) from error.__cause__
         finally:
             self._awaited = None
+
+    def _what_is_awaited(self) -> str:
+        """Return what this rank waits for in its channel, for messages."""
+        text = self._call.text
+        return f"the data of {text}" if self.channel.moves else text
 
     def watch_steps(self, channel: Channel) -> None:
         """Check deadline and notices while a rank waits in a channel.
@@ -237,17 +247,20 @@ class Waiting(CallState):
             self._posted = True
         if not self._reported and waited >= self._stall + _COLLECT_SECONDS:
             self._reported = True
-            if self._notices.is_first_to_report(wait):
-                _logger.warning("mpidist: %s", self._notices.describe(wait, waited))
-            self._report_stacks(wait)
+            self._report(wait, waited)
         if timeout and waited >= timeout:
             raise self._timed_out(self._give_up(wait, timeout))
 
-    def _report_stacks(self, wait: Wait) -> None:
-        if self._stacks is None:
-            return
-        if text := self._stacks.report(*self._notices.waiting_and_missing(wait)):
-            _logger.warning("mpidist: %s", text)
+    def _report(self, wait: Wait, waited: float) -> None:
+        """Tell the user which ranks are missing, and where they are."""
+        text = self._notices.describe(wait, waited)
+        if self._notices.is_first_to_report(wait):
+            reporting.log(_logger, logging.WARNING, "mpidist: %s", text)
+        if self._stacks is not None:
+            waiting, missing = self._notices.waiting_and_missing(wait)
+            left = _MOST_LINES - text.count("\n") - 1
+            if text := self._stacks.report(waiting, missing, left):
+                reporting.log(_logger, logging.WARNING, "mpidist: %s", text)
 
     def ask_missing_ranks(self, stacks: Stacks) -> None:
         """Look whether the other ranks live, and where those are that are missing."""
@@ -255,8 +268,10 @@ class Waiting(CallState):
         self._lives.watch(stacks.processes)
 
     def _describe(self, what: str) -> Wait:
-        missing = self.channel.missing() if self.channel is not None else []
+        missing = self.channel.missing()
         awaited = None if self._awaited is None else self._awaited()
+        if self.channel.moves:
+            awaited = []  # MPI does not say whose data is missing
         return Wait(what, self.sequence, self._previous_call.text, missing, awaited)
 
     def _give_up(self, wait: Wait, timeout: float) -> CollectiveTimeoutError:
@@ -340,8 +355,7 @@ class Waiting(CallState):
             self.blocked = True
             self._untold = what
             self.repeat_notice()
-            if self.channel is not None:
-                self.channel.leave()
+            self.channel.leave()
         return error
 
     def _leave(self, what: str, why: str) -> None:
@@ -377,8 +391,7 @@ class Waiting(CallState):
         elif self._broken:
             return error
         error = self._break_off(call.text, error)
-        if self.channel is not None:
-            self.channel.leave()
+        self.channel.leave()
         return error
 
     def _learn_why(self, call: Call, error: LeftError) -> BaseException:
@@ -405,6 +418,10 @@ class Waiting(CallState):
 
     # --- ranks that die -----------------------------------------------------------
 
+    def end_job_with(self, end: Callable[[CollectiveTimeoutError], None]) -> None:
+        """Set what ends the job if a call of MPI that blocks comes to its deadline."""
+        self._watchdog.end = end
+
     @property
     def has_lost_ranks(self) -> bool:
         """Whether it is unusable because ranks have died, and not yet closed."""
@@ -428,8 +445,7 @@ class Waiting(CallState):
             "of its communicator, and make another `MPIStrategy` on the result"
         )
         self._comm.revoke()
-        if self.channel is not None:
-            self.channel.leave()
+        self.channel.leave()
         return self._broken_error()
 
     def failed(self, error: BaseException) -> BaseException:

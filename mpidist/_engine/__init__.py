@@ -14,7 +14,7 @@ From a call to a plan:
 - ``core_routes``: *eager* and *shared*, through the memory of one node;
 - ``hierarchical_route``: *hierarchical*, through the memory of each of several nodes;
 - ``device_routes``: *nccl*, *direct* and *staged*, of arrays on GPUs;
-- ``header_route``: *header*, small nests behind headers that are MPI messages;
+- ``between_route``: *between*, with or behind headers that are collectives of MPI;
 - ``mpi_route``: *mpi*, which takes everything, also between nodes;
 - ``gather_plans``: the plans of all-gathers.
 
@@ -30,15 +30,15 @@ What they use:
 
 from typing import Final
 
+from mpidist._engine.between_route import between
 from mpidist._engine.core_routes import eager, shared
 from mpidist._engine.device_routes import direct, nccl, staged
-from mpidist._engine.header_route import header
 from mpidist._engine.hierarchical_route import hierarchical
 from mpidist._engine.memory import SharedMemory, open_shared_memory
 from mpidist._engine.mpi_route import mpi
 from mpidist._engine.plans import Plan
 
-ROUTES: Final = (eager, shared, hierarchical, nccl, direct, staged, header, mpi)
+ROUTES: Final = (eager, shared, between, hierarchical, nccl, direct, staged, mpi)
 """In this order; the last takes everything."""
 
 __all__ = ["Plan", "ROUTES", "SharedMemory", "open_shared_memory"]

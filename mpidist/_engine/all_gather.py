@@ -27,7 +27,6 @@ from mpidist._engine.resources import Resources, timed
 from mpidist._mpi.communicator import AnyCommunicator
 
 _MOST_PLANS: Final = 1024
-_SMALL_BYTES: Final = 32 * 1024  # which travel with the header
 
 
 class AllGathers(Resources):
@@ -84,7 +83,7 @@ class AllGathers(Resources):
         if type(tree) is np.ndarray and options is None and type(axis) is int:
             plan = self._array_plans.get((call, axis, tree.dtype, tree.shape))
             if plan is not None:
-                if tree.nbytes <= _SMALL_BYTES and call == "all_gather":
+                if tree.nbytes <= plan.quick_bytes and call == "all_gather":
                     self.small_gathers.keep(axis, tree, plan, axis % tree.ndim)
                 return plan((tree,))[0]
         return self._all_gather(tree, axis, options, call)

@@ -17,8 +17,8 @@ from mpidist._base import backend
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, DType, Shape
 from mpidist._engine import dtype_table
+from mpidist._mpi.buffers import COMBINE
 from mpidist._mpi.communicator import AnyCommunicator, Communicator, MPIOp
-from mpidist._mpi.messages import COMBINE
 from mpidist._transports import (
     COMPRESSED_BYTES,
     Compression,
@@ -231,7 +231,7 @@ def _reduce_compressed(
     assert isinstance(comm, Communicator)  # between nodes
     comm.traffic.count("Allreduce", buffer.nbytes)
     host = backend.to_host(buffer)
-    compression.begin().allreduce(comm.messages, host)
+    compression.begin().allreduce(comm.buffers, host)
     if host is not buffer:
         backend.fill(buffer, host)
 

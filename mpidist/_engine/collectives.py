@@ -231,7 +231,7 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
             self.guard.agree(
                 Call(
                     f"{call} of {', '.join(texts)}, which is not per replica (what "
-                    "differs between ranks comes from `strategy.run`, or "
-                    "`experimental_distribute_values_from_function`)"
+                    "differs between ranks comes from `strategy.run`: write "
+                    "`strategy.run(lambda: value)` in its place)"
                 )
             )

@@ -29,6 +29,7 @@ from mpidist._engine.buckets import Leaf, Results
 from mpidist._engine.node import Node
 from mpidist._engine.nodes import NodeExchange
 from mpidist._engine.plans import PlanResources, Signature
+from mpidist._engine.pool import SMALLEST
 
 # Every rank adds all data: above this size in all it is faster to divide the work.
 _EAGER_BYTES_OF_ALL: Final = 128 * 1024
@@ -95,7 +96,7 @@ def travels_as(resources: PlanResources, leaf: Leaf) -> DType:
     """
     reduction = leaf.reduction
     wide = reduction.compute.itemsize > reduction.dtype.itemsize
-    if resources.nodes is not None and wide:
+    if (resources.nodes is not None or resources.wide) and wide:
         return reduction.compute
     if reduction.op is ReduceOp.MEAN and reduction.dtype.kind in "iu":
         return reduction.result
@@ -271,7 +272,10 @@ class EagerReduce(CoreReduce):
         super().__init__(resources, signature)
         self._eager = self._core.eager
         alone = len(self._sizes) == 1 and self._plain and not self._to_root
-        self.quick: _native.Reduce = self._core if alone else None
+        self._pool = resources.pool
+        self._is_large = self._nbytes >= SMALLEST
+        quick = alone and not self._is_large
+        self.quick: _native.Reduce = self._core if quick else None
 
     def concluded(self, status: int, x: HostArray, result: HostArray) -> HostArray:
         """End a call of `quick` that has another status than OK; see `_native`."""
@@ -288,11 +292,10 @@ class EagerReduce(CoreReduce):
     def _run(
         self, sources: list[Array], call: Call, timeout: float | None
     ) -> Results | None:
-        guard, empty = self._guard, np.empty
+        guard = self._guard
         try:
-            results: list[Array] = [
-                empty(shape, dtype) for shape, dtype in self._shapes
-            ]
+            new = self._pool.empty if self._is_large else np.empty
+            results: list[Array] = [new(shape, dtype) for shape, dtype in self._shapes]
             targets = self._raw(results) if self._views else results
         except Exception as error:
             raise guard.fail(call, error, "invalid") from None

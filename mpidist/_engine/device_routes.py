@@ -33,6 +33,7 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.memory import round_up
 from mpidist._base.types import Array, DeviceArray, HostArray
+from mpidist._engine.between_route import has_same_bits
 from mpidist._engine.buckets import Results
 from mpidist._engine.core_routes import (
     CoreReduce,
@@ -64,6 +65,7 @@ def staged(resources: PlanResources, signature: Signature) -> Plan | None:
     if resources.nodes is not None:
         nbytes = sum(nbytes_of(resources, leaf) for leaf in signature.leaves)
         small = nbytes < least_bytes(resources) or signature.compress is not None
+        small = small or not has_same_bits(resources)
         return None if small else StagedReduce(resources, signature)
     if fits_header(resources, signature):
         return StagedEager(resources, signature)
@@ -210,7 +212,8 @@ class StagedReduce(CoreReduce):
         else:
             guard.agree_offset(call, _native.core.NOWHERE, timeout)
         try:
-            with near.device, self._traffic.timed():
+            state = _native.DefaultFloatState()
+            with near.device, self._traffic.timed(), state:
                 self._move(lane, sources, results)
         except BaseException as error:
             if (

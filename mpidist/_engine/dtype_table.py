@@ -4,15 +4,17 @@
 dtype                  SUM       MEAN      MIN, MAX      PROD
 =====================  ========  ========  ============  ========
 bool                   refused   refused   as uint8      refused
-integers               itself    float64   itself        itself
+int8, int16, unsigned  int32     float64   itself        int32
+larger integers        itself    float64   itself        itself
 float16, bfloat16      float32   float32   ordered i32   float32
 float32, float64       itself    itself    ordered int   itself
 longdouble             itself    itself    gathered      itself
 complex                itself    itself    refused       itself
 =====================  ========  ========  ============  ========
 
-"float32" means: accumulated in float32 and rounded back once. MEAN of integers
-gives float64; every other result has the dtype of its input.
+"float32" means: accumulated in float32 and rounded back once. "int32": the sum wraps
+when it is converted back, as NumPy's does; Open MPI's own sums of small integers
+saturate. MEAN of integers gives float64; every other result has the dtype of its input.
 
 "ordered" means: floats are mapped to integers of the same order before MPI, and
 back after it. MPI leaves open what MIN and MAX of NaN, or of 0.0 and -0.0, give,
@@ -35,7 +37,7 @@ import numpy.typing as npt
 from mpidist._base import backend
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, DType
-from mpidist._mpi.messages import COMBINE, MPIOp
+from mpidist._mpi.buffers import COMBINE, MPIOp
 
 Encoding = Literal["none", "cast", "order", "bool"]
 
@@ -46,6 +48,7 @@ _COMBINING: Final[dict[ReduceOp, MPIOp]] = {
     **{ReduceOp(name): name for name in COMBINE},
     ReduceOp.MEAN: "SUM",
 }
+_LEAST_INTEGER: Final = 4  # bytes of the smallest that every MPI adds as NumPy does
 _INTEGER_OF_SIZE: Final[dict[int, DType]] = {
     4: np.dtype(np.int32),
     8: np.dtype(np.int64),
@@ -186,6 +189,8 @@ def reduction(dtype: DType, op: ReduceOp, call: str) -> Reduction:
     if kind in "iu":
         if op is ReduceOp.MEAN:
             return entry(np.float64, result=np.float64, encoding="cast")
+        if dtype.itemsize < _LEAST_INTEGER and not extreme:
+            return entry(np.int32 if kind == "i" else np.uint32, encoding="cast")
         return entry(dtype)
     if dtype.itemsize == 2:
         if extreme:

@@ -11,8 +11,11 @@ between ranks and between calls, so the ranks exchange them:
   results are made again, and another header says where. If the arena of a rank is full,
   every rank sends its arrays to all, piece by piece.
 - `MpiGather`, for all others: the header says whether the lengths are the same on all
-  ranks, which is the usual case. Otherwise they are exchanged. Then MPI concatenates,
-  once for each array, or once for all if they are small.
+  ranks, which is the usual case. Otherwise they are exchanged. Then MPI concatenates
+  (``Iallgather``, ``Iallgatherv``), once for each array, or once for all if they are
+  small.
+- `BetweenGather`, the same for few ranks without shared memory: their headers carry the
+  lengths, and arrays that have room behind them.
 
 No memory is written while it is read: for small arrays see ``channel.h``. A rank
 returns its results after a step that all make when they have read them; until then they
@@ -30,7 +33,7 @@ from typing import Final, NamedTuple, NoReturn, TypeAlias
 import numpy as np
 
 from mpidist import _native
-from mpidist._agreement.channel import LEFT, LeftError
+from mpidist._agreement.channel import LEFT, NOWHERE, LeftError
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call, fingerprint
 from mpidist._base import backend
@@ -47,6 +50,7 @@ _PACKED_BYTES_IN_ALL: Final = 2**20
 # Up to this size results are allocated before lengths are known, as if they were the
 # same on all ranks.
 _GUESSED_BYTES: Final = 256 * 2**20
+_QUICK_BYTES: Final = 32 * 1024  # which travel with the header on one node
 Lengths: TypeAlias = Sequence[int]
 """The length of each leaf along the axis, on one rank."""
 Index: TypeAlias = tuple[slice, ...]
@@ -121,7 +125,32 @@ def make(
         room = _native.core.EAGER_BYTES - 8 * len(signature.leaves)
         if room > LINE:
             return CoreGather(guard, signature, node)
+    if signature.on_host and _gathers_behind_headers(guard, len(signature.leaves)):
+        return BetweenGather(guard, signature, pool)
     return MpiGather(guard, signature, pool)
+
+
+def _gathers_behind_headers(guard: Guard, leaves: int) -> bool:
+    """Return whether headers carry the lengths of so many leaves, of each rank."""
+    channel: _native.Between = guard.channel
+    if _native.core is None or type(channel) is not _native.core.Between:
+        return False
+    fits = 8 * leaves + LINE <= channel.room
+    return guard.enabled and not channel.merges and fits
+
+
+def _new_core(
+    channel: _native.Channel | _native.Between, guard: Guard, signature: GatherSignature
+) -> _native.Gather:
+    """Return the nest in the core."""
+    rows = []
+    for leaf in signature.leaves:
+        before = math.prod(leaf.before)
+        row = math.prod(leaf.after) * leaf.dtype.itemsize
+        rows.append((before, row))
+    return _native.core.Gather(
+        channel, rows, signature.call.fingerprint, guard.patience_ms
+    )
 
 
 # --- through the core -----------------------------------------------------------------
@@ -150,17 +179,11 @@ class CoreGather:
         self._axes = [leaf.axis for leaf in leaves]
         self.node = node
         self._transport = transports.host
-        rows = []
-        for leaf in leaves:
-            before = math.prod(leaf.before)
-            row = math.prod(leaf.after) * leaf.dtype.itemsize
-            rows.append((before, row))
-        self._core = _native.core.Gather(
-            node.channel, rows, signature.call.fingerprint, guard.patience_ms
-        )
+        self._core = _new_core(node.channel, guard, signature)
         self._raw = any(backend.is_bfloat16(leaf.dtype) for leaf in leaves)
         alone = len(leaves) == 1 and not self._raw
         self.quick: _native.Gather = self._core if alone else None
+        self.quick_bytes: int = _QUICK_BYTES
 
     def __call__(
         self, arrays: Sequence[Array], timeout: float | None = None
@@ -338,12 +361,13 @@ class MpiGather:
 
     def __init__(self, guard: Guard, signature: GatherSignature, pool: Pool) -> None:
         self._guard = guard
-        self._call = signature.call
+        self.call: Call = signature.call
         self._leaves = signature.leaves
         self._transports = signature.transports
         self._comm = signature.transports.host.comm
         self._pool = pool
         self._packs = signature.on_host and len(signature.leaves) > 1
+        self.quick_bytes: int = 0  # of arrays that travel with the header
 
     def __call__(
         self, arrays: Sequence[Array], timeout: float | None = None
@@ -363,28 +387,46 @@ class MpiGather:
         lengths = [int(x.shape[leaf.axis]) for x, leaf in pairs]
         # As if all ranks had arrays of these lengths.
         rows: list[Lengths] = [lengths] * comm.size
-        is_guessed = self._nbytes(lengths) * comm.size <= _GUESSED_BYTES
         memory: _Memory | None = None
         try:
             sends = [backend.contiguous(x) for x in arrays]
-            if is_guessed:
+            if self._is_guessed(lengths):
                 memory = self._reserve(arrays, rows)
         except Exception as error:
-            raise guard.fail(self._call, error, "invalid") from None
+            raise guard.fail(self.call, error, "invalid") from None
         same = False
         if guard.enabled:
             value = lengths[0] if len(lengths) == 1 else fingerprint(str(lengths))
-            same = guard.agree_and_compare(self._call, value, timeout)
+            same = guard.agree_and_compare(self.call, value, timeout)
         else:
-            guard.agree(self._call)  # that the strategy can be used
+            guard.agree(self.call)  # that the strategy can be used
         if not same:
             rows = list(comm.all_gather_integers(lengths))
-        if not (same and is_guessed):  # alike on all ranks
+        return self._move(sends, rows, memory, timeout)
+
+    def _move(
+        self,
+        sends: list[Array],
+        rows: list[Lengths],
+        memory: _Memory | None,
+        timeout: float | None,
+    ) -> Results:
+        """Return the results, now that all know the lengths of all. Collective.
+
+        Args:
+            sends: the leaves, contiguous.
+            rows: the lengths of each rank.
+            memory: for results, if all lengths were those of this rank.
+            timeout: seconds to wait for the others; None: the strategy's.
+        """
+        guard, own = self._guard, rows[self._comm.rank]
+        same = all(row == own for row in rows)
+        if not (same and memory is not None):  # alike: see `BetweenGather.quick_bytes`
             try:
-                if memory is None or any(row != lengths for row in rows):
-                    memory = self._reserve(arrays, rows)
+                if memory is None or not same:
+                    memory = self._reserve(sends, rows)
             except Exception as error:
-                raise guard.fail(self._call, error, "invalid") from None
+                raise guard.fail(self.call, error, "invalid") from None
             guard.agree(_HAVE_MEMORY, timeout)
         assert memory is not None
         results, spaces, packed = memory
@@ -403,6 +445,10 @@ class MpiGather:
                 starts = [0, *itertools.accumulate(counts)]
                 _unpack(leaf, space, starts, [row[i] for row in rows], results[i])
         return list(results)
+
+    def _is_guessed(self, lengths: Lengths) -> bool:
+        """Whether results are allocated before lengths are known; alike if they are."""
+        return self._nbytes(lengths) * self._comm.size <= _GUESSED_BYTES
 
     def _reserve(self, arrays: Sequence[Array], rows: list[Lengths]) -> _Memory:
         results: list[Array] = []
@@ -452,6 +498,75 @@ class MpiGather:
                 start + n * leaf.row_bytes
                 for start, n in zip(starts, lengths, strict=False)
             ]
+
+
+class BetweenGather(MpiGather):
+    """All-gathers host arrays of few ranks; small ones travel with the header."""
+
+    def __init__(self, guard: Guard, signature: GatherSignature, pool: Pool) -> None:
+        super().__init__(guard, signature, pool)
+        self._core = _new_core(guard.channel, guard, signature)
+        self._raw = any(backend.is_bfloat16(leaf.dtype) for leaf in self._leaves)
+        alone = len(self._leaves) == 1 and not self._raw
+        self.quick: _native.Gather = self._core if alone else None
+        # Not larger ones: a rank that comes by Python has memory for the result before
+        # the lengths are known, and agrees on it with nobody if all are the same.
+        channel: _native.Between = guard.channel
+        self.quick_bytes = channel.room - LINE
+
+    def _gather(self, arrays: Sequence[Array], timeout: float | None) -> Results:
+        guard, meet, number = self._guard, self._core.meet, self.call.fingerprint
+        pairs = zip(arrays, self._leaves, strict=True)
+        lengths = tuple([int(x.shape[leaf.axis]) for x, leaf in pairs])
+        memory: _Memory | None = None
+        try:
+            sends: list[Array] = [np.ascontiguousarray(x) for x in arrays]
+            sources = _as_buffers(sends) if self._raw else sends
+            if not self._core.fits(lengths) and self._is_guessed(lengths):
+                memory = self._reserve(sends, [lengths] * self._comm.size)
+        except Exception as error:
+            raise guard.fail(self.call, error, "invalid") from None
+
+        def exchange(patience: int) -> int:
+            status: int = meet(sources, lengths, number, patience, NOWHERE)
+            return status
+
+        patience = guard.enter(self.call, timeout)
+        try:
+            status = exchange(patience)
+        except BaseException as error:
+            raise guard.leave_payload(self.call, error) from None
+        guard.conclude(status, exchange)
+        return self._conclude(sends, memory, timeout)
+
+    def concluded(self, status: int, x: HostArray, result: None) -> Array:
+        """End a call of `quick` that has not given a result; see `_native`."""
+        lengths = (x.shape[self._leaves[0].axis],)
+        meet, number = self._core.meet, self.call.fingerprint
+        self._guard.conclude(status, lambda ms: meet([x], lengths, number, ms, NOWHERE))
+        found: Array = self._conclude([x], None, None)[0]
+        return found
+
+    def interrupted(self, error: BaseException) -> NoReturn:
+        """End a call of `quick` that raised."""
+        raise self._guard.leave_payload(self.call, error) from None
+
+    def _conclude(
+        self, sends: list[Array], memory: _Memory | None, timeout: float | None
+    ) -> Results:
+        """Return the results, after a header of all ranks with their lengths."""
+        totals = self._core.totals()
+        if totals is None:
+            return self._move(sends, self._core.lengths(), memory, timeout)
+        try:  # of a small result: the others learn of it with the next call
+            results: Results = [
+                np.empty(leaf.shape(n), leaf.dtype)
+                for leaf, n in zip(self._leaves, totals, strict=True)
+            ]
+        except MemoryError as error:
+            raise self._guard.fail(self.call, error, "invalid") from None
+        self._core.get(_as_buffers(results) if self._raw else results)
+        return results
 
 
 def _unpack(

@@ -1,6 +1,6 @@
 """The route of large nests of host arrays between nodes of several ranks.
 
-After a header by messages, each node reduces a piece in its memory, as in *shared*, and
+After a header by MPI, each node reduces a piece in its memory, as in *shared*, and
 each of its ranks then all-reduces a slice with its peers on the other nodes (`nodes`).
 While the slice is sent, the sums of the previous piece are copied out, and the next
 piece is copied in. For each piece the ranks of a node make one step, which means that
@@ -24,13 +24,14 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from mpidist import _native
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.types import Array, DType, HostArray
+from mpidist._engine.between_route import has_same_bits, room_behind
 from mpidist._engine.buckets import Leaf, Results
 from mpidist._engine.core_routes import CoreReduce, nbytes_of, takes
-from mpidist._engine.header_route import room_behind
 from mpidist._engine.nodes import Nodes
 from mpidist._engine.plans import PlanResources, Signature
 from mpidist._engine.pool import SMALLEST
@@ -49,8 +50,10 @@ def hierarchical(
         return None
     if not takes(resources, signature):
         return None
+    if not has_same_bits(resources):
+        return None
     if signature.compress is not None and signature.transports.mixed:
-        return None  # `staged` does not compress, so all use messages
+        return None  # `staged` does not compress, so no rank does
     groups = _groups(resources, signature)
     nbytes = sum(nbytes_of(resources, leaf) for leaf in signature.leaves)
     compresses = any(compressed for _, compressed in groups)
@@ -62,9 +65,7 @@ def hierarchical(
 def least_bytes(resources: PlanResources) -> int:
     """Return the minimum size of a nest, the same on all ranks.
 
-    Few ranks send smaller ones with the header, as far as it has room: beyond it this
-    route is faster than messages between all ranks (48 KiB on two hosts of two ranks:
-    0.3 times their time). Many ranks have no such room, and send messages.
+    Smaller ones travel with the header, if the core exchanges headers.
     """
     room = room_behind(resources)
     return min(LEAST_BYTES, room + 1) if room else LEAST_BYTES
@@ -144,7 +145,7 @@ class HierarchicalReduce:
             guard.agree(call, timeout)
             try:
                 # An exception of NumPy (`np.seterr`) would leave the others waiting.
-                with np.errstate(all="ignore"):
+                with np.errstate(all="ignore"), _native.DefaultFloatState():
                     for (_, group), work in zip(self._groups, works, strict=True):
                         group.run(self._nodes, guard, work)
             except BaseException as error:

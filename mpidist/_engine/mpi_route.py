@@ -1,8 +1,8 @@
 """The route that accepts everything: a header, then buckets by the transports.
 
-For nests that other routes do not accept: without shared memory, small nests between
-nodes, GPU buffers, operations that the core lacks. Leaves are packed into flat buffers
-(`buckets`), which a transport reduces.
+For nests that other routes do not accept: without the core, large nests between nodes
+of one rank, GPU buffers, operations that the core lacks. Leaves are packed into flat
+buffers (`buckets`), which a transport reduces.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from mpidist import _native
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.reduce_op import ReduceOp
@@ -81,7 +82,7 @@ class MpiReduce:
     def _move_or_leave(self, arrays: list[Array], results: Results, call: Call) -> None:
         try:
             # An exception of NumPy (`np.seterr`) would leave the others waiting.
-            with np.errstate(all="ignore"):
+            with np.errstate(all="ignore"), _native.DefaultFloatState():
                 self._move(arrays, results)
         except BaseException as error:
             raise self._guard.leave_payload(call, error) from None

@@ -1,40 +1,35 @@
-"""How several nodes reduce together: the memory of each, and messages between peers.
+"""How several nodes reduce together: the memory of each, and MPI between peers.
 
 The ranks of a node share memory (`node`). Ranks with the same number on their nodes are
 *peers*: there are as many groups of them as the smallest node has ranks. A piece of a
 nest is reduced
 
 1. over each node, in its memory: each rank reduces one slice;
-2. over the nodes: each rank with peers all-reduces one slice with them, in the area of
-   the node's sums (`NodeExchange`).
+2. over the nodes: each rank with peers all-reduces one slice with them by MPI, in the
+   area of the node's sums (`NodeExchange`).
 
 So all ranks of a node send at the same time, and each byte leaves a node once. On a
 node with more ranks than the smallest one the slices of 1 and 2 differ, and its ranks
 make a step between them.
-
-Two nodes send each other their whole slices, and both add them: as many bytes as with
-two halves, and one message fewer to wait for. With more nodes, each receives a part of
-the slice from all others, adds it, and sends the sum to all others.
-
-Order of summation: by rank in a node, then by node. A part of a slice is added by one
-rank, or by two from the same bytes, so all ranks have the same bits.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpidist import _native
 from mpidist._agreement.channel import LEFT, LeftError
 from mpidist._agreement.guard import Guard
-from mpidist._base.memory import LINE, round_up
+from mpidist._base.memory import LINE
 from mpidist._base.types import DType, HostArray
 from mpidist._engine.node import Node, open_node
+from mpidist._mpi.buffers import BufferCollectives, Transfer
 from mpidist._mpi.communicator import Communicator
-from mpidist._mpi.messages import Messages, Transfers
+from mpidist._mpi.ops import host_op
 from mpidist._transports import Compression
 
 
@@ -47,12 +42,12 @@ class Nodes:
         ranks: of this node, in its order.
         peers: one rank of each node; None on a rank without peers.
         slices: how many slices of a piece are sent between nodes.
-        scratch: memory (uint8) for slices that come from peers.
+        scratch: memory (uint8) for what MPI sends or receives of a slice.
     """
 
     node: Node
     ranks: list[int]
-    peers: Messages | None
+    peers: BufferCollectives | None
     slices: int
     scratch: HostArray
 
@@ -96,7 +91,8 @@ def open_nodes(
     if node is None:
         return None, opened.problem
     peers, slices = comm.find_peers(), comm.smallest_node
-    lines = node.piece_bytes // LINE // slices + comm.num_nodes + 2
+    copies = comm.num_nodes if peers is not None and peers.way.gathers else 1
+    lines = copies * (node.piece_bytes // LINE // slices + 2)
     scratch = comm.together(
         lambda: np.empty(lines * LINE, np.uint8), "MPIStrategy(...)"
     )
@@ -135,13 +131,13 @@ class NodeExchange:
         self._compression = compression
         self._dtype = dtype
         self._divisor = rows[0].divisor if rows else 0
-        starts = self._layout.starts
-        self._ranges = list(zip(starts, sizes, strict=True))
+        self._ranges = list(zip(self._layout.starts, sizes, strict=True))
+        self._runs = _find_runs(rows, self._ranges)
+        self._divides = any(row.divisor for row in rows)
         self._first = 0
         self._slice: HostArray | None = None
-        self._parts: list[tuple[int, HostArray]] = []
-        self._rows: list[HostArray] = []
-        self._transfers: Transfers | None = None
+        self._copies: list[HostArray] = []
+        self._transfer: Transfer | None = None
 
     def start(self) -> None:
         """Begin a call, with the pieces of the last one."""
@@ -171,61 +167,53 @@ class NodeExchange:
         self._first = first + a
         self._slice = nodes.memory()[start + a : start + b]
         if self._compression is None:
-            self._send(peers)
+            self._transfer = self._send(peers, self._slice)
 
-    def _send(self, peers: Messages) -> None:
-        """Send the slice to the only other peer, or its parts to several."""
-        piece, scratch, me = self._slice, self._nodes.scratch, peers.rank
-        assert piece is not None
-        others = [(me + k) % peers.size for k in range(1, peers.size)]
-        cuts = _cut(piece.size, peers.size)
-        self._parts = [(a, piece[a:b]) for a, b in itertools.pairwise(cuts)]
-        if peers.size == 2:
-            self._parts = [(0, piece), (0, piece)]
-        mine = self._parts[me][1]
-        step = round_up(mine.size, LINE)
-        self._rows = [
-            scratch[k * step : k * step + mine.size] for k in range(peers.size)
-        ]
-        if peers.size == 2:
-            self._rows = [scratch[: mine.size]] * 2
-        self._transfers = peers.begin(
-            [(k, self._parts[k][1]) for k in others if self._parts[k][1].size],
-            [(k, self._rows[k]) for k in others] if mine.size else [],
-        )
+    def _send(self, peers: BufferCollectives, piece: HostArray) -> Transfer:
+        """Start to reduce a slice over the peers, or to gather those of all."""
+        scratch = self._nodes.scratch
+        if peers.way.gathers:
+            rows = scratch[: piece.size * peers.size]
+            self._copies = list(rows.reshape(peers.size, piece.size))
+            call = functools.partial(peers.comm.Iallgather, piece, rows)
+            return peers.start((call,), piece, rows)
+        source = scratch[: piece.size]
+        source[...] = piece  # not MPI_IN_PLACE: see `way_of`
+        self._copies = [piece]
+        calls = []
+        for run in self._runs:
+            a = max(run.start - self._first, 0)
+            b = min(run.stop - self._first, piece.size)
+            if a < b:
+                send, receive = run.of(source[a:b]), run.of(piece[a:b])
+                calls.append(
+                    functools.partial(peers.comm.Iallreduce, send, receive, run.op)
+                )
+        return peers.start(calls, source, piece)
 
     def finish(self) -> None:
         """Wait until the slice has the sums of all nodes."""
-        peers = self._nodes.peers
-        if self._slice is None or peers is None:
+        peers, piece = self._nodes.peers, self._slice
+        if piece is None or peers is None:
             return
         if self._compression is not None:
             self._reduce_compressed(peers, self._compression)
             return
-        assert self._transfers is not None
-        peers.finish(self._transfers)
-        self._transfers = None
-        me = peers.rank
-        start, mine = self._parts[me]
-        if mine.size:
-            copies = [*self._rows[:me], mine, *self._rows[me + 1 :]]
-            self._layout.reduce_range(self._first + start, copies, mine)
-        if peers.size == 2:
-            return
-        others = [(me + k) % peers.size for k in range(1, peers.size)]
-        parts = [part for _, part in self._parts]
-        peers.swap(
-            [(k, mine) for k in others] if mine.size else [],
-            [(k, parts[k]) for k in others if parts[k].size],
-        )
+        assert self._transfer is not None
+        peers.finish(self._transfer)
+        self._transfer = None
+        if len(self._copies) > 1 or self._divides:
+            self._layout.reduce_range(self._first, self._copies, piece)
 
     def leave(self) -> None:
         """Leak buffers that MPI may still read and write, after an interruption."""
-        if self._transfers is not None:
-            self._transfers.leak()
-            self._transfers = None
+        if self._transfer is not None:
+            self._transfer.leak()
+            self._transfer = None
 
-    def _reduce_compressed(self, peers: Messages, compression: Compression) -> None:
+    def _reduce_compressed(
+        self, peers: BufferCollectives, compression: Compression
+    ) -> None:
         """All-reduce the floats of the slice, as one array, as 16-bit floats."""
         assert self._slice is not None
         assert self._dtype is not None
@@ -247,6 +235,49 @@ class NodeExchange:
             for part in parts:
                 part[...] = raw[at : at + part.size]
                 at += part.size
+
+
+class _Run(NamedTuple):
+    """Leaves that follow each other, of one dtype and operation: one call of MPI.
+
+    Attributes:
+        start: the first byte, in the layout of the nest.
+        stop: the end of the last leaf.
+        dtype: of the elements, as MPI takes them.
+        op: an `mpi4py.MPI.Op`.
+        datatype: of MPI, if NumPy's is none of its own.
+    """
+
+    start: int
+    stop: int
+    dtype: DType
+    op: Any
+    datatype: Any
+
+    def of(self, raw: HostArray) -> Any:
+        """Return bytes as MPI takes them."""
+        if self.datatype is None:
+            return raw.view(self.dtype)
+        return [raw, raw.size // self.datatype.Get_size(), self.datatype]
+
+
+def _find_runs(
+    rows: list[_native.ReduceLeaf], ranges: list[tuple[int, int]]
+) -> list[_Run]:
+    """Return the runs of a nest, in their order."""
+    runs: list[_Run] = []
+    names: list[tuple[str, str]] = []
+    for row, (start, nbytes) in zip(rows, ranges, strict=True):
+        name = (row.dtype, row.operation)
+        if (
+            names and names[-1] == name
+        ):  # with the bytes between them, which nobody reads
+            runs[-1] = runs[-1]._replace(stop=start + nbytes)
+            continue
+        names.append(name)
+        op, dtype, datatype = host_op(*name)
+        runs.append(_Run(start, start + nbytes, dtype, op, datatype))
+    return runs
 
 
 def _cut(nbytes: int, count: int) -> list[int]:

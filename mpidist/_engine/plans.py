@@ -57,6 +57,8 @@ class PlanResources:
         pool: private memory for large results.
         buffers: flat buffers, kept between calls.
         staging: copies between GPUs and a node's memory; None without such memory.
+        wide: whether 16-bit floats are summed as float32 on their way, and small
+            integers as 32-bit ones: MPI adds two ranks at a time.
     """
 
     comm: AnyCommunicator
@@ -66,6 +68,7 @@ class PlanResources:
     pool: Pool
     buffers: FlatBuffers
     staging: Staging | None
+    wide: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,11 +8,12 @@ Methods that communicate are collective over the communicator, unless they say
 otherwise, and count what they are given (`Traffic`). Buffers are one-dimensional and
 C-contiguous; large ones are moved in pieces, since MPI 3 counts in ints.
 
-No method blocks in MPI. Data goes in messages that are polled (`messages`), and what is
+Data goes by MPI's non-blocking collectives, which are polled (`buffers`), and what is
 started and not waited for here is a `Request`. How long a rank waits, and what it does
-while it waits, is up to the `Waiter` that the communicator is made with. Only giving a
-communicator back blocks, since MPI has no other way; a polled step before it shows that
-all ranks are there.
+while it waits, is up to the `Waiter` that the communicator is made with. What blocks in
+MPI: making communicators of some of the ranks and giving communicators back, after a
+polled step, which shows that all ranks are there; and reductions and copies of GPU
+buffers, under a watchdog.
 
 Making a communicator is *agreed step by step* (`together`): if a step fails on one rank
 alone, all ranks learn of it before the next collective call, and all raise.
@@ -20,9 +21,7 @@ alone, all ranks learn of it before the next collective call, and all raise.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -35,12 +34,11 @@ from mpidist._base import machine
 from mpidist._base.errors import as_told, on_rank
 from mpidist._base.memory import leak
 from mpidist._base.types import HostArray
-from mpidist._mpi import collective_release, survival, versions
+from mpidist._mpi import between, collective_release, survival, versions
+from mpidist._mpi.buffers import Buffer, BufferCollectives, Transfer, starts_of
+from mpidist._mpi.buffers import MPIOp as MPIOp
 from mpidist._mpi.duplication import duplicate
-from mpidist._mpi.headers import FEW, Headers, Prepared, RowMessages
 from mpidist._mpi.library import MpiComm, MpiRequest, is_crowded, mpi_module
-from mpidist._mpi.messages import Buffer, Messages, Transfers
-from mpidist._mpi.messages import MPIOp as MPIOp
 from mpidist._mpi.traffic import Traffic
 
 _T = TypeVar("_T")
@@ -75,8 +73,11 @@ class Waiter(Protocol):
     def wait(self, request: Request, what: str) -> None:
         """Wait until a request has completed."""
 
-    def wait_data(self, transfers: Transfers) -> None:
-        """Wait until messages have completed."""
+    def wait_data(self, transfer: Transfer) -> None:
+        """Wait until collectives that move data have completed."""
+
+    def block(self, call: Callable[[], object]) -> None:
+        """Make a call of MPI that blocks, under a watchdog."""
 
     def failed(self, error: BaseException) -> BaseException:
         """Return what to raise in place of an exception of MPI."""
@@ -155,7 +156,7 @@ class Communicator:
     Attributes:
         machine_rank: this rank's number on its machine, which may simulate nodes.
         node_ranks: the ranks of this node, in its order.
-        messages: the collectives of this communicator, without its statistics.
+        buffers: the collectives of this communicator, without its statistics.
         agreement: what all ranks have in common.
     """
 
@@ -185,15 +186,15 @@ class Communicator:
         self.traffic: Traffic = Traffic()
         self.outlives_ranks: bool = survival.is_on()
         self._waiter = waiter
-        self._headers: list[Headers | RowMessages] = []
+        self._to_free: list[Callable[[], object]] = []
         self._when_freed: Callable[[], None] = _nothing
         self._dropped = False
         self._comm = duplicate(comm, waiter.wait)
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
         self.agreement: versions.Agreement = self._agree(problem)
-        self.messages: Messages = Messages(
-            self._comm, waiter.wait_data, failed=waiter.failed
+        self.buffers: BufferCollectives = BufferCollectives(
+            self._comm, waiter, self.traffic.count_mpi
         )
         self._find_node(simulated_nodes)
         key = self._gather_objects(self._agreed(lambda: os.urandom(_KEY_BYTES)))[0]
@@ -225,24 +226,35 @@ class Communicator:
         self.smallest_node: int = min(sizes.values())
         self.num_nodes: int = len(sizes)
 
-    def open_headers(self) -> Headers | _native.Rows:
+    def open_headers(self) -> between.HeaderGather | _native.Between:
         """Return what exchanges headers by MPI. It is freed with this communicator.
 
         Raises:
             Exception: on all ranks, if some rank could not make it.
         """
+        if not self.agreement.core:
+            headers = between.HeaderGather(self._comm, self.all_min)
+            self._to_free.append(headers.free)
+            self.traffic.add_core_calls(lambda: {headers.name: headers.started})
+            return headers
         crowded = is_crowded(self.machine_size)
+        collective, channel = between.open_core_channel(
+            self._comm, self.all_min, crowded=crowded
+        )
 
-        def make() -> tuple[Headers | RowMessages, Headers | _native.Rows]:
-            if self.size <= FEW and self.agreement.core:
-                messages = RowMessages(self._comm)
-                return messages, messages.open(crowded=crowded)
-            headers = Headers(self._prepare_maximum, crowded=crowded)
-            return headers, headers
+        def free() -> None:
+            if not channel.active:  # otherwise it is leaked: MPI may still use it
+                collective.free()
 
-        to_free, headers = self._agreed(make)
-        self._headers.append(to_free)
-        return headers
+        self._to_free.append(free)
+        self.traffic.add_core_calls(
+            lambda: {
+                collective.name: channel.headers,
+                "Iallreduce": channel.iallreduces,
+                "Iallgather": channel.iallgathers,
+            }
+        )
+        return channel
 
     def _agreed(self, step: Callable[[], _T]) -> _T:
         return self.together(step, _CALL)
@@ -274,17 +286,14 @@ class Communicator:
         try:
             wait(request, _CALL)
             counts = sizes.tolist()
-            offsets = _offsets(counts)
-            texts = np.empty(offsets[-1], np.uint8)
+            texts = np.empty(sum(counts), np.uint8)
             buffers.append(texts)
-            request = comm.Iallgatherv(text, [texts, (counts, offsets[:-1])])
+            request = comm.Iallgatherv(text, [texts, (counts, starts_of(counts))])
             wait(request, _CALL)
         except BaseException:
             leak(buffers)
             raise
-        agreement, error = versions.judge(
-            self.rank, [texts[i:j].tobytes() for i, j in itertools.pairwise(offsets)]
-        )
+        agreement, error = versions.judge(self.rank, _split(texts, counts))
         if error is not None:
             self._comm.Free()
             raise error
@@ -324,14 +333,14 @@ class Communicator:
     def _free(self) -> None:
         self._when_freed()
         self._when_freed = _nothing
-        for headers in self._headers:
-            headers.free()
-        self._headers = []
+        for free in self._to_free:
+            free()
+        self._to_free = []
         self._comm.Free()
 
     # --- nodes ------------------------------------------------------------------
 
-    def find_peers(self) -> Messages | None:
+    def find_peers(self) -> BufferCollectives | None:
         """Return the ranks that have this rank's `local_rank`. Collective.
 
         There is one of each node, in the order of the nodes' first ranks, so rank 0 is
@@ -340,23 +349,19 @@ class Communicator:
         Raises:
             Exception: on all ranks, if some rank could not make it.
         """
-        return self._agreed(self._make_peers)
+        self._agreed(_nothing)  # all are here: the next call blocks
+        mpi, slot = mpi_module(), self.local_rank
+        in_use = slot < self.smallest_node
+        color = slot if in_use else mpi.UNDEFINED
+        peers = self._comm.Split(color, self._places[self.rank].first)
 
-    def _make_peers(self) -> Messages | None:
-        slot = self.local_rank
-        if slot >= self.smallest_node:
-            return None
-        firsts = {
-            place.first: rank
-            for rank, place in enumerate(self._places)
-            if place.local_rank == slot
-        }
-        return Messages(
-            self._comm,
-            self._waiter.wait_data,
-            [firsts[first] for first in sorted(firsts)],
-            self._waiter.failed,
-        )
+        def make() -> BufferCollectives | None:
+            if not in_use:
+                return None
+            self._to_free.append(peers.Free)
+            return BufferCollectives(peers, self._waiter, self.traffic.count_mpi)
+
+        return self._agreed(make)
 
     def all_min(self, number: int) -> int:
         """Return the smallest number of all ranks."""
@@ -366,7 +371,7 @@ class Communicator:
 
     def allreduce(self, send: Buffer, receive: Buffer, op: MPIOp) -> None:
         """Reduce ``send`` of all ranks into ``receive`` of all ranks."""
-        self.messages.allreduce(send, receive, op)
+        self.buffers.allreduce(send, receive, op)
         self.traffic.count("Allreduce", send.nbytes)
 
     def reducer(self, op: MPIOp) -> Callable[[Buffer, Buffer], None]:
@@ -374,7 +379,7 @@ class Communicator:
 
         Its arrays are C-contiguous, and may have any number of dimensions.
         """
-        reduce = self.messages.allreduce
+        reduce = self.buffers.allreduce
 
         def reduce_flat(send: Buffer, receive: Buffer) -> None:
             reduce(send.reshape(-1), receive.reshape(-1), op)
@@ -383,19 +388,19 @@ class Communicator:
 
     def allreduce_in_place(self, buffer: Buffer, op: MPIOp) -> None:
         """Reduce ``buffer`` of all ranks into itself, on all ranks."""
-        self.messages.allreduce(None, buffer, op)
+        self.buffers.allreduce(None, buffer, op)
         self.traffic.count("Allreduce", buffer.nbytes)
 
     def reduce(self, buffer: Buffer, op: MPIOp, root: int) -> None:
         """Reduce ``buffer`` of all ranks into that of the root; others keep theirs."""
-        self.messages.reduce(buffer, op, root)
+        self.buffers.reduce(buffer, op, root)
         self.traffic.count("Reduce", buffer.nbytes)
 
     # --- copies ---------------------------------------------------------------
 
     def broadcast(self, buffer: Buffer, root: int) -> None:
         """Copy ``buffer`` of the root to all ranks."""
-        self.messages.broadcast(buffer, root)
+        self.buffers.broadcast(buffer, root)
         self.traffic.count("Bcast", buffer.nbytes)
 
     def all_gather(self, send: Buffer, receive: Buffer, counts: list[int]) -> None:
@@ -406,21 +411,21 @@ class Communicator:
             receive: uint8, the sum of ``counts``.
             counts: bytes of each rank; the same on all ranks.
         """
-        self.messages.all_gather(send, receive, counts)
+        self.buffers.all_gather(send, receive, counts)
         self.traffic.count("Allgatherv", send.nbytes)
 
     def gather(
         self, send: Buffer, receive: Buffer | None, counts: list[int], root: int
     ) -> None:
         """Concatenate bytes of all ranks, in rank order, on the root alone."""
-        self.messages.gather(send, receive, counts, root)
+        self.buffers.gather(send, receive, counts, root)
         self.traffic.count("Gatherv", send.nbytes)
 
     def scatter(
         self, send: Buffer | None, receive: Buffer, counts: list[int], root: int
     ) -> None:
         """Give each rank its part of the root's bytes."""
-        self.messages.scatter(send, receive, counts, root)
+        self.buffers.scatter(send, receive, counts, root)
         self.traffic.count("Scatterv", receive.nbytes)
 
     # --- small messages -------------------------------------------------------
@@ -433,9 +438,8 @@ class Communicator:
     def _gather_objects(self, data: bytes) -> list[bytes]:
         counts = [row[0] for row in self._gather_integers([len(data)])]
         receive = np.empty(sum(counts), np.uint8)
-        self.messages.all_gather(np.frombuffer(data, np.uint8), receive, counts)
-        offsets = _offsets(counts)
-        return [receive[a:b].tobytes() for a, b in itertools.pairwise(offsets)]
+        self.buffers.all_gather(np.frombuffer(data, np.uint8), receive, counts)
+        return _split(receive, counts)
 
     def all_gather_integers(self, numbers: list[int]) -> list[list[int]]:
         """Return the (equally many) integers of each rank, on all ranks."""
@@ -445,29 +449,11 @@ class Communicator:
     def _gather_integers(self, numbers: list[int]) -> list[list[int]]:
         count = len(numbers)
         receive = np.empty(self.size * count, np.int64)
-        self.messages.all_gather(
+        self.buffers.all_gather(
             np.array(numbers, np.int64), receive, [count] * self.size
         )
         rows: list[list[int]] = receive.reshape(self.size, count).tolist()
         return rows
-
-    def _prepare_maximum(self, send: HostArray, receive: HostArray) -> Prepared:
-        """Prepare the maximum of ``send`` over all ranks. Collective."""
-        comm, maximum = self._comm, mpi_module().MAX
-        kept: MpiRequest = None
-        # An MPI before 4 has none, nor has an mpi4py before 4.
-        with contextlib.suppress(AttributeError, NotImplementedError):
-            kept = comm.Allreduce_init(send, receive, maximum)
-        if self.all_min(int(kept is not None)):
-            return Prepared(kept.Start, kept.Test, kept.Free)
-        if kept is not None:
-            kept.Free()
-
-        def start() -> None:
-            nonlocal kept
-            kept = comm.Iallreduce(send, receive, maximum)
-
-        return Prepared(start, lambda: kept.Test(), _nothing)
 
     def start_message(self, data: bytes | None) -> Request:
         """Start sending at most `message_bytes` from rank 0 to all.
@@ -487,6 +473,7 @@ class Communicator:
             return buffer[_MESSAGE_HEAD : _MESSAGE_HEAD + size].tobytes()
 
         self.traffic.count("Ibcast", buffer.nbytes)
+        self.traffic.count_mpi("Ibcast")
         try:
             return _Pending(self._comm.Ibcast(buffer, 0), read, buffer)
         except BaseException as error:
@@ -599,8 +586,9 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def _offsets(counts: list[int]) -> list[int]:
-    offsets = [0]
-    for count in counts:
-        offsets.append(offsets[-1] + count)
-    return offsets
+def _split(texts: HostArray, counts: list[int]) -> list[bytes]:
+    """Return the bytes of each rank."""
+    return [
+        texts[start : start + count].tobytes()
+        for start, count in zip(starts_of(counts), counts, strict=True)
+    ]

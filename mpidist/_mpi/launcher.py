@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping
 
 ALLOW_ALONE = "MPIDIST_ALONE"
@@ -34,6 +35,7 @@ class Launch:
 
 
 OPEN_MPI = "mpirun of Open MPI"
+_FOR_TORCH = ("torchrun", "accelerate launch")
 _LAUNCHERS = (
     (OPEN_MPI, "OMPI_COMM_WORLD_", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpirun of MVAPICH2", "MV2_COMM_WORLD_", "MV2_COMM_WORLD_LOCAL_RANK"),
@@ -65,13 +67,27 @@ def find_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
                     name, local = f"srun --mpi={kind}", _SRUN_LOCAL_RANK
             numbers = (_number(variables, key) for key in (rank, size, local))
             return Launch(name, *numbers)
+    if "TORCHELASTIC_RUN_ID" in variables:
+        return _launch_of_torch(variables)
     if step is not None:
         kind = variables.get("SLURM_MPI_TYPE", "none")
         rank_and_local = ("SLURM_PROCID", _SRUN_LOCAL_RANK)
         own, local_rank = (_number(variables, key) for key in rank_and_local)
         return Launch(f"srun --mpi={kind}", own, step, local_rank)
     own = _number(variables, "PMIX_RANK")
-    return None if own is None else Launch("a launcher with PMIx", own, None)
+    if own is not None:
+        return Launch("a launcher with PMIx", own, None)
+    return _launch_of_torch(variables) if "MASTER_ADDR" in variables else None
+
+
+def _launch_of_torch(variables: Mapping[str, str]) -> Launch | None:
+    """Return what torchrun and launchers like it say; MPI knows nothing of them."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    rank, size, local = (_number(variables, name) for name in names)
+    if rank is None or size is None:
+        return None
+    by_accelerate = any(name.startswith("ACCELERATE_") for name in variables)
+    return Launch(_FOR_TORCH[by_accelerate], rank, size, local)
 
 
 def describe_alone(launch: Launch, library: str) -> str:
@@ -87,6 +103,14 @@ def describe_alone(launch: Launch, library: str) -> str:
         cure = (
             f"SLURM did not tell MPI of the others; write `srun --mpi={kind}` "
             "(`srun --mpi=list` says what this SLURM has)"
+        )
+    elif launch.launcher in _FOR_TORCH:
+        program = os.path.basename(sys.argv[0])
+        program = program if program.endswith(".py") else "program.py"
+        cure = (
+            "it connects them for torch.distributed, not for MPI; write `mpirun -n "
+            f"{launch.size} python {program}` or `mpidist run -n {launch.size} "
+            f"{program}`"
         )
     else:
         cure = (

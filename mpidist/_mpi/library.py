@@ -62,6 +62,8 @@ def mpi_module() -> MpiModule:
         raise RuntimeError(f"MPIStrategy: {IN_CHILD}")
     try:
         return importlib.import_module("mpi4py.MPI")
+    except RecursionError:  # a RuntimeError, but of the caller
+        raise
     except (ImportError, RuntimeError) as error:
         raise ImportError(
             "MPIStrategy: mpi4py could not load an MPI library; install one with "

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from mpidist._mpi.buffers import Buffer, MPIOp
 from mpidist._mpi.communicator import MESSAGE_BYTES, Request
-from mpidist._mpi.messages import Buffer, MPIOp
 from mpidist._mpi.traffic import Traffic
 
 _T = TypeVar("_T")

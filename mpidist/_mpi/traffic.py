@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -37,8 +38,10 @@ class Traffic:
     """What one rank has moved through a communicator.
 
     Attributes:
-        calls: number of MPI calls, by kind.
+        calls: number of collectives, by the name of MPI's operation of the same
+            meaning, whatever moved them.
         bytes: bytes of this rank's buffers in them, by kind.
+        mpi_calls: number of calls of MPI's own functions, by name.
         seconds: time spent in collectives and in waiting for other ranks.
         core: the native core's channel, which has its own counts; None without one.
     """
@@ -49,8 +52,12 @@ class Traffic:
     bytes: dict[str, int] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(int)
     )
+    mpi_calls: dict[str, int] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(int)
+    )
     seconds: float = 0.0
     core: Counters | None = None
+    _mpi_of_core: Callable[[], dict[str, int]] | None = None
     _depth: int = 0
     _start: float = 0.0
 
@@ -82,9 +89,27 @@ class Traffic:
             nbytes["Allgatherv"] = nbytes.get("Allgatherv", 0) + core.gathered
         return self.seconds + self._seconds_of_core(), calls, nbytes
 
+    def count_mpi(self, name: str) -> None:
+        """Add one call of a function of MPI."""
+        self.mpi_calls[name] += 1
+
+    def add_core_calls(self, calls: Callable[[], dict[str, int]]) -> None:
+        """Set what returns the calls of MPI's functions that the core has made."""
+        self._mpi_of_core = calls
+
+    def total_mpi(self) -> dict[str, int]:
+        """Return the calls of MPI's functions, with those of the core."""
+        calls = dict(self.mpi_calls)
+        if self._mpi_of_core is not None:
+            for name, count in self._mpi_of_core().items():
+                calls[name] = calls.get(name, 0) + count
+        return {name: count for name, count in calls.items() if count}
+
     def leave_core(self) -> None:
         """Add the counts of the core, and release its memory."""
         self.seconds, calls, nbytes = self.total()
+        self.mpi_calls.update(self.total_mpi())
+        self._mpi_of_core = None
         self.core = None
         self.calls.update(calls)
         self.bytes.update(nbytes)

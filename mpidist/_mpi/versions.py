@@ -45,6 +45,7 @@ from typing import Final
 import numpy as np
 
 from mpidist import _native
+from mpidist._base import reporting
 from mpidist._base.errors import CollectiveMismatchError, format_ranks, on_rank
 from mpidist._version import __version__
 
@@ -75,6 +76,7 @@ class Agreement:
 class _Rank:
     must: dict[str, str]
     core: bool = False
+    floats: str = ""
     problem: str = ""
 
 
@@ -112,12 +114,18 @@ def write(problem: str = "") -> bytes:
     Args:
         problem: why it cannot take part, which all ranks then raise; "": it can.
     """
-    must, core = {}, False
+    must, core, floats = {}, False, ""
     try:
-        must, core = describe(), has_core()
+        must, core, floats = describe(), has_core(), floating_point_state()
     except Exception as error:  # a library that does not load, on this rank only
         problem = problem or f"{type(error).__name__}: {error}"
-    text = {"format": _FORMAT, "must": must, "core": core, "problem": problem}
+    text = {
+        "format": _FORMAT,
+        "must": must,
+        "core": core,
+        "floats": floats,
+        "problem": problem,
+    }
     return json.dumps(text).encode("ascii")
 
 
@@ -147,6 +155,8 @@ def judge(rank: int, texts: list[bytes]) -> tuple[Agreement, Exception | None]:
             f"that depend on it; {ADVICE}. `mpidist check` compares them"
         )
         return agreement, CollectiveMismatchError(on_rank(rank, message))
+    if rank == 0:
+        _tell_floats(ranks)
     if rank == 0 and not agreement.core:
         _tell_without_core([r for r, one in enumerate(ranks) if not one.core], ranks)
     return agreement, None
@@ -161,7 +171,8 @@ def _read(text: bytes) -> _Rank:
             known = {"mpidist": str(must["mpidist"]), _OTHER_FORMAT: str(number)}
             return _Rank(known, problem=str(found["problem"]))
         must = {str(key): str(value) for key, value in must.items()}
-        return _Rank(must, bool(found["core"]), str(found["problem"]))
+        floats = str(found.get("floats", ""))
+        return _Rank(must, bool(found["core"]), floats, str(found["problem"]))
     except (ValueError, TypeError, KeyError, AttributeError):
         return _Rank({_OTHER_FORMAT: f"unknown ({text[:_SHOWN]!r})"})
 
@@ -189,12 +200,50 @@ def _differences(ranks: list[_Rank]) -> list[str]:
     return lines
 
 
+def floating_point_state() -> str:
+    """Return how this rank rounds in another way than programs usually do; "": it does.
+
+    A library that was built with -ffast-math changes it when it is imported.
+    """
+    one, little = np.array([1.0]), np.array([2.0**-60])
+    with np.errstate(all="ignore"):
+        up, down = bool((one + little)[0] > 1), bool((one - little)[0] < 1)
+        flushes = bool((np.array([1e-310]) * one)[0] == 0)
+    found = []
+    if flushes:
+        found.append("flushes subnormal numbers to zero")
+    if up or down:
+        found.append("does not round to nearest")
+    return " and ".join(found)
+
+
+def _tell_floats(ranks: list[_Rank]) -> None:
+    """Warn the user if ranks round in different ways."""
+    states: dict[str, list[int]] = {}
+    for other, one in enumerate(ranks):
+        states.setdefault(one.floats, []).append(other)
+    if len(states) == 1:
+        return
+    for state, members in states.items():
+        if state:
+            _logger.warning(
+                "mpidist: the processor of %s %s, which a library that is built with "
+                "-ffast-math can set; with the native core sums of mpidist do not "
+                "depend on it, but what a rank computes itself does, so copies of "
+                "variables may drift apart",
+                format_ranks(members),
+                state,
+            )
+
+
 def _tell_without_core(lacking: list[int], ranks: list[_Rank]) -> None:
     """Warn the user if the native core is missing on some ranks only."""
     if len(lacking) == len(ranks):
         return
     verb = "has" if len(lacking) == 1 else "have"
-    _logger.warning(
+    reporting.log(
+        _logger,
+        logging.WARNING,
         "mpidist: %s %s no native core, which the others have; all ranks continue "
         "without it, and are slower. Install mpidist there with a C compiler",
         format_ranks(lacking),

@@ -32,14 +32,15 @@ Memory: TypeAlias = Any
 """The memory that the ranks of a node share, with the buffer protocol."""
 Channel: TypeAlias = Any
 """Where the ranks of a node meet: `mpidist._agreement.channel.Channel` and steps."""
-Rows: TypeAlias = Any
-"""Where few ranks meet that share no memory: `mpidist._agreement.channel.Channel`."""
+Between: TypeAlias = Any
+"""Where ranks meet that share no memory: `mpidist._agreement.channel.Channel`."""
 Pool: TypeAlias = Any
 """The slots of a rank's arena."""
 Slot: TypeAlias = Any
 """Memory of an arena, with the buffer protocol; free again when nothing views it."""
 Reduce: TypeAlias = Any
-"""All-reduces of nests of one layout; also a `RowReduce`, whose ranks use `Rows`."""
+"""All-reduces of nests of one layout; also a `BetweenReduce`, behind a header
+of `Between`."""
 Gather: TypeAlias = Any
 """All-gathers of nests of one layout."""
 ArrayCall: TypeAlias = Any
@@ -69,6 +70,25 @@ missing = ""
 def available() -> bool:
     """Return whether the core was built and loads."""
     return core is not None
+
+
+class DefaultFloatState:
+    """The floating-point state of a new program, in this thread, for a ``with`` block.
+
+    Sums that ranks make in different states have different bits. Without the core the
+    state stays as it is.
+    """
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before: tuple[int, int] | None = None
+        if core is not None:
+            self._before = core.enter_default_state()
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            core.leave_default_state(*self._before)
 
 
 def why_missing(folder: pathlib.Path, error: Exception) -> str:

@@ -2,8 +2,9 @@
 
    - py_memory.c: `Memory`, a file that is mapped; `Pool` and `Slot`, parts of it;
    - py_channel.c: `Channel`, and how a call begins, waits and ends;
-   - py_rows.c: `Rows`, headers as messages between ranks that share no memory;
-   - py_reduce.c: `Reduce`, the all-reduce of a nest; `RowReduce`, behind a header of `Rows`;
+   - py_between.c: `Between`, headers between ranks that share no memory;
+   - py_reduce.c: `Reduce`, the all-reduce of a nest; `BetweenReduce`, behind a header of
+     `Between`;
    - py_gather.c: `Gather`, the all-gather of a nest;
    - py_calls.c: `CallState` and `ArrayCall`, a call with a small array without Python in
      between;
@@ -57,33 +58,59 @@ typedef struct {
   md_channel channel;
 } Channel;
 
-#define ROW_ALIGNMENT 16 /* of payloads, and of the leaves in them: what all dtypes need */
+#define PAYLOAD_ALIGNMENT 16 /* of leaves behind a header of `Between`: what all dtypes need */
 
-/* Every rank has a row for each rank: a header, and room for a payload. */
-typedef struct {
+typedef int (*mpi_iallreduce)(const void *, void *, int, intptr_t, intptr_t, intptr_t, void *);
+typedef int (*mpi_iallgather)(const void *, int, intptr_t, void *, int, intptr_t, intptr_t, void *);
+#define MOST_REQUESTS 64
+
+typedef struct Between {
   PyObject_HEAD
-  Py_buffer memory; /* of the rows */
+  Py_buffer sent, received; /* elements: a header each, and room for a payload */
   int rank, size;
+  int merges; /* MPI merges the elements of all into one; otherwise all have those of all */
   size_t room;
-  PyObject *calls;    /* by the bytes of a payload: what starts the messages, and tests them */
-  PyObject *prepare;  /* makes those for other bytes */
-  PyObject *starts, *tests; /* of the last header */
-  Py_ssize_t done;          /* tests that have said yes */
-  int active;               /* a header is under way: MPI may read and write the rows */
-  int first_tests;          /* before the first yield */
-  PyObject *wait, *pause;
-  long long headers;
+  int64_t key;                       /* by which `md_between_op` finds it */
+  void *request, *status;            /* an MPI_Request and an MPI_Status */
+  int (*mpi_start)(void *), (*mpi_test)(void *, int *, void *);
+  PyObject *begins, *begun, *address_of; /* where MPI has no persistent collectives */
+  PyObject *fail, *owner, *wait, *pause;
+  struct {
+    mpi_iallreduce iallreduce;
+    mpi_iallgather iallgather;
+    intptr_t comm, byte; /* handles */
+  } mpi;
+  /* Of the header, or the data, in progress. */
+  int active, next, moves;       /* requests; those that have completed; whether it is data */
+  void *pending[MOST_REQUESTS];  /* where they are */
+  intptr_t requests[MOST_REQUESTS];
+  unsigned char *scratch; /* for data */
+  size_t scratch_bytes;
+  const md_nest *small;
+  int64_t fingerprint;
+  PyObject *keeper;
+  int first_tests; /* before the first yield */
+  int busy;        /* as of `Channel` */
   double last, seconds, start;
-  unsigned long reductions;
-  unsigned long long reduced;
-  int busy; /* as of `Channel` */
+  long long headers;
+  unsigned long reductions, gathers, iallreduces, iallgathers;
+  unsigned long long reduced, gathered;
   md_verdict verdict;
-} Rows;
+  struct Between *sibling; /* of those that merge */
+} Between;
 
-/* All-reduce with one header, to which `nbytes` of this rank's arrays are counted; return the
-   status, or -1 with an exception. */
-int rows_reduce(Rows *self, long long fingerprint, long long patience, const md_small *small,
-                size_t nbytes);
+/* How MPI reduces a leaf that has no room behind its header. */
+typedef struct {
+  intptr_t datatype, op; /* handles */
+  size_t itemsize;
+} MoveLeaf;
+
+/* How a nest moves then: see `Way` in mpidist/_mpi/buffers.py. */
+typedef struct {
+  MoveLeaf *leaves; /* NULL: it does not */
+  int gathers, in_flight;
+  size_t piece_bytes;
+} MovePlan;
 
 /* What the guard knows of the calls of a strategy; see mpidist/_agreement/call_state.py. */
 typedef struct {
@@ -105,8 +132,8 @@ typedef struct {
 
 typedef struct {
   PyObject_HEAD
-  Channel *channel; /* NULL in a RowReduce */
-  Rows *rows;       /* NULL in a Reduce */
+  Channel *channel; /* NULL in a BetweenReduce */
+  Between *between; /* NULL in a Reduce */
   md_nest nest;
   Expected *expected;
   long long fingerprint, patience; /* of calls that name no others */
@@ -115,10 +142,14 @@ typedef struct {
   const void **sources;
   void **results;
   int held; /* views in use */
+  MovePlan move;
   size_t payload; /* bytes of all leaves */
   int counts;     /* whether the channel counts it */
 } Reduce;
 
+/* Whether a call was broken off while MPI was moving data: MPI may still write to the results,
+   and read the arrays. */
+int is_abandoned(const Reduce *self);
 /* Reduce the one leaf with its header, from and to C-contiguous, aligned memory; return the
    status, or -1 with an exception. */
 int reduce_one(Reduce *self, const void *source, void *result);
@@ -131,7 +162,8 @@ typedef struct {
 
 typedef struct {
   PyObject_HEAD
-  Channel *channel;
+  Channel *channel; /* this, or the next: where headers are exchanged */
+  Between *between;
   int count;
   GatherLeaf *leaves;
   int64_t *lengths; /* of this rank's leaves, in a call */
@@ -152,8 +184,8 @@ void gather_to(const Gather *self, int leaf, unsigned char *out);
 /* `core.detach`, for the child of a fork. */
 PyObject *detach_memories(PyObject *module, PyObject *nothing);
 
-extern PyTypeObject MemoryType, PoolType, SlotType, ChannelType, RowsType, ReduceType,
-    RowReduceType, GatherType, CallStateType, ArrayCallType;
+extern PyTypeObject MemoryType, PoolType, SlotType, ChannelType, BetweenType, ReduceType,
+    BetweenReduceType, GatherType, CallStateType, ArrayCallType;
 
 /* Begin a call: -1 with an exception if the channel is not open, or is in a call.  What
    `end_call` returns is the status, or NULL where `pause` has raised (`finish_call`: -1). */
@@ -180,5 +212,18 @@ enum { FLAG, FINGERPRINT, VALUE, LARGEST, PATIENCE, RESULT_OFFSET, WORDS };
 int parse_words(PyObject *const *args, Py_ssize_t count, long long words[WORDS]);
 md_header header_with(const long long words[WORDS], double start, double *last);
 PyObject *verdict_of(const md_verdict *verdict);
+/* Exchange a header, with what is in its room, or with `small`; return the status, or -1 with an
+   exception.  `keeper` keeps the nest of `small`.  The second counts `nbytes`. */
+int between_meet(Between *self, const long long words[WORDS], const md_small *small,
+                 PyObject *keeper);
+int between_reduce(Between *self, long long fingerprint, long long patience,
+                   const md_small *small, const MovePlan *plan, size_t nbytes,
+                   PyObject *keeper);
+/* Allocate what `plan` needs; -1: an exception. */
+int between_reserve(Between *self, const MovePlan *plan, const md_nest *nest);
+/* The room for this rank's payload, and what came from a rank. */
+unsigned char *between_room(const Between *self);
+const unsigned char *between_payload(const Between *self, int rank);
+void md_between_op(void *from, void *to, int *len, void *datatype);
 
 #endif

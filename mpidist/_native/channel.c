@@ -320,6 +320,27 @@ int md_compare(md_verdict *verdict, const md_header *const *headers, int size, i
   return status_of(verdict);
 }
 
+void md_begin_merge(md_header *header) { header->result_offset = header->source_layout = 1; }
+
+void md_merge(md_header *into, const md_header *other) {
+  into->result_offset &= other->result_offset & (into->fingerprint == other->fingerprint);
+  into->source_layout &= other->source_layout & (into->value == other->value);
+  into->flag |= other->flag;
+  if (other->lateness > into->lateness) into->lateness = other->lateness;
+  if (other->patience < into->patience) into->patience = other->patience;
+  if (other->largest > into->largest) into->largest = other->largest;
+}
+
+int md_judge_merged(md_verdict *verdict, const md_header *merged) {
+  *verdict = (md_verdict){.flag = merged->flag,
+                          .same_call = merged->result_offset == 1,
+                          .same_value = merged->source_layout == 1,
+                          .lateness = merged->lateness,
+                          .patience = merged->patience,
+                          .largest = merged->largest};
+  return status_of(verdict);
+}
+
 int md_judge(md_channel *ch, const md_header *header, md_small *small) {
   uint32_t number = ch->headers;
   if (ch->tree) {

@@ -159,9 +159,14 @@ void md_open(md_channel *ch, void *memory, int size, int rank, size_t area_bytes
 void md_start(md_channel *ch, const md_header *header, md_small *small);
 int md_judge(md_channel *ch, const md_header *header, md_small *small);
 int md_meet(md_channel *ch, const md_header *header, md_small *small);
-/* What the ranks with these headers, of which number `mine` is this one's, make of them, and
-   the status; for callers that exchange headers in another way. */
+/* For callers that exchange headers in another way: what the ranks with these headers, of which
+   number `mine` is this one's, make of them, and the status. */
 int md_compare(md_verdict *verdict, const md_header *const *headers, int size, int mine);
+/* The same two at a time, in any order.  A header that is merged says with `result_offset` and
+   `source_layout` whether all calls, and all values, that went into it are the same. */
+void md_begin_merge(md_header *header);
+void md_merge(md_header *into, const md_header *other);
+int md_judge_merged(md_verdict *verdict, const md_header *merged);
 
 void md_publish(md_channel *ch);
 int md_wait(md_channel *ch);

@@ -40,9 +40,13 @@
 
 #include "kernels.h"
 
+#include <fenv.h>
 #include <float.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 
 #ifdef __FAST_MATH__
 #error "kernels.c: -ffast-math changes results; compile without it, see kernels.h"
@@ -405,10 +409,56 @@ static void reduce_piece(const md_kernel *kernel, char *dst, const void *const *
 #undef SOURCE
 }
 
+/* --- the floating-point state ------------------------------------------------------- */
+
+/* The bits of the control register that change results.  x86-64 (MXCSR): flush to zero, rounding,
+   subnormal numbers are zero.  aarch64 (FPCR): default NaN, flush to zero, rounding, the same of
+   float16. */
+#if defined(__x86_64__)
+enum { CHANGES_RESULTS = 0xe040 };
+static unsigned long read_control(void) { return _mm_getcsr(); }
+static void write_control(unsigned long control) { _mm_setcsr((unsigned)control); }
+#elif defined(__aarch64__)
+enum { CHANGES_RESULTS = 0x3c80000 };
+static unsigned long read_control(void)
+{
+    unsigned long control;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(control));
+    return control;
+}
+static void write_control(unsigned long control)
+{
+    __asm__ volatile("msr fpcr, %0" : : "r"(control) : "memory");
+}
+#else
+enum { CHANGES_RESULTS = 0 };
+static unsigned long read_control(void) { return 0; }
+static void write_control(unsigned long control) { (void)control; }
+#endif
+
+md_float_state md_enter_default_state(void)
+{
+    md_float_state before = {read_control(), fegetround()};
+    if (before.rounding != FE_TONEAREST) /* of long double too, which has a register of its own */
+        fesetround(FE_TONEAREST);
+    if (before.control & CHANGES_RESULTS)
+        write_control(before.control & ~(unsigned long)CHANGES_RESULTS);
+    return before;
+}
+
+void md_leave_default_state(md_float_state before)
+{
+    if (before.rounding != FE_TONEAREST)
+        fesetround(before.rounding);
+    if (before.control & CHANGES_RESULTS)
+        write_control(before.control);
+}
+
 void md_reduce(const md_kernel *kernel, void *const *dst, int m,
                const void *const *src, int n, size_t count, unsigned divisor)
 {
     const size_t piece = n <= 2 && m == 1 ? count : kernel->piece;
+    const md_float_state before = md_enter_default_state();
     if (!kernel->mean_one)
         divisor = 0;
     for (size_t start = 0; start < count; start += piece) {
@@ -420,4 +470,5 @@ void md_reduce(const md_kernel *kernel, void *const *dst, int m,
             if (dst[j] != dst[0])
                 memcpy((char *)dst[j] + offset, result, length * kernel->itemsize);
     }
+    md_leave_default_state(before);
 }

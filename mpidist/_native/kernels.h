@@ -55,8 +55,22 @@ size_t md_itemsize(const md_kernel *kernel);
    - MIN and MAX of long double are `numpy.minimum` and `numpy.maximum`: the first NaN
      wins, and of two equal numbers the left one is the result;
    - MIN and MAX of bool are logical and, or; any byte but 0 is true; stored as 0 or 1.
-   With n = 1, SUM and PROD copy, and MIN and MAX give x op x. */
+   With n = 1, SUM and PROD copy, and MIN and MAX give x op x.
+
+   The bits do not depend on the floating-point state of the thread either: libraries that were
+   built with -ffast-math make it flush subnormal numbers to zero, and fesetround changes the
+   rounding.  Ranks in another state would get other sums. */
 void md_reduce(const md_kernel *kernel, void *const *dst, int m, const void *const *src, int n,
                size_t count, unsigned divisor);
+
+/* Put the thread into the state that a program starts with: round to nearest, keep subnormal
+   numbers.  Return what `md_leave_default_state` needs to put it back.  For sums that others
+   than `md_reduce` make, such as those of MPI. */
+typedef struct {
+  unsigned long control;
+  int rounding;
+} md_float_state;
+md_float_state md_enter_default_state(void);
+void md_leave_default_state(md_float_state before);
 
 #endif

@@ -60,7 +60,7 @@ PyTypeObject CallStateType = {
 typedef struct {
   PyObject *key; /* the call's other argument: an operation, or an axis */
   PyObject *call, *plan;
-  PyObject *core; /* a Reduce, a RowReduce, or a Gather */
+  PyObject *core; /* a Reduce, a BetweenReduce, or a Gather */
   PyArray_Descr *dtype;
   int ndim, axis;
   npy_intp shape[MOST_DIMS];
@@ -165,6 +165,10 @@ static PyObject *call_with_array(ArrayCall *self, PyObject *key, PyArrayObject *
   if (status == MD_OK && result) {
     state->sequence++;
   } else if (status < 0) {
+    if (reduces && is_abandoned((Reduce *)e.core)) {
+      Py_INCREF(x); /* leaked, and the result */
+      result = NULL;
+    }
     Py_CLEAR(result);
     state->blocked = state->cut_off = 1; /* after a RecursionError Python may not get to say so */
     interrupted(e.plan);
@@ -215,10 +219,10 @@ static int ArrayCall_init(ArrayCall *self, PyObject *args, PyObject *kwargs) {
 
 /* Whether the core can run calls with an array of so many dimensions as its one leaf. */
 static int is_core_for(PyObject *core, int ndim, int axis) {
-  if (Py_TYPE(core) == &ReduceType || Py_TYPE(core) == &RowReduceType) {
+  if (Py_TYPE(core) == &ReduceType || Py_TYPE(core) == &BetweenReduceType) {
     const Reduce *reduce = (const Reduce *)core;
     return reduce->nest.count == 1 && reduce->expected->ndim == ndim &&
-           (Py_TYPE(core) == &RowReduceType || reduce->nest.nbytes <= MD_EAGER_BYTES);
+           (Py_TYPE(core) == &BetweenReduceType || reduce->nest.nbytes <= MD_EAGER_BYTES);
   }
   return Py_TYPE(core) == &GatherType && ((const Gather *)core)->count == 1 && axis >= 0 &&
          axis < ndim;
@@ -285,7 +289,7 @@ static PyMethodDef ArrayCall_methods[] = {
      "Run calls with arrays of this dtype and shape by `core` from now on.\n\n"
      "Args:\n    key: the other argument, as in calls the same object.\n"
      "    array: such an array; the same dtype object counts.\n"
-     "    core: a `Reduce`, `RowReduce` or `Gather` of one such leaf.\n    call: for `CallState`.\n"
+     "    core: a `Reduce`, `BetweenReduce` or `Gather` of one such leaf.\n    call: for `CallState`.\n"
      "    plan: its methods `concluded(status, array, result)` and\n        "
      "`interrupted(error)` end calls that do not simply end; the result is None\n"
      "        if it was not made.\n    axis: of a gather."},

@@ -292,6 +292,7 @@ static PyObject *Channel_get(Channel *self, void *closure) {
     case 'p': return PyLong_FromUnsignedLong(self->results_in_arena);
     case 'b': return PyLong_FromUnsignedLong(self->sources_in_arena);
     case 'v': return PyLong_FromUnsignedLongLong(ch->moved);
+    case '0': Py_RETURN_FALSE;
     default: return Py_NewRef(self->pause ? self->pause : Py_None);
   }
 }
@@ -346,6 +347,8 @@ static PyGetSetDef Channel_fields[] = {
     {"moved", (getter)Channel_get, NULL, "Bytes of the ring that messages took so far.", "v"},
     {"size", (getter)Channel_get, NULL, "The number of ranks.", "n"},
     {"rank", (getter)Channel_get, NULL, "This rank.", "r"},
+    {"moves", (getter)Channel_get, NULL,
+     "False: while data move, steps say which ranks are missing.", "0"},
     {"tree", (getter)Channel_get, NULL, "Whether ranks wait by a tree of counters.", "x"},
     {"pause", (getter)Channel_get, (setter)Channel_set_pause,
      "Called with the seconds waited, after each slice of a wait; may raise.", "-"},

@@ -1,4 +1,5 @@
-/* `Gather`: the all-gather of a nest whose arrays travel with the header. */
+/* `Gather`: the all-gather of a nest whose arrays travel with the header, through the memory of
+   one node, or between ranks that share none. */
 #include "binding.h"
 
 static size_t gather_head(const Gather *self) {
@@ -9,15 +10,19 @@ static size_t align16(size_t n) { return (n + 15) / 16 * 16; }
 
 static int Gather_init(Gather *self, PyObject *args, PyObject *kwargs) {
   static char *names[] = {"channel", "leaves", "fingerprint", "patience_ms", NULL};
-  Channel *channel;
-  PyObject *leaves;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!|LL", names, &ChannelType, &channel,
-                                   &PyList_Type, &leaves, &self->fingerprint,
-                                   &self->patience))
+  PyObject *channel, *leaves;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!|LL", names, &channel, &PyList_Type,
+                                   &leaves, &self->fingerprint, &self->patience))
     return -1;
+  int between = Py_TYPE(channel) == &BetweenType;
+  if (!between && Py_TYPE(channel) != &ChannelType) {
+    PyErr_SetString(PyExc_TypeError, "Gather: expected a Channel or a Between");
+    return -1;
+  }
   self->count = (int)PyList_GET_SIZE(leaves);
-  if (self->channel || gather_head(self) > MD_EAGER_BYTES) {
-    PyErr_SetString(PyExc_ValueError, "Gather: too many leaves");
+  size_t most = between ? ((Between *)channel)->room : MD_EAGER_BYTES;
+  if (self->leaves || gather_head(self) > most || (between && ((Between *)channel)->merges)) {
+    PyErr_SetString(PyExc_ValueError, "Gather: no room for so many leaves");
     return -1;
   }
   size_t n = (size_t)self->count + 1;
@@ -34,7 +39,8 @@ static int Gather_init(Gather *self, PyObject *args, PyObject *kwargs) {
     if (!PyArg_ParseTuple(PyList_GET_ITEM(leaves, i), "nn", &before, &row)) return -1;
     self->leaves[i] = (GatherLeaf){(size_t)before, (size_t)row};
   }
-  self->channel = (Channel *)Py_NewRef(channel);
+  if (between) self->between = (Between *)Py_NewRef(channel);
+  else self->channel = (Channel *)Py_NewRef(channel);
   return 0;
 }
 
@@ -49,6 +55,7 @@ static void Gather_dealloc(Gather *self) {
   PyMem_Free(self->views);
   PyMem_Free(self->parts);
   Py_XDECREF(self->channel);
+  Py_XDECREF(self->between);
   Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -56,7 +63,9 @@ static void Gather_dealloc(Gather *self) {
    where they are written to the results of all, which takes one step more: where ranks share
    cores, a step costs more than that. */
 static int gather_fits(const Gather *self, const int64_t *lengths) {
-  size_t most = self->channel->channel.tree ? MD_EAGER_BYTES : MD_EAGER_BYTES / 4;
+  size_t most;
+  if (self->between) most = self->between->room;
+  else most = self->channel->channel.tree ? MD_EAGER_BYTES : MD_EAGER_BYTES / 4;
   size_t at = gather_head(self);
   for (int i = 0; i < self->count; i++) {
     at += align16(self->leaves[i].before * self->leaves[i].row * (size_t)lengths[i]);
@@ -65,16 +74,37 @@ static int gather_fits(const Gather *self, const int64_t *lengths) {
   return 1;
 }
 
+static int size_of(const Gather *self) {
+  return self->between ? self->between->size : self->channel->channel.size;
+}
+
+static const md_verdict *last_verdict(const Gather *self) {
+  return self->between ? &self->between->verdict : &self->channel->channel.verdict;
+}
+
+/* What came from a rank with the last header. */
 static const unsigned char *gather_slot(const Gather *self, int rank) {
+  if (self->between) return between_payload(self->between, rank);
   return self->channel->channel.parts[rank]->eager[self->number & 1];
 }
 
-/* Exchange the header for what is in this rank's slot: its leaves, or only their lengths;
-   return the status. */
-static int exchange(Gather *self, int fits, long long fingerprint, long long patience,
-                    long long result_offset) {
+/* Where this rank's part of the next header goes; NULL: an exception. */
+static unsigned char *begin_slot(Gather *self) {
+  if (self->between)
+    return require_idle(self->between->busy || self->between->active)
+               ? NULL
+               : between_room(self->between);
+  if (begin_call(self->channel)) return NULL;
   md_channel *ch = &self->channel->channel;
-  const int64_t *lengths = (const int64_t *)gather_slot(self, ch->rank);
+  self->number = ch->headers + 1;
+  return ch->parts[ch->rank]->eager[self->number & 1];
+}
+
+/* Exchange the header for what is in this rank's slot: its leaves, or only their lengths;
+   return the status, or -1 with an exception. */
+static int exchange(Gather *self, const unsigned char *slot, int fits, long long fingerprint,
+                    long long patience, long long result_offset) {
+  const int64_t *lengths = (const int64_t *)slot;
   uint64_t hash = 14695981039346656037u;
   size_t payload = 0;
   for (int i = 0; i < self->count; i++) {
@@ -82,11 +112,19 @@ static int exchange(Gather *self, int fits, long long fingerprint, long long pat
     hash = (hash ^ (uint64_t)lengths[i]) * 1099511628211u;
     payload += leaf->before * leaf->row * (size_t)lengths[i];
   }
-  md_header header = header_of(self->channel, fingerprint, patience);
-  header.value = (int64_t)(hash >> 1);
-  header.largest = !fits; /* all know whether all fit */
-  header.result_offset = result_offset;
-  int status = md_meet(ch, &header, NULL);
+  /* All learn whether all fit. */
+  const long long words[WORDS] = {0,     fingerprint, (long long)(hash >> 1), !fits, patience,
+                                  result_offset};
+  if (self->between) {
+    int status = between_meet(self->between, words, NULL, NULL);
+    if (status == MD_OK && !self->between->verdict.largest) {
+      self->between->gathers++;
+      self->between->gathered += payload;
+    }
+    return status;
+  }
+  md_header header = header_with(words, self->channel->start, &self->channel->last);
+  int status = md_meet(&self->channel->channel, &header, NULL);
   if (status == MD_OK) {
     self->channel->gathers++;
     self->channel->gathered += payload;
@@ -94,24 +132,26 @@ static int exchange(Gather *self, int fits, long long fingerprint, long long pat
   return status;
 }
 
+static int finish_gather(Gather *self, int status) {
+  return self->between ? status : finish_call(self->channel, status);
+}
+
 int gather_one(Gather *self, const void *source, Py_ssize_t length) {
-  md_channel *ch = &self->channel->channel;
-  if (begin_call(self->channel)) return -1;
-  self->number = ch->headers + 1;
-  unsigned char *slot = ch->parts[ch->rank]->eager[self->number & 1];
+  unsigned char *slot = begin_slot(self);
+  if (!slot) return -1;
   int64_t *lengths = (int64_t *)slot;
   lengths[0] = length;
   int fits = gather_fits(self, lengths);
   if (fits)
     memcpy(slot + gather_head(self), source,
            self->leaves[0].before * self->leaves[0].row * (size_t)length);
-  int status = exchange(self, fits, self->fingerprint, self->patience, MD_NOWHERE);
-  return finish_call(self->channel, status);
+  int status = exchange(self, slot, fits, self->fingerprint, self->patience, MD_NOWHERE);
+  return finish_gather(self, status);
 }
 
 static int64_t total_of(const Gather *self, int leaf) {
   int64_t total = 0;
-  for (int r = 0; r < self->channel->channel.size; r++)
+  for (int r = 0; r < size_of(self); r++)
     total += ((const int64_t *)gather_slot(self, r))[leaf];
   return total;
 }
@@ -119,12 +159,12 @@ static int64_t total_of(const Gather *self, int leaf) {
 /* Whether the last header has shown that all have made results of the right size in their
    arenas, before they knew the lengths of the others. */
 static int has_room(const Gather *self) {
-  const md_verdict *v = &self->channel->channel.verdict;
-  return v->results_in_arena && v->same_value;
+  const md_verdict *v = last_verdict(self);
+  return !self->between && v->results_in_arena && v->same_value;
 }
 
 Py_ssize_t gathered_length(const Gather *self) {
-  return self->channel->channel.verdict.largest ? -1 : (Py_ssize_t)total_of(self, 0);
+  return last_verdict(self)->largest ? -1 : (Py_ssize_t)total_of(self, 0);
 }
 
 /* Where leaf i begins in the slot of a rank. */
@@ -138,7 +178,7 @@ static size_t leaf_start(const Gather *self, const int64_t *lengths, int i) {
 void gather_to(const Gather *self, int i, unsigned char *out) {
   const GatherLeaf *leaf = &self->leaves[i];
   size_t total = (size_t)total_of(self, i) * leaf->row;
-  for (int r = 0; r < self->channel->channel.size; r++) {
+  for (int r = 0; r < size_of(self); r++) {
     const int64_t *lengths = (const int64_t *)gather_slot(self, r);
     const unsigned char *from = gather_slot(self, r) + leaf_start(self, lengths, i);
     size_t bytes = (size_t)lengths[i] * leaf->row;
@@ -150,7 +190,7 @@ void gather_to(const Gather *self, int i, unsigned char *out) {
 /* Take the lengths of a call; -1: an exception.  A call of another thread that is under way
    has its own there, by which it will write to the memory of all ranks. */
 static int parse_lengths(Gather *self, PyObject *lengths) {
-  if (require_idle(self->channel->busy)) return -1;
+  if (require_idle(self->between ? self->between->busy : self->channel->busy)) return -1;
   if (!PyTuple_Check(lengths) || PyTuple_GET_SIZE(lengths) != self->count) {
     PyErr_SetString(PyExc_TypeError, "Gather: expected a tuple with the length of each leaf");
     return -1;
@@ -209,12 +249,10 @@ static PyObject *Gather_meet(Gather *self, PyObject *const *args, Py_ssize_t cou
   long long result_offset = PyLong_AsLongLong(args[4]);
   if (PyErr_Occurred() || parse_lengths(self, args[1])) return NULL;
   PyObject *result = NULL;
-  md_channel *ch = &self->channel->channel;
+  unsigned char *slot;
   if (get_views(self, args[0])) {
     result = other_arrays();
-  } else if (!begin_call(self->channel)) {
-    self->number = ch->headers + 1;
-    unsigned char *slot = ch->parts[ch->rank]->eager[self->number & 1];
+  } else if ((slot = begin_slot(self))) {
     memcpy(slot, self->lengths, (size_t)self->count * sizeof *self->lengths);
     size_t at = gather_head(self);
     int fits = gather_fits(self, self->lengths);
@@ -222,9 +260,10 @@ static PyObject *Gather_meet(Gather *self, PyObject *const *args, Py_ssize_t cou
       memcpy(slot + at, self->views[i].buf, (size_t)self->views[i].len);
       at += align16((size_t)self->views[i].len);
     }
-    int status = exchange(self, fits, fingerprint, patience, result_offset);
+    int status = exchange(self, slot, fits, fingerprint, patience, result_offset);
     if (status == MD_OK && has_room(self)) status = spread(self);
-    result = end_call(self->channel, status);
+    status = finish_gather(self, status);
+    if (status >= 0) result = PyLong_FromLong(status);
   }
   release_views(self);
   return result;
@@ -232,6 +271,7 @@ static PyObject *Gather_meet(Gather *self, PyObject *const *args, Py_ssize_t cou
 
 static PyObject *Gather_spread(Gather *self, PyObject *arrays) {
   PyObject *result = NULL;
+  if (self->between) return PyErr_Format(PyExc_RuntimeError, "spread: there is no arena");
   if (require_idle(self->channel->busy)) return NULL;
   memcpy(self->lengths, gather_slot(self, self->channel->channel.rank),
          (size_t)self->count * sizeof *self->lengths);
@@ -260,10 +300,9 @@ static PyObject *Gather_layout(Gather *self, PyObject *totals) {
 }
 
 static PyObject *Gather_lengths(Gather *self, PyObject *ignored) {
-  md_channel *ch = &self->channel->channel;
   (void)ignored;
-  PyObject *rows = PyList_New(ch->size);
-  for (int r = 0; rows && r < ch->size; r++) {
+  PyObject *rows = PyList_New(size_of(self));
+  for (int r = 0; rows && r < size_of(self); r++) {
     const int64_t *lengths = (const int64_t *)gather_slot(self, r);
     PyObject *row = PyTuple_New(self->count);
     for (int i = 0; row && i < self->count; i++)
@@ -275,9 +314,8 @@ static PyObject *Gather_lengths(Gather *self, PyObject *ignored) {
 
 /* Lengths of all ranks together; None where the arrays of some rank did not fit. */
 static PyObject *Gather_totals(Gather *self, PyObject *ignored) {
-  md_channel *ch = &self->channel->channel;
   (void)ignored;
-  if (ch->verdict.largest) Py_RETURN_NONE;
+  if (last_verdict(self)->largest) Py_RETURN_NONE;
   PyObject *totals = PyTuple_New(self->count);
   for (int i = 0; totals && i < self->count; i++)
     put_item(&totals, i, PyLong_FromLongLong(total_of(self, i)));

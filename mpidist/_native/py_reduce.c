@@ -1,4 +1,4 @@
-/* `Reduce`: the all-reduce of a nest, at once or step by step; and `RowReduce`, of a small
+/* `Reduce`: the all-reduce of a nest, at once or step by step; and `BetweenReduce`, of a small
    nest between ranks that share no memory. */
 #include "binding.h"
 
@@ -117,24 +117,50 @@ static int Reduce_init(Reduce *self, PyObject *args, PyObject *kwargs) {
   return 0;
 }
 
-static int RowReduce_init(Reduce *self, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"rows", "leaves", "fingerprint", "patience_ms", NULL};
-  Rows *rows;
-  PyObject *leaves;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!|LL", names, &RowsType, &rows,
-                                   &PyList_Type, &leaves, &self->fingerprint, &self->patience))
+/* Take how MPI moves the leaves; -1: an exception. */
+static int set_move(Reduce *self, PyObject *handles) {
+  self->move.leaves = PyMem_Calloc((size_t)self->nest.count + 1, sizeof(MoveLeaf));
+  if (!self->move.leaves) {
+    PyErr_NoMemory();
+    return -1;
+  }
+  if (PyList_GET_SIZE(handles) != self->nest.count) {
+    PyErr_SetString(PyExc_ValueError, "BetweenReduce: expected handles for each leaf");
+    return -1;
+  }
+  for (int i = 0; i < self->nest.count; i++) {
+    unsigned long long datatype, op;
+    if (!PyArg_ParseTuple(PyList_GET_ITEM(handles, i), "KK", &datatype, &op)) return -1;
+    self->move.leaves[i] =
+        (MoveLeaf){(intptr_t)datatype, (intptr_t)op, md_itemsize(self->nest.leaves[i].kernel)};
+  }
+  return between_reserve(self->between, &self->move, &self->nest);
+}
+
+static int BetweenReduce_init(Reduce *self, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"channel", "leaves", "fingerprint", "patience_ms", "way", "handles",
+                          "nbytes", NULL};
+  Between *between;
+  PyObject *leaves, *handles = NULL;
+  Py_ssize_t piece_bytes = 1, nbytes = -1;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!|LL(pin)O!n", names, &BetweenType, &between,
+                                   &PyList_Type, &leaves, &self->fingerprint, &self->patience,
+                                   &self->move.gathers, &self->move.in_flight, &piece_bytes,
+                                   &PyList_Type, &handles, &nbytes))
     return -1;
   if (self->nest.leaves) {
-    PyErr_SetString(PyExc_RuntimeError, "RowReduce: it is there already");
+    PyErr_SetString(PyExc_RuntimeError, "BetweenReduce: it is there already");
     return -1;
   }
-  if (set_leaves(self, leaves, ROW_ALIGNMENT)) return -1;
-  if (self->nest.nbytes > rows->room) {
-    PyErr_Format(PyExc_ValueError, "RowReduce: %zu bytes do not fit a row", self->nest.nbytes);
-    return -1;
-  }
-  self->rows = (Rows *)Py_NewRef(rows);
-  return 0;
+  if (set_leaves(self, leaves, PAYLOAD_ALIGNMENT)) return -1;
+  if (nbytes >= 0) self->payload = (size_t)nbytes; /* before they were widened */
+  self->move.piece_bytes = (size_t)piece_bytes;
+  self->between = (Between *)Py_NewRef(between);
+  if (handles) return set_move(self, handles);
+  if (self->nest.nbytes <= between->room) return 0;
+  PyErr_Format(PyExc_ValueError, "BetweenReduce: %zu bytes, room for %zu", self->nest.nbytes,
+               between->room);
+  return -1;
 }
 
 static void release_views(Reduce *self) {
@@ -147,12 +173,13 @@ static void Reduce_dealloc(Reduce *self) {
   for (int i = 0; self->expected && i < self->nest.count; i++)
     PyMem_Free(self->expected[i].shape);
   PyMem_Free(self->expected);
+  PyMem_Free(self->move.leaves);
   PyMem_Free(self->nest.leaves);
   PyMem_Free(self->views);
   PyMem_Free(self->sources);
   PyMem_Free(self->results);
   Py_XDECREF(self->channel);
-  Py_XDECREF(self->rows);
+  Py_XDECREF(self->between);
   Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -238,8 +265,9 @@ static PyObject *end_reduction(Reduce *self, int status) {
 static int reduce_small(Reduce *self, const void *const *sources, void *const *results,
                         long long fingerprint, long long patience) {
   md_small small = {&self->nest, sources, results};
-  if (self->rows)
-    return rows_reduce(self->rows, fingerprint, patience, &small, self->payload);
+  if (self->between)
+    return between_reduce(self->between, fingerprint, patience, &small, &self->move,
+                          self->payload, (PyObject *)self);
   if (!self->channel) {
     PyErr_SetString(PyExc_RuntimeError, "Reduce: it is not there yet");
     return -1;
@@ -247,6 +275,10 @@ static int reduce_small(Reduce *self, const void *const *sources, void *const *r
   if (begin_call(self->channel)) return -1;
   md_header header = header_of(self->channel, fingerprint, patience);
   return finish_reduction(self, md_meet(&self->channel->channel, &header, &small));
+}
+
+int is_abandoned(const Reduce *self) {
+  return self->between && self->between->moves && self->between->active;
 }
 
 int reduce_one(Reduce *self, const void *source, void *result) {
@@ -282,7 +314,7 @@ static PyObject *Reduce_eager(Reduce *self, PyObject *const *args, Py_ssize_t co
     int status = reduce_small(self, self->sources, self->results, fingerprint, patience);
     if (status >= 0) result = PyLong_FromLong(status);
   }
-  release_views(self);
+  if (!is_abandoned(self)) release_views(self);
   return result;
 }
 
@@ -470,7 +502,7 @@ static PyObject *Reduce_get(Reduce *self, void *closure) {
    "Args:\n    sources: C-contiguous arrays, or one.\n    results: the same, for the "    \
    "results."}
 
-static PyMethodDef RowReduce_methods[] = {EAGER, {NULL}};
+static PyMethodDef BetweenReduce_methods[] = {EAGER, {NULL}};
 static PyMethodDef Reduce_methods[] = {
     EAGER,
     {"shared", (PyCFunction)(void *)Reduce_shared, METH_FASTCALL,
@@ -516,13 +548,14 @@ PyTypeObject ReduceType = {
     .tp_methods = Reduce_methods,
     .tp_getset = Reduce_fields};
 
-PyTypeObject RowReduceType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.RowReduce",
-    .tp_doc = "RowReduce(rows, leaves, fingerprint=0, patience_ms=0)\n--\n\n"
-              "The all-reduce of a nest that travels with headers of `Rows`; see `Reduce`.",
+PyTypeObject BetweenReduceType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.BetweenReduce",
+    .tp_doc = "BetweenReduce(channel, leaves, fingerprint=0, patience_ms=0, way=..., handles=...,\n"
+              "              nbytes=...)\n--\n\n"
+              "The all-reduce of a nest behind a header of `Between`; see `Reduce`.",
     .tp_basicsize = sizeof(Reduce),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = PyType_GenericNew,
-    .tp_init = (initproc)RowReduce_init,
+    .tp_init = (initproc)BetweenReduce_init,
     .tp_dealloc = (destructor)Reduce_dealloc,
-    .tp_methods = RowReduce_methods};
+    .tp_methods = BetweenReduce_methods};

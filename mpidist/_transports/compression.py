@@ -4,9 +4,10 @@ A buffer is what one rank reduces for its node. If the ranks of a node do not sh
 memory, it is the buffer of one rank, and "node" below means a rank. It is all-reduced
 over the nodes in two steps, each of which sends 16-bit floats:
 
-1. every node receives a part of the buffer from all others (MPI_Alltoall), and adds
-   them in the full dtype, in the order of the nodes, with its own part uncompressed;
-2. every node sends its sum to all others (MPI_Allgather). All nodes, including the
+1. every node receives a part of the buffer from all others (``MPI_Ialltoall``), and
+   adds them in the full dtype, in the order of the nodes, with its own part
+   uncompressed;
+2. every node sends its sum to all others (``MPI_Iallgather``). All nodes, including the
    sender, use the compressed sum, so results are bit-identical.
 
 So each value is rounded twice, whatever the number of nodes; summing 16-bit floats in
@@ -37,7 +38,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from mpidist._base.types import HostArray
-from mpidist._mpi.messages import Messages
+from mpidist._mpi.buffers import BufferCollectives
 
 LEAST_BYTES: Final = 32 * 1024
 """Buffers up to this size are not compressed: latency dominates their time."""
@@ -166,7 +167,7 @@ class Compression:
         self._next = 0
         return self
 
-    def allreduce(self, peers: Messages, buffer: HostArray) -> None:
+    def allreduce(self, peers: BufferCollectives, buffer: HostArray) -> None:
         """Sum ``buffer`` of all peers into itself.
 
         Args:
@@ -176,7 +177,7 @@ class Compression:
         with np.errstate(over="ignore", invalid="ignore"):  # infinities are passed on
             self._allreduce(peers, buffer)
 
-    def _allreduce(self, peers: Messages, buffer: HostArray) -> None:
+    def _allreduce(self, peers: BufferCollectives, buffer: HostArray) -> None:
         codec, me, nodes = self._codec, peers.rank, peers.size
         count = -(-buffer.size // nodes)
         parts = [buffer[k * count : (k + 1) * count] for k in range(nodes)]

@@ -277,8 +277,11 @@ class Devices:
             RuntimeError: if NCCL has failed.
         """
         kind = CommunicationImplementation
-        if wanted is kind.DIRECT:
+        if wanted is kind.DIRECT and not self.decision.mixed:
             return DirectTransport(self._comm), "direct: asked for in the options"
+        if wanted is kind.DIRECT:
+            # MPI does not match the blocking calls of GPU buffers with those of others.
+            return self.staged(host), "staged: some ranks have no GPU"
         if wanted is kind.STAGED:
             return self.staged(host), "staged: asked for in the options"
         if wanted is kind.NCCL:
@@ -322,8 +325,8 @@ class Devices:
 def place_text(arrays: list[Array], structure: nest.Structure, mixed: bool) -> str:
     """Return, for a call's text, which of its arrays are on a GPU; "" for none.
 
-    If the ranks have devices of different kinds (``mixed``), GPU buffers use the same
-    messages as host buffers; it is enough if devices are equal within one call.
+    If the ranks have devices of different kinds (``mixed``), GPU buffers make the same
+    calls of MPI as host buffers; it is enough if devices are equal within one call.
     """
     places = [backend.is_device_array(x) for x in arrays]
     if not any(places) or (mixed and all(places)):

@@ -1,4 +1,4 @@
-"""Buffers by MPI messages, without copies to other memory."""
+"""Buffers by collectives of MPI, without copies to other memory."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import textwrap
 
@@ -69,6 +70,26 @@ def test_the_frames_of_the_program(tmp_path, n):
     names = [line.rpartition(" in ")[2] for line in frames if "<string>" in line]
     assert names == ["wait_until_told", "load_a_file", "step", "<module>"]
     assert not [line for line in frames if f'"{ROOT}/mpidist/' in line]
+
+
+def test_ranks_that_are_at_the_same_line_share_a_stack(tmp_path):
+    """And the text has less than twenty lines, also with deep stacks."""
+    body = """
+    def deep(n):
+        wait_until_told() if n == 0 else deep(n - 1)
+    def step():
+        started.append(True)
+        if rank:
+            deep(30)
+        return mpidist.get_replica_context().all_reduce("SUM", 1.0)
+    strategy.run(step)
+    """
+    lines = message_of(body, tmp_path, 6).splitlines()
+    assert re.match(r"ranks 1-4 are \(processes \d+, \d+, \d+, \d+ on ", lines[0])
+    assert lines[1].endswith(" in wait_until_told")
+    assert re.match(r"  \.\.\. and \d+ more", lines[-2])
+    assert lines[-1] == "and 1 more ranks, not asked"
+    assert len(lines) < 20
 
 
 def test_the_main_thread_of_several(tmp_path):

@@ -177,7 +177,7 @@ def test_buckets_and_chunks(where, monkeypatch):
     shapes = [(3, 5), (), (40,), (2, 2, 2), (0,), (11,)]
     data = [rng.integers(0, 99, s).astype(np.float32) for s in shapes]
     mine = [xp.asarray(x + rank) for x in data]
-    monkeypatch.setattr(group_of(strategy).communicator.messages, "chunk_elements", 7)
+    monkeypatch.setattr(group_of(strategy).communicator.buffers, "most_bytes", 28)
 
     def step():
         results = []

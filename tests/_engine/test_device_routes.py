@@ -411,5 +411,5 @@ def test_the_routes(monkeypatch, new_strategy, size):
     assert route_of(strategy, [np.zeros(3)], staged) == "EagerReduce"
     assert route_of(strategy, [large], direct) == "MpiReduce"
     names = [route.__name__ for route in collectives.ROUTES]
-    on_host = ["eager", "shared", "hierarchical"]
-    assert names == [*on_host, "nccl", "direct", "staged", "header", "mpi"]
+    on_host = ["eager", "shared", "between", "hierarchical"]
+    assert names == [*on_host, "nccl", "direct", "staged", "mpi"]

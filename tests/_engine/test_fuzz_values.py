@@ -499,7 +499,7 @@ def test_all_ways_give_the_same_with_a_gpu(new_strategy, monkeypatch, where, ord
     ("where", "nodes"), [("host", 2), ("host", 3), ("gpu", 2), ("mixed", 2)]
 )
 def test_all_ways_give_the_same_between_nodes(new_strategy, monkeypatch, where, nodes):
-    """On 3 ranks as 3 nodes by messages, with other numbers in slices as well."""
+    """On 3 ranks as 3 nodes by MPI, with other numbers in slices as well."""
     monkeypatch.setenv("MPIDIST_SIMULATED_NODES", str(nodes))
     if where == "host":
         _run(new_strategy)

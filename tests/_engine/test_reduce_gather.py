@@ -341,7 +341,7 @@ def test_values_that_are_not_per_replica(strategy):
             ):
                 assert "A non-DistributedValues value" in message
                 assert f"ReduceOp.{op}" in message
-                assert "experimental_distribute_values_from_function" in message
+                assert "strategy.run(lambda: x), axis=None)" in message
     assert_usable(strategy)
 
 

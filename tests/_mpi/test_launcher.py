@@ -11,6 +11,13 @@ from mpidist._mpi.launcher import Launch, describe_alone, find_launch
 # What each launcher sets, as measured: the batch script of a job has SLURM_NTASKS, and
 # no variable of a step; under mpirun in a job those of SLURM are its daemon's.
 SLURM_JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "localhost",
+}
 STEP = {**SLURM_JOB, "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
 
 
@@ -46,6 +53,14 @@ STEP = {**SLURM_JOB, "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
         (STEP, ("srun --mpi=none", 2, 4)),
         ({"PMIX_RANK": "2"}, ("a launcher with PMIx", 2, None)),
         ({"PMI_RANK": "no number", "PMI_SIZE": ""}, None),
+        ({**TORCHRUN, **STEP}, ("torchrun", 1, 2, 1)),
+        ({**TORCHRUN, "ACCELERATE_X": ""}, ("accelerate launch", 1, 2, 1)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, None),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, ("torchrun", 1, 2)),
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3", **TORCHRUN},
+            ("mpirun of Open MPI", 1, 3),
+        ),
     ],
 )
 def test_launchers(variables, expected):
@@ -62,6 +77,7 @@ def test_launchers(variables, expected):
         ("srun --mpi=none", "Open MPI v5.0.11, package: x", "`srun --mpi=pmix`"),
         ("srun --mpi=none", "MPICH Version:      5.0.2\nMPICH", "`srun --mpi=pmi2`"),
         ("mpirun of Open MPI", "MPICH Version: 5.0.2", "use the mpirun of the env"),
+        ("torchrun", "Open MPI v5.0.11", "`mpirun -n 4 python program.py` or `mpidist"),
     ],
 )
 def test_the_text_says_what_to_write(launcher, library, cure):
@@ -98,6 +114,25 @@ def test_a_program_that_is_alone_and_should_not_be():
     ):
         assert allowed.returncode == 0, allowed.stderr
         assert "replica" in allowed.stdout
+
+
+def test_a_program_of_torchrun(tmp_path):
+    """Without torch: with the variables that it sets for each process."""
+    program = tmp_path / "prog.py"
+    program.write_text("import mpidist\n\nmpidist.MPIStrategy()\n")
+    done = subprocess.run(
+        [sys.executable, program],
+        env={**rank_environment(), **TORCHRUN},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "process 1: torchrun started 2 processes" in done.stderr
+    assert "`mpirun -n 2 python prog.py` or `mpidist run -n 2 prog.py`" in done.stderr
+    one = {**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}
+    assert run_alone("mpidist.MPIStrategy()", **one).returncode == 0
 
 
 def test_mpidist_check_says_so_once():

@@ -66,7 +66,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip("no C compiler: none of $CC, cc, gcc, clang")
     path = tmp_path_factory.mktemp("kernels") / "kernels.so"
     flags = [*FLAGS.split(), "-fPIC", "-shared"]
-    command = [*compiler, *flags, "-o", str(path), str(SOURCE)]
+    command = [*compiler, *flags, "-o", str(path), str(SOURCE), "-lm"]
     subprocess.run(command, check=True)
     return load(str(path))
 

@@ -113,6 +113,7 @@ def build(made_with: Tools, native: pathlib.Path = NATIVE) -> str:
         *sources,
         kernels(made_with),
         "-pthread",
+        "-lm",
         "-o",
         str(path),
     )

@@ -22,7 +22,6 @@ VERSIONS = [posing.NEWEST, posing.OLDER]
 # What only NumPy's arrays have, and is asked only of those.
 OF_THE_HOST = {
     "ctypes": "memory of a pool",
-    "resize": "a list of the benchmark's",
     "to_device": "a stage of a data set",
 }
 # What the stand-in does without.

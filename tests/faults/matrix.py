@@ -227,7 +227,7 @@ CASES = [
                 "no memory for what broadcast_to, merge_fn or an update sends",
                 "`MemoryError` on all",
                 "usable",
-                "_mpi/test_messages.py::test_no_memory_on_one_rank_is_raised_on_all",
+                "_mpi/test_buffers.py::test_no_memory_on_one_rank_is_raised_on_all",
             ),
             (
                 "no memory for the result of a reduction",
@@ -346,12 +346,6 @@ CASES = [
                 "checkpoint.py::test_a_folder_that_is_deleted_during_a_save",
             ),
             (
-                "another path on one rank",
-                _MISMATCH,
-                "usable",
-                "checkpoint.py::test_another_path_on_one_rank_is_an_error_on_all",
-            ),
-            (
                 "copies of a variable that differ",
                 "`CollectiveMismatchError` on all, which names the rank",
                 "usable",
@@ -415,7 +409,7 @@ CASES = [
     ),
     *_rows(
         "Numbers",
-        "tests/_mpi/test_messages.py::test_",
+        "tests/_mpi/test_buffers.py::test_",
         [
             (
                 "sums and products beyond the range of an integer dtype",

@@ -1,0 +1,99 @@
+"""The deadline of calls of MPI that block: those that move GPU buffers.
+
+Nothing ends such a call in this process, neither an exception nor a signal's handler.
+So a thread looks at the clock: it reports a call that takes long, and at the deadline
+ends the job with the same message, or, where jobs outlive their ranks (ULFM), revokes
+the communicator, which makes the call raise on all ranks. The thread calls MPI only for
+that. It starts with the first call, and ends with the guard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from mpidist._base import reporting
+from mpidist._base.errors import CollectiveTimeoutError, on_rank
+from mpidist._mpi.communicator import AnyCommunicator
+
+_LOOK_SECONDS: Final = 0.1
+
+_logger: Final = logging.getLogger("mpidist")
+
+
+class Watchdog:
+    """Looks at the clock while this rank is in a call of MPI that blocks.
+
+    Args:
+        comm: the ranks.
+        stall_seconds: after which a call is reported.
+
+    Attributes:
+        end: ends the job, at the deadline; None: nothing does.
+        expired: what to raise from a call that was revoked at its deadline.
+    """
+
+    def __init__(self, comm: AnyCommunicator, stall_seconds: float) -> None:
+        self._comm = comm
+        self._stall = stall_seconds
+        self.end: Callable[[CollectiveTimeoutError], None] | None = None
+        self._thread: threading.Thread | None = None
+        self._since: float | None = None
+        self._call = ""
+        self._timeout = 0.0
+        self._reported = False
+        self._closed = threading.Event()
+        self.expired: CollectiveTimeoutError | None = None
+
+    def close(self) -> None:
+        """End the thread: no call is made any more."""
+        self._closed.set()
+
+    @contextlib.contextmanager
+    def watch(self, call: str, timeout: float) -> Iterator[None]:
+        """Watch a call, in a ``with`` block.
+
+        Args:
+            call: its name in messages.
+            timeout: seconds until the deadline; 0: none.
+        """
+        self._call, self._timeout, self._reported = call, timeout, False
+        self._since = time.monotonic()
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="mpidist watchdog", daemon=True
+            )
+            self._thread.start()
+        try:
+            yield
+        finally:
+            self._since = None
+
+    def _run(self) -> None:
+        while not self._closed.wait(_LOOK_SECONDS):
+            since = self._since
+            if since is not None:
+                self._look(time.monotonic() - since)
+
+    def _look(self, waited: float) -> None:
+        text = (
+            f"{self._call}: this rank has been in a call of MPI that blocks for "
+            f"{waited:.3g} s; some rank did not make it, or was stopped in it"
+        )
+        if waited >= self._stall and not self._reported:
+            self._reported = True
+            reporting.log(
+                _logger, logging.WARNING, "mpidist: %s", on_rank(self._comm.rank, text)
+            )
+        if not self._timeout or waited < self._timeout:
+            return
+        error = CollectiveTimeoutError(on_rank(self._comm.rank, text))
+        if self._comm.outlives_ranks:
+            self._since, self.expired = None, error
+            self._comm.revoke()
+        elif self.end is not None:
+            self.end(error)

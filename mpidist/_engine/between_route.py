@@ -1,0 +1,125 @@
+"""The route of nests of host arrays between nodes of one rank.
+
+A nest that has room behind the header takes one collective of MPI. A larger one takes
+two, of which the core starts the second when the headers agree, without Python in
+between (``_native/py_between.c``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Final
+
+import numpy as np
+
+from mpidist import _native
+from mpidist._agreement.mismatch import Call
+from mpidist._base.memory import round_up
+from mpidist._base.types import Array
+from mpidist._engine.buckets import Results
+from mpidist._engine.core_routes import EagerReduce, is_for_core, nbytes_of
+from mpidist._engine.plans import PlanResources, Signature
+from mpidist._mpi.buffers import Way
+from mpidist._mpi.communicator import Communicator
+from mpidist._mpi.ops import handles_of
+
+# Of nests that are copied into one buffer, or gathered.
+_MOST_COPIED_BYTES: Final = 2**20
+# Of one array: MPI's collectives of larger ones are cut, each with a deadline.
+_MOST_BYTES: Final = 64 * 2**20
+_MOST_RUNS: Final = 8
+
+
+def between(resources: PlanResources, signature: Signature) -> BetweenReduce | None:
+    """Return the plan of a nest, if ranks exchange headers by MPI, in the core."""
+    leaves, comm = signature.leaves, resources.comm
+    room = room_behind(resources)
+    if not room or not isinstance(comm, Communicator):
+        return None
+    if signature.root is not None or signature.compress is not None:
+        return None
+    if not has_same_bits(resources):
+        return None
+    if signature.transports.mixed:  # a rank with arrays on a GPU uses another route
+        return None
+    # What ranks of a node share has no part in it.
+    alone = dataclasses.replace(resources, node=None, nodes=None, wide=True)
+    if any(leaf.on_device or not is_for_core(alone, leaf) for leaf in leaves):
+        return None
+    unit = _native.core.PAYLOAD_ALIGNMENT
+    nbytes = sum(round_up(nbytes_of(alone, leaf), unit) for leaf in leaves)
+    way = None
+    if nbytes > room:
+        way = comm.buffers.way
+        copied = way.gathers or len(leaves) > 1
+        most = _MOST_COPIED_BYTES if copied else _MOST_BYTES
+        kinds = [(x.reduction.compute, x.reduction.combining) for x in leaves]
+        runs = sum(1 for _ in itertools.groupby(kinds))  # a collective each
+        if nbytes > most or runs > _MOST_RUNS or resources.nodes is not None:
+            return None
+    return BetweenReduce(alone, signature, way) if nbytes else None
+
+
+def room_behind(resources: PlanResources) -> int:
+    """Return the bytes that a rank can send behind a header; 0: nothing."""
+    channel: _native.Between = resources.guard.channel
+    if _native.core is None or type(channel) is not _native.core.Between:
+        return 0
+    return channel.room if resources.guard.enabled else 0
+
+
+def has_same_bits(resources: PlanResources) -> bool:
+    """Return whether MPI's sums between nodes have the same bits on all ranks."""
+    comm = resources.comm
+    return not isinstance(comm, Communicator) or comm.buffers.same_bits
+
+
+class BetweenReduce(EagerReduce):
+    """All-reduces nests with the header, or behind it.
+
+    Args:
+        resources: of the strategy.
+        signature: of the calls.
+        way: how a nest moves that has no room behind the header.
+    """
+
+    def __init__(
+        self, resources: PlanResources, signature: Signature, way: Way | None
+    ) -> None:
+        self._way = way
+        super().__init__(resources, signature)
+        self._dtypes = [leaf.reduction.result for leaf in signature.leaves]
+
+    def __call__(
+        self,
+        arrays: list[Array],
+        call: Call | None = None,
+        timeout: float | None = None,
+    ) -> Results:
+        """Agree with the other ranks, and reduce; see `Plan`."""
+        sums = super().__call__(arrays, call, timeout)
+        if not self._casts:
+            return sums
+        with np.errstate(all="ignore"), _native.DefaultFloatState():
+            return [
+                x if x.dtype == dtype else x.astype(dtype)
+                for x, dtype in zip(sums, self._dtypes, strict=True)
+            ]
+
+    def _new_core(
+        self,
+        resources: PlanResources,
+        signature: Signature,
+        rows: list[_native.ReduceLeaf],
+    ) -> _native.Reduce:
+        """Return the nest in the core."""
+        guard = resources.guard
+        nbytes = sum(x.size * x.reduction.dtype.itemsize for x in signature.leaves)
+        number = signature.call.fingerprint
+        arguments = guard.channel, rows, number, guard.patience_ms
+        if self._way is None:
+            return _native.core.BetweenReduce(*arguments, nbytes=nbytes)
+        handles = [handles_of(row.dtype, row.operation) for row in rows]
+        way = tuple(self._way)
+        return _native.core.BetweenReduce(*arguments, way, handles, nbytes)

@@ -1,0 +1,455 @@
+"""MPI's collectives of flat buffers, polled.
+
+Each method starts non-blocking collectives of MPI and waits for them (``wait``), with a
+deadline. MPI chooses the algorithm. What is decided here is how many collectives an
+array is cut into, and which one an all-reduce is (`Way`).
+
+**Invariants.** All ranks of the communicator call the same method with the same sizes:
+the guard ensures it. No array is allocated on the host after a method has begun, except
+in the pieces of more than 2 GiB. A wait that ends with an exception leaks its buffers
+(MPI may still write to them), and no call follows on this communicator.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from mpidist._base import backend
+from mpidist._base.memory import LINE, leak, round_up
+from mpidist._base.types import Array, HostArray
+from mpidist._mpi.library import MpiComm, MpiRequest, mpi_module
+
+Buffer: TypeAlias = Array
+"""A one-dimensional, C-contiguous array on the host or on a GPU."""
+MPIOp = Literal["SUM", "PROD", "MIN", "MAX"]
+
+COMBINE: Final[dict[MPIOp, np.ufunc]] = {
+    "SUM": np.add,
+    "PROD": np.multiply,
+    "MIN": np.minimum,
+    "MAX": np.maximum,
+}
+
+# MPI 3 counts in C ints.
+_MOST_BYTES: Final = 2**31 - 2**20
+# Each piece that completes restarts the deadline of a wait.
+_MOST_PIECE: Final = 64 * 2**20
+
+
+class Way(NamedTuple):
+    """How an all-reduce of a large buffer is made of MPI's collectives.
+
+    Attributes:
+        gathers: whether the ranks gather what all have (``Iallgather``), and each adds;
+            else ``Iallreduce``. For two ranks both move the same bytes.
+        in_flight: how many collectives are in progress at a time.
+        piece_bytes: the least bytes of each.
+    """
+
+    gathers: bool
+    in_flight: int
+    piece_bytes: int
+
+
+def way_of(library: str, size: int) -> Way:
+    """Return what is fastest; measured on 2026-11-23, see docs/performance.md.
+
+    Open MPI 5.0.11 reduces to one rank and then broadcasts, if there are fewer than
+    four ranks or if the result is to be where the input is (``coll/libnbc``). MPICH
+    5.0.2 leaves the network idle while it adds, so several are in progress.
+
+    Args:
+        library: the vendor, as of `mpi4py.MPI.get_vendor`.
+        size: the number of ranks.
+    """
+    if library == "Open MPI":
+        return Way(size == 2, 4, 2**20) if size < 4 else Way(False, 1, _MOST_PIECE)
+    return Way(False, 4, 2**20)
+
+
+class Transfer:
+    """Collectives of MPI in progress: one request.
+
+    Args:
+        requests: of MPI.
+        buffers: what they read and write.
+    """
+
+    __slots__ = ("_buffers", "_next", "_requests")
+
+    def __init__(self, requests: list[MpiRequest], buffers: tuple[Any, ...]) -> None:
+        self._requests = requests
+        self._buffers = buffers
+        self._next = 0
+
+    def Test(self) -> bool:  # noqa: N802 - mpi4py's name
+        """Return whether all have completed, and make progress."""
+        requests, number = self._requests, self._next
+        while number < len(requests) and requests[number].Test():
+            number += 1
+        self._next = number
+        return number == len(requests)
+
+    @property
+    def result(self) -> None:
+        """Nothing: the buffers have what was received."""
+
+    def leak(self) -> None:
+        """Leak the buffers: MPI may still use them."""
+        leak(self)
+
+
+class Waiter(Protocol):
+    """What waits for collectives; see `mpidist._mpi.communicator.Waiter`."""
+
+    def wait_data(self, transfer: Transfer) -> None:
+        """Wait until collectives have completed."""
+
+    def block(self, call: Callable[[], object]) -> None:
+        """Make a call of MPI that blocks, under a watchdog."""
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Return what to raise in place of an exception of MPI."""
+
+
+class BufferCollectives:
+    """Collectives of the ranks of one MPI communicator.
+
+    Args:
+        comm: an mpi4py intra-communicator.
+        waiter: waits, with a deadline.
+        count: told the name of each function of MPI that is called.
+        way: of all-reduces; None: `way_of`.
+
+    Attributes:
+        rank: of this process.
+        size: the number of ranks.
+        way: of all-reduces.
+        same_bits: whether MPI's all-reduce gives all ranks the same bits. If not, one
+            rank reduces, and the others get a copy.
+        most_bytes: the most bytes of one collective.
+    """
+
+    # Of the class, so that tests can set a smaller one of an object.
+    most_bytes = _MOST_BYTES
+
+    def __init__(
+        self,
+        comm: MpiComm,
+        waiter: Waiter,
+        count: Callable[[str], None],
+        way: Way | None = None,
+    ) -> None:
+        self.comm = comm
+        self._waiter = waiter
+        self._count = count
+        self.rank: int = comm.Get_rank()
+        self.size: int = comm.Get_size()
+        self.same_bits: bool = True
+        self._mpi = mpi_module()
+        self.way: Way = way or way_of(self._mpi.get_vendor()[0], self.size)
+        self._scratch: HostArray = np.empty(0, np.uint8)
+
+    def start(
+        self, calls: Sequence[functools.partial[MpiRequest]], *buffers: Any
+    ) -> Transfer:
+        """Start collectives, the same on all ranks; `finish` waits for them.
+
+        Args:
+            calls: each starts one, and returns its request.
+            buffers: what they read and write.
+        """
+        requests: list[MpiRequest] = []
+        transfer = Transfer(requests, buffers)
+        try:
+            for call in calls:
+                self._count(call.func.__name__)
+                requests.append(call())
+        except BaseException as error:
+            transfer.leak()
+            raise self._waiter.failed(error) from None
+        return transfer
+
+    def finish(self, transfer: Transfer) -> None:
+        """Wait for what `start` has started.
+
+        Raises:
+            CollectiveTimeoutError: at the deadline; the buffers are then leaked.
+        """
+        try:
+            self._waiter.wait_data(transfer)
+        except BaseException:
+            transfer.leak()
+            raise
+
+    # --- reductions -------------------------------------------------------------
+
+    def allreduce(self, send: Buffer | None, receive: Buffer, op: MPIOp) -> None:
+        """Reduce ``send`` of all ranks into ``receive`` of all ranks.
+
+        Args:
+            send: this rank's; None: it is in ``receive``.
+            receive: for the result.
+            op: the operation.
+        """
+        if self.size == 1 or not receive.size:
+            if send is not None:
+                receive[...] = send
+            return
+        if backend.is_device_array(receive):
+            self._allreduce_on_device(send, receive, op)
+            return
+        if not self.same_bits:
+            if send is not None:
+                receive[...] = send
+                backend.synchronize(receive)
+            self.reduce(receive, op, 0)
+            self.broadcast(receive, 0)
+            return
+        pieces = self._pieces(receive, self.way)
+        gathers = self.way.gathers and op == "SUM"
+        begin = self._begin_gather if gathers else self._begin_reduction
+        pending: list[Callable[[], None]] = []
+        slots = self._slots(receive, pieces, in_place=send is None, gathers=gathers)
+        for number, part in enumerate(pieces):
+            if number >= self.way.in_flight:
+                pending[number - self.way.in_flight]()
+            source = None if send is None else send[part]
+            slot = slots[number % self.way.in_flight]
+            pending.append(begin(source, receive[part], slot, op))
+        for end in pending[-self.way.in_flight :]:
+            end()
+
+    def _allreduce_on_device(
+        self, send: Buffer | None, receive: Buffer, op: MPIOp
+    ) -> None:
+        for part in self._pieces(receive, Way(False, 1, _MOST_PIECE)):
+            source = self._mpi.IN_PLACE if send is None else send[part]
+            self._block(
+                self.comm.Allreduce, source, receive[part], getattr(self._mpi, op)
+            )
+
+    def _begin_reduction(
+        self, source: Buffer | None, target: Buffer, slot: HostArray, op: MPIOp
+    ) -> Callable[[], None]:
+        if source is None:  # not MPI_IN_PLACE: see `way_of`
+            source = slot[: target.size]
+            source[...] = target
+        call = functools.partial(
+            self.comm.Iallreduce, source, target, getattr(self._mpi, op)
+        )
+        transfer = self.start((call,), source, target)
+        return lambda: self.finish(transfer)
+
+    def _begin_gather(
+        self, source: Buffer | None, target: Buffer, slot: HostArray, op: MPIOp
+    ) -> Callable[[], None]:
+        source = target if source is None else source
+        rows = slot[: self.size * target.size]
+        call = functools.partial(self.comm.Iallgather, source, rows)
+        transfer = self.start((call,), source, rows)
+
+        def end() -> None:
+            self.finish(transfer)
+            parts = rows.reshape(self.size, target.size)
+            COMBINE[op](parts[0], parts[1], out=target)
+            for part in parts[2:]:
+                COMBINE[op](target, part, out=target)
+
+        return end
+
+    def _pieces(self, buffer: Buffer, way: Way) -> list[slice]:
+        """Return equal pieces of a buffer, which begin at cache lines."""
+        most = min(_MOST_PIECE, self.most_bytes)
+        count = min(way.in_flight, buffer.nbytes // way.piece_bytes)
+        count = max(1, count, -(-buffer.nbytes // most))
+        step = round_up(-(-buffer.size // count), LINE)
+        return [slice(i, i + step) for i in range(0, buffer.size, step)]
+
+    def _slots(
+        self, like: Buffer, pieces: list[slice], *, in_place: bool, gathers: bool
+    ) -> list[HostArray]:
+        """Return scratch memory for each piece in flight, of the dtype of ``like``."""
+        count = min(len(pieces), self.way.in_flight)
+        size = pieces[0].stop - pieces[0].start
+        if gathers:
+            size *= self.size
+        elif not in_place:
+            return [like[:0]] * self.way.in_flight
+        nbytes = count * size * like.itemsize
+        if self._scratch.nbytes < nbytes:
+            self._scratch = np.empty(nbytes, np.uint8)
+        flat = self._scratch[:nbytes].view(like.dtype)
+        return [flat[k * size : (k + 1) * size] for k in range(count)]
+
+    def reduce(self, buffer: Buffer, op: MPIOp, root: int) -> None:
+        """Reduce ``buffer`` of all ranks into that of the root; others keep theirs."""
+        if self.size == 1 or not buffer.size:
+            return
+        mpi_op = getattr(self._mpi, op)
+
+        def arguments(part: Buffer) -> tuple[Any, ...]:
+            if self.rank == root:
+                return self._mpi.IN_PLACE, part, mpi_op, root
+            return part, None, mpi_op, root
+
+        self._run_in_pieces(buffer, "Reduce", arguments)
+
+    # --- copies -----------------------------------------------------------------
+
+    def broadcast(self, buffer: Buffer, root: int) -> None:
+        """Copy ``buffer`` of the root to all ranks."""
+        if self.size == 1 or not buffer.size:
+            return
+        self._run_in_pieces(buffer, "Bcast", lambda part: (part, root))
+
+    def _run_in_pieces(
+        self,
+        buffer: Buffer,
+        name: Literal["Reduce", "Bcast"],
+        arguments: Callable[[Buffer], tuple[Any, ...]],
+    ) -> None:
+        blocks = backend.is_device_array(buffer)
+        call = getattr(self.comm, name if blocks else f"I{name.lower()}")
+        step = max(1, min(_MOST_PIECE, self.most_bytes) // buffer.itemsize)
+        for i in range(0, buffer.size, step):
+            part = buffer[i : i + step]
+            if blocks:
+                self._block(call, *arguments(part))
+            else:
+                started = functools.partial(call, *arguments(part))
+                self.finish(self.start((started,), part))
+
+    def _block(self, call: Callable[..., object], *arguments: Any) -> None:
+        """Move GPU buffers by a call that blocks, if MPI is CUDA-aware."""
+        self._count(call.__name__)
+        self._waiter.block(functools.partial(call, *arguments))
+
+    def all_gather(self, send: Buffer, receive: Buffer, counts: Sequence[int]) -> None:
+        """Concatenate buffers of all ranks, in rank order, on all ranks.
+
+        Args:
+            send: this rank's ``counts[rank]`` elements.
+            receive: the sum of ``counts``.
+            counts: elements of each rank; the same on all ranks.
+        """
+        if not any(counts):
+            return
+        send, receive = send[: counts[self.rank]], receive[: sum(counts)]
+        if receive.nbytes > self.most_bytes:
+            for root, part in enumerate(_parts(receive, counts)):
+                if root == self.rank:
+                    part[...] = send
+                    backend.synchronize(part)
+                self.broadcast(part, root)
+            return
+        if backend.is_device_array(receive):
+            where = [receive, (counts, starts_of(counts))]
+            self._block(self.comm.Allgatherv, send, where)
+            return
+        if len(set(counts)) == 1:
+            call = functools.partial(self.comm.Iallgather, send, receive)
+        else:
+            where = [receive, (counts, starts_of(counts))]
+            call = functools.partial(self.comm.Iallgatherv, send, where)
+        self.finish(self.start((call,), send, receive))
+
+    def gather(
+        self, send: Buffer, receive: Buffer | None, counts: Sequence[int], root: int
+    ) -> None:
+        """Concatenate buffers of all ranks, in rank order, on the root alone."""
+        for part, window in self._windows(send, receive, counts):
+            where = None if window is None else window.buffers
+            self._run(self.comm.Igatherv, part, where, root)
+            if window is not None:
+                window.copy_out()
+
+    def scatter(
+        self, send: Buffer | None, receive: Buffer, counts: Sequence[int], root: int
+    ) -> None:
+        """Give each rank its part of the root's buffer."""
+        for part, window in self._windows(receive, send, counts):
+            if window is not None:
+                window.copy_in()
+            where = None if window is None else window.buffers
+            self._run(self.comm.Iscatterv, where, part, root)
+
+    def _run(
+        self, call: Callable[..., MpiRequest], send: Any, receive: Any, root: int
+    ) -> None:
+        started = functools.partial(call, send, receive, root)
+        self.finish(self.start((started,), send, receive))
+
+    def _windows(
+        self, own: Buffer, whole: Buffer | None, counts: Sequence[int]
+    ) -> Iterator[tuple[Buffer, _Window | None]]:
+        """Yield parts of this rank's buffer, and of the root's that of all ranks.
+
+        As many on all ranks: the largest buffer is cut so that the parts of all fit
+        into one collective.
+        """
+        itemsize = own.itemsize
+        step = max(1, *counts)
+        if sum(counts) * itemsize > self.most_bytes:
+            step = max(1, self.most_bytes // self.size // itemsize)
+        for first in range(0, max(counts), step):
+            window = None
+            if whole is not None:
+                ranges = [part[first : first + step] for part in _parts(whole, counts)]
+                window = _Window(whole, ranges)
+            yield own[first : first + step], window
+
+    def exchange(self, send: Buffer, receive: Buffer) -> None:
+        """Send row k of ``send`` to rank k, and receive row k from it."""
+        call = functools.partial(self.comm.Ialltoall, send, receive)
+        self.finish(self.start((call,), send, receive))
+
+
+class _Window:
+    """A range of the parts of all ranks, next to each other for MPI.
+
+    Args:
+        whole: the buffer of all ranks.
+        ranges: of each rank, in ``whole``.
+    """
+
+    def __init__(self, whole: Buffer, ranges: list[Buffer]) -> None:
+        counts = [part.size for part in ranges]
+        self._ranges: Any = ranges
+        self._is_whole = sum(counts) == whole.size
+        self._buffer: Any = whole
+        if not self._is_whole:
+            self._buffer = np.empty(sum(counts), whole.dtype)
+        self.buffers = [self._buffer, (counts, starts_of(counts))]
+
+    def copy_in(self) -> None:
+        """Copy the ranges next to each other."""
+        if not self._is_whole:
+            np.concatenate(self._ranges, out=self._buffer)
+
+    def copy_out(self) -> None:
+        """Copy them back."""
+        if not self._is_whole:
+            counts = [part.size for part in self._ranges]
+            for part, copy in zip(
+                self._ranges, _parts(self._buffer, counts), strict=True
+            ):
+                part[...] = copy
+
+
+def starts_of(counts: Sequence[int]) -> list[int]:
+    """Return where the part of each rank begins."""
+    return [0, *itertools.accumulate(counts)][:-1]
+
+
+def _parts(buffer: Buffer, counts: Sequence[int]) -> list[Buffer]:
+    """Return the parts of all ranks."""
+    return [
+        buffer[start : start + count]
+        for start, count in zip(starts_of(counts), counts, strict=True)
+    ]

@@ -1,0 +1,75 @@
+"""Operations of MPI that are functions of the native core.
+
+MPI calls them with pointers only, so they need neither mpi.h nor an ABI. They do what
+MPI's own do not: sums of small integers wrap (Open MPI's saturate), and MIN and MAX of
+NaN and of zeros have one answer, the one of the core.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any, Final
+
+import numpy as np
+
+from mpidist import _native
+from mpidist._base.types import DType
+from mpidist._mpi.library import mpi_module
+
+# Of which MPI's own SUM is NumPy's.
+_SUMMED: Final = frozenset(("f4", "f8", "i4", "i8", "u4", "u8", "c8", "c16"))
+_INTEGERS: Final = frozenset(("i4", "i8", "u4", "u8"))
+
+
+@functools.cache
+def host_op(dtype: str, operation: str) -> tuple[Any, DType, Any]:
+    """Return how MPI reduces elements that the core reduces. They are never freed.
+
+    Args:
+        dtype: kind and bytes, as of `mpidist._native.ReduceLeaf`.
+        operation: "SUM", "PROD", "MIN" or "MAX".
+
+    Returns:
+        An `mpi4py.MPI.Op`; NumPy's dtype of the elements; and an
+        `mpi4py.MPI.Datatype`, or None if NumPy's dtype tells mpi4py which one it is.
+    """
+    mpi = mpi_module()
+    if dtype in _INTEGERS or (operation == "SUM" and dtype in _SUMMED):
+        return getattr(mpi, operation), np.dtype(dtype), None
+    op = make_op(_native.core.op_function(dtype, operation), commutes=True)
+    nbytes = int(dtype.lstrip("bfiuc"))
+    return op, np.dtype(np.uint8), mpi.BYTE.Create_contiguous(nbytes).Commit()
+
+
+def handles_of(dtype: str, operation: str) -> tuple[int, int]:
+    """Return the handles of datatype and operation of `host_op`, as integers."""
+    mpi = mpi_module()
+    op, numpy_dtype, datatype = host_op(dtype, operation)
+    if datatype is None:
+        datatype = mpi.Datatype.fromcode(numpy_dtype.char)
+    return mpi._handleof(datatype), mpi._handleof(op)
+
+
+def make_op(function: int, *, commutes: bool = False) -> Any:
+    """Return an `mpi4py.MPI.Op` of a C function.
+
+    Args:
+        function: the address of an ``MPI_User_function``.
+        commutes: whether MPI may combine ranks in any order.
+    """
+    mpi = mpi_module()
+    op = mpi.Op()
+    code = ctypes.CDLL(mpi.__file__).MPI_Op_create(
+        ctypes.c_void_p(function),
+        int(commutes),
+        ctypes.c_void_p(mpi._addressof(op)),
+    )
+    if code:
+        raise_error(code)
+    return op
+
+
+def raise_error(code: int) -> None:
+    """Raise the exception of an error code of MPI."""
+    raise mpi_module().Exception(code)

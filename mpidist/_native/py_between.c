@@ -1,0 +1,556 @@
+/* `Between`: how ranks meet that share no memory.  Each header is one MPI collective, of one
+   element for each rank: a header, and behind it room for a small payload.  The element is always
+   of the same size, so ranks whose calls differ make the same call of MPI, and meet here.
+
+   Two ways, chosen by the number of ranks:
+   - *rows*: an all-gather.  Every rank has the elements of all, compares them, and adds up the
+     payloads from rank 0 upwards;
+   - *merged*: an all-reduce by `md_between_op`, which merges two headers and adds two payloads.
+     MPI adds in a tree over the ranks in their order, and gives the result to all.
+
+   A payload without room follows as collectives of its own (`move`), when the headers agree.
+
+   No mpi.h: Python makes the request of the headers (mpidist/_mpi/between.py), and gives the
+   addresses of MPI's functions and the values of its handles.  In every ABI of MPI a handle is an
+   int or a pointer, and on x86-64 and aarch64 either is passed as one word, like an intptr_t.
+
+   One header is in progress at a time: a rank that gives up on one never starts another. */
+#define _GNU_SOURCE
+#include "binding.h"
+
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+#include <structmember.h>
+
+/* How often a rank yields its core before Python waits, with a deadline.  Ranks may share cores
+   without knowing it, as jobs and containers do.  Between two yields MPI needs some tests to make
+   progress: of 1 to 64, 4 were good with both MPIs. */
+#define YIELDS 500
+#define TESTS_BETWEEN 4
+
+/* Those that merge: an op of MPI knows nothing but the elements, so these have a key. */
+static Between *merging;
+
+/* --- the elements ---------------------------------------------------------------------- */
+
+static unsigned char *payload_of(const Between *self, int rank) {
+  unsigned char *rows = self->received.buf;
+  return rows + (self->merges ? 0 : (size_t)rank * (sizeof(md_header) + self->room)) +
+         sizeof(md_header);
+}
+
+const unsigned char *between_payload(const Between *self, int rank) {
+  return payload_of(self, rank);
+}
+
+unsigned char *between_room(const Between *self) {
+  return (unsigned char *)self->sent.buf + sizeof(md_header);
+}
+
+static void add_payload(const md_nest *nest, const unsigned char *a, unsigned char *b) {
+  for (int i = 0; i < nest->count; i++) {
+    const md_leaf *leaf = &nest->leaves[i];
+    const void *sources[2] = {a + leaf->start, b + leaf->start};
+    void *sum = b + leaf->start;
+    md_reduce(leaf->kernel, &sum, 1, sources, 2, leaf->nbytes / md_itemsize(leaf->kernel), 0);
+  }
+}
+
+/* MPI_User_function: adds `from`, of the lower ranks, and `to` into `to`.  MPI calls it in the
+   calls of this process; not always in one that tests this header. */
+void md_between_op(void *from, void *to, int *len, void *datatype) {
+  (void)datatype;
+  const md_header *other = from;
+  md_header *header = to;
+  const Between *self = merging;
+  while (self && self->key != header->source_offset) self = self->sibling;
+  if (!self || *len != 1) { /* not ours: cannot be */
+    header->result_offset = 0;
+    return;
+  }
+  md_merge(header, other);
+  if (header->flag || header->result_offset != 1) return;
+  if (self->small && self->fingerprint == header->fingerprint)
+    add_payload(self->small, (const unsigned char *)from + sizeof *other,
+                (unsigned char *)to + sizeof *header);
+}
+
+/* --- a header ------------------------------------------------------------------------- */
+
+static int begin(Between *self) {
+  if (require_idle(self->busy)) return -1;
+  if (!self->owner || self->active) {
+    PyErr_SetString(PyExc_RuntimeError, self->owner ? "Between: a header was abandoned"
+                                                    : "Between: it is not open");
+    return -1;
+  }
+  self->busy = 1;
+  self->start = now();
+  return 0;
+}
+
+static int end(Between *self, int status) {
+  self->busy = 0;
+  self->seconds += now() - self->start;
+  return status;
+}
+
+/* -1 with an exception of MPI. */
+static int failed(Between *self, int code) {
+  PyObject *none = PyObject_CallFunction(self->fail, "i", code);
+  Py_XDECREF(none);
+  if (!PyErr_Occurred()) PyErr_Format(PyExc_RuntimeError, "Between: MPI error %d", code);
+  return -1;
+}
+
+/* Start the collective; -1: an exception, and it was not started. */
+static int start_collective(Between *self) {
+  if (!self->begins) {
+    int code = self->mpi_start(self->request);
+    return code ? failed(self, code) : 0;
+  }
+  /* Called without Python code in between, where a signal's exception could come. */
+  PyObject *request = PyObject_CallNoArgs(self->begins), *address = NULL;
+  if (request) address = PyObject_CallOneArg(self->address_of, request);
+  if (address) self->request = PyLong_AsVoidPtr(address);
+  Py_XDECREF(address);
+  Py_XSETREF(self->begun, request);
+  return address ? 0 : -1;
+}
+
+/* Publish a header, whose payload is in its room already.  `nest`: of a payload to be added, which
+   `keeper` keeps while MPI may call the op. */
+static int publish(Between *self, const md_header *header, const md_nest *nest,
+                   PyObject *keeper) {
+  md_header *sent = self->sent.buf;
+  *sent = *header;
+  if (self->merges) {
+    md_begin_merge(sent);
+    sent->source_offset = self->key;
+  }
+  self->small = nest;
+  self->fingerprint = header->fingerprint;
+  Py_XSETREF(self->keeper, Py_XNewRef(keeper));
+  if (start_collective(self)) return -1;
+  self->headers++;
+  self->pending[0] = self->request;
+  self->next = 0;
+  self->active = 1;
+  return 0;
+}
+
+/* Whether the header, or what `move` has started, has completed; -1: an exception. */
+static int test_some(Between *self, int tests) {
+  if (!self->owner) {
+    PyErr_SetString(PyExc_RuntimeError, "Between: it is not open");
+    return -1;
+  }
+  for (int i = 0; i < tests && self->active; i++) {
+    int done = 0, code = self->mpi_test(self->pending[self->next], &done, self->status);
+    if (code) return failed(self, code);
+    if (done && ++self->next == self->active) self->active = 0;
+  }
+  return !self->active;
+}
+
+/* Return when it has completed; -1: an exception. */
+static int wait_for_all(Between *self) {
+  int there = test_some(self, self->first_tests);
+  for (int i = 0; !there && (i < YIELDS || !self->wait); i++) {
+    Py_BEGIN_ALLOW_THREADS sched_yield();
+    Py_END_ALLOW_THREADS
+    if (PyErr_CheckSignals()) return -1;
+    there = test_some(self, TESTS_BETWEEN);
+  }
+  if (there) return there < 0 ? -1 : 0;
+  PyObject *none = PyObject_CallOneArg(self->wait, (PyObject *)self);
+  if (!none) return -1;
+  Py_DECREF(none);
+  if (!self->active) return 0;
+  PyErr_SetString(PyExc_RuntimeError, "Between: `wait` has not waited");
+  return -1;
+}
+
+/* The status of the header, which has completed. */
+static int judge(Between *self) {
+  if (self->merges) return md_judge_merged(&self->verdict, self->received.buf);
+  const md_header *headers[self->size];
+  for (int r = 0; r < self->size; r++)
+    headers[r] = (const md_header *)(payload_of(self, r) - sizeof(md_header));
+  return md_compare(&self->verdict, headers, self->size, self->rank);
+}
+
+static void take_sum(Between *self, const md_small *small, const unsigned char *const *payloads,
+                     int merged) {
+  if (!merged) {
+    md_small_sum(small, payloads, self->rank, self->size, NULL);
+    return;
+  }
+  for (int i = 0; i < small->nest->count; i++) { /* all but the division was done */
+    const md_leaf *leaf = &small->nest->leaves[i];
+    const void *source = payloads[0] + leaf->start;
+    void *out = small->results[i];
+    if (source == out && !leaf->divisor) continue;
+    md_reduce(leaf->kernel, &out, 1, &source, 1, leaf->nbytes / md_itemsize(leaf->kernel),
+              leaf->divisor);
+  }
+}
+
+static void take_payload(Between *self, const md_small *small) {
+  const unsigned char *payloads[self->size];
+  for (int r = 0; r < (self->merges ? 1 : self->size); r++) payloads[r] = payload_of(self, r);
+  take_sum(self, small, payloads, self->merges);
+}
+
+/* --- data behind a header ------------------------------------------------------------- */
+
+/* Memory for what MPI sends and receives; NULL: an exception. */
+static unsigned char *scratch_of(Between *self, size_t nbytes) {
+  if (self->scratch_bytes >= nbytes) return self->scratch;
+  unsigned char *memory = NULL;
+  if (posix_memalign((void **)&memory, MD_LINE, nbytes)) {
+    PyErr_NoMemory();
+    return NULL;
+  }
+  if (!self->moves) free(self->scratch); /* otherwise it is leaked: MPI, or `move`, uses it */
+  self->scratch = memory;
+  self->scratch_bytes = nbytes;
+  return memory;
+}
+
+int between_reserve(Between *self, const MovePlan *plan, const md_nest *nest) {
+  if (!plan->leaves || nest->nbytes <= self->room) return 0;
+  size_t copies = nest->count > 1 ? 2 : 0;
+  if (plan->gathers) copies += (size_t)self->size;
+  return copies && !scratch_of(self, copies * nest->nbytes) ? -1 : 0;
+}
+
+/* Start the all-reduce of one leaf, or of leaves of one kind behind each other, in pieces. */
+static int start_reduction(Between *self, const MovePlan *plan, const MoveLeaf *leaf,
+                           const unsigned char *from, unsigned char *to, size_t nbytes) {
+  size_t pieces = nbytes / plan->piece_bytes;
+  if (pieces > (size_t)plan->in_flight) pieces = (size_t)plan->in_flight;
+  if (!pieces) pieces = 1;
+  size_t step = (nbytes / pieces + MD_LINE - 1) / MD_LINE * MD_LINE;
+  for (size_t at = 0; at < nbytes; at += step) {
+    size_t length = nbytes - at < step ? nbytes - at : step;
+    self->requests[self->active] = 0;
+    self->pending[self->active] = &self->requests[self->active];
+    int code = self->mpi.iallreduce(from + at, to + at, (int)(length / leaf->itemsize),
+                                    leaf->datatype, leaf->op, self->mpi.comm,
+                                    self->pending[self->active]);
+    if (code) return failed(self, code);
+    self->active++;
+    self->iallreduces++;
+  }
+  return 0;
+}
+
+static int start_gather(Between *self, const void *from, void *rows, size_t nbytes) {
+  self->requests[0] = 0;
+  self->pending[0] = &self->requests[0];
+  int code = self->mpi.iallgather(from, (int)nbytes, self->mpi.byte, rows, (int)nbytes,
+                                  self->mpi.byte, self->mpi.comm, self->pending[0]);
+  if (code) return failed(self, code);
+  self->active = 1;
+  self->iallgathers++;
+  return 0;
+}
+
+/* Start to move a nest that had no room, from `from` to `to`, which have its layout; or to gather
+   rows of `row` bytes. */
+static int start_moving(Between *self, const MovePlan *plan, const md_nest *nest,
+                        const unsigned char *from, unsigned char *to, size_t row) {
+  if (plan->gathers) return start_gather(self, from, to, row);
+  for (int i = 0; i < nest->count;) {
+    const md_leaf *first = &nest->leaves[i];
+    const MoveLeaf *kind = &plan->leaves[i];
+    size_t stop = first->start;
+    /* Leaves of one kind go together, with the bytes between them, which nobody reads. */
+    for (; i < nest->count && plan->leaves[i].datatype == kind->datatype &&
+           plan->leaves[i].op == kind->op;
+         i++)
+      stop = nest->leaves[i].start + nest->leaves[i].nbytes;
+    if (self->active + plan->in_flight > MOST_REQUESTS) {
+      PyErr_SetString(PyExc_RuntimeError, "Between: too many kinds of leaves");
+      return -1;
+    }
+    if (start_reduction(self, plan, kind, from + first->start, to + first->start,
+                        stop - first->start))
+      return -1;
+  }
+  return 0;
+}
+
+/* Reduce a nest that had no room behind its header; -1: an exception. */
+static int move(Between *self, const MovePlan *plan, const md_small *small) {
+  const md_nest *nest = small->nest;
+  const unsigned char *from = small->sources[0], *payloads[self->size];
+  unsigned char *to = small->results[0], *scratch = self->scratch;
+  if (nest->count > 1) {
+    md_small_put(small, scratch);
+    from = scratch;
+    to = scratch += nest->nbytes;
+  }
+  if (plan->gathers) to = scratch;
+  /* One leaf is the caller's array, which ends with its last element. */
+  size_t row = nest->count > 1 ? nest->nbytes : nest->leaves[0].nbytes;
+  for (int r = 0; r < self->size; r++)
+    payloads[r] = to + (plan->gathers ? (size_t)r * row : 0);
+  self->active = self->next = 0;
+  self->moves = 1;
+  /* The sums are MPI's own: they must not depend on the state of this thread. */
+  md_float_state before = md_enter_default_state();
+  int wrong = start_moving(self, plan, nest, from, to, row);
+  if (!wrong && self->active) wrong = wait_for_all(self);
+  md_leave_default_state(before);
+  if (wrong) {
+    self->active = self->active ? self->active : 1; /* no other header: MPI may use memory */
+    return -1;
+  }
+  self->moves = 0;
+  take_sum(self, small, payloads, !plan->gathers);
+  return 0;
+}
+
+int between_meet(Between *self, const long long words[WORDS], const md_small *small,
+                 PyObject *keeper) {
+  if (begin(self)) return -1;
+  md_header header = header_with(words, self->start, &self->last);
+  if (small) md_small_put(small, between_room(self));
+  if (publish(self, &header, small ? small->nest : NULL, keeper) || wait_for_all(self))
+    return end(self, -1);
+  int status = judge(self);
+  if (status == MD_OK && small) take_payload(self, small);
+  return end(self, status);
+}
+
+int between_reduce(Between *self, long long fingerprint, long long patience,
+                   const md_small *small, const MovePlan *plan, size_t nbytes,
+                   PyObject *keeper) {
+  const long long words[WORDS] = {0, fingerprint, 0, 0, patience, MD_NOWHERE};
+  int fits = small->nest->nbytes <= self->room;
+  if (!fits && between_reserve(self, plan, small->nest)) return -1;
+  int status = between_meet(self, words, fits ? small : NULL, keeper);
+  if (status != MD_OK) return status;
+  if (!fits) {
+    self->busy = 1;
+    self->start = now();
+    if (move(self, plan, small)) return end(self, -1);
+    end(self, 0);
+  }
+  self->reductions++;
+  self->reduced += nbytes;
+  return status;
+}
+
+/* --- for Python ----------------------------------------------------------------------- */
+
+static PyObject *Between_meet(Between *self, PyObject *const *args, Py_ssize_t count) {
+  long long words[WORDS];
+  if (parse_words(args, count, words)) return NULL;
+  int status = between_meet(self, words, NULL, NULL);
+  return status < 0 ? NULL : PyLong_FromLong(status);
+}
+
+static PyObject *Between_start(Between *self, PyObject *const *args, Py_ssize_t count) {
+  long long words[WORDS];
+  if (parse_words(args, count, words) || begin(self)) return NULL;
+  md_header header = header_with(words, self->start, &self->last);
+  if (end(self, publish(self, &header, NULL, NULL))) return NULL;
+  Py_RETURN_NONE;
+}
+
+static PyObject *Between_test(Between *self, PyObject *ignored) {
+  (void)ignored;
+  int there = test_some(self, TESTS_BETWEEN);
+  if (there < 0) return NULL;
+  if (!there) Py_RETURN_NONE;
+  return PyLong_FromLong(judge(self));
+}
+
+static PyObject *Between_Test(Between *self, PyObject *ignored) {
+  (void)ignored;
+  int there = test_some(self, TESTS_BETWEEN);
+  return there < 0 ? NULL : PyBool_FromLong(there);
+}
+
+static PyObject *Between_missing(Between *self, PyObject *ignored) {
+  (void)self, (void)ignored;
+  return PyList_New(0);
+}
+
+static PyObject *Between_leave(Between *self, PyObject *ignored) {
+  (void)self, (void)ignored;
+  Py_RETURN_NONE;
+}
+
+static void forget(Between *self) {
+  for (Between **at = &merging; *at; at = &(*at)->sibling)
+    if (*at == self) {
+      *at = self->sibling;
+      return;
+    }
+}
+
+static int Between_init(Between *self, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"sent",      "received",   "rank", "size",  "tests",
+                          "key",       "request",    "status", "functions", "handles",
+                          "begin",     "address_of", "fail", "owner", NULL};
+  PyObject *sent, *received, *begins, *address_of, *fail, *owner;
+  unsigned long long request, status, start, test, iallreduce, iallgather;
+  unsigned long long comm, byte;
+  int rank, size, tests;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOiiiLKK(KKKK)(KK)OOOO", names, &sent, &received,
+                                   &rank, &size, &tests, &self->key, &request, &status, &start,
+                                   &test, &iallreduce, &iallgather, &comm, &byte, &begins,
+                                   &address_of, &fail, &owner))
+    return -1;
+  if (self->owner) {
+    PyErr_SetString(PyExc_RuntimeError, "Between: it is open already");
+    return -1;
+  }
+  if (PyObject_GetBuffer(sent, &self->sent, PyBUF_WRITABLE)) return -1;
+  if (PyObject_GetBuffer(received, &self->received, PyBUF_WRITABLE)) {
+    PyBuffer_Release(&self->sent);
+    return -1;
+  }
+  size_t element = (size_t)self->sent.len, all = (size_t)self->received.len;
+  uintptr_t ends = (uintptr_t)self->sent.buf | (uintptr_t)self->received.buf;
+  self->merges = all == element && size > 1;
+  if (rank < 0 || rank >= size || element < sizeof(md_header) || ends % MD_LINE ||
+      element % MD_LINE || (!self->merges && all != element * (size_t)size)) {
+    PyBuffer_Release(&self->sent);
+    PyBuffer_Release(&self->received);
+    PyErr_SetString(PyExc_ValueError, "Between: memory that is not one of elements");
+    return -1;
+  }
+  self->rank = rank;
+  self->size = size;
+  self->room = element - sizeof(md_header);
+  self->first_tests = tests;
+  self->last = now();
+  self->request = (void *)(uintptr_t)request;
+  self->status = (void *)(uintptr_t)status;
+  self->mpi_start = (int (*)(void *))(uintptr_t)start;
+  self->mpi_test = (int (*)(void *, int *, void *))(uintptr_t)test;
+  self->mpi.iallreduce = (mpi_iallreduce)(uintptr_t)iallreduce;
+  self->mpi.iallgather = (mpi_iallgather)(uintptr_t)iallgather;
+  self->mpi.comm = (intptr_t)comm;
+  self->mpi.byte = (intptr_t)byte;
+  self->begins = begins == Py_None ? NULL : Py_NewRef(begins);
+  self->address_of = Py_NewRef(address_of);
+  self->fail = Py_NewRef(fail);
+  self->owner = Py_NewRef(owner);
+  if (self->merges) {
+    self->sibling = merging;
+    merging = self;
+  }
+  return 0;
+}
+
+static void Between_dealloc(Between *self) {
+  if (self->active) return; /* leaked: MPI may still use all of it, and call the op */
+  forget(self);
+  if (self->owner) {
+    PyBuffer_Release(&self->sent);
+    PyBuffer_Release(&self->received);
+  }
+  Py_XDECREF(self->begins);
+  Py_XDECREF(self->begun);
+  Py_XDECREF(self->address_of);
+  Py_XDECREF(self->fail);
+  Py_XDECREF(self->keeper);
+  Py_XDECREF(self->owner);
+  Py_XDECREF(self->wait);
+  Py_XDECREF(self->pause);
+  free(self->scratch);
+  Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *Between_get(Between *self, void *closure) {
+  switch (*(const char *)closure) {
+    case 'v': return verdict_of(&self->verdict);
+    case 'l': return PyFloat_FromDouble(now() - self->last);
+    case 'm': return PyLong_FromSize_t(self->room);
+    case 'a': return PyBool_FromLong(self->active);
+    case 'd': return PyBool_FromLong(self->moves);
+    case 'e': return PyBool_FromLong(self->merges);
+    default: return PyLong_FromLong(-1);
+  }
+}
+
+static PyMethodDef Between_methods[] = {
+    {"meet", (PyCFunction)(void *)Between_meet, METH_FASTCALL,
+     "meet(flag, fingerprint, value, largest, patience_ms, result_offset)\n--\n\n"
+     "Exchange a header; return OK, AGAIN or DIFFERENT."},
+    {"start", (PyCFunction)(void *)Between_start, METH_FASTCALL,
+     "start(flag, fingerprint, value, largest, patience_ms, result_offset)\n--\n\n"
+     "Publish a header, without waiting."},
+    {"test", (PyCFunction)Between_test, METH_NOARGS,
+     "test()\n--\n\nReturn the status of the header of `start`; None if some are missing."},
+    {"Test", (PyCFunction)Between_Test, METH_NOARGS,
+     "Test()\n--\n\nWhether the last header has completed, as of an MPI request."},
+    {"missing", (PyCFunction)Between_missing, METH_NOARGS,
+     "missing()\n--\n\nReturn an empty list: a collective does not say who is missing."},
+    {"leave", (PyCFunction)Between_leave, METH_NOARGS,
+     "leave()\n--\n\nDo nothing: the ranks that wait learn of it by a notice."},
+    {NULL}};
+static PyMemberDef Between_members[] = {
+    {"headers", T_LONGLONG, offsetof(Between, headers), READONLY, "Headers published so far."},
+    {"seconds", T_DOUBLE, offsetof(Between, seconds), READONLY, "Time spent in calls."},
+    {"reductions", T_ULONG, offsetof(Between, reductions), 0, "Reductions of payloads so far."},
+    {"reduced", T_ULONGLONG, offsetof(Between, reduced), 0,
+     "Bytes of this rank's arrays in them."},
+    {"iallreduces", T_ULONG, offsetof(Between, iallreduces), READONLY,
+     "Calls of MPI_Iallreduce so far."},
+    {"iallgathers", T_ULONG, offsetof(Between, iallgathers), READONLY,
+     "Calls of MPI_Iallgather so far."},
+    {"gathers", T_ULONG, offsetof(Between, gathers), READONLY, "All-gathers of payloads so far."},
+    {"gathered", T_ULONGLONG, offsetof(Between, gathered), READONLY,
+     "Bytes of this rank's arrays in them."},
+    {"wait", T_OBJECT, offsetof(Between, wait), 0,
+     "Called with this object if a header takes long; returns when `Test` has said yes."},
+    {"pause", T_OBJECT, offsetof(Between, pause), 0,
+     "For `wait`: to be called with the seconds waited, several times a second; may raise."},
+    {NULL}};
+static PyGetSetDef Between_fields[] = {
+    {"verdict", (getter)Between_get, NULL,
+     "What all ranks make of the last header; see `Channel`.", "v"},
+    {"lateness", (getter)Between_get, NULL, "Seconds since the last header began.", "l"},
+    {"room", (getter)Between_get, NULL, "The most bytes of a payload.", "m"},
+    {"moves", (getter)Between_get, NULL, "Whether the data of a call is in progress.", "d"},
+    {"active", (getter)Between_get, NULL, "Whether a header is in progress.", "a"},
+    {"merges", (getter)Between_get, NULL, "Whether MPI merges the headers.", "e"},
+    {"who", (getter)Between_get, NULL, "-1: that a rank has left is known by its notice.", "w"},
+    {NULL}};
+PyTypeObject BetweenType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.Between",
+    .tp_doc =
+        "Between(sent, received, rank, size, tests, key, request, status, functions, handles,\n"
+        "        begin, address_of, fail, owner)\n--\n\n"
+        "Headers of ranks that share no memory, each an MPI collective.\n\n"
+        "Args:\n    sent: a buffer for this rank's element.\n"
+        "    received: for the elements of all ranks, or for the one that MPI merges.\n"
+        "    rank: this one.\n    size: the number of ranks.\n"
+        "    tests: how often to test before the first yield.\n"
+        "    key: the same on all ranks; of no other `Between` of this process that merges.\n"
+        "    request: the address of a persistent request; 0 without one.\n"
+        "    status: the address of an MPI_Status.\n"
+        "    functions: the addresses of MPI_Start, MPI_Test, MPI_Iallreduce and\n"
+        "        MPI_Iallgather.\n"
+        "    handles: of the communicator, and of MPI_BYTE.\n"
+        "    begin: starts a non-blocking collective, and returns its request; None with a\n"
+        "        persistent one.\n"
+        "    address_of: returns the address of such a request.\n"
+        "    fail: called with an error code of MPI; raises.\n"
+        "    owner: what to keep until no header is in progress.",
+    .tp_basicsize = sizeof(Between),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)Between_init,
+    .tp_dealloc = (destructor)Between_dealloc,
+    .tp_methods = Between_methods,
+    .tp_members = Between_members,
+    .tp_getset = Between_fields};

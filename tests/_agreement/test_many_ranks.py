@@ -1,0 +1,94 @@
+"""What users read of jobs with many ranks: ranges of ranks, and not too many lines."""
+
+import numpy as np
+import pytest
+
+import mpidist
+from mpidist import testing
+
+SIZE = 64
+
+
+def outcomes(step, seconds=100):
+    """Run a replica function on all ranks; return the message of each rank's error."""
+    options = mpidist.experimental.CommunicationOptions(timeout_seconds=seconds)
+
+    def program():
+        strategy = mpidist.MPIStrategy(communication_options=options)
+        try:
+            strategy.run(lambda: step(strategy.replica_id))
+        except mpidist.CollectiveTimeoutError as error:
+            return str(error)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    return testing.run(SIZE, program, timeout_seconds=120)
+
+
+def reduce(shape):
+    return mpidist.get_replica_context().all_reduce("SUM", np.ones(shape))
+
+
+def test_a_mismatch_names_groups_of_ranks():
+    texts = outcomes(lambda rank: reduce(3 if rank < 40 else 2 + rank % 2))
+    for text in texts:
+        lines = text.splitlines()
+        assert lines[1].startswith("  ranks 0-39, 41, 43,")
+        assert lines[2].startswith("  ranks 40, 42, 44,")
+        assert len(lines) == 4
+
+
+@pytest.mark.parametrize("kind", ["all differ", "most agree"])
+def test_a_mismatch_of_many_calls(kind):
+    few = 20
+    step = {
+        "all differ": lambda rank: reduce(rank),
+        "most agree": lambda rank: reduce(rank if rank < few else 99),
+    }[kind]
+    for text in outcomes(step):
+        lines = text.splitlines()
+        assert len(lines) <= 20
+        if kind == "all differ":
+            assert lines[1].startswith("  rank 0: all_reduce SUM float64 (0,)")
+            assert lines[13] == "  ranks 12-63: 52 other calls"
+        else:
+            assert lines[1].startswith("  ranks 20-63: all_reduce SUM float64 (99,)")
+            assert lines[13] == "  ranks 11-19: 9 other calls"
+
+
+def test_the_same_exception_on_many_ranks_is_shown_once():
+    def step(rank):
+        if rank > 1:
+            raise LookupError("no such file")
+        return reduce(1)
+
+    for text in outcomes(step)[:2]:
+        assert "ranks 2-63 raised an exception:\n--- ranks 2-63 ---\n" in text
+        assert text.count("LookupError: no such file") == 1
+
+
+@pytest.mark.parametrize("kind", ["one call", "other calls"])
+def test_the_stall_report_and_the_deadline(kind, monkeypatch, caplog):
+    monkeypatch.setenv("MPIDIST_STALL_SECONDS", "2")
+
+    def step(rank):
+        group = testing.current_group()
+        group.all_gather(b"")
+        if rank == 50:
+            group.all_gather(b"")  # until the others have given up
+        try:
+            return reduce(1 if kind == "one call" else rank)
+        finally:
+            if rank != 50:
+                group.all_gather(b"")
+
+    first, *_ = outcomes(step, seconds=8)
+    reports = [one.getMessage() for one in caplog.records if one.name == "mpidist"]
+    assert reports  # on a busy machine some ranks may not wait yet
+    assert max(len(text.splitlines()) for text in [*reports, first]) <= 20
+    assert "rank 50 did not come to call 2 within 8 s:" in first
+    if kind == "one call":
+        assert "ranks 0-49, 51-63 waited in all_reduce SUM float64 (1,)" in first
+    else:
+        assert "\n  rank 0 waited in all_reduce SUM float64 (0,)\n" in first
+        assert "\n  ranks 8-49, 51-63 waited in 55 other calls\n" in first

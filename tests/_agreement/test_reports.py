@@ -1,0 +1,167 @@
+"""Reports to the user block no wait, whatever happens to them."""
+
+import textwrap
+
+import pytest
+from launching import outlives_ranks, run_ranks
+
+pytestmark = pytest.mark.core
+
+# Rank 0 has a standard error that nobody reads.
+PROLOGUE = """
+import fcntl, logging, os, sys, time
+import numpy as np
+import mpidist
+strategy = mpidist.MPIStrategy()
+rank = strategy.replica_id
+def step():
+    return mpidist.get_replica_context().all_reduce("SUM", np.ones(3))
+def total():
+    return strategy.experimental_local_results(strategy.run(step))[0][0]
+def fill_stderr():
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    try:
+        while True:
+            os.write(write, bytes(1024))
+    except BlockingIOError:
+        pass
+    os.set_blocking(write, True)
+    os.dup2(write, 2)
+assert total() == 3
+"""
+FILL = "if rank == 0: fill_stderr()"
+
+
+def run_job(body, timeout=100, **env):
+    text = PROLOGUE + textwrap.dedent(body)
+    settings = {"MPIDIST_STALL_SECONDS": "0.5", **env}
+    return run_ranks(3, ["-c", text], timeout=timeout, env=settings)
+
+
+def test_the_deadline_of_a_rank_whose_stderr_nobody_reads():
+    body = f"""
+    {FILL}
+    start = time.monotonic()
+    if rank == 1:
+        time.sleep(10)
+    try:
+        total()
+    except mpidist.CollectiveTimeoutError:
+        assert rank == 1 or time.monotonic() - start < 8
+        print("told", flush=True)
+    """
+    result = run_job(body, MPIDIST_TIMEOUT="3")
+    assert result.stdout.split() == ["told"] * 3, result
+    assert result.returncode == 0, result
+
+
+@pytest.mark.parametrize("abort", ["0", "1"])
+@pytest.mark.parametrize("at", ["a call", "the end"])
+def test_the_deadline_ends_the_job_if_nobody_reads_stderr(abort, at):
+    body = f"""
+    {FILL}
+    if rank == 1:
+        time.sleep(600)
+    if {at == "a call"}:
+        total()
+    """
+    result = run_job(body, MPIDIST_TIMEOUT="3", MPIDIST_TIMEOUT_ABORT=abort)
+    assert result.returncode != 0, result
+
+
+def test_an_exception_ends_the_job_if_nobody_reads_stderr():
+    body = f"""
+    {FILL}
+    if rank == 0:
+        raise LookupError("unread")
+    total()
+    """
+    assert run_job(body).returncode != 0
+
+
+def test_a_line_that_nobody_reads_is_late_and_the_program_goes_on():
+    body = f"""
+    {FILL}
+    if rank == 1:
+        time.sleep(3)
+    print(total(), flush=True)
+    """
+    result = run_job(body)
+    assert (result.returncode, result.stdout.split()) == (0, ["3.0"] * 3), result
+
+
+def test_trace_lines_that_nobody_reads():
+    body = f"""
+    {FILL}
+    for _ in range(20):
+        assert total() == 3
+    print("done", flush=True)
+    """
+    result = run_job(body, MPIDIST_TRACE="2")
+    assert (result.returncode, result.stdout.split()) == (0, ["done"] * 3), result
+
+
+@pytest.mark.parametrize(
+    "what", ["raise LookupError('of the handler')", "sys.exit(5)", "time.sleep(600)"]
+)
+def test_a_logging_handler_that_does_not_only_write(what):
+    """In the middle of a wait: the call that waits returns what it should."""
+    if "sleep" in what and not outlives_ranks():
+        pytest.skip(
+            "MPICH killed a rank at its end in 2 of 10 such jobs; not explained"
+        )
+    body = f"""
+    class Handler(logging.Handler):
+        def emit(self, record):
+            {what}
+    logging.getLogger("mpidist").addHandler(Handler())
+    if rank == 1:
+        time.sleep(3)
+    assert total() == 3
+    assert total() == 3
+    print("done", flush=True)
+    """
+    result = run_job(body)
+    assert (result.returncode, result.stdout.split()) == (0, ["done"] * 3), result
+    if "sleep" not in what:  # nothing is lost: neither the exception nor the report
+        assert "rank 1 did not come to call" in result.stderr
+        assert "Traceback" in result.stderr
+
+
+def test_a_logging_handler_that_makes_collective_calls():
+    """The rank is in the middle of one, and the others do not make these."""
+    body = """
+    with strategy.scope():
+        v = mpidist.Variable(1.0)
+    ctx = mpidist.ReplicaContext(strategy, None)
+    calls = {
+        "run": total,
+        "all_reduce": step,
+        "assign": lambda: v.assign(2.0),
+        "scope": lambda: strategy.scope().__enter__(),
+        "context": lambda: ctx.__enter__(),
+    }
+    class Handler(logging.Handler):
+        def emit(self, record):
+            for name, call in calls.items():
+                try:
+                    print(name, "returned", call(), flush=True)
+                except RuntimeError as error:
+                    assert ("writes a report" in str(error)) == (name != "all_reduce")
+                    print(name, flush=True)
+    if rank == 0:
+        logging.getLogger("mpidist").addHandler(Handler())
+    if rank == 1:
+        time.sleep(1.5)
+    assert total() == 3
+    if rank == 0:
+        logging.getLogger("mpidist").handlers.clear()
+    assert (total(), float(v)) == (3, 1)
+    """
+    result = run_job(body)
+    names = ["run", "all_reduce", "assign", "scope", "context"]
+    once = result.stdout.split()
+    assert result.returncode == 0, result
+    assert len(once) >= len(names)
+    assert once == names * (len(once) // len(names)), result

@@ -1,0 +1,905 @@
+"""Headers by collectives of MPI, started by the core; a test plays MPI."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import itertools
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpidist._native import core
+
+pytestmark = pytest.mark.skipif(core is None, reason="the native core is not built")
+
+HEAD, ROOM = 64, 128
+ELEMENT = HEAD + ROOM
+
+_WORD = ctypes.c_ssize_t
+_POINTER = ctypes.c_void_p
+_START = ctypes.CFUNCTYPE(ctypes.c_int, _POINTER)
+_TEST = ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, ctypes.POINTER(ctypes.c_int), _POINTER)
+_IALLREDUCE = ctypes.CFUNCTYPE(
+    ctypes.c_int, _POINTER, _POINTER, ctypes.c_int, _WORD, _WORD, _WORD, _POINTER
+)
+_IALLGATHER = ctypes.CFUNCTYPE(
+    ctypes.c_int, _POINTER, ctypes.c_int, _WORD, _POINTER, ctypes.c_int, _WORD, _WORD,
+    _POINTER,
+)  # fmt: skip
+_OP = ctypes.CFUNCTYPE(None, _POINTER, _POINTER, ctypes.POINTER(ctypes.c_int), _POINTER)
+_keys = itertools.count(10**9)
+
+# Handles of MPI, as the test has them.
+BYTE = 7
+DTYPES = {21: np.dtype("f4"), 22: np.dtype("f8"), 23: np.dtype("i4")}
+OPS = {31: np.add, 32: np.maximum}
+COMM_OF_RANK_0 = 100
+
+
+class MPIError(Exception):
+    """What is raised of an error code of MPI."""
+
+
+def aligned(nbytes: int) -> Any:
+    memory = np.zeros(nbytes + HEAD, np.uint8)
+    start = -memory.ctypes.data % HEAD
+    return memory[start : start + nbytes]
+
+
+@dataclasses.dataclass
+class Collective:
+    """One collective of all ranks: what was sent, and where results go."""
+
+    combine: Callable[[list[bytes]], bytes]
+    sent: dict[int, bytes] = dataclasses.field(default_factory=dict)
+    targets: list[int] = dataclasses.field(default_factory=list)
+    done: bool = False
+
+
+class World:
+    """Ranks in one process, and the functions of MPI that they call.
+
+    Args:
+        size: the number of ranks.
+        merges: whether the headers are merged.
+        persistent: whether MPI has persistent collectives.
+        tests: of a `Between`.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        merges: bool = False,
+        *,
+        persistent: bool = True,
+        tests: int = 4,
+    ) -> None:
+        self.size, self.merges = size, merges
+        self.code = 0  # what MPI's functions return
+        self.code_of_data = 0  # those that move data
+        self.held: set[int] = set()  # ranks whose requests do not complete
+        self.calls: list[tuple[Any, ...]] = []  # of the data, by rank 0
+        self.tests = 0
+        self._lock = threading.Lock()
+        self._collectives: list[Collective] = []
+        self._begun = [0] * size  # by each rank
+        self._numbers: dict[int, int] = {}  # of the collective of a request
+        self._new_request = itertools.count(1000)
+        self.functions = (
+            _START(self._start),
+            _TEST(self._test),
+            _IALLREDUCE(self._iallreduce),
+            _IALLGATHER(self._iallgather),
+        )
+        self._merge = _OP(core.merge_function())
+        self.key = next(_keys)
+        rows = 1 if merges else size
+        self.sent = [aligned(ELEMENT) for _ in range(size)]
+        self.received = [aligned(rows * ELEMENT) for _ in range(size)]
+        self.requests = [_WORD(r + 1) for r in range(size)]
+        self.persistent = persistent
+        self.owner = object()
+        self.ranks = [self.open(r, tests) for r in range(size)]
+
+    def open(self, rank: int, tests: int = 4) -> Any:
+        cell = self.requests[rank]
+        return core.Between(
+            self.sent[rank],
+            self.received[rank],
+            rank,
+            self.size,
+            tests,
+            self.key,
+            ctypes.addressof(cell) if self.persistent else 0,
+            0,
+            tuple(ctypes.cast(f, _POINTER).value or 0 for f in self.functions),
+            (COMM_OF_RANK_0 + rank, BYTE),
+            None if self.persistent else functools.partial(self._begin, rank),
+            ctypes.addressof,
+            self._fail,
+            self.owner,
+        )
+
+    @staticmethod
+    def _fail(code: int) -> None:
+        raise MPIError(code)
+
+    # --- MPI's functions ----------------------------------------------------------
+
+    def _start(self, request: int) -> int:
+        if not self.code:
+            self._send_header(_WORD.from_address(request).value - 1)
+        return self.code
+
+    def _begin(self, rank: int) -> Any:
+        if self.code:
+            raise MPIError(self.code)
+        self._send_header(rank)
+        return self.requests[rank]
+
+    def _send_header(self, rank: int) -> None:
+        combine = self._merged if self.merges else b"".join
+        target = self.received[rank].ctypes.data
+        self._post(rank, self.sent[rank].tobytes(), target, combine, rank + 1)
+
+    def _test(self, request: int, done: Any, status: int) -> int:
+        value = _WORD.from_address(request).value
+        with self._lock:
+            self.tests += 1
+            collective = self._collectives[self._numbers[value]]
+            done[0] = int(collective.done and not self.held)
+        return self.code
+
+    def _iallreduce(
+        self, send: int, receive: int, count: int, dtype: int, op: int, comm: int,
+        request: int,
+    ) -> int:  # fmt: skip
+        if self.code_of_data:
+            return self.code_of_data
+        kind, rank = DTYPES[dtype], comm - COMM_OF_RANK_0
+        if rank == 0:
+            self.calls.append(("Iallreduce", count, kind.str[1:], OPS[op].__name__))
+
+        def combine(rows: list[bytes]) -> bytes:
+            return functools.reduce(
+                OPS[op], [np.frombuffer(row, kind) for row in rows]
+            ).tobytes()
+
+        self._post_data(rank, send, receive, count * kind.itemsize, combine, request)
+        return 0
+
+    def _iallgather(
+        self, send: int, count: int, byte: int, receive: int, _: int, byte_too: int,
+        comm: int, request: int,
+    ) -> int:  # fmt: skip
+        if self.code_of_data:
+            return self.code_of_data
+        assert byte == byte_too == BYTE
+        rank = comm - COMM_OF_RANK_0
+        if rank == 0:
+            self.calls.append(("Iallgather", count))
+        self._post_data(rank, send, receive, count, b"".join, request)
+        return 0
+
+    def _post_data(
+        self, rank: int, send: int, receive: int, nbytes: int, combine: Any, where: int
+    ) -> None:
+        value = next(self._new_request)
+        _WORD.from_address(where).value = value
+        self._post(rank, ctypes.string_at(send, nbytes), receive, combine, value)
+
+    def _post(
+        self, rank: int, data: bytes, target: int, combine: Any, request: int
+    ) -> None:
+        with self._lock:
+            number = self._begun[rank]
+            self._begun[rank] += 1
+            if number == len(self._collectives):
+                self._collectives.append(Collective(combine))
+            collective = self._collectives[number]
+            self._numbers[request] = number
+            collective.sent[rank] = data
+            collective.targets.append(target)
+            if len(collective.sent) < self.size:
+                return
+            result = combine([collective.sent[r] for r in range(self.size)])
+            for address in collective.targets:
+                ctypes.memmove(address, result, len(result))
+            collective.done = True
+
+    def _merged(self, elements: list[bytes]) -> bytes:
+        """Merge as MPI does: the lower ranks are on the left."""
+        total = ctypes.create_string_buffer(elements[0], ELEMENT)
+        for element in elements[1:]:
+            following = ctypes.create_string_buffer(element, ELEMENT)
+            self._merge(
+                ctypes.addressof(total),
+                ctypes.addressof(following),
+                ctypes.c_int(1),
+                None,
+            )
+            total = following
+        return total.raw
+
+
+both_ways = pytest.mark.parametrize("merges", [False, True], ids=["rows", "merged"])
+
+
+def header(fingerprint: int, **words: int) -> tuple[int, ...]:
+    flag, value = words.get("flag", 0), words.get("value", 0)
+    largest, patience = words.get("largest", 0), words.get("patience", 0)
+    return (flag, fingerprint, value, largest, patience, core.NOWHERE)
+
+
+def meet(world: World, *headers: tuple[int, ...]) -> list[Any]:
+    """Exchange the headers of all ranks; return each rank's status."""
+    for rank, words in zip(world.ranks, headers, strict=True):
+        rank.start(*words)
+    return [rank.test() for rank in world.ranks]
+
+
+@both_ways
+@pytest.mark.parametrize("persistent", [True, False])
+def test_what_headers_say(merges: bool, persistent: bool) -> None:
+    world = World(3, merges, persistent=persistent)
+    same = header(7)
+    assert meet(world, same, same, same) == [core.OK] * 3
+    assert world.ranks[1].verdict == (0, 1, 1, 0, 0)
+    last = header(7, value=3, largest=9)
+    assert meet(world, same, same, last) == [core.OK] * 3
+    assert {rank.verdict for rank in world.ranks} == {(0, 1, 0, 0, 9)}
+    for odd in range(3):
+        calls = [header(8 if k == odd else 7) for k in range(3)]
+        assert meet(world, *calls) == [core.DIFFERENT] * 3
+        assert {rank.verdict for rank in world.ranks} == {(0, 0, 1, 0, 0)}
+    assert meet(world, same, same, header(7, flag=1)) == [core.DIFFERENT] * 3
+    assert {rank.verdict for rank in world.ranks} == {(1, 1, 1, 0, 0)}
+    assert [rank.headers for rank in world.ranks] == [6, 6, 6]
+    one = world.ranks[0]
+    assert (one.missing(), one.leave(), one.who) == ([], None, -1)
+    assert (one.merges, one.room, one.active, one.moves) == (merges, ROOM, False, False)
+
+
+@both_ways
+def test_a_late_rank_is_noticed_by_all(merges: bool) -> None:
+    world = World(2, merges)
+    time.sleep(0.03)
+    patient = header(7, patience=20)
+    assert meet(world, header(7), patient) == [core.AGAIN] * 2
+    assert meet(world, header(7, patience=60_000), header(7)) == [core.OK] * 2
+    assert world.ranks[0].lateness < 60
+
+
+@both_ways
+def test_a_header_that_is_not_complete(merges: bool) -> None:
+    world = World(2, merges)
+    first, second = world.ranks
+    first.start(*header(7))
+    assert first.test() is None
+    assert first.Test() is False
+    assert first.active
+    with pytest.raises(RuntimeError, match="abandoned"):
+        first.start(*header(7))
+    second.start(*header(7))
+    assert first.Test() is True
+    assert first.test() == second.test() == core.OK
+
+
+def in_threads(world: World, body: Callable[[int], Any]) -> list[Any]:
+    """Return what ``body`` returns for each rank, each in a thread."""
+    found: list[Any] = [None] * world.size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = body(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=run, args=(r,), daemon=True) for r in range(world.size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        if errors:
+            raise errors[0]
+    assert not any(thread.is_alive() for thread in threads)
+    return found
+
+
+LEAVES = [
+    ("f4", "SUM", (3,), 0),
+    ("bf2", "MAX", (1,), 0),
+    ("f4", "SUM", (2, 2), 3),
+    ("i8", "PROD", (), 0),
+]
+
+
+@both_ways
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_nest_travels_with_its_header(size: int, merges: bool) -> None:
+    world = World(size, merges)
+
+    def body(rank: int) -> tuple[bytes, ...]:
+        arrays = [
+            np.arange(3, dtype=np.float32) + np.float32(0.1) * rank,
+            np.array([rank + 1], np.uint16),
+            np.full((2, 2), 2048 + 2 * rank, np.float32),
+            np.array(rank + 2),
+        ]
+        reduce = core.BetweenReduce(world.ranks[rank], LEAVES, 5, 0)
+        for _ in range(20):
+            results = [np.empty_like(x) for x in arrays]
+            assert reduce.eager(arrays, results) == core.OK
+        assert reduce.eager(arrays[:1], results) is None
+        assert reduce.eager([*arrays[:3], np.ones(1)], results) is None
+        return tuple(x.tobytes() for x in results)
+
+    found = in_threads(world, body)
+    assert {*found} == {found[0]}
+    first = np.zeros(3, np.float32)
+    for rank in range(size):
+        first = first + (np.arange(3, dtype=np.float32) + np.float32(0.1) * rank)
+    np.testing.assert_array_equal(np.frombuffer(found[0][0], np.float32), first)
+    assert np.frombuffer(found[0][1], np.uint16).tolist() == [size]
+    total = np.float32(sum(2048 + 2 * rank for rank in range(size)))
+    assert {*np.frombuffer(found[0][2], np.float32)} == {total / np.float32(3)}
+    assert np.frombuffer(found[0][3], int) == [np.prod(np.arange(size) + 2)]
+    for rank in world.ranks:
+        assert (rank.reductions, rank.reduced) == (20, 20 * (12 + 2 + 16 + 8))
+        assert (rank.gathers, rank.gathered, rank.iallreduces) == (0, 0, 0)
+        assert rank.seconds > 0
+    assert world.calls == []
+
+
+def test_half_floats_of_rows_are_rounded_once() -> None:
+    world = World(3)
+
+    def body(rank: int) -> Any:
+        x = np.full(4, 1.0 if rank == 0 else 2.0**-11, np.float16)
+        out = np.empty_like(x)
+        leaf = ("f2", "SUM", (4,), 0)
+        assert core.BetweenReduce(world.ranks[rank], [leaf]).eager(x, out) == core.OK
+        return out.tolist()
+
+    assert in_threads(world, body) == [[1 + 2.0**-10] * 4] * 3
+
+
+@both_ways
+def test_a_nest_of_calls_that_differ_is_not_added(merges: bool) -> None:
+    world = World(2, merges)
+
+    def body(rank: int) -> Any:
+        out = np.full(2, 5.0)
+        reduce = core.BetweenReduce(world.ranks[rank], [("f8", "SUM", (2,), 0)])
+        assert reduce.eager(np.ones(2), out, 7 + rank, 0) == core.DIFFERENT
+        assert out.tolist() == [5, 5]
+        assert reduce.eager(np.ones(2), out, 7, 0) == core.OK
+        return out.tolist(), world.ranks[rank].reductions
+
+    assert in_threads(world, body) == [([2, 2], 1)] * 2
+
+
+@both_ways
+def test_a_small_array_is_reduced_without_python(merges: bool) -> None:
+    world = World(2, merges)
+    ended: list[object] = []
+
+    class Plan:
+        def concluded(self, status: int, x: Any, result: Any) -> Any:
+            ended.append(status)
+            return result
+
+        def interrupted(self, error: BaseException) -> None:
+            ended.append(error)
+            raise KeyError("from the plan") from error
+
+    def body(rank: int) -> Any:
+        state = core.CallState()
+        x = np.full(2, rank + 1.0)
+        entry = core.ArrayCall(state, lambda *_: "other", 1)
+        leaf = ("f8", "SUM", (2,), 0)
+        reduce = core.BetweenReduce(world.ranks[rank], [leaf], 99, 0)
+        entry.keep("SUM", x, reduce, "this", Plan())
+        found = [entry("SUM", x).tolist() for _ in range(3)]
+        other = core.BetweenReduce(world.ranks[rank], [leaf], rank, 0)
+        entry.keep("SUM", x, other, "this", Plan())
+        entry("SUM", x)
+        return found, state.sequence
+
+    assert in_threads(world, body) == [([[3, 3]] * 3, 3)] * 2
+    assert ended == [core.DIFFERENT] * 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_arrays_are_gathered_with_their_header(size: int) -> None:
+    world = World(size)
+
+    def body(rank: int) -> Any:
+        gather = core.Gather(world.ranks[rank], [(1, 8)])
+        x = np.arange(rank + 1) + 10 * rank
+        assert gather.meet([x], (x.size,), 3, 0, core.NOWHERE) == core.OK
+        assert gather.lengths() == [(k + 1,) for k in range(size)]
+        out = np.empty(size * (size + 1) // 2, int)
+        gather.get([out])
+        large = np.ones(ROOM // 8 if rank == 0 else 1)
+        assert not gather.fits((ROOM // 8,))
+        assert gather.meet([large], (large.size,), 3, 0, core.NOWHERE) == core.OK
+        assert gather.totals() is None
+        counts = world.ranks[rank].gathers, world.ranks[rank].gathered
+        return out.tolist(), counts
+
+    every = [10 * k + i for k in range(size) for i in range(k + 1)]
+    want = [(every, (1, 8 * (rank + 1))) for rank in range(size)]
+    assert in_threads(world, body) == want
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    world = World(2)
+    between = world.ranks[0]
+    assert between.room == ROOM
+    with pytest.raises(ValueError, match="144 bytes, room for 128"):
+        core.BetweenReduce(between, [("f8", "SUM", (ROOM // 8 + 1,), 0)])
+    with pytest.raises(ValueError, match="no kernel"):
+        core.BetweenReduce(between, [("c8", "MIN", (1,), 0)])
+    with pytest.raises(ValueError, match="handles for each leaf"):
+        core.BetweenReduce(
+            between, [("f8", "SUM", (1,), 0)], 0, 0, (False, 1, 1), [(22, 31)] * 2
+        )
+    with pytest.raises(TypeError):
+        core.BetweenReduce(object(), [])
+    again = core.BetweenReduce(between, [("f8", "SUM", (1,), 0)])
+    with pytest.raises(RuntimeError, match="already"):
+        again.__init__(between, [("f8", "SUM", (1,), 0)])
+    with pytest.raises(ValueError, match="no room"):
+        core.Gather(between, [(1, 1)] * (ROOM // 8 + 1))
+    with pytest.raises(ValueError, match="no room"):  # nobody has the arrays of all
+        core.Gather(World(2, merges=True).ranks[0], [(1, 1)])
+    with pytest.raises(RuntimeError, match="no arena"):
+        core.Gather(between, [(1, 1)]).spread([np.ones(1, np.uint8)])
+    empty = core.Between.__new__(core.Between)
+    for call in (lambda: empty.meet(*header(1)), empty.test, empty.Test):
+        with pytest.raises(RuntimeError, match="not open"):
+            call()
+    bare = core.BetweenReduce.__new__(core.BetweenReduce)
+    with pytest.raises((RuntimeError, ValueError)):
+        bare.eager([], [], 1, 1)
+
+
+def rest_of(world: World) -> tuple[Any, ...]:
+    functions = tuple(ctypes.cast(f, _POINTER).value or 0 for f in world.functions)
+    return (4, 1, 1, 0, functions, (1, 1), None, print, print, world)
+
+
+def test_memory_that_is_not_one_of_elements_is_refused() -> None:
+    world = World(2)
+    more = rest_of(world)
+    with pytest.raises(RuntimeError, match="already"):
+        world.ranks[0].__init__(world.sent[0], world.received[0], 0, 2, *more)
+    one, two = aligned(ELEMENT), aligned(2 * ELEMENT)
+    for sent, received, rank, size in [
+        (one, two, 2, 2),
+        (one, two, -1, 2),
+        (one, one, 0, 0),
+        (one, two, 0, 3),
+        (one, aligned(ELEMENT + HEAD), 0, 2),
+        (aligned(HEAD // 2), aligned(HEAD), 0, 2),
+        (aligned(ELEMENT + 1), aligned(2 * ELEMENT + 2), 0, 2),
+        (aligned(ELEMENT + 8)[8:], two, 0, 2),
+        (one, aligned(2 * ELEMENT + 8)[8:], 0, 2),
+    ]:
+        before = sys.getrefcount(sent), sys.getrefcount(received)
+        with pytest.raises(ValueError, match="memory"):
+            core.Between(sent, received, rank, size, *more)
+        assert (sys.getrefcount(sent), sys.getrefcount(received)) == before
+    frozen = aligned(ELEMENT)
+    frozen.flags.writeable = False
+    with pytest.raises((ValueError, BufferError)):
+        core.Between(frozen, two, 0, 2, *more)
+
+
+# --- errors of MPI --------------------------------------------------------------------
+
+
+@both_ways
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_header_that_mpi_does_not_start(merges: bool, persistent: bool) -> None:
+    world = World(2, merges, persistent=persistent)
+    world.code = 13
+    for _ in range(2):
+        with pytest.raises(MPIError, match="13"):
+            world.ranks[0].meet(*header(1))
+    assert (world.ranks[0].headers, world.ranks[0].active) == (0, False)
+    world.code = 0
+    assert meet(world, header(1), header(1)) == [core.OK] * 2
+
+
+def test_an_error_of_a_test_is_raised() -> None:
+    world = World(2)
+    world.ranks[0].start(*header(1))
+    world.code = 14
+    for call in (world.ranks[0].test, world.ranks[0].Test):
+        with pytest.raises(MPIError, match="14"):
+            call()
+    with pytest.raises(RuntimeError, match="abandoned"):
+        world.ranks[0].meet(*header(1))
+    world.code = 0
+    world.ranks[1].start(*header(1))
+    assert world.ranks[0].test() == core.OK
+
+
+# --- what is abandoned ----------------------------------------------------------------
+
+
+@both_ways
+def test_what_is_abandoned_is_not_freed(merges: bool) -> None:
+    world = World(2, merges)
+    rank = world.ranks.pop(0)
+    memory = world.sent[0]
+
+    def give_up(between: Any) -> None:
+        with pytest.raises(RuntimeError, match="one thread"):
+            between.meet(*header(1))
+        leaf = ("f8", "SUM", (), 0)
+        reduce = core.BetweenReduce(between, [leaf])
+        with pytest.raises(RuntimeError, match="one thread"):
+            reduce.eager(np.ones(()), np.ones(()))
+        raise KeyboardInterrupt
+
+    rank.wait = give_up
+    before = sys.getrefcount(memory), sys.getrefcount(world.owner)
+    with pytest.raises(KeyboardInterrupt):
+        rank.meet(*header(1))
+    assert world.tests > 4
+    del rank
+    assert (sys.getrefcount(memory), sys.getrefcount(world.owner)) == before
+
+
+def test_what_is_complete_is_freed() -> None:
+    world = World(1)
+    world.ranks.clear()
+    before = sys.getrefcount(world.sent[0]), sys.getrefcount(world.owner)
+    between = world.open(0)
+    assert sys.getrefcount(world.owner) > before[1]
+    between.wait = between.pause = print
+    assert between.meet(*header(1)) == core.OK
+    del between
+    assert (sys.getrefcount(world.sent[0]), sys.getrefcount(world.owner)) == before
+
+
+def test_a_wait_that_does_not_wait() -> None:
+    world = World(2)
+    rank = world.ranks[0]
+    rank.wait = lambda _: None
+    with pytest.raises(RuntimeError, match="has not waited"):
+        rank.meet(*header(1))
+
+
+class Interrupted(Exception):  # noqa: N818 - as a signal's handler raises it
+    pass
+
+
+def interrupted_by_a_signal(call: Callable[[], object]) -> None:
+    def handler(_: object, frame: Any) -> None:
+        while frame is not None:
+            if frame.f_code is World._test.__code__:  # ctypes swallows exceptions
+                signal.setitimer(signal.ITIMER_REAL, 0.0007)
+                return
+            frame = frame.f_back
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(Interrupted):
+            call()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@both_ways
+def test_a_signal_ends_a_wait_without_python(merges: bool) -> None:
+    world = World(2, merges)
+    rank = world.ranks[0]
+    interrupted_by_a_signal(lambda: rank.meet(*header(1)))
+    assert rank.active
+
+
+# --- data behind a header -------------------------------------------------------------
+
+
+def moved(world: World, leaves: list[Any], way: Any, handles: Any, arrays: Any) -> Any:
+    """Reduce ``arrays(rank)`` twice on each rank; return the results of rank 0."""
+
+    def body(rank: int) -> list[bytes]:
+        reduce = core.BetweenReduce(world.ranks[rank], leaves, 3, 0, way, handles)
+        mine = arrays(rank)
+        kept = [x.tobytes() for x in mine]
+        for _ in range(2):
+            out = [np.empty_like(x) for x in mine]
+            assert reduce.eager(mine, out) == core.OK
+        assert kept == [x.tobytes() for x in mine]
+        assert not world.ranks[rank].moves
+        return [x.tobytes() for x in out]
+
+    found = in_threads(world, body)
+    assert all(row == found[0] for row in found)
+    for rank in world.ranks:
+        assert (rank.reductions, rank.headers) == (2, 2)
+        done = rank.iallreduces + rank.iallgathers
+        assert done == len(world.calls)
+    like = arrays(0)
+    return [np.frombuffer(d, x.dtype) for d, x in zip(found[0], like, strict=True)]
+
+
+@both_ways
+@pytest.mark.parametrize("divisor", [0, 3])
+def test_an_array_is_moved_in_pieces(merges: bool, divisor: int) -> None:
+    world = World(3, merges)
+    rng = np.random.default_rng(1)
+    data = rng.normal(size=(3, 1001)).astype("f4")
+    leaf = ("f4", "SUM", (1001,), divisor)
+    way = (False, 4, 1000)
+    (found,) = moved(world, [leaf], way, [(21, 31)], lambda rank: [data[rank].copy()])
+    want = (data[0] + data[1]) + data[2]
+    if divisor:
+        want = want / np.float32(divisor)
+    np.testing.assert_array_equal(found, want)
+    # Four pieces of whole cache lines.
+    sizes = [256, 256, 256, 233]
+    assert world.calls == 2 * [("Iallreduce", n, "f4", "add") for n in sizes]
+
+
+@both_ways
+def test_a_nest_is_packed_by_its_kinds(merges: bool) -> None:
+    world = World(2, merges)
+    leaves = [
+        ("f4", "SUM", (30,), 2),
+        ("f4", "SUM", (5,), 0),
+        ("f8", "SUM", (20,), 2),
+        ("i4", "MAX", (3,), 0),
+    ]
+    handles = [(21, 31), (21, 31), (22, 31), (23, 32)]
+    rows = [
+        [
+            np.arange(30, dtype="f4") + rank,
+            np.full(5, rank + 0.5, "f4"),
+            np.arange(20.0) * (rank + 1),
+            np.array([rank, -rank, 7], "i4"),
+        ]
+        for rank in range(2)
+    ]
+    found = moved(world, leaves, (False, 1, 2**20), handles, lambda rank: rows[rank])
+    want = [
+        np.arange(30, dtype="f4") + np.float32(0.5),
+        np.full(5, 2, "f4"),
+        np.arange(20.0) * 1.5,
+        np.array([1, 0, 7], "i4"),
+    ]
+    for x, y in zip(found, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+    # The two of one kind go together, with the bytes between them.
+    assert world.calls == 2 * [
+        ("Iallreduce", 32 + 5, "f4", "add"),
+        ("Iallreduce", 20, "f8", "add"),
+        ("Iallreduce", 3, "i4", "maximum"),
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("count", [1, 2])
+def test_data_are_gathered(size: int, count: int) -> None:
+    """Each rank adds, by the kernels: halves are rounded once, and -0 < 0."""
+    world = World(size)
+    leaves = [("f2", "SUM", (100,), 2), ("f4", "MIN", (7,), 0)][:count]
+    rows = [
+        [
+            np.full(100, 1.0 if rank == 0 else 2.0**-11, "f2"),
+            np.array([0.0 if rank else -0.0, np.nan if rank else 1, *range(5)], "f4"),
+        ][:count]
+        for rank in range(size)
+    ]
+    found = moved(
+        world, leaves, (True, 4, 2**20), [(21, 31)] * count, lambda rank: rows[rank]
+    )
+    np.testing.assert_array_equal(
+        found[0], np.full(100, (1 + (size - 1) * 2.0**-11) / 2, "f4").astype("f2")
+    )
+    # One leaf is the caller's array; others are packed, at multiples of 16.
+    nbytes = 200 if count == 1 else 208 + 32
+    assert world.calls == 2 * [("Iallgather", nbytes)]
+    if count == 2:
+        assert np.signbit(found[1][0])
+        assert np.isnan(found[1][1])
+        np.testing.assert_array_equal(found[1][2:], range(5))
+
+
+def test_data_follow_only_headers_that_agree() -> None:
+    world = World(2)
+
+    def body(rank: int) -> Any:
+        # One fits its header, and the other does not.
+        count = ROOM // 8 + rank
+        reduce = core.BetweenReduce(
+            world.ranks[rank], [("f8", "SUM", (count,), 0)], rank, 0,
+            (False, 4, 1000), [(22, 31)],
+        )  # fmt: skip
+        out = np.zeros(count)
+        return reduce.eager(np.ones(count), out), out.any()
+
+    assert in_threads(world, body) == [(core.DIFFERENT, False)] * 2
+    assert world.calls == []
+    assert [rank.iallreduces for rank in world.ranks] == [0, 0]
+
+
+def test_too_many_kinds_of_leaves_raise() -> None:
+    world = World(1)
+    leaves = [("f4" if k % 2 else "f8", "SUM", (16,), 0) for k in range(70)]
+    handles = [(21 + (k + 1) % 2, 31) for k in range(70)]
+    arrays = [np.ones(16, name) for name, *_ in leaves]
+    reduce = core.BetweenReduce(
+        world.ranks[0], leaves, 3, 0, (False, 4, 2**20), handles
+    )
+    with pytest.raises(RuntimeError, match="too many kinds"):
+        reduce.eager(arrays, [np.empty_like(x) for x in arrays])
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_an_error_of_mpi_while_data_move(gathers: bool) -> None:
+    world = World(1)
+    rank = world.ranks[0]
+    reduce = core.BetweenReduce(
+        rank, [("f8", "SUM", (100,), 0)], 3, 0, (gathers, 4, 100), [(22, 31)]
+    )
+    x, out = np.ones(100), np.zeros(100)
+    assert reduce.eager(x, out) == core.OK
+    world.code_of_data = 15
+    with pytest.raises(MPIError, match="15"):
+        reduce.eager(x, out)
+    with pytest.raises(RuntimeError, match="abandoned"):
+        rank.meet(*header(1))
+
+
+def test_a_signal_while_data_move_keeps_their_memory() -> None:
+    world = World(2)
+    first, second = world.ranks
+    leaf, way = ("f8", "SUM", (100,), 0), (False, 4, 100)
+    reduce = core.BetweenReduce(first, [leaf], 3, 0, way, [(22, 31)])
+    second.start(*header(3))  # and it never sends its data
+    x, out = np.ones(100), np.full(100, 5.0)
+    interrupted_by_a_signal(functools.partial(reduce.eager, x, out))
+    assert (first.active, first.moves, first.reductions) == (True, True, 0)
+    assert (out == 5).all()
+    with pytest.raises(RuntimeError, match="abandoned"):
+        first.meet(*header(1))
+    before = sys.getrefcount(world.owner)
+    world.ranks.remove(first)
+    del first, reduce
+    after = sys.getrefcount(world.owner)
+    assert after == before
+
+
+# --- the merge op ---------------------------------------------------------------------
+
+SAMPLES: dict[str, tuple[str, Any]] = {
+    "b1": ("?", [True, False]),
+    "i1": ("i1", [100, -7]),
+    "i2": ("i2", [30_000, -7]),
+    "i4": ("i4", [2**31 - 5, -7]),
+    "i8": ("i8", [2**62, -7]),
+    "u1": ("u1", [200, 7]),
+    "u2": ("u2", [65_000, 7]),
+    "u4": ("u4", [2**32 - 5, 7]),
+    "u8": ("u8", [2**63, 7]),
+    "f2": ("f2", [1.5, -0.25]),
+    "f4": ("f4", [0.1, -1e30]),
+    "f8": ("f8", [0.1, -1e300]),
+    "f16": ("g", [0.1, -1e300]),
+    "c8": ("c8", [0.1 + 2j, -1e30]),
+    "c16": ("c16", [0.1 + 2j, -1e300]),
+    "c32": ("G", [0.1 + 2j, -1e300]),
+}
+COMBINE = {
+    "SUM": np.add,
+    "PROD": np.multiply,
+    "MIN": np.minimum,
+    "MAX": np.maximum,
+}
+
+
+def merge(lower: Any, upper: Any, count: int = 1) -> Any:
+    """Return what the op makes of two elements, of which the first is on the left."""
+    left, right = lower.copy(), upper.copy()
+    _OP(core.merge_function())(
+        left.ctypes.data, right.ctypes.data, ctypes.c_int(count), None
+    )
+    np.testing.assert_array_equal(left, lower)
+    return right
+
+
+def elements_of(world: World, *arrays: Any) -> list[Any]:
+    """Publish a header with each array; return what the ranks have sent."""
+    world.held = {0}
+    for rank, x in zip(world.ranks, arrays, strict=True):
+        rank.wait = lambda _: None
+        leaf = [(kind_of(x), "SUM", x.shape, 0)]
+        with pytest.raises(RuntimeError, match="has not waited"):
+            core.BetweenReduce(rank, leaf, 7, 0).eager(x, np.empty_like(x))
+    return [sent.copy() for sent in world.sent]
+
+
+def kind_of(x: Any) -> str:
+    return f"{x.dtype.kind}{x.dtype.itemsize}"
+
+
+@pytest.mark.parametrize("op", COMBINE)
+@pytest.mark.parametrize("dtype", SAMPLES)
+def test_merged_payloads_of_all_dtypes(dtype: str, op: str) -> None:
+    if not core.has_kernel(dtype, op):
+        pytest.skip("there is no kernel")
+    world = World(3, merges=True)
+    code, numbers = SAMPLES[dtype]
+    rows = [np.roll(np.array(numbers, code), rank) for rank in range(3)]
+
+    def body(rank: int) -> Any:
+        reduce = core.BetweenReduce(world.ranks[rank], [(dtype, op, (2,), 0)], 7, 0)
+        out = np.empty_like(rows[rank])
+        assert reduce.eager(rows[rank], out) == core.OK
+        return out
+
+    found = in_threads(world, body)
+    with np.errstate(all="ignore"):
+        want = functools.reduce(COMBINE[op], rows)
+    for x in found:
+        np.testing.assert_array_equal(x, want)
+
+
+def test_the_op_adds_what_calls_that_are_equal_send() -> None:
+    world = World(2, merges=True)
+    lower, upper = elements_of(world, np.array([1.0, 2.0]), np.array([10.0, 20.0]))
+    total = merge(lower, upper)
+    np.testing.assert_array_equal(total[HEAD : HEAD + 16].view("f8"), [11, 22])
+    assert total[HEAD + 16 :].tolist() == upper[HEAD + 16 :].tolist()
+
+
+FLAG, FINGERPRINT, VALUE = slice(0, 4), slice(8, 16), slice(16, 24)
+KEY = slice(48, 56)
+
+
+@pytest.mark.parametrize(
+    ("where", "adds"), [(FLAG, False), (FINGERPRINT, False), (VALUE, True)]
+)
+@pytest.mark.parametrize("of_lower", [False, True])
+def test_the_op_adds_nothing_to_calls_that_differ(
+    where: slice, adds: bool, of_lower: bool
+) -> None:
+    world = World(2, merges=True)
+    lower, upper = elements_of(world, np.array([1.0]), np.array([10.0]))
+    changed = lower if of_lower else upper
+    changed[where][0] ^= 1
+    total = merge(lower, upper)
+    payload = total[HEAD : HEAD + 8].view("f8").tolist()
+    assert payload == ([11] if adds else [10])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_op_says_that_elements_of_nobody_differ(count: int) -> None:
+    """A key that no channel has, or a number of elements that none sends."""
+    world = World(2, merges=True)
+    lower, upper = elements_of(world, np.array([1.0]), np.array([10.0]))
+    if count == 1:
+        upper[KEY].view("i8")[0] = -5
+    total = merge(lower, upper, count)
+    assert total[HEAD : HEAD + 8].view("f8").tolist() == [10]
+    same_call = total[40:48].view("i8")[0]
+    assert (upper[40:48].view("i8")[0], same_call) == (1, 0)
