@@ -109,12 +109,15 @@ class Mean:
 
     def __init__(self, name):
         """Make the two variables, which each replica writes for itself."""
-        on_read = {
-            "synchronization": mpidist.VariableSynchronization.ON_READ,
-            "aggregation": mpidist.VariableAggregation.SUM,
-        }
-        self.total = mpidist.Variable(0.0, name=f"{name}/total", **on_read)
-        self.count = mpidist.Variable(0, name=f"{name}/count", **on_read)
+        self.total, self.count = (
+            mpidist.Variable(
+                initial,
+                name=f"{name}/{part}",
+                synchronization="ON_READ",
+                aggregation="SUM",
+            )
+            for initial, part in ((0.0, "total"), (0, "count"))
+        )
 
     def update_state(self, values):
         """Add values, in a replica function: without communication."""

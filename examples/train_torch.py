@@ -1,10 +1,15 @@
 """Train a torch module on handwritten digits, data-parallel on all ranks.
 
     mpirun -n 4 python examples/train_torch.py
+    mpirun -n 4 python examples/train_torch.py --checkpoint run --resume
 
 It is an ordinary training loop of torch. Of each batch a rank takes its share; the
 optimizer that mpidist wraps averages the gradients over the ranks before each step. So
 the losses are the same on any number of ranks that divides the batch.
+
+The second command saves the model, the optimizer, the scheduler and the order of the
+data after each epoch. Killed and started again, on another number of ranks too, it goes
+on from there.
 """
 
 import argparse
@@ -30,14 +35,33 @@ def load_data():
     return [(images[rows], labels[rows]) for rows in (order[count:], order[:count])]
 
 
-def train(strategy, model, optimizer, data, *, epochs, batch_size):
-    """Return the loss at each step, and the accuracy after each epoch."""
+class History:
+    """The losses and accuracies so far: plain numbers, as an object with a state."""
+
+    def __init__(self):
+        self.losses, self.accuracies = [], []
+
+    def state_dict(self):
+        return vars(self)
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+def train(strategy, objects, data, *, epochs, batch_size, directory, resume):
+    """Train for the epochs that are left; return the history of all."""
     (images, labels), (test_images, test_labels) = data
-    generator = torch.Generator().manual_seed(1)  # the same order on all ranks
+    model, optimizer, scheduler, generator, history = objects.values()
     rank, size = strategy.replica_id, strategy.num_replicas_in_sync
-    losses, accuracies = [], []
+    if directory:
+        checkpoint = mpidist.Checkpoint(**objects)
+        manager = mpidist.CheckpointManager(checkpoint, directory, max_to_keep=2)
+        if resume:
+            manager.restore_or_initialize()
+    done = len(history.accuracies)
     hide = True if rank else None  # None: unless stderr is a terminal
-    for _ in tqdm(range(epochs), "training", unit=" epochs", disable=hide):
+    for _ in tqdm(range(done, epochs), "training", unit=" epochs", disable=hide):
+        losses = []
         order = torch.randperm(len(labels), generator=generator)
         for batch in order.split(batch_size)[: len(order) // batch_size]:
             mine = batch[rank::size]
@@ -46,12 +70,16 @@ def train(strategy, model, optimizer, data, *, epochs, batch_size):
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
+        scheduler.step()
         with torch.no_grad():
             right = model(test_images).argmax(1) == test_labels
-        accuracies.append(float(right.double().mean()))
-    # The ranks' losses are means over their shares: one reduction for all steps.
-    per_replica = strategy.run(lambda: torch.stack(losses))
-    return strategy.reduce("MEAN", per_replica, axis=None).tolist(), accuracies
+        # The ranks' losses are means over their shares: one reduction for all steps.
+        per_replica = strategy.run(lambda: torch.stack(losses))  # noqa: B023
+        history.losses += strategy.reduce("MEAN", per_replica, axis=None).tolist()
+        history.accuracies.append(float(right.double().mean()))
+        if directory:
+            manager.save(len(history.accuracies))
+    return history
 
 
 def main():
@@ -61,10 +89,14 @@ def main():
     add("--batch-size", type=int, default=96, help="of all ranks together")
     add("--output", type=Path, default=Path("train_torch.png"), help="the picture")
     add("--losses", type=Path, help="write the loss at each step there, as JSON")
+    add("--checkpoint", type=Path, metavar="DIR", help="save there after each epoch")
+    add("--resume", action="store_true", help="continue from the newest checkpoint")
     options = parser.parse_args()
 
     torch.set_num_threads(1)  # the ranks use the cores
     strategy = mpidist.MPIStrategy()
+    if options.resume and options.checkpoint is None:
+        parser.error("--resume needs --checkpoint DIR")
     if options.batch_size % strategy.num_replicas_in_sync:
         parser.error("--batch-size has to be a multiple of the number of ranks")
     model = torch.nn.Sequential(
@@ -76,26 +108,32 @@ def main():
             layer.reset_parameters()
     with strategy.scope():
         mpidist.torch.broadcast_parameters(model)
-        optimizer = mpidist.torch.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9), max_norm=5.0
-        )
-        losses, accuracies = train(
+        inner = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+        objects = {
+            "model": model,
+            "optimizer": mpidist.torch.DistributedOptimizer(inner, max_norm=5.0),
+            "scheduler": torch.optim.lr_scheduler.StepLR(inner, 10, gamma=0.5),
+            "order": torch.Generator().manual_seed(1),  # the same on all ranks
+            "history": History(),
+        }
+        history = train(
             strategy,
-            model,
-            optimizer,
+            objects,
             load_data(),
             epochs=options.epochs,
             batch_size=options.batch_size,
+            directory=options.checkpoint,
+            resume=options.resume,
         )
         mpidist.torch.check_in_sync(model)
     if strategy.replica_id != 0:
         return
     print(f"replicas       {strategy.num_replicas_in_sync}, with torch tensors")
-    print(f"test accuracy  {accuracies[-1]:.1%}")
-    save_picture(options.output, losses, accuracies)
+    print(f"test accuracy  {history.accuracies[-1]:.1%}")
+    save_picture(options.output, history.losses, history.accuracies)
     print(f"picture        {options.output.resolve()}")
     if options.losses:
-        options.losses.write_text(json.dumps(losses))
+        options.losses.write_text(json.dumps(history.losses))
 
 
 if __name__ == "__main__":

@@ -29,14 +29,22 @@ class Checkpoint:
       different number of ranks gets;
     - an iterator, or anything with ``state()`` and ``restore(state)``, or with
       ``get_state`` and ``set_state``, or ``state_dict`` and ``load_state_dict``. Its
-      state may contain None, bools, numbers, strings, bytes and NumPy arrays, in lists,
-      tuples and dicts. State that differs between ranks is saved for each rank. It can
-      be restored on a different number of ranks only if the object has
-      ``merge_states(states)``, which merges the states of all ranks into one;
-    - a list, tuple or dict of these, or another Checkpoint.
+      state may contain None, bools, numbers, strings, bytes, NumPy arrays and tensors
+      of torch and JAX, in lists, tuples and dicts. State that differs between ranks is
+      saved for each rank. It can be restored on a different number of ranks only if the
+      object has ``merge_states(states)``, which merges the states of all ranks into
+      one;
+    - a module, optimizer, scheduler, `torch.Generator`, ``GradScaler`` or tensor of
+      torch. Parameters and the states of optimizers must be the same on all ranks;
+      buffers, such as the running means of batch norm, are saved for each rank if they
+      differ, and on another number of ranks all get those of rank 0;
+    - a pytree of JAX arrays, such as parameters or a state of optax. It cannot be
+      changed in place: set it before you save, ``checkpoint.params = params``, and read
+      it after a restore, ``params = checkpoint.params``;
+    - a list, tuple or dict of these (but of pytrees), or another Checkpoint.
 
-    They are also its attributes: ``checkpoint.step``. Creating one does not
-    communicate.
+    They are also its attributes: ``checkpoint.step``. Setting one replaces or adds an
+    object. Creating one does not communicate.
 
     Example::
 
@@ -49,6 +57,8 @@ class Checkpoint:
 
     Raises:
         TypeError: if an object cannot be saved; the message suggests an alternative.
+            The states of objects with ``state_dict`` and of pytrees are looked at now,
+            those of others when they are saved.
     """
 
     def __init__(self, **objects: Any) -> None:
@@ -71,6 +81,19 @@ class Checkpoint:
         names = ", ".join(by_name) or "none"
         message = f"this Checkpoint has no object {name!r}; it has {names}"
         raise missing_name("Checkpoint", message, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        objects = self.__dict__.get("_objects")
+        is_own = name.startswith("_") or hasattr(type(self), name)
+        # A subclass may have attributes that are not saved.
+        if (
+            is_own
+            or objects is None
+            or not (type(self) is Checkpoint or name in objects.by_name)
+        ):
+            object.__setattr__(self, name, value)
+        else:
+            objects.add(name, value)
 
     def __repr__(self) -> str:
         items = contents.collect(self._objects.by_name, early=True)
@@ -101,17 +124,19 @@ class Checkpoint:
         compared.
 
         Args:
-            path: the path of the directory to write, the same on all ranks. An existing
-                checkpoint is replaced; parent directories are created.
+            path: the path of the directory to write; that of rank 0 counts, and others
+                may pass one of their own. An existing checkpoint is replaced; parent
+                directories are created.
             format: the format of the array file: "npz", or "safetensors", which other
                 programs can read (it does not support complex numbers).
 
         Returns:
-            The path.
+            The path of rank 0.
 
         Raises:
-            CollectiveMismatchError: if the copies of a variable differ, naming the
-                rank; if the ranks save different objects, or to different paths.
+            CollectiveMismatchError: if the copies of a variable differ, or those of a
+                parameter of a module, naming the rank; if the ranks save different
+                objects.
             ValueError: for an ON_READ variable with aggregation NONE.
             FileExistsError: if there is something other than a checkpoint at ``path``.
             OSError: if rank 0 cannot write it. The previous checkpoint stays complete.
@@ -122,7 +147,7 @@ class Checkpoint:
     @tells("Checkpoint.restore", operator.attrgetter("_objects.group"))
     @explain_keywords("Checkpoint.restore")
     def restore(
-        self, path: str | os.PathLike[str], partial: bool = False
+        self, path: str | os.PathLike[str] | None, partial: bool = False
     ) -> RestoreStatus:
         """Restore all objects from a checkpoint. Collective.
 
@@ -139,7 +164,9 @@ class Checkpoint:
         streams.
 
         Args:
-            path: the path of the directory, the same on all ranks.
+            path: the path of the directory; that of rank 0 counts. None, such as the
+                ``latest_checkpoint`` of a `CheckpointManager` that has none: nothing is
+                restored.
             partial: whether to leave objects that the checkpoint lacks unchanged, and
                 to ignore items that only the checkpoint has.
 
@@ -154,8 +181,10 @@ class Checkpoint:
             RuntimeError: in a replica function or in ``merge_fn``.
         """
         objects = self._objects
-        names = objects.put(objects.read(path, partial, "Checkpoint.restore"))
-        return RestoreStatus(names, bool(partial))
+        found = objects.read(path, partial, "Checkpoint.restore")
+        if found is None:
+            return RestoreStatus([], bool(partial), nothing=True)
+        return RestoreStatus(objects.put(found), bool(partial))
 
 
 def objects_of(checkpoint: Checkpoint) -> SavedObjects:

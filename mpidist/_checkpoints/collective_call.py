@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from mpidist._agreement import mismatch
@@ -12,11 +12,11 @@ from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call
 from mpidist._base.errors import CheckpointError, as_told
 from mpidist._base.types import Array
-from mpidist._checkpoints.contents import VariableItem
+from mpidist._base.variable_enums import VariableSynchronization
 from mpidist._engine.collectives import Collectives
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._values.variable import storage_of
+from mpidist._values.variable import Variable, storage_of
 
 _R = TypeVar("_R")
 
@@ -45,15 +45,21 @@ class CollectiveCall:
         """Check that all ranks do the same. Collective."""
         self.guard.agree(Call(f"{self.name}{text}"))
 
-    def same(self, numbers: list[int]) -> list[list[int]] | None:
-        """Return None if all ranks have the same numbers, else those of each rank.
+    def differing(self, numbers: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        """Return what is not the same on all ranks, with the numbers of each rank.
 
-        Collective. All ranks pass equally many numbers.
+        Collective: one header if all is the same. All ranks pass the same names.
         """
-        fingerprint = mismatch.fingerprint(",".join(map(str, numbers)))
+        own = [*numbers.values()]
+        fingerprint = mismatch.fingerprint(",".join(map(str, own)))
         if self.guard.agree_and_compare(Call(f"{self.name}, comparing"), fingerprint):
-            return None
-        return self.comm.all_gather_integers(numbers)
+            return {}
+        columns = zip(*self.comm.all_gather_integers(own), strict=True)
+        return {
+            name: column
+            for name, column in zip(numbers, columns, strict=True)
+            if len(set(column)) > 1
+        }
 
     def together(self, work: Callable[[], _R], *, scope: bool = True) -> _R:
         """Run code that may raise on some ranks, and may be collective. Collective.
@@ -110,10 +116,9 @@ class CollectiveCall:
             return context.entered(self.group.cross_frame)
         return contextlib.nullcontext()
 
-    def assign(self, item: VariableItem, value: Array) -> None:
+    def assign(self, variable: Variable, value: Array) -> None:
         """Assign a value that all ranks have; collective for ON_READ variables."""
-        variable = item.variable
-        if item.on_read:
+        if variable.synchronization is VariableSynchronization.ON_READ:
             with self.scope():
                 variable.assign(value)
             return

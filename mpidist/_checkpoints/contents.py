@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import hashlib
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, Literal, NamedTuple
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 
-from mpidist._base import backend
-from mpidist._base.errors import CheckpointError
+from mpidist._base import backend, guests, nest
 from mpidist._base.variable_enums import VariableAggregation, VariableSynchronization
-from mpidist._checkpoints import state_json
-from mpidist._checkpoints.state_json import Json, State
+from mpidist._checkpoints import generators, guest_items, state_json
+from mpidist._checkpoints.guest_items import Held
+from mpidist._checkpoints.state_items import StateItem
 from mpidist._values.distributed import DistributedValues
 from mpidist._values.variable import Variable
 
@@ -68,41 +66,14 @@ class VariableItem:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class StateItem:
-    """An object with a small state, which is saved in the manifest.
-
-    Attributes:
-        name: its name in the checkpoint.
-        kind: "generator" for one of `numpy.random`, "object" for another.
-        get: returns its state.
-        set: sets its state.
-        merge: merges the states of all replicas into one for any number of replicas, if
-            the object supports it.
-    """
-
-    name: str
-    kind: Literal["generator", "object"]
-    get: Callable[[], State]
-    set: Callable[[State], object]
-    merge: Callable[[list[State]], State] | None = None
-
-    def __str__(self) -> str:
-        return f"{self.name!r}: state of {self.kind}"
-
-    def encoded(self) -> Json:
-        """Return the state as JSON."""
-        return state_json.encode(self.get(), f"Checkpoint: {self.name!r}")
-
-
 Item = VariableItem | StateItem
 
 
-def collect(objects: Mapping[str, object], early: bool = False) -> list[Item]:
+def collect(objects: MutableMapping[str, Any], early: bool = False) -> list[Item]:
     """Decompose objects, and return the items in the order of their names.
 
     Args:
-        objects: the objects, by name.
+        objects: the objects, by name; restored pytrees of JAX are put there.
         early: whether to skip items that an object does not have yet: the
             ``variables`` of an optimizer raise RuntimeError before it has created them.
 
@@ -111,7 +82,7 @@ def collect(objects: Mapping[str, object], early: bool = False) -> list[Item]:
         ValueError: if two items would have the same name.
     """
     items: dict[str, Item] = {}
-    for name, value in objects.items():
+    for name, value in _entries(objects):
         for item in _items_of(name, value, early):
             if item.name in items:
                 raise ValueError(
@@ -126,12 +97,49 @@ def collect(objects: Mapping[str, object], early: bool = False) -> list[Item]:
     return [items[name] for name in sorted(items)]
 
 
+def check(items: Sequence[Item]) -> None:
+    """Check that the states can be saved that can be read without communication.
+
+    Raises:
+        TypeError: if one cannot.
+    """
+    for item in items:
+        if not isinstance(item, StateItem) or not item.readable:
+            continue
+        try:
+            state = item.get()
+        except Exception:  # not ready yet; it is read again when it is saved
+            continue
+        state_json.pack(state, item.name, "Checkpoint")
+
+
+def is_plain(name: str, value: object) -> bool:
+    """Return whether a value can be kept by itself: it is no object with a state."""
+    if guest_items.is_tree(value):
+        return True
+    try:
+        state_json.pack(value, name, "")
+    except TypeError:
+        return False
+    # A tensor of torch is restored in place, as others of the program have it too.
+    return not any(guests.kind_of(x) == "torch" for x in nest.flatten(value)[0])
+
+
+def _entries(objects: MutableMapping[str, Any]) -> Iterator[tuple[str, object]]:
+    for name, value in objects.items():
+        yield name, Held(objects, name) if guest_items.is_tree(value) else value
+
+
 def _items_of(name: str, value: object, early: bool) -> Iterator[Item]:
     if isinstance(value, Variable):
         yield VariableItem(name, value)
         return
     if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
-        yield _generator_item(name, value)
+        yield generators.item_of(name, value)
+        return
+    item = guest_items.item_of(name, value)
+    if item is not None:
+        yield item
         return
     nested = _children(name, value)
     if nested is not None:
@@ -141,8 +149,15 @@ def _items_of(name: str, value: object, early: bool) -> Iterator[Item]:
     for get, put in _PAIRS:
         getter, setter = getattr(value, get, None), getattr(value, put, None)
         if callable(getter) and callable(setter) and not isinstance(value, type):
-            merge = getattr(value, "merge_states", None)
-            yield StateItem(name, "object", getter, setter, merge)
+            yield StateItem(
+                name,
+                "object",
+                getter,
+                setter,
+                getattr(value, "merge_states", None),
+                readable=get == "state_dict",
+                refuse=generators.check_random_state,
+            )
             return
     try:
         variables = getattr(value, "variables", None)
@@ -160,7 +175,7 @@ def _children(name: str, value: object) -> list[tuple[str, object]] | None:
     """Return the entries of a list, tuple, dict, or another checkpoint."""
     own = getattr(type(value), "__checkpoint_objects__", None)  # of a Checkpoint
     if own is not None:
-        value = own(value)
+        return list(_entries(own(value)))
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, (str, int)):
@@ -193,23 +208,16 @@ def _variables_of(name: str, variables: Sequence[object]) -> Iterator[Item]:
         yield VariableItem(f"{name}/{own}", variable)
 
 
-def _generator_item(
-    name: str, value: np.random.Generator | np.random.BitGenerator
-) -> StateItem:
-    bits = value.bit_generator if isinstance(value, np.random.Generator) else value
-
-    def get() -> State:
-        return bits.state
-
-    def put(state: State) -> None:
-        bits.state = state
-
-    return StateItem(name, "generator", get, put)
-
-
 def _explain(name: str, value: object) -> str:
     kind = type(value).__name__
     start = f"Checkpoint: {name!r} is {value!r:.80} of type {kind}"
+    if guests.kind_of(value) == "jax":
+        outer = name.partition("/")[0]
+        return (
+            f"{start}: an array of JAX cannot be restored in place. Pass a pytree of "
+            f"such arrays alone, by a name of its own: `Checkpoint({outer}=pytree)`, "
+            f"and set it before you save, `checkpoint.{outer} = pytree`"
+        )
     if isinstance(value, (bool, int, float, complex)) or backend.is_array(value):
         what = "an array" if getattr(value, "ndim", 0) else "a number"
         return (
@@ -226,134 +234,8 @@ def _explain(name: str, value: object) -> str:
     return (
         f"{start}, which cannot be saved; expected a `mpidist.Variable`, an object "
         "with `variables` (an optimizer), a `numpy.random.Generator`, an object with "
-        "`state()` and `restore(state)` (an iterator), or a list, tuple or dict of "
-        "these. For numbers, strings and lists write a small class with these two "
-        "methods"
+        "`state()` and `restore(state)` (an iterator) or `state_dict` and "
+        "`load_state_dict` (of torch), a pytree of JAX arrays, or a list, tuple or "
+        "dict of these. For numbers, strings and lists write a "
+        "small class with these two methods"
     )
-
-
-# --- random generators, on a different number of ranks ------------------------------
-
-
-class SavedState(NamedTuple):
-    """A state in a checkpoint.
-
-    Attributes:
-        values: one for all replicas, or one for each, as JSON.
-        saved_on: the number of replicas that saved it.
-        alike: whether the object's state is the same on all replicas now.
-    """
-
-    values: list[Json]
-    saved_on: int
-    alike: bool
-
-
-def choose_state(item: StateItem, saved: SavedState, rank: int, size: int) -> State:
-    """Return the state that a replica restores.
-
-    A state that was the same on all replicas has one value, and all get it. Otherwise
-    replica i gets the i-th value. On additional replicas, generators that were not
-    saved get new streams: those of the `numpy.random.SeedSequence` whose entropy is the
-    SHA-256 of all saved states, and whose ``spawn_key`` is ``(i,)``, as
-    `SeedSequence.spawn` makes them.
-
-    A checkpoint of one replica does not show whether its generator should be the same
-    on all replicas. In this case the generators' states before restoring determine it.
-
-    Args:
-        item: the item to restore.
-        saved: its state in the checkpoint.
-        rank: the number of this replica.
-        size: the number of replicas.
-
-    Raises:
-        CheckpointError: if an object other than a generator was saved with a state for
-            each replica, on a different number of replicas, and cannot merge them.
-    """
-    values = saved.values
-    if len(values) == 1 and (
-        saved.saved_on > 1 or saved.alike or item.kind != "generator"
-    ):
-        return state_json.decode(values[0])
-    if item.kind != "generator" and len(values) != size:
-        if item.merge is not None:
-            return item.merge([state_json.decode(value) for value in values])
-        raise CheckpointError(
-            f"{item.name!r} was saved with another state on each of {len(values)} "
-            f"replicas, and cannot be restored on {size}; restore it on "
-            f"{len(values)}, give the object a method `merge_states(states)` that "
-            "makes one state of all, or write `restore(path, partial=True)` with a "
-            "Checkpoint without it"
-        )
-    if rank < len(values):
-        return state_json.decode(values[rank])
-    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
-    entropy = int.from_bytes(digest, "little")
-    seed = np.random.SeedSequence(entropy, spawn_key=(rank,))
-    name = _generator_name(values[0])
-    make = _bit_generator(name)
-    if make is None:
-        raise CheckpointError(
-            f"{item.name!r} was saved on {saved.saved_on} replicas, but mpidist cannot "
-            f"make another {name}; restore it on at most {saved.saved_on}"
-        )
-    return make(seed).state
-
-
-def check_generator(item: StateItem, values: list[Json]) -> str:
-    """Return why a generator cannot take the saved states, or "".
-
-    Raises:
-        Exception: of any kind, if a state is malformed.
-    """
-    if item.kind != "generator":
-        for value in values:
-            _check_random_state(value)
-        return ""
-    own = item.get()["bit_generator"]
-    for value in values:
-        saved = _generator_name(value)
-        if saved != own:
-            return (
-                f"{item.name!r}: expected the state of a {own}, got that of "
-                f"{saved or 'another object'}; make the generator by "
-                f"`numpy.random.Generator(numpy.random.{saved or own}(seed))`"
-            )
-        make = _bit_generator(own)
-        if make is not None:
-            state = state_json.decode(value)
-            make(0).state = state
-            _check_position(own, state)
-    return ""
-
-
-def _check_random_state(value: Json) -> None:
-    """Raise if this is a state of `numpy.random.RandomState` with a bad position."""
-    parts = value.get("$tuple") if isinstance(value, dict) else None
-    if isinstance(parts, list) and len(parts) > 2 and parts[0] == "MT19937":
-        _check_position("MT19937", {"state": {"pos": parts[2]}})
-
-
-def _check_position(name: str, state: State) -> None:
-    """Raise if NumPy would read outside a generator's buffer: it does not check."""
-    if name == "MT19937":
-        position, size = state["state"]["pos"], 624
-    elif name == "Philox":
-        position, size = state["buffer_pos"], 4
-    else:
-        return
-    if not 0 <= position <= size:
-        raise ValueError(f"expected a position from 0 to {size}, got {position}")
-
-
-def _generator_name(value: Json) -> str:
-    name = value.get("bit_generator") if isinstance(value, dict) else None
-    return name if isinstance(name, str) else ""
-
-
-def _bit_generator(name: str) -> type[np.random.BitGenerator] | None:
-    found = getattr(np.random, name, None)
-    if isinstance(found, type) and issubclass(found, np.random.BitGenerator):
-        return found
-    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import warnings
@@ -10,8 +11,9 @@ from typing import Any, NamedTuple
 from mpidist._base import backend
 from mpidist._base.errors import CheckpointError
 from mpidist._base.remedies import explain_attributes, explain_keywords
-from mpidist._checkpoints import replace, storage
+from mpidist._checkpoints import manifest, replace, storage
 from mpidist._checkpoints.checkpoint import Checkpoint, objects_of
+from mpidist._checkpoints.saved_objects import as_path
 from mpidist._runtime.interruptions import tells
 
 
@@ -35,8 +37,9 @@ class CheckpointManager:
 
     Args:
         checkpoint: the checkpoint to save.
-        directory: the path of the directory, the same on all ranks; only rank 0 uses
-            it. It need not exist.
+        directory: the path of the directory, which need not exist. That of rank 0
+            counts, and only rank 0 uses it. Others may pass one of their own, as
+            programs for TensorFlow must; it stays empty.
         max_to_keep: the number of checkpoints to keep; None keeps all.
         checkpoint_name: the prefix of the names in the directory.
         format: the format of the array file, as for `Checkpoint.save`.
@@ -66,20 +69,29 @@ class CheckpointManager:
 
         def check() -> str:
             _check_arguments(max_to_keep, checkpoint_name)
-            storage.check_format([], format)
-            return os.fspath(directory)
+            storage.check_format({}, format)
+            path = as_path(directory, "CheckpointManager")
+            assert path is not None
+            return path
 
         self._checkpoint = checkpoint
-        self._directory = call.attempt(check)
+        given_directory = call.attempt(check)
         self._max_to_keep = max_to_keep
         self._name = checkpoint_name
         self._format = format
-        call.agree(
-            f"({self._directory!r}, max_to_keep={max_to_keep}, "
-            f"checkpoint_name={checkpoint_name!r})"
-        )
-        found = call.on_rank_0(lambda: _scan(self._directory, checkpoint_name))
+        call.agree(f"(max_to_keep={max_to_keep}, checkpoint_name={checkpoint_name!r})")
+
+        def scan() -> tuple[str, _Scan]:
+            return given_directory, _scan(given_directory, checkpoint_name)
+
+        used, found = call.on_rank_0(scan)
         self._directory, self._entries, self._highest = found
+        # A program of TensorFlow may delete its own directory on ranks other than 0.
+        self._own_directory = self._directory
+        if given_directory != used:
+            self._own_directory = given_directory
+            with contextlib.suppress(OSError):
+                os.makedirs(given_directory, exist_ok=True)
 
     def __repr__(self) -> str:
         return (
@@ -94,8 +106,8 @@ class CheckpointManager:
 
     @property
     def directory(self) -> str:
-        """The path of the directory, on rank 0."""
-        return self._directory
+        """The path of the directory; on a rank that passed its own path that path."""
+        return self._own_directory
 
     @property
     def checkpoints(self) -> list[str]:
@@ -190,6 +202,7 @@ class CheckpointManager:
                 objects.call(name).on_rank_0(lambda: _warn(path, text))  # noqa: B023
                 self._entries.pop()
             else:
+                assert found is not None
                 # Outside the `try`: an exception in a user's `restore` is no reason to
                 # start from the beginning.
                 objects.put(found)
@@ -203,21 +216,17 @@ class _Scan(NamedTuple):
     highest: int  # of the numbers in use
 
 
-def _scan(directory: str, prefix: str) -> _Scan:
-    """Find the checkpoints in a directory, and verify the newest."""
+def _scan(directory: str, prefix: str | None) -> _Scan:
+    """Find the checkpoints in a directory, and verify the newest.
+
+    Args:
+        directory: the directory.
+        prefix: of the names of those of a manager; None: all checkpoints.
+    """
     directory = os.path.abspath(directory)
-    pattern = re.compile(rf"{re.escape(prefix)}-(\d+)")
     entries = []
     highest = 0
-    try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
-        names = []
-    for name in names:
-        match = pattern.fullmatch(name)
-        if match is None:
-            continue
-        number = int(match[1])
+    for name, number in _numbered(directory, prefix):
         highest = max(highest, number)
         path = os.path.join(directory, name)
         try:
@@ -238,10 +247,25 @@ def _scan(directory: str, prefix: str) -> _Scan:
     return _Scan(directory, entries, highest)
 
 
+def _numbered(directory: str, prefix: str | None) -> list[tuple[str, int]]:
+    """Return names in a directory, with the numbers in them, or 0."""
+    if prefix is None:
+        return [(name, 0) for name in manifest.checkpoints_in(directory)]
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        names = []
+    pattern = re.compile(rf"{re.escape(prefix)}-(\d+)")
+    matches = [(name, pattern.fullmatch(name)) for name in names]
+    return [(name, int(match[1])) for name, match in matches if match]
+
+
 def latest_checkpoint(
-    checkpoint_dir: str | os.PathLike[str], checkpoint_name: str = "ckpt"
+    checkpoint_dir: str | os.PathLike[str], checkpoint_name: str | None = None
 ) -> str | None:
-    """Return the path of the newest complete checkpoint of a `CheckpointManager`.
+    """Return the path of the newest complete checkpoint in a directory.
+
+    Of a `CheckpointManager`, or saved there by `Checkpoint.save`.
 
     Not collective: it reads the directory on the rank that calls it, needs no strategy
     and no MPI, and skips damaged checkpoints with a warning. In a program on several
@@ -250,8 +274,9 @@ def latest_checkpoint(
     access to the directory get the same path.
 
     Args:
-        checkpoint_dir: the directory of the manager.
-        checkpoint_name: the prefix of the names in it.
+        checkpoint_dir: the directory.
+        checkpoint_name: the prefix of the names of a manager in it; None: those of all
+            managers, and others.
 
     Returns:
         The path; None if there is no checkpoint.

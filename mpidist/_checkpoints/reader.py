@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 
+from mpidist._base import guests
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import HostArray
 from mpidist._checkpoints import state_json, storage
@@ -32,8 +33,10 @@ class CheckpointReader(collections.abc.Mapping[str, HostArray]):
         self._files = storage.CheckpointFiles(os.fspath(path))
 
     def __getitem__(self, name: str) -> HostArray:
-        part = self._files.manifest.arrays[name]
-        return self._files.read(name, storage.dtype_of(part.dtype))
+        if name in self._files.manifest.arrays:
+            return self._files.read(name)
+        names = ", ".join(map(repr, self)) or "nothing"
+        raise KeyError(f"{name!r} is not among the arrays of {self.path!r}: {names}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files.manifest.arrays)
@@ -73,11 +76,22 @@ class CheckpointReader(collections.abc.Mapping[str, HostArray]):
 
     @property
     def states(self) -> dict[str, tuple[State, ...]]:
-        """The states by name: one, or one for each replica if they differed."""
+        """The states by name: one, or one for each replica if they differed.
+
+        Tensors of torch and JAX are NumPy arrays if the library was not imported.
+        """
         return {
-            name: tuple(state_json.decode(value) for value in values)
+            name: tuple(state_json.unpack(value, self._tensor) for value in values)
             for name, values in self._files.manifest.states.items()
         }
+
+    def _tensor(self, library: str, name: str, device: str) -> State:
+        x = self._files.read(name)
+        if library == "torch" and guests.library("torch") is not None:
+            return guests.from_stored(x, "torch", device)
+        if library == "jax" and guests.library("jax") is not None:
+            return guests.from_stored(x, "jax", device)
+        return x
 
     def verify(self) -> None:
         """Read everything, and verify all checksums.

@@ -36,7 +36,7 @@ import stat
 from collections.abc import Callable
 
 from mpidist._base.errors import CheckpointError
-from mpidist._checkpoints import storage
+from mpidist._checkpoints.manifest import ARRAY_FILE, MANIFEST, read_manifest
 
 _MARK = ".tmp-"
 
@@ -152,8 +152,8 @@ def _next_number(path: str) -> int:
         ) from None
     used = [0]
     for name in names:
-        match = storage.ARRAY_FILE.fullmatch(name)
-        if match is None and name != storage.MANIFEST:
+        match = ARRAY_FILE.fullmatch(name)
+        if match is None and name != MANIFEST:
             raise FileExistsError(
                 f"expected a checkpoint, or nothing, at {path!r}, got a directory with "
                 f"{name!r} in it; save to another path, such as "
@@ -166,7 +166,7 @@ def _next_number(path: str) -> int:
 
 def _move_into(beside: str, path: str) -> str:
     """Replace the checkpoint at the path; return the name of its array file."""
-    data, manifest = sorted(os.listdir(beside), key=lambda n: n == storage.MANIFEST)
+    data, manifest = sorted(os.listdir(beside), key=lambda n: n == MANIFEST)
     os.rename(os.path.join(beside, data), os.path.join(path, data))
     sync_directory(path)
     os.rename(os.path.join(beside, manifest), os.path.join(path, manifest))
@@ -182,11 +182,11 @@ def _delete_unnamed(path: str) -> None:
     """
     with contextlib.suppress(OSError, CheckpointError):
         if len(os.listdir(path)) > 2:
-            _delete_files(path, keep=storage.read_manifest(path).file)
+            _delete_files(path, keep=read_manifest(path).file)
 
 
 def _delete_files(path: str, keep: str) -> None:
     with contextlib.suppress(OSError):
         for name in os.listdir(path):
-            if name != keep and storage.ARRAY_FILE.fullmatch(name):
+            if name != keep and ARRAY_FILE.fullmatch(name):
                 os.unlink(os.path.join(path, name))

@@ -18,11 +18,14 @@ class RestoreStatus(list[str]):
     Args:
         names: the names.
         partial: whether the checkpoint was restored with ``partial=True``.
+        nothing: whether the path was None, so that nothing was restored.
     """
 
-    def __init__(self, names: Iterable[str], partial: bool) -> None:
+    def __init__(
+        self, names: Iterable[str], partial: bool, nothing: bool = False
+    ) -> None:
         super().__init__(names)
-        self._partial = partial
+        self._partial, self._nothing = partial, nothing
 
     def expect_partial(self) -> RestoreStatus:
         """Return this status. Write ``restore(path, partial=True)`` for its effect."""
@@ -32,8 +35,10 @@ class RestoreStatus(list[str]):
         """Return this status if everything in the checkpoint was restored.
 
         Raises:
-            AssertionError: after ``partial=True``, which does not ask for that.
+            AssertionError: after ``partial=True``, which does not ask for that; and if
+                the path was None.
         """
+        self.assert_nontrivial_match()
         if self._partial:
             raise AssertionError(
                 "Checkpoint.restore: with `partial=True` items may be left out; write "
@@ -46,9 +51,17 @@ class RestoreStatus(list[str]):
         return self.assert_consumed()
 
     def assert_nontrivial_match(self) -> RestoreStatus:
-        """Return this status if something was restored, which is always so.
+        """Return this status if something was restored.
 
         `Checkpoint.restore` raises if the objects and the checkpoint have nothing in
         common.
+
+        Raises:
+            AssertionError: if the path was None.
         """
+        if self._nothing:
+            raise AssertionError(
+                "Checkpoint.restore: the path was None, so nothing was restored; write "
+                "`if path:` around this call"
+            )
         return self

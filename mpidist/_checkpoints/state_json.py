@@ -1,109 +1,213 @@
-"""The states of objects as JSON, and back to equal objects, without pickle.
+"""The states of objects as JSON and arrays, and back to equal objects, without pickle.
 
 JSON has fewer types than Python, so a value that it lacks is a dictionary with one key
-that begins with "$" and names the type. Reading calls no constructor that the file
-chooses, and allocates no more than the file's text.
+that begins with "$" and names the type. Tensors of torch and JAX and large NumPy arrays
+are taken out, to be stored as arrays; the JSON has their names. Reading calls no
+constructor that the file chooses, and allocates no more than the file's text.
 """
 
 from __future__ import annotations
 
 import base64
+import collections
+import dataclasses
+import functools
+import json
 import math
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from mpidist._base.types import HostArray
+from mpidist._agreement import mismatch
+from mpidist._base import backend, checksums, guests
+from mpidist._base.guests import DeviceCopy
+from mpidist._base.types import Array, HostArray
 
 State: TypeAlias = Any
-"""The state of a user's object: None, bools, numbers, strings, bytes and NumPy arrays,
-in lists, tuples and dicts."""
+"""The state of a user's object: None, bools, numbers, strings, bytes, NumPy arrays and
+tensors, in lists, tuples and dicts."""
 Json: TypeAlias = Any
 """What `json.loads` returns."""
+Stored: TypeAlias = Array | DeviceCopy
+OnTensor: TypeAlias = Callable[[str, str, str], State]
+"""Gets a library, the name of an array, and a type of device; returns the tensor."""
 
-_ARRAY_KINDS = "biufc"  # bool, integers, floating, complex
+_ARRAY_KINDS: Final = "biufc"  # bool, integers, floating, complex
+_MOST_INLINE: Final = 2**14  # bytes of a NumPy array in the JSON
+_LIBRARIES: Final = ("numpy", "torch", "jax")
 
 
-def encode(state: State, where: str) -> Json:
-    """Return a state as JSON that `decode` converts back to equal objects.
+def host_copy(x: Stored) -> HostArray:
+    """Return an array on the host, which may be the same memory."""
+    host: HostArray = x.host() if isinstance(x, DeviceCopy) else backend.to_host(x)
+    return host
+
+
+def checksum(x: Stored) -> int:
+    """Return a number that differs if an array does."""
+    array = x.host() if isinstance(x, DeviceCopy) else x
+    return mismatch.fingerprint(checksums.summarize(array))
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A state as JSON, and the arrays that it names."""
+
+    value: Json
+    arrays: dict[str, Stored]
+
+    @functools.cached_property
+    def checksums(self) -> dict[str, int]:
+        """Those of the arrays."""
+        return {name: checksum(x) for name, x in self.arrays.items()}
+
+    @property
+    def number(self) -> int:
+        """A number that differs if the state does."""
+        text = json.dumps(self.value, sort_keys=True)
+        return mismatch.fingerprint(f"{text} {[*self.checksums.items()]}")
+
+
+def pack(state: State, name: str, where: str) -> Packed:
+    """Return a state as JSON and arrays, which `unpack` converts back.
 
     Args:
         state: the state.
-        where: the name of the object that has it, for the message.
+        name: the beginning of the names of its arrays.
+        where: the call, for the message.
 
     Raises:
         TypeError: if the state has an object of another type.
     """
-    if state is None or isinstance(state, bool) or type(state) is int:
-        return state
-    if isinstance(state, np.generic) and not isinstance(state, (np.str_, np.bytes_)):
-        return {"$scalar": _encode_array(np.asarray(state), where)}
-    if isinstance(state, str):
-        return str(state)
-    if isinstance(state, float):
-        return float(state) if math.isfinite(state) else {"$float": repr(float(state))}
-    if isinstance(state, complex):
-        return {"$complex": [repr(state.real), repr(state.imag)]}
-    if isinstance(state, (bytes, bytearray)):
-        return {"$bytes": base64.b64encode(state).decode()}
-    if isinstance(state, np.ndarray):
-        return {"$array": _encode_array(state, where)}
-    if type(state) is list:
-        return [encode(item, where) for item in state]
-    if type(state) is tuple:
-        return {"$tuple": [encode(item, where) for item in state]}
-    if isinstance(state, dict):
-        if all(type(key) is str and not key.startswith("$") for key in state):
-            return {key: encode(item, where) for key, item in state.items()}
-        pairs = [[encode(k, where), encode(v, where)] for k, v in state.items()]
-        return {"$dict": pairs}
-    raise TypeError(
-        f"{where}: its state has {state!r:.80} of type {type(state).__name__}, which "
-        "cannot be saved; a state is made of None, bools, numbers, strings, bytes and "
-        "NumPy arrays, in lists, tuples and dicts"
-    )
+    packer = _Packer(where)
+    return Packed(packer.encode(state, name), packer.arrays)
 
 
-def decode(value: Json) -> State:
-    """Return the state that `encode` has encoded.
+class _Packer:
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self.arrays: dict[str, Stored] = {}
+
+    def encode(self, state: State, at: str) -> Json:
+        if state is None or isinstance(state, bool) or type(state) is int:
+            return state
+        if isinstance(state, str):
+            return str(state)
+        if isinstance(state, (bytes, bytearray)):
+            return {"$bytes": base64.b64encode(state).decode()}
+        if isinstance(state, (np.ndarray, np.generic)):
+            return self._numpy(state, at)
+        if isinstance(state, float):
+            finite = math.isfinite(state)
+            return float(state) if finite else {"$float": repr(float(state))}
+        if isinstance(state, complex):
+            return {"$complex": [repr(state.real), repr(state.imag)]}
+        if isinstance(state, (list, tuple, dict)):
+            return self._container(state, at)
+        kind = guests.kind_of(state)
+        if kind is not None:
+            x = guests.as_stored(state, kind, f"{self._where}: {at!r}")
+            return self._tensor(kind, x, at, guests.device_of(state, kind))
+        raise self._refused(state, at)
+
+    def _container(self, state: State, at: str) -> Json:
+        if isinstance(state, collections.Counter):
+            return {"$counter": self._pairs(state, at)}
+        if isinstance(state, dict):
+            if all(type(key) is str and not key.startswith("$") for key in state):
+                return {k: self.encode(x, f"{at}/{k}") for k, x in state.items()}
+            return {"$dict": self._pairs(state, at)}
+        items = [self.encode(x, f"{at}/{i}") for i, x in enumerate(state)]
+        if type(state) is list:
+            return items
+        if type(state) is tuple or type(state).__name__ == "Size":  # of torch
+            return {"$tuple": items}
+        raise self._refused(state, at)
+
+    def _pairs(self, state: dict[Any, State], at: str) -> Json:
+        return [
+            [self.encode(key, at), self.encode(x, f"{at}/{key}")]
+            for key, x in state.items()
+        ]
+
+    def _numpy(self, x: Any, at: str) -> Json:
+        if x.dtype.kind not in _ARRAY_KINDS:
+            raise TypeError(
+                f"{self._where}: {at!r}: its state has an array of dtype {x.dtype}, "
+                "which cannot be saved; expected a bool, integer, floating or complex "
+                "dtype"
+            )
+        if x.nbytes > _MOST_INLINE:
+            return self._tensor("numpy", x, at, "cpu")
+        data = base64.b64encode(x.tobytes()).decode()
+        content = {"dtype": x.dtype.str, "shape": list(x.shape), "base64": data}
+        return {"$array" if isinstance(x, np.ndarray) else "$scalar": content}
+
+    def _tensor(self, library: str, x: Stored, at: str, device: str) -> Json:
+        name = at.replace("\0", "?")
+        while name in self.arrays:  # two keys may be the same text
+            name += "'"
+        self.arrays[name] = x
+        return {"$tensor": [library, name, device]}
+
+    def _refused(self, state: State, at: str) -> TypeError:
+        name = at.partition("/")[0]
+        inside = "" if at == name else f" at {at!r}"
+        return TypeError(
+            f"{self._where}: {name!r}: its state has {state!r:.80} of type "
+            f"{type(state).__name__}{inside}, which cannot be saved; a state is made "
+            "of None, bools, numbers, strings, bytes, NumPy arrays and tensors of "
+            "torch or JAX, in lists, tuples and dicts"
+        )
+
+
+def unpack(value: Json, tensor: OnTensor) -> State:
+    """Return the state that `pack` has encoded.
+
+    Args:
+        value: the JSON.
+        tensor: called for each array that was taken out.
 
     Raises:
-        Exception: of any kind, if `encode` does not return such a value.
+        Exception: of any kind, if `pack` does not return such a value.
     """
+
+    def decode(value: Json) -> State:
+        if isinstance(value, list):
+            return [decode(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if not any(key.startswith("$") for key in value):
+            return {key: decode(item) for key, item in value.items()}
+        ((key, content),) = value.items()
+        if key == "$tensor":
+            library, name, device = content
+            if library not in _LIBRARIES or not device.isidentifier():
+                raise ValueError(f"a tensor of {library!r} on {device!r}")
+            return tensor(library, name, device)
+        return _DECODERS[key](content, decode)
+
+    return decode(value)
+
+
+def array_names(value: Json) -> list[str]:
+    """Return the names of the arrays that the JSON of a state names."""
+    names: list[str] = []
+    unpack(value, lambda library, name, device: names.append(name))
+    return names
+
+
+def renamed(value: Json, names: dict[str, str]) -> Json:
+    """Return the JSON of a state with other names for some of its arrays."""
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [renamed(item, names) for item in value]
     if not isinstance(value, dict):
         return value
-    if not any(key.startswith("$") for key in value):
-        return {key: decode(item) for key, item in value.items()}
-    ((key, content),) = value.items()
-    match key:
-        case "$scalar":
-            return _decode_array(content)[()]
-        case "$array":
-            return _decode_array(content)
-        case "$float":
-            return float(content)
-        case "$complex":
-            real, imaginary = content
-            return complex(float(real), float(imaginary))
-        case "$bytes":
-            return base64.b64decode(content, validate=True)
-        case "$tuple":
-            return tuple(decode(item) for item in content)
-        case "$dict":
-            return {decode(k): decode(v) for k, v in content}
-    raise ValueError(f"unknown type {key!r}")
-
-
-def _encode_array(x: HostArray, where: str) -> Json:
-    if x.dtype.kind not in _ARRAY_KINDS:
-        raise TypeError(
-            f"{where}: its state has an array of dtype {x.dtype}, which cannot be "
-            "saved; expected a bool, integer, floating or complex dtype"
-        )
-    data = base64.b64encode(x.tobytes()).decode()
-    return {"dtype": x.dtype.str, "shape": list(x.shape), "base64": data}
+    if "$tensor" in value:
+        library, name, device = value["$tensor"]
+        return {"$tensor": [library, names.get(name, name), device]}
+    return {key: renamed(item, names) for key, item in value.items()}
 
 
 def _decode_array(content: Json) -> HostArray:
@@ -113,3 +217,18 @@ def _decode_array(content: Json) -> HostArray:
     # `frombuffer` and `reshape` compare the sizes before anything is allocated.
     data = np.frombuffer(base64.b64decode(content["base64"], validate=True), dtype)
     return data.reshape(content["shape"]).copy()
+
+
+_Decode: TypeAlias = Callable[[Json], State]
+_DECODERS: Final[dict[str, Callable[[Json, _Decode], State]]] = {
+    "$scalar": lambda x, _: _decode_array(x)[()],
+    "$array": lambda x, _: _decode_array(x),
+    "$float": lambda x, _: float(x),
+    "$complex": lambda x, _: complex(*map(float, x)),
+    "$bytes": lambda x, _: base64.b64decode(x, validate=True),
+    "$tuple": lambda x, decode: tuple(map(decode, x)),
+    "$dict": lambda x, decode: {decode(k): decode(v) for k, v in x},
+    "$counter": lambda x, decode: collections.Counter(
+        {decode(k): decode(v) for k, v in x}
+    ),
+}

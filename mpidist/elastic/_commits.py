@@ -16,23 +16,22 @@ replicas that are left, and a spare goes on with those of the one that it replac
 from __future__ import annotations
 
 import dataclasses
-import json
 import pickle
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final
 
 import numpy as np
 
-from mpidist._agreement import mismatch
 from mpidist._base import backend
 from mpidist._base.errors import CollectiveMismatchError, format_ranks, on_rank
+from mpidist._base.guests import DeviceCopy
 from mpidist._base.types import HostArray
-from mpidist._checkpoints import contents, state_json
+from mpidist._checkpoints import state_items, state_json
 from mpidist._checkpoints.collective_call import CollectiveCall
-from mpidist._checkpoints.contents import Item, SavedState, StateItem, VariableItem
-from mpidist._checkpoints.state_json import Json
-
-_ENCODER: Final = json.JSONEncoder(sort_keys=True, check_circular=False)
+from mpidist._checkpoints.contents import Item, VariableItem
+from mpidist._checkpoints.fitting import choose
+from mpidist._checkpoints.generators import SavedState
+from mpidist._checkpoints.state_items import StateItem
+from mpidist._checkpoints.state_json import Json, Packed, Stored, host_copy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Commit:
         number: commits are counted; it is the same on all replicas.
         place: the number of this replica among those that made the commit.
         size: how many replicas made it.
-        arrays: the values of the variables.
+        arrays: the values of the variables, and the tensors of the states.
         states: the other states: one for all replicas, or one for each.
     """
 
@@ -75,34 +74,28 @@ def take(
         TypeError: if a state cannot be kept, on one replica; all raise it.
     """
     old = {} if reused is None else reused.arrays
+    objects = [item for item in items if isinstance(item, StateItem)]
 
-    def prepare() -> tuple[dict[str, Json], str, dict[str, HostArray]]:
-        own = _encode(items)
-        return own, _ENCODER.encode([number, own]), _copy(items, old)
+    def prepare() -> tuple[dict[str, Packed], dict[str, HostArray]]:
+        packed = {item.name: item.pack("State.commit") for item in objects}
+        return packed, _copy(items, old)
 
-    own, text, arrays = call.attempt(prepare)
-    states = {name: [state] for name, state in own.items()}
-    made = mismatch.call_of(call.name)
-    if not call.guard.agree_and_compare(made, mismatch.fingerprint(text)):
-        rows = [json.loads(row) for row in call.comm.all_gather_objects(text.encode())]
-        for name in states:
-            column = [row[1][name] for row in rows]
-            if any(state != column[0] for state in column):
-                states[name] = column
-        _check_differing(call, items, states, plain)
-    on_read = [x for x in items if isinstance(x, VariableItem) and x.on_read]
-    if on_read:
+    packed, arrays = call.attempt(prepare)
+    states = state_items.exchange(call, objects, packed, {})
+    _check_differing(call, objects, states.values, plain)
+
+    def rest() -> dict[str, HostArray]:
+        read = {
+            x.name: _read(x) for x in items if isinstance(x, VariableItem) and x.on_read
+        }
+        return read | {
+            name: _copy_of(x, old.get(name)) for name, x in states.arrays.items()
+        }
+
+    if states.arrays or any(isinstance(x, VariableItem) and x.on_read for x in items):
         # In a section: a replica without memory for it tells the others.
-        arrays |= call.together(lambda: {item.name: _read(item) for item in on_read})
-    return Commit(number, call.rank, call.size, arrays, states)
-
-
-def _encode(items: Sequence[Item]) -> dict[str, Json]:
-    return {
-        item.name: state_json.encode(item.get(), f"State.commit: {item.name!r}")
-        for item in items
-        if isinstance(item, StateItem)
-    }
+        arrays |= call.together(rest)
+    return Commit(number, call.rank, call.size, arrays, states.values)
 
 
 def _copy(items: Sequence[Item], old: Mapping[str, HostArray]) -> dict[str, HostArray]:
@@ -110,15 +103,18 @@ def _copy(items: Sequence[Item], old: Mapping[str, HostArray]) -> dict[str, Host
     arrays: dict[str, HostArray] = {}
     for item in items:
         if isinstance(item, VariableItem) and not item.on_read:
-            x, out = item.variable.value(), old.get(item.name)
-            if backend.is_device_array(x):
-                out = np.asarray(backend.to_host(x))
-            elif out is None:
-                out = np.array(x)
-            else:
-                out[...] = x
-            arrays[item.name] = out
+            arrays[item.name] = _copy_of(item.variable.value(), old.get(item.name))
     return arrays
+
+
+def _copy_of(x: Stored, out: HostArray | None) -> HostArray:
+    """Return a copy on the host, in an array that may be overwritten if it fits."""
+    if isinstance(x, DeviceCopy) or backend.is_device_array(x):
+        return np.asarray(host_copy(x))
+    if out is None or out.shape != x.shape or out.dtype != x.dtype:
+        return np.array(x)
+    out[...] = x
+    return out
 
 
 def _read(item: VariableItem) -> HostArray:
@@ -128,19 +124,20 @@ def _read(item: VariableItem) -> HostArray:
 
 def _check_differing(
     call: CollectiveCall,
-    items: Sequence[Item],
+    items: Sequence[StateItem],
     states: dict[str, list[Json]],
     plain: Collection[str],
 ) -> None:
     """Raise, on all replicas, for a state that differs and may not."""
     for item in items:
-        if not isinstance(item, StateItem) or len(states[item.name]) == 1:
+        if len(states[item.name]) == 1:
             continue
         column = states[item.name]
         if item.name in plain:
             groups: dict[str, list[int]] = {}
             for rank, state in enumerate(column):
-                text = f"{state_json.decode(state)!r:.80}"
+                state = state_json.unpack(state, lambda library, name, device: name)
+                text = f"{state!r:.80}"
                 groups.setdefault(text, []).append(rank)
             lines = [f"  {format_ranks(r)}: {text}" for text, r in groups.items()]
             problem = (
@@ -179,24 +176,21 @@ def share(
     root = has.index(True)
     data = b""
     if own is not None and call.rank == root:
-        data = pickle.dumps((own.number, own.size, own.states))
+        kinds = {name: (x.shape, x.dtype) for name, x in own.arrays.items()}
+        data = pickle.dumps((own.number, own.size, own.states, kinds))
     data = call.comm.all_gather_objects(data)[root]
-    variables = [item for item in items if isinstance(item, VariableItem)]
 
     def prepare() -> Commit:
         if own is not None:
             return own
-        number, size, states = pickle.loads(data)
-        empty = {
-            item.name: np.empty(item.variable.shape, item.variable.dtype)
-            for item in variables
-        }
+        number, size, states, kinds = pickle.loads(data)
+        empty = {name: np.empty(shape, dtype) for name, (shape, dtype) in kinds.items()}
         return Commit(number, -1, size, empty, states)
 
     # All wait for the end of this: the broadcasts below have no header.
     commit = call.together(prepare, scope=False)
-    for item in variables:
-        x = commit.arrays[item.name]
+    for name in sorted(commit.arrays):
+        x = commit.arrays[name]
         if x.size:
             call.comm.broadcast(backend.as_bytes(x), root)
     return commit
@@ -216,17 +210,27 @@ def put(
     """
 
     def set_states() -> None:
-        for item in items:
-            if isinstance(item, StateItem):
-                values = commit.states[item.name]
-                if len(values) > 1 and item.kind == "generator":
-                    values = [values[place] for place in places]
-                # One replica has one generator, which then is that of all.
-                saved = SavedState(values, max(commit.size, 2), alike=True)
-                chosen = contents.choose_state(item, saved, call.rank, call.size)
-                item.set(chosen)
+        saved = {}
+        for item in objects:
+            values = commit.states[item.name]
+            if len(values) > 1 and item.kind == "generator":
+                values = [values[place] for place in places]
+            # One replica has one generator, which then is that of all.
+            saved[item.name] = SavedState(values, max(commit.size, 2), alike=True)
+        # The tensors that are set take the memory of these; the commit stays.
+        copies = {name: commit.arrays[name].copy() for name in _named(saved)}
+        by_name = {item.name: item for item in objects}
+        for item, state in choose(call, by_name, saved, copies):
+            item.set(state)
 
+    objects = [item for item in items if isinstance(item, StateItem)]
     call.together(set_states)
     for item in items:
         if isinstance(item, VariableItem):
-            call.assign(item, commit.arrays[item.name])
+            call.assign(item.variable, commit.arrays[item.name])
+
+
+def _named(saved: Mapping[str, SavedState]) -> set[str]:
+    """Return the names of the arrays that states have."""
+    values = [value for state in saved.values() for value in state.values]
+    return {name for value in values for name in state_json.array_names(value)}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias, TypeVar
 
 from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call
-from mpidist._base import threads
+from mpidist._base import reporting, threads
 from mpidist._base.environment import Environment, read_environment
 from mpidist._base.errors import ReplicaLostError, format_ranks
 from mpidist._mpi import library, survival
@@ -401,4 +400,4 @@ def _say_that_it_ends() -> None:
 
 
 def _say(text: str) -> None:
-    print(f"mpidist.elastic: {text}", file=sys.stderr, flush=True)
+    reporting.say(f"mpidist.elastic: {text}")

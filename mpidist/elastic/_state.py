@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 from mpidist._base.errors import ReplicaLostError, on_rank
-from mpidist._checkpoints import Checkpoint, CheckpointManager, contents, state_json
+from mpidist._checkpoints import Checkpoint, CheckpointManager, contents
 from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._checkpoints.contents import Item, VariableItem
+from mpidist._checkpoints.guest_items import Held
 from mpidist._runtime import interruptions
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.strategy import Strategy, group_of
@@ -27,19 +28,6 @@ class Voting(Protocol):
     def vote(self) -> bool:
         """Return whether all replicas live and have come here. Collective."""
         ...
-
-
-class _Value:
-    """A plain value, as an object with a state."""
-
-    def __init__(self, values: dict[str, Any], name: str) -> None:
-        self._values, self._name = values, name
-
-    def state(self) -> Any:
-        return self._values[self._name]
-
-    def restore(self, state: Any) -> None:
-        self._values[self._name] = state
 
 
 class StateStorage:
@@ -75,11 +63,13 @@ class StateStorage:
         self._voting: Voting | None = None
         for name, value in objects.items():
             _check_name(name)
-            if _is_plain(name, value):
+            if contents.is_plain(name, value):
                 self.values[name] = value
             else:
                 self.given[name] = value
-        for item in contents.collect(self.given, early=True):
+        items = contents.collect(self.given, early=True)
+        contents.check(items)
+        for item in items:
             if isinstance(item, VariableItem):
                 raise TypeError(
                     f"State: {item.name!r} is a variable. Variables belong to a "
@@ -106,7 +96,7 @@ class StateStorage:
             self.made = call.attempt(lambda: self._check_made(made))
         objects = {**self.given, **self.made}
         for name in self.values:
-            objects[name] = _Value(self.values, name)
+            objects[name] = Held(self.values, name)
         items = call.attempt(lambda: contents.collect(objects))
         for item in items:
             if isinstance(item, VariableItem):
@@ -131,7 +121,7 @@ class StateStorage:
                 raise ValueError(
                     f"State: `build` and the keyword arguments both have {name!r}"
                 )
-            if _is_plain(name, value):
+            if contents.is_plain(name, value):
                 raise TypeError(
                     f"State: `build` returned {name!r}: {value!r:.80}, a plain value. "
                     f"It would be the same again after each loss; write `State(build, "
@@ -277,9 +267,10 @@ class State:
 
     Everything else is passed by keyword: plain values, which are the same on all
     replicas, and objects that do not belong to a strategy: ``numpy.random.Generator``,
-    and all others that a `mpidist.Checkpoint` accepts. A plain value is anything made
-    of None, bools, numbers, strings, bytes and NumPy arrays in lists, tuples and dicts;
-    it is read and set as an attribute: ``state.epoch += 1``. Names that were not passed
+    modules and optimizers of torch, and all others that a `mpidist.Checkpoint` accepts.
+    A plain value is anything made of None, bools, numbers, strings, bytes and NumPy
+    arrays in lists, tuples and dicts, or a pytree of JAX arrays; it is read and set as
+    an attribute: ``state.epoch += 1``. Names that were not passed
     cannot be set, since they would not be kept.
 
     After a loss:
@@ -288,6 +279,9 @@ class State:
     - an ON_READ variable is combined in each commit, as reading does, and has that
       value again, as after `Variable.assign`; so the contribution of a dead replica is
       not lost;
+    - modules and optimizers of torch have the committed tensors again, in place;
+      buffers that differ between the replicas become those of the first of them, if
+      another number of replicas goes on;
     - generators that are the same on all replicas stay the same. If they differ, each
       surviving replica keeps its own, and a spare gets that of the replica that it
       replaces (each commit then exchanges them);
@@ -409,12 +403,3 @@ def _check_name(name: str) -> None:
         raise ValueError(
             f"State: {name!r} cannot be the name of an object; name it something else"
         )
-
-
-def _is_plain(name: str, value: object) -> bool:
-    """Return whether a value has to be copied: it has no state of its own."""
-    try:
-        state_json.encode(value, name)
-    except TypeError:
-        return False
-    return True

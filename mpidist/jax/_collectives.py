@@ -9,6 +9,7 @@ import jax
 
 from mpidist._base.cache import Cache
 from mpidist._base.reduce_op import ReduceOp, as_reduce_op
+from mpidist._base.remedies import explain_keywords
 from mpidist._strategy.current import check_root, group_of_call
 from mpidist._strategy.strategy import Strategy
 
@@ -49,6 +50,7 @@ def all_reduce(
     return _all_reduce(tree, op, strategy, "mpidist.jax.all_reduce")
 
 
+@explain_keywords("mpidist.jax.broadcast")
 def broadcast(
     tree: PyTree, root: int = 0, *, strategy: Strategy | None = None
 ) -> PyTree:

@@ -8,13 +8,20 @@ from typing import Any
 
 import torch
 
+from mpidist._base import backend
 from mpidist._base.reduce_op import ReduceOp
-from mpidist._strategy.current import group_of_call
+from mpidist._base.remedies import explain_keywords
+from mpidist._runtime import context
+from mpidist._strategy.current import get_strategy, group_of_call
 from mpidist._strategy.strategy import Strategy
 from mpidist.torch._gradients import Named, check_op, reduce_gradients
 
+# `Any` for type checkers: an optimizer around one of another class replaces it in
+# `optimizer = DistributedOptimizer(optimizer)`.
+_AnyOptimizer: Any = torch.optim.Optimizer
 
-class DistributedOptimizer(torch.optim.Optimizer):
+
+class DistributedOptimizer(_AnyOptimizer):
     """A torch optimizer that reduces the gradients over all ranks before each step.
 
     It replaces the optimizer in an unchanged training loop. Learning rate schedulers
@@ -31,7 +38,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         max_norm: if given, the reduced gradients are scaled so that their global norm
             is at most this, by `torch.nn.utils.clip_grad_norm_`.
         named_parameters: ``module.named_parameters()``: for names in messages.
-        strategy: the ranks; default: the current strategy, at each step.
+        strategy: the ranks; default: the strategy in whose scope it is made, and
+            outside of every scope the current one at each step.
 
     Raises:
         TypeError, ValueError: for other arguments.
@@ -42,6 +50,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer = mpidist.torch.DistributedOptimizer(optimizer, max_norm=1.0)
     """
 
+    @explain_keywords("mpidist.torch.DistributedOptimizer")
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -68,9 +77,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"{call}: expected `backward_passes_per_step` to be an int, 1 or more, "
                 f"got {passes!r}"
             )
-        if max_norm is not None and not (
-            isinstance(max_norm, (int, float)) and 0 < max_norm < math.inf
-        ):
+        norm = None if max_norm is None else backend.as_real(max_norm)
+        if max_norm is not None and (norm is None or not 0 < norm < math.inf):
             raise ValueError(
                 f"{call}: expected `max_norm` to be greater than 0, got {max_norm!r}"
             )
@@ -78,11 +86,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._op = check_op(op, call)
         self._passes_per_step = passes
         self._passes = 0
-        self._max_norm = max_norm
+        self._max_norm = norm
         self._names: dict[int, str] = {
             id(p): name for name, p in named_parameters or ()
         }
         self._strategy = strategy
+        if strategy is None and context.has_strategy():
+            self._strategy = get_strategy()
 
     def __getattr__(self, name: str) -> Any:
         # What the base class's constructor would have set, and the subclass's own.

@@ -12,6 +12,7 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, guests, nest
 from mpidist._base.errors import OutOfSyncError, format_ranks, on_rank
 from mpidist._base.fingerprint import fingerprint_of
+from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Array, Nest
 from mpidist._strategy.current import check_root, group_of_call
 from mpidist._strategy.strategy import Strategy
@@ -23,6 +24,7 @@ _MOST_NAMED = 5
 _DIGEST = 16  # bytes
 
 
+@explain_keywords("mpidist.torch.broadcast_parameters")
 def broadcast_parameters(
     module: Tensors, root: int = 0, *, strategy: Strategy | None = None
 ) -> None:
@@ -57,6 +59,7 @@ def broadcast_parameters(
             tensor.copy_(received[name])
 
 
+@explain_keywords("mpidist.torch.broadcast_optimizer_state")
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, *, strategy: Strategy | None = None
 ) -> None:

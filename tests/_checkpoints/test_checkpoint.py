@@ -610,23 +610,47 @@ def test_ranks_that_save_different_things(strategy, folder, rank, size):
 
 @pytest.mark.mpi
 @pytest.mark.replicas(2, 3)
-def test_another_path_on_one_rank_is_an_error_on_all(strategy, folder, rank, size):
-    checkpoint = mpidist.Checkpoint(v=variable(strategy, 0.0))
-    checkpoint.save(folder / "a")
-    if size == 1:
-        return
-    mine = folder / ("a" if rank else "b")
-    for call in (
-        lambda: checkpoint.save(mine),
-        lambda: checkpoint.restore(mine),
-        lambda: mpidist.CheckpointManager(checkpoint, mine),
+def test_the_path_of_rank_0_is_used(strategy, folder, rank, size):
+    v = variable(strategy, 1.0)
+    checkpoint = mpidist.Checkpoint(v=v)
+    mine = folder / ("a" if rank == 0 else f"own-{rank}/a")
+    assert checkpoint.save(mine) == str(everywhere(folder / "a")[0])
+    v.assign(2.0)
+    assert checkpoint.restore(mine) == ["v"]
+    assert v.numpy() == 1.0
+    # Of ranks that do not see the folder, `latest_checkpoint` is None.
+    assert checkpoint.restore(mine if rank == 0 else None) == ["v"]
+    if rank == 0:
+        assert os.listdir(folder) == ["a"]
+    if size > 1:
+        with pytest.raises(TypeError, match="expected a path"):
+            checkpoint.save(mine if rank == 0 else 3)
+        with pytest.raises(TypeError, match="expected a path"):
+            checkpoint.save(mine if rank == 0 else None)
+
+
+@pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
+def test_no_path_restores_nothing(strategy, folder, rank):
+    """As in `checkpoint.restore(manager.latest_checkpoint)` at the first start."""
+    v = variable(strategy, 1.0)
+    checkpoint = mpidist.Checkpoint(v=v)
+    manager = mpidist.CheckpointManager(checkpoint, folder / "run")
+    status = checkpoint.restore(manager.latest_checkpoint)
+    assert status == []
+    assert status.expect_partial() is status
+    for check in (
+        status.assert_consumed,
+        status.assert_existing_objects_matched,
+        status.assert_nontrivial_match,
     ):
-        with pytest.raises(mpidist.CollectiveMismatchError) as caught:
-            call()
-        for path in (folder / "a", folder / "b"):
-            assert str(path) in str(caught.value)
-    assert os.listdir(folder) == ["a"]
-    checkpoint.restore(folder / "a")
+        with pytest.raises(AssertionError, match="the path was None"):
+            check()
+    assert checkpoint.restore(None if rank == 0 else folder / "elsewhere") == []
+    assert v.numpy() == 1.0
+    v.assign(3.0)
+    manager.save()
+    assert checkpoint.restore(manager.latest_checkpoint).assert_consumed() == ["v"]
 
 
 @pytest.mark.mpi
@@ -677,6 +701,9 @@ def test_which_ranks_save_together(strategy, new_strategy, folder, size):
     other = new_strategy()
     with pytest.raises(ValueError, match="belong to 2 strategies"):
         mpidist.Checkpoint(a=variable(strategy, 0), b=variable(other, 0))
+    with strategy.scope():
+        checkpoint = mpidist.Checkpoint(rng=rng)
+    checkpoint.save(folder / "a")  # by the strategy in whose scope it was made
     checkpoint = mpidist.Checkpoint(a=variable(strategy, 0))
     with other.scope(), pytest.raises(RuntimeError, match="Mixing different Strategy"):
         checkpoint.save(folder / "a")

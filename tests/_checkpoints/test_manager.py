@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 from checkpoint_objects import expected_warnings, flip_in_array, per_rank, variable
+from replicas import everywhere
 
 import mpidist
 from mpidist._base.errors import damaged_checkpoint
@@ -115,6 +117,56 @@ def test_what_killed_jobs_have_left_is_deleted_before_a_save(
     assert [Path(p).name for p in manager.checkpoints] == ["ckpt-3", "ckpt-4"]
     manager.save()
     assert [Path(p).name for p in manager.checkpoints] == ["ckpt-4", "ckpt-5"]
+
+
+@pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
+def test_a_directory_of_each_rank_as_in_tensorflows_tutorial(strategy, folder, rank):
+    """Ranks other than the chief write elsewhere, and clean up."""
+    v = variable(strategy, 1.0)
+    checkpoint = mpidist.Checkpoint(v=v)
+    parent = folder if rank == 0 else folder / f"workertemp_{rank}"
+    parent.mkdir(exist_ok=True)
+    manager = mpidist.CheckpointManager(checkpoint, parent / "ckpt", max_to_keep=1)
+    assert Path(manager.directory) == parent / "ckpt"
+    for _ in range(2):
+        v.assign_add(1.0)
+        manager.save()
+        if rank != 0:
+            assert os.listdir(parent / "ckpt") == []
+            shutil.rmtree(manager.directory)
+            (parent / "ckpt").mkdir()
+    assert everywhere(manager.latest_checkpoint) == [manager.latest_checkpoint] * len(
+        everywhere(0)
+    )
+    if rank != 0:
+        shutil.rmtree(parent)
+    v.assign(0.0)
+    latest = everywhere(mpidist.latest_checkpoint(folder / "ckpt"))[0]
+    assert latest == manager.latest_checkpoint
+    checkpoint.restore(latest)
+    assert v.numpy() == 3.0
+    everywhere(0)
+    if rank == 0:
+        assert os.listdir(folder) == ["ckpt"]
+        assert os.listdir(folder / "ckpt") == ["ckpt-2"]
+
+
+def test_latest_checkpoint_finds_those_of_all_names(tmp_path):
+    checkpoint = mpidist.Checkpoint(v=mpidist.Variable(1.0))
+    assert mpidist.latest_checkpoint(tmp_path) is None
+    checkpoint.save(tmp_path / "ckpt")  # a notebook of TensorFlow's
+    assert mpidist.latest_checkpoint(tmp_path) == str(tmp_path / "ckpt")
+    manager = mpidist.CheckpointManager(checkpoint, tmp_path, checkpoint_name="model")
+    path = manager.save()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "notes").write_text("x")
+    assert mpidist.latest_checkpoint(tmp_path) == path
+    assert mpidist.latest_checkpoint(tmp_path, "model") == path
+    assert mpidist.latest_checkpoint(tmp_path, "best") is None
+    flip_in_array(tmp_path / "model-1", "v")
+    with pytest.warns(RuntimeWarning, match=r"model-1.* is skipped"):
+        assert mpidist.latest_checkpoint(tmp_path) == str(tmp_path / "ckpt")
 
 
 @pytest.mark.mpi

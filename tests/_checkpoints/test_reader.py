@@ -64,9 +64,11 @@ def test_a_missing_file_and_a_later_version(tmp_path):
     checkpoint = mpidist.Checkpoint(v=mpidist.Variable([1.0, 2.0]))
     checkpoint.save(tmp_path / "a")
     manifest = tmp_path / "a" / "manifest.json"
-    for version in (1, 3):
+    for version in (1, 4):
         rewrite(manifest, lambda content, version=version: {"version": version})
-        text = rf"expected version 2.*version {version}; version 1 can be .* before"
+        text = (
+            rf"expected version 2 or 3.*version {version}; version 1 can be .* before"
+        )
         with pytest.raises(mpidist.CheckpointError, match=text) as caught:
             checkpoint.restore(tmp_path / "a")
         assert not caught.value.damaged
@@ -86,8 +88,45 @@ def test_a_reader_outlives_its_checkpoint(tmp_path):
     assert reader["v"].tolist() == [1.0, 2.0]
     assert mpidist.load_checkpoint(tmp_path / "a")["v"].tolist() == [3.0, 4.0]
     assert len(list((tmp_path / "a").iterdir())) == 2  # the old file is gone
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match=r"'w' is not among the arrays of .*: 'v'"):
         reader["w"]
+
+
+@pytest.mark.parametrize("format", ["npz", "safetensors"])
+def test_a_checkpoint_of_version_2_can_be_read(format):
+    """Written by the mpidist of commit ed7e5e9."""
+    path = Path(__file__).parent / "version_2" / format
+    reader = mpidist.load_checkpoint(path)
+    reader.verify()
+    half = reader["model/half"]
+    assert (half.dtype.name, half.tolist()) == ("bfloat16", [1.5, -2.25])
+    weights = mpidist.Variable(np.zeros((2, 3), np.float32))
+    model = {"w": weights, "half": mpidist.Variable(np.zeros(2, half.dtype))}
+    step, rng, it = mpidist.Variable(0), np.random.default_rng(0), Iterator()
+    it.restore = it.__dict__.update
+    mpidist.Checkpoint(model=model, step=step, rng=rng, it=it).restore(path)
+    assert weights.numpy().tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert model["half"].numpy().tolist() == [1.5, -2.25]
+    assert step.numpy() == 7
+    assert rng.random() == np.random.default_rng(5).random()
+    assert it.position == 11
+    assert it.history == [1.5, None, (2, b"x")]
+    assert it.__dict__[3].tolist() == [0, 1, 2, 3]
+
+
+def test_what_is_there_is_listed_if_there_is_no_checkpoint(tmp_path):
+    checkpoint = mpidist.Checkpoint(v=mpidist.Variable([1.0, 2.0]))
+    manager = mpidist.CheckpointManager(checkpoint, tmp_path / "run", None)
+    for _ in range(12):
+        manager.save()
+    for path, place in (("run", "in it"), ("run/ckpt-13", "beside it")):
+        with pytest.raises(FileNotFoundError) as caught:
+            mpidist.load_checkpoint(tmp_path / path)
+        text = str(caught.value)
+        assert f"; {place} are 2 others and 'ckpt-11', 'ckpt-12'" in text
+        assert f"mpidist.latest_checkpoint('{tmp_path / 'run'}')" in text
+    with pytest.raises(FileNotFoundError, match=r"manifest.json there\. A relative"):
+        mpidist.load_checkpoint(tmp_path)
 
 
 def test_a_header_of_the_array_file_is_found_and_named_too(tmp_path):
@@ -131,6 +170,9 @@ EVIL = [
     {"$bytes": "not base 64"},
     {"$unknown": 1},
     {"$scalar": {}, "$float": "x"},
+    {"$tensor": ["numpy", "absent", "cpu"]},
+    {"$tensor": ["os", "v", "cpu"]},
+    {"$tensor": ["numpy", "v", "__class__.x"]},
 ]
 
 
@@ -146,6 +188,7 @@ def places_in(content, at=()):
 def test_malformed_manifests_with_the_right_checksum(tmp_path):
     v, w = mpidist.Variable([1.0, 2.0]), mpidist.Variable(np.arange(3))
     rng, iterator = np.random.default_rng(0), Iterator(3)
+    iterator.state = lambda: {"position": 3, "large": np.arange(3000.0)}
     checkpoint = mpidist.Checkpoint(v=v, w=w, rng=rng, it=iterator)
     path = tmp_path / "a"
     checkpoint.save(path)
@@ -155,6 +198,7 @@ def test_malformed_manifests_with_the_right_checksum(tmp_path):
     places = [at for at in places_in(content) if at != ("crc32",)]
     assert ("arrays", "v", "shape", 0) in places
     assert ("states", "rng", 0, "state", "state") in places
+    assert ("states", "it", 0, "large", "$tensor", 1) in places
     refused = 0
     for at, evil in itertools.product(places, [*EVIL, "deleted"]):
         changed = json.loads(text)

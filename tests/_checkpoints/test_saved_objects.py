@@ -109,6 +109,16 @@ def test_names():
     assert checkpoint.v is v
     with pytest.raises(AttributeError, match="no object 'w'; it has v"):
         _ = checkpoint.w
+    checkpoint.w = mpidist.Variable(0)
+    assert "2 variables" in repr(checkpoint)
+    checkpoint.v = v
+    with pytest.raises(TypeError, match=r"step = mpidist.Variable\(3\)"):
+        checkpoint.step = 3
+    assert "2 variables" in repr(checkpoint)
+    setattr(checkpoint, "x/y", v)
+    with pytest.raises(ValueError, match="would both be"):
+        checkpoint.x = {"y": v}
+    checkpoint = mpidist.Checkpoint(v=v)
     nested = mpidist.Checkpoint(inner=checkpoint, random=random.Random(3))
     assert "1 variables of 8 bytes, 1 states" in repr(nested)
 

@@ -222,3 +222,15 @@ def test_errors(strategy, rank, jax, mj):
         for text in raises_everywhere(kind, call):
             assert message in text
     assert mj.all_reduce(ones, strategy=strategy).tolist() == [1, 1, 1]
+
+
+def test_the_keyword_of_horovod(strategy, rank, jax, mj):
+    tree = {"w": jax.numpy.full(2, float(rank))}
+    with strategy.scope():
+        assert mj.broadcast(tree, root_rank=0)["w"].tolist() == [0.0, 0.0]
+        for message in raises_everywhere(
+            TypeError, lambda: mj.broadcast(tree, root_rank=1)
+        ):
+            assert "write `root=1`" in message
+    losses = jax.numpy.array([jax.numpy.nan, 1.0])
+    assert float(mpidist.compute_average_loss(losses, global_batch_size=0)) == 0

@@ -349,3 +349,50 @@ def test_wrong_arguments(strategy, rank, torch, mt):
         for text in raises_everywhere(kind, call):
             assert message in text
     mt.all_reduce_gradients(list(model.parameters()), strategy=strategy)
+
+
+def test_the_optimizer_keeps_the_strategy_of_its_scope(strategy, rank, torch, mt):
+    model = make_model(torch)
+    with strategy.scope():
+        kept = mt.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1.0))
+        mt.broadcast_parameters(model, root_rank=0)
+        mt.broadcast_optimizer_state(kept, root_rank=0)
+    outside = mt.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1.0))
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float(rank))
+    kept.step()  # after the scope
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, old - 0.5)
+    raises_everywhere(RuntimeError, outside.step)
+
+
+def test_keywords_of_horovod(strategy, torch, mt):
+    model = make_model(torch)
+    sgd = torch.optim.SGD(model.parameters(), 1.0)
+    assert mt.DistributedOptimizer(sgd, num_groups=3, compression=None).passes == 0
+    for call, text in (
+        (lambda: mt.broadcast_parameters(model, root_rank=1), "write `root=1`"),
+        (lambda: mt.broadcast_optimizer_state(sgd, root_rank=1), "load it on rank 0"),
+        (lambda: mt.DistributedOptimizer(sgd, compression=1), 'compression="fp16"'),
+        (lambda: mt.DistributedOptimizer(sgd, process_set=1), "`strategy=`"),
+    ):
+        for message in raises_everywhere(TypeError, call):
+            assert text in message
+
+
+def test_seeds(strategy, rank, torch, mt):
+    generator = mpidist.seed_all(7, strategy=strategy)
+    rows = everywhere((float(torch.rand(())), float(generator.random())))
+    assert rows[0][1] != rows[1][1]
+
+
+def test_a_loss_of_no_rows_has_a_gradient(strategy, torch, mt):
+    losses = torch.ones(3, requires_grad=True) * torch.tensor(float("nan"))
+    losses.retain_grad()
+    share = mpidist.compute_average_loss(losses, global_batch_size=0)
+    share.backward()
+    assert share.item() == 0
+    assert losses.grad.tolist() == [0.0] * 3
+    with pytest.raises(TypeError, match=r"torch\.stack\(losses\)"):
+        mpidist.compute_average_loss([losses[0], losses[1]])

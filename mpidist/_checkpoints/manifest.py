@@ -1,0 +1,293 @@
+"""The manifest of a checkpoint: what is in it, as JSON that begins with its checksum.
+
+A manifest may have the right checksum and still be malformed: `parse_manifest` checks
+every entry, before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import stat
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Final, TypeVar
+
+from mpidist._base.errors import CheckpointError, damaged_checkpoint
+from mpidist._base.types import Shape
+from mpidist._checkpoints import state_json
+from mpidist._checkpoints.state_json import Json
+from mpidist._version import __version__
+
+_T = TypeVar("_T")
+
+MANIFEST: Final = "manifest.json"
+ARRAY_FILE: Final = re.compile(r"arrays-(\d+)\.(npz|safetensors)")
+
+_KIND: Final = "mpidist checkpoint"
+_VERSION: Final = 3  # 2: without tensors in states
+_NO_CHECKSUM: Final = "00000000"
+_HEAD: Final = '{\n "crc32": "'
+_DTYPE: Final = re.compile(r"bool|u?int\d+|b?float\d+(_\w+)?|complex\d+")
+_LARGEST_MANIFEST: Final = 2**28  # the states of thousands of ranks
+_MOST_NAMES: Final = 10  # in a message
+_MOST_DIMENSIONS: Final = 32  # of all versions of NumPy
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of the array file, which ends with the bytes of an array.
+
+    Attributes:
+        start: the offset of its first byte: the end of the part before.
+        end: the offset of the byte after it.
+        crc32: its checksum, as 8 hexadecimal digits.
+        dtype: the name of the array's dtype, such as "float32" or "bfloat16".
+        shape: its shape.
+        nbytes: the number of its bytes; 0 for the part after all arrays.
+    """
+
+    start: int
+    end: int
+    crc32: str
+    dtype: str = "bool"
+    shape: Shape = (0,)
+    nbytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """The contents of a manifest.
+
+    Attributes:
+        replicas: the number of replicas that saved the checkpoint.
+        saved_at_ns: the time, in ns since 1970.
+        file: the name of the array file.
+        arrays: the parts of the array file, by the name of the array, in their order.
+        rest: the last part, after all arrays.
+        states: for each object with a state one value, or one for each replica.
+    """
+
+    replicas: int
+    saved_at_ns: int
+    file: str
+    arrays: Mapping[str, Part]
+    rest: Part
+    states: Mapping[str, list[Json]]
+
+    def of_states(self, names: Iterable[str]) -> list[str]:
+        """Return the names of the arrays that the states of these names have."""
+        values = [value for name in names for value in self.states[name]]
+        found = [name for value in values for name in state_json.array_names(value)]
+        return [*dict.fromkeys(found)]
+
+
+def end_of(parts: dict[str, Part]) -> int:
+    """Return the offset of the byte after the last part."""
+    return parts[next(reversed(parts))].end if parts else 0
+
+
+def write_manifest(path: str, manifest: Manifest) -> None:
+    """Write a manifest; its first entry is the checksum of the rest."""
+    entries = {
+        "crc32": _NO_CHECKSUM,
+        "format": _KIND,
+        "version": _VERSION,
+        "mpidist": __version__,
+        **dataclasses.asdict(manifest),
+        "rest": {key: getattr(manifest.rest, key) for key in ("start", "end", "crc32")},
+    }
+    text = json.dumps(entries, indent=1, allow_nan=False)
+    head = f"{_HEAD}{zlib.crc32(text.encode()):08x}"
+    with open(path, "xb") as file:
+        file.write((head + text[len(head) :] + "\n").encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def parse_manifest(data: bytes, path: str) -> Manifest:
+    """Return the contents of a manifest.
+
+    Args:
+        data: its bytes.
+        path: its path, for the messages.
+
+    Raises:
+        CheckpointError: if it is damaged, malformed, or of another version.
+    """
+    start, stop = len(_HEAD), len(_HEAD) + len(_NO_CHECKSUM)
+    text = data[:start] + _NO_CHECKSUM.encode() + data[stop:].removesuffix(b"\n")
+    found = data[start:stop].decode("ascii", "replace")
+    if not data.endswith(b"}\n") or f"{zlib.crc32(text):08x}" != found:
+        raise damaged_checkpoint(
+            f"{path} is damaged: its bytes do not have the checksum that it begins "
+            "with. Restore another checkpoint"
+        )
+    try:
+        content = json.loads(text)
+        kind, version = _entry(content, str, "format"), _entry(content, int, "version")
+        if kind == _KIND and version in (2, _VERSION):
+            return _manifest_of(content)
+    except Exception as error:  # whatever its contents lead to, RecursionError too
+        raise damaged_checkpoint(
+            f"{path} is malformed, although its checksum is right: "
+            f"{error or type(error).__name__}. Restore another checkpoint"
+        ) from error
+    raise CheckpointError(
+        f"{path}: expected version 2 or {_VERSION} of the format of `mpidist."
+        f"Checkpoint`, got version {version}; version 1 can be read by mpidist from "
+        "before the release 0.1.0 only, a later version by the mpidist that wrote it, "
+        f"{content.get('mpidist')}"
+    )
+
+
+def _entry(content: Json, kind: type[_T], *keys: str) -> _T:
+    """Return ``content[key][key]...``; raise if there is none of that type."""
+    value = content
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    if type(value) is not kind:
+        raise _malformed(f"to be of type {kind.__name__}", value, *keys)
+    return value
+
+
+def _malformed(expected: str, found: object, *keys: str) -> ValueError:
+    where = "".join(f"[{key!r}]" for key in keys)
+    return ValueError(f"expected the entry {where} {expected}, got {found!r:.80}")
+
+
+def _manifest_of(content: Json) -> Manifest:
+    replicas = _entry(content, int, "replicas")
+    if replicas < 1:
+        raise _malformed("to be at least 1", replicas, "replicas")
+    saved_at = _entry(content, int, "saved_at_ns")
+    if not 0 <= saved_at < 2**63:
+        raise _malformed("to be a time in ns", saved_at, "saved_at_ns")
+    file = _entry(content, str, "file")
+    if not ARRAY_FILE.fullmatch(file):  # and not ../elsewhere
+        raise _malformed("to be the name of an array file", file, "file")
+    arrays: dict[str, Part] = {}
+    for name in _entry(content, dict, "arrays"):
+        arrays[name] = _array_part(content, name, end_of(arrays))
+    rest = Part(*_place(content, end_of(arrays), "rest"))
+    states = {
+        name: _state_values(content, name, replicas, arrays)
+        for name in _entry(content, dict, "states")
+    }
+    return Manifest(replicas, saved_at, file, arrays, rest, states)
+
+
+def _place(content: Json, expected: int, *keys: str) -> tuple[int, int, str]:
+    start = _entry(content, int, *keys, "start")
+    end = _entry(content, int, *keys, "end")
+    if start != expected or end < start:
+        raise _malformed(f"to start at {expected}", (start, end), *keys)
+    return start, end, _entry(content, str, *keys, "crc32")
+
+
+def _array_part(content: Json, name: str, expected_start: int) -> Part:
+    start, end, crc32 = _place(content, expected_start, "arrays", name)
+    dtype = _entry(content, str, "arrays", name, "dtype")
+    if not _DTYPE.fullmatch(dtype):
+        raise _malformed("to be a dtype", dtype, "arrays", name, "dtype")
+    shape = _entry(content, list, "arrays", name, "shape")
+    if (
+        len(shape) > _MOST_DIMENSIONS
+        or any(type(length) is not int or length < 0 for length in shape)
+        or math.prod(length or 1 for length in shape) >= 2**48
+    ):
+        raise _malformed("to be a shape", shape, "arrays", name, "shape")
+    nbytes = _entry(content, int, "arrays", name, "nbytes")
+    # At least one byte for each element, so no array is larger than the file.
+    if not math.prod(shape) <= nbytes <= end - start:
+        expected = f"to be the size of {dtype} {tuple(shape)}, inside its part"
+        raise _malformed(expected, nbytes, "arrays", name, "nbytes")
+    return Part(start, end, crc32, dtype, tuple(shape), nbytes)
+
+
+def _state_values(
+    content: Json, name: str, replicas: int, arrays: dict[str, Part]
+) -> list[Json]:
+    values = _entry(content, list, "states", name)
+    if len(values) not in (1, replicas):
+        expected = f"to have one value, or {replicas}"
+        raise _malformed(expected, values, "states", name)
+    for value in values:
+        try:
+            state_json.unpack(value, lambda library, name, device: arrays[name].dtype)
+        except Exception as error:
+            expected = f"to be the JSON of a state ({type(error).__name__}: {error})"
+            raise _malformed(expected, value, "states", name) from error
+    return values
+
+
+def read_manifest(path: str) -> Manifest:
+    """Return the manifest of a checkpoint.
+
+    Args:
+        path: the path of the checkpoint's directory.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        CheckpointError: if it is damaged.
+    """
+    return parse_manifest(read_manifest_bytes(path), os.path.join(path, MANIFEST))
+
+
+def read_manifest_bytes(path: str) -> bytes:
+    name = os.path.join(path, MANIFEST)
+    try:
+        with open(open_regular(name), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size <= _LARGEST_MANIFEST:
+                return file.read()
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(
+            f"there is no checkpoint at {path!r}: expected a directory with a "
+            f"{MANIFEST} there{_nearby(path)}. A relative path begins at the directory "
+            f"that rank 0 runs in, {os.getcwd()!r}"
+        ) from None
+    raise damaged_checkpoint(
+        f"{name} is damaged: it has more than {_LARGEST_MANIFEST:,} bytes. Restore "
+        "another checkpoint"
+    )
+
+
+def checkpoints_in(directory: str) -> list[str]:
+    """Return the names of the checkpoints in a directory, in alphabetical order."""
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError:
+        return []
+    return [
+        name
+        for name in names
+        if name[0] != "." and os.path.lexists(os.path.join(directory, name, MANIFEST))
+    ]
+
+
+def _nearby(path: str) -> str:
+    """Return which checkpoints are in a directory, or beside a path, for a message."""
+    place = "in it" if os.path.isdir(path) else "beside it"
+    directory = path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
+    names = checkpoints_in(directory)
+    if not names:
+        return ""
+    listed = ", ".join(map(repr, names[-_MOST_NAMES:]))
+    more = f"{len(names) - _MOST_NAMES} others and " if len(names) > _MOST_NAMES else ""
+    return (
+        f"; {place} {'is' if len(names) == 1 else 'are'} {more}{listed}: pass the path "
+        f"of one, such as `mpidist.latest_checkpoint({directory!r})`"
+    )
+
+
+def open_regular(path: str) -> int:
+    """Open a file to read; anything else may block, or never end."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise damaged_checkpoint(f"{path} is damaged: it is not a regular file")
