@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
 
 from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call
+from mpidist._base import nest
 from mpidist._base.environment import debugging
 from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.interruptions import tells
+from mpidist.data._combinations import shard_by_file
 from mpidist.data._dataset import Dataset
-from mpidist.data._dataset_base import stage_of
-from mpidist.data._describe import describe_feed
-from mpidist.data._distributed_sources import (
-    DatasetSource,
-    FunctionSource,
-    Source,
-    source_of,
-)
-from mpidist.data._feed import Feed, describe, spec_from_nest
-from mpidist.data._files import shard_by_file
+from mpidist.data._elements import stage_of
+from mpidist.data._feed import Feed, describe, empty_of_specs
+from mpidist.data._inputs import DatasetSource, FunctionSource, Source, source_of
 from mpidist.data._iterator import DistributedIterator
-from mpidist.data._records import (
+from mpidist.data._options import (
     INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY,
     AutoShardPolicy,
@@ -56,7 +52,41 @@ class DistributedDataset:
         group: ReplicaGroup, dataset: object, options: InputOptions | None
     ) -> DistributedDataset:
         """Run `Strategy.experimental_distribute_dataset`. Collective."""
-        return _distribute_dataset(group, dataset, options)
+        call = "experimental_distribute_dataset"
+        context.require_program_level(group, call)
+        collectives = group.collectives
+        try:
+            chosen = _check_options(options, call)
+            if chosen.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+                raise NotImplementedError(
+                    f"{call}: InputReplicationMode.PER_REPLICA is only supported in "
+                    "`distribute_datasets_from_function`"
+                )
+            source, policy = _split_source(group, dataset, chosen, call)
+            empty = empty_of_specs(source.spec) if source.spec is not None else None
+            by_file = policy is AutoShardPolicy.FILE
+            text = f"{call} of {source.text}"
+            if not by_file:  # there the ranks have different numbers of rows
+                kind = "" if empty is None else f", {describe(empty)}"
+                text += f" ({_many(source)}{kind})"
+            text += f", split by {policy.name}"
+            checked = source.reads_whole and debugging() and not by_file
+            if checked:
+                text += ", compared (MPIDIST_DEBUG)"
+        except Exception as error:
+            collectives.invalid(call, error)
+        collectives.guard.agree(Call(text))
+        return DistributedDataset(
+            Feed(
+                group,
+                source,
+                group.registry.next_key(),
+                None if by_file else policy,
+                bool(chosen.experimental_fetch_to_device),
+                empty=empty,
+                checked=checked,
+            )
+        )
 
     @staticmethod
     def _of_function(
@@ -77,8 +107,49 @@ class DistributedDataset:
             functions: whether ``dataset_fn`` may return a function that returns
                 elements, and the mode in the options must be PER_WORKER.
         """
-        return _distribute_from_function(
-            group, dataset_fn, options, call, functions=functions
+        context.require_program_level(group, call)
+        guard = group.guard
+        input_context = InputContext(
+            group.num_replicas,
+            group.replica_id,
+            group.num_replicas,
+        )
+
+        def make(section: SectionResult) -> tuple[InputOptions, Source]:
+            chosen = _check_options(options, call)
+            mode = chosen.experimental_replication_mode
+            if functions and mode is not InputReplicationMode.PER_WORKER:
+                raise ValueError(
+                    f"{call}: Input replication mode not supported: {mode}; write "
+                    "InputReplicationMode.PER_WORKER"
+                )
+            policy = as_policy(chosen.auto_shard_policy, "InputOptions")
+            if policy not in _NO_POLICY:
+                raise ValueError(
+                    f"{call}: got AutoShardPolicy.{policy.name}, but "
+                    "nothing is sharded here; `dataset_fn` takes this rank's part by "
+                    "`context.input_pipeline_id`"
+                )
+            if not callable(dataset_fn):
+                raise TypeError(
+                    f"{call}: expected a function of an InputContext, got "
+                    f"{dataset_fn!r:.80}; for a dataset of global batches write "
+                    "`strategy.experimental_distribute_dataset(dataset)`"
+                )
+            section.kind = "raised"
+            return chosen, _source_of_function(
+                dataset_fn(input_context), call, functions
+            )
+
+        chosen, source = guard.run_section(Call(call), make)
+        return DistributedDataset(
+            Feed(
+                group,
+                source,
+                group.registry.next_key(),
+                None,
+                bool(chosen.experimental_fetch_to_device),
+            )
         )
 
     @tells("iter(dataset)", operator.attrgetter("_feed.group"))
@@ -157,52 +228,11 @@ class DistributedDataset:
         )
 
 
-def _distribute_dataset(
-    group: ReplicaGroup, dataset: object, options: InputOptions | None
-) -> DistributedDataset:
-    call = "experimental_distribute_dataset"
-    context.require_program_level(group, call)
-    collectives = group.collectives
-    try:
-        chosen = _check_options(options, call)
-        if chosen.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
-            raise NotImplementedError(
-                f"{call}: InputReplicationMode.PER_REPLICA is only supported in "
-                "`distribute_datasets_from_function`"
-            )
-        source, policy = _split_source(group, dataset, chosen, call)
-        spec = spec_from_nest(source.spec) if source.spec is not None else None
-        kind = "" if spec is None else f", {describe(spec.empty())}"
-        text = (
-            f"{call} of {source.text} ({_many(source)}{kind}), split by {policy.name}"
-        )
-        by_file = policy is AutoShardPolicy.FILE
-        if by_file:  # the ranks have different numbers of rows
-            text = f"{call} of {source.text}, split by FILE"
-        checked = source.reads_whole and debugging() and not by_file
-        if checked:
-            text += ", compared (MPIDIST_DEBUG)"
-    except Exception as error:
-        collectives.invalid(call, error)
-    collectives.guard.agree(Call(text))
-    return DistributedDataset(
-        Feed(
-            group,
-            source,
-            group.registry.next_key(),
-            None if by_file else policy,
-            chosen.experimental_fetch_to_device,
-            spec=spec,
-            checked=checked,
-        )
-    )
-
-
 def _split_source(
     group: ReplicaGroup, dataset: object, options: InputOptions, call: str
 ) -> tuple[Source, AutoShardPolicy]:
     """Return what this rank reads of a dataset of global batches, and the policy."""
-    policy = options.auto_shard_policy
+    policy = as_policy(options.auto_shard_policy, "InputOptions")
     if isinstance(dataset, Dataset) and policy is AutoShardPolicy.AUTO:
         own = dataset.options().experimental_distribute.auto_shard_policy
         policy = as_policy(own, "DistributeOptions")
@@ -231,64 +261,13 @@ def _split_source(
                 "num_input_pipelines]`"
             )
         part = shard_by_file(stage_of(dataset), group.num_replicas, group.replica_id)
-        source = DatasetSource(Dataset(part), whole=dataset)
+        source = DatasetSource(dataset, part)
     return source, policy
 
 
 def _many(source: Source) -> str:
     count = source.cardinality()
     return {-1: "endless", -2: "of unknown length"}.get(count, f"{count} batches")
-
-
-def _distribute_from_function(
-    group: ReplicaGroup,
-    dataset_fn: Callable[[InputContext], object],
-    options: InputOptions | None,
-    call: str,
-    *,
-    functions: bool,
-) -> DistributedDataset:
-    context.require_program_level(group, call)
-    guard = group.guard
-    input_context = InputContext(
-        group.num_replicas,
-        group.replica_id,
-        group.num_replicas,
-    )
-
-    def make(section: SectionResult) -> tuple[InputOptions, Source]:
-        chosen = _check_options(options, call)
-        mode = chosen.experimental_replication_mode
-        if functions and mode is not InputReplicationMode.PER_WORKER:
-            raise ValueError(
-                f"{call}: Input replication mode not supported: {mode}; write "
-                "InputReplicationMode.PER_WORKER"
-            )
-        if chosen.auto_shard_policy not in _NO_POLICY:
-            raise ValueError(
-                f"{call}: got AutoShardPolicy.{chosen.auto_shard_policy.name}, but "
-                "nothing is sharded here; `dataset_fn` takes this rank's part by "
-                "`context.input_pipeline_id`"
-            )
-        if not callable(dataset_fn):
-            raise TypeError(
-                f"{call}: expected a function of an InputContext, got "
-                f"{dataset_fn!r:.80}; for a dataset of global batches write "
-                "`strategy.experimental_distribute_dataset(dataset)`"
-            )
-        section.kind = "raised"
-        return chosen, _source_of_function(dataset_fn(input_context), call, functions)
-
-    chosen, source = guard.run_section(Call(call), make)
-    return DistributedDataset(
-        Feed(
-            group,
-            source,
-            group.registry.next_key(),
-            None,
-            chosen.experimental_fetch_to_device,
-        )
-    )
 
 
 def _source_of_function(made: object, call: str, functions: bool) -> Source:
@@ -310,14 +289,94 @@ def _check_options(options: object, call: str) -> InputOptions:
             f"{call}: expected `options` to be a `mpidist.InputOptions`, got "
             f"{type(options).__name__}"
         )
-    if (
-        options.experimental_place_dataset_on_device
-        and options.experimental_replication_mode
-        is not InputReplicationMode.PER_REPLICA
-    ):
+    if not options.experimental_place_dataset_on_device:
+        return options
+    if options.experimental_replication_mode is not InputReplicationMode.PER_REPLICA:
         raise ValueError(
             f"{call}: `experimental_place_dataset_on_device` needs "
             "InputReplicationMode.PER_REPLICA; leave it out: elements come on the "
             "replica's device anyway"
         )
+    if options.experimental_fetch_to_device:
+        raise ValueError(
+            f"{call}: `experimental_place_dataset_on_device` contradicts "
+            "`experimental_fetch_to_device`, which is True by default; leave the first "
+            "out, or write `experimental_fetch_to_device=False`"
+        )
     return options
+
+
+# --- the description ---------------------------------------------------------------
+
+
+def describe_feed(feed: Feed) -> str:
+    """Return the text of `DistributedDataset.describe`."""
+    source, spec = feed.source, feed.source.spec
+    if feed.empty is not None:
+        spec = feed.element_spec()
+    elements = "not known before the first is read"
+    if spec is not None:
+        leaves, structure = nest.flatten(spec)
+        elements = structure.render([str(leaf) for leaf in leaves])
+    facts = {"input": source.text, "elements": elements}
+    facts |= _own_facts(feed) if feed.policy is None else _facts_of_batches(feed)
+    plural = "" if feed.replicas == 1 else "s"
+    lines = [f"DistributedDataset #{feed.number} on {feed.replicas} replica{plural}"]
+    return "\n".join(lines + [f"  {name:<16}{text}" for name, text in facts.items()])
+
+
+def _own_facts(feed: Feed) -> dict[str, str]:
+    count = feed.source.cardinality()
+    steps = f"{count} on this rank; all ranks make as many as the longest input has"
+    names = {-1: "without end", -2: "as many as the longest input of a rank has"}
+    rows = "each rank reads its own input, and its replica gets all of it"
+    if isinstance(feed.source, DatasetSource) and feed.source.by_file:
+        rows = (
+            f"FILE: each replica opens 1 of {feed.replicas} inputs of the `interleave`"
+            f"; this one takes {feed.source.batch_size} rows in a step"
+        )
+    ends = "a rank without rows gets empty arrays until all are done"
+    return {"steps": names.get(count, steps), "rows": rows, "uneven ends": ends}
+
+
+def _facts_of_batches(feed: Feed) -> dict[str, str]:
+    count, size, n = feed.source.cardinality(), feed.source.batch_size, feed.replicas
+    names = {-1: "without end", -2: "their number is not known"}
+    many = names.get(count, f"{count} an epoch")
+    rule = f"each batch as it comes, in pieces of ceil(rows / {n})"
+    if feed.policy is AutoShardPolicy.OFF:
+        rule = (
+            "by a plan for the full batch, in pieces that differ by one row at most; a "
+            "partial batch fills them in order"
+        )
+    facts = {
+        "global batches": f"of {'the same number of' if size is None else size} rows, "
+        f"{many}",
+        "split": rule if feed.policy is None else f"{feed.policy.name}: {rule}",
+        "reading": _reading(feed.source),
+    }
+    if size is None:
+        return facts
+    bounds = [feed.split(size, replica) for replica in range(n)]
+    pieces = itertools.groupby(stop - start for start, stop in bounds)
+    runs = [(rows, len(list(run))) for rows, run in pieces]
+    shown = ", ".join(f"{rows} on {replicas}" for rows, replicas in runs)
+    facts["rows"] = f"of a full batch on how many replicas: {shown}"
+    if idle := sum(replicas for rows, replicas in runs if not rows):
+        remedy = f"batches of {n} rows or more"
+        if size >= n:
+            remedy = f'a multiple of {n} rows, or auto_shard_policy="OFF"'
+        facts["note"] = f"{idle} of {n} replicas never get a row; take {remedy}"
+    return facts
+
+
+def _reading(source: Source) -> str:
+    text = "each rank reads whole batches, and keeps the rows of its replica"
+    if isinstance(source, DatasetSource):
+        if source.reads_whole:
+            text += f", because of {source.stage.whole}"
+        elif source.stage.indexed:
+            text = "each rank reads the rows of its replica, and no others"
+        else:
+            text = "each rank goes through all elements, and keeps those of its replica"
+    return f"{text}; a thread reads {source.depth} ahead" if source.depth else text

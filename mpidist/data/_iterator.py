@@ -14,41 +14,22 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import pickle
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any
 
 from mpidist._agreement.mismatch import Call
 from mpidist._base import nest
-from mpidist._base.errors import format_ranks, on_rank
 from mpidist._base.types import DType, Nest
 from mpidist._runtime import context
 from mpidist._runtime.interruptions import tells
 from mpidist._values.distributed import PerReplica
-from mpidist.data._blocks import RowBlock, count_rows
-from mpidist.data._distributed_sources import SourceState, Stream, whole_block
-from mpidist.data._feed import Feed, Spec, describe
-from mpidist.data._iterator_states import FORMAT, Entries, check_state, is_count
-from mpidist.data._prefetch import Prefetcher
-from mpidist.data._records import (
-    INFINITE_CARDINALITY,
-    UNKNOWN_CARDINALITY,
-    Optional,
-    OutOfRangeError,
-)
+from mpidist.data._ahead import Ahead, read_ahead
+from mpidist.data._elements import Optional, OutOfRangeError
+from mpidist.data._feed import Feed, describe, dump_empty
+from mpidist.data._inputs import SourceState, Stream, state_of, whole_block
+from mpidist.data._positions import Position
+from mpidist.data._rows import RowBlock, count_rows
 
-_ENTRIES: Final[Entries] = {
-    "input": lambda x: x in ("own", "global"),
-    "iteration": is_count,
-    "position": is_count,
-    "batch_size": lambda x: x is None or is_count(x),
-    "cardinality": lambda x: (
-        is_count(x) or x in (INFINITE_CARDINALITY, UNKNOWN_CARDINALITY)
-    ),
-    "replicas": is_count,
-    "sources": lambda x: isinstance(x, dict),
-}
-_NO_SPEC: Final = pickle.dumps((None, None))
 # Structure, dtypes, numbers of dimensions.
 _CallKey = tuple[nest.Structure, tuple[DType, ...], tuple[int, ...]]
 
@@ -92,7 +73,7 @@ class DistributedIterator:
         self._position = position
         self._source_state = source_state
         self._stream: Stream | None = None
-        self._ahead: Prefetcher[_RankPart] | None = None
+        self._ahead: Ahead[_RankPart] | None = None
         self._waiting = False  # a piece was read but not returned
         self._piece: _RankPart | None = None
         self._failure = ""
@@ -132,7 +113,8 @@ class DistributedIterator:
         ``while (step := it.get_next_as_optional()).has_value():``.
         """
         found, element = self._step("get_next_as_optional")
-        return Optional(element, has_value=found)
+        spec = self._feed.element_spec
+        return Optional(element, has_value=found, spec=spec)
 
     @property
     def element_spec(self) -> Nest:
@@ -172,23 +154,21 @@ class DistributedIterator:
         ``set_state``, like grain's iterators. Pass it to `restore`, in this run or
         another. Not collective; in a checkpoint the state of one rank is enough.
         """
-        source = self._feed.source
-        own = self._source_state
+        return self._position_now().as_state(self._feed.collectives.comm.rank)
+
+    def _position_now(self) -> Position:
+        feed, source, own = self._feed, self._feed.source, self._source_state
         if not source.again and self._stream is not None and not self._is_ahead():
-            own = self._stream.state()
-        # All ranks read the same global batches: one state, for any number of ranks.
-        each = self._feed.policy is None
-        rank = self._feed.collectives.comm.rank if each else 0
-        return {
-            "format": FORMAT,
-            "input": "own" if self._feed.policy is None else "global",
-            "iteration": self._iteration,
-            "position": self._position,
-            "batch_size": source.batch_size,
-            "cardinality": source.cardinality(),
-            "replicas": self._feed.replicas,
-            "sources": {} if own is None else {str(rank): own},
-        }
+            own = state_of(self._stream)
+        return Position(
+            self._iteration,
+            self._position,
+            feed.policy is None,
+            source.batch_size,
+            source.cardinality(),
+            feed.replicas,
+            own,
+        )
 
     def _is_ahead(self) -> bool:
         return self._waiting and self._piece is not None
@@ -215,80 +195,44 @@ class DistributedIterator:
         feed = self._feed
         context.require_program_level(feed.group, "restore")
         try:
-            iteration, position, own = self._check_state(state)
+            rank = feed.collectives.comm.rank
+            to = self._position_now().of_state(state, rank)
         except Exception as error:
             feed.collectives.invalid("DistributedIterator.restore", error)
         source = feed.source
         stream = self._stream if source.one_shot else None
         try:
             # Nothing that was read before is dropped until all ranks have got there.
-            if stream is None:
-                stream = source.open(iteration)
-            stream.seek(position, own)
+            stream = source.open(to, stream)
         except Exception as error:
-            self._spoil(stream)
+            self._spoil()
             feed.collectives.invalid("DistributedIterator.restore", _no_stop(error))
         try:
             text = (
-                f"restore of dataset #{feed.number} to element {position} of iteration "
-                f"{iteration}"
+                f"restore of dataset #{feed.number} to element {to.position} of "
+                f"iteration {to.iteration}"
             )
             if feed.policy is not None:
-                text += f", with batch_size={source.batch_size or state['batch_size']}"
+                text += f", with batch_size={source.batch_size or to.batch_size}"
             feed.collectives.guard.agree(Call(text))
         except BaseException:
-            self._spoil(stream)
+            self._spoil()
             raise
         if source.batch_size is None:
-            source.batch_size = state["batch_size"]
+            source.batch_size = to.batch_size
         self._close()
-        self._start(iteration, position, own if source.again else None)
+        own = to.source if source.again else None
+        self._start(to.iteration, to.position, own)
         self._stream = stream
-        feed.iterations = iteration + 1
+        feed.iterations = to.iteration + 1
 
-    def _spoil(self, stream: Stream | None) -> None:
+    def _spoil(self) -> None:
         """After a failed restore, mark a source that cannot be reopened as lost."""
-        if stream is not None and self._feed.source.one_shot:
+        if self._feed.source.one_shot:
             self._failure = (
                 "its `restore` failed, and its source can be read only once; "
                 "restore an iterator of a new source"
             )
-
-    def _check_state(self, state: object) -> tuple[int, int, SourceState]:
-        feed, call = self._feed, "DistributedIterator.restore"
-        state = check_state(call, state, _ENTRIES)
-        kind = "own" if feed.policy is None else "global"
-        if state["input"] != kind:
-            raise ValueError(
-                f"{call}: the state is that of an iterator over "
-                f"{_KINDS[state['input']]}, and this one is over {_KINDS[kind]}"
-            )
-        if kind == "own" and state["replicas"] != feed.replicas:
-            raise ValueError(
-                f"{call}: the state was taken on {state['replicas']} ranks, each with "
-                f"an input of its own, and there are {feed.replicas} now, so the "
-                "inputs differ; restart on the same number of ranks, or use "
-                "`experimental_distribute_dataset`, whose position holds on any number"
-            )
-        source = feed.source
-        known = (source.batch_size, source.cardinality())
-        given = (state["batch_size"], state["cardinality"])
-        differs = any(
-            own != other and not {None, UNKNOWN_CARDINALITY} & {own, other}
-            for own, other in zip(known, given, strict=True)
-        )
-        if kind == "global" and differs:
-            raise ValueError(
-                f"{call}: the state is that of a dataset of {_count(given[1])} batches "
-                f"of {_rows(given[0])}, and this one has {_count(known[1])} of "
-                f"{_rows(known[0])}"
-            )
-        iteration, position = int(state["iteration"]), int(state["position"])
-        sources = state["sources"]
-        own = sources.get(str(feed.collectives.comm.rank))
-        if own is None and kind == "global" and sources:
-            own = next(iter(sources.values()))  # all ranks read the same
-        return iteration, position, own
 
     def __elastic_problem__(self) -> str:
         return self._feed.why_it_ends_with_a_replica()
@@ -320,9 +264,9 @@ class DistributedIterator:
                 self._waiting = True
             piece = self._piece
             call = self._call_for(piece)
-            spec = _NO_SPEC
-            if feed.spec is None and piece is not None and piece.block is not None:
-                spec = pickle.dumps((Spec.of(piece.block), describe(piece.block)))
+            own = b""
+            if feed.empty is None:
+                own = dump_empty(None if piece is None else piece.block)
         except KeyboardInterrupt as error:
             # Code that catches it and continues must not miss the element being read.
             self._forget_stream(error, wait=False)
@@ -331,16 +275,17 @@ class DistributedIterator:
             self._forget_stream(error)
             raise guard.fail(self._call, _no_stop(error), "raised")  # noqa: B904
         if feed.checked:
-            self._compare(name, piece)
+            own_sum = 0 if piece is None else piece.checksum
+            feed.compare(f"{name}: batch {self._position}", self._call, own_sum)
         number = 0 if piece is None else piece.rows + 1
         most, same = guard.agree_on_largest(call, number)
         if most == 0:
             return False, None
         if feed.policy is not None and not same:
-            self._failure = self._differing(number)
+            self._failure = feed.differing(f"batch {self._position}", number)
             raise ValueError(f"{name}: {self._failure}")
-        if feed.spec is None:
-            feed.learn(spec)
+        if feed.empty is None:
+            feed.learn(own)
         self._position += 1
         if piece is not None:
             self._waiting, self._piece = False, None
@@ -351,10 +296,9 @@ class DistributedIterator:
         feed = self._feed
         block = None if piece is None else piece.block
         if block is not None:
-            if feed.spec is None or not feed.spec.fits(block):
-                feed.spec = Spec.of(block)  # with the row shapes seen last
-        elif feed.spec is not None:
-            block = feed.spec.empty()
+            feed.seen(block)
+        elif feed.empty is not None:
+            block = feed.empty
         else:
             raise RuntimeError("no rank knows what the elements are like")
         registry = feed.group.registry
@@ -368,54 +312,31 @@ class DistributedIterator:
 
     def _call_for(self, piece: _RankPart | None) -> Call:
         """Return the call that this rank is about to make, with its elements' spec."""
-        spec = self._feed.spec
-        if spec is None:
-            return self._call
-        block = None if piece is None else piece.block
+        block = self._feed.empty
         if block is None:
-            key: _CallKey = (spec.structure, spec.dtypes, tuple(map(len, spec.shapes)))
-        else:
-            leaves = block.leaves
-            dtypes = tuple(leaf.dtype for leaf in leaves)
-            key = (block.structure, dtypes, tuple(max(1, x.ndim) for x in leaves))
+            return self._call
+        if piece is not None and piece.block is not None:
+            block = piece.block
+        dtypes = tuple(leaf.dtype for leaf in block.leaves)
+        # A rank without rows has a column where the others have scalars.
+        key = (block.structure, dtypes, tuple(max(1, x.ndim) for x in block.leaves))
         call = self._calls.get(key)
         if call is None:
-            text = describe(spec.empty() if block is None else block)
-            call = self._calls[key] = Call(f"{self._call.text}: {text}")
+            text = f"{self._call.text}: {describe(block)}"
+            call = self._calls[key] = Call(text)
         return call
-
-    def _differing(self, number: int) -> str:
-        """Describe what each rank has if they differ. Collective."""
-        comm = self._feed.collectives.comm
-        groups: dict[int, list[int]] = {}
-        for rank, (other,) in enumerate(comm.all_gather_integers([number])):
-            groups.setdefault(other, []).append(rank)
-        lines = [
-            f"  {format_ranks(ranks)}: "
-            + (f"{other - 1} rows" if other else "the input has ended")
-            for other, ranks in groups.items()
-        ]
-        return (
-            f"batch {self._position} is not the same on all ranks:\n"
-            + "\n".join(lines)
-            + "\n`experimental_distribute_dataset` needs the same global batches on "
-            "every rank, of which each replica gets its part; for inputs that differ "
-            "write `strategy.distribute_datasets_from_function`"
-        )
 
     # --- reading --------------------------------------------------------------
 
     def _read(self) -> _RankPart | None:
         feed = self._feed
         if self._stream is None:
-            self._stream = feed.source.open(self._iteration)
-            if self._position:
-                self._stream.seek(self._position, self._source_state)
+            self._stream = feed.source.open(self._position_now())
         if not feed.source.depth:
             return _read_piece(feed, self._stream)
         if self._ahead is None:
             pieces = _read_all(feed, self._stream)
-            self._ahead = Prefetcher(pieces, feed.source.depth)
+            self._ahead = read_ahead(pieces, feed.source.depth)
         return next(self._ahead, None)
 
     def _forget_stream(self, error: BaseException, *, wait: bool = True) -> None:
@@ -433,59 +354,14 @@ class DistributedIterator:
             self._ahead.close(wait=wait)
             self._ahead = None
 
-    def _compare(self, name: str, piece: _RankPart | None) -> None:
-        """Check that all ranks have the same global batch (``MPIDIST_DEBUG=1``)."""
-        collectives = self._feed.collectives
-        own = 0 if piece is None else piece.checksum
-        call = Call(f"{self._call.text} (MPIDIST_DEBUG: the same batch on all ranks?)")
-        if collectives.guard.agree_and_compare(call, own):
-            return
-        with collectives.comm.traffic.timed():
-            sums = collectives.comm.all_gather_integers([own])
-        groups: dict[int, list[int]] = {}
-        for rank, (checksum,) in enumerate(sums):
-            groups.setdefault(checksum, []).append(rank)
-        lines = [
-            f"  {format_ranks(ranks)}: "
-            + (f"checksum {checksum:x}" if checksum else "no batch")
-            for checksum, ranks in groups.items()
-        ]
-        listed = "\n".join(lines)
-        raise ValueError(
-            on_rank(
-                collectives.comm.rank,
-                f"{name}: batch {self._position} is not the same on all ranks:\n"
-                f"{listed}\n`experimental_distribute_dataset` needs the same global "
-                "batches on every rank, of which each replica gets its part. Give "
-                "every shuffle and every random function of the input the same seed on "
-                "all ranks",
-            )
-        )
-
-
-_KINDS: Final = {
-    "own": "inputs from a function (`distribute_datasets_from_function`)",
-    "global": "global batches (`experimental_distribute_dataset`)",
-}
-
-
-def _count(cardinality: int) -> str:
-    return {-1: "endlessly many", -2: "an unknown number of"}.get(
-        cardinality, str(cardinality)
-    )
-
-
-def _rows(batch_size: int | None) -> str:
-    return "any number of rows" if batch_size is None else f"{batch_size} rows"
-
 
 def _read_piece(feed: Feed, stream: Stream) -> _RankPart | None:
     """Read this rank's part of the next element. May run in a thread; no MPI."""
-    opened = stream.read()
+    opened = next(stream, None)
     if opened is None:
         return None
     source = feed.source
-    source_state = stream.state() if source.again else None
+    source_state = state_of(stream) if source.again else None
     if feed.policy is None:
         return _RankPart(opened.rows, whole_block(opened), source_state)
     rows, checksum = opened.rows, 0

@@ -1,14 +1,202 @@
-"""Options of a `Dataset`, with the names of ``tf.data.Options``.
-
-One has an effect: the auto-shard policy. The others steer the runtime of TensorFlow.
-"""
+"""Contexts, options and specs of datasets, with the names of TensorFlow."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from typing import TypeVar
+import enum
+from typing import Any, Final
 
-from mpidist.data._records import AutoShardPolicy
+from mpidist._base.types import DType
+
+INFINITE_CARDINALITY: Final = -1
+UNKNOWN_CARDINALITY: Final = -2
+
+
+class InputReplicationMode(enum.Enum):
+    """How many input pipelines a worker has.
+
+    A rank is one worker with one replica, so both mean one pipeline for each rank.
+    """
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+class AutoShardPolicy(enum.Enum):
+    """The rule by which global batches are split over the replicas.
+
+    ``AUTO`` and ``DATA``: each batch is split separately into parts of ceil(rows /
+    replicas). ``OFF``: by a balanced plan for the full batch, whose parts differ by at
+    most one row. ``FILE``: each replica opens every n-th input of the dataset's
+    `interleave`, and makes its own part of each global batch of their rows; in
+    TensorFlow ``AUTO`` does that for files. ``HINT`` is rejected.
+    """
+
+    OFF = -1
+    AUTO = 0
+    FILE = 1
+    DATA = 2
+    HINT = 3
+
+
+def as_policy(value: object, where: str) -> AutoShardPolicy:
+    """Return an `AutoShardPolicy`, given one or its name.
+
+    Raises:
+        ValueError: if it is neither; ``where`` is named in the message.
+    """
+    if isinstance(value, AutoShardPolicy):
+        return value
+    if isinstance(value, str) and value.upper() in AutoShardPolicy.__members__:
+        return AutoShardPolicy[value.upper()]
+    raise ValueError(
+        f"{where}: expected `auto_shard_policy` to be one of "
+        f"{', '.join(AutoShardPolicy.__members__)}, got {value!r}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySpec:
+    """Shape and dtype of an array in an element of a dataset.
+
+    Attributes:
+        shape: the sizes; None for one that is unknown or differs between elements.
+        dtype: the NumPy dtype.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: DType
+
+    def __repr__(self) -> str:
+        return f"ArraySpec(shape={self.shape}, dtype={self.dtype})"
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
+
+
+@dataclasses.dataclass(frozen=True)
+class InputContext:
+    """Tells an input function which of the input pipelines to create.
+
+    Attributes:
+        num_input_pipelines: the number of input pipelines, which is the number of
+            ranks.
+        input_pipeline_id: the number of this one, from 0: the rank.
+        num_replicas_in_sync: the number of replicas that share a step.
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Return the number of rows of one replica for a global batch size.
+
+        Raises:
+            ValueError: if the rows cannot be divided evenly.
+        """
+        size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
+        if rest:
+            raise ValueError(
+                f"The `global_batch_size` {global_batch_size!r} is not divisible by "
+                f"`num_replicas_in_sync` {self.num_replicas_in_sync!r}; choose a "
+                "multiple, or let `strategy.experimental_distribute_dataset` split "
+                "uneven batches"
+            )
+        return size
+
+    def __str__(self) -> str:
+        return (
+            f"mpidist.InputContext(input pipeline id {self.input_pipeline_id}, total: "
+            f"{self.num_input_pipelines})"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class InputOptions:
+    """Options of a distributed dataset.
+
+    Attributes:
+        experimental_fetch_to_device: whether arrays are moved to the replica's device
+            (the default, and None) or stay on the host.
+        experimental_replication_mode: an `InputReplicationMode`; both mean the same
+            here, but PER_REPLICA is only allowed for
+            `distribute_datasets_from_function`.
+        experimental_place_dataset_on_device: accepted, as in TensorFlow only with
+            PER_REPLICA and ``experimental_fetch_to_device=False``, and without effect:
+            arrays are read on the host.
+        experimental_per_replica_buffer_size: accepted and ignored; use
+            `Dataset.prefetch`.
+        auto_shard_policy: an `AutoShardPolicy` or its name. In TensorFlow it is an
+            option of the dataset, which counts here if this is AUTO.
+        experimental_prefetch_to_device: the older name of the first.
+
+    Raises:
+        TypeError: if both names of the first option are given, or the mode is invalid.
+        ValueError: if the policy is unknown.
+    """
+
+    experimental_fetch_to_device: bool | None = None
+    experimental_replication_mode: InputReplicationMode = (
+        InputReplicationMode.PER_WORKER
+    )
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int = 1
+    auto_shard_policy: AutoShardPolicy | str = AutoShardPolicy.AUTO
+    _: dataclasses.KW_ONLY
+    experimental_prefetch_to_device: dataclasses.InitVar[bool | None] = None
+
+    def __post_init__(self, experimental_prefetch_to_device: bool | None) -> None:
+        fetch = self.experimental_fetch_to_device
+        if experimental_prefetch_to_device is not None:
+            if fetch is not None:
+                raise TypeError(
+                    "InputOptions: got both `experimental_fetch_to_device` and its "
+                    "older name `experimental_prefetch_to_device`; write the first only"
+                )
+            fetch = experimental_prefetch_to_device
+        mode: object = self.experimental_replication_mode
+        if not isinstance(mode, InputReplicationMode):
+            raise TypeError(
+                "InputOptions: expected `experimental_replication_mode` to be a "
+                f"`mpidist.InputReplicationMode`, got {mode!r}"
+            )
+        policy = as_policy(self.auto_shard_policy, "InputOptions")
+        object.__setattr__(self, "experimental_fetch_to_device", fetch is not False)
+        object.__setattr__(self, "auto_shard_policy", policy)
+
+
+# --- options of a Dataset ----------------------------------------------------------
+
+
+class IgnoredOptions:
+    """Options that steer TensorFlow's runtime: any name is accepted, without effect."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # protocols, of `copy` for example
+            raise AttributeError(name)
+        return None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self)[name] = value
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class ThreadingOptions(IgnoredOptions):
+    """Threads of TensorFlow's runtime."""
+
+
+class AutotuneOptions(IgnoredOptions):
+    """TensorFlow's choice of buffer sizes and threads."""
+
+
+class OptimizationOptions(IgnoredOptions):
+    """Rewriting of TensorFlow's graphs."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -26,60 +214,12 @@ class DistributeOptions:
 
 
 @dataclasses.dataclass(slots=True)
-class ThreadingOptions:
-    """Threads of TensorFlow's runtime: accepted, without effect."""
-
-    max_intra_op_parallelism: int | None = None
-    private_threadpool_size: int | None = None
-
-
-@dataclasses.dataclass(slots=True)
-class AutotuneOptions:
-    """TensorFlow's choice of buffer sizes and threads: accepted, without effect."""
-
-    enabled: bool | None = None
-    cpu_budget: int | None = None
-    ram_budget: int | None = None
-    autotune_algorithm: object = None
-    initial_parallelism: int | None = None
-    min_parallelism: int | None = None
-
-
-@dataclasses.dataclass(slots=True)
-class OptimizationOptions:
-    """Rewriting of TensorFlow's graphs: accepted, without effect."""
-
-    apply_default_optimizations: bool | None = None
-    filter_fusion: bool | None = None
-    filter_parallelization: bool | None = None
-    inject_prefetch: bool | None = None
-    map_and_batch_fusion: bool | None = None
-    map_and_filter_fusion: bool | None = None
-    map_fusion: bool | None = None
-    map_parallelization: bool | None = None
-    noop_elimination: bool | None = None
-    parallel_batch: bool | None = None
-    seq_interleave_prefetch: bool | None = None
-    shuffle_and_repeat_fusion: bool | None = None
-
-
-@dataclasses.dataclass(slots=True)
 class Options:
     """Options for `Dataset.with_options`.
 
-    Any other name is an AttributeError.
-
-    Attributes:
-        experimental_distribute: how a distributed dataset is split.
-        deterministic: accepted, without effect: the order of elements is always the
-            same.
-        threading: accepted, without effect.
-        autotune: accepted, without effect.
-        experimental_optimization: accepted, without effect.
-        experimental_slack: accepted, without effect.
-        experimental_symbolic_checkpoint: accepted, without effect.
-        experimental_warm_start: accepted, without effect.
-        dataset_name: accepted, without effect.
+    One has an effect: ``experimental_distribute.auto_shard_policy``. The others steer
+    the runtime of TensorFlow; they are accepted. The order of elements is always the
+    same, also with ``deterministic=False``.
     """
 
     experimental_distribute: DistributeOptions = dataclasses.field(
@@ -91,35 +231,36 @@ class Options:
     experimental_optimization: OptimizationOptions = dataclasses.field(
         default_factory=OptimizationOptions
     )
+    experimental_service: IgnoredOptions = dataclasses.field(
+        default_factory=IgnoredOptions
+    )
+    experimental_deterministic: bool | None = None
+    experimental_external_state_policy: object = None
     experimental_slack: bool | None = None
     experimental_symbolic_checkpoint: bool | None = None
+    experimental_threading: IgnoredOptions = dataclasses.field(
+        default_factory=IgnoredOptions
+    )
     experimental_warm_start: bool | None = None
     dataset_name: str | None = None
+    framework_type: object = None
 
     def merge(self, options: Options) -> Options:
         """Return new options: those of ``options``, and these where it has none."""
-        return _merged(self, options)
+        merged: Options = _merged(self, options)
+        return merged
 
 
-_Group = TypeVar(
-    "_Group",
-    Options,
-    DistributeOptions,
-    ThreadingOptions,
-    AutotuneOptions,
-    OptimizationOptions,
-)
-
-
-def _merged(first: _Group, second: _Group) -> _Group:
+def _merged(first: Any, second: Any) -> Any:
     """Merge two groups: a value of the second counts if it is not the default."""
-    default = type(second)()
-    result = type(first)()
+    result, default = copy.deepcopy(first), type(second)()
+    if isinstance(first, IgnoredOptions):
+        vars(result).update(vars(second))
+        return result
     for field in dataclasses.fields(first):
         one, two = getattr(first, field.name), getattr(second, field.name)
-        if dataclasses.is_dataclass(two):
-            value = _merged(one, two)
-        else:
-            value = one if two == getattr(default, field.name) else two
-        setattr(result, field.name, value)
+        if isinstance(two, (IgnoredOptions, DistributeOptions)):
+            setattr(result, field.name, _merged(one, two))
+        elif two != getattr(default, field.name):
+            setattr(result, field.name, two)
     return result

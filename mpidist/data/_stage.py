@@ -23,11 +23,9 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from mpidist._base import guests, nest
-from mpidist._base.types import Array, HostArray, Nest
-from mpidist.data._blocks import RowBlock, block_of, stack
-from mpidist.data._options import Options
-from mpidist.data._records import UNKNOWN_CARDINALITY, ArraySpec
+from mpidist._base.types import HostArray, Nest
+from mpidist.data._options import UNKNOWN_CARDINALITY, Options
+from mpidist.data._rows import RowBlock, block_of, stack
 
 INFINITE: Final = sys.maxsize
 UNKNOWN: Final = UNKNOWN_CARDINALITY
@@ -36,22 +34,6 @@ Pass: TypeAlias = tuple[int, ...]
 Token: TypeAlias = Any
 """The name of an element; only its stage knows what it is."""
 Tokens: TypeAlias = HostArray | Sequence[Token]
-
-
-@dataclasses.dataclass
-class Opened:
-    """An element whose rows can be read in part.
-
-    Attributes:
-        rows: the number of rows.
-        read: returns the rows from a start to a stop; None if there are none and their
-            spec is unknown.
-        whole: the element, if it has been read as a whole anyway.
-    """
-
-    rows: int
-    read: Callable[[int, int], RowBlock | None]
-    whole: RowBlock | None = None
 
 
 class Stage:
@@ -110,14 +92,37 @@ class Stage:
         found = list(self.load(tokens))
         return stack(found, "Dataset.batch") if found else None
 
-    def open(self, token: Token) -> Opened:
-        """Return an element for reading some of its rows."""
-        (element,) = self.load([token])
-        return open_whole(element)
+    def rows(self, token: Token) -> int:
+        """Return the number of rows of a batch, if it can be read in part."""
+        raise NotImplementedError
 
-    def spec(self) -> Nest | None:
-        """Return the nest of specs of an element; None if only known after reading."""
+    def part(self, token: Token, start: int, stop: int) -> RowBlock | None:
+        """Return some rows of such a batch; None for none, of unknown spec."""
+        raise NotImplementedError
+
+    def spec(self, *, trial: bool = False) -> Nest | None:
+        """Return the nest of specs of an element; None if only known after reading.
+
+        Args:
+            trial: whether the function of a `map` may be called to find it.
+        """
         return None
+
+
+@dataclasses.dataclass
+class Opened:
+    """An element whose rows can be read in part.
+
+    Attributes:
+        rows: the number of rows.
+        read: returns the rows from a start to a stop; None if there are none and their
+            spec is unknown.
+        whole: the element, if it has been read as a whole anyway.
+    """
+
+    rows: int
+    read: Callable[[int, int], RowBlock | None]
+    whole: RowBlock | None = None
 
 
 def open_whole(element: Nest, call: str = "Dataset") -> Opened:
@@ -127,16 +132,15 @@ def open_whole(element: Nest, call: str = "Dataset") -> Opened:
     return Opened(int(rows), whole.part, whole)
 
 
-def open_from(stage: Stage, in_pass: Pass, start: int) -> Iterator[Opened]:
-    """Return the elements of a stage from a position on, opened."""
-    return open_tokens(stage, stage.tokens(in_pass, start))
-
-
-def open_tokens(stage: Stage, tokens: Iterator[Token]) -> Iterator[Opened]:
-    """Return the elements of tokens, opened."""
+def open_tokens(stage: Stage, tokens: Iterable[Token]) -> Iterator[Opened]:
+    """Return the elements of tokens, to read some of their rows."""
     if stage.whole or stage.batch_size is None:
         return map(open_whole, stage.load(tokens))
-    return map(stage.open, tokens)
+    return (_in_part(stage, token) for token in tokens)
+
+
+def _in_part(stage: Stage, token: Token) -> Opened:
+    return Opened(stage.rows(token), lambda a, b: stage.part(token, a, b))
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -144,15 +148,20 @@ class Derived(Stage):
     """A stage on another one.
 
     `dataclasses.replace(stage, parent=other)` makes the same of another parent.
+
+    Attributes:
+        parent: the other stage.
+        call: the method that made this one, with the arguments that determine the
+            elements.
     """
 
     parent: Stage
+    call: str
 
-    def inherit(self, text: str, size: int | None = None) -> None:
+    def inherit(self, size: int | None = None) -> None:
         """Set the attributes of a stage to those of its parent.
 
         Args:
-            text: what is added to the parent's.
             size: the number of elements; None: as many as the parent has.
         """
         parent = self.parent
@@ -162,7 +171,12 @@ class Derived(Stage):
         self.whole = parent.whole
         self.depth = parent.depth
         self.options = parent.options
-        self.text = parent.text + text
+        self.text = f"{parent.text}.{self.call}" if self.call else parent.text
+
+    @property
+    def method(self) -> str:
+        """The name of the method that made this stage."""
+        return self.call.partition("(")[0]
 
     def at(self, indices: HostArray, in_pass: Pass) -> Tokens:
         return self.parent.at(indices, in_pass)
@@ -178,8 +192,8 @@ class Via(Derived):
     Its tokens are its parent's.
     """
 
-    def inherit(self, text: str, size: int | None = None) -> None:
-        super().inherit(text, size)
+    def inherit(self, size: int | None = None) -> None:
+        super().inherit(size)
         self.workers = self.parent.workers
 
     def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
@@ -188,11 +202,14 @@ class Via(Derived):
     def block(self, tokens: Tokens) -> RowBlock | None:
         return self.parent.block(tokens)
 
-    def open(self, token: Token) -> Opened:
-        return self.parent.open(token)
+    def rows(self, token: Token) -> int:
+        return self.parent.rows(token)
 
-    def spec(self) -> Nest | None:
-        return self.parent.spec()
+    def part(self, token: Token, start: int, stop: int) -> RowBlock | None:
+        return self.parent.part(token, start, stop)
+
+    def spec(self, *, trial: bool = False) -> Nest | None:
+        return self.parent.spec(trial=trial)
 
 
 def apply(function: Callable[..., Any], element: Nest) -> Any:
@@ -203,53 +220,3 @@ def apply(function: Callable[..., Any], element: Nest) -> Any:
 def name_of(function: object) -> str:
     """Return the name of a user's function, for the text of a stage."""
     return getattr(function, "__qualname__", "a function")
-
-
-def read_only(tree: Nest) -> Nest:
-    """Return an element that is kept and given again: its arrays cannot be changed."""
-    return nest.map_structure(_protected, tree)
-
-
-def unshared(tree: Nest) -> Nest:
-    """Return such an element, with copies of what cannot be protected."""
-    return nest.map_structure(_unshared, tree)
-
-
-def _unshared(x: Any) -> Any:
-    return x.clone() if guests.kind_of(x) == "torch" else x
-
-
-def _protected(x: Any) -> Any:
-    if isinstance(x, np.ndarray):
-        x = x.view()
-        x.flags.writeable = False
-    return x
-
-
-def specs_of(block: RowBlock, *, batched: bool) -> Nest:
-    """Return the specs of an element that was read.
-
-    Args:
-        block: the element.
-        batched: whether the first dimension is reported as None.
-    """
-
-    def one(leaf: Array) -> ArraySpec:
-        shape = tuple(map(int, leaf.shape))
-        return ArraySpec(
-            (None, *shape[1:]) if batched and leaf.ndim else shape, leaf.dtype
-        )
-
-    return block.structure.unflatten([one(leaf) for leaf in block.leaves])
-
-
-def common_spec(one: ArraySpec, two: ArraySpec) -> ArraySpec:
-    """Return the spec of arrays of either: None for sizes that differ.
-
-    Raises:
-        TypeError: if the dtypes or the numbers of dimensions differ.
-    """
-    if one.dtype != two.dtype or len(one.shape) != len(two.shape):
-        raise TypeError(f"{one} and {two} have no spec in common")
-    sizes = zip(one.shape, two.shape, strict=True)
-    return ArraySpec(tuple(a if a == b else None for a, b in sizes), one.dtype)

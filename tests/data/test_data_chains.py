@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mpidist.data import UNKNOWN_CARDINALITY, Dataset
-from mpidist.data._dataset_base import stage_of
-from mpidist.data._sharding import split_as_it_comes
-from mpidist.data._stage import open_from
+from mpidist.data._elements import stage_of
+from mpidist.data._rows import split_as_it_comes
+from mpidist.data._stage import open_tokens
 
 MOST = 120  # elements
 
@@ -90,8 +90,6 @@ def shuffle(pair, seed):
 def shuffle_in_a_buffer(pair, size):
     def model(p):
         random, elements, found = random_of(5, p), pair.model(p), []
-        if stage_of(pair.dataset).indexed:
-            return [elements[i] for i in random.permutation(len(elements))]
         held = elements[: size + 1]
         for element in elements[size + 1 :]:
             place = random.randint(len(held))
@@ -183,7 +181,7 @@ def interleave(pair, number):
     cycle, block = number % 3 + 1, number // 3 + 1
 
     def open_one(x):
-        return Dataset.range(int(x) % 4).map(lambda y: y + x).shuffle(1)
+        return Dataset.range(int(x) % 4).map(lambda y: y + x).shuffle(seed=1)
 
     def model(p):
         inputs = iter(enumerate(pair.model(p)))
@@ -239,6 +237,10 @@ def agrees(pair, expected):
     return count in (UNKNOWN_CARDINALITY, len(expected))
 
 
+def opened_from(stage, start):
+    return open_tokens(stage, stage.tokens((0,), start))
+
+
 quick = settings(
     max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -275,7 +277,7 @@ def test_parts_of_batches_are_those_of_the_model(pair, start, replicas):
     stage = stage_of(pair.dataset)
     found = [[] for _ in expected]
     for replica in range(replicas):
-        steps = zip(found, expected, open_from(stage, (0,), start), strict=True)
+        steps = zip(found, expected, opened_from(stage, start), strict=True)
         for rows, batch_of_all, opened in steps:
             assert opened.rows == len(batch_of_all)
             part = split_as_it_comes(opened.rows, replicas, replica)

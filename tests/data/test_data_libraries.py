@@ -171,7 +171,7 @@ def test_an_hdf5_like_file(strategy, rank, size):
         def __getitem__(self, index):
             return np.arange(ROWS * 3, dtype=np.float32).reshape(ROWS, 3)[index]
 
-    dataset = Dataset.from_tensor_slices(Hdf5()).shuffle(2).batch(5)
+    dataset = Dataset.from_tensor_slices(Hdf5()).shuffle(seed=2).batch(5)
     seen = []
     for element in strategy.experimental_distribute_dataset(dataset):
         seen += strategy.gather(element, axis=0)[:, 0].tolist()

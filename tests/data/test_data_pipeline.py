@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist.data import ArraySpec, Dataset
-from mpidist.data._dataset_base import stage_of
-from mpidist.data._describe import describe_feed
-from mpidist.data._distributed_sources import DatasetSource
+from mpidist.data._ahead import read_ahead
+from mpidist.data._distribute import describe_feed
+from mpidist.data._elements import stage_of
 from mpidist.data._feed import Feed
-from mpidist.data._prefetch import Prefetcher
-from mpidist.data._sharding import split_as_it_comes, split_by_plan
+from mpidist.data._inputs import DatasetSource
+from mpidist.data._rows import split_as_it_comes, split_by_plan
+from mpidist.data._stage import open_tokens
 
 Pair = collections.namedtuple("Pair", ["x", "y"])
 ROWS = 10
@@ -37,7 +38,7 @@ def numbers(dataset):
 
 def open_at(stage, index):
     """Open an element of the first iteration."""
-    return stage.open(stage.at(np.array([index]), (0,))[0])
+    return next(open_tokens(stage, stage.tokens((0,), index)))
 
 
 def arange(count=ROWS):
@@ -164,7 +165,7 @@ def test_map_gets_rows_before_batch_and_batches_after_it():
     ragged = arange(3).map(lambda n: np.ones(int(n)))
     padded = ragged.map(lambda x: np.pad(x, (0, 3 - len(x)))).batch(3)
     assert numbers(padded) == [[[0, 0, 0], [1, 0, 0], [1, 1, 0]]]
-    with pytest.raises(ValueError, match=r"rows of one shape, got \(0,\) and \(1,\)"):
+    with pytest.raises(ValueError, match=r"dtype and shape, got float64 \(0,\) and"):
         list(ragged.batch(3))
 
 
@@ -179,21 +180,37 @@ def test_map_is_lazy_and_tells_its_spec():
 
 
 def test_shuffle_is_a_permutation_which_the_seed_decides():
-    dataset = arange(50).shuffle(3)
+    dataset = arange(50).shuffle(seed=3)
     first, second = numbers(dataset), numbers(dataset)
     assert sorted(first) == sorted(second) == list(range(50))
     assert first != second
     assert first != list(range(50))
-    again = arange(50).shuffle(3)
+    again = arange(50).shuffle(seed=3)
     assert [numbers(again), numbers(again)] == [first, second]
-    assert numbers(arange(50).shuffle(4)) != first
+    assert numbers(arange(50).shuffle(seed=4)) != first
 
 
 def test_shuffle_takes_the_size_of_a_buffer_as_tensorflow_does():
-    expected = list(arange().shuffle(7))
-    assert list(arange().shuffle(1000, seed=7)) == expected
-    assert list(arange().shuffle(buffer_size=1000, seed=7)) == expected
-    assert list(arange().shuffle(seed=7)) == expected
+    expected = list(arange().shuffle(seed=7))
+    for size in (ROWS, 1000, np.array(1000), mpidist.data.UNKNOWN_CARDINALITY):
+        assert list(arange().shuffle(size, seed=np.array(7))) == expected
+    assert numbers(arange().shuffle(1)) == list(range(ROWS))
+    # Without a seed: 0, the same on all ranks and in all runs.
+    assert numbers(arange(50).shuffle(9)) == numbers(arange(50).shuffle(9, 0))
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 39, 40, 41])
+def test_shuffle_in_a_buffer_is_one_order_however_the_rows_are_found(size):
+    by_number = arange(40).shuffle(size, 3)
+    in_order = Dataset.from_generator(lambda: iter(range(40))).shuffle(size, 3)
+    assert stage_of(by_number).indexed
+    assert not stage_of(in_order).indexed
+    found = numbers(by_number)
+    assert found == numbers(in_order)
+    assert sorted(found) == list(range(40))
+    # An element comes at most the size of the buffer early.
+    assert all(x < place + size for place, x in enumerate(found))
+    assert numbers(by_number.skip(13)) == found[13:]
 
 
 def test_shuffle_may_keep_its_order():
@@ -204,24 +221,24 @@ def test_shuffle_may_keep_its_order():
 
 def test_shuffle_and_repeat_in_both_orders():
     # Before repeat: each round has all rows, in an order of its own.
-    found = numbers(arange(20).shuffle(1).repeat(2))
+    found = numbers(arange(20).shuffle(seed=1).repeat(2))
     assert sorted(found[:20]) == sorted(found[20:]) == list(range(20))
     assert found[:20] != found[20:]
     # After it: the rounds mix.
-    found = numbers(arange(20).repeat(2).shuffle(1))
+    found = numbers(arange(20).repeat(2).shuffle(seed=1))
     assert sorted(found) == sorted(2 * list(range(20)))
     assert sorted(found[:20]) != list(range(20))
     # A batch may span two rounds.
-    batches = numbers(arange(5).shuffle(1).repeat(2).batch(3))
+    batches = numbers(arange(5).shuffle(seed=1).repeat(2).batch(3))
     assert sorted(list(itertools.chain(*batches))[:5]) == list(range(5))
     # Batches in another order.
-    batches = numbers(arange(6).batch(2).shuffle(5))
+    batches = numbers(arange(6).batch(2).shuffle(seed=5))
     assert sorted(batches) == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_the_order_of_a_shuffle_does_not_change_with_versions():
     # A run that is continued from a checkpoint depends on it.
-    dataset = arange(8).shuffle(7)
+    dataset = arange(8).shuffle(seed=7)
     assert numbers(dataset) == [7, 4, 3, 0, 1, 5, 2, 6]
     assert numbers(dataset) == [3, 7, 1, 4, 5, 2, 6, 0]
 
@@ -234,7 +251,7 @@ def test_the_order_of_a_shuffle_does_not_change_with_versions():
     parts=st.integers(1, 5),
 )
 def test_parts_of_batches_are_those_of_the_whole(rows, seed, batch, repeat, parts):
-    dataset = arange(rows).shuffle(seed).repeat(repeat).batch(batch)
+    dataset = arange(rows).shuffle(seed=seed).repeat(repeat).batch(batch)
     stage = stage_of(dataset)
     for index, whole in enumerate(dataset):
         opened = open_at(stage, index)
@@ -276,7 +293,7 @@ class CountingRows:
 
 def test_of_an_array_like_only_the_rows_asked_for_are_read():
     source = CountingRows(100)
-    dataset = Dataset.from_tensor_slices(source).shuffle(1).batch(10)
+    dataset = Dataset.from_tensor_slices(source).shuffle(seed=1).batch(10)
     assert source.touched == []
     opened = open_at(stage_of(dataset), 3)
     block = opened.read(2, 5)
@@ -329,20 +346,22 @@ def test_arrays_in_the_other_byte_order_are_turned():
         (lambda: arange().batch(0), ValueError, "`batch_size` to be 1 or more"),
         (lambda: arange().batch(2.0), TypeError, "`batch_size` to be an int"),
         (lambda: arange().batch(True), TypeError, "`batch_size` to be an int"),
-        (lambda: arange().shuffle(None), TypeError, "`seed` to be an int"),
-        (lambda: arange().shuffle(), TypeError, "expected a seed"),
-        (lambda: arange().shuffle(buffer_size=9), TypeError, "expected a seed"),
-        (lambda: arange().shuffle(1, 2, seed=3), TypeError, "expected a seed"),
-        (lambda: arange().repeat().shuffle(1), ValueError, "before `repeat`"),
-        (lambda: arange().repeat(-2), ValueError, "`count` to be 0 or more"),
+        (lambda: arange().shuffle(None), TypeError, "expected a size or a seed"),
+        (lambda: arange().shuffle(seed="a"), TypeError, "`seed` to be an int"),
+        (lambda: arange().shuffle(seed=-1), ValueError, "`seed` to be 0 or more"),
+        (lambda: arange().shuffle(), TypeError, "expected a size or a seed"),
+        (lambda: arange().repeat().shuffle(-2), ValueError, "before `repeat`"),
+        (lambda: arange().shuffle(1, 2, seed=3), TypeError, "multiple values"),
+        (lambda: arange().repeat().shuffle(seed=1), ValueError, "before `repeat`"),
+        (lambda: arange().repeat(-2), ValueError, "`count` to be -1 or more"),
         (lambda: arange().take("3"), TypeError, "`count` to be an int"),
         (lambda: arange().shard(2, 2), ValueError, "0 <= index < 2"),
         (lambda: arange().map(3), TypeError, "expected a function"),
         (lambda: arange().prefetch(-3), ValueError, "`buffer_size` to be 0"),
         (
-            lambda: arange(0).map(lambda x: x).element_spec,
+            lambda: Dataset.from_generator(lambda: iter(())).element_spec,
             ValueError,
-            "the dataset is empty",
+            "the dataset is empty, so its elements are unknown$",
         ),
     ],
 )
@@ -352,10 +371,15 @@ def test_bad_arguments(make, error, message):
 
 
 def test_repr_tells_the_pipeline():
-    dataset = arange(9).shuffle(4).repeat(2).batch(3, drop_remainder=True).prefetch(2)
-    assert repr(dataset) == (
-        "<mpidist.data.Dataset of 9 rows.shuffle(4).repeat(2).batch(3, "
+    dataset = arange(9).shuffle(seed=4).repeat(2).batch(3, drop_remainder=True)
+    assert repr(dataset.prefetch(2)) == (
+        "<mpidist.data.Dataset of 9 rows.shuffle(seed=4).repeat(2).batch(3, "
         "drop_remainder=True).prefetch(2)>"
+    )
+    dataset = arange(9).shuffle(5, 4, False).map(abs, 3).interleave(Dataset.range, 2)
+    assert repr(dataset) == (
+        "<mpidist.data.Dataset of 9 rows.shuffle(5, seed=4, always in "
+        "one order).map(abs).interleave(Dataset.range, 2, 1)>"
     )
 
 
@@ -363,21 +387,27 @@ def test_repr_tells_the_pipeline():
 
 
 @pytest.mark.parametrize(
-    ("replicas", "batch", "policy", "note", "table"),
+    ("replicas", "batch", "policy", "note", "pieces"),
     [
         (
             64,
             1000,
             "AUTO",
             "1 of 64 replicas never get a row; take a multiple of 64 rows, or",
-            ["0-61 16 960", "62 8 480", "63 0 0"],
+            "16 on 62, 8 on 1, 0 on 1",
         ),
-        (64, 1000, "OFF", "", ["0-39 16 960", "40-63 15 900"]),
-        (3, 2, "AUTO", "1 of 3 replicas never get a row; take batches of 3 rows", []),
-        (2, 40000, "AUTO", "", ["0 20000 [0:20000] 10000 [0:10000] 30000"]),
+        (64, 1000, "OFF", "", "16 on 40, 15 on 24"),
+        (
+            3,
+            2,
+            "AUTO",
+            "1 of 3 replicas never get a row; take batches of 3 rows",
+            "1 on 2, 0 on 1",
+        ),
+        (2, 40000, "AUTO", "", "20000 on 2"),
     ],
 )
-def test_the_plan_for_many_replicas(replicas, batch, policy, note, table):
+def test_the_plan_for_many_replicas(replicas, batch, policy, note, pieces):
     rows = Dataset.from_tensor_slices(np.arange(60000)).batch(batch)
     group = types.SimpleNamespace(num_replicas=replicas)
     policy = mpidist.data.AutoShardPolicy[policy]
@@ -385,15 +415,14 @@ def test_the_plan_for_many_replicas(replicas, batch, policy, note, table):
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert ("note" in text) == bool(note)
     assert note in " ".join(lines)
-    for row in table:
-        assert row in lines
+    assert f"rows of a full batch on how many replicas: {pieces}" in lines
 
 
 # --- the thread --------------------------------------------------------------------
 
 
 def prefetch_threads():
-    return [t for t in threading.enumerate() if t.name == "mpidist-prefetch"]
+    return [t for t in threading.enumerate() if t.name == "mpidist-data"]
 
 
 def wait_for_no_thread():
@@ -412,11 +441,11 @@ def test_prefetch_reads_ahead_but_not_farther():
     assert read == []
     assert next(iterator) == 0
     deadline = time.monotonic() + 30
-    while len(read) < 5 and time.monotonic() < deadline:
+    while len(read) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
-    # One given out, three ready, and one in the thread's hands.
+    # One given out, and three ready.
     time.sleep(0.05)
-    assert read == [0, 1, 2, 3, 4]
+    assert read == [0, 1, 2, 3]
     assert [int(x) for x in iterator] == list(range(1, 20))
     wait_for_no_thread()
 
@@ -447,13 +476,14 @@ def test_an_error_comes_out_at_its_place():
 
 
 def test_close_waits_for_the_thread():
-    prefetcher = Prefetcher(iter(range(100)), 2)
+    prefetcher = read_ahead(iter(range(100)), 2)
     assert next(prefetcher) == 0
+    assert prefetch_threads()
     prefetcher.close()
     assert prefetch_threads() == []
     with pytest.raises(StopIteration):
         next(prefetcher)
-    Prefetcher(iter(range(3)), 1).close()  # one that was never started
+    read_ahead(iter(range(3)), 1).close()  # one that was never started
 
 
 # --- records -----------------------------------------------------------------------

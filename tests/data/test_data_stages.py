@@ -11,7 +11,7 @@ from test_data_state import gathered
 
 import mpidist
 from mpidist.data import ArraySpec, AutoShardPolicy, Dataset, Options
-from mpidist.data._sharding import split_as_it_comes, split_by_plan
+from mpidist.data._rows import split_as_it_comes, split_by_plan
 
 pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2, 3)]
 core = pytest.mark.core
@@ -58,7 +58,9 @@ PIPELINES = {
     "concatenate": lambda: (
         Dataset.range(7).batch(4).concatenate(Dataset.range(50, 59).batch(3))
     ),
-    "cache of batches": lambda: Dataset.range(14).shuffle(1).batch(4).cache().repeat(2),
+    "cache of batches": lambda: (
+        Dataset.range(14).shuffle(seed=1).batch(4).cache().repeat(2)
+    ),
     "cache of a generator": lambda: (
         Dataset.from_generator(squares).cache().shuffle(9, seed=1).batch(4).prefetch(2)
     ),
@@ -279,7 +281,7 @@ def policy(name):
 
 
 def by_files(batch=6):
-    files = Dataset.from_tensor_slices(FILES).shuffle(3)
+    files = Dataset.from_tensor_slices(FILES).shuffle(seed=3)
     return files.interleave(rows_of_file, cycle_length=2).batch(batch)
 
 
@@ -307,7 +309,7 @@ def test_each_replica_opens_files_of_its_own(strategy, rank, size, how):
 
 
 def file_order():
-    names = Dataset.from_tensor_slices(FILES).shuffle(3)
+    names = Dataset.from_tensor_slices(FILES).shuffle(seed=3)
     return [FILES.index(name) for name in names]
 
 
@@ -333,6 +335,10 @@ def test_a_position_by_files(strategy, size):
         (lambda: [np.arange(4)], "is for a `mpidist.data.Dataset`"),
         (lambda: by_files().unbatch().take(9).batch(4), "with the `take` after"),
         (lambda: Dataset.zip(by_files(), by_files()), "is for a dataset that opens"),
+        (
+            lambda: by_files().assert_cardinality(5),
+            "with the `assert_cardinality` after",
+        ),
     ],
 )
 def test_what_cannot_be_split_by_files(strategy, make, message):

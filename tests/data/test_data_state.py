@@ -22,7 +22,9 @@ ROWS, BATCH = 22, 4
 
 
 def shuffled(rows=ROWS, batch=BATCH, depth=2, seed=5):
-    dataset = Dataset.from_tensor_slices(np.arange(rows)).shuffle(seed).batch(batch)
+    dataset = (
+        Dataset.from_tensor_slices(np.arange(rows)).shuffle(seed=seed).batch(batch)
+    )
     return dataset.prefetch(depth)
 
 
@@ -282,11 +284,17 @@ def test_a_bad_state_on_one_rank(strategy, rank, size):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: shuffled(batch=8), "of 6 batches of 4 rows, and this one has 3 of 8"),
-        (lambda: shuffled(rows=30), "of 6 batches of 4 rows, and this one has 8 of 4"),
+        (
+            lambda: shuffled(batch=8),
+            "of 6 batches of 4 rows, and this one has 3 batches of 8",
+        ),
+        (
+            lambda: shuffled(rows=30),
+            "of 6 batches of 4 rows, and this one has 8 batches of 4",
+        ),
         (
             lambda: shuffled().repeat(),
-            "6 batches of 4 rows, and this one has endlessly many of 4",
+            "6 batches of 4 rows, and this one has endlessly many batches of 4",
         ),
     ],
 )

@@ -11,8 +11,15 @@ import numpy as np
 
 from mpidist._base import nest
 from mpidist._base.types import DType, HostArray, Nest, Shape
-from mpidist.data._blocks import RowBlock, block_of, gather
-from mpidist.data._records import ArraySpec
+from mpidist.data._options import ArraySpec
+from mpidist.data._rows import (
+    RowBlock,
+    as_leaf,
+    block_of,
+    gather,
+    lists_to_arrays,
+    map_like,
+)
 from mpidist.data._stage import (
     INFINITE,
     UNKNOWN,
@@ -21,8 +28,6 @@ from mpidist.data._stage import (
     Token,
     Tokens,
     name_of,
-    read_only,
-    specs_of,
 )
 
 
@@ -47,9 +52,7 @@ class Slices(_Numbered):
 
     def block(self, tokens: Tokens) -> RowBlock:
         indices = np.asarray(tokens, np.int64)
-        return RowBlock(
-            [gather(leaf, indices) for leaf in self._leaves], self._structure
-        )
+        return RowBlock([gather(x, indices) for x in self._leaves], self._structure)
 
     def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
         if isinstance(tokens, (np.ndarray, Sequence)):
@@ -62,7 +65,7 @@ class Slices(_Numbered):
             for token in tokens:
                 yield self.block([token]).row(0)
 
-    def spec(self) -> Nest | None:
+    def spec(self, *, trial: bool = False) -> Nest | None:
         specs = [
             ArraySpec(tuple(map(int, leaf.shape[1:])), _dtype_of(leaf))
             for leaf in self._leaves
@@ -85,26 +88,25 @@ def _dtype_of(leaf: Any) -> DType:
 class Rows(_Numbered):
     """The items of a source with ``__len__`` and ``__getitem__``: one row each."""
 
-    def __init__(self, source: Any) -> None:
-        self._source = source
+    def __init__(self, source: Any, text: str = "", spec: Nest | None = None) -> None:
+        self._source, self._spec = source, spec
         self.size = len(source)
-        self.text = f"{self.size} rows of a {type(source).__name__}"
+        self.text = text or f"{self.size} rows of a {type(source).__name__}"
 
     def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
         for token in tokens:
             yield self._source[int(token)]
 
+    def spec(self, *, trial: bool = False) -> Nest | None:
+        return self._spec
+
 
 class Range(_Numbered):
-    """Numbers with a constant difference."""
+    """Numbers with a constant difference; without end for a stop of None."""
 
     def __init__(self, start: int, stop: int | None, step: int, dtype: DType) -> None:
-        if stop is None:  # without end
-            self.size = INFINITE
-            self.text = f"range({start}, ...)"
-        else:
-            self.size = len(range(start, stop, step))
-            self.text = f"range({start}, {stop}, {step})"
+        self.size = INFINITE if stop is None else len(range(start, stop, step))
+        self.text = f"range({start}, {'...' if stop is None else stop}, {step})"
         self._start, self._step, self._dtype = start, step, dtype
 
     def block(self, tokens: Tokens) -> RowBlock:
@@ -115,25 +117,8 @@ class Range(_Numbered):
         for token in tokens:
             yield self._dtype.type(self._start + int(token) * self._step)
 
-    def spec(self) -> Nest | None:
+    def spec(self, *, trial: bool = False) -> Nest | None:
         return ArraySpec((), self._dtype)
-
-
-class Single(_Numbered):
-    """One element."""
-
-    def __init__(self, block: RowBlock) -> None:
-        self.size = 1
-        self._spec = specs_of(block, batched=False)
-        self._element = read_only(block.nest())
-        self.text = "1 element"
-
-    def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
-        for _ in tokens:
-            yield self._element
-
-    def spec(self) -> Nest | None:
-        return self._spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,12 +134,7 @@ class Declared:
     shape: tuple[int | None, ...] | None
 
     def check(self, x: Nest) -> HostArray:
-        """Return a leaf as an array of this dtype.
-
-        Raises:
-            TypeError: if it cannot be converted, or would lose its fraction.
-            ValueError: if it has another shape.
-        """
+        """Return a leaf as an array of this dtype."""
         call = "Dataset.from_generator"
         try:
             array: HostArray = np.asarray(x)
@@ -187,14 +167,15 @@ def _fits(shape: Shape, declared: tuple[int | None, ...]) -> bool:
 class Generated(Stage):
     """The elements of a user's generator. Each pass calls its function anew."""
 
+    indexed = False
+    size = UNKNOWN
+
     def __init__(
         self,
         function: Callable[..., Iterable[Nest]],
         args: tuple[Any, ...],
         declared: Nest | None,
     ) -> None:
-        self.indexed = False
-        self.size = UNKNOWN
         self.text = f"the generator {name_of(function)}"
         self._function, self._args, self._declared = function, args, declared
 
@@ -208,21 +189,29 @@ class Generated(Stage):
             )
         try:
             for element in itertools.islice(made, start, None):
-                if self._declared is None:
-                    array = nest.map_structure(_text_to_array, lists_to_arrays(element))
-                else:
-                    array = _declared_nest(self._declared, element)
                 # A copy, as in tf.data: generators may fill one buffer again and again.
-                yield nest.map_structure(_copied, array)
+                yield nest.map_structure(_copied, self._converted(element))
         finally:
             # A generator or a file, which nobody reads any more.
             if hasattr(made, "__next__") and hasattr(made, "close"):
                 made.close()
 
+    def _converted(self, element: Nest) -> Nest:
+        if self._declared is None:
+            return lists_to_arrays(element)
+        try:
+            return map_like(Declared.check, self._declared, element)
+        except LookupError:
+            raise TypeError(
+                "Dataset.from_generator: expected elements like "
+                f"{nest.flatten(self._declared)[1]}, as in the `output_signature`, but "
+                f"the generator yielded {element!r:.80}"
+            ) from None
+
     def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
         return iter(tokens)
 
-    def spec(self) -> Nest | None:
+    def spec(self, *, trial: bool = False) -> Nest | None:
         if self._declared is None:
             return None
         leaves, structure = nest.flatten(self._declared)
@@ -232,50 +221,92 @@ class Generated(Stage):
 
 
 def _copied(x: Any) -> Any:
+    if isinstance(x, (str, bytes)):
+        return np.asarray(x)[()]
     return x.copy() if isinstance(x, np.ndarray) else x
 
 
-def _text_to_array(x: Any) -> Any:
-    return np.asarray(x)[()] if isinstance(x, (str, bytes)) else x
+def slices_of(tensors: Nest) -> Stage:
+    """Return the stage for the argument of ``from_tensor_slices``."""
+    name = "Dataset.from_tensor_slices"
+    if _is_row_source(tensors):
+        return Rows(tensors)
+    leaves, structure = nest.flatten(lists_to_arrays(tensors))
+    arrays = [x if _is_array_like(x) else as_leaf(x, name) for x in leaves]
+    shapes = [tuple(x.shape) for x in arrays]
+    if not shapes or not all(shapes):
+        what = "arrays of at least one dimension, got"
+    elif len({shape[0] for shape in shapes}) > 1:
+        what = "arrays with the same first dimension, got shapes"
+    else:
+        return Slices(arrays, structure)
+    texts = structure.render([str(shape) for shape in shapes])
+    raise ValueError(f"{name}: expected {what} {texts}")
 
 
-def _declared_nest(declared: Nest, element: Nest) -> Nest:
-    """Return an element with the structure and the dtypes that are declared."""
-    if isinstance(declared, Declared):
-        return declared.check(element)
-    if isinstance(declared, dict):
-        if isinstance(element, dict) and element.keys() == declared.keys():
-            return type(declared)(
-                {
-                    key: _declared_nest(part, element[key])
-                    for key, part in declared.items()
-                }
-            )
-    elif isinstance(element, (tuple, list)) and len(element) == len(declared):
-        parts = [_declared_nest(*pair) for pair in zip(declared, element, strict=True)]
-        kind = type(declared)
-        return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
-    raise TypeError(
-        f"Dataset.from_generator: expected elements like {nest.flatten(declared)[1]}, "
-        f"as in the `output_signature`, but the generator yielded {element!r:.80}"
+def _is_row_source(x: object) -> bool:
+    """Whether this is one object whose items are rows."""
+    return (
+        hasattr(x, "__getitem__")
+        and hasattr(x, "__len__")
+        and not hasattr(x, "shape")
+        and not isinstance(x, (list, tuple, str, bytes))
+        and not (hasattr(x, "keys") and hasattr(x, "items"))
     )
 
 
-def lists_to_arrays(tree: Nest) -> Nest:
-    """Convert lists of numbers in a nest to arrays."""
-    if isinstance(tree, list):
-        if _holds_numbers(tree):
-            return np.asarray(tree)
-        return [lists_to_arrays(part) for part in tree]
-    if isinstance(tree, dict):
-        return type(tree)({key: lists_to_arrays(part) for key, part in tree.items()})
-    if isinstance(tree, tuple):
-        parts = [lists_to_arrays(part) for part in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
-    return tree
+def _is_array_like(x: Any) -> bool:
+    """Whether this supports slices of rows, and need not be converted."""
+    if isinstance(x, np.ndarray):
+        return not isinstance(x, np.ma.MaskedArray)
+    return (
+        not hasattr(x, "__dlpack__")
+        and hasattr(x, "shape")
+        and hasattr(x, "__getitem__")
+    )
 
 
-def _holds_numbers(tree: Nest) -> bool:
-    if isinstance(tree, list):
-        return bool(tree) and all(_holds_numbers(part) for part in tree)
-    return isinstance(tree, (bool, int, float, complex, str, np.generic))
+def declared(signature: Nest, types: Nest, shapes: Nest) -> Nest | None:
+    """Return the nest of `Declared` for the arguments of ``from_generator``."""
+    call = "Dataset.from_generator"
+    if signature is None and types is None:
+        if shapes is None:
+            return None
+        raise TypeError(f"{call}: got `output_shapes` without `output_types`")
+    if signature is None:
+        if shapes is None:
+            return nest.map_structure(lambda one: Declared(as_dtype(one), None), types)
+        try:
+            return map_like(lambda t, s: Declared(as_dtype(t), tuple(s)), types, shapes)
+        except LookupError:
+            raise TypeError(
+                f"{call}: expected `output_shapes` to have a shape for each of "
+                f"`output_types` {types!r}, got {shapes!r}"
+            ) from None
+    if types is not None or shapes is not None:
+        raise TypeError(
+            f"{call}: got `output_signature` together with `output_types` or "
+            "`output_shapes`; write the first only"
+        )
+
+    def one(leaf: Any) -> Declared:
+        if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")):
+            raise TypeError(
+                f"{call}: expected `output_signature` to be a nest of "
+                f"`mpidist.data.ArraySpec(shape, dtype)`, got {leaf!r:.80} in it"
+            )
+        shape = None if leaf.shape is None else tuple(leaf.shape)
+        return Declared(as_dtype(leaf.dtype), shape)
+
+    return nest.map_structure(one, signature)
+
+
+def as_dtype(value: Any, method: str = "from_generator") -> DType:
+    """Return a dtype."""
+    try:
+        dtype: DType = np.dtype(value)
+        return dtype
+    except TypeError as error:
+        raise TypeError(
+            f"Dataset.{method}: expected a dtype of NumPy, got {value!r:.60}"
+        ) from error

@@ -1,0 +1,163 @@
+"""Threads that work ahead of a loop. They never call MPI, and end with its iterator."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from typing import Any, Final, Generic, TypeAlias, TypeVar
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+_Tasks: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], Any] | None]"
+
+AUTOTUNE: Final = -1
+"""tf.data's request to choose a number itself."""
+_MOST_BY_DEFAULT: Final = 8
+_END: Final = object()
+
+
+def default_workers() -> int:
+    """Return the number of threads for `AUTOTUNE`: the cores of this rank, up to 8."""
+    return min(_MOST_BY_DEFAULT, len(os.sched_getaffinity(0)))
+
+
+class Ahead(Generic[_R]):
+    """Iterates over ``function(item)`` for each item, in order; threads call it.
+
+    ``items`` is read by the caller's thread. An exception, of ``function`` or of
+    ``items``, is raised at its place, and ends the iteration. The threads start with
+    the first `next`. They end at the end, on `close`, and when this object is
+    collected: each after the call that it is in.
+
+    Args:
+        function: called by several threads at the same time.
+        items: the arguments.
+        threads: the number of threads, 1 or more.
+        most: how many results are requested when the first of them is taken, and no
+            more; by default one for each thread.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[_T], _R],
+        items: Iterable[_T],
+        threads: int,
+        most: int | None = None,
+    ) -> None:
+        self._function, self._items = function, iter(items)
+        self._most, self._limit = most or threads, threads
+        self._tasks: _Tasks = queue.SimpleQueue()
+        self._waiting: collections.deque[Future[_R]] = collections.deque()
+        self._threads: list[threading.Thread] = []
+        self._failure: Exception | None = None
+        self._more = True
+        self._process = os.getpid()
+        self._stop = weakref.finalize(
+            self, _stop, self._process, self._tasks, self._waiting, self._threads
+        )
+
+    def __iter__(self) -> Ahead[_R]:
+        return self
+
+    def __next__(self) -> _R:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "this process was forked while a thread of its parent read this "
+                "dataset ahead; make a new iterator here, or call `iter` after the fork"
+            )
+        while self._more and len(self._waiting) < self._most:
+            self._request()
+        try:
+            if self._waiting:
+                result = self._waiting.popleft().result()
+                if result is not _END:
+                    return result
+            elif self._failure is not None:
+                raise self._failure
+        except StopIteration as error:  # of the function: no end
+            self.close(wait=False)
+            raise RuntimeError("a function raised StopIteration") from error
+        except BaseException:
+            self.close(wait=False)
+            raise
+        self.close(wait=False)
+        raise StopIteration
+
+    def _request(self) -> None:
+        try:
+            item = next(self._items)
+        except StopIteration:
+            self._more = False
+            return
+        except Exception as error:  # what was taken before comes first
+            self._more, self._failure = False, error
+            return
+        future: Future[_R] = Future()
+        self._waiting.append(future)
+        self._tasks.put((future, item))
+        if len(self._threads) < self._limit:
+            # A daemon, so that a call that never returns does not keep the process.
+            thread = threading.Thread(
+                target=_work,
+                args=(self._function, self._tasks),
+                name="mpidist-data",
+                daemon=True,
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def close(self, *, wait: bool = True) -> None:
+        """End the iteration, and wait until the threads have ended.
+
+        Args:
+            wait: False: do not wait; each thread ends after the call that it is in.
+        """
+        self._more, self._failure = False, None
+        self._stop()
+        self._waiting.clear()
+        for thread in self._threads if wait else ():
+            thread.join()
+
+
+def read_ahead(items: Iterator[_T], depth: int) -> Ahead[_T]:
+    """Return an iterator over ``items``; a thread reads up to ``depth`` items ahead."""
+    return Ahead(_next, itertools.repeat(items), 1, depth + 1)
+
+
+def _next(items: Iterator[Any]) -> Any:
+    return next(items, _END)
+
+
+def _stop(
+    process: int,
+    tasks: _Tasks,
+    waiting: collections.deque[Future[Any]],
+    threads: list[threading.Thread],
+) -> None:
+    # In a forked child the threads do not exist, and may have held these locks.
+    if os.getpid() == process:
+        for future in waiting:
+            future.cancel()
+        for _ in threads:
+            tasks.put(None)
+
+
+def _work(function: Callable[[Any], Any], tasks: _Tasks) -> None:
+    """Run in a thread. It does not refer to the `Ahead`, which can be collected."""
+    while (task := tasks.get()) is not None:
+        future, item = task
+        if future.set_running_or_notify_cancel():
+            try:
+                result = function(item)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+                del result
+        del task, future, item  # an idle thread holds no element

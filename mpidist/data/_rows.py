@@ -1,0 +1,317 @@
+"""Rows in columns: a nest of arrays with a common first dimension; their specs."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+
+from mpidist._base import backend, checksums, guests, nest
+from mpidist._base.fingerprint import fingerprint
+from mpidist._base.types import Array, HostArray, Nest
+from mpidist.data._options import ArraySpec
+
+_DLPACK_CPU: Final = (1, 3, 11)  # host memory, and page-locked host memory
+
+
+@dataclasses.dataclass
+class RowBlock:
+    """The leaves of a nest of arrays, and its structure."""
+
+    leaves: Sequence[Array]
+    structure: nest.Structure
+
+    def nest(self) -> Nest:
+        """Return the nest."""
+        return self.structure.unflatten(self.leaves)
+
+    def part(self, start: int, stop: int) -> RowBlock:
+        """Return some of the rows, as views."""
+        return RowBlock([leaf[start:stop] for leaf in self.leaves], self.structure)
+
+    def row(self, index: int) -> Nest:
+        """Return the nest of one row."""
+        return self.structure.unflatten([leaf[index] for leaf in self.leaves])
+
+    def spec(self, *, batched: bool = False) -> Nest:
+        """Return the specs of the leaves; of batches of any number of rows."""
+        specs = [ArraySpec(tuple(map(int, x.shape)), x.dtype) for x in self.leaves]
+        spec = self.structure.unflatten(specs)
+        return batch_spec(spec) if batched else spec
+
+    def checksum(self) -> int:
+        """Return a checksum of its contents, the same in every process; not 0."""
+        texts = [
+            repr(leaf.tolist())
+            if leaf.dtype.kind not in "biufcV"
+            else f"{backend.describe(leaf)} {checksums.summarize(leaf)}"
+            for leaf in self.leaves
+        ]
+        return fingerprint(self.structure.render(texts)) or 1
+
+    def __str__(self) -> str:
+        """For example ``{'x': float32 (8, 3)}``."""
+        return self.structure.render([backend.describe(leaf) for leaf in self.leaves])
+
+
+# --- leaves ------------------------------------------------------------------------
+
+
+def as_leaf(x: Any, call: str) -> Array:
+    """Return a leaf as a NumPy or CuPy array, without a copy if possible."""
+    if type(x) is np.ndarray and x.dtype.isnative:
+        return x  # the most common case: one for each row of a `map`
+    if isinstance(x, (np.ndarray, np.generic)):
+        if not isinstance(x, np.ma.MaskedArray):
+            return _native(np.asarray(x))
+    elif not backend.is_array(x):
+        if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+            return _from_dlpack(x, call)
+        if hasattr(x, "__array__") and not hasattr(type(x), "_as_component"):
+            return _native(np.asarray(x))
+    leaf, _ = backend.as_array(x, call)
+    return leaf
+
+
+def _from_dlpack(x: Any, call: str) -> Array:
+    module: ModuleType = np
+    if int(x.__dlpack_device__()[0]) not in _DLPACK_CPU:
+        module = sys.modules.get("cupy", np)
+    try:
+        leaf: Array = module.from_dlpack(x)
+    except Exception as error:
+        kind = type(x)
+        raise TypeError(
+            f"{call}: cannot take a {kind.__module__}.{kind.__qualname__} of dtype "
+            f"{getattr(x, 'dtype', '?')} over DLPack ({error}); convert it to a dtype "
+            "that NumPy has, on the host or, where CuPy is in use, on the GPU"
+        ) from error
+    return leaf
+
+
+def _native(x: HostArray) -> HostArray:
+    return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
+
+
+def protected(tree: Nest) -> Nest:
+    """Return an element that is kept and given again: its arrays cannot be changed."""
+    return nest.map_structure(_protected, tree)
+
+
+def _protected(x: Any) -> Any:
+    if isinstance(x, np.ndarray):
+        x = x.view()
+        x.flags.writeable = False
+    return x
+
+
+def unshared(tree: Nest) -> Nest:
+    """Return such an element, with copies of what cannot be protected."""
+    return nest.map_structure(
+        lambda x: x.clone() if guests.kind_of(x) == "torch" else x, tree
+    )
+
+
+# --- nests -------------------------------------------------------------------------
+
+
+def map_like(function: Callable[[Any, Any], Any], template: Nest, other: Nest) -> Nest:
+    """Return ``function(leaf, part)`` for each leaf of a nest, and the part of another.
+
+    That part may be a nest itself, such as a list where an array is expected.
+    """
+    if isinstance(template, dict):
+        if not isinstance(other, dict) or other.keys() != template.keys():
+            raise LookupError
+        pairs = {key: (part, other[key]) for key, part in template.items()}
+        return type(template)({k: map_like(function, *p) for k, p in pairs.items()})
+    if isinstance(template, (tuple, list)):
+        if not isinstance(other, (tuple, list)) or len(other) != len(template):
+            raise LookupError
+        both = zip(template, other, strict=True)
+        return _like(template, [map_like(function, *pair) for pair in both])
+    return function(template, other)
+
+
+def _like(container: Any, parts: list[Nest]) -> Nest:
+    kind = type(container)
+    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+
+
+def convert_lists(tree: Nest, convert: Callable[[list[Any]], Nest]) -> Nest:
+    """Return a nest with ``convert(list)`` in place of each outermost list."""
+    if isinstance(tree, list):
+        return convert(tree)
+    if isinstance(tree, dict):
+        return type(tree)({k: convert_lists(v, convert) for k, v in tree.items()})
+    if isinstance(tree, tuple):
+        return _like(tree, [convert_lists(part, convert) for part in tree])
+    return tree
+
+
+def lists_to_arrays(tree: Nest) -> Nest:
+    """Convert lists of numbers in a nest to arrays; other lists stay nests."""
+    return convert_lists(
+        tree,
+        lambda x: np.asarray(x) if _holds_numbers(x) else [*map(lists_to_arrays, x)],
+    )
+
+
+def _holds_numbers(tree: Nest) -> bool:
+    if isinstance(tree, list):
+        return bool(tree) and all(_holds_numbers(part) for part in tree)
+    return isinstance(tree, (bool, int, float, complex, str, np.generic))
+
+
+def stack_lists(tree: Nest, call: str) -> Nest:
+    """Stack the lists in a nest of arrays, as `tf.convert_to_tensor` does."""
+
+    def stacked(parts: list[Nest]) -> Array:
+        leaves = [as_leaf(stack_lists(part, call), call) for part in parts]
+        if not leaves:
+            return np.asarray(parts)
+        found: Array = backend.module_of(leaves[0]).stack(leaves)
+        return found
+
+    return convert_lists(tree, stacked)
+
+
+# --- blocks ------------------------------------------------------------------------
+
+
+def block_of(element: Nest, call: str) -> RowBlock:
+    """Return an element of a source, with its leaves as arrays."""
+    leaves, structure = nest.flatten(element)
+    return RowBlock([as_leaf(leaf, call) for leaf in leaves], structure)
+
+
+def count_rows(block: RowBlock, call: str, replicas: int) -> int:
+    """Return the common first dimension of a global batch."""
+    shapes = [leaf.shape for leaf in block.leaves]
+    if not shapes:
+        raise ValueError(f"{call}: got an element without arrays, {block.structure}")
+    if not all(shapes):
+        raise ValueError(
+            f"{call}: got an element with a scalar, {block}, but expected batches of "
+            "rows. Call the `batch` method on the input Dataset in order to be able to "
+            f"split your input across {replicas} replicas"
+        )
+    if len({shape[0] for shape in shapes}) > 1:
+        raise ValueError(
+            f"{call}: expected the arrays of a batch to have the same number of rows, "
+            f"got {block}"
+        )
+    return int(shapes[0][0])
+
+
+def stack(rows: Sequence[Nest], call: str) -> RowBlock:
+    """Stack rows, which are nests."""
+    blocks = [block_of(row, call) for row in rows]
+    return _combine(blocks, "stack", lambda leaf: leaf.shape)
+
+
+def join(blocks: Sequence[RowBlock]) -> RowBlock:
+    """Concatenate blocks into one."""
+    if len(blocks) == 1:
+        return blocks[0]
+    return _combine(blocks, "concatenate", lambda leaf: (leaf.dtype, leaf.shape[1:]))
+
+
+def _combine(
+    blocks: Sequence[RowBlock], method: str, kind: Callable[[Array], object]
+) -> RowBlock:
+    first = blocks[0]
+    kinds = [kind(leaf) for leaf in first.leaves]
+    for other in blocks[1:]:
+        same = other.structure == first.structure
+        if not same or [kind(leaf) for leaf in other.leaves] != kinds:
+            raise ValueError(
+                "Dataset.batch: expected rows of one structure, dtype and shape, got "
+                f"{first} and {other}; pad or cut them in a `map` before, or write "
+                "`padded_batch`"
+            )
+    columns = zip(*(block.leaves for block in blocks), strict=True)
+    leaves = [getattr(backend.module_of(one[0]), method)(one) for one in columns]
+    return RowBlock(leaves, first.structure)
+
+
+def gather(x: Any, indices: HostArray) -> Array:
+    """Read rows of an array, or of anything with ``shape`` and slices of rows.
+
+    Reads no other rows. The result is a new array.
+    """
+    count = len(indices)
+    first = int(indices[0]) if count else 0
+    if count == 0 or (
+        int(indices[-1]) - first + 1 == count and bool((np.diff(indices) == 1).all())
+    ):
+        part = x[first : first + count]
+        if backend.is_device_array(part):
+            copy: Array = part.copy()
+            return copy
+        return _native(np.array(part))
+    if backend.is_device_array(x):
+        rows: Array = x[backend.like(x, indices)]
+        return rows
+    if isinstance(x, np.ndarray):
+        return _native(np.asarray(x[indices]))
+    # HDF5 needs increasing indices, others support only slices: read runs of rows.
+    unique, places = np.unique(indices, return_inverse=True)
+    runs = np.split(unique, np.flatnonzero(np.diff(unique) != 1) + 1)
+    parts = [np.asarray(x[int(run[0]) : int(run[-1]) + 1]) for run in runs]
+    return _native(np.concatenate(parts)[places])
+
+
+# --- specs -------------------------------------------------------------------------
+
+
+def batch_spec(spec: Nest) -> Nest:
+    """Return the specs of a batch with any number of rows, given those of a batch."""
+    return nest.map_structure(
+        lambda one: ArraySpec((None, *one.shape[1:]) if one.shape else (), one.dtype),
+        spec,
+    )
+
+
+def common_spec(one: ArraySpec, two: ArraySpec) -> ArraySpec:
+    """Return the spec of arrays of either: None for sizes that differ."""
+    if one.dtype != two.dtype or len(one.shape) != len(two.shape):
+        raise TypeError(f"{one} and {two} have no spec in common")
+    sizes = zip(one.shape, two.shape, strict=True)
+    return ArraySpec(tuple(a if a == b else None for a, b in sizes), one.dtype)
+
+
+# --- the rows of each replica ------------------------------------------------------
+# TensorFlow has both rules, and the auto-shard policy determines which one it uses
+# (`tensorflow/python/data/experimental/ops/distribute.py` of 2.21:
+# `_LegacyRebatchDataset` for AUTO and DATA, `_RebatchDataset` for OFF).
+
+
+def split_as_it_comes(rows: int, replicas: int, replica: int) -> tuple[int, int]:
+    """Return the first row of a replica, and the one after its last.
+
+    Parts of ceil(rows / replicas) rows, until there are no more: 5 rows over 4 replicas
+    are 2, 2, 1, 0.
+    """
+    piece = -(-rows // replicas)
+    return min(rows, replica * piece), min(rows, (replica + 1) * piece)
+
+
+def split_by_plan(
+    rows: int, replicas: int, replica: int, batch_size: int
+) -> tuple[int, int]:
+    """Return the first row of a replica, and the one after its last.
+
+    The full batch is split into parts whose sizes differ by at most one, the larger
+    ones first: 5 rows over 4 replicas are 2, 1, 1, 1. A smaller batch fills these parts
+    in order: 6 rows of 8 over 3 replicas are 3, 3, 0. A batch with more rows than the
+    full one gets its own plan.
+    """
+    piece, larger = divmod(max(rows, batch_size), replicas)
+    start = replica * piece + min(replica, larger)
+    stop = start + piece + (replica < larger)
+    return min(rows, start), min(rows, stop)
