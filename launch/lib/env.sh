@@ -38,6 +38,8 @@ mpi_variables() {
   if ((EUID == 0)); then
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
   fi
+  # Open MPI's TCP otherwise moves large messages in one direction at a time (docs/guide/launching.md).
+  export OMPI_MCA_btl_tcp_flags=${OMPI_MCA_btl_tcp_flags:-1}
   if [[ -n ${SLURM_JOB_ID:-}${PBS_JOBID:-}${LSB_JOBID:-} ]]; then return; fi
   # Open MPI 5 closes this module, which ranks of one node do not use, with a `sleep(1)` in MPI_Init.
   export OMPI_MCA_btl=${OMPI_MCA_btl:-^ofi}
@@ -61,11 +63,26 @@ prefer() {
   fi
 }
 
-# make_venv DIR: a virtual environment in DIR, unless one that works is there.
+# newest_python: the newest release of Python that can make an environment, of those on the PATH and of pyenv.
+newest_python() {
+  local minor found usable='
+import ensurepip, sys, sysconfig, venv
+sys.exit(sys.version_info.releaselevel != "final" or bool(sysconfig.get_config_var("Py_GIL_DISABLED")))'
+  for minor in {19..11}; do
+    for found in "$(type -P "python3.$minor")" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3."$minor".*/bin/python; do
+      if [[ -x $found ]] && "$found" -c "$usable" 2>/dev/null; then
+        printf '%s\n' "$found"
+        return
+      fi
+    done
+  done
+}
+
+# make_venv DIR [PYTHON]: a virtual environment in DIR, unless one that works is there.
 make_venv() {
   local base
   if "$1/bin/python" -c 'import pip' 2>/dev/null; then return; fi
-  for base in python3 python3.14 python3.13 python3.12 python3.11 ''; do # '': none of them
+  for base in "${2:-python3}" python3.14 python3.13 python3.12 python3.11 ''; do # '': none of them
     if "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi
   done
   [[ -n $base ]] || die "Python 3.11 or newer is needed, and none is on the PATH"
@@ -110,14 +127,14 @@ if MPI.COMM_WORLD.rank == 0:
   [[ -n $name ]] && mpi=$name
 }
 
-# set_up DIR WHEEL EXTRAS: sets $env, $python, $mpirun, $mpi and the PATH. DIR is a virtual
-# environment to make, whose MPI is the extra WHEEL, or an active one, which keeps its MPI or the
+# set_up DIR WHEEL EXTRAS [PYTHON]: sets $env, $python, $mpirun, $mpi and the PATH. DIR is a virtual
+# environment to make (of PYTHON), whose MPI is the extra WHEEL, or an active one, which keeps its MPI or the
 # site's, if one works.
 set_up() {
   local extras=$3
   env=$1 python=$1/bin/python
   if [[ $env != "$(active_env)" ]]; then
-    make_venv "$env"
+    make_venv "$env" "${@:4}"
     extras=$2,$3
   fi
   install "$extras"

@@ -1,94 +1,104 @@
-"""`mpidist bench`: its arguments, and the output of its results."""
+"""`mpidist bench`: raw mpi4py and mpidist, timed alternately in the same processes.
+
+- A **sample** is a batch of k consecutive calls, from a barrier to the end of the last
+  call, divided by k, which is the same on all ranks and long enough for the clock.
+- The calls alternate, sample by sample, and which is first changes from round to round,
+  so other activity on the machine affects both equally.
+- A sample counts as the time of the **slowest rank**: a collective is done when the
+  last rank has its result (t_max of the Intel MPI Benchmarks; Hunold and Carpen-Amarie,
+  IEEE Trans. Parallel Distrib. Syst. 27 (12), 2016).
+- A figure is the median over the samples.
+
+`bench_cases` has the work that is timed.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import json
 import os
+import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from mpidist import _bench
-from mpidist._bench import UsageError
-from mpidist._cli.speaking import (
-    Parser,
-    for_argparse,
-    launched_rank,
-    positive_seconds,
-    say,
-)
+from mpidist._cli import run_command
+from mpidist._cli.bench_cases import CASES, Case
+from mpidist._cli.bench_timing import Bench, Effort, Row
+from mpidist._cli.facts import machine_facts, software_facts, transport_facts
+from mpidist._cli.job import Job, UsageError
+from mpidist._cli.speaking import Parser, for_argparse, positive_seconds, say
+from mpidist._cli.units import parse_size, show_seconds, show_size
+from mpidist._mpi import launcher
 
 ABOUT: Final = "time mpidist against raw mpi4py, on these ranks"
+FORMAT: Final = "mpidist-bench"
+VERSION: Final = 3
 _DESCRIPTION: Final = """\
 Times raw mpi4py and mpidist alternately in the same processes, after comparing both
-results with the correct one, and prints one table: work, bytes, raw, mpidist, their
-ratio, and the project's aim for such ranks. Start it on the ranks to measure:
+results with the correct one, and prints each row as soon as it is measured: work,
+bytes, raw, mpidist, and their ratio. Start it on the ranks to measure:
 
   mpirun -n 2 mpidist bench
   mpirun -n 4 mpidist bench all_reduce --sizes 4B,64KiB,16MiB --json F.json
 
 NAME (default: all):
   all_reduce   the sum of one float32 array             raw: Allreduce in place
-  nest         the gradients of ResNet-50 and of        raw: pack, Allreduce in place,
-               BERT-base, plain and in buffers_like          unpack
-  small_nest   20 arrays of 1 KiB in one call           raw: the same
+  nest         the sums of many arrays in one call      raw: pack, Allreduce in place,
+                                                             unpack
   all_gather   an array of each rank, on all            raw: Allgather
   run          an empty function                        raw: Barrier
   merge_call   an empty merge_fn                        raw: Barrier, Bcast
   reduce       the sum of a Python number               raw: Allreduce
   update       sums of gradients, and the update of     raw: for each Allreduce,
                20 variables in merge_fn                      multiply, subtract
-  elastic      a training step with a commit            raw: the step without it
-               a commit of 4 variables                  raw: copies of the arrays
+  strategy     making an MPIStrategy                    raw: Dup
 
-and, on one process:
-  mpidist bench model   predict times on more ranks (mpidist bench model --help)
-"""
-_MODEL: Final = """\
-Predicts the time of an all_reduce on more ranks and nodes, by an alpha-beta model, from
-figures of your cluster: given as options, or fitted to measurements of `mpidist bench
-all_reduce --json` (on one node; and on several, for the network). Write times as 2us or
-2e-6, bandwidths as 12.5GB/s, or seconds per byte as 8e-11. Figures that are neither
-given nor fitted are assumed, and marked so. The formulas are in docs/performance.md.
+With --nodes it starts one job after the other on this machine, each of which acts as
+so many nodes (MPIDIST_SIMULATED_NODES), and then prints the ratios side by side. The
+cores are those of one machine, so the ratios count, not the times. NAME is then
+all_reduce, all_gather, merge_call and strategy, unless given:
 
-  mpidist bench model --alpha 2us --beta 12.5GB/s --ranks-per-node 32
-  mpidist bench model --fit one_node.json --fit two_nodes.json
-  mpidist bench model --fit one_node.json --fit two_nodes.json --check four_nodes.json
+  mpidist bench --nodes 2,4,8,16 --ranks-per-node 2
 """
+BETWEEN_NODES: Final = ("all_reduce", "all_gather", "merge_call", "strategy")
+_QUICK: Final = Effort(0.01, most=3, fewest=1, sample_seconds=1e-5, most_bytes=2**27)
+
+
+# --- arguments ----------------------------------------------------------------------
 
 
 @for_argparse
 def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(_bench.parse_size(part) for part in text.split(",")))
+    return tuple(dict.fromkeys(parse_size(part) for part in text.split(",")))
 
 
 @for_argparse
-def _positive(text: str) -> int:
-    if not text.strip().isdigit() or int(text) < 1:
-        raise ValueError(f"expected a number of at least 1, got {text!r}")
-    return int(text)
+def _counts(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(f"expected numbers of at least 1, such as 2,4, got {text!r}")
+    return tuple(dict.fromkeys(map(int, parts)))
 
 
-@for_argparse
-def _name(text: str) -> str:
-    if text not in _bench.BENCHES:
-        names = ", ".join(_bench.BENCHES)
-        raise ValueError(f"expected one of {names}, got {text!r}")
-    return text
+def _parser(cases: Mapping[str, Case]) -> Parser:
+    @for_argparse
+    def name(text: str) -> str:
+        if text not in cases:
+            raise ValueError(f"expected one of {', '.join(cases)}, got {text!r}")
+        return text
 
-
-def _bench_parser() -> Parser:
     parser = Parser(
         prog="mpidist bench",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("names", nargs="*", metavar="NAME", type=_name, help="a benchmark, see above")
+    add("names", nargs="*", metavar="NAME", type=name, help="a benchmark, see above")
     add(
         "--sizes",
         type=_sizes,
@@ -101,7 +111,7 @@ def _bench_parser() -> Parser:
         type=positive_seconds,
         default=1.0,
         metavar="S",
-        help="about how long to measure a row; networks: five times that (default: 1)",
+        help="about how long to measure a row (default: 1)",
     )
     effort.add_argument(
         "--quick",
@@ -109,31 +119,40 @@ def _bench_parser() -> Parser:
         help="at most three samples of each: shows that it works, not how fast",
     )
     add("--json", metavar="FILE", help="write the results to FILE, with quartiles")
+    add(
+        "--nodes",
+        type=_counts,
+        metavar="LIST",
+        help="start jobs that act as so many nodes each, on this machine: 4,8,16",
+    )
+    add(
+        "--ranks-per-node",
+        type=_counts,
+        metavar="N",
+        help="of the jobs that --nodes starts (default: 1)",
+    )
     return parser
 
 
-def bench(arguments: Sequence[str]) -> int:
-    """Run `mpidist bench` with these arguments; return the exit code. Collective."""
-    if arguments[:1] == ["model"]:
-        return _model(arguments[1:])
-    given = _bench_parser().parse_args(list(arguments))
-    job = _bench.Job()
+def bench(arguments: Sequence[str], cases: Mapping[str, Case] = CASES) -> int:
+    """Run `mpidist bench` with these arguments; return the exit code. Collective.
+
+    Args:
+        arguments: the command line.
+        cases: the benchmarks, by name.
+    """
+    parser = _parser(cases)
+    given = parser.parse_args(list(arguments))
+    if given.ranks_per_node and (len(given.ranks_per_node) > 1 or not given.nodes):
+        parser.error("argument --ranks-per-node: expected one number, and --nodes")
+    if given.nodes:
+        return _on_nodes(given)
+    job = Job()
     job.require(_file_problem(given.json) if job.rank == 0 else None)
-    effort = _bench.QUICK if given.quick else _bench.Effort(given.seconds)
-    start = time.monotonic()
-
-    def progress(name: str) -> None:
-        if job.rank == 0 and sys.stderr.isatty():
-            spent = time.monotonic() - start
-            print(f"mpidist bench: {name} ... ({spent:.0f} s)", file=sys.stderr)
-
-    names = list(dict.fromkeys(given.names)) or list(_bench.BENCHES)
-    record = _bench.run(job, names, given.sizes, effort, progress)
-    problem = None
-    if job.rank == 0:
-        print(_bench.text_of(record), end="", flush=True)
-        problem = _write(given.json, record.to_json)
-    job.require(problem)
+    effort = _QUICK if given.quick else Effort(given.seconds)
+    chosen = [cases[name] for name in dict.fromkeys(given.names or cases)]
+    record = _measure(Bench(job, given.sizes, effort, _print_row), chosen)
+    job.require(_write(given.json, record) if job.rank == 0 else None)
     job.free()
     return 0
 
@@ -150,122 +169,175 @@ def _file_problem(path: str | None) -> str | None:
     return None
 
 
-def _write(path: str | None, text: Callable[[], str]) -> str | None:
+def _write(path: str | None, record: dict[str, Any]) -> str | None:
     """Write a file, if one was requested; return what went wrong."""
     if path is None:
         return None
     try:
-        Path(path).write_text(text(), encoding="utf-8")
+        Path(path).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         return f"--json {path}: cannot be written: {error}"
-    say(f"\nwritten: {path}")
     return None
 
 
-# --- the model, without MPI --------------------------------------------------------
+# --- on these ranks -----------------------------------------------------------------
 
 
-def _model_parser() -> Parser:
-    parser = Parser(
-        prog="mpidist bench model",
-        description=_MODEL,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def _measure(run: Bench, cases: Iterable[Case]) -> dict[str, Any]:
+    """Run cases one after the other; return what is written to a file. Collective."""
+    facts = _facts(run)
+    first = (
+        f"the first MPIStrategy: {show_seconds(run.first_seconds)}, {run.first_files} "
+        f"more open files per rank"
     )
-    add = parser.add_argument
-    for name, text in _bench.FIGURES.items():
-        rate, value = name.startswith("beta"), _bench.ASSUMED[name]
-        shown = f"{1e-9 / value:g}GB/s" if rate else _bench.show_seconds(value)
-        add(
-            f"--{name.replace('_', '-')}",
-            type=for_argparse(
-                _bench.parse_seconds_per_byte if rate else _bench.parse_seconds
-            ),
-            metavar="BANDWIDTH" if rate else "TIME",
-            help=f"{text} (if not fitted: {shown})",
+    say(f"{header(facts)}\n{first}\n")
+    say(_line("work", "bytes", "raw", "mpidist", "ratio"))
+    say("-" * 74)
+    for case in cases:
+        case(run)
+    # Not after an exception, which one rank may have alone: closing waits for all.
+    run.strategy.close()
+    notes = ["Medians of alternating samples; of each, the slowest rank's time."]
+    if any(row.is_noisy for row in run.rows):
+        notes.append("~: the quartiles are more than 30% of the median apart.")
+    say("\n" + "\n".join(notes + run.notes))
+    rows = [{**dataclasses.asdict(row), "ratio": row.ratio} for row in run.rows]
+    head = {"format": FORMAT, "version": VERSION, "unit": "seconds"}
+    return {**head, **facts, "notes": run.notes, "rows": rows}
+
+
+def _facts(run: Bench) -> dict[str, Any]:
+    job = run.job
+    if run.crowded:
+        run.note(
+            "There are more ranks than cores: ranks wait for a core, and times depend\n"
+            "on when they get one."
         )
-    add(
-        "--fit",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="fit what is not given to the all_reduce results in FILE; may be repeated",
-    )
-    add(
-        "--check",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="compare with the all_reduce results in FILE, instead of predicting for "
-        "more ranks; may be repeated",
-    )
-    add(
-        "--ranks-per-node",
-        type=_positive,
-        metavar="N",
-        help="ranks on each node (default: as in the files of --fit, else 16)",
-    )
-    add(
-        "--ranks",
-        type=_positive,
-        default=4096,
-        metavar="N",
-        help="the largest number of ranks (default: 4096)",
-    )
-    add(
-        "--sizes",
-        type=_sizes,
-        default=(4, 2**20, 100 * 2**20),
-        metavar="LIST",
-        help="sizes of arrays (default: 4B,1MiB,100MiB)",
-    )
-    add("--json", metavar="FILE", help="write the predictions to FILE")
-    return parser
+    if job.size == 1:
+        run.note("One rank: nothing is communicated; start it with mpirun -n 2.")
+    return {
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "ranks": job.size,
+        "nodes": run.nodes,
+        "simulated": run.nodes > job.nodes,
+        "crowded": run.crowded,
+        "machine": machine_facts(),
+        "software": software_facts(job.mpi),
+        "transports": transport_facts(run.strategy),
+        "environment": {
+            k: v for k, v in sorted(os.environ.items()) if k.startswith("MPIDIST_")
+        },
+        "strategy": {"seconds": run.first_seconds, "files": run.first_files},
+    }
 
 
-def _model(arguments: Sequence[str]) -> int:
-    parser = _model_parser()
-    given = parser.parse_args(list(arguments))
-    if given.ranks < 2:
-        parser.error("argument --ranks: expected at least 2")
-    _raise(_file_problem(given.json))
-    records = [_bench.read_record(path) for path in given.fit]
-    measured = [_bench.read_record(path) for path in given.check]
-    if launched_rank():
-        return 0  # one process computes and prints
-    fitted, errors = _bench.fit(records) if records else ({}, {})
-    chosen = {k: v for k in _bench.FIGURES if (v := getattr(given, k)) is not None}
-    figures = {**_bench.ASSUMED, **fitted, **chosen}
-    origins = {
-        **dict.fromkeys(_bench.ASSUMED, "assumed"),
-        **dict.fromkeys(fitted, "fitted"),
-        **dict.fromkeys(chosen, "given"),
-    }
-    counts = [one.facts["ranks"] // one.facts["nodes"] for one in records]
-    local = given.ranks_per_node or max(counts, default=16)
-    comparisons = _bench.compare(figures, measured)
-    predictions = []
-    if measured:
-        text = _bench.comparison_text(figures, origins, comparisons)
-    else:
-        predictions = _bench.predict(figures, given.sizes, local, given.ranks)
-        text = _bench.model_text(figures, origins, predictions)
-    say(text.rstrip())
-    if errors:
-        text = ", ".join(f"{k} {v:.0%}" for k, v in errors.items())
-        say(f"\nmedian distance of the fit from what was measured: {text}")
-    whole = {
-        "format": "mpidist-bench-model",
-        "version": 2,
-        "figures": figures,
-        "origins": origins,
-        "fit_errors": errors,
-        "predictions": [dataclasses.asdict(one) for one in predictions],
-        "comparisons": [dataclasses.asdict(one) for one in comparisons],
-    }
-    _raise(_write(given.json, lambda: json.dumps(whole, indent=1) + "\n"))
+def header(facts: Mapping[str, Any]) -> str:
+    """Return some lines about where and with what a record was made."""
+    machine, software = facts["machine"], facts["software"]
+    kind = "simulated nodes" if facts["simulated"] else "nodes"
+    nodes = "" if facts["nodes"] == 1 else f" on {facts['nodes']} {kind}"
+    ranks = f"{facts['ranks']} rank{'s' * (facts['ranks'] != 1)}{nodes}"
+    return (
+        f"mpidist {software['mpidist']}: {ranks}; {facts['date']}\n"
+        f"{software['mpi']}, mpi4py {software['mpi4py']}, NumPy {software['numpy']}, "
+        f"Python {software['python']}\n"
+        f"{machine['cores']} cores per {'machine' if facts['simulated'] else 'node'}, "
+        f"{machine['processor']}\n"
+        f"host arrays: {facts['transports']['host']['text']}"
+    )
+
+
+def _line(work: str, *cells: str) -> str:
+    return f"{work:<30}" + "".join(f"{cell:>11}" for cell in cells)
+
+
+def _print_row(row: Row) -> None:
+    size = "" if row.nbytes is None else show_size(row.nbytes)
+    times = [show_seconds(t.median) + "~" * t.is_noisy for t in (row.raw, row.ours)]
+    say(_line(row.work, size, *times, f"{row.ratio:.2f}"))
+
+
+# --- on simulated nodes -------------------------------------------------------------
+
+
+def _on_nodes(given: argparse.Namespace) -> int:
+    """Start a job for each number of nodes; then print the ratios side by side."""
+    launch = launcher.find_launch()
+    if launch is not None:
+        raise UsageError(
+            f"--nodes starts its own jobs, and this process was itself started by "
+            f"{launch.launcher}; write `mpidist bench --nodes ...` alone"
+        )
+    problem = _file_problem(given.json)
+    if problem is not None:
+        raise UsageError(problem)
+    words = list(given.names or BETWEEN_NODES)
+    words += ["--quick"] if given.quick else ["--seconds", str(given.seconds)]
+    if given.sizes:
+        words += ["--sizes", ",".join(map(str, given.sizes))]
+    (per_node,) = given.ranks_per_node or (1,)
+    records = []
+    with tempfile.TemporaryDirectory(prefix="mpidist-bench-") as folder:
+        for nodes in given.nodes:
+            path = Path(folder) / f"{nodes}.json"
+            code = _start(nodes * per_node, nodes, [*words, "--json", str(path)])
+            if code:
+                text = f"the job on {nodes} nodes ended with code {code}"
+                print(f"mpidist bench: {text}", file=sys.stderr, flush=True)
+                return code
+            records.append(json.loads(path.read_text(encoding="utf-8")))
+            print(flush=True)
+    print(side_by_side(records), flush=True)
+    whole = {"format": f"{FORMAT}-nodes", "version": VERSION, "records": records}
+    problem = _write(given.json, whole)
+    if problem is not None:
+        raise UsageError(problem)
     return 0
 
 
-def _raise(problem: str | None) -> None:
-    if problem is not None:
-        raise UsageError(problem)
+def _start(ranks: int, nodes: int, words: Sequence[str]) -> int:
+    """Run a job on simulated nodes of this machine; return its exit code."""
+    mpirun = run_command.find_mpirun()
+    version = run_command.version_of(mpirun)
+    is_open_mpi = "Open MPI" in version or "PRRTE" in version
+    environment = {
+        **os.environ,
+        **run_command.settings(ranks, is_open_mpi, os.environ),
+        "MPIDIST_SIMULATED_NODES": str(nodes),
+    }
+    program = [sys.executable, "-m", "mpidist", "bench", *words]
+    command = [mpirun, "-n", str(ranks), *program]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def side_by_side(records: Sequence[dict[str, Any]]) -> str:
+    """Return the ratios of several records, one column for each."""
+    ratios: dict[tuple[str, int | None], dict[int, str]] = {}
+    for column, record in enumerate(records):
+        for row in record["rows"]:
+            key = row["work"], row["nbytes"]
+            ratios.setdefault(key, {})[column] = f"{row['ratio']:.2f}"
+    made = [record["strategy"] for record in records]
+    lines = [
+        ("ranks", None, [str(one["ranks"]) for one in records]),
+        *(
+            (work, nbytes, [cells.get(i, "") for i in range(len(records))])
+            for (work, nbytes), cells in ratios.items()
+        ),
+        ("the first MPIStrategy", None, [show_seconds(one["seconds"]) for one in made]),
+        ("  more open files per rank", None, [str(one["files"]) for one in made]),
+    ]
+    head = f"{'nodes':<37}" + "".join(f"{one['nodes']:>9}" for one in records)
+    return "\n".join(
+        [
+            "The time of mpidist over that of raw mpi4py:",
+            "",
+            head,
+            "-" * len(head),
+            *(
+                f"{work:<27}{'' if nbytes is None else show_size(nbytes):>10}"
+                + "".join(f"{cell:>9}" for cell in cells)
+                for work, nbytes, cells in lines
+            ),
+        ]
+    )

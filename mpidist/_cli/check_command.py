@@ -7,6 +7,7 @@ exchange their results over a separate communicator, and rank 0 prints one line.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -16,9 +17,17 @@ from typing import Final, TypeVar
 import numpy as np
 
 import mpidist
-from mpidist import _bench, _native
+from mpidist import _native
 from mpidist._base.types import HostArray, Nest
-from mpidist._cli.info_command import core_facts, describe_stranger, gpu_facts
+from mpidist._cli.facts import (
+    core_facts,
+    describe_stranger,
+    gpu_facts,
+    software_facts,
+    transport_facts,
+)
+from mpidist._cli.folder_check import check_folder
+from mpidist._cli.job import Job
 from mpidist._cli.outcomes import (
     BUG,
     FAILED,
@@ -54,8 +63,9 @@ _CUDA: Final = "CUDA-aware MPI"
 _PROBE_SECONDS: Final = 60.0
 _OF_ONE_RANK: Final = ("MPIDIST_TRACE",)  # may differ between ranks
 _T = TypeVar("_T")
-
-
+_EXPORT: Final = (
+    "export it to all ranks (Open MPI: mpirun -x KEY; MPICH: mpirun -genv KEY ...)"
+)
 _LIBRARY: Final = (
     "test the MPI library first: `mpirun -n 2 python -m mpi4py.bench helloworld`"
 )
@@ -64,7 +74,7 @@ _LIBRARY: Final = (
 class _Checks:
     """The checks, in the order in which they are made."""
 
-    def __init__(self, job: _bench.Job, timeout: float) -> None:
+    def __init__(self, job: Job, timeout: float) -> None:
         self._job = job
         self._timeout = timeout
         self._made: mpidist.MPIStrategy | None = None
@@ -80,7 +90,7 @@ class _Checks:
         """The name of the transport for GPU arrays; "" without a strategy."""
         if self._made is None:
             return ""
-        return str(_bench.transport_facts(self._made)["gpu"]["name"])
+        return str(transport_facts(self._made)["gpu"]["name"])
 
     def close(self) -> None:
         """Close the strategy. Collective."""
@@ -103,33 +113,30 @@ class _Checks:
 
     def versions(self) -> str:
         """Check that all ranks have the same software."""
-        facts = {**_bench.software_facts(self._job.mpi), **versions.describe()}
-        first = self._job.from_root(facts)
-        for key in dict.fromkeys([*facts, *first]):
-            mine, other = facts.get(key, "unknown"), first.get(key, "unknown")
-            if mine != other:
-                raise CheckFailedError(
-                    f"{key} is {mine} here, and {other} on rank 0", versions.ADVICE
-                )
+        facts = {**software_facts(self._job.mpi), **versions.describe()}
+        self._compare(facts, "unknown", versions.ADVICE)
         return f"{facts['mpi']}, mpi4py {facts['mpi4py']}, NumPy {facts['numpy']}"
 
     def settings(self) -> str:
         """Check that all ranks have the same environment variables."""
         mine = {
             name: value
-            for name, value in os.environ.items()
+            for name, value in sorted(os.environ.items())
             if name.startswith("MPIDIST_") and name not in _OF_ONE_RANK
         }
+        self._compare(mine, "not set", _EXPORT)
+        return ", ".join(f"{k}={v}" for k, v in mine.items()) or "none set"
+
+    def _compare(self, mine: dict[str, str], none: str, advice: str) -> None:
+        """Raise for the first fact that is not that of rank 0. Collective."""
         first = self._job.from_root(mine)
-        for key in sorted({*mine, *first}):
-            if mine.get(key) != first.get(key):
+        for key in dict.fromkeys([*mine, *first]):
+            here, there = mine.get(key, none), first.get(key, none)
+            if here != there:
                 raise CheckFailedError(
-                    f"{key} is {mine.get(key, 'not set')} here, and "
-                    f"{first.get(key, 'not set')} on rank 0",
-                    f"export it to all ranks (Open MPI: mpirun -x {key}; MPICH: "
-                    f"mpirun -genv {key} ...)",
+                    f"{key} is {here} here, and {there} on rank 0",
+                    advice.replace("KEY", key),
                 )
-        return ", ".join(f"{k}={v}" for k, v in sorted(mine.items())) or "none set"
 
     def strategy(self) -> str:
         """Make a strategy."""
@@ -138,7 +145,7 @@ class _Checks:
                 timeout_seconds=self._timeout
             )
         )
-        host = _bench.transport_facts(self._made)["host"]["text"]
+        host = transport_facts(self._made)["host"]["text"]
         where = self._made.extended.worker_devices[0].partition("device:")[2]
         return f"arrays on {where}, host arrays: {host}"
 
@@ -153,21 +160,13 @@ class _Checks:
             "float16": np.ones(7, np.float16),
             "complex128": np.full(4, 1j),
         }
-
-        def replica(ctx: mpidist.ReplicaContext) -> tuple[Nest, Nest, Nest]:
-            given = {k: x * (rank + 1) for k, x in cases.items()}
-            sums = ctx.all_reduce("SUM", given)
-            return (
-                sums,
-                ctx.all_reduce("MAX", rank),
-                ctx.all_reduce("MEAN", float(rank)),
-            )
-
-        sums, largest, mean = self._run(replica)
+        given = {name: x * (rank + 1) for name, x in cases.items()}
+        sums = self._run(lambda ctx: ctx.all_reduce("SUM", given))
+        largest = self._run(lambda ctx: ctx.all_reduce("MAX", rank))
+        mean = self._run(lambda ctx: ctx.all_reduce("MEAN", float(rank)))
         for name, x in cases.items():
-            if sums[name].dtype != x.dtype or not np.array_equal(
-                sums[name], x * factor
-            ):
+            found = sums[name]
+            if found.dtype != x.dtype or not np.array_equal(found, x * factor):
                 raise CheckFailedError(f"the sum of {name} is wrong", BUG)
         if largest != size - 1 or mean != (size - 1) / 2:
             raise CheckFailedError(
@@ -227,19 +226,14 @@ class _Checks:
 
     def mismatch(self) -> str:
         """Make calls that differ: an error on all ranks."""
-        size = self._job.size
-        if size == 1:
+        last = self._job.size - 1
+        if last == 0:
             return "not tried: there is one rank"
         if not group_of(self._strategy).guard.enabled:
             return "not tried: MPIDIST_GUARD=0"
-
-        def replica(ctx: mpidist.ReplicaContext) -> Nest:
-            # One element more on the last rank.
-            length = 3 + (ctx.replica_id_in_sync_group == size - 1)
-            return ctx.all_reduce("SUM", np.ones(length))
-
-        try:
-            self._run(replica)
+        try:  # one element more on the last rank
+            rows = np.ones(3 + (self._job.rank == last))
+            self._run(lambda ctx: ctx.all_reduce("SUM", rows))
         except mpidist.CollectiveMismatchError:
             return "CollectiveMismatchError on all ranks"
         raise CheckFailedError(
@@ -251,23 +245,19 @@ class _Checks:
         if not group_of(self._strategy).guard.enabled:
             return "not tried: MPIDIST_GUARD=0"
         last = self._job.size - 1
+        is_last = self._job.rank == last
 
         def replica(ctx: mpidist.ReplicaContext) -> Nest:
-            if ctx.replica_id_in_sync_group == last:
+            if is_last:
                 raise KeyError("on purpose")
             return ctx.all_reduce("SUM", 1.0)
 
-        try:
+        with contextlib.suppress(KeyError if is_last else mpidist.ReplicaError):
             self._run(replica)
-        except KeyError:
-            if self._job.rank == last:
-                return f"raised on rank {last}, and all ranks learned of it"
-        except mpidist.ReplicaError:
-            if self._job.rank != last:
-                return f"raised on rank {last}, and all ranks learned of it"
-        raise CheckFailedError(
-            f"an exception on rank {last} did not reach this rank", BUG
-        )
+            raise CheckFailedError(
+                f"an exception on rank {last} did not reach this rank", BUG
+            )
+        return f"raised on rank {last}, and all ranks learned of it"
 
     def _run(self, replica: Callable[[mpidist.ReplicaContext], _T]) -> _T:
         """Run on all replicas; return the result of this rank's replica."""
@@ -307,7 +297,7 @@ def check(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(list(arguments))
-    job = _bench.Job()
+    job = Job()
     checks = _Checks(job, given.timeout)
     gpu = gpu_facts()
     system = SystemChecks(job, gpu["gpus"], gpu["reason"])
@@ -320,28 +310,28 @@ def check(arguments: Sequence[str]) -> int:
             if outcome.state != OK and outcome.advice:
                 say(f"{'':<15} {'':<6}  -> {outcome.advice}")
 
-    made: list[tuple[str, Callable[[], str | Note]]] = [
-        ("ranks", checks.ranks),
-        ("MPI library", system.libraries),
-        ("versions", checks.versions),
-        ("settings", checks.settings),
-        ("strategy", checks.strategy),
-        ("all_reduce", checks.all_reduce),
-        ("all_gather", checks.gather),
-        ("merge_call", checks.merge_call),
-        ("optimizer", checks.training),
-        ("mismatch", checks.mismatch),
-        ("exception", checks.exception),
-        ("native core", lambda: _native_core(job)),
-        ("placement", system.spread),
-        ("cores", system.cores),
-        ("GPUs", system.gpus),
-        ("shared memory", system.shared_memory),
-    ]
+    made: dict[str, Callable[[], str | Note]] = {
+        "ranks": checks.ranks,
+        "MPI library": system.libraries,
+        "versions": checks.versions,
+        "settings": checks.settings,
+        "strategy": checks.strategy,
+        "all_reduce": checks.all_reduce,
+        "all_gather": checks.gather,
+        "merge_call": checks.merge_call,
+        "optimizer": checks.training,
+        "mismatch": checks.mismatch,
+        "exception": checks.exception,
+        "native core": lambda: _native_core(job),
+        "placement": system.spread,
+        "cores": system.cores,
+        "GPUs": system.gpus,
+        "shared memory": system.shared_memory,
+    }
     if given.folder is not None:
-        made.append(("folder", lambda: system.folder(given.folder)))
-    made.append(("clocks", system.clock))
-    for name, one in made:
+        made["folder"] = lambda: check_folder(job, given.folder)
+    made["clocks"] = system.clock
+    for name, one in made.items():
         show(attempt(job, name, one))
         if name == "ranks" and describe_stranger(job.size):
             break  # what follows would fail for this reason
@@ -362,12 +352,12 @@ def check(arguments: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _native_core(job: _bench.Job) -> str | Note:
+def _native_core(job: Job) -> str | Note:
     core = core_facts(job.comm.allgather(_native.missing))
     return Note(core["text"], core["advice"]) if core["missing_on"] else core["text"]
 
 
-def _cuda(job: _bench.Job, gpu_arrays: str) -> Outcome:
+def _cuda(job: Job, gpu_arrays: str) -> Outcome:
     """Test in child processes whether MPI accepts GPU arrays. Collective.
 
     Args:

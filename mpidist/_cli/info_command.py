@@ -7,17 +7,26 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Final, TypedDict
+from typing import Final
 
 import mpidist
-from mpidist import _bench, _native
-from mpidist._base import backend
+from mpidist import _native
 from mpidist._base.environment import read_environment
 from mpidist._base.errors import format_ranks
 from mpidist._cli import placement
-from mpidist._cli.placement import CoreUse, LauncherFacts
+from mpidist._cli.facts import (
+    Facts,
+    core_facts,
+    describe_stranger,
+    gpu_facts,
+    is_crowded,
+    machine_facts,
+    software_facts,
+    transport_facts,
+)
+from mpidist._cli.job import Job
 from mpidist._cli.speaking import Parser, let_the_first_speak, say
-from mpidist._mpi import launcher, library, versions
+from mpidist._mpi import library, versions
 from mpidist._strategy.strategy import group_of
 
 ABOUT: Final = "what this job is: ranks, nodes, libraries, transports, settings"
@@ -49,79 +58,6 @@ _SHOWN_NODES: Final = 16
 _WIDTH: Final = 12
 
 
-class CoreFacts(TypedDict):
-    """The ranks that lack the native core, why, and what to do."""
-
-    missing_on: list[int]
-    text: str
-    advice: str
-
-
-class GPUFacts(TypedDict):
-    """The version of CuPy, and how many GPUs it finds; the reason if none."""
-
-    cupy: str | None
-    gpus: int
-    reason: str
-
-
-class RankFacts(TypedDict):
-    """What one rank finds."""
-
-    rank: int
-    machine: _bench.MachineFacts
-    software: dict[str, str]
-    environment: dict[str, str]
-    gpu: GPUFacts
-    core: str
-    cores: CoreUse
-
-
-class NodeFacts(TypedDict):
-    """One node, and the ranks on it; ranks of one node share memory."""
-
-    host: str
-    processor: str
-    gpus: int
-    ranks: list[int]
-    cores: str
-
-
-class StrategyFacts(TypedDict):
-    """How a strategy communicates."""
-
-    devices: tuple[str, ...]
-    why_devices: list[str]
-    transports: dict[str, _bench.TransportFacts]
-    guard: bool
-    stall_seconds: float
-    timeout_seconds: float
-    bytes_per_pack: int
-    abort: bool
-
-
-class JobFacts(TypedDict):
-    """All facts; those of a rank are rank 0's, and differences are problems.
-
-    Ranks of one node share memory. MPI may take them for ranks of several, which is
-    what ``mpi_nodes`` counts.
-    """
-
-    software: dict[str, str]
-    launcher: LauncherFacts
-    ranks: int
-    network: list[str]
-    nodes: list[NodeFacts]
-    mpi_nodes: int
-    crowded: bool
-    native_core: CoreFacts
-    gpu: GPUFacts
-    cuda_aware: str
-    environment: dict[str, str]
-    problems: list[str]
-    strategy: StrategyFacts | None
-
-
 def info(arguments: Sequence[str]) -> int:
     """Run `mpidist info` with these arguments; return the exit code. Collective."""
     parser = Parser(
@@ -146,41 +82,45 @@ def info(arguments: Sequence[str]) -> int:
     return 1 if facts["problems"] else 0
 
 
-def facts_of_job(device: str) -> JobFacts:
+def facts_of_job(device: str) -> Facts:
     """Return all facts, on all ranks. Collective.
 
     Args:
         device: the device of the strategy that is created to find out.
     """
-    job = _bench.Job()
-    mine: RankFacts = {
+    job = Job()
+    mine: Facts = {
         "rank": job.rank,
-        "machine": _bench.machine_facts(),
+        "machine": machine_facts(),
         "software": {
-            **_bench.software_facts(job.mpi),
+            **software_facts(job.mpi),
             "native_core": "present" if versions.has_core() else "absent",
             "executable": sys.executable,
         },
-        "environment": _environment(),
+        "environment": {
+            name: os.environ[name]
+            for name in sorted(os.environ)
+            if name.startswith("MPIDIST_") or name in _OTHERS
+        },
         "gpu": gpu_facts(),
         "core": _native.missing,
         "cores": placement.core_use(),
     }
-    ranks: list[RankFacts] = job.comm.allgather(mine)
+    ranks: list[Facts] = job.comm.allgather(mine)
     strategy, problem = _strategy_facts(device, job, ranks)
-    facts: JobFacts = {
+    facts: Facts = {
         "software": ranks[0]["software"],
         "launcher": job.from_root(placement.launcher_facts(os.environ)),
         "ranks": job.size,
         "network": placement.measure_network(job),
         "nodes": _nodes(job, ranks),
         "mpi_nodes": len(job.near_sizes),
-        "crowded": _bench.is_crowded(job),
+        "crowded": is_crowded(job),
         "native_core": core_facts([one["core"] for one in ranks]),
         "gpu": ranks[0]["gpu"],
         "cuda_aware": library.query_cuda_support(),
         "environment": ranks[0]["environment"],
-        "problems": _problems(ranks, job.size),
+        "problems": _problems(ranks),
         "strategy": strategy,
     }
     if problem is not None and not describe_stranger(job.size):  # which says it all
@@ -189,41 +129,8 @@ def facts_of_job(device: str) -> JobFacts:
     return facts
 
 
-def _environment() -> dict[str, str]:
-    return {
-        name: os.environ[name]
-        for name in sorted(os.environ)
-        if name.startswith("MPIDIST_") or name in _OTHERS
-    }
-
-
-def core_facts(missing: Sequence[str]) -> CoreFacts:
-    """Return which ranks lack the native core, why, and what to do.
-
-    Args:
-        missing: for each rank, why it lacks the core; "" if it has it.
-    """
-    lacking = [rank for rank, why in enumerate(missing) if why]
-    if not lacking:
-        return {"missing_on": [], "text": "present", "advice": ""}
-    where = "" if len(lacking) == len(missing) else f" on {format_ranks(lacking)}"
-    means = "everything goes by MPI, correctly but more slowly"
-    return {
-        "missing_on": lacking,
-        "text": f"{missing[lacking[0]]}{where}; {means}",
-        "advice": _native.ADVICE,
-    }
-
-
-def gpu_facts() -> GPUFacts:
-    """Return the version of CuPy, and how many GPUs it finds. Not collective."""
-    count, reason = backend.count_gpus()
-    version = getattr(sys.modules.get("cupy"), "__version__", None)
-    return {"cupy": version, "gpus": count, "reason": reason}
-
-
-def _nodes(job: _bench.Job, ranks: Sequence[RankFacts]) -> list[NodeFacts]:
-    nodes: list[NodeFacts] = []
+def _nodes(job: Job, ranks: Sequence[Facts]) -> list[Facts]:
+    nodes: list[Facts] = []
     for number, first in enumerate(job.first_ranks):
         here = [one for one in ranks if job.node_of[one["rank"]] == number]
         machine = ranks[first]["machine"]
@@ -239,55 +146,31 @@ def _nodes(job: _bench.Job, ranks: Sequence[RankFacts]) -> list[NodeFacts]:
     return nodes
 
 
-def _problems(ranks: Sequence[RankFacts], size: int) -> list[str]:
-    problems = []
-    alone = describe_stranger(size)
-    if alone:
-        problems.append(alone)
-    first = ranks[0]
-    for one in ranks[1:]:
-        problems += _differences(one["rank"], one["software"], first["software"])
-    for one in ranks[1:]:
-        problems += _differences(one["rank"], one["environment"], first["environment"])
+def _problems(ranks: Sequence[Facts]) -> list[str]:
+    """Return what is wrong, and what differs between ranks, in sentences."""
+    problems = list(filter(None, [describe_stranger(len(ranks))]))
+    for kind in ("software", "environment"):
+        first = ranks[0][kind]
+        for one in ranks[1:]:
+            problems += [
+                f"{key} is {first.get(key) or 'not set'} on rank 0, and "
+                f"{one[kind].get(key) or 'not set'} on rank {one['rank']}"
+                for key in sorted({*first, *one[kind]} - {"CUDA_VISIBLE_DEVICES"})
+                if first.get(key) != one[kind].get(key)
+            ]
     return list(dict.fromkeys(problems))
 
 
-def _differences(rank: int, mine: dict[str, str], first: dict[str, str]) -> list[str]:
-    """Return the entries of a rank that differ from rank 0's, in sentences."""
-    return [
-        f"{key} is {first.get(key) or 'not set'} on rank 0, and "
-        f"{mine.get(key) or 'not set'} on rank {rank}"
-        for key in sorted({*first, *mine} - {"CUDA_VISIBLE_DEVICES"})
-        if first.get(key) != mine.get(key)
-    ]
-
-
-def describe_stranger(size: int) -> str:
-    """Return a message if the launcher started ranks that MPI does not know of.
-
-    Args:
-        size: the number of ranks that MPI knows.
-
-    Returns:
-        The message; "" if MPI knows all ranks.
-    """
-    launch = launcher.find_launch()
-    if size > 1 or launch is None or (launch.size or 1) == 1:
-        return ""
-    version = library.mpi_module().Get_library_version()
-    return launcher.describe_alone(launch, version)
-
-
 def _strategy_facts(
-    device: str, job: _bench.Job, ranks: Sequence[RankFacts]
-) -> tuple[StrategyFacts | None, str | None]:
+    device: str, job: Job, ranks: Sequence[Facts]
+) -> tuple[Facts | None, str | None]:
     """Create a strategy; return its choices, or why there is none. Collective."""
     try:
         strategy = mpidist.MPIStrategy(device=device)
     except (ValueError, TypeError, RuntimeError) as error:  # the same on all ranks
         return None, f"MPIStrategy cannot be made: {error}"
     environment = read_environment()
-    facts: StrategyFacts = {
+    facts: Facts = {
         "devices": strategy.extended.worker_devices,
         "why_devices": placement.describe_devices(
             job.node_of,
@@ -296,7 +179,7 @@ def _strategy_facts(
             [one["environment"].get("CUDA_VISIBLE_DEVICES") for one in ranks],
             device,
         ),
-        "transports": _bench.transport_facts(strategy),
+        "transports": transport_facts(strategy),
         "guard": group_of(strategy).guard.enabled,
         "stall_seconds": environment.stall_seconds,
         "timeout_seconds": environment.timeout_seconds,
@@ -307,7 +190,7 @@ def _strategy_facts(
     return facts, None
 
 
-def text_of_facts(facts: JobFacts) -> str:
+def text_of_facts(facts: Facts) -> str:
     """Return the facts as text."""
     software, strategy = facts["software"], facts["strategy"]
     core = facts["native_core"]
@@ -324,9 +207,10 @@ def text_of_facts(facts: JobFacts) -> str:
         ("GPU", _gpu_text(facts)),
     ]
     if strategy is not None:
-        transports = strategy["transports"]
+        transports, devices = strategy["transports"], strategy["devices"]
+        on_host = all("device:CPU" in device for device in devices)
         lines += [
-            *_under("devices", _device_texts(strategy)),
+            *_under("devices", [] if on_host else strategy["why_devices"]),
             ("host arrays", transports["host"]["text"]),
             ("GPU arrays", transports["gpu"]["text"]),
             ("packs", f"{strategy['bytes_per_pack'] / 2**20:g} MiB of small arrays"),
@@ -346,7 +230,7 @@ def _under(name: str, texts: Sequence[str]) -> list[tuple[str, str]]:
     return [(name if i == 0 else "", text) for i, text in enumerate(texts)]
 
 
-def _gpu_text(facts: JobFacts) -> str:
+def _gpu_text(facts: Facts) -> str:
     gpu = facts["gpu"]
     if not gpu["gpus"]:
         return f"none: {gpu['reason']}; arrays are on the host"
@@ -354,7 +238,7 @@ def _gpu_text(facts: JobFacts) -> str:
     return f"{gpu['gpus']}, CuPy {gpu['cupy']}; MPI {aware} that it is CUDA-aware"
 
 
-def _ranks_text(facts: JobFacts) -> str:
+def _ranks_text(facts: Facts) -> str:
     sizes = [len(node["ranks"]) for node in facts["nodes"]]
     text = f"{facts['ranks']} on {placement.sizes_text(sizes)}"
     if facts["ranks"] == 1:
@@ -373,7 +257,7 @@ def _ranks_text(facts: JobFacts) -> str:
     return text
 
 
-def _node_lines(nodes: Sequence[NodeFacts]) -> list[tuple[str, str]]:
+def _node_lines(nodes: Sequence[Facts]) -> list[tuple[str, str]]:
     lines = []
     for number, node in enumerate(nodes[:_SHOWN_NODES]):
         gpus = f", {node['gpus']} GPUs" if node["gpus"] else ""
@@ -387,13 +271,7 @@ def _node_lines(nodes: Sequence[NodeFacts]) -> list[tuple[str, str]]:
     return _under("nodes", lines)
 
 
-def _device_texts(strategy: StrategyFacts) -> list[str]:
-    if all("device:CPU" in device for device in strategy["devices"]):
-        return []
-    return strategy["why_devices"]
-
-
-def _guard_text(strategy: StrategyFacts) -> str:
+def _guard_text(strategy: Facts) -> str:
     if not strategy["guard"]:
         return "off: ranks that differ may hang, or get wrong data"
     timeout = strategy["timeout_seconds"]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
 import mpidist
 from mpidist._base.environment import read_environment
-from mpidist._bench import UsageError, WrongResultError
 from mpidist._cli import (
     bench_command,
     check_command,
@@ -18,6 +18,7 @@ from mpidist._cli import (
     sbatch_command,
     timeline_command,
 )
+from mpidist._cli.job import UsageError, WrongResultError
 from mpidist._cli.speaking import EXIT_USAGE, Parser, complain, say
 
 _COMMANDS: Final[dict[str, tuple[Callable[[Sequence[str]], int], str]]] = {
@@ -68,8 +69,10 @@ def main(arguments: Sequence[str]) -> int:
             parser.print_help()
             return 0
         if given.command not in _COMMANDS:
-            known = ", ".join(_COMMANDS)
-            parser.error(f"expected one of {known}, got {given.command!r}")
+            known, got = ", ".join(_COMMANDS), repr(given.command)
+            close = difflib.get_close_matches(given.command, _COMMANDS, 1)
+            hint = f"; did you mean `mpidist {close[0]}`?" if close else ""
+            parser.error(f"expected one of {known}, got {got}{hint}")
         name = f"mpidist {given.command}"
         _check_environment()
         return _COMMANDS[given.command][0](words[end:])

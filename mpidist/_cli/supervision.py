@@ -1,12 +1,16 @@
 """A job that this process waits for, and starts again when it has failed.
 
-A launcher that outlives ranks returns 0 if the ranks that were killed were the only
-ones that failed: also if those were all. So a rank that comes to its end creates a file
-(`process_exit.ENDED_FILE`), and without one a job has failed.
+A launcher may return 0 for a job that has failed. One that outlives ranks does if the
+ranks that were killed were the only ones that failed: also if those were all. MPICH's
+ends all ranks, and says nothing, if one calls ``os._exit(0)``. So a rank creates a file
+when it makes its first strategy, and another one when it comes to its end
+(`process_exit.ENDED_FILE`); if no rank has come to its end, the job has failed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -16,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Final
 
-from mpidist._runtime.process_exit import ENDED_FILE
+from mpidist._runtime.process_exit import BEGUN, ENDED_FILE
 
 _FORWARDED: Final = (
     signal.SIGTERM,
@@ -24,14 +28,15 @@ _FORWARDED: Final = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
+_PR_SET_PDEATHSIG: Final = 1
 _KILLED: Final = 128 + signal.SIGKILL
 
 
 class Supervisor:
     """Runs a command until it has succeeded, or was asked to end, or too often.
 
-    Signals are passed on to it; Ctrl-C reaches it by itself. A job that is asked to end
-    by one is not started again.
+    Signals are passed on to it; the Ctrl-C of a terminal reaches it by itself. It ends
+    with this process. A job that is asked to end by a signal is not started again.
 
     Args:
         command: mpirun, and its arguments.
@@ -77,20 +82,46 @@ class Supervisor:
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self._asked_to_end = True
-        if self._process is not None and number != signal.SIGINT:
-            self._process.send_signal(number)
+        if self._process is None or (number == signal.SIGINT and _has_terminal()):
+            return
+        self._process.send_signal(number)
 
     def _run_once(self) -> int:
         with tempfile.TemporaryDirectory(prefix="mpidist-run-") as folder:
             ended = os.path.join(folder, "ended")
             environment = {**self._environment, ENDED_FILE: ended}
-            self._process = subprocess.Popen(self._command, env=environment)
+            self._process = subprocess.Popen(
+                self._command, env=environment, preexec_fn=_end_with_parent
+            )
             code = self._process.wait()
             self._process = None
-            if code == 0 and self._outlives_ranks and not os.path.exists(ended):
-                _say("no rank has come to the end of its program: all were killed")
-                return _KILLED
+            if code == 0 and not os.path.exists(ended):
+                if self._outlives_ranks:
+                    _say("no rank has come to the end of its program: all were killed")
+                    return _KILLED
+                if os.path.exists(ended + BEGUN):
+                    _say(
+                        "no rank has come to the end of its program, although mpirun "
+                        "returns 0: one has left it by `os._exit(0)`, for example, and "
+                        "mpirun has ended the others. Leave by `sys.exit(0)`"
+                    )
+                    return 1
         return 128 - code if code < 0 else code
+
+
+def _has_terminal() -> bool:
+    """Return whether a terminal sends its signals to this process, and its children."""
+    try:
+        with open("/dev/tty", encoding="utf-8") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def _end_with_parent() -> None:
+    """Have this process get SIGTERM when its parent is killed."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _say(text: str) -> None:

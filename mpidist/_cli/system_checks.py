@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import secrets
 import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from mpidist import _bench
-from mpidist._bench import UsageError
+from mpidist._cli.job import Job, UsageError
 from mpidist._cli.outcomes import CheckFailedError, Note
 from mpidist._cli.placement import launcher_facts, sizes_text
 from mpidist._cli.run_command import version_of
@@ -23,10 +20,6 @@ _NEEDED_SHM: Final = 64 * 2**20
 _LIBRARY_NAME: Final = re.compile(r"/libmpi(ch)?\.so[.\d]*$")
 _JUMP_SECONDS: Final = 0.5
 _APART_SECONDS: Final = 2.0
-_ROUNDS: Final = 30
-_BLOCK: Final = 64 * 2**10
-_PATIENCE_SECONDS: Final = 30.0
-_STALE_SECONDS: Final = 5.0
 
 
 class SystemChecks:
@@ -38,7 +31,7 @@ class SystemChecks:
         why_none: why there are none.
     """
 
-    def __init__(self, job: _bench.Job, gpus: int, why_none: str) -> None:
+    def __init__(self, job: Job, gpus: int, why_none: str) -> None:
         self._job = job
         self._gpus = gpus
         self._why_none = why_none
@@ -208,10 +201,6 @@ class SystemChecks:
             )
         return "they run evenly, and show the same time"
 
-    def folder(self, path: str) -> str | Note:
-        """Check that files in a folder can be replaced safely, as checkpoints are."""
-        return _FolderCheck(self._job, path).run()
-
 
 def _sum(sizes: Sequence[int]) -> str:
     return " + ".join(map(str, sizes))
@@ -272,169 +261,3 @@ def _other_launcher(vendor: str) -> Note | None:
 
 def _clocks() -> tuple[float, float]:
     return time.time(), time.monotonic()
-
-
-def file_system(path: str, mounts: Sequence[str]) -> str:
-    """Return the kind of file system that a path is on, such as "ext4".
-
-    Args:
-        path: absolute, without links.
-        mounts: the lines of ``/proc/self/mounts``.
-    """
-    found = ("", "unknown")
-    for line in mounts:
-        _, where, kind, *_ = line.split()
-        where = where.replace("\\040", " ")
-        inside = path == where or path.startswith(where.rstrip("/") + "/")
-        if inside and len(where) >= len(found[0]):
-            found = (where, kind)
-    return found[1]
-
-
-class _FolderCheck:
-    """Rank 0 replaces a file again and again; the others read it meanwhile.
-
-    A checkpoint relies on three properties (`_checkpoints/replace.py`): a file that is
-    renamed over another is at any moment the old or the new one, whole; fsync of files
-    and directories works; and what rank 0 wrote is what other ranks then read.
-
-    Args:
-        job: the ranks.
-        path: an existing folder.
-    """
-
-    def __init__(self, job: _bench.Job, path: str) -> None:
-        self._job = job
-        self._path = os.path.realpath(path)
-        self._inside = ""
-
-    def run(self) -> str | Note:
-        """Make the check. Collective.
-
-        Raises:
-            CheckFailedError: on the ranks that see that a property does not hold.
-        """
-        problem, seconds = "", 0.0
-        if self._job.rank == 0:
-            problem = self._prepare()
-        self._inside, problem = self._job.from_root((self._inside, problem))
-        if problem:
-            raise CheckFailedError(problem, "choose a folder that rank 0 may write to")
-        try:
-            unseen = self._job.comm.allgather(not self._is_seen())
-            if unseen[self._job.rank]:
-                raise CheckFailedError(
-                    f"what rank 0 writes to {self._path} is not seen here",
-                    "name a folder of a file system that all nodes share",
-                )
-            if any(unseen):
-                return f"{self._path} is seen here"
-            if self._job.rank == 0:
-                problem, seconds = self._replace()
-            else:
-                problem = self._read_all()
-            self._job.comm.Barrier()
-            stale = "" if problem else self._wait_for_last()
-            self._job.comm.Barrier()
-        finally:
-            if self._job.rank == 0:
-                shutil.rmtree(self._inside, ignore_errors=True)
-        if problem:
-            raise CheckFailedError(problem, "save checkpoints to another file system")
-        if stale:
-            return Note(stale, "the file system caches: read files on rank 0 only")
-        kind = file_system(
-            self._path, Path("/proc/self/mounts").read_text().splitlines()
-        )
-        if kind in ("tmpfs", "ramfs"):
-            return Note(
-                f"{self._path} is {kind}: in the memory of this node, and gone with it"
-            )
-        return (
-            f"{self._path} ({kind}): rename is atomic; an fsync takes "
-            f"{seconds * 1000:.2g} ms"
-        )
-
-    def _prepare(self) -> str:
-        self._inside = os.path.join(
-            self._path, f".mpidist-check-{secrets.token_hex(4)}"
-        )
-        try:
-            os.mkdir(self._inside)
-            Path(self._inside, "file").write_bytes(_block(0))
-        except OSError as error:
-            return f"rank 0 cannot write to {self._path}: {error.strerror}"
-        return ""
-
-    def _is_seen(self) -> bool:
-        """Return whether this rank sees the folder that rank 0 made, after a while."""
-        end = time.monotonic() + _STALE_SECONDS
-        while not os.path.isdir(self._inside):
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.01)
-        return True
-
-    def _replace(self) -> tuple[str, float]:
-        """Replace the file; return what went wrong, and the mean time of an fsync."""
-        seconds = 0.0
-        new, file = (os.path.join(self._inside, name) for name in ("new", "file"))
-        try:
-            for number in range(1, _ROUNDS + 1):
-                with open(new, "wb") as stream:
-                    stream.write(_block(number))
-                    stream.flush()
-                    start = time.monotonic()
-                    os.fsync(stream.fileno())
-                    seconds += time.monotonic() - start
-                os.rename(new, file)
-                directory = os.open(self._inside, os.O_RDONLY)
-                try:
-                    os.fsync(directory)
-                finally:
-                    os.close(directory)
-        except OSError as error:
-            # What the others wait for.
-            with contextlib.suppress(OSError):
-                Path(new).write_bytes(_block(_ROUNDS))
-                os.rename(new, file)
-            return f"a file cannot be replaced or synchronised: {error}", 0.0
-        return "", seconds / _ROUNDS
-
-    def _read_all(self) -> str:
-        """Read the file until it is the last one; return what was wrong with it."""
-        end = time.monotonic() + _PATIENCE_SECONDS
-        while time.monotonic() < end:
-            problem, number = self._read()
-            if problem or number == _ROUNDS:
-                return problem
-        return ""  # that it is late is found next
-
-    def _read(self) -> tuple[str, int]:
-        try:
-            found = Path(self._inside, "file").read_bytes()
-        except FileNotFoundError:
-            return "while rank 0 replaced a file there was none for a moment", -1
-        except OSError as error:
-            return f"while rank 0 replaced a file: {error}", -1
-        if len(found) != _BLOCK or found.strip(found[:1]):
-            return "while rank 0 replaced a file part of another was read", -1
-        return "", found[0]
-
-    def _wait_for_last(self) -> str:
-        """Return a text if this rank does not see what rank 0 wrote."""
-        end = time.monotonic() + _STALE_SECONDS
-        while True:
-            problem, number = self._read()
-            if not problem and number == _ROUNDS:
-                return ""
-            if time.monotonic() > end:
-                return (
-                    f"{_STALE_SECONDS:g} s after rank 0 replaced a file, an older "
-                    f"one is read here{f' ({problem})' if problem else ''}"
-                )
-            time.sleep(0.01)
-
-
-def _block(number: int) -> bytes:
-    return bytes([number]) * _BLOCK

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from mpidist._bench import UsageError
+from mpidist._cli.job import UsageError
 from mpidist._cli.speaking import Parser, say
 from mpidist._timeline import merging, plot, summary
 from mpidist._timeline.parts import PartError

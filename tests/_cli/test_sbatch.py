@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mpidist import _cli
-from mpidist._bench import UsageError
 from mpidist._cli import sbatch_command
+from mpidist._cli.job import UsageError
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "launch/slurm"
 OPTIONS = {

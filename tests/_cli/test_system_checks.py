@@ -12,9 +12,10 @@ import sys
 import pytest
 from launching import run_ranks
 
-from mpidist._bench import Job
+from mpidist._cli.folder_check import check_folder, file_system
+from mpidist._cli.job import Job
 from mpidist._cli.outcomes import CheckFailedError, Note, attempt
-from mpidist._cli.system_checks import SystemChecks, file_system, loaded_libraries
+from mpidist._cli.system_checks import SystemChecks, loaded_libraries
 
 FAULTS = """
 import os, sys, time
@@ -91,11 +92,10 @@ def test_what_is_wrong_with_machines():
 
 
 def test_a_folder_that_is_missing(tmp_path):
-    checks = SystemChecks(Job(), 0, "none")
     missing = tmp_path / "no"
     with pytest.raises(CheckFailedError, match=f"rank 0 cannot write to {missing}: No"):
-        checks.folder(str(missing))
-    assert isinstance(checks.folder("/dev/shm"), Note)
+        check_folder(Job(), str(missing))
+    assert isinstance(check_folder(Job(), "/dev/shm"), Note)
 
 
 def test_gpus_that_ranks_share(monkeypatch):

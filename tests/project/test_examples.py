@@ -39,6 +39,7 @@ def test_every_example_is_tested():
         "train_elastic.py",
         "train_jax.py",
         "train_torch.py",
+        "train_torch_elastic.py",
     }
 
 
@@ -165,19 +166,24 @@ def test_train_digits_names_a_bad_argument(tmp_path):
     assert "argument --batch-size: invalid positive value: '0'" in result.stderr
 
 
-def test_train_elastic(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "steps", "best"),
+    [("train_elastic.py", 46, 85), ("train_torch_elastic.py", 58, 90)],
+)
+def test_train_elastic(tmp_path, name, steps, best):
     pytest.importorskip("sklearn")
-    pattern = r"46 steps, (\d) replicas at the end: test accuracy (\S+)%, sum of (.*)"
+    if "torch" in name:
+        pytest.importorskip("torch")
+    pattern = rf"{steps} steps, (\d) replicas at the end: (?:test )?accuracy (\S+)%, "
+    pattern += "sum of weights (.*)"
     two_epochs = ("--epochs", "2")
-    whole = run_example("train_elastic.py", *two_epochs, cwd=tmp_path)
+    whole = run_example(name, *two_epochs, cwd=tmp_path)
     replicas, accuracy, weights = the_match(pattern, whole.stdout).groups()
-    assert (replicas, float(accuracy) > 85) == ("2", True)
+    assert (replicas, float(accuracy) > best) == ("2", True)
     if not outlives_ranks():
         return
     fault = ("--kill", "1", "--at-step", "30")
-    job = run_example(
-        "train_elastic.py", *two_epochs, *fault, cwd=tmp_path, options=ULFM
-    )
+    job = run_example(name, *two_epochs, *fault, cwd=tmp_path, options=ULFM)
     assert "lost replica 1; 1 replica goes on" in job.stderr
     replicas, _, others = the_match(pattern, job.stdout).groups()
     assert (replicas, others) == ("1", weights)

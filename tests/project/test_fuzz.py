@@ -202,7 +202,7 @@ class Runner:
 
     def _make_iterators(self) -> list[Any]:
         rows = np.arange(24.0).reshape(8, 3)
-        dataset = Dataset.from_tensor_slices(rows).shuffle(1).batch(3).repeat()
+        dataset = Dataset.from_tensor_slices(rows).shuffle(seed=1).batch(3).repeat()
         strategy, rank = self.strategy, self.world.rank
         return [
             iter(strategy.experimental_distribute_dataset(dataset.prefetch(1))),

@@ -150,6 +150,28 @@ def test_without_a_compiler_all_goes_by_mpi(tmp_path: pathlib.Path, how: str) ->
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
+def test_type_checkers_find_an_editable_installation(tmp_path: pathlib.Path) -> None:
+    """They read Python's path, and run no import hook of setuptools."""
+    pytest.importorskip("mypy")
+    environment = Environment(tmp_path)
+    editable = ("--use-pep517", "--editable", str(environment.source))
+    environment.install(*OFFLINE, *editable, MPIDIST_NO_CORE="1")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import mpidist\nx: str = mpidist.get_strategy().num_replicas_in_sync\n"
+    )
+    options = ["--python-executable", str(environment.python), "--no-pretty"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, str(program)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert 'expression has type "int", variable has type "str"' in done.stdout
+    assert done.stdout.count("error:") == 1, done.stdout
+
+
 def test_an_editable_installation_is_built_again(tmp_path: pathlib.Path) -> None:
     """As launch/test and launch/demo do it."""
     environment = Environment(tmp_path)
@@ -241,14 +263,16 @@ def test_where_one_rank_lacks_it_all_go_by_mpi(
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
-def test_a_wheel_has_the_core(tmp_path: pathlib.Path) -> None:
+def test_a_wheel_has_the_core_and_the_data(tmp_path: pathlib.Path) -> None:
     copy = copy_of_the_checkout(tmp_path)
     pip(("wheel", *OFFLINE, "--wheel-dir", str(tmp_path), str(copy)), {})
     (wheel,) = tmp_path.glob("*.whl")
     machine = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     assert wheel.name.endswith(f"{machine}.whl")
     with zipfile.ZipFile(wheel) as file:
-        assert f"mpidist/_native/_core{SUFFIX}" in file.namelist()
+        names = set(file.namelist())
+    core = f"mpidist/_native/_core{SUFFIX}"
+    assert {core, "mpidist/_base/remedies.json", "mpidist/_cli/job.sbatch"} <= names
 
 
 FOLDERS = (".ci", "docs", "examples", "launch", "mpidist", "pytest_mpidist", "tests")

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launching import (
+    FORKS,
     ROOT,
     outlives_ranks,
     plain_environment,
@@ -125,6 +126,8 @@ def treat(block: Block, blocks: list[Block], folder: Path) -> None:
         for line in block.text.splitlines():
             if line and not line.startswith("#"):
                 do(Command(line, None, {}, folder))
+    elif language == "sed":  # tests/programs/test_search_and_replace.py applies it
+        subprocess.run(["sed", "-E", "-n", block.text], input=b"", check=True)
     elif in_readme or language not in ("text", "{eval-rst}", "{toctree}"):
         pytest.fail(f"{block}: no way is known to treat a {language!r} block")
 
@@ -213,8 +216,9 @@ def mpirun(command: Command, variables: str, ranks: str, program: str) -> None:
     assert command.output, f"what does {program} print?"
     path = command.folder / program
     path.write_text(command.programs[program], encoding="utf-8")
+    env = FORKS | settings
     result = run_ranks(
-        int(ranks), [program], timeout=SECONDS, env=settings, cwd=command.folder
+        int(ranks), [program], timeout=SECONDS, env=env, cwd=command.folder
     )
     compare(command.output, result)
 
@@ -337,9 +341,7 @@ def command_line(command: Command, arguments: str) -> None:
     """See that there is such a sub-command, and that it knows the options."""
     assert command.output is None, f"who checks what {command.text!r} prints?"
     words = shlex.split(arguments)
-    path = [words[0]]
-    if words[:2] == ["bench", "model"]:
-        path.append(words[1])
+    path = words[:1]
     printed = io.StringIO()  # without starting a process, which takes longer
     with contextlib.redirect_stdout(printed), pytest.raises(SystemExit):
         _cli.main([*path, "--help"])
@@ -350,6 +352,13 @@ def command_line(command: Command, arguments: str) -> None:
             assert f" {word}" in usage, f"{word} is not in the usage of {path}"
         elif path == ["bench"] and "_" in word:
             assert word in usage
+
+
+def benchmarks(command: Command, names: str) -> None:
+    """See that launch/benchmarks has them; test_benchmarks.py runs it."""
+    text = (ROOT / "launch/benchmarks/__main__.py").read_text(encoding="utf-8")
+    for name in names.split():
+        assert f'"{name}": ' in text
 
 
 def sphinx(command: Command, source: str) -> None:
@@ -375,6 +384,7 @@ COMMANDS: list[tuple[str, Callable[..., None]]] = [
         command_line,
     ),
     (r"((?:MPIDIST_\w+=\S+ )*)mpirun -n (\d+) python (\S+\.py)", mpirun),
+    (r"mpirun (?:--with-ft ulfm )?-n \d+ python launch/benchmarks (.*)", benchmarks),
     (r"mpirun -.* python (examples/hello\.py)", mpirun_with_options),
     (r"python (\S+\.py)", python_alone),
     (r"python -m pytest -q (\S+\.py)", pytest_alone),
@@ -550,6 +560,7 @@ def test_the_api_pages_have_all_public_names():
         "```sh\nexport MPIDIST_NO_SUCH=1\n```",
         "```sh\nmpirun -n 2 mpidist bnech\n```",
         "```sh\nmpidist bench --no-such-option\n```",
+        "```sh\nmpirun -n 2 python launch/benchmarks no_such\n```",
         "```console\noutput\n```",
         "```console\n$ rm -rf build\n```",
         "```text\nanything\n```",

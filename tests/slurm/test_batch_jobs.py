@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -15,6 +16,8 @@ from pathlib import Path
 import hosts
 import pytest
 import slurm_cluster
+
+from mpidist._cli import sbatch_command
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "launch/slurm"
@@ -372,9 +375,9 @@ def _folder():
     return f"checkpoints-{next(numbers)}"
 
 
-def _submit_training(cluster, folder, *arguments, options=("--nodes=2",)):
+def _submit_training(cluster, folder, *arguments, script=None, options=("--nodes=2",)):
     return cluster.submit(
-        SCRIPTS / "preemptible.sbatch",
+        script or SCRIPTS / "preemptible.sbatch",
         *("train.py", folder, *arguments),
         options=[*options, "--ntasks-per-node=1"],
     )
@@ -393,9 +396,14 @@ def _steps(cluster, job):
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
 @starts_ranks
-def test_a_job_whose_time_is_up_continues_where_it_was(cluster, undisturbed):
-    job = _submit_training(cluster, _folder())
+def test_a_job_whose_time_is_up_continues_where_it_was(cluster, undisturbed, launcher):
+    script = cluster.folder / f"preemptible-{launcher}.sbatch"
+    by_mpirun = ["--mpirun"] if launcher == "mpirun" else []
+    with open(script, "w") as file, contextlib.redirect_stdout(file):
+        sbatch_command.sbatch(["--nodes", "2", "--preemptible", *by_mpirun])
+    job = _submit_training(cluster, _folder(), script=script)
     cluster.wait_for_output(job, "begins at step 0")
     time.sleep(0.5)
     # What --signal=B:USR1@120 does 120 s before the end.

@@ -1,4 +1,4 @@
-"""Sizes, times and rates: reading them from text, and showing them."""
+"""Sizes and times: reading them from text, and showing them."""
 
 from __future__ import annotations
 
@@ -44,26 +44,6 @@ def parse_seconds(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def parse_seconds_per_byte(text: str) -> float:
-    """Return seconds per byte, from ``12.5GB/s`` or from a plain number.
-
-    Raises:
-        ValueError: if the text has another form, or the bandwidth is zero.
-    """
-    rate = text.strip()
-    if rate.endswith("/s"):
-        match = re.fullmatch(rf"{_NUMBER}\s*([A-Za-z]+)", rate[:-2])
-        scale = _BYTES.get(match[2].upper()) if match else None
-        if match is not None and scale is not None and float(match[1]) > 0:
-            return 1.0 / (float(match[1]) * scale)
-    elif re.fullmatch(_NUMBER, rate):
-        return float(rate)
-    raise ValueError(
-        f"expected a bandwidth such as 12.5GB/s, or seconds per byte such as 8e-11, "
-        f"got {text!r}"
-    )
-
-
 def show_size(nbytes: int) -> str:
     """Return for example ``64 KiB``, or ``102.2 MB`` if no binary unit divides it."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -79,13 +59,11 @@ def show_seconds(seconds: float) -> str:
     """Return a time with three digits: ``0.84 us``, ``12.3 ms``, ``2.05 s``."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= 0.9995 * scale:
-            return f"{digits(seconds / scale)} {unit}"
-    return (
-        f"{digits(seconds / 1e-9)} ns" if seconds < 1e-7 else f"{seconds / 1e-6:.2f} us"
-    )
+            return f"{_digits(seconds / scale)} {unit}"
+    return f"{seconds / 1e-6:.2f} us"
 
 
-def digits(number: float) -> str:
+def _digits(number: float) -> str:
     """Return a number with three significant digits, never with an exponent."""
     if number >= 99.95:
         return f"{number:,.0f}"

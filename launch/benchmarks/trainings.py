@@ -1,75 +1,72 @@
 """What an elastic training costs while no rank dies: the commits of its steps."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 import mpidist
 from mpidist import elastic
-from mpidist._base.types import HostArray
-from mpidist._bench.session import Session
+from mpidist._cli.bench_timing import Bench, Row
 
-_LAYERS: Final = (784, 256, 10)
-_ROWS: Final = 128  # of each replica
-_SLOWER: Final = 3.0  # a step is measured this many times as long as an array
-_COMMITTED: Final = (4 * 2**10, 4 * 2**20)  # bytes
+LAYERS = (784, 256, 10)
+ROWS = 128  # of each replica
+SLOWER = 3.0  # a step is measured this many times as long as an array
+COMMITTED = (4 * 2**10, 4 * 2**20)  # bytes
 
 
-def run(session: Session) -> None:
+def commits(bench: Bench) -> None:
     """Make a step of a training with a commit, against one without. Collective.
 
     Then commits alone, against copies of the same arrays.
     """
 
     def train(strategy: mpidist.Strategy, state: Any) -> None:
-        def gradients() -> None:
-            state.optimizer.apply_gradients(_gradients(state.weights))
+        def descend() -> None:
+            state.optimizer.apply_gradients(gradients(state.weights))
 
         def step() -> None:
-            strategy.run(gradients)
+            strategy.run(descend)
 
         def committed_step() -> None:
-            strategy.run(gradients)
+            strategy.run(descend)
             state.commit()
 
         before = state.commits
         committed_step()
         work = "training step, with a commit"
-        session.check(work, mpidist=state.commits == before + 1)
+        bench.check(work, mpidist=state.commits == before + 1)
         kept = [*state.weights, *state.optimizer.variables]
         nbytes = sum(variable.numpy().nbytes for variable in kept)
-        times = session.measure(step, committed_step, times=_SLOWER)
-        session.add("elastic", *times, work=work, nbytes=nbytes)
+        times = bench.measure([step, committed_step], times=SLOWER)
+        bench.add(Row("elastic", work, nbytes, *times))
 
     def build(strategy: mpidist.Strategy) -> dict[str, Any]:
         rng = np.random.default_rng(1)
         weights = [
             mpidist.Variable(rng.normal(size=shape, scale=0.05).astype(np.float32))
-            for shape in itertools.pairwise(_LAYERS)
+            for shape in itertools.pairwise(LAYERS)
         ]
         optimizer = mpidist.optimizers.SGD(1e-3, momentum=0.9)
         optimizer.build(weights)
         return {"weights": weights, "optimizer": optimizer}
 
     elastic.run(train, elastic.State(build, step=0))
-    for nbytes in _COMMITTED:
-        _commit(session, nbytes)
+    for nbytes in COMMITTED:
+        commit(bench, nbytes)
 
 
-def _gradients(weights: list[mpidist.Variable]) -> list[Any]:
+def gradients(weights: list[Any]) -> list[Any]:
     """Return the gradients of a network with a hidden layer, and its weights."""
     first, last = (w.value() for w in weights)
-    rows: HostArray = np.ones((_ROWS, _LAYERS[0]), np.float32)
+    rows = np.ones((ROWS, LAYERS[0]), np.float32)
     hidden = np.maximum(rows @ first, 0)
-    error = (hidden @ last - 1) / _ROWS
+    error = (hidden @ last - 1) / ROWS
     back = (error @ last.T) * (hidden > 0)
     return list(zip([rows.T @ back, hidden.T @ error], weights, strict=True))
 
 
-def _commit(session: Session, nbytes: int) -> None:
+def commit(bench: Bench, nbytes: int) -> None:
     arrays = [np.zeros(nbytes // 16, np.float32) for _ in range(4)]
     copies = [np.empty_like(x) for x in arrays]
 
@@ -78,8 +75,7 @@ def _commit(session: Session, nbytes: int) -> None:
             np.copyto(out, x)
 
     def train(strategy: mpidist.Strategy, state: Any) -> None:
-        times = session.measure(copy, state.commit)
-        session.add("elastic", *times, work="commit", nbytes=nbytes, aim="commit")
+        bench.row("commit", copy, state.commit, nbytes=nbytes)
 
     def build(strategy: mpidist.Strategy) -> dict[str, Any]:
         return {"variables": [mpidist.Variable(x) for x in arrays]}

@@ -38,9 +38,8 @@ _ALL_REDUCE: Final[dict[str, _Steps]] = {
 _SLICED: Final = (16 * _MIB, 0.8)  # with several ranks on each host, hosts send less
 # The other aims are for "own cores".
 _RATIOS: Final[dict[str, _Steps]] = {
-    "nest": ((0, 0.28),),
+    "nest": ((0, 1.0), (_MIB, 0.28)),
     "nest in buffers_like": ((0, 0.24),),
-    "small_nest": ((0, 1.0),),
     "all_gather": ((0, 1.3), (16 * _KIB + 1, 1.0)),
     "update": ((0, 1.2),),
     "elastic": ((0, 1.03),),
@@ -113,6 +112,8 @@ def aim_of(kind: str, nbytes: int, ranks: int, nodes: int, cores: int) -> Aim | 
         return Aim(0.0, _SECONDS[kind])
     if kind in _BEYOND_RAW:
         return Aim(1.0, _BEYOND_RAW[kind])
+    if kind not in _RATIOS:
+        return None
     return Aim(_last(_RATIOS[kind], nbytes))
 
 

@@ -1,0 +1,122 @@
+"""Fills the pages on performance from docs/performance/*.json.
+
+launch/performance calls it with the folder docs/. The pages are docs/performance.md and
+docs/performance/tables.md. Between ``<!-- KIND: WORDS -->`` and
+``<!-- end -->`` it puts what the marker asks for:
+
+    table: NAME...        the rows of all NAME.json, side by side, and the aims
+    ratios: NAME...       the ratios of all NAME.json, a column for each job, if all
+                          are there
+    picture: FILE NAME... all_reduce of them, drawn to FILE.png
+    facts: NAME...        machine and software of each
+
+NAME.json is what `mpidist bench --json` writes. Names without a file are left out of
+the others; if none has one, what is there stays.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aims
+import draw
+
+from mpidist._cli import bench_command
+from mpidist._cli.units import show_seconds, show_size
+
+MARKER = re.compile(
+    r"(<!-- (table|ratios|picture|facts): ([^>]*?) -->\n)(.*?)(<!-- end -->)", re.S
+)
+PICTURES = "performance"  # the folder of results, as docs/performance.md links to it
+NOISE = 0.3
+Record = dict[str, Any]
+
+
+def read_records(path: Path) -> list[Record]:
+    """Return the jobs in a file of `mpidist bench --json`."""
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    if whole.get("version") != bench_command.VERSION:
+        sys.exit(f"{path} was written by another version; run launch/performance")
+    return list(whole.get("records", [whole]))
+
+
+def aim_of(record: Record, row: dict[str, Any]) -> aims.Aim | None:
+    """Return the aim of a row, or None."""
+    ranks, nodes = record["ranks"], record["nodes"]
+    cores = record["machine"]["cores"]
+    return aims.aim_of(row["bench"], row["nbytes"] or 0, ranks, nodes, cores)
+
+
+def cells_of(record: Record, row: dict[str, Any]) -> list[str]:
+    """Return raw, mpidist, ratio and aim of a row."""
+    aim = aim_of(record, row)
+    raw, ours = row["raw"], row["ours"]
+    missed = aim is not None and not aim.is_met(raw["median"], ours["median"])
+    times = [
+        show_seconds(t["median"])
+        + "~" * (t["upper"] - t["lower"] > NOISE * t["median"])
+        for t in (raw, ours)
+    ]
+    return [*times, f"{row['ratio']:.2f}{'*' * missed}", str(aim or "")]
+
+
+def table_of(records: Sequence[Record]) -> str:
+    """Return a table in Markdown: raw, mpidist, ratio of each record, and the aim."""
+    rows: dict[tuple[str, int | None], dict[int, list[str]]] = {}
+    for i, record in enumerate(records):
+        for row in record["rows"]:
+            key = row["work"], row["nbytes"]
+            rows.setdefault(key, {})[i] = cells_of(record, row)
+    names = [record["software"]["mpi"] for record in records]
+    heads = [cell for n in names for cell in (f"{n}: raw", "mpidist", "ratio")]
+    lines = [["work", "bytes", *heads, "aim"]]
+    lines.append(["---", *["---:"] * (3 * len(names) + 2)])
+    for (work, nbytes), cells in rows.items():
+        found = {one[3] for one in cells.values()}
+        times = [c for i in range(len(names)) for c in cells.get(i, [""] * 4)[:3]]
+        size = "" if nbytes is None else show_size(nbytes)
+        lines.append([work, size, *times, ", ".join(sorted(found))])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def replacement(results: Path, kind: str, words: list[str]) -> str | None:
+    """Return the text between two markers; None to leave it."""
+    target = words.pop(0) if kind == "picture" else ""
+    paths = [results / f"{name}.json" for name in words]
+    there = [path for path in paths if path.exists()]
+    if not there or (kind == "ratios" and there != paths):
+        return None
+    records = [one for path in there for one in read_records(path)]
+    if kind == "table":
+        return table_of(records)
+    if kind == "picture":
+        draw.all_reduce(records, results / f"{target}.png")
+        return f"![all_reduce, {', '.join(words)}]({PICTURES}/{target}.png)\n"
+    if kind == "ratios":
+        text = bench_command.side_by_side(records)
+    else:
+        texts = [bench_command.header(record) for record in records]
+        notes = dict.fromkeys(note for record in records for note in record["notes"])
+        text = "\n\n".join([*texts, *notes])
+    return f"```text\n{text}\n```\n"
+
+
+def main() -> None:
+    docs = Path(sys.argv[1])
+    results = docs / "performance"
+
+    def fill(match: re.Match[str]) -> str:
+        begin, kind, words, old, end = match.groups()
+        text = replacement(results, kind, words.split())
+        return f"{begin}{old if text is None else text}{end}"
+
+    for page in (docs / "performance.md", results / "tables.md"):
+        text = page.read_text(encoding="utf-8")
+        page.write_text(MARKER.sub(fill, text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

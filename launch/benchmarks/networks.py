@@ -1,0 +1,97 @@
+"""Sums of the gradients of ResNet-50 and BERT-base, against packing them by hand."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from mpidist._cli.bench_cases import in_replicas, packed
+from mpidist._cli.bench_timing import Bench, Row
+
+Shape = tuple[int, ...]
+SLOWER = 5.0  # a network is measured this many times as long as an array
+
+
+def resnet50() -> list[Shape]:
+    """Return the shapes of ResNet-50, as torchvision lists them.
+
+    He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition", CVPR 2016,
+    table 1: four stages of bottlenecks, for 1,000 classes.
+    """
+    shapes: list[Shape] = []
+
+    def convolution(outputs: int, inputs: int, width: int) -> None:
+        shapes.append((outputs, inputs, width, width))
+        shapes.extend([(outputs,), (outputs,)])  # the batch normalisation after it
+
+    convolution(64, 3, 7)
+    inputs = 64
+    for blocks, width in ((3, 64), (4, 128), (6, 256), (3, 512)):
+        for block in range(blocks):
+            convolution(width, inputs, 1)
+            convolution(width, width, 3)
+            convolution(4 * width, width, 1)
+            if block == 0:
+                convolution(4 * width, inputs, 1)
+            inputs = 4 * width
+    return [*shapes, (1000, inputs), (1000,)]
+
+
+def bert_base() -> list[Shape]:
+    """Return the shapes of BERT-base, as Hugging Face lists them.
+
+    Devlin, Chang, Lee and Toutanova, "BERT: Pre-training of Deep Bidirectional
+    Transformers for Language Understanding", NAACL 2019: 12 layers of width 768, with
+    3,072 in the middle, and 30,522 word pieces.
+    """
+    width, middle = 768, 3072
+    norm: list[Shape] = [(width,), (width,)]
+
+    def dense(outputs: int, inputs: int) -> list[Shape]:
+        return [(outputs, inputs), (outputs,)]
+
+    shapes: list[Shape] = [(30522, width), (512, width), (2, width), *norm]
+    for _ in range(12):
+        shapes += [*dense(width, width) * 4, *norm]  # query, key, value, output
+        shapes += [*dense(middle, width), *dense(width, middle), *norm]
+    return shapes + dense(width, width)
+
+
+MODELS: dict[str, Callable[[], list[Shape]]] = {
+    "ResNet-50": resnet50,
+    "BERT-base": bert_base,
+}
+
+
+def networks(bench: Bench) -> None:
+    """Sum the gradients of each network, in arrays and in buffers. Collective."""
+    for name, shapes in MODELS.items():
+        nbytes = sum(4 * math.prod(shape) for shape in shapes())
+        if not bench.has_room(name, nbytes, copies=8):
+            continue
+        gradients = [bench.numbers(math.prod(s)).reshape(s) for s in shapes()]
+        buffers = bench.strategy.buffers_like(gradients)  # other ranks read these
+        for buffer, gradient in zip(buffers, gradients, strict=True):
+            buffer[...] = gradient
+        network(bench, name, gradients, buffers)
+
+
+@in_replicas
+def network(bench: Bench, name: str, gradients: Any, buffers: Any) -> None:
+    context, by_hand = bench.context(), packed(bench, gradients)
+
+    def ours() -> Any:
+        return context.all_reduce("SUM", gradients)
+
+    def in_buffers() -> Any:
+        return context.all_reduce("SUM", buffers)
+
+    bench.check(
+        name,
+        mpi4py=bench.are_sums(by_hand()),
+        mpidist=bench.are_sums(ours()),
+        buffers_like=bench.are_sums(in_buffers()),
+    )
+    raw, *times = bench.measure([by_hand, ours, in_buffers], times=SLOWER)
+    nbytes = sum(x.nbytes for x in gradients)
+    for kind, time in zip(("nest", "nest in buffers_like"), times, strict=True):
+        bench.add(Row(kind, f"{name} {kind}", nbytes, raw, time))

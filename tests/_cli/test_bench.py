@@ -1,0 +1,343 @@
+"""`mpidist bench`: the table on ranks and simulated nodes. No time is judged."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from launching import rank_environment, run_ranks
+
+from mpidist._cli import bench_command
+from mpidist._cli.bench_cases import CASES
+from mpidist._cli.bench_timing import Bench, Effort, Row, Timing
+from mpidist._cli.job import Job, UsageError, WrongResultError
+from mpidist._cli.units import parse_seconds, parse_size, show_seconds, show_size
+
+TIMEOUT = 200.0
+MIB = 2**20
+SMALL = Effort(0.01, most=3, fewest=1, sample_seconds=1e-5)
+
+
+# --- the whole table --------------------------------------------------------------
+
+
+def benched(ranks, path, *arguments):
+    argv = ["-m", "mpidist", "bench", "--json", str(path), *arguments]
+    return run_ranks(ranks, argv, timeout=TIMEOUT)
+
+
+@pytest.mark.core
+def test_the_table_has_all_rows(tmp_path):
+    path = tmp_path / "r.json"
+    result = benched(2, path, "--quick")
+    assert result.returncode == 0, result.stdout + result.stderr
+    record = json.loads(path.read_text())
+    assert (record["format"], record["version"]) == ("mpidist-bench", 3)
+    rows = record["rows"]
+    assert [(row["work"], row["nbytes"]) for row in rows] == [
+        *(("all_reduce", n) for n in (4, 2**10, 2**14, 2**16, 2**18)),
+        *(("all_reduce", n * MIB) for n in (1, 4, 16, 64)),
+        ("20 arrays of 1 KiB", 20 * 2**10),
+        ("100 arrays of 1 MiB", 100 * MIB),
+        *(("all_gather", n) for n in (4, 2**10, 2**14, 2**16, MIB, 16 * MIB)),
+        ("empty run", None),
+        ("empty merge_call", None),
+        ("reduce of a number", None),
+        ("update of 20 x 50k floats", 20 * 4 * 50_000),
+        ("making an MPIStrategy", None),
+    ]
+    assert {row["bench"] for row in rows} == set(CASES)
+    for row in rows:
+        assert row["ratio"] == row["ours"]["median"] / row["raw"]["median"] > 0
+        for timing in (row["raw"], row["ours"]):
+            assert 0 < timing["lower"] <= timing["median"] <= timing["upper"]
+            assert 1 <= timing["samples"] <= 3
+            assert timing["calls"] >= 1
+    assert (record["ranks"], record["nodes"]) == (2, 1)
+    assert record["software"]["mpi"].split()[0] in ("Open", "MPICH", "Intel")
+    assert record["transports"]["host"]["name"] in ("direct", "shared")
+    assert record["strategy"]["seconds"] > 0
+    # One rank prints it; and what it prints is what is in the file.
+    assert bench_command.header(record) in result.stdout
+    assert len(re.findall(r"^work +bytes +raw ", result.stdout, re.M)) == 1
+    ratios = re.findall(r"^\S.* [mu]?s~? +(\d+\.\d\d)$", result.stdout, re.M)
+    assert ratios == [f"{row['ratio']:.2f}" for row in rows]
+    assert max(map(len, result.stdout.splitlines())) <= 80, result.stdout
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_some_benchmarks_and_sizes(tmp_path, ranks):
+    path = tmp_path / "r.json"
+    what = ["reduce", "all_reduce", "reduce", "all_gather", "--sizes", "4B,1MB"]
+    result = benched(ranks, path, *what, "--quick")
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["bench"], row["nbytes"]) for row in rows] == [
+        *(("reduce", None), ("all_reduce", 4), ("all_reduce", 10**6)),
+        *(("all_gather", 4), ("all_gather", 10**6)),
+    ]
+    assert ("One rank: nothing is communicated" in result.stdout) == (ranks == 1)
+
+
+def test_rows_are_printed_when_they_are_measured():
+    """What is printed before a job is ended by a wrong result, is there."""
+    program = (
+        "from mpidist import _cli\n"
+        "from mpidist._cli.bench_timing import Bench\n"
+        "check = Bench.check\n"
+        "def wrong(self, work, **right):\n"
+        "    check(self, work, **dict.fromkeys(right, 'KiB' not in work))\n"
+        "Bench.check = wrong\n"
+        "_cli.run()\n"
+    )
+    argv = ["-c", program, "bench", "--quick", "all_reduce"]
+    result = run_ranks(2, argv, timeout=TIMEOUT)
+    assert result.returncode == 1
+    assert re.search(r"^all_reduce +4 B .*\d\.\d\d$", result.stdout, re.M)
+    expected = "all_reduce of 1 KiB: mpi4py gave a wrong result on rank 0, 1; nothing"
+    assert result.stderr.count(expected) == 1, result.stderr
+
+
+# --- simulated nodes ------------------------------------------------------------------
+
+
+def on_nodes(*arguments, env=None):
+    return subprocess.run(
+        [sys.executable, "-m", "mpidist", "bench", *arguments],
+        env=rank_environment(env),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+
+
+@pytest.mark.core
+def test_ratios_of_simulated_nodes_side_by_side(tmp_path):
+    path = tmp_path / "n.json"
+    options = ["--nodes", "2,3", "--ranks-per-node", "2", "--json", str(path)]
+    names = ["all_reduce", "all_gather", "--sizes", "4B,64KiB"]
+    result = on_nodes(*names, *options, "--quick")
+    assert result.returncode == 0, result.stdout + result.stderr
+    whole = json.loads(path.read_text())
+    assert whole["format"] == "mpidist-bench-nodes"
+    first, second = whole["records"]
+    assert (first["ranks"], first["nodes"], first["simulated"]) == (4, 2, True)
+    assert (second["ranks"], second["nodes"]) == (6, 3)
+    assert "6 ranks on 3 simulated nodes" in result.stdout
+    table = result.stdout.partition("The time of mpidist over")[2]
+    assert re.search(r"^nodes +2 +3$", table, re.M)
+    assert re.search(r"^ranks +4 +6$", table, re.M)
+    for row, other in zip(first["rows"], second["rows"], strict=True):
+        size = re.escape(show_size(row["nbytes"]))
+        ratios = f"{row['ratio']:.2f} +{other['ratio']:.2f}"
+        assert re.search(rf"^{row['work']} +{size} +{ratios}$", table, re.M), table
+    assert re.search(r"^the first MPIStrategy( +[\d.,]+ m?s){2}$", table, re.M), table
+    assert re.search(r"^  more open files per rank( +\d+){2}$", table, re.M), table
+
+
+def test_between_nodes_it_times_other_work_unless_told(tmp_path):
+    path = tmp_path / "n.json"
+    result = on_nodes("--nodes", "2", "--quick", "--json", str(path))
+    assert result.returncode == 0, result.stdout + result.stderr
+    (record,) = json.loads(path.read_text())["records"]
+    assert [(row["bench"], row["nbytes"]) for row in record["rows"]] == [
+        *(("all_reduce", n) for n in (4, 2**10, 2**14, 2**16, 2**18)),
+        *(("all_reduce", n * MIB) for n in (1, 4, 16)),
+        *(("all_gather", 4), ("all_gather", 2**16)),
+        *(("merge_call", None), ("strategy", None)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "message"),
+    [
+        (["--nodes", "2,x"], {}, "expected numbers of at least 1, such as 2,4, got"),
+        (["--nodes", "2", "--json", "/no/f"], {}, "there is no folder /no"),
+        (
+            ["--nodes", "2"],
+            {"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "0"},
+            "--nodes starts its own jobs, and this process was itself started by",
+        ),
+    ],
+)
+def test_what_is_wrong_with_simulated_nodes(arguments, env, message):
+    result = on_nodes("run", *arguments, env=env)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_job_on_nodes_that_fails_is_the_last(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nif 'MPIDIST_SIMULATED_NODES' in os.environ:\n    os._exit(7)\n"
+    )
+    env = {"PYTHONPATH": str(tmp_path)}
+    result = on_nodes("run", "--nodes", "2,3", "--quick", env=env)
+    assert result.returncode == 7, result.stdout + result.stderr
+    assert "the job on 2 nodes ended with code 7" in result.stderr
+    assert "on 3 nodes" not in result.stderr
+
+
+# --- measuring ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def job():
+    made = Job()
+    yield made
+    made.free()
+
+
+@pytest.fixture
+def bench(job):
+    made = Bench(job, None, SMALL)
+    yield made
+    made.strategy.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.core
+def test_calls_take_turns_and_all_ranks_agree(bench):
+    seen: list[str] = []
+    comm = bench.job.comm
+
+    def call(name):
+        return lambda: (seen.append(name), comm.allreduce(1))
+
+    timings = bench.measure([call("a"), call("b")])
+    for name, timing in zip("ab", timings, strict=True):
+        assert 0 < timing.lower <= timing.median <= timing.upper
+        assert seen.count(name) > timing.samples * timing.calls
+    assert comm.allgather(timings) == [timings] * bench.job.size
+    order = [name for name, _ in itertools.groupby(seen)]
+    assert order[:2] == ["a", "b"]
+    if timings[0].samples == 3:  # each is first in its turn: ab ba ab
+        assert order[-4:] == ["a", "b", "a", "b"]
+
+
+@pytest.mark.mpi
+def test_a_slow_call_gets_fewer_samples_but_not_too_few(job):
+    for effort, expected in (
+        (dataclasses.replace(SMALL, seconds=1e-9, most=50, fewest=3), 3),
+        (dataclasses.replace(SMALL, seconds=1e3, most=5, fewest=3), 5),
+    ):
+        bench = Bench(job, None, effort)
+        (timing,) = bench.measure([job.comm.Barrier])
+        assert timing.samples == expected
+        bench.strategy.close()
+
+
+@pytest.mark.mpi
+def test_what_is_undone_is_called_once_in_each_sample(bench):
+    done, undone = [], []
+    (timing,) = bench.measure([lambda: done.append(1)], lambda: undone.append(1))
+    assert timing.calls == 1
+    assert len(done) == len(undone) > timing.samples
+
+
+@pytest.mark.mpi
+@pytest.mark.core
+def test_a_wrong_result_on_one_rank_raises_on_all(bench):
+    last = bench.job.size - 1
+
+    def replica():
+        bench.check("sum", mpi4py=True, mpidist=True)
+        bench.check("sum", mpi4py=True, mpidist=bench.job.rank != last)
+
+    expected = f"^sum: mpidist gave a wrong result on rank {last}; nothing was timed"
+    with pytest.raises(WrongResultError, match=expected):
+        bench.strategy.run(replica)
+
+
+@pytest.mark.mpi
+def test_the_numbers_are_what_their_names_say(bench):
+    for count in (1, 14, 200_000):
+        mine = bench.numbers(count)
+        assert mine.dtype == np.float32
+        everywhere = bench.job.comm.allgather(mine)
+        assert bench.are_sums([np.sum(everywhere, axis=0)])
+        assert np.array_equal(bench.numbers_of_all(count), np.concatenate(everywhere))
+
+
+@pytest.mark.mpi
+def test_work_without_memory_is_left_out_on_all_ranks(bench):
+    assert bench.has_room("a little", 4, copies=2)
+    assert bench.notes == []
+    assert not bench.has_room("a lot", 2**60, copies=2)
+    assert "a lot was left out: it takes 2" in bench.notes[0]
+
+
+@pytest.mark.mpi
+def test_a_problem_of_one_rank_is_raised_on_all(job):
+    job.require(None)
+    last = job.size - 1
+    problem = "no file" if job.rank == last else None
+    expected = f"^rank {last}: no file$" if job.size > 1 else "^no file$"
+    with pytest.raises(UsageError, match=expected):
+        job.require(problem)
+    with pytest.raises(UsageError, match=r"^no file$"):
+        job.require("no file")
+
+
+# --- rows and units -------------------------------------------------------------------
+
+
+def test_a_row_says_if_it_is_noisy():
+    steady, noisy = Timing(2.0, 1.9, 2.1, 3, 1), Timing(1.0, 0.9, 1.3, 3, 1)
+    assert not Row("run", "run", None, steady, steady).is_noisy
+    assert Row("run", "run", None, steady, noisy).is_noisy
+    assert Row("run", "run", None, steady, noisy).ratio == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("4", 4), ("4B", 4), ("64KiB", 65536), ("64 kib", 65536), ("1.5MB", 1_500_000)],
+)
+def test_sizes(text, nbytes):
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "4X", "KiB", "0.1B", "1e"])
+def test_what_is_no_size(text):
+    with pytest.raises(ValueError, match="expected a size such as"):
+        parse_size(text)
+
+
+def test_times():
+    assert parse_seconds("2us") == pytest.approx(2e-6)
+    assert parse_seconds("1.5e-6") == 1.5e-6
+    for text in ("", "2 years", "-1us"):
+        with pytest.raises(ValueError, match="expected a time"):
+            parse_seconds(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (5e-8, "0.05 us"),
+        (8.4e-7, "0.84 us"),
+        (1.234e-5, "12.3 us"),
+        (9.996e-4, "1.00 ms"),
+        (0.1234, "123 ms"),
+        (2.0, "2.00 s"),
+        (1234.0, "1,234 s"),
+    ],
+)
+def test_times_are_shown_with_three_digits(seconds, text):
+    assert show_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(4, "4 B"), (2**16, "64 KiB"), (2**26, "64 MiB"), (437_928_960, "437.9 MB")],
+)
+def test_sizes_are_shown(nbytes, text):
+    assert show_size(nbytes) == text

@@ -1,0 +1,121 @@
+"""launch/benchmarks, which launch/performance runs: its cases, aims and tables."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import shutil
+import sys
+
+import pytest
+from launching import ROOT, run_ranks
+
+BENCHMARKS = ROOT / "launch" / "benchmarks"
+TIMEOUT = 200.0
+MIB = 2**20
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Import a module of launch/benchmarks, for this test only."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+    def one(name):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        module = importlib.import_module(name)
+        monkeypatch.delitem(sys.modules, name)
+        return module
+
+    return one
+
+
+def test_the_benchmarks_of_developers_run(tmp_path):
+    path = tmp_path / "r.json"
+    argv = [BENCHMARKS, "networks", "commits", "--quick", "--json", path]
+    result = run_ranks(2, argv, timeout=TIMEOUT)
+    assert result.returncode == 0, result.stdout + result.stderr
+    record = json.loads(path.read_text())
+    assert [(row["work"], row["nbytes"]) for row in record["rows"]] == [
+        ("ResNet-50 nest", 4 * 25_557_032),
+        ("ResNet-50 nest in buffers_like", 4 * 25_557_032),
+        ("training step, with a commit", 2 * 4 * 256 * (784 + 10) + 8),
+        ("commit", 4 * 2**10),
+        ("commit", 4 * MIB),
+    ]
+    assert "BERT-base was left out: it is too large for a quick run." in record["notes"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "numbers"),
+    [
+        ("ResNet-50", 161, 25_557_032),  # as torchvision counts them
+        ("BERT-base", 199, 109_482_240),  # as Hugging Face counts them
+    ],
+)
+def test_the_shapes_of_known_networks(load, name, tensors, numbers):
+    shapes = load("networks").MODELS[name]()
+    assert len(shapes) == tensors
+    assert sum(math.prod(shape) for shape in shapes) == numbers
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "expected"),
+    [
+        (1, 1, [None] * 9),
+        (2, 1, [1.0, 1.0, 0.5, 0.75, 0.75, 0.9, 0.9, 0.75, 0.5]),
+        (4, 1, [1.3, 0.8, 0.8, 0.8, 0.8, 0.85, 0.85, 0.85, 0.4]),
+        (32, 1, [1.0] * 9),
+        (2, 2, [1.5, 1.5, 1.5, 1.5, 1.5, 1.1, 1.1, 1.1, 1.1]),
+        (4, 2, [1.5, 1.5, 1.5, 1.5, 1.5, 1.1, 1.1, 0.8, 0.8]),
+    ],
+)
+def test_the_aims_of_all_reduce_on_two_cores(load, ranks, nodes, expected):
+    sizes = [4, 2**10, 2**14, 2**16, 2**18, MIB, 4 * MIB, 16 * MIB, 64 * MIB]
+    aims = [load("aims").aim_of("all_reduce", n, ranks, nodes, 2) for n in sizes]
+    assert [None if aim is None else aim.factor for aim in aims] == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "nbytes", "text"),
+    [
+        ("nest", 10**8, "0.28"),
+        ("nest", 20480, "1.00"),
+        ("nest in buffers_like", 10**8, "0.24"),
+        ("all_gather", 2**14, "1.30"),
+        ("all_gather", 2**16, "1.00"),
+        ("run", 0, "6 us"),
+        ("merge_call", 0, "15 us"),
+        ("reduce", 0, "raw + 3 us"),
+        ("update", 4 * MIB, "1.20"),
+        ("elastic", 2 * MIB, "1.03"),
+        ("commit", 4 * MIB, "raw + 50 us"),
+    ],
+)
+def test_the_other_aims_are_for_ranks_with_cores_of_their_own(load, kind, nbytes, text):
+    aim_of = load("aims").aim_of
+    assert str(aim_of(kind, nbytes, 2, 1, 2)) == text
+    assert aim_of(kind, nbytes, 4, 1, 2) is None
+    assert aim_of(kind, nbytes, 2, 2, 2) is None
+
+
+def test_an_aim_is_met(load):
+    aim = load("aims").Aim
+    assert aim(0.5).is_met(2.0, 1.0)
+    assert not aim(0.5).is_met(2.0, 1.1)
+    assert aim(1.0, 3e-6).is_met(1e-6, 4e-6)
+    assert not aim(0.0, 6e-6).is_met(1e-3, 7e-6)
+
+
+def test_the_pages_are_filled_from_the_results(load, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    shutil.copytree(ROOT / "docs" / "performance", tmp_path / "performance")
+    shutil.copy(ROOT / "docs" / "performance.md", tmp_path)
+    page = tmp_path / "performance.md"
+    before = page.read_text()
+    page.write_text(before.replace("| all_reduce | 4 B |", "| old |"))
+    (tmp_path / "performance" / "all_reduce-2.png").unlink()
+    monkeypatch.setattr(sys, "argv", ["fill.py", str(tmp_path)])
+    load("fill").main()
+    assert page.read_text() == before
+    assert (tmp_path / "performance" / "all_reduce-2.png").exists()

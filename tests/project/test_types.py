@@ -1,0 +1,96 @@
+"""The types of public names, as mypy and pyright see them in a user's program."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from launching import ROOT, run_ranks
+
+TYPED = ROOT / "tests/programs/typed.py"
+
+pytestmark = pytest.mark.timeout(300)
+
+PROGRAM = """
+import numpy as np
+import mpidist
+
+strategy = mpidist.MPIStrategy()
+with strategy.scope():
+    v = mpidist.Variable(np.zeros(3))
+
+
+def assign(v: mpidist.Variable, y: float) -> None:
+    v.assign(y)
+
+
+def step(x: float) -> float:
+    ctx = mpidist.get_replica_context()
+    total: float = ctx.all_reduce("SUM", x)
+
+    def merge(strategy: mpidist.Strategy, x: mpidist.PerReplica) -> None:
+        y = strategy.extended.reduce_to("MEAN", x, v)
+        strategy.extended.reduce_to("MEAN", x, np.zeros(3))
+        strategy.extended.batch_reduce_to("SUM", zip([x], [v], strict=True))
+        strategy.extended.update(v, assign, args=(y,))
+
+    ctx.merge_call(merge, args=(total,))
+    count: int = ctx.strategy.num_replicas_in_sync
+    return total / count
+
+
+strategy.run(step, args=(1.0,))
+mpidist.Variable(0, aggregation="SUM", synchronization="ON_READ")
+wrong: str = mpidist.get_strategy().num_replicas_in_sync
+"""
+
+
+def test_a_users_program_type_checks(tmp_path):
+    pytest.importorskip("mypy")
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM, encoding="utf-8")
+    result = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--no-pretty", str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    wrong = len(PROGRAM.splitlines())
+    errors = [line for line in result.stdout.splitlines() if ": error: " in line]
+    assert len(errors) == 1, result.stdout + result.stderr
+    assert f"program.py:{wrong}: error: Incompatible types" in errors[0]
+
+
+def test_results_have_types_for_mypy():
+    pytest.importorskip("mypy")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--no-pretty", str(TYPED)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_results_have_types_for_pyright():
+    command = shutil.which("basedpyright") or shutil.which("pyright")
+    if command is None:
+        pytest.skip("neither pyright nor basedpyright is installed")
+    done = subprocess.run(
+        [command, "--pythonpath", sys.executable, "--level", "error", str(TYPED)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_program_of_types_runs():
+    done = run_ranks(2, [str(TYPED)], timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["(0, 0)", "1.5"]
