@@ -32,6 +32,7 @@ if os.name == "posix" and os.environ.get("MPIDIST_NO_CORE", "0") in ("", "0"):
                 *FLAGS,
                 *os.environ.get("MPIDIST_CORE_CFLAGS", "").split(),
             ],
+            libraries=["m"],
             optional=True,
         )
     )

@@ -69,15 +69,24 @@ from mpidist._strategy.extended import StrategyExtended as StrategyExtended
 from mpidist._strategy.mpi_strategy import MPIStrategy as MPIStrategy
 from mpidist._strategy.multi_step import MultiStepContext as MultiStepContext
 from mpidist._strategy.replica_context import ReplicaContext as ReplicaContext
+from mpidist._strategy.seeds import seed_all as seed_all
 from mpidist._strategy.strategy import (
     CommunicationStatistics as CommunicationStatistics,
 )
 from mpidist._strategy.strategy import Strategy as Strategy
+from mpidist._strategy.tensorflow_names import (
+    CentralStorageStrategy as CentralStorageStrategy,
+)
 from mpidist._strategy.tensorflow_names import MirroredStrategy as MirroredStrategy
 from mpidist._strategy.tensorflow_names import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
+from mpidist._strategy.tensorflow_names import OneDeviceStrategy as OneDeviceStrategy
+from mpidist._strategy.tensorflow_names import (
+    ParameterServerStrategy as ParameterServerStrategy,
+)
 from mpidist._strategy.tensorflow_names import RunOptions as RunOptions
+from mpidist._strategy.tensorflow_names import TPUStrategy as TPUStrategy
 from mpidist._strategy.tensorflow_names import maybe_merge_call as maybe_merge_call
 from mpidist._strategy.tensorflow_names import (
     strategy_supports_no_merge_call as strategy_supports_no_merge_call,
@@ -97,6 +106,7 @@ from mpidist.data import InputOptions as InputOptions
 from mpidist.data import InputReplicationMode as InputReplicationMode
 
 __all__ = [
+    "CentralStorageStrategy",
     "Checkpoint",
     "CheckpointError",
     "CheckpointManager",
@@ -122,7 +132,9 @@ __all__ = [
     "MultiStepContext",
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
+    "OneDeviceStrategy",
     "OutOfSyncError",
+    "ParameterServerStrategy",
     "PerReplica",
     "ReduceOp",
     "ReductionToOneDevice",
@@ -133,6 +145,7 @@ __all__ = [
     "RunOptions",
     "Strategy",
     "StrategyExtended",
+    "TPUStrategy",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
@@ -156,6 +169,7 @@ __all__ = [
     "maybe_merge_call",
     "optimizers",
     "scale_regularization_loss",
+    "seed_all",
     "strategy_supports_no_merge_call",
     "testing",
     "timeline",

@@ -6,7 +6,8 @@ divides its loss by the number of rows of the whole step.
 
 from __future__ import annotations
 
-from typing import NoReturn
+import operator
+from typing import NoReturn, SupportsIndex
 
 import numpy as np
 
@@ -112,7 +113,7 @@ def _rows_of(batch: Nest, group: ReplicaGroup) -> int:
 def compute_average_loss(
     per_example_loss: Nest,
     sample_weight: Nest = None,
-    global_batch_size: int | None = None,
+    global_batch_size: SupportsIndex | None = None,
 ) -> Nest:
     """Return this replica's share of the mean loss over all rows of the step.
 
@@ -127,18 +128,18 @@ def compute_average_loss(
     uneven batch.)
 
     Args:
-        per_example_loss: an array with one row per example, on this replica; any
-            further axes are summed too, but the divisor is only the number of rows.
-        sample_weight: None, a number, or an array of the shape of the losses, or of
-            their leading axes. The divisor is still the number of rows.
+        per_example_loss: an array or list with one row per example, on this replica;
+            any further axes are summed too, but the divisor is only the number of rows.
+        sample_weight: None, a number, or an array or list of the shape of the losses,
+            or of their leading axes. The divisor is still the number of rows.
         global_batch_size: the rows of all replicas, from
             `mpidist.global_batch_size`; the same on all replicas. None: it is computed.
 
     Returns:
         A scalar of the dtype of the loss (float64 for integers), on its device. It is 0
-        if no replica has any rows. For losses of torch and JAX one of the same library,
-        with its gradient, by its rules for dtypes; in a function that JAX transforms
-        pass ``global_batch_size``.
+        if ``global_batch_size`` is, or no replica has any rows. For losses of torch and
+        JAX one of the same library, with its gradient, by its rules for dtypes; in a
+        function that JAX transforms pass ``global_batch_size``.
 
     Raises:
         TypeError, ValueError: for invalid arguments.
@@ -159,7 +160,7 @@ def compute_average_loss(
             frame.group, per_example_loss, sample_weight, global_batch_size
         )
     try:
-        losses = backend.as_array(per_example_loss, _LOSS)[0]
+        losses = backend.as_array(_listed(per_example_loss, _LOSS), _LOSS)[0]
         if losses.ndim == 0:
             raise ValueError(
                 f"{_LOSS}: expected one loss per example, got "
@@ -175,12 +176,15 @@ def compute_average_loss(
         collectives.invalid(_LOSS, error)
     if ask:
         total = _sum_of_rows(frame.group, losses)
-    # No replica has any rows: the empty sum is 0, and so is each share.
-    return _share(losses, max(total, 1))
+    return _share(losses, total)
 
 
 def _share(losses: Array, divisor: int) -> Nest:
-    """Return a sum divided by a number, in the dtype of the losses or float64."""
+    """Return a sum divided by a number, in the dtype of the losses or float64.
+
+    Of no rows it is 0.
+    """
+    losses, divisor = (losses, divisor) if divisor else (losses[:0], 1)
     is_float = losses.dtype.kind in "fc" or backend.is_bfloat16(losses.dtype)
     wide = losses.dtype if is_float and losses.dtype.itemsize > 2 else np.float32
     result = losses.dtype if is_float else np.dtype(np.float64)
@@ -196,7 +200,7 @@ def scale_regularization_loss(regularization_loss: Nest) -> Nest:
     and outside every scope. In TensorFlow ``tf.nn.scale_regularization_loss``.
 
     Args:
-        regularization_loss: an array or a number, which is the same on all replicas.
+        regularization_loss: an array, list or number, the same on all replicas.
 
     Returns:
         The array, or its sum if it has axes, divided by the number of replicas; of the
@@ -212,7 +216,7 @@ def scale_regularization_loss(regularization_loss: Nest) -> Nest:
             f"{_PENALTY}: this code runs {frame.level.value}, but the loss is that of "
             "one replica; call it in the function that you pass to `strategy.run`"
         )
-    loss = backend.as_array(regularization_loss, _PENALTY)[0]
+    loss = backend.as_array(_listed(regularization_loss, _PENALTY), _PENALTY)[0]
     return _share(loss, frame.group.num_replicas)
 
 
@@ -220,7 +224,7 @@ def _share_with_gradient(
     group: ReplicaGroup,
     losses: Guest,
     sample_weight: Nest,
-    global_batch_size: int | None,
+    global_batch_size: SupportsIndex | None,
 ) -> Guest:
     """Return the share by functions of torch or JAX, which record gradients."""
     ask = global_batch_size is None
@@ -241,14 +245,15 @@ def _share_with_gradient(
         group.collectives.invalid(_LOSS, error)
     if ask:
         total = _sum_of_rows(group, losses)
-    return losses.sum() / max(total, 1)
+    # Of no rows, so that the 0 has a gradient.
+    return losses.sum() / total if total else losses[:0].sum()
 
 
 def _expand_guest(sample_weight: Nest, losses: Guest) -> Guest:
     weights = sample_weight
     library = guests.kind_of(losses)
     if library is not None and guests.kind_of(weights) != library:
-        array, kind = backend.as_array(weights, _LOSS)
+        array, kind = backend.as_array(_listed(weights, _LOSS), _LOSS)
         if kind == "number":
             return weights
         weights = guests.restore(array.copy(), library)
@@ -266,7 +271,7 @@ def _check_weights(weights: Shape, losses: Shape, dtype: str) -> None:
 
 
 def _expand(sample_weight: Nest, losses: Array) -> Nest:
-    weights = backend.as_array(sample_weight, _LOSS)[0]
+    weights = backend.as_array(_listed(sample_weight, _LOSS), _LOSS)[0]
     shape = tuple(weights.shape)
     _check_weights(shape, tuple(losses.shape), weights.dtype.name)
     if not shape:  # a number, which does not change the dtype of the losses
@@ -283,8 +288,24 @@ def _as_rows(rows: object) -> int:
             f"{rows!r}; write `mpidist.global_batch_size(batch)`, or None to compute it"
         )
 
-    if isinstance(rows, bool) or not isinstance(rows, (int, np.integer)):
+    if isinstance(rows, bool) or not isinstance(rows, SupportsIndex):
         refuse(TypeError)
-    if rows < 0:
+    try:
+        number = operator.index(rows)
+    except TypeError:  # an array of floats, or of several numbers
+        refuse(TypeError)
+    if number < 0:
         refuse(ValueError)
-    return int(rows)
+    return number
+
+
+def _listed(x: Nest, call: str) -> Nest:
+    """Return a list of numbers as an array; anything else unchanged."""
+    if not isinstance(x, (list, tuple)):
+        return x
+    if any(guests.kind_of(leaf) is not None for leaf in nest.flatten(x)[0]):
+        raise TypeError(
+            f"{call}: got a list of torch tensors or JAX arrays; write "
+            "`torch.stack(losses)` or `jax.numpy.stack(losses)`"
+        )
+    return np.asarray(x)

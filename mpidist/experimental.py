@@ -12,20 +12,30 @@ from mpidist._checkpoints import (
 )
 from mpidist._checkpoints import TerminationConfig as TerminationConfig
 from mpidist._strategy.tensorflow_names import (
+    CentralStorageStrategy as CentralStorageStrategy,
+)
+from mpidist._strategy.tensorflow_names import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
+from mpidist._strategy.tensorflow_names import (
+    ParameterServerStrategy as ParameterServerStrategy,
+)
+from mpidist._strategy.tensorflow_names import TPUStrategy as TPUStrategy
 from mpidist._strategy.value_context import ValueContext as ValueContext
 
 # The older name.
 CollectiveCommunication = CommunicationImplementation
 
 __all__ = [
+    "CentralStorageStrategy",
     "CollectiveCommunication",
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
     "PreemptionCheckpointHandler",
+    "TPUStrategy",
     "TerminationConfig",
     "ValueContext",
 ]

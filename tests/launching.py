@@ -7,7 +7,6 @@ import functools
 import importlib.metadata
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -41,6 +40,9 @@ _SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
+
+# For programs that fork: from Python 3.12 on os.fork warns of the threads that MPI has.
+FORKS = {"PYTHONWARNINGS": "ignore:This process (pid=:DeprecationWarning"}
 
 
 def run_ranks(
@@ -167,13 +169,10 @@ def outlives_ranks() -> bool:
 
 
 def find_mpirun() -> str:
-    """Return the mpirun of this Python's environment, else the one on the PATH."""
-    # Not resolved: in a virtual environment sys.executable is a link to elsewhere.
-    beside = Path(sys.executable).with_name("mpirun")
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
-    if found is None:
-        raise FileNotFoundError("no mpirun beside this Python, and none on the PATH")
-    return found
+    """Return the mpirun that `mpidist run` starts."""
+    from mpidist._cli.run_command import find_mpirun  # all of the command line
+
+    return find_mpirun()
 
 
 def plain_environment() -> dict[str, str]:

@@ -119,6 +119,14 @@ def count_gpus() -> tuple[int, str]:
     return count, "" if count else "CuPy finds no GPU"
 
 
+def seed(number: int) -> None:
+    """Seed the global random numbers of NumPy, and of CuPy if it is imported."""
+    np.random.seed(number)  # noqa: NPY002 - for code that uses them
+    cupy = sys.modules.get("cupy")
+    if cupy is not None:
+        cupy.random.seed(number)
+
+
 def is_device_array(x: object) -> TypeGuard[DeviceArray]:
     """Return whether ``x`` is a CuPy array."""
     cupy = sys.modules.get("cupy")
@@ -135,6 +143,18 @@ def is_array(x: object) -> bool:
         or is_device_array(x)
         or guests.kind_of(x) is not None
     )
+
+
+def as_real(x: object) -> float | None:
+    """Return a real number, or the one in an array of no dimensions; else None."""
+    if isinstance(x, bool):
+        return None
+    if isinstance(x, numbers.Real):
+        return float(x)
+    if getattr(x, "shape", None) != () or isinstance(x, np.generic):
+        return None
+    array = as_array(x, "a setting")[0]
+    return float(to_host(array)) if array.dtype.kind in "iuf" else None
 
 
 def is_number(x: object) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -110,7 +110,7 @@ def fingerprinter(x: Array) -> Callable[[int], int]:
     if words.size > _MOST_WORDS:
         step = max(_LEAST_STEP, words.size // _MOST_WORDS)
     first, last = raw[:_END_BYTES].data, raw[-_END_BYTES:].data
-    add: Callable[..., np.generic] = np.add.reduce
+    add: Callable[..., Any] = np.add.reduce
 
     def look(seed: int) -> int:
         total = int(add(words[seed % step :: step] if step > 1 else words))

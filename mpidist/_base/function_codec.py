@@ -131,26 +131,24 @@ def is_global(x: Any) -> bool:
     return lookup(module, name) is x
 
 
-def is_bare(function: types.FunctionType) -> bool:
-    """Whether a function is only its code, globals, closure and defaults."""
+def is_plain(function: types.FunctionType) -> bool:
+    """Whether a function is only its code, its globals and what it closes over."""
     code = function.__code__
     return not (
-        function.__dict__
+        function.__defaults__
         or function.__kwdefaults__
+        or function.__dict__
         or function.__name__ != code.co_name
         or function.__qualname__ != code.co_qualname
     )
 
 
 def make(
-    code: types.CodeType,
-    names: Globals,
-    closed: list[object],
-    defaults: tuple[object, ...],
+    code: types.CodeType, names: Globals, closed: list[object]
 ) -> types.FunctionType:
-    """Make a function that `is_bare`."""
+    """Make a function that `is_plain`."""
     cells = tuple([types.CellType(x) for x in closed])
-    return types.FunctionType(code, names, code.co_name, defaults or None, cells)
+    return types.FunctionType(code, names, code.co_name, None, cells)
 
 
 def make_empty(code: types.CodeType, names: Globals) -> types.FunctionType:

@@ -12,12 +12,14 @@ back in the same way. docs/guide/arrays.md has the table of what is copied.
 from __future__ import annotations
 
 import importlib
+import math
 import sys
+from collections.abc import Callable
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 
-from mpidist._base.types import Array
+from mpidist._base.types import Array, DType, HostArray, Shape
 
 GuestKind: TypeAlias = Literal["torch", "jax"]
 Guest: TypeAlias = Any
@@ -42,6 +44,12 @@ def kind_of(x: object) -> GuestKind | None:
     return None
 
 
+def seed(number: int) -> None:
+    """Seed the random numbers of torch, if it is imported; JAX has none to seed."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(number)
+
+
 def as_view(x: Guest, kind: GuestKind, call: str) -> Array:
     """Return a torch tensor or JAX array as a NumPy or CuPy array.
 
@@ -61,7 +69,96 @@ def as_view(x: Guest, kind: GuestKind, call: str) -> Array:
     return _view_of_torch(x, call) if kind == "torch" else _view_of_jax(x, call)
 
 
-def _view_of_torch(x: Guest, call: str) -> Array:
+class DeviceCopy:
+    """A tensor that is not on the host, of which `host` returns a copy that is.
+
+    Attributes:
+        dtype: the dtype of the copy.
+        shape: its shape.
+        nbytes: its size.
+        host: makes it.
+    """
+
+    def __init__(
+        self, dtype: DType, shape: Shape, host: Callable[[], HostArray]
+    ) -> None:
+        self.dtype, self.shape, self.host = dtype, shape, host
+        self.nbytes = math.prod(shape) * dtype.itemsize
+
+
+def as_stored(x: Guest, kind: GuestKind, call: str) -> Array | DeviceCopy:
+    """Return a tensor for a file: an array, or how to copy it from its device.
+
+    Other than `as_view` it takes tensors on any device, and needs no CuPy.
+
+    Raises:
+        TypeError: as `as_view`.
+    """
+    if kind == "jax":
+        device = _device_of_jax(x, call)
+        if device.platform == "cpu":
+            return np.asarray(x)
+        return DeviceCopy(x.dtype, x.shape, lambda: np.asarray(x))
+    torch = sys.modules["torch"]
+    dense = x.layout is torch.strided and not (x.is_nested or x.is_quantized)
+    if x.device.type in ("cpu", "meta") or not dense:
+        view: Array = _view_of_torch(x, call)
+        return view
+    sample: HostArray = _view_of_torch(torch.empty(0, dtype=x.dtype), call)
+    shape = tuple(x.shape)
+    return DeviceCopy(
+        sample.dtype, shape, lambda: _view_of_torch(x.detach().cpu(), call)
+    )
+
+
+def device_of(x: Guest, kind: GuestKind) -> str:
+    """Return the type of the device that holds a tensor, such as "cpu" or "cuda"."""
+    if kind == "torch":
+        return str(x.device.type)
+    return str(next(iter(x.devices())).platform)
+
+
+def from_stored(array: HostArray, kind: GuestKind, device: str) -> Guest:
+    """Return an array as a tensor, on a type of device if this machine has it.
+
+    Nobody else may write to the array from now on, as for `restore`.
+    """
+    x = restore(array, kind)
+    if device == "cpu":
+        return x
+    if kind == "torch":
+        module = getattr(sys.modules["torch"], device, None)
+        return x.to(device) if module is not None and module.is_available() else x
+    jax = sys.modules["jax"]
+    return jax.device_put(x, jax.local_devices()[0])
+
+
+def library(kind: GuestKind) -> Any:
+    """Return a library if the program has imported it, else None."""
+    return sys.modules.get(kind)
+
+
+def dtype_of(name: str) -> DType:
+    """Return the dtype of a name, of NumPy or ml_dtypes.
+
+    Raises:
+        TypeError: if there is none, or ml_dtypes is not installed.
+    """
+    try:
+        return np.dtype(name)
+    except TypeError:
+        try:
+            module = importlib.import_module("ml_dtypes")
+            found: DType = np.dtype(getattr(module, name))
+            return found
+        except (ImportError, AttributeError, TypeError):
+            raise TypeError(
+                f"NumPy itself has no dtype {name}; install ml_dtypes (`pip install "
+                "ml_dtypes`)"
+            ) from None
+
+
+def _view_of_torch(x: Guest, call: str) -> Any:
     torch = sys.modules["torch"]
     kind = x.device.type
     if kind == "meta":
@@ -110,7 +207,8 @@ def _view_of_torch(x: Guest, call: str) -> Array:
         ) from error
 
 
-def _view_of_jax(x: Guest, call: str) -> Array:
+def _device_of_jax(x: Guest, call: str) -> Any:
+    """Return the device of an array that has values, on one device."""
     jax = sys.modules["jax"]
     if isinstance(x, jax.core.Tracer):
         raise TypeError(f"{call}: got a JAX tracer, {x!r:.80}: {_OUTSIDE}")
@@ -132,8 +230,13 @@ def _view_of_jax(x: Guest, call: str) -> Array:
             "), and one rank for each"
         )
     (device,) = devices
+    return device
+
+
+def _view_of_jax(x: Guest, call: str) -> Array:
+    device = _device_of_jax(x, call)
     if device.platform == "cpu":
-        view: Array = np.asarray(x)
+        view: HostArray = np.asarray(x)
         return view
     try:
         return _from_cuda(x)

@@ -42,8 +42,8 @@ class IndexedSlices:
 
     def __init__(
         self,
-        values: Array | Listed,
-        indices: Array | Listed,
+        values: HostArray | Array | Listed,
+        indices: HostArray | Array | Listed,
         dense_shape: Iterable[int] | None = None,
     ) -> None:
         """Check and keep the rows. They are not copied."""
@@ -123,8 +123,20 @@ def _combine(
 ) -> None:
     if how == "update":
         array[indices] = values  # the last of equal indices counts
+    elif how == "div" and array.dtype.kind in "iu":
+        for index, row in zip(indices, values, strict=True):
+            array[index] = _divide(array[index], row)
     elif how == "div" and backend.is_bfloat16(array.dtype):
         for index, row in zip(indices, values, strict=True):
             array[index] = array[index] / row
     else:
         _UFUNCS[how].at(array, indices, values)
+
+
+def _divide(x: HostArray, y: HostArray) -> HostArray:
+    """Return quotients of integers, rounded towards 0, as in C and TensorFlow."""
+    with np.errstate(over="ignore"):
+        quotient, rest = np.divmod(x, y)
+        below: HostArray = (rest != 0) & ((x < 0) != (y < 0))
+        rounded: HostArray = quotient + below
+    return rounded

@@ -17,8 +17,9 @@ class CommunicationImplementation(enum.Enum):
 
     ``AUTO`` chooses by the device of the array and by what MPI supports. Host arrays
     use shared memory if all ranks are on one node; with several nodes, small arrays use
-    MPI messages, and large ones are sent in slices through the shared memory of each
-    node. ``DIRECT`` passes the buffer to MPI (for a GPU array, MPI must be CUDA-aware).
+    MPI's collectives, and large ones MPI's all-reduce of slices, through the shared
+    memory of each node. ``DIRECT`` passes the buffer to MPI: to its non-blocking
+    collectives, and a GPU array, if MPI is CUDA-aware, to its blocking ones.
     ``SHARED`` is what AUTO does for host arrays; it is an error if there is no shared
     memory. ``STAGED`` copies GPU arrays through host memory, in pieces. ``NCCL`` moves
     GPU arrays by NCCL, which requires a GPU for each rank; if it is unavailable, it is

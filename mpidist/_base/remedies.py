@@ -1,10 +1,10 @@
 """What to write instead of names and keywords that programs for other libraries use.
 
 A name that mpidist does not have raises AttributeError, and a keyword TypeError, as
-always in Python; the message ends with the line to write. `docs/porting.md` has the
-same names in tables. ``hasattr`` and ``dir`` are not affected, nor are names that begin
-and end with two underscores, by which pickle, copy and inspect ask objects for their
-protocols.
+always in Python; the message ends with the line to write, from ``remedies.json``, which
+is read at the first such error. `docs/porting.md` has the same names in tables.
+``hasattr`` and ``dir`` are not affected, nor are names that begin and end with two
+underscores, by which pickle, copy and inspect ask objects for their protocols.
 
 The hooks are set by functions, not written as ``def __getattr__``: type checkers would
 then accept every name.
@@ -13,16 +13,38 @@ then accept every name.
 from __future__ import annotations
 
 import functools
+import inspect
+import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
-
-from mpidist._base.remedy_keywords import KEYWORDS, Keyword
-from mpidist._base.remedy_tables import ATTRIBUTES
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _T = TypeVar("_T", bound=type)
+
+
+@functools.cache
+def tables() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the contents of ``remedies.json``.
+
+    - ``names``: what to write, by the module or class and the missing name.
+    - ``keywords``: by the call and the keyword, ``write``; ``ignored`` if it is ignored
+      with any value, as it changes no result; and ``default``, the value that says what
+      is the case here, which is ignored, as None and False are.
+
+    A text ``=KEY`` in the file stands for one that several names share.
+    """
+    path = Path(__file__).with_name("remedies.json")
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    shared = {f"={key}": text for key, text in whole.pop("shared").items()}
+    for names in whole["names"].values():
+        names.update({name: shared.get(text, text) for name, text in names.items()})
+    for keywords in whole["keywords"].values():
+        for keyword in keywords.values():
+            keyword["write"] = shared.get(keyword["write"], keyword["write"])
+    return whole  # type: ignore[no-any-return]  # of json
 
 
 def explain_module(name: str) -> None:
@@ -41,7 +63,7 @@ def explain_attributes(cls: _T, owner: str = "") -> _T:
 
     Args:
         cls: the class; a metaclass for the attributes of its classes.
-        owner: the key of `ATTRIBUTES`, if it is not the name of the class.
+        owner: the key of the table, if it is not the name of the class.
     """
 
     def look(self: object, missing: str) -> object:
@@ -70,11 +92,13 @@ def missing_name(owner: str, message: str, missing: str) -> AttributeError:
     """Return the error for a name that a module or an object does not have.
 
     Args:
-        owner: the key of `ATTRIBUTES`.
+        owner: the key of the table of names.
         message: what the error says in any case.
         missing: the name.
     """
-    remedy = ATTRIBUTES.get(owner, {}).get(missing)
+    # NumPy, pickle and others ask objects for protocols all the time.
+    is_protocol = missing[:2] == missing[-2:] == "__" and "mpidist" not in owner
+    remedy = None if is_protocol else tables()["names"].get(owner, {}).get(missing)
     if remedy is None:
         return AttributeError(message)  # Python adds `name`, and "Did you mean"
     return AttributeError(
@@ -88,15 +112,16 @@ def explain_keywords(call: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]
     Not for calls in a hot path: it adds a Python call.
 
     Args:
-        call: the key of `KEYWORDS`, and the name of the call in messages.
+        call: the key of the table of keywords, and the name of the call in messages.
     """
-    known = KEYWORDS[call]
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        accepted = inspect.signature(function).parameters.keys()
+
         @functools.wraps(function)
         def explained(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            if kwargs and not known.keys().isdisjoint(kwargs):
-                _without(call, known, kwargs)
+            if not accepted >= kwargs.keys():
+                _drop_ignored(call, kwargs)
             return function(*args, **kwargs)
 
         return explained
@@ -104,19 +129,22 @@ def explain_keywords(call: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]
     return decorate
 
 
-def _without(call: str, known: Mapping[str, Keyword], kwargs: dict[str, Any]) -> None:
+def _drop_ignored(call: str, kwargs: dict[str, Any]) -> None:
     """Remove the keywords that are ignored.
 
     Raises:
         TypeError: for one that is not; the message says what to write.
     """
+    known = tables()["keywords"][call]
     for name in known.keys() & kwargs.keys():
         keyword, value = known[name], kwargs[name]
-        default = keyword.default
+        default = keyword.get("default")
         is_default = type(value) is type(default) and value == default
-        if not (keyword.ignored or is_default or value is None or value is False):
+        if not (
+            keyword.get("ignored") or is_default or value is None or value is False
+        ):
             raise TypeError(
                 f"{call}: got an unexpected keyword argument {name!r}; "
-                f"{keyword.remedy} (docs/porting.md has all arguments)"
+                f"{keyword['write']} (docs/porting.md has all arguments)"
             )
         del kwargs[name]

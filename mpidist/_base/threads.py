@@ -24,10 +24,12 @@ class ThreadReplica(Protocol):
     """A replica that is a thread.
 
     Attributes:
+        rank: its number.
         size: how many replicas there are.
         locals: the object of each `ReplicaLocal`, by its id; of any type.
     """
 
+    rank: int
     size: int
     locals: dict[int, Any]
 

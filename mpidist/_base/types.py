@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any, Protocol, Self, TypeAlias
 
 import numpy as np
+from typing_extensions import TypeVar  # with `default`, which `typing` has from 3.13
 
 DType: TypeAlias = np.dtype[Any]
 Shape: TypeAlias = tuple[int, ...]
@@ -21,6 +22,15 @@ HostArray: TypeAlias = np.ndarray[Any, Any]
 """A NumPy array, of any dtype and number of dimensions."""
 Nest: TypeAlias = Any
 """Arrays, numbers and other leaves in nested containers, or one such leaf."""
+
+Own = TypeVar("Own", default=Any, covariant=True)
+"""What each replica has, as in ``PerReplica[float]``."""
+Leaf = TypeVar("Leaf", bound="complex | np.generic | HostArray")
+"""A number or an array of NumPy; those of other libraries may have no types."""
+OtherLeaf = TypeVar("OtherLeaf", bound="complex | np.generic | HostArray")
+"""Another one."""
+Given = TypeVar("Given")
+"""Whatever is passed, and returned."""
 
 
 class Array(Protocol):

@@ -29,7 +29,7 @@ from mpidist._base import function_codec
 from mpidist._base.cache import Cache
 from mpidist._base.fingerprint import fingerprint, fingerprint_of_bytes
 from mpidist._merge import object_names
-from mpidist._merge.wire import ATOMS, Pickler
+from mpidist._merge.commands import ATOMS, Pickler
 from mpidist._values.distributed import DistributedValues
 from mpidist._values.variable import Variable, storage_of
 

@@ -6,13 +6,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from mpidist import _native
 from mpidist._agreement.mismatch import describe_exception, dump_exception
 from mpidist._base import backend, checksums, nest
 from mpidist._base.errors import as_told
 from mpidist._base.types import Array, Nest
-from mpidist._merge import object_names, wire
-from mpidist._merge.updates import UpdateBatch, check_update, has_own_arguments, wrap
+from mpidist._merge import commands, object_names
+from mpidist._merge.updates import UpdateBatch, check_update, leaves_of, wrap
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0, check_arguments
 from mpidist._runtime.group import ReplicaGroup
@@ -30,8 +29,8 @@ from mpidist._values.variable import Variable
 Arguments: TypeAlias = tuple[Sequence[Nest], Mapping[str, Nest]]
 """The positional and the keyword arguments of a function."""
 
-_RESERVE: Final = 256  # bytes of the ring, for a message that ends a batch
-_WITH_FUNCTIONS: Final = {"update": "update", "call_for_each_replica": "run"}
+# What users call these operations, and where their functions are in the arguments.
+_FUNCTIONS: Final = {"update": ("update", 1), "call_for_each_replica": ("run", 0)}
 
 
 class Coordinator:
@@ -46,16 +45,13 @@ class Coordinator:
         self, group: ReplicaGroup, names: object_names.Names | None = None
     ) -> None:
         self._group = group
-        self._collectives = group.collectives
-        self._messages = group.collectives.messages
+        self._guard = group.guard
+        self._several = group.collectives.comm.size > 1
         self._registry = group.registry
         self._dropped: list[Key] = []
         self._fetched: list[weakref.ref[DistributedValues]] = []
         self._batch = UpdateBatch(group)
-        self._writer = wire.Writer(group, self.key_of, names)
-        # Whether the others come to the next join without a message; also after an
-        # interrupt, when `fail` ends the batch.
-        self._awaited = False
+        self._writer = commands.Writer(group, self.key_of, names)
 
     def command(self, name: str, args: tuple[Any, ...]) -> Any:
         """Run an operation on all ranks; return rank 0's result.
@@ -63,17 +59,17 @@ class Coordinator:
         If a batch of updates before it has raised on some rank, this raises on all
         ranks, and the operation is not run.
         """
-        if self._collectives.comm.size == 1:
+        if not self._several:
             return self._execute(name, args)
-        plain, buffers = self._write(name, args)
-        self._send("do", name, plain, len(buffers))
-        if self._batch.open:
-            self._join()
-        if buffers:
-            self._collectives.send_arrays(buffers, name)
-        result = self._execute(name, args)
-        self.watch(result)
-        return result
+        try:
+            content, arrays = self._write(name, args)
+            self._send(name, content, arrays)
+            result = self._execute(name, args)
+            self.watch(result)
+            return result
+        except BaseException as error:
+            self._interrupted(name, error)
+            raise
 
     def update(
         self,
@@ -85,71 +81,90 @@ class Coordinator:
     ) -> Nest:
         """Run an update on all ranks; return rank 0's result.
 
-        Rank 0 does not wait for the others, see `updates`.
+        Rank 0 does not wait for the others (see `updates`), except before and after an
+        update with values of each replica's own, and after an update with
+        ``group=False``, one whose function communicates, and when the batch has become
+        long.
         """
         check_arguments("update", args, kwargs)
-        group = self._group
-        writer = self._writer
-        arguments = None if kwargs else writer.arguments(args)
-        keep = False
-        if arguments is None or not callable(fn):
-            leaves = nest.flatten((tuple(args), kwargs))[0]
-            check_update(var, fn, leaves)
-            keep = has_own_arguments(leaves)
-        if self._collectives.comm.size == 1:
+        own = check_update(var, fn, leaves_of(args, kwargs))
+        operation = (var, fn, args, kwargs or None, grouped)
+        if not self._several:
             return self._execute("update", (var, fn, args, kwargs, grouped))
-        guard = self._collectives.guard
-        batch = self._batch
-        key = None if var is None else self.key_of(var)
-        buffers: list[Array] = []
-        function = None if arguments is None else writer.function(fn)
-        if type(function) is not tuple:
-            arguments = None
-            function, buffers = self._write("update", (fn, tuple(args), kwargs))
-        # If messages are collective calls of MPI, all ranks have to read each of them.
-        last = not grouped or keep or bool(buffers) or self._messages.ring is None
-        if batch.open and (buffers or keep):
-            self.end_updates()
-        fields = (key, function, arguments, len(buffers), grouped, keep, last)
-        self._send("update", *fields)
-        self._awaited = last
-        number = self._registry.next_key()
         try:
-            with guard.with_all_ranks():
-                batch.begin()
-                if keep:
-                    batch.keep()
-                if buffers:
-                    self._collectives.send_arrays(buffers, "update")
-                result = batch.run(number, var, fn, args, kwargs, grouped)
+            content, arrays = self._write("update", operation)
+            if own:
+                self.end_updates()
+            self._send("update", content)
+            number = self._registry.next_key()
+            result = self._run(number, operation, own, arrays)
+            if own or not grouped or self._batch.communicates or self._batch.long:
+                self.end_updates()
+            if result is None or type(result) is Variable:
+                return result
+            result = wrap(self._group, result, number, grouped)
+            self.watch(result)
+            return result
+        except BaseException as error:
+            self._interrupted("update", error)
+            raise
+
+    def _interrupted(self, call: str, error: BaseException) -> None:
+        """Tell the others if an exception from outside has left a call in the middle.
+
+        Otherwise merge_fn might catch it, and go on.
+        """
+        guard = self._guard
+        guard.before_call = None
+        guard.set_alone(False)
+        guard.interrupted(call, error)
+        guard.set_alone(True)
+
+    def _run(
+        self, number: int, operation: tuple[Any, ...], own: bool, arrays: list[Array]
+    ) -> Nest:
+        """Run an update on this rank, as a part of the batch."""
+        batch, guard = self._batch, self._guard
+        guard.before_call = self._check_others
+        try:
+            batch.begin()
+            if own:
+                batch.keep()
+            if arrays:
+                self._send_arrays("update", arrays)
+            return batch.run(number, *operation)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            self.end_updates(error)
+            self._interrupted("update", error)
+            if not guard.broken:
+                batch.fail(error)
+                self.end_updates(error)
             raise
-        if last:
-            self._join()
-        elif batch.long:
-            self.end_updates()
-        if result is None or type(result) is Variable:
-            return result
-        result = wrap(group, result, number, grouped)
-        self.watch(result)
-        return result
+        finally:
+            guard.before_call = None
+            guard.set_alone(True)
+
+    def _check_others(self) -> None:
+        """Before the function of an update communicates: a rank that failed answers."""
+        self._guard.before_call = None
+        self._guard.set_alone(False)
+        self._batch.communicates = True
+        self._post("check")
 
     def _write(
         self, name: str, args: tuple[Any, ...]
-    ) -> tuple[wire.Plain, list[Array]]:
-        """Convert the arguments of an operation; name one that cannot be sent."""
+    ) -> tuple[commands.Content, list[Array]]:
+        """Encode the arguments of an operation; name one that cannot be sent."""
         try:
             return self._writer.write(args)
         except _NotThereError:
             raise
         except Exception as error:
-            if name not in _WITH_FUNCTIONS or self._collectives.guard.broken:
+            if name not in _FUNCTIONS or self._guard.broken:
                 raise
-            call = _WITH_FUNCTIONS[name]
-            culprit = self._writer.culprit(*args[-3:])
+            call, first = _FUNCTIONS[name]
+            culprit = self._writer.culprit(*args[first : first + 3])
             if not culprit:
                 raise
             why = str(error).rstrip(".")
@@ -163,8 +178,6 @@ class Coordinator:
     def _take_dropped(self) -> list[Key]:
         """Return the keys of values that rank 0 has dropped and the others keep."""
         dropped: list[Key] = []
-        if not self._dropped and not self._registry.dropped:
-            return dropped
         for waiting in (self._dropped, self._registry.dropped):
             if waiting:
                 count = len(waiting)
@@ -172,35 +185,32 @@ class Coordinator:
                 del waiting[:count]  # in place: finalizers append to these lists
         return dropped
 
-    def _send(self, kind: wire.Kind, *body: wire.Plain) -> None:
-        """Send a message; first end the batch if the others might not read it."""
-        messages, guard, batch = self._messages, self._collectives.guard, self._batch
-        with guard.with_all_ranks():
-            guard.check_late()
-        dropped = self._take_dropped() if kind != "return" else []
-        news = self._writer.take_news()
-        data = wire.dump(batch.joins, kind, *body, dropped=dropped, news=news)
-        ring = messages.ring
-        if batch.open and ring is not None:
-            # A rank at the join does not read: all messages until then must fit.
-            used = ring.moved - batch.ring_start + _RESERVE
-            core = _native.core
-            long = len(data) >= core.MESSAGE_BYTES
-            if long or used + len(data) > core.RING_BYTES:
-                try:
-                    self.end_updates()
-                except BaseException:
-                    self._dropped += dropped
-                    self._writer.return_news(news)
-                    raise
-                data = wire.dump(batch.joins, kind, *body, dropped=dropped, news=news)
-        if batch.open:
-            messages.send(data)
-            guard.uncount()
-        else:
-            if ring is not None:
-                batch.ring_start = ring.moved
-            messages.send(data)
+    def _send(
+        self,
+        name: str,
+        content: commands.Content = commands.NOTHING,
+        arrays: list[Array] | None = None,
+    ) -> None:
+        """Send a command, and its arrays; one that is no update ends the batch."""
+        self._guard.check_late()
+        self._post(name, content)
+        if self._batch.open and name != "update":
+            self._join()
+        if arrays:
+            self._send_arrays(name, arrays)
+
+    def _send_arrays(self, name: str, arrays: list[Array]) -> None:
+        before = self._guard.set_alone(False)
+        try:
+            self._group.collectives.send_arrays(arrays, name)
+        finally:
+            self._guard.set_alone(before)
+
+    def _post(self, name: str, content: commands.Content = commands.NOTHING) -> None:
+        dropped = [] if name in ("return", "check") else self._take_dropped()
+        self._group.collectives.messages.send(
+            self._writer.command(name, content, dropped)
+        )
 
     def end_updates(self, error: BaseException | None = None) -> None:
         """End a batch of updates on all ranks; raise if it has raised on any rank.
@@ -209,24 +219,29 @@ class Coordinator:
             error: the exception of rank 0's own function, which the caller re-raises.
         """
         if self._batch.open:
-            if not self._awaited:
-                data = wire.dump(self._batch.joins, "join")
-                self._messages.send(data)
-                self._collectives.guard.uncount()
+            # After an update that communicates they go to the join without a command.
+            if not (self._batch.communicates or self._guard.broken):
+                self._post("join")
             self._join(error)
 
     def _join(self, error: BaseException | None = None) -> None:
-        guard = self._collectives.guard
-        with guard.with_all_ranks():
-            found = self._batch.end(error)
-            self._awaited = False
+        guard = self._guard
+        before = guard.set_alone(False)
+        try:
+            found = self._batch.end()
+        finally:
+            guard.set_alone(before)
         if found is not None and found is not error:
             raise found
 
     def _execute(self, name: str, args: tuple[Any, ...]) -> Any:
-        frame = self._group.cross_frame
-        with self._collectives.guard.with_all_ranks(), context.entered(frame):
-            return dispatch.execute(self._group, name, args)
+        guard = self._guard
+        before = guard.set_alone(False)
+        try:
+            with context.entered(self._group.cross_frame):
+                return dispatch.execute(self._group, name, args)
+        finally:
+            guard.set_alone(before)
 
     def fetch(self, values: list[DistributedValues]) -> None:
         """Gather the unknown components of these values to rank 0."""
@@ -241,14 +256,9 @@ class Coordinator:
 
     def finish(self, result: Nest) -> list[Array]:
         """Send the result of merge_fn; return the arrays that have to follow."""
-        plain = result
-        buffers: list[Array] = []
-        if type(result) not in wire.ATOMS:
-            plain, buffers = self._writer.write(result, named=False)
-        self._send("return", plain, len(buffers))
-        if self._batch.open:
-            self._join()
-        return buffers
+        content, arrays = self._writer.write(result, named=False)
+        self._send("return", content)
+        return arrays
 
     def fail(self, error: BaseException) -> None:
         """Send the exception of merge_fn."""
@@ -256,12 +266,11 @@ class Coordinator:
             self.end_updates()
         except BaseException:
             # An update has raised, which merge_fn did not know: its exception counts.
-            if self._collectives.guard.broken:
+            if self._guard.broken:
                 raise
-        if not self._collectives.guard.broken:
-            data, trace = dump_exception(error), describe_exception(error)
-            message = wire.dump(self._batch.joins, "raise", data, trace)
-            self._messages.send(message)
+        if not self._guard.broken:
+            pickled = dump_exception(error), describe_exception(error)
+            self._post("raise", self._writer.write(pickled)[0])
 
     def close(self) -> None:
         """Drop gathered components: the arrays may change until the next merge_call."""
@@ -335,35 +344,38 @@ def lead(
         arguments: its arguments, in a list that this empties.
         coordinator: commands the others.
     """
-    collectives = group.collectives
+    guard = group.guard
     args, kwargs = arguments.pop()
     frame = context.Frame(group, context.Level.COORDINATOR, coordinator=coordinator)
-    several = collectives.comm.size > 1
+    several = group.collectives.comm.size > 1
+    arrays: list[Array] = []
+    structure: nest.Structure | None = None
     try:
+        guard.set_alone(several)
         with context.entered(frame):
-            with collectives.guard.in_merge_fn():
-                result = merge_fn(group.strategy, *args, **kwargs)
+            result = merge_fn(group.strategy, *args, **kwargs)
             del args, kwargs
-            if type(result) in wire.ATOMS:
-                if several:
-                    coordinator.finish(result)
-                return result
-            leaves, structure = nest.flatten(result)
-            parts = [_part_of(leaf, group) for leaf in leaves]
+            if type(result) not in commands.ATOMS:
+                leaves, structure = nest.flatten(result)
+                parts = [_part_of(leaf, group) for leaf in leaves]
+                result = structure.unflatten(parts)
             if several:
-                buffers = coordinator.finish(structure.unflatten(parts))
+                arrays = coordinator.finish(result)
+        guard.set_alone(False)
     except BaseException as error:
+        guard.set_alone(False)
         if several:
-            collectives.guard.set_alone(False)  # an exception in `with` may leave it on
-            collectives.guard.interrupted("merge_call", error)
-            if not collectives.guard.broken:
+            guard.interrupted("merge_call", error)
+            if not guard.broken:
                 coordinator.fail(error)
                 as_told(error)
         raise
     finally:
         coordinator.close()
-    if several and buffers:
-        collectives.send_arrays(buffers, "merge_call")
+    if arrays:
+        group.collectives.send_arrays(arrays, "merge_call")
+    if structure is None:
+        return result
     return structure.unflatten([_own_result(leaf) for leaf in leaves])
 
 

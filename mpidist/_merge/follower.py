@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from mpidist._agreement.mismatch import ErrorKind, load_exception
 from mpidist._base import nest
 from mpidist._base.errors import CollectiveError, as_told, on_rank
 from mpidist._base.types import Array, Nest
-from mpidist._merge import object_names, wire
-from mpidist._merge.updates import UpdateBatch, describe, wrap
+from mpidist._merge import commands, object_names
+from mpidist._merge.updates import (
+    UpdateBatch,
+    check_update,
+    describe,
+    leaves_of,
+    wrap,
+)
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
@@ -17,7 +23,7 @@ from mpidist._runtime.registry import Key, Registered, key_of
 from mpidist._values.distributed import DistributedValues, own_component
 from mpidist._values.variable import Variable
 
-_NO_KEYWORDS: Final[dict[str, Any]] = {}
+_WAITS: Final = "merge_call, waiting for merge_fn on rank 0"
 
 
 def follow(
@@ -28,6 +34,9 @@ def follow(
     try:
         return follower.follow()
     finally:
+        # Again, since an exception from outside may come to the line that does so.
+        group.guard.before_call = None
+        group.guard.set_alone(False)
         follower.batch.leave()
 
 
@@ -49,121 +58,122 @@ class Follower:
         self._group = group
         self._collectives = group.collectives
         self._registry = group.registry
-        self._reader = wire.Reader(group, names)
+        self._reader = commands.Reader(group, names)
         self._held = held
         # The exception of the last command on this rank. Rank 0 has raised it too.
         self._failure: BaseException | None = None
         self.batch = UpdateBatch(group)
+        self._waiting: list[bytes] = []  # read too early, by `_expect_check`
 
     def follow(self) -> Nest:
         """Run commands until merge_fn has ended; return this replica's part."""
-        collectives, batch = self._collectives, self.batch
-        guard, messages = collectives.guard, collectives.messages
         held, kept = self._held, self._registry.kept
         while True:
             try:
-                data = messages.receive(
-                    "merge_call, waiting for merge_fn on rank 0", timeout=None
-                )
+                data = self._waiting.pop() if self._waiting else self._receive()
             except MemoryError as error:  # rank 0 has raised it too, and decides
                 self._failed(error)
                 continue
-            joins, kind, dropped, news, *body = wire.load(data)
-            if news:
-                self._reader.receive_news(news)
-            # Sent before a join that this rank has passed already: it does not count.
-            stale = joins < batch.joins
-            if stale or batch.open:
-                guard.uncount()
-            if kind == "update":
-                self._update(stale, *body)
-            elif not stale:
-                failed = False
-                if batch.open:
-                    self._failure = batch.end()
-                    failed = self._failure is not None
-                if kind == "do" and not failed:
-                    self._failed(self._obey(*body))
-                elif kind == "return" and not failed:
-                    return self._finish(*body)
-                elif kind == "raise":
-                    pickled, trace = body
-                    rank = collectives.comm.rank
-                    failure = remote_error(rank, pickled, trace, self._failure)
-                    raise as_told(failure)
+            name, dropped, content = self._reader.command(data)
+            if name == "update":
+                self._update(content)
+                if self.batch.communicates:
+                    self._ends_batch()
+            elif self._ends_batch():
+                if name == "return":
+                    return self._finish(content)
+                if name not in ("join", "check", "raise"):
+                    self._failed(self._obey(name, content))
+            if name == "raise":
+                pickled, trace = self._reader.read(content, [])
+                rank = self._collectives.comm.rank
+                raise as_told(remote_error(rank, pickled, trace, self._failure))
             for key in dropped:
                 held.pop(key, None)
                 kept.pop(key, None)
 
-    def _finish(self, result: wire.Plain, num_arrays: int) -> Nest:
+    def _receive(self) -> bytes:
+        return self._collectives.messages.receive(_WAITS)
+
+    def _expect_check(self) -> None:
+        """Before the function of an update communicates: read that rank 0's does too.
+
+        Raises:
+            RuntimeError: if it does not.
+        """
+        guard = self._collectives.guard
+        data = self._waiting.pop() if self._waiting else self._receive()
+        name, _, _ = self._reader.command(data)
+        if name != "check":
+            self._waiting.append(data)
+            raise RuntimeError(
+                "a function of `update` communicates on this rank, and not on rank 0; "
+                "it has to make the same calls on all ranks"
+            )
+        guard.before_call = None
+        guard.set_alone(False)
+        self.batch.communicates = True
+
+    def _ends_batch(self) -> bool:
+        """Go to the join if a batch is open; return whether no update has raised."""
+        if not self.batch.open:
+            return True
+        self._failure = self.batch.end()
+        return self._failure is None
+
+    def _receive_arrays(self, content: commands.Content) -> list[Array]:
+        return self._collectives.receive_arrays() if content[2] else []
+
+    def _finish(self, content: commands.Content) -> Nest:
         """Return this replica's part of the result of merge_fn."""
-        arrays = self._collectives.receive_arrays() if num_arrays else []
+        arrays = self._receive_arrays(content)
         if self._failure is not None and not self._collectives.guard.enabled:
             raise self._failure  # no other rank knows of it
-        if type(result) is not tuple:
-            return result
-        return nest.map_structure(own_component, self._reader.read(result, arrays))
+        result = self._reader.read(content, arrays)
+        return nest.map_structure(own_component, result)
 
-    def _update(
-        self,
-        stale: bool,
-        key: Key | None,
-        function: wire.Plain,
-        arguments: list[tuple[bool, wire.Plain]] | None,
-        num_arrays: int,
-        grouped: bool,
-        keep: bool,
-        last: bool,
-    ) -> None:
-        """Run an update, or discard it if it is stale; count its result in both cases.
-
-        After ``stale`` come the fields of the message, in its order (see `wire`).
-        """
+    def _update(self, content: commands.Content) -> None:
+        """Run an update, or discard it if one before it has failed in this batch."""
         number = self._registry.next_key()
-        if stale:
-            return
-        group, batch = self._group, self.batch
+        group, batch, guard = self._group, self.batch, self._group.guard
         batch.begin()
-        if keep:
-            batch.keep()
-        var = fn = None
         kind: ErrorKind = "invalid"
-        self._failed(None)
+        what = "an update"
         try:
-            arrays = self._collectives.receive_arrays() if num_arrays else []
-            var = None if key is None else wire.value_of(key, group)
-            if arguments is None:
-                fn, args, kwargs = self._read(function, arrays)
-            else:
-                fn, kwargs = self._read(function, arrays), _NO_KEYWORDS
-                args = self._reader.arguments(arguments)
-            kind = "raised"
-            result = batch.run(number, var, fn, args, kwargs, grouped)
+            arrays = self._receive_arrays(content)
+            if batch.failed:
+                return
+            self._failed(None)
+            # Unpickling may run the user's code.
+            with context.entered(group.cross_frame):
+                operation = self._reader.read(content, arrays)
+            var, fn, args, kwargs, grouped = operation
+            what, kind = describe(var, fn), "raised"
+            if check_update(var, fn, leaves_of(args, kwargs)):
+                batch.keep()
+            guard.before_call = self._expect_check
+            guard.set_alone(True)
+            result = batch.run(number, *operation)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            self._collectives.guard.interrupted("an update", error)
-            if self._collectives.guard.broken:
+            guard.set_alone(False)
+            guard.interrupted("an update", error)
+            if guard.broken:
                 raise
-            what = "an update" if kind == "invalid" else describe(var, fn)
-            if isinstance(error, CollectiveError):
-                kind = "agreed"
-            else:
+            if not isinstance(error, CollectiveError):
                 rank = self._collectives.comm.rank
                 error.add_note(on_rank(rank, f"raised in {what}, called by merge_fn"))
-            self._failed(batch.end(error, kind, what))
+            if batch.open:
+                batch.fail(error, kind, what)
+            else:  # without the guard
+                self._failed(error)
             return
+        finally:
+            guard.before_call = None
+            guard.set_alone(False)
         if result is not None and type(result) is not Variable:
             self._hold(wrap(group, result, number, grouped))
-        if last and batch.open:
-            self._failed(batch.end())
-
-    def _read(self, function: wire.Plain, arrays: list[Array]) -> Any:
-        if function[0] == "fn":
-            return self._reader.read(function, arrays)
-        # Unpickling may run the user's code.
-        with context.entered(self._group.cross_frame):
-            return self._reader.read(function, arrays)
 
     def _failed(self, error: BaseException | None) -> None:
         """Store the exception of the last command on this rank."""
@@ -171,19 +181,17 @@ class Follower:
         if self._failure is None or self._collectives.guard.enabled:
             self._failure = error
 
-    def _obey(
-        self, name: str, arguments: wire.Plain, num_arrays: int
-    ) -> BaseException | None:
+    def _obey(self, name: str, content: commands.Content) -> BaseException | None:
         """Run one command; return its exception.
 
         Rank 0 has raised it too, and decides what happens.
         """
         group, collectives = self._group, self._collectives
         try:
-            arrays = collectives.receive_arrays() if num_arrays else []
+            arrays = self._receive_arrays(content)
             with context.entered(group.cross_frame):
                 try:
-                    args = self._reader.read(arguments, arrays)
+                    args = self._reader.read(content, arrays)
                 except Exception as error:
                     collectives.invalid(f"the coordinator's {name}", error)
                 result = dispatch.execute(group, name, args)

@@ -11,10 +11,10 @@ The protocol
    the objects that its merge_fn can reach: these have names (`object_names`).
 2. *Commands.* Rank 0 runs merge_fn. Each cross-replica operation that it calls is one
    message to the followers: its name and arguments. Objects that every rank has are
-   sent by name (`wire`). Then every rank runs the operation (`dispatch.execute`), which
-   has its own agreement and moves its own data, and registers its results under the
-   same keys. *Updates* are messages too, but rank 0 does not wait for the others; they
-   end together (`updates`).
+   sent by name (`commands`). Then every rank runs the operation
+   (`dispatch.execute`), which has its own agreement and moves its own data, and
+   registers its results under the same keys. *Updates* are messages too, but rank 0
+   does not wait for the others; they end together (`updates`).
 3. *End.* The last message contains the result or the exception of merge_fn. Values
    that the ranks have are sent by key, arrays that rank 0 has created are broadcast
    from their buffers, PerReplica that rank 0 has created are scattered, and the rest
@@ -27,11 +27,8 @@ When something fails
   merge_fn, which may catch the exception, so the followers wait for the next message
   without raising. If merge_fn does not catch it, they raise their own exception, or
   rank 0's.
-- An update fails on a follower: it waits at the join that ends the updates. Rank 0
-  learns of it there. The join comes before the next message that is not an update;
-  when the messages since the last join fill the ring of the core, because a rank that
-  waits at the join does not read them; and after a quarter of a second. With MPI each
-  update ends with a join, because messages are collective calls there.
+- An update fails on a follower: it discards the updates after it, until the join that
+  ends them. Rank 0 learns of it there (`updates`).
 - A follower cannot read a message (a function cannot be imported there): it joins the
   operation's agreement with its error flag set.
 - Rank 0 takes too long: the followers' wait for a message has the guard's deadline.
@@ -46,21 +43,24 @@ N times, and code that looks at one replica's values diverges silently).
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
 
-from mpidist._agreement.mismatch import call_of
+from mpidist._agreement.mismatch import Call, call_of
 from mpidist._base import backend, nest
 from mpidist._base.fingerprint import fingerprint_of_numbers
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.types import Nest
-from mpidist._merge import object_names, wire
+from mpidist._engine.collectives import Collectives
+from mpidist._merge import object_names
 from mpidist._merge.argument_equality import (
     fingerprint_of_argument,
     fingerprint_of_function,
 )
+from mpidist._merge.commands import ATOMS
 from mpidist._merge.coordinator import Arguments, Coordinator, lead
 from mpidist._merge.follower import follow
 from mpidist._runtime import dispatch
@@ -79,6 +79,9 @@ from mpidist._values.variable import Variable, storage_of
 _NO_ARGUMENTS: Final = nest.flatten(((), {}))[1]
 _WITHOUT_ARGUMENTS: Final = call_of(f"merge_call {_NO_ARGUMENTS.render([])}")
 _NUMBERS: Final = "biufc"  # kinds of dtypes
+_COMPONENT: Final = "component"
+_OBJECT: Final = "object"
+_READ_ONCE: Final = (zip, map, filter, enumerate, types.GeneratorType)
 
 
 def merge_call(
@@ -122,64 +125,68 @@ def _enter(
     """
     collectives = group.collectives
     registry = group.registry
-    if not (args or kwargs) and callable(merge_fn):
-        alike = collectives.guard.agree_and_compare(
-            _WITHOUT_ARGUMENTS, fingerprint_of_function(merge_fn)
-        )
-        try:
-            registry.next_key()
-            names = _names_of(group, merge_fn, []) if alike else None
-        except BaseException as error:  # from here on the others wait for messages
-            raise collectives.guard.leave_call(error) from None
-        return [((), {})], {}, names
+    leaves: list[Nest] = []
+    kinds: list[str] = []
+    structure, call = _NO_ARGUMENTS, _WITHOUT_ARGUMENTS
     try:
         if not callable(merge_fn):
             raise TypeError(
                 f"merge_call: expected `merge_fn` to be a function, got {merge_fn!r}"
             )
-        leaves, structure = nest.flatten((args, kwargs))
-        kinds = [
-            "component"
-            if type(leaf) is np.ndarray and leaf.dtype.kind in _NUMBERS
-            else _kind_of(leaf, group)
-            for leaf in leaves
-        ]
         fingerprints = [fingerprint_of_function(merge_fn)]
-        objects = [i for i, kind in enumerate(kinds) if kind == "object"]
-        if objects:
-            known = group.public_objects
-            fingerprints += [
-                fingerprint_of_argument(leaves[i], _argument(args, kwargs, i), known)
-                for i in objects
+        if args or kwargs:
+            leaves, structure = nest.flatten((args, kwargs))
+            kinds = [
+                _COMPONENT
+                if type(leaf) is np.ndarray and leaf.dtype.kind in _NUMBERS
+                else _kind_of(leaf, group)
+                for leaf in leaves
             ]
+            call = call_of(f"merge_call {structure.render(kinds)}")
+            if _OBJECT in kinds:
+                objects = [i for i, kind in enumerate(kinds) if kind == _OBJECT]
+                fingerprints += [
+                    fingerprint_of_argument(
+                        leaves[i], _argument(args, kwargs, i), group.public_objects
+                    )
+                    for i in objects
+                ]
     except Exception as error:
         collectives.invalid("merge_call", error)
-    combined = fingerprint_of_numbers(fingerprints) if objects else fingerprints[0]
-    call = call_of(f"merge_call {structure.render(kinds)}")
-    alike = collectives.guard.agree_and_compare(call, combined)
-    different: set[int] = set()
-    if not alike and objects:
-        rows = collectives.comm.all_gather_integers(fingerprints)
-        same = [len({*column}) == 1 for column in zip(*rows, strict=True)]
-        alike = same[0]
-        different = {i for i, one in zip(objects, same[1:], strict=True) if not one}
+    same = _compare(collectives, call, fingerprints)
     try:
         number = registry.next_key()
         held: dict[Key, Registered] = {}
-        seen = []
+        same_objects = iter(same[1:])
         given = []
-        for index, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
-            if kind == "component" or index in different:
+        for index, kind in enumerate(kinds):
+            leaf = leaves[index]
+            if kind == _COMPONENT or (kind == _OBJECT and not next(same_objects)):
                 key = (number, index)
-                leaf = registry.wrap(PerReplica, own_component(leaf), key)
-                held[key] = leaf
-            elif kind == "object" and type(leaf) not in wire.ATOMS:
+                own = own_component(leaf)
+                held[key] = leaves[index] = registry.wrap(PerReplica, own, key)
+            elif kind == _OBJECT and type(leaf) not in ATOMS:
                 given.append((index, leaf))
-            seen.append(leaf)
-        names = _names_of(group, merge_fn, given) if alike else None
-        return [structure.unflatten(seen)], held, names
-    except BaseException as error:
+        names = _names_of(group, merge_fn, given) if same[0] else None
+        return [structure.unflatten(leaves)], held, names
+    except BaseException as error:  # from here on the others wait for commands
         raise collectives.guard.leave_call(error) from None
+
+
+def _compare(
+    collectives: Collectives, call: Call, fingerprints: list[int]
+) -> list[bool]:
+    """Return for each of the fingerprints whether it is the same on all ranks.
+
+    Collective: the header of the merge_call.
+    """
+    one = len(fingerprints) == 1
+    combined = fingerprints[0] if one else fingerprint_of_numbers(fingerprints)
+    alike = collectives.guard.agree_and_compare(call, combined)
+    if alike or one:
+        return [alike] * len(fingerprints)
+    rows = collectives.comm.all_gather_integers(fingerprints)
+    return [len({*column}) == 1 for column in zip(*rows, strict=True)]
 
 
 def _names_of(
@@ -220,11 +227,17 @@ def _kind_of(leaf: Nest, group: ReplicaGroup) -> str:
             )
         return f"Variable {leaf.name!r} #{storage.key}"
     if isinstance(leaf, (DistributedValues, IndexedSlices)):
-        return "component"
+        return _COMPONENT
     if backend.is_number(leaf) or backend.is_array(leaf):
         backend.as_array(leaf, "merge_call")
-        return "component"
-    return "object"
+        return _COMPONENT
+    if isinstance(leaf, _READ_ONCE):
+        name = type(leaf).__name__
+        raise TypeError(
+            f"merge_call: got a {name} among the arguments, whose items are not passed "
+            f"as values of all replicas; write `list(...)` around the {name}"
+        )
+    return _OBJECT
 
 
 # --- operations that only the coordinator uses ----------------------------------------

@@ -41,7 +41,7 @@ import enum
 import functools
 import itertools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -66,27 +66,26 @@ Path: TypeAlias = tuple[Step, ...]
 News: TypeAlias = tuple[int, Path, tuple[tuple[Path, Path], ...], str]
 """The arguments of `Names.receive`, which marshal can write."""
 
-# How an object is treated.
-_VALUE: Final = 0  # has no name, nor have the objects in it
-_THING: Final = 1  # has a name, but the objects in it have none
-_OBJECT: Final = 2  # has a name, and so have its attributes
-_LIST: Final = 3
-_TUPLE: Final = 4  # has no name, but the objects in it have
-_DICT: Final = 5
-_FUNCTION: Final = 6
-_METHOD: Final = 7
-_PARTIAL: Final = 8
-_CLASS: Final = 9
+Part: TypeAlias = tuple[Step, Any]
+"""An object directly in another one, and the step to it."""
 
 
-class _Role(NamedTuple):
-    """How the objects of a type are treated."""
+class _Kind(NamedTuple):
+    """How the objects of a type are treated that are not values.
 
-    number: int
-    slots: tuple[tuple[str, types.MemberDescriptorType], ...] = ()
-    has_dict: bool = False
+    Attributes:
+        parts: returns the objects directly in one.
+        named: whether they have names; a tuple has none, but what is in it has.
+        has_module: whether they may be found by module and name instead.
+    """
+
+    parts: Callable[[Any], Iterable[Part]]
+    named: bool = True
+    has_module: bool = False
 
 
+_THING: Final = _Kind(lambda x: ())  # the objects in it have no names
+_CLASS: Final = _Kind(lambda x: (), has_module=True)
 _VALUES: Final = (
     bool,
     int,
@@ -109,46 +108,34 @@ _VALUES: Final = (
     np.ufunc,
 )
 
-_roles: Cache[type, _Role] = Cache(_MOST_KINDS)
+_kinds: Cache[type, _Kind | None] = Cache(_MOST_KINDS)
+_values_too: list[type] = []
 
 
 def register_values(*kinds: type) -> None:
     """Treat objects of these types, and of types derived from them, as values."""
-    global _VALUES_TOO
-    _VALUES_TOO = (*_VALUES_TOO, *kinds)
-    _roles.clear()
+    _values_too.extend(kinds)
+    _kinds.clear()
 
 
-_VALUES_TOO: tuple[type, ...] = ()
+def _kind_of(kind: type) -> _Kind | None:
+    """Return how the objects of a type are treated; None if they are values."""
+    try:
+        return _kinds[kind]
+    except KeyError:
+        found = _kinds[kind] = _find_kind(kind)
+        return found
 
 
-def _role(kind: type) -> _Role:
-    return _roles.get(kind) or _role_of(kind)
-
-
-def _role_of(kind: type) -> _Role:
-    role = _roles[kind] = _find_role(kind)
-    return role
-
-
-def _find_role(kind: type) -> _Role:
-    plain: dict[type, int] = {
-        types.FunctionType: _FUNCTION,
-        types.MethodType: _METHOD,
-        functools.partial: _PARTIAL,
-        np.ndarray: _THING,
-        list: _LIST,
-        tuple: _TUPLE,
-        dict: _DICT,
-    }
-    if kind in plain:
-        return _Role(plain[kind])
-    if issubclass(kind, (*_VALUES, *_VALUES_TOO)):
-        return _Role(_VALUE)
+def _find_kind(kind: type) -> _Kind | None:
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    if issubclass(kind, (*_VALUES, *_values_too)):
+        return None
     if issubclass(kind, type):
-        return _Role(_CLASS)
+        return _CLASS
     if str(kind.__module__).partition(".")[0] == _PACKAGE:
-        return _Role(_THING)
+        return _THING
     slots: list[tuple[str, types.MemberDescriptorType]] = []
     has_dict = False
     for base in kind.__mro__:
@@ -157,64 +144,63 @@ def _find_role(kind: type) -> _Role:
                 slots.append((name, what))
             elif name == "__dict__":
                 if type(what) is not types.GetSetDescriptorType:
-                    return _Role(_THING)  # reading it might run code
+                    return _THING  # reading it might run code
                 has_dict = True
-    for inner, number in ((list, _LIST), (tuple, _TUPLE), (dict, _DICT)):
-        if issubclass(kind, inner):
-            return _Role(number, tuple(slots), has_dict)
+    base = next((x for x in (list, tuple, dict) if issubclass(kind, x)), object)
+    items = _PLAIN[base].parts if base is not object else _THING.parts
     if not slots and not has_dict:
-        return _Role(_THING)
-    return _Role(_OBJECT, tuple(slots), has_dict)
+        return _PLAIN[base] if base is not object else _THING
 
-
-def _parts_of(x: Any, role: _Role, home: object) -> Iterable[tuple[Step, Any]]:
-    """Return the objects directly in an object, each with the step to it."""
-    number, slots, has_dict = role
-    if number == _OBJECT:
-        parts: list[tuple[Step, Any]] = []
-    elif number == _LIST:
-        parts = [*enumerate(itertools.islice(list.__iter__(x), MOST))]
-    elif number == _TUPLE:
-        parts = [*enumerate(itertools.islice(tuple.__iter__(x), MOST))]
-    elif number == _DICT:
-        items = itertools.islice([*dict.items(x)], MOST)
-        parts = [((key,), part) for key, part in items if type(key) in _KEYS]
-    elif number == _FUNCTION:
-        return _parts_of_function(x) if x.__globals__ is home else ()
-    elif number == _METHOD:
-        return (("__self__", x.__self__), ("__func__", x.__func__))
-    elif number == _PARTIAL:
-        return (("func", x.func), ("args", x.args), ("keywords", x.keywords))
-    else:
-        return ()
-    if has_dict:
-        parts += object.__getattribute__(x, "__dict__").items()
-    for name, descriptor in slots:
-        try:
-            parts.append((name, descriptor.__get__(x)))
-        except AttributeError:  # not set
-            continue
-    return parts
-
-
-def _parts_of_function(function: types.FunctionType) -> list[tuple[Step, Any]]:
-    parts: list[tuple[Step, Any]] = [(("globals",), function.__globals__)]
-    code = function.__code__
-    if function.__closure__:
-        for name, cell in zip(code.co_freevars, function.__closure__, strict=True):
+    def parts(x: Any) -> list[Part]:
+        found = [*items(x)]
+        if has_dict:
+            found += object.__getattribute__(x, "__dict__").items()
+        for name, descriptor in slots:
             try:
-                parts.append((("closure", name), cell.cell_contents))
-            except ValueError:  # an empty cell
+                found.append((name, descriptor.__get__(x)))
+            except AttributeError:  # not set
                 continue
-    if function.__defaults__:
-        parts += [(("default", i), x) for i, x in enumerate(function.__defaults__)]
-    if function.__kwdefaults__:
-        parts += [(("default", k), x) for k, x in function.__kwdefaults__.items()]
+        return found
+
+    return _Kind(parts, named=base is not tuple)
+
+
+def _items_of_dict(x: dict[Any, Any]) -> list[Part]:
+    items = itertools.islice([*dict.items(x)], MOST)
+    return [((key,), part) for key, part in items if type(key) in _KEYS]
+
+
+def _parts_of_function(function: types.FunctionType) -> list[Part]:
+    parts: list[Part] = [(("globals",), function.__globals__)]
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            parts.append((("closure", name), cell.cell_contents))
+        except ValueError:  # an empty cell
+            continue
+    parts += [(("default", i), x) for i, x in enumerate(function.__defaults__ or ())]
+    keywords = function.__kwdefaults__ or {}
+    parts += [(("default", name), x) for name, x in keywords.items()]
     names = function.__globals__
-    for name in _mentioned_by(code):
-        if name in names:
-            parts.append((("global", name), names[name]))
+    parts += [(("global", x), names[x]) for x in _mentioned_by(code) if x in names]
     return parts
+
+
+_PLAIN: Final[dict[type, _Kind]] = {
+    types.FunctionType: _Kind(_parts_of_function, has_module=True),
+    types.MethodType: _Kind(
+        lambda x: (("__self__", x.__self__), ("__func__", x.__func__))
+    ),
+    functools.partial: _Kind(
+        lambda x: (("func", x.func), ("args", x.args), ("keywords", x.keywords))
+    ),
+    np.ndarray: _THING,
+    list: _Kind(lambda x: enumerate(itertools.islice(list.__iter__(x), MOST))),
+    tuple: _Kind(
+        lambda x: enumerate(itertools.islice(tuple.__iter__(x), MOST)), named=False
+    ),
+    dict: _Kind(_items_of_dict),
+}
 
 
 @functools.lru_cache(maxsize=512)
@@ -229,18 +215,26 @@ def _mentioned_by(code: types.CodeType) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _parts_of(x: Any, kind: _Kind, home: object) -> Iterable[Part]:
+    """Return the objects in one; functions with other globals are not entered."""
+    if type(x) is types.FunctionType and x.__globals__ is not home:
+        return ()
+    return kind.parts(x)
+
+
 def values_in(x: object, kinds: tuple[type, ...], ids: set[int]) -> Iterator[object]:
     """Yield the objects in an object that have one of these types or ids."""
     home = x.__globals__ if type(x) is types.FunctionType else None
     seen = {id(x)}
     objects = [x]
     for current in objects:
-        if len(objects) > MOST:
+        kind = _kind_of(type(current))
+        if len(objects) > MOST or kind is None:
             return
-        for _, part in _parts_of(current, _role(type(current)), home):
+        for _, part in _parts_of(current, kind, home):
             if issubclass(type(part), kinds) or id(part) in ids:
                 yield part
-            elif id(part) not in seen and _role(type(part)).number != _VALUE:
+            elif id(part) not in seen and _kind_of(type(part)) is not None:
                 seen.add(id(part))
                 objects.append(part)
 
@@ -277,7 +271,8 @@ class Names:
         most: the largest number of objects to enter.
 
     Attributes:
-        unsent: on rank 0: the news for the next message, see `receive`.
+        reached: the objects, the nearest ones first.
+        unsent: on rank 0: the news for the next command, see `receive`.
     """
 
     def __init__(
@@ -287,18 +282,16 @@ class Names:
         known: Iterable[object] = (),
         most: int = MOST,
     ) -> None:
+        # The place of each object that was found, in `reached`, by its id.
         self._found: dict[int, int] = dict.fromkeys(map(id, known), -1)
-        self._objects: list[object] = []
-        self._roles: list[int] = []
         self._origins: list[tuple[int, Step]] = []
         # Further paths to objects that were found before: the place of the object, the
-        # place where the last step begins, and this step. Tuples, since each
-        # merge_call makes many of them.
+        # place where the last step begins, and this step.
         self._again: list[tuple[int, int, Step]] = []
         self._defined: set[int] = set()
         self.unsent: list[News] = []
-        self._steps: dict[tuple[int, Step], int] | None = None
-        self._received: dict[int, Any] = {}
+        self.reached: list[object] = []
+        self._received: dict[int, tuple[int | None, Path, str]] = {}
         self._walk(roots, home, most)
 
     def _walk(
@@ -307,41 +300,32 @@ class Names:
         home: dict[str, Any] | None,
         most: int,
     ) -> None:
-        objects, found, origins = self._objects, self._found, self._origins
-        again, roles, known = self._again, self._roles, _roles
-        dead = id(home)
+        reached, found, origins = self.reached, self._found, self._origins
+        kinds = _kinds
+        entered: list[_Kind] = []
         current = -1
         parts: Iterable[tuple[Step, object]] = roots
         while True:
             for step, part in parts:
-                kind = type(part)
-                role = known.get(kind) or _role_of(kind)
-                number = role[0]  # faster than by its name
-                if number == _VALUE:
+                its_type = type(part)
+                role = kinds[its_type] if its_type in kinds else _kind_of(its_type)
+                if role is None:
                     continue
                 place = found.get(id(part))
                 if place is not None:
                     if place >= 0:
-                        again.append((place, current, step))
+                        self._again.append((place, current, step))
                     continue
-                found[id(part)] = len(objects)
+                found[id(part)] = len(reached)
                 # The globals of merge_fn have a name, and are not entered.
-                roles.append(_THING if id(part) == dead else number)
-                objects.append(part)
+                entered.append(_THING if part is home else role)
+                reached.append(part)
                 origins.append((current, step))
             current += 1
-            if current >= len(objects) or len(objects) >= most:
+            if current >= len(reached) or len(reached) >= most:
                 break
-            x = objects[current]
-            if roles[current] == _THING or roles[current] == _CLASS:
-                parts = ()
-            else:
-                parts = _parts_of(x, _role(type(x)), home)
-
-    @property
-    def reached(self) -> list[object]:
-        """The objects, the nearest ones first."""
-        return self._objects
+            kind = entered[current]
+            parts = () if kind is _THING else _parts_of(reached[current], kind, home)
 
     # --- on rank 0 ------------------------------------------------------------
 
@@ -352,10 +336,10 @@ class Names:
             return None
         if place in self._defined:
             return place
-        role = self._roles[place]
-        if role == _TUPLE or (
-            role in (_CLASS, _FUNCTION) and function_codec.is_global(x)
-        ):
+        kind = _kind_of(type(x))
+        if kind is None or not kind.named:
+            return None
+        if kind.has_module and function_codec.is_global(x):
             return None
         self._defined.add(place)
         aliases = []
@@ -395,31 +379,37 @@ class Names:
             text: the text of its type.
         """
         place = self._resolve(path)
-        wrong = ""
+        wrong = self._difference(number, place, path, aliases, text)
+        self._received[number] = (place, path, wrong)
+
+    def _difference(
+        self,
+        number: int,
+        place: int | None,
+        path: Path,
+        aliases: tuple[tuple[Path, Path], ...],
+        text: str,
+    ) -> str:
+        """Return how this rank's object differs from rank 0's; "" if it does not."""
         if place is None:
-            wrong = f"this rank has no object under that name (rank 0: {text})"
-        elif (mine := _text_of(self._objects[place])) != text:
-            wrong = f"rank 0 has {text} there, and this rank {mine}"
+            return f"this rank has no object under that name (rank 0: {text})"
+        mine = _text_of(self.reached[place])
+        if mine != text:
+            return f"rank 0 has {text} there, and this rank {mine}"
         for one, other in aliases:
             first, second = self._resolve(one), self._resolve(other)
             if first is not None and second is not None and first != second:
-                wrong = wrong or (
+                return (
                     f"`{readable(one)}` and `{readable(other)}` are one object on "
                     "rank 0, and two on this rank"
                 )
-        for before, (other_place, other_path) in self._received.items():
-            if place is not None and other_place == place and before != number:
-                wrong = wrong or (
+        for before, (other_place, other_path, wrong) in self._received.items():
+            if other_place == place and before != number and not wrong:
+                return (
                     f"it is the same object as `{readable(other_path)}` on this rank, "
                     "and another one on rank 0"
                 )
-        self._received[number] = (None if wrong else place, path)
-        if wrong:
-            self._wrong[number] = wrong
-
-    @functools.cached_property
-    def _wrong(self) -> dict[int, str]:
-        return {}
+        return ""
 
     def object(self, number: int) -> Any:
         """Return this rank's object that rank 0 refers to by a number.
@@ -427,25 +417,26 @@ class Names:
         Raises:
             ValueError: if this rank has none, or if it is not like rank 0's.
         """
-        place, path = self._received[number]
-        if place is None:
+        place, path, wrong = self._received[number]
+        if wrong or place is None:
             raise ValueError(
                 f"a function that merge_fn sends refers to `{readable(path)}`, and "
-                f"each rank uses its own, but {self._wrong[number]}. Make the objects "
-                "of the program alike on all ranks, or make what belongs to rank 0 "
-                "alone inside merge_fn"
+                f"each rank uses its own, but {wrong}. Make the objects of the program "
+                "alike on all ranks, or make what belongs to rank 0 alone inside "
+                "merge_fn"
             )
-        return self._objects[place]
+        return self.reached[place]
+
+    @functools.cached_property
+    def _steps(self) -> dict[tuple[int, Step], int]:
+        """The place of each object, by the place and the step that lead to it."""
+        steps = {origin: place for place, origin in enumerate(self._origins)}
+        return steps | {(at, step): place for place, at, step in self._again}
 
     def _resolve(self, path: Path) -> int | None:
-        steps = self._steps
-        if steps is None:
-            steps = {origin: place for place, origin in enumerate(self._origins)}
-            steps |= {(at, step): place for place, at, step in self._again}
-            self._steps = steps
         place: int | None = -1
         for step in path:
-            place = steps.get((place, step)) if place is not None else None
+            place = self._steps.get((place, step)) if place is not None else None
         return place
 
 

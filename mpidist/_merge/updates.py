@@ -10,17 +10,17 @@ made equal to rank 0's.
 At program level an update is a batch of one: every rank runs it with its own
 arguments, so these are compared too.
 
-In ``merge_fn`` a batch may be long, and only rank 0's commands synchronize the ranks.
-Rank 0 sends an update and runs it, without waiting for the other ranks, which run it
-when they receive it. The batch ends before the next command that is not an update, at
-the end of merge_fn, or when it has become long (`coordinator`).
+In ``merge_fn`` a batch may be long. Rank 0 sends an update and runs it, without waiting
+for the other ranks, which run it when they receive it. The batch ends with the next
+command that is not an update, and where `Coordinator.update` says; this is the same
+whatever carries the commands. Each rank reads all commands, in order.
 
 - An exception on rank 0 is raised immediately, and ends the batch.
-- A rank on which a function raises goes to the join immediately, and waits there for
-  the others, as at the end of any section. So functions that communicate (few do)
-  learn of it by their headers. The call that ends the batch raises the exception on
-  all ranks. That rank discards what rank 0 has sent in the meantime: each message
-  contains the number of joins that were before it.
+- A rank on which a function raises discards the updates after it, until the batch ends.
+  The call that ends it raises the exception on all ranks.
+- If a function communicates (few do), rank 0 first sends a *check*: a rank that has
+  failed then goes to the join, and its header tells those that communicate. The batch
+  ends after such an update.
 - All variables that were written in the batch are then made equal to rank 0's copies,
   on which all updates of the batch have run.
 
@@ -62,6 +62,7 @@ from mpidist._values.variable import Variable, array_of, storage_of
 # A user's function: `Any` is what it takes.
 UpdateFunction: TypeAlias = Callable[..., Any]
 
+_NO_FAILURE: Final[tuple[None, ErrorKind, str]] = (None, "none", "")
 _BATCH: Final = Call("the end of updates in merge_fn")
 _LONGEST_SECONDS: Final = 0.25
 _LEAF: Final = str(nest.flatten(None)[1])
@@ -70,6 +71,7 @@ _LEAF_FINGERPRINT: Final = fingerprint(_LEAF)
 _AS_THEY_ARE: Final = frozenset(
     (np.ndarray, float, int, bool, str, type(None), np.float32, np.float64)
 )
+_LEAVES: Final = _AS_THEY_ARE | {Mirrored}
 
 
 @dataclasses.dataclass(slots=True)
@@ -82,6 +84,7 @@ class _Effect:
     written: list[tuple[VariableStorage, int]]  # with fingerprints of the values
     returned: list[Nest]
     arguments: str  # "" if they are known to be the same on all ranks
+    own: tuple[Sequence[Nest], Mapping[str, Nest]] | None = None  # by replica
 
 
 class _Writes:
@@ -135,25 +138,24 @@ class UpdateBatch:
 
     Attributes:
         open: whether there were any since the last join.
-        joins: the number of joins so far.
-        ring_start: on rank 0: the position of its messages when the batch began.
+        failed: whether one of these has raised on this rank.
+        communicates: whether the function of the last one did. It ends the batch.
     """
 
     # Set when the batch begins: most merge_calls have none.
     _frame: context.Frame
     _began: float
     _outer: Writes | None
+    _writes: _Writes
+    _failure: tuple[BaseException | None, ErrorKind, str]
+    _numbers: list[int]
+    _effects: list[_Effect]
+    _keeps: bool
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
         self._guard = group.guard
-        self.open = False
-        self.joins = 0
-        self.ring_start = 0
-        self._numbers: list[int] = []
-        self._writes = _Writes()
-        self._keeps = False
-        self._effects: list[_Effect] = []
+        self.open = self.failed = self.communicates = False
 
     @property
     def long(self) -> bool:
@@ -165,13 +167,18 @@ class UpdateBatch:
         if self.open:
             return
         guard = self._guard
-        writes: _Writes | None = None
+        self.failed = self.communicates = self._keeps = False
+        self._failure = _NO_FAILURE
+        self._numbers, self._effects = [], []
+        writes: _Writes | None
+        self._writes = writes = _Writes()
         if guard.checks:
             self._began = time.monotonic()
-            self._writes = writes = _Writes()
             self._outer = guard.record(writes)
             guard.enter_section()
             self.open = True  # now `leave` has all that it needs
+        else:
+            writes = None
         self._frame = context.Frame(self._group, context.Level.UPDATE, written=writes)
 
     def keep(self) -> None:
@@ -188,7 +195,7 @@ class UpdateBatch:
         var: Variable | None,
         fn: UpdateFunction,
         args: Sequence[Nest],
-        kwargs: Mapping[str, Nest],
+        kwargs: Mapping[str, Nest] | None,
         grouped: bool,
         arguments: str = "",
     ) -> Nest:
@@ -206,10 +213,7 @@ class UpdateBatch:
             grouped: whether the results are the same on all ranks.
             arguments: a text of the arguments that have to be the same on all ranks.
         """
-        guard, written = self._guard, self._writes.storages
-        if self.open:
-            guard.require_section()
-            guard.record(self._writes)
+        written = self._writes.storages
         before = len(written)
         own: list[Nest] = [_own(x) for x in args]
         if var is not None:
@@ -221,6 +225,8 @@ class UpdateBatch:
                 result = fn(*own)
         if self.open:
             effect = _Effect(var, fn, _LEAF, [], [], arguments)
+            if self._keeps:
+                effect.own = args, kwargs or {}
             if result is not None and type(result) is not Variable:
                 leaves, shape = nest.flatten(result)
                 effect.structure = str(shape)
@@ -248,28 +254,38 @@ class UpdateBatch:
             numbers.append(checksums.fingerprint_of_array(_array(x), seed))
         self._effects.append(effect)
 
-    def end(
-        self,
-        error: BaseException | None = None,
-        kind: ErrorKind = "raised",
-        call: str = "",
-    ) -> BaseException | None:
+    def fail(
+        self, error: BaseException, kind: ErrorKind = "raised", call: str = ""
+    ) -> None:
+        """Store the exception that an update has raised on this rank.
+
+        Args:
+            error: the exception.
+            kind: the kind of that exception.
+            call: the name of the update.
+        """
+        if self.failed:
+            return  # the first one counts
+        self.failed = True
+        if isinstance(error, CollectiveError):
+            kind = "agreed"
+        self._failure = (error, kind, call)
+
+    def end(self, call: str = "") -> BaseException | None:
         """Wait for the end of the batch on all ranks; return the exception to raise.
 
         Collective.
 
         Args:
-            error: the exception of an update on this rank.
-            kind: the kind of that exception.
-            call: the name of the update.
+            call: the name of the update, if all ranks know it.
         """
+        error, kind, failed = self._failure
         if not self.open:
             return error
         guard = self._guard
-        if isinstance(error, CollectiveError):
-            kind = "agreed"
         guard.record(self._writes)
-        what = call_of(call) if call else _BATCH
+        name = call or failed
+        what = call_of(name) if name else _BATCH
         try:
             number = fingerprint_of_numbers(self._numbers)
             found = guard.join(what, error, kind, self._describe, number)
@@ -278,7 +294,6 @@ class UpdateBatch:
             return found
         finally:
             self.leave()
-            self.joins += 1
 
     def leave(self) -> None:
         """Leave the section, also without a join: then what it kept comes back."""
@@ -286,13 +301,10 @@ class UpdateBatch:
             self.open = False
             if self._keeps:
                 self._writes.undo()
-                self._keeps = False
             guard = self._guard
             guard.record(self._outer)
             guard.leave_section()
-            self._numbers = []
-            self._effects = []
-            self._writes = _Writes()
+            del self._numbers, self._effects, self._writes
 
     def _describe(self) -> str:
         """Describe the effects of all updates."""
@@ -309,6 +321,8 @@ class UpdateBatch:
                 for v, n in effect.written
             ]
             part = f"{describe(effect.var, effect.fn)} -> {effect.structure}"
+            if effect.own is not None:
+                part += f" ({_describe_unreduced(*effect.own)})"
             if effect.arguments:
                 part += f", with arguments {effect.arguments}"
             if texts:
@@ -326,6 +340,26 @@ def _own(x: Nest) -> Nest:
     if kind is Mirrored:
         return x.value()
     return x if kind in _AS_THEY_ARE else nest.map_structure(argument_of, x)
+
+
+def _describe_unreduced(args: Sequence[Nest], kwargs: Mapping[str, Nest]) -> str:
+    """Say which arguments of an update differ by replica, and what to write."""
+    named = {f"args[{i}]": x for i, x in enumerate(args)}
+    named |= {f"kwargs[{key!r}]": x for key, x in kwargs.items()}
+    own = [
+        name
+        for name, x in named.items()
+        if any(isinstance(leaf, PerReplica) for leaf in nest.flatten(x)[0])
+    ]
+    if not own:  # called in a replica function
+        return (
+            "arguments of each replica's own: reduce them first, by `mpidist."
+            "get_replica_context().all_reduce(op, value)`"
+        )
+    return (
+        f"{' and '.join(own)} not reduced: pass `strategy.extended.reduce_to(op, "
+        "value, variable)`"
+    )
 
 
 def describe(var: Variable | None, fn: object) -> str:
@@ -389,15 +423,13 @@ def _run_alone(
         own: whether each rank may have arguments of its own.
     """
     batch = UpdateBatch(group)
-    error: BaseException | None = None
     result: Nest = None
     kind: ErrorKind = "invalid"
     batch.begin()
     try:
         check_arguments("update", args, kwargs)
-        leaves = nest.flatten((tuple(args), kwargs))[0]
-        check_update(var, fn, leaves)
-        if own or has_own_arguments(leaves):
+        leaves = leaves_of(args, kwargs)
+        if check_update(var, fn, leaves) or own:
             batch.keep()
         plain = [x for x in leaves if _is_value(x)] if batch.open and not own else []
         texts = ", ".join([checksums.summarize(_array(x)) for x in plain])
@@ -409,8 +441,8 @@ def _run_alone(
         call = Call(describe(var, fn))
         raise group.guard.leave_payload(call, interrupt) from None
     except BaseException as raised:
-        error = raised
-    error = batch.end(error, kind, describe(var, fn))
+        batch.fail(raised, kind)
+    error = batch.end(describe(var, fn))
     if error is not None:
         raise error
     return result
@@ -424,12 +456,16 @@ def wrap(group: ReplicaGroup, result: Nest, number: int, grouped: bool) -> Nest:
     return group.registry.wrap_numbered(kind, result, number)
 
 
-def has_own_arguments(leaves: list[Nest]) -> bool:
-    """Return whether the function of an update gets a value of each replica's own."""
-    return any(isinstance(leaf, PerReplica) for leaf in leaves)
+def leaves_of(
+    args: Sequence[Nest], kwargs: Mapping[str, Nest] | None
+) -> Sequence[Nest]:
+    """Return the leaves of the arguments of an update."""
+    if not kwargs and _LEAVES.issuperset(map(type, args)):
+        return args  # the usual case
+    return nest.flatten((tuple(args), kwargs or {}))[0]
 
 
-def check_update(var: Variable | None, fn: object, leaves: list[Nest]) -> None:
+def check_update(var: Variable | None, fn: object, leaves: Sequence[Nest]) -> bool:
     """Raise if the arguments of an update are wrong.
 
     Args:
@@ -437,12 +473,17 @@ def check_update(var: Variable | None, fn: object, leaves: list[Nest]) -> None:
         fn: the function.
         leaves: the leaves of its further arguments.
 
+    Returns:
+        Whether the function gets a value of each replica's own.
+
     Raises:
         TypeError, ValueError: as `StrategyExtended.update` says.
     """
     if not callable(fn):
         raise TypeError(f"update: expected `fn` to be a function, got {fn!r}")
+    own = False
     for leaf in leaves:
+        own = own or isinstance(leaf, PerReplica)
         on_read = isinstance(leaf, Variable) and differs(leaf)
         if on_read and var is not None and not differs(var):
             raise ValueError(
@@ -450,6 +491,7 @@ def check_update(var: Variable | None, fn: object, leaves: list[Nest]) -> None:
                 "those of the mirrored variable differ; pass its value: "
                 "`strategy.extended.read_var(variable)`"
             )
+    return own
 
 
 def _is_value(x: object) -> bool:

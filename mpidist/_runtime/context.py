@@ -9,9 +9,11 @@ import contextlib
 import dataclasses
 import enum
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from mpidist._base import reporting
 from mpidist._base.types import Nest
 from mpidist._runtime.group import ReplicaGroup
 
@@ -64,13 +66,24 @@ class Frame:
     sync_on_read: bool = False
 
 
+class _Frames:
+    """The frames of one thread, as other threads see them."""
+
+    __slots__ = ("__weakref__", "frames")
+
+    def __init__(self, frames: list[Frame]) -> None:
+        self.frames = frames
+
+
 class _Stack(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.scope_is_global = False
         self.used = False
+        self._seen = _threads[threading.get_ident()] = _Frames(self.frames)
 
 
+_threads: weakref.WeakValueDictionary[int, _Frames] = weakref.WeakValueDictionary()
 _stack = _Stack()
 _defaults: list[Frame] = []
 
@@ -84,6 +97,19 @@ def current() -> Frame:
     """Return the innermost frame; the default one outside every scope."""
     frames = _stack.frames
     return frames[-1] if frames else _defaults[0]
+
+
+def entered_elsewhere() -> ReplicaGroup | None:
+    """Return a group of several replicas that another thread has entered, if any."""
+    own = _stack.frames
+    for reference in _threads.valuerefs():
+        thread = reference()
+        if thread is None or thread.frames is own:
+            continue
+        for frame in list(thread.frames):
+            if frame.group.num_replicas > 1:
+                return frame.group
+    return None
 
 
 def depth() -> int:
@@ -139,9 +165,8 @@ def _is_of_call(frame: Frame) -> bool:
     )
 
 
-@contextlib.contextmanager
-def scope(group: ReplicaGroup) -> Iterator[None]:
-    """Enter cross-replica context: `Strategy.scope`. Not collective.
+def scope(group: ReplicaGroup) -> entered:
+    """Return what enters cross-replica context: `Strategy.scope`. Not collective.
 
     Raises:
         RuntimeError: inside the scope of another strategy, or in a replica function;
@@ -153,13 +178,11 @@ def scope(group: ReplicaGroup) -> Iterator[None]:
                 "Must not nest Strategy scopes: the default strategy's scope cannot "
                 f"be entered inside that of {current().group}"
             )
+        return entered(Frame(group, Level.CROSS_REPLICA))
+    frame = require_cross_replica(group, "scope")
+    if frame.group is not group or frame.coordinator is None:
         frame = Frame(group, Level.CROSS_REPLICA)
-    else:
-        frame = require_cross_replica(group, "scope")
-        if frame.group is not group or frame.coordinator is None:
-            frame = Frame(group, Level.CROSS_REPLICA)
-    with entered(dataclasses.replace(frame)):
-        yield
+    return entered(dataclasses.replace(frame))
 
 
 def push_global(frame: Frame | None) -> None:
@@ -230,7 +253,7 @@ def require_cross_replica(group: ReplicaGroup, call: str) -> Frame:
             f"get_replica_context().merge_call(). This code runs {frame.level.value}: "
             f"{_instead(call)}"
         )
-    _note_use(group)
+    note_use(group, call)
     return frame
 
 
@@ -263,11 +286,22 @@ def require_program_level(group: ReplicaGroup, call: str) -> None:
                 f"{call}: Mixing different Strategy objects: it belongs to {group}, "
                 f"but the scope of {frame.group} is entered; leave that scope first"
             )
-    _note_use(group)
+    note_use(group, call)
 
 
-def _note_use(group: ReplicaGroup) -> None:
-    if group is not _defaults[0].group:
+def note_use(group: ReplicaGroup, call: str) -> None:
+    """Note that this thread calls a strategy.
+
+    Raises:
+        RuntimeError: if it writes a report, in the middle of another call.
+    """
+    if not _stack.used and group is not _defaults[0].group:
+        if reporting.is_reporting():
+            raise RuntimeError(
+                f"{call}: called while mpidist writes a report, by a logging handler, "
+                "for example. The rank may be in the middle of another call, and the "
+                "other ranks do not make this one; a handler may only write"
+            )
         _stack.used = True
 
 

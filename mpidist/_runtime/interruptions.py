@@ -18,15 +18,13 @@ import os
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import Any, Final, TypeVar
 
 from mpidist._base.errors import PACKAGE
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 
-_S = TypeVar("_S")
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 # What runs programs, as a launcher does.
 _TESTING: Final = os.path.join(PACKAGE, "testing", "")
@@ -47,7 +45,7 @@ def left(group: ReplicaGroup, call: str, error: BaseException) -> None:
 
 def tells(
     call: str, group_of: Callable[[Any], ReplicaGroup] = operator.attrgetter("_group")
-) -> Callable[[Callable[Concatenate[_S, _P], _R]], Callable[Concatenate[_S, _P], _R]]:
+) -> Callable[[_F], _F]:
     """Return a decorator of a method that all ranks call together; see the module.
 
     Not for calls in a hot path, which have the same ``try``: it adds a Python call.
@@ -57,18 +55,17 @@ def tells(
         group_of: returns the ranks of an object of the method's class.
     """
 
-    def decorate(
-        method: Callable[Concatenate[_S, _P], _R],
-    ) -> Callable[Concatenate[_S, _P], _R]:
+    def decorate(method: _F) -> _F:
         @functools.wraps(method)
-        def told(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        def told(self: Any, /, *args: Any, **kwargs: Any) -> Any:
             try:
                 return method(self, *args, **kwargs)
             except BaseException as error:
                 left(group_of(self), call, error)
                 raise
 
-        return told
+        # The same type: overloads of the method would not fit another one.
+        return told  # type: ignore[return-value]
 
     return decorate
 

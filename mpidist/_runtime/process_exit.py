@@ -67,6 +67,7 @@ import contextlib
 import dis
 import faulthandler
 import functools
+import logging
 import os
 import signal
 import sys
@@ -78,7 +79,8 @@ from typing import Any, Final, NoReturn
 
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
-from mpidist._base import threads
+from mpidist._agreement.polling import poll
+from mpidist._base import hints, reporting, threads
 from mpidist._base.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -91,9 +93,10 @@ from mpidist._runtime import context, termination
 
 ENDED_FILE: Final = "MPIDIST_ENDED_FILE"
 """The environment variable with the path of a file that a rank creates at its end."""
+BEGUN: Final = ".begun"
+"""What follows in the path of a file that a rank creates with its first strategy."""
 _LEAVING: Final = Call("nothing more: this rank has left the program")
-_SHORT: Final = 0.0005
-_LONG: Final = 0.02
+_ENDED: Final = object()
 # The rank that failed prints and aborts. The others, which raise because of it, wait
 # for that, so that the user sees one traceback.
 _OTHERS_FIRST_SECONDS: Final = 3.0
@@ -101,6 +104,8 @@ _OTHERS_FIRST_SECONDS: Final = 3.0
 _TURN_SECONDS: Final = 0.4
 _OTHERS_TURN_SECONDS: Final = 1.0
 _FORWARD_SECONDS: Final = 0.3
+# How long the text of an uncaught exception may take if nobody reads standard error.
+_TELL_SECONDS: Final = 5.0
 # How long a rank that was interrupted waits for the `finally` blocks of the others; and
 # then for the end by a launcher that interrupts all, or for the line of another.
 _CLEAN_UP_SECONDS: Final = 5.0
@@ -148,6 +153,7 @@ _making = False  # a strategy is being created, or creating it has failed
 _exit_code: Any = None
 _outermost: FrameType | None = None  # of the program
 _ended_by_signal = False  # the only process of a job
+_has_begun = False  # a strategy has been made
 
 
 def install() -> None:
@@ -172,9 +178,13 @@ def watch(guard: Guard, *, waits: bool) -> None:
         guard: the guard of the strategy.
         waits: whether this process waits at its end for those of the other ranks.
     """
-    global _making
+    global _making, _has_begun
     if threads.current() is None:
         _making = False
+        if waits and _rank_of_job() is not None:
+            reporting.start()
+        _has_begun = True
+        _tell_launcher(BEGUN)
     _guards.get()[guard] = waits
 
 
@@ -252,6 +262,7 @@ def _end_program(
 ) -> None:
     """End the job because of an uncaught exception."""
     global _exit_code, _ended_by_signal
+    hints.add_hint(error)
     rank = _rank_of_job()
     interrupt = termination.cause_of(error)
     if rank is None:
@@ -277,6 +288,8 @@ def _end_thread(
 ) -> None:
     """End the job because of an exception in a thread that has used a strategy."""
     rank, error = _rank_of_job(), args.exc_value
+    if error is not None:
+        hints.add_hint(error)
     # This runs in the thread. If it ends by sys.exit, other ranks need not know.
     if rank is None or not isinstance(error, Exception) or not context.was_used():
         previous(args)
@@ -331,14 +344,19 @@ def _end_job(
     text = f"mpidist: rank {rank} raised an exception{where}, ending the job:\n"
     if show is None:
         text += format_exception(error)
-    with contextlib.suppress(Exception, SystemExit):
+
+    def tell() -> None:
         # Not with `logging`: the text must be written before MPI_Abort ends the
         # process, and a handler may buffer it, or be off.
         sys.stdout.flush()
-        sys.stderr.write(text)
-        if show is not None:
-            show()
         sys.stderr.flush()
+        reporting.write_stderr(text)
+
+    reporting.write(tell, _TELL_SECONDS)
+    if show is not None and not reporting.is_stuck():
+        with contextlib.suppress(Exception, SystemExit):
+            show()  # in this thread: it may be a debugger
+            sys.stderr.flush()
     # MPICH's launcher forwards nothing after it learns of the abort: give it time.
     time.sleep(_FORWARD_SECONDS)
     _abort(1)
@@ -364,23 +382,27 @@ def _end_interrupted(rank: int, error: KeyboardInterrupt) -> NoReturn:
         guard.give_up(error)
     _wait_for([guard.end(_CLEAN_UP_SECONDS, "interrupted") for guard in guards])
     tells = all(guard.notices.tells_user for guard in guards)
-    with contextlib.suppress(Exception, SystemExit):
+
+    def tell() -> None:
         sys.stdout.flush()
         if tells:
             line = f"mpidist: rank {rank}: {termination.describe(error)}\n"
             termination.tell(line, error)
-            for guard in guards:
-                guard.notices.post_end(guard.sequence, "told")
-        sys.stderr.flush()
+
+    reporting.write(tell, _TELL_SECONDS)
+    with contextlib.suppress(Exception, SystemExit):
+        for guard in guards if tells else []:
+            guard.notices.post_end(guard.sequence, "told")
     # Open MPI's mpirun may be about to end all, and prints much about an abort.
     # MPICH's returns the code of the first rank: the one that has told the user.
     time.sleep(_INTERRUPT_SECONDS if tells else 2 * _INTERRUPT_SECONDS)
-    with contextlib.suppress(OSError):  # MPICH's MPI_Abort prints a line of its own
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    _abort(termination.exit_code(error))
+    _abort(termination.exit_code(error), silently=True)
 
 
-def _abort(code: int) -> NoReturn:
+def _abort(code: int, *, silently: bool = False) -> NoReturn:
+    if silently or reporting.is_stuck():
+        with contextlib.suppress(OSError):  # MPICH's MPI_Abort prints a line of its own
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     lost = any(guard.has_lost or guard.has_lost_ranks for guard in _guards.get())
     if lost or survival.is_on():
         # MPI_Abort may wait for the lost rank, and keeps Python from running.
@@ -401,6 +423,9 @@ def _leave() -> None:
         if _rank_of_job() is None:
             raise
         _end_interrupted(rank, interrupt)
+    except CollectiveTimeoutError as error:
+        # Without a traceback: the frames of an atexit function tell a user nothing.
+        _end_job(rank, error.with_traceback(None), "", None, waits=False)
 
 
 def leave(code: Any) -> None:
@@ -408,6 +433,9 @@ def leave(code: Any) -> None:
 
     Args:
         code: the argument of `sys.exit`; None: this one has reached its end.
+
+    Raises:
+        CollectiveTimeoutError: at the deadline.
     """
     guards = _guards.get()
     _wait_for([guard.leave(_LEAVING, code) for guard, waits in guards.items() if waits])
@@ -430,13 +458,10 @@ def _end() -> None:
         if library.world_rank() is not None and survival.is_on():
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_FINALIZE_SECONDS)
-        return
-    logging = sys.modules.get("logging")
-    if logging is not None:
-        logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+        if not reporting.is_stuck():
+            return
+        library.finalize()
+    _flush()
     code = _exit_code
     raised = _was_raised()
     if raised is False:
@@ -448,25 +473,49 @@ def _end() -> None:
     os._exit((code or 0) & 0xFF)
 
 
-def _tell_launcher() -> None:
-    """Tell `mpidist run` that a rank has come to its end: it was not killed."""
+def _flush() -> None:
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    # A report that is stuck has the locks of its handler, and of standard error.
+    if not reporting.is_stuck():
+        with contextlib.suppress(Exception):
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+
+def _tell_launcher(what: str = "") -> None:
+    """Tell `mpidist run` how far a rank has come; to its end: it was not killed."""
     path = os.environ.get(ENDED_FILE)
-    if path and library.world_rank() is not None:
-        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8"):
+    # The program may have ended MPI itself.
+    if path and (library.world_rank() is not None or _has_begun):
+        with contextlib.suppress(OSError), open(path + what, "w", encoding="utf-8"):
             pass
 
 
 atexit.register(_end)  # so early that it runs after the functions of users
 
 
-def _wait_for(waiting: list[Iterator[None]]) -> None:
-    """Advance all of these in turn, until each has ended."""
-    start = time.monotonic()
-    while waiting:
-        for leaving in list(waiting):
-            try:
-                next(leaving)
-            except StopIteration:
-                waiting.remove(leaving)
-        if waiting:
-            time.sleep(_SHORT if time.monotonic() - start < 1.0 else _LONG)
+class _Ends:
+    """Waits for the ends of several strategies' programs, as one request.
+
+    Args:
+        waits: advanced in turn: ranks may wait for the strategies in another order.
+    """
+
+    result = None
+
+    def __init__(self, waits: list[Iterator[None]]) -> None:
+        self._waits = waits
+
+    def Test(self) -> bool:  # noqa: N802 - mpi4py's name
+        """Return whether each has ended."""
+        self._waits = [wait for wait in self._waits if next(wait, _ENDED) is None]
+        return not self._waits
+
+    def leak(self) -> None:
+        """Do nothing: there are no buffers."""
+
+
+def _wait_for(waits: list[Iterator[None]]) -> None:
+    poll(_Ends(waits), lambda waited: None)

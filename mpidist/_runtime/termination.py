@@ -31,7 +31,6 @@ import os
 import re
 import signal
 import stat
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -39,6 +38,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from mpidist._base import reporting
 from mpidist._base.errors import CollectiveError
 from mpidist._base.interactive import is_interactive
 from mpidist._mpi import launcher, survival
@@ -103,7 +103,8 @@ def _leave_to_child() -> None:
 
 def _raise(number: int, frame: FrameType | None) -> None:
     global _raised
-    if _owner != os.getpid():  # removed, but kept by another handler; a forked child
+    # Removed, but kept by another handler; a forked child; or nobody catches it.
+    if _owner != os.getpid() or _is_shutting_down(frame):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
     elif _raised() is None:
@@ -113,6 +114,21 @@ def _raise(number: int, frame: FrameType | None) -> None:
             raise error
         finally:
             del error  # the traceback has this frame: a cycle, which would stay
+
+
+def _is_shutting_down(frame: FrameType | None) -> bool:
+    """Return whether the program has ended, and Python waits for its threads.
+
+    An exception would be printed, and ignored. A rank that was stopped is woken by the
+    launcher that ends it, and may be anywhere.
+    """
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return (
+        frame is not None
+        and frame.f_code.co_name == "_shutdown"
+        and frame.f_globals.get("__name__") == "threading"
+    )
 
 
 def ignore() -> None:
@@ -156,8 +172,7 @@ def describe(error: KeyboardInterrupt) -> str:
 def tell(text: str, error: KeyboardInterrupt) -> None:
     """Write to standard error; to mpirun's own, if it prints nothing any more."""
     if not isinstance(error, Terminated) or not _tell_by_mpirun(text):
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        reporting.write_stderr(text)
 
 
 def _tell_by_mpirun(text: str) -> bool:

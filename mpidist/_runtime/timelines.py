@@ -20,7 +20,8 @@ from typing import Final
 
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
-from mpidist._base import threads
+from mpidist._base import reporting, threads
+from mpidist._base.errors import format_ranks
 from mpidist._mpi import library
 from mpidist._runtime import process_exit
 from mpidist._timeline import merging
@@ -151,18 +152,29 @@ def _merge(recorder: Recorder) -> None:
     try:
         while not are_complete(parts := merging.read_parts(path)):
             if time.monotonic() > deadline:
-                _logger.warning(
+                ranks = [part.process.rank for part in parts if not part.complete]
+                ends = f"; the recording of {format_ranks(ranks)} ended early"
+                reporting.log(
+                    _logger,
+                    logging.WARNING,
                     "mpidist.timeline: rank 0 does not see the complete parts of all "
-                    "ranks (%s.rank*). Copy them into one folder if they are on other "
-                    "machines, and run: mpidist timeline %s",
+                    "ranks (%s.rank*)%s. Copy them into one folder if they are on "
+                    "other machines, and run: mpidist timeline %s",
                     path,
+                    ends if ranks else "",
                     path,
                 )
                 return
             time.sleep(_PAUSE_SECONDS)
         merging.merge_files(path, parts)
     except (OSError, PartError) as error:
-        _logger.warning("mpidist.timeline: rank 0 cannot write %s: %s", path, error)
+        reporting.log(
+            _logger,
+            logging.WARNING,
+            "mpidist.timeline: rank 0 cannot write %s: %s",
+            path,
+            error,
+        )
 
 
 def _end_program() -> None:

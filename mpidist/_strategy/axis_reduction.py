@@ -14,6 +14,7 @@ from mpidist._engine import dtype_table
 from mpidist._engine.collectives import Collectives
 
 _CALL = "Strategy.reduce"
+_NO_AXES: Final = "; each replica has a number, which has no axes: write `axis=None`"
 # The function of NumPy and CuPy that reduces the array of one replica.
 _FUNCTIONS: Final = {
     ReduceOp.SUM: "sum",
@@ -65,7 +66,7 @@ def reduce_axes(op: ReduceOp, leaf: object, axes: tuple[int, ...]) -> Partial:
         if not -x.ndim <= axis < x.ndim:
             raise ValueError(
                 f"{_CALL}: expected -{x.ndim} <= axis < {x.ndim} for "
-                f"{backend.describe(x)}, got axis={axis}"
+                f"{backend.describe(x)}, got axis={axis}{'' if x.ndim else _NO_AXES}"
             )
     xp = backend.module_of(x)
     function = getattr(xp, _FUNCTIONS[op])

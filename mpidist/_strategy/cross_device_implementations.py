@@ -120,8 +120,8 @@ class ReductionToOneDevice(CrossDeviceOps):
     Slower than an all-reduce, but it can use a custom reduction function.
 
     Args:
-        reduce_to_device: a device string of `StrategyExtended.worker_devices`;
-            None: the first.
+        reduce_to_device: a device string, as for `StrategyExtended.reduce_to`; None,
+            or a device that every rank has: rank 0's.
         accumulation_fn: a function of the list of all replicas' values, in replica
             order, that returns their sum (in any definition). It is called on that
             device's rank. MEAN divides its result by the number of replicas. None: the

@@ -28,7 +28,7 @@ from mpidist._strategy.reductions import (
     root_of,
 )
 from mpidist._values.distributed import DistributedValues, Mirrored, own_component
-from mpidist._values.locality import component_of, differs
+from mpidist._values.locality import component_of, differs, is_same
 from mpidist._values.variable import Variable, storage_of
 
 T = TypeVar("T")
@@ -69,7 +69,8 @@ class CrossDeviceOps:
 
         Args:
             reduce_op: a `ReduceOp` or its name.
-            per_replica_value: a `PerReplica` of arrays or numbers.
+            per_replica_value: a `PerReplica` of arrays or numbers. Of a `Mirrored` or a
+                variable each replica's copy counts.
             destinations: as for `StrategyExtended.reduce_to`.
             options: communication options for this call.
 
@@ -110,7 +111,7 @@ class CrossDeviceOps:
         def reduce() -> list[Nest]:
             op = as_reduce_op(reduce_op, call)
             for value, destinations in pairs:
-                if not differs(value):
+                if not (differs(value) or is_same(group, value)):
                     raise ValueError(
                         f"{call}: expected a `mpidist.PerReplica`, got {value!r:.80}; "
                         "pass what `strategy.run` returned"

@@ -15,7 +15,7 @@ from mpidist._mpi.self_communicator import SelfCommunicator
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import Components, Key, Registry
-from mpidist._strategy.outside import warn_of_own_value
+from mpidist._strategy.outside import require_scope, warn_of_own_value
 from mpidist._strategy.replica_context import attach
 from mpidist._strategy.strategy import Strategy, group_of
 from mpidist._values.distributed import PerReplica, PerReplicaOfOne
@@ -66,7 +66,14 @@ class DefaultStrategy(Strategy):
                 warn_of_own_value()
             return collectives.all_reduce(op, tree, options, call)
 
+        def all_gather(
+            value: Nest, axis: int, options: CommunicationOptions | None = None
+        ) -> Nest:
+            require_scope("all_gather")
+            return collectives.small_gathers.entry(value, axis, options)
+
         group.all_reduce = all_reduce
+        group.all_gather = all_gather
         super().__init__(group)
         attach(self, None)
 

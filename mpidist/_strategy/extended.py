@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from typing import overload
 
 from mpidist._base import nest
 from mpidist._base.options import CommunicationOptions
@@ -29,9 +30,14 @@ from mpidist._strategy.multi_step import (
     check_iterations,
     run_steps,
 )
-from mpidist._strategy.reductions import Destination, Pair
+from mpidist._strategy.reductions import Destination, Everywhere, Pair, root_of
 from mpidist._values import variable_operations as variable_operations  # too
-from mpidist._values.distributed import DistributedValues, PerReplica, select_replica
+from mpidist._values.distributed import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    select_replica,
+)
 from mpidist._values.locality import check_owner
 from mpidist._values.variable import Variable, storage_of
 from mpidist.data import Dataset
@@ -265,6 +271,27 @@ class StrategyExtended:
         kwargs = {} if kwargs is None else kwargs
         return dispatch.perform(self._group, "call_for_each_replica", fn, args, kwargs)
 
+    @overload
+    def reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value: PerReplica,
+        destinations: Everywhere,
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> Mirrored: ...
+    @overload
+    def reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Nest,
+        destinations: Destination,
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> Nest: ...
+
     @tells("reduce_to")
     def reduce_to(
         self,
@@ -281,14 +308,15 @@ class StrategyExtended:
             reduce_op: a `ReduceOp`, its name, or `VariableAggregation` SUM or MEAN.
             value: a `PerReplica`, or a nest of them.
             destinations: where the result goes. A variable (which does not change), a
-                distributed value or an array: to every replica. A device string of
-                `worker_devices`: to that rank only (an MPI Reduce).
+                distributed value, an array, or a device that every rank has, such as
+                "/cpu:0": to every replica. A device string of `worker_devices`, or with
+                "/task:K": to that rank only (an MPI Reduce).
             options: communication options for this call.
             experimental_hints: the older name of ``options``.
 
         Returns:
-            `Mirrored`, in the nest of ``value``. For a device string: plain arrays on
-            that device's rank and None on the others, as in mpi4py; in ``merge_fn``, if
+            `Mirrored`, in the nest of ``value``. For the device of a rank: plain arrays
+            on that rank and None on the others, as in mpi4py; in ``merge_fn``, if
             the device is not rank 0's, a `PerReplica` of these. A value that is the
             same on all replicas is returned unchanged for MEAN, MIN and MAX.
 
@@ -418,14 +446,18 @@ class StrategyExtended:
         """
         try:
             kwargs = {} if kwargs is None else kwargs
+            frame = context.current()
+            if (
+                frame.coordinator is not None  # the usual case, in merge_fn
+                and (group and type(var) is Variable)
+                and storage_of(var).group is self._group is frame.group
+            ):
+                return frame.coordinator.update(var, fn, args, kwargs, True)
             if context.is_in_replica(self._group) and isinstance(var, Variable):
                 check_owner(self._group, "update", var)
                 result = update_in_replica(self._group, var, fn, args, kwargs)
                 return result if group else (result,)
             frame = context.require_cross_replica(self._group, "update")
-            coordinator = frame.coordinator if group and type(var) is Variable else None
-            if coordinator is not None and storage_of(var).group is self._group:
-                return coordinator.update(var, fn, args, kwargs, True)
             plain = isinstance(var, Variable) and not storage_of(var).group.is_mpi
             if not isinstance(var, Variable) or (plain and self._group.is_mpi):
                 if isinstance(var, DistributedValues):
@@ -469,10 +501,9 @@ class StrategyExtended:
         """Unwrap a value that was reduced to one rank, if this code may see it."""
         if not isinstance(destinations, str) or not self._group.is_mpi:
             return result
-        if (
-            context.current().coordinator is not None
-            and destinations != self._group.device_name
-        ):
+        root = root_of(self._group, destinations)
+        alone = context.current().coordinator is not None
+        if alone and root is not None and root != self._group.replica_id:
             return result
         return nest.map_structure(
             lambda x: component(x) if isinstance(x, PerReplica) else x, result

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 from mpidist._agreement import mismatch
-from mpidist._agreement.channel import open_channel
+from mpidist._agreement.channel import Channel, open_channel
 from mpidist._agreement.deadline import Deadline
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.stacks import Stacks
@@ -21,9 +22,11 @@ from mpidist._base.environment import Environment, read_environment
 from mpidist._base.options import CommunicationImplementation, CommunicationOptions
 from mpidist._base.remedies import explain_keywords
 from mpidist._engine import SharedMemory, open_shared_memory
+from mpidist._engine.bits import same_on_all_ranks
 from mpidist._engine.collectives import Collectives
 from mpidist._engine.traced import TracedCollectives
 from mpidist._mpi import survival
+from mpidist._mpi.buffers import BufferCollectives
 from mpidist._mpi.communicator import Communicator
 from mpidist._mpi.library import check_communicator, check_not_alone, local_rank
 from mpidist._runtime import context, forked_child, process_exit, timelines
@@ -36,6 +39,8 @@ from mpidist._strategy.strategy import Strategy
 
 # Any: an `mpi4py.MPI.Comm`, from a library that may be missing, or a `ThreadGroup`.
 Comm: TypeAlias = Any
+
+_logger: Final = logging.getLogger("mpidist")
 
 _NO_OPTIONS: Final = CommunicationOptions()
 _numbers = threads.ReplicaLocal(lambda: itertools.count(1))
@@ -205,6 +210,8 @@ class MPIStrategy(Strategy):
         )
         if environment.timeout_abort and threads.current() is None:
             guard.when_timed_out = process_exit.end_at_deadline
+        if threads.current() is None:
+            guard.end_job_with(process_exit.end_at_deadline)
         deadline.hand_over(guard)
         if threads.current() is None and communicator.size > 1:
             guard.ask_missing_ranks(Stacks(communicator))
@@ -217,6 +224,9 @@ class MPIStrategy(Strategy):
         communicator.on_free(forget)
         if memory.nodes is not None:
             guard.watch_steps(memory.nodes.node.channel)
+        if shared is None and communicator.size > 1 and threads.current() is None:
+            peers = None if memory.nodes is None else memory.nodes.peers
+            _check_bits(communicator, channel, peers)
         collectives = _make_collectives(communicator, guard, memory, settings)
         self._communicator = communicator
         # The communicator and the guard outlive the collectives: all ranks free them
@@ -257,6 +267,19 @@ class MPIStrategy(Strategy):
         finish()
         collectives.release()
         free()
+
+
+def _check_bits(
+    communicator: Communicator, channel: Channel, peers: BufferCollectives | None
+) -> None:
+    """Find out if MPI's sums have the same bits on all ranks. Collective."""
+    same = same_on_all_ranks(communicator, channel, peers)
+    communicator.buffers.same_bits = same
+    if not same and communicator.rank == 0:
+        _logger.warning(
+            "mpidist: the all-reduce of this MPI library gives ranks different bits; "
+            "sums are reduced to one rank and broadcast, which is slower"
+        )
 
 
 def _make_collectives(

@@ -13,6 +13,7 @@ from typing import Final
 from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call, call_of, fingerprint
 from mpidist._base import backend, nest
+from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import ReduceFunction, ReduceOp, as_reduce_op
 from mpidist._base.types import Nest
@@ -165,8 +166,7 @@ def _reduce_same(
             f"{call}: A non-DistributedValues value {leaf!r:.80} cannot be reduced "
             f"with the given reduce op ReduceOp.{op.name}. It is not per replica, so "
             "it is not clear how often it counts; pass what `strategy.run` returned, "
-            "or make a per-replica value with "
-            "`strategy.experimental_distribute_values_from_function`"
+            f'as in `strategy.reduce("{op.name}", strategy.run(lambda: x), axis=None)`'
         )
     leaf = own_component(leaf)
     if axes is None:
@@ -325,6 +325,11 @@ def _gather(group: ReplicaGroup, value: Nest, axis: int) -> Nest:
             )
         # Not per replica: returned unchanged, not n times (as in TensorFlow).
         plain = own_component(value)
+        if isinstance(plain, IndexedSlices):
+            raise NotImplementedError(
+                "Strategy.gather does not support IndexedSlices; gather its `values` "
+                "and `indices`"
+            )
         backend.as_array(to_plain(plain), "Strategy.gather")
     except Exception as error:
         collectives.invalid("Strategy.gather", error)

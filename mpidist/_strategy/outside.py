@@ -1,16 +1,20 @@
 """A warning for reductions outside of every scope, where each rank is on its own.
 
 The default strategy has one replica, so its `all_reduce` returns the value itself. In a
-program on several ranks that is a wrong sum, and nothing else shows it.
+program on several ranks that is a wrong sum, and nothing else shows it. In a thread
+that the function of a scope has started it is never meant, so there it raises.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 
+from mpidist._base import threads
 from mpidist._base.errors import level_of_caller
 from mpidist._base.threads import ReplicaLocal
+from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 
 
@@ -33,8 +37,40 @@ def note_closed(group: ReplicaGroup) -> None:
     _open.get().discard(group)
 
 
+def require_scope(call: str) -> None:
+    """Raise if the caller is a thread that a function in a scope has started.
+
+    A scope and a replica context belong to a thread. In another one the call would be
+    of the default strategy, which has one replica.
+
+    Args:
+        call: the name of the call.
+
+    Raises:
+        RuntimeError: if another thread is in the scope of several replicas.
+    """
+    if threads.current() is not None:
+        return  # the other threads may be other replicas
+    group = context.entered_elsewhere()
+    if group is not None:
+        raise RuntimeError(
+            f"[rank {group.replica_id}] {call}: the thread "
+            f"{threading.current_thread().name!r} is in no scope, so each rank would "
+            f"get its own value back, not one of all {group.num_replicas} replicas of "
+            f"{group}, which another thread has entered. Enter it in this thread too, "
+            "while that one waits: `with ctx:`, of the `ctx` that "
+            "`mpidist.get_replica_context()` returned in the replica function; or at "
+            "program level call `strategy.run(fn)` in this thread"
+        )
+
+
 def warn_of_own_value() -> None:
-    """Warn, once until another is made, if the caller could mean a strategy."""
+    """Warn, once until another is made, if the caller could mean a strategy.
+
+    Raises:
+        RuntimeError: as `require_scope`.
+    """
+    require_scope("all_reduce")
     for group in list(_open.get()):
         _open.get().clear()
         warnings.warn(

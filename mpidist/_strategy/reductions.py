@@ -5,8 +5,9 @@ Every rank calls these functions, each with its own components.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from mpidist._base import backend, nest
 from mpidist._base.options import CommunicationOptions
@@ -24,10 +25,18 @@ from mpidist._values.distributed import (
 from mpidist._values.locality import check_owner, component_of
 from mpidist._values.variable import Variable
 
-Destination: TypeAlias = DistributedValues | ArrayLike | HostArray | DeviceArray | str
-"""Where a result goes: every replica or, for a device string, one of them."""
+Everywhere: TypeAlias = DistributedValues | ArrayLike | HostArray | DeviceArray
+"""What is on every replica."""
+Destination: TypeAlias = Everywhere | str
+"""Where a result goes: every replica or, for the device of a rank, that one."""
 Pair: TypeAlias = tuple[Nest, Destination]
 """A value, and where its reduction goes."""
+
+_DEVICE: Final = re.compile(
+    r"(?:/job:(?P<job>\w+))?(?:/replica:\d+)?(?:/task:(?P<task>\d+))?"
+    r"/?(?:(?:device:)?[CGT]PU(?::(?:\d+|\*))?)?",
+    re.IGNORECASE,
+)
 
 
 def all_reduce(
@@ -122,10 +131,26 @@ def broadcast_value(group: ReplicaGroup, get: Callable[[], Nest]) -> Nest:
 
 
 def root_of(group: ReplicaGroup, destinations: Destination) -> int | None:
-    """Return the rank of a device string; None for all other destinations."""
-    if isinstance(destinations, str) and group.is_mpi:
-        return group.device_names.index(destinations)
-    return None
+    """Return the rank of a device string; None for all other destinations.
+
+    A string of `StrategyExtended.worker_devices`, or with a task of a job, is that of
+    one rank. Every rank has a "/cpu:0".
+
+    Raises:
+        ValueError: if it is no device.
+    """
+    if not isinstance(destinations, str):
+        return None
+    if destinations in group.device_names:
+        return group.device_names.index(destinations) if group.is_mpi else None
+    match = _DEVICE.fullmatch(destinations)
+    if match is None or not destinations.strip("/"):
+        raise _not_a_destination(group, destinations)
+    if match["job"] == "localhost" or match["task"] is None:
+        return None
+    if int(match["task"]) >= group.num_replicas:
+        raise _not_a_destination(group, destinations)
+    return int(match["task"]) if group.is_mpi else None
 
 
 def check_destinations(
@@ -139,9 +164,19 @@ def check_destinations(
         return
     if backend.is_array(destinations):
         return
-    if isinstance(destinations, str) and destinations in group.device_names:
-        return
-    raise ValueError(
-        f"{call}: destinations must be a `mpidist.Variable`, a distributed value, an "
-        f"array or one of {group.device_names}, got {destinations!r:.80}"
+    error = _not_a_destination(group, destinations)
+    if isinstance(destinations, str):
+        try:
+            root_of(group, destinations)
+            return
+        except ValueError as found:
+            error = found
+    raise ValueError(f"{call}: {error}")
+
+
+def _not_a_destination(group: ReplicaGroup, destinations: object) -> Exception:
+    return ValueError(
+        "destinations must be a `mpidist.Variable`, a distributed value, an array, a "
+        f'device that every rank has, such as "/cpu:0", or one of '
+        f"{group.device_names}, got {destinations!r:.80}"
     )

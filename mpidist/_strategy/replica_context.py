@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Final
+from typing import Any, Final, overload
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from mpidist._agreement.traced_guard import TracedGuard
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import REDUCE_OPS, ReduceFunction, ReduceOp, as_reduce_op
 from mpidist._base.remedies import explain_attributes
-from mpidist._base.types import Nest
+from mpidist._base.types import Given, Leaf, Nest
 from mpidist._merge import updates
 from mpidist._merge.merge_call import merge_call
 from mpidist._runtime import context, interruptions
@@ -24,8 +24,10 @@ from mpidist._runtime.dispatch import check_arguments
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.cross_device_ops import CrossDeviceOps
 from mpidist._strategy.folds import fold
+from mpidist._strategy.outside import require_scope
 from mpidist._strategy.reductions import all_reduce
-from mpidist._strategy.strategy import Strategy, group_of
+from mpidist._strategy.strategy import Args, Kwargs, Strategy, group_of
+from mpidist._values.distributed import ArrayLike, PerReplica
 
 
 @explain_attributes
@@ -71,6 +73,7 @@ class ReplicaContext:
 
     def __enter__(self) -> ReplicaContext:
         """Make this the current replica context."""
+        context.note_use(self._group, "ReplicaContext")
         frame = context.Frame(self._group, context.Level.REPLICA, replica_context=self)
         manager = context.entered(frame)
         manager.__enter__()
@@ -116,6 +119,21 @@ class ReplicaContext:
         """The device of this replica, as a tuple with one string."""
         return (self._group.device_name,)
 
+    @overload
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str | ReduceFunction,
+        value: int | ArrayLike | PerReplica,
+        options: CommunicationOptions | None = None,
+    ) -> Any: ...
+    @overload
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str | ReduceFunction,
+        value: Given,
+        options: CommunicationOptions | None = None,
+    ) -> Given: ...
+
     def all_reduce(
         self,
         reduce_op: ReduceOp | str | ReduceFunction,
@@ -125,9 +143,11 @@ class ReplicaContext:
         """Reduce ``value`` over all replicas; all of them get the result.
 
         Collective: every replica must call this, in the same order. On one node it uses
-        shared memory; otherwise one MPI all-reduce for each dtype and
-        ``bytes_per_pack``. On one node large results share one block of memory, which
-        is freed when the last of them is.
+        shared memory. Between nodes up to 1 KiB travels with the header, one MPI
+        collective; more moves by ``MPI_Iallreduce`` (``MPI_Iallgather`` between two
+        nodes with Open MPI), once for each dtype and ``bytes_per_pack``. On one node
+        large results share one block of memory, which is freed when the last of them
+        is.
 
         Args:
             reduce_op: a `ReduceOp` or its name; or an associative function of two
@@ -176,6 +196,21 @@ class ReplicaContext:
             interruptions.left(self._group, "all_reduce", error)
             raise
 
+    @overload
+    def all_gather(
+        self,
+        value: ArrayLike | PerReplica,
+        axis: int,
+        options: CommunicationOptions | None = None,
+    ) -> Any: ...
+    @overload
+    def all_gather(
+        self,
+        value: Given,
+        axis: int,
+        options: CommunicationOptions | None = None,
+    ) -> Given: ...
+
     def all_gather(
         self,
         value: Nest,
@@ -185,8 +220,9 @@ class ReplicaContext:
         """Concatenate ``value`` of all replicas along an axis.
 
         Collective: every replica must call this, in the same order. On one node it uses
-        shared memory; otherwise one MPI Allgather (Allgatherv if sizes differ) for each
-        leaf, or for all leaves together if they are small.
+        shared memory. Between nodes it uses ``MPI_Iallgather`` (``MPI_Iallgatherv`` if
+        sizes differ), once for each leaf, or once for all leaves if they are small; up
+        to 8 replicas send up to 1 KiB with the header.
 
         Args:
             value: a nest of arrays of at least one dimension, of the same dtypes and
@@ -212,11 +248,24 @@ class ReplicaContext:
             interruptions.left(self._group, "all_gather", error)
             raise
 
+    @overload
     def merge_call(
         self,
-        merge_fn: Callable[..., Nest],
-        args: tuple[Nest, ...] | list[Nest] = (),
-        kwargs: dict[str, Nest] | None = None,
+        merge_fn: Callable[..., PerReplica[Given]],
+        args: Args = (),
+        kwargs: Kwargs = None,
+    ) -> Given: ...
+    @overload
+    def merge_call(
+        self, merge_fn: Callable[..., Leaf], args: Args = (), kwargs: Kwargs = None
+    ) -> Leaf: ...
+    @overload
+    def merge_call(
+        self, merge_fn: Callable[..., Nest], args: Args = (), kwargs: Kwargs = None
+    ) -> Nest: ...
+
+    def merge_call(
+        self, merge_fn: Callable[..., Nest], args: Args = (), kwargs: Kwargs = None
     ) -> Nest:
         """Run ``merge_fn`` once, for all replicas, on the coordinator.
 
@@ -255,6 +304,7 @@ class ReplicaContext:
             except Exception as error:
                 group.collectives.invalid("merge_call", error)
             if not group.is_mpi:
+                require_scope("merge_call")
                 with context.entered(group.cross_frame):
                     return merge_fn(self._strategy, *args, **kwargs)
             return group.merge_call(group, merge_fn, tuple(args), kwargs)

@@ -6,17 +6,18 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias, overload
 
 from mpidist._base.nest import map_structure
 from mpidist._base.reduce_op import ReduceFunction, ReduceOp
 from mpidist._base.remedies import explain_attributes
-from mpidist._base.types import Nest
+from mpidist._base.types import Given, Leaf, Nest, OtherLeaf
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.interruptions import tells
 from mpidist._strategy.extended import StrategyExtended
 from mpidist._strategy.local_results import local_results
+from mpidist._strategy.scope import Scope
 from mpidist._strategy.value_context import ValueContext
 from mpidist._values.distributed import PerReplica, own_component
 from mpidist.cluster import MPIClusterResolver
@@ -29,6 +30,12 @@ from mpidist.data import (
     InputReplicationMode,
 )
 
+Args: TypeAlias = tuple[Nest, ...] | list[Nest]
+Kwargs: TypeAlias = dict[str, Nest] | None
+Reduction: TypeAlias = ReduceOp | str | ReduceFunction
+_NO_AXIS: Final[Any] = object()
+SupportsWrite: TypeAlias = Any
+"""A file, or another object with ``write``."""
 # Any: datasets of other libraries, which may have `__getitem__` instead of `__iter__`.
 Batches: TypeAlias = Any
 
@@ -39,13 +46,17 @@ class CommunicationStatistics:
 
     Attributes:
         seconds: time in collectives, including waiting for other ranks.
-        calls: number of MPI calls that moved arrays, by MPI name.
-        bytes: bytes of this rank's buffers in them, by MPI name.
+        calls: number of collectives that moved arrays, by the name of MPI's operation
+            of the same meaning. On one node they go through shared memory.
+        bytes: bytes of this rank's buffers in them, by that name.
+        mpi_calls: number of calls of MPI's own functions, by name: those that moved
+            arrays, and those of headers and messages.
     """
 
     seconds: float
     calls: dict[str, int]
     bytes: dict[str, int]
+    mpi_calls: dict[str, int]
 
 
 @explain_attributes
@@ -63,6 +74,7 @@ class Strategy:
         group.strategy = self
         self._group = group
         self._extended = StrategyExtended(group)
+        self._cluster_resolver: MPIClusterResolver | None = None
 
     def __repr__(self) -> str:
         group = self._group
@@ -98,48 +110,123 @@ class Strategy:
         return self._group.replica_id
 
     @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0, which prints, logs and plots. Not in tf.distribute.
+
+        No collective call may depend on it: checkpoints, reductions and reading ON_READ
+        variables are for every rank.
+        """
+        return self._group.replica_id == 0
+
+    def print(
+        self,
+        *values: object,
+        sep: str | None = " ",
+        end: str | None = "\n",
+        file: SupportsWrite | None = None,
+        flush: bool = True,
+    ) -> None:
+        """Print on rank 0 only, at once. Not collective.
+
+        Args:
+            values: as for Python's ``print``, like ``sep``, ``end`` and ``file``.
+            sep: between the values.
+            end: after the last one.
+            file: default: the standard output.
+            flush: whether it is shown at once; True, since the output of launchers is a
+                pipe, which Python fills first.
+        """
+        if self.is_main_process:
+            print(*values, sep=sep, end=end, file=file, flush=flush)
+
+    @property
     def array_module(self) -> ModuleType:
         """NumPy or CuPy: the module for arrays on this replica's device."""
         module: ModuleType = self._group.device.array_module
         return module
 
     @property
-    def cluster_resolver(self) -> MPIClusterResolver | None:
-        """The ranks, their hosts and devices; None for the default strategy."""
+    def cluster_resolver(self) -> MPIClusterResolver | Any:
+        """The ranks, their hosts and devices; None for the default strategy.
+
+        The same object each time. The type includes ``Any`` for type checkers: no test
+        for None is needed.
+        """
         group = self._group
-        if not group.is_mpi:
-            return None
-        return MPIClusterResolver(
-            group.host_names,
-            group.replica_id,
-            group.device_names,
-            group.node_numbers,
-        )
+        if self._cluster_resolver is None and group.is_mpi:
+            self._cluster_resolver = MPIClusterResolver(
+                group.host_names,
+                group.replica_id,
+                group.device_names,
+                group.node_numbers,
+            )
+        return self._cluster_resolver
 
     def communication_statistics(self) -> CommunicationStatistics:
         """Return statistics of this rank's communication so far. Not collective."""
         traffic = self._group.communicator.traffic
-        return CommunicationStatistics(*traffic.total())
+        return CommunicationStatistics(*traffic.total(), traffic.total_mpi())
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[Strategy]:
+    def scope(self) -> Scope[Strategy]:
         """Make this the current strategy, in cross-replica context.
 
         Not collective. Variables created inside are mirrored. A scope may be nested in
-        itself.
+        itself, and the same object entered again. That of the default strategy changes
+        nothing.
 
         Raises:
-            RuntimeError: inside the scope of another strategy, or in a replica
-                function.
+            RuntimeError: when it is entered inside the scope of another strategy, or in
+                a replica function; when it is left before a scope that was entered in
+                it, such as that of `variable_creator_scope`.
         """
-        with context.scope(self._group):
-            yield self
+        return Scope(self._group, self)
+
+    @overload  # of a function without types
+    def run(
+        self,
+        fn: Callable[..., NoReturn],
+        args: Args = (),
+        kwargs: Kwargs = None,
+        options: object = None,
+    ) -> Nest: ...
+    @overload
+    def run(
+        self,
+        fn: Callable[..., Leaf],
+        args: Args = (),
+        kwargs: Kwargs = None,
+        options: object = None,
+    ) -> PerReplica[Leaf]: ...
+    @overload
+    def run(
+        self,
+        fn: Callable[..., tuple[Leaf, OtherLeaf]],
+        args: Args = (),
+        kwargs: Kwargs = None,
+        options: object = None,
+    ) -> tuple[PerReplica[Leaf], PerReplica[OtherLeaf]]: ...
+    @overload
+    def run(
+        self,
+        fn: Callable[..., dict[str, Leaf]],
+        args: Args = (),
+        kwargs: Kwargs = None,
+        options: object = None,
+    ) -> dict[str, PerReplica[Leaf]]: ...
+    @overload
+    def run(
+        self,
+        fn: Callable[..., Nest],
+        args: Args = (),
+        kwargs: Kwargs = None,
+        options: object = None,
+    ) -> Nest: ...
 
     def run(
         self,
         fn: Callable[..., Nest],
-        args: tuple[Nest, ...] | list[Nest] = (),
-        kwargs: dict[str, Nest] | None = None,
+        args: Args = (),
+        kwargs: Kwargs = None,
         options: object = None,
     ) -> Nest:
         """Run ``fn`` once on every replica.
@@ -171,11 +258,20 @@ class Strategy:
 
     experimental_run_v2 = run
 
+    @overload
+    def reduce(
+        self, reduce_op: Reduction, value: PerReplica[Given], axis: None
+    ) -> Given: ...
+    @overload
+    def reduce(
+        self, reduce_op: Reduction, value: Nest, axis: int | tuple[int, ...] | None
+    ) -> Nest: ...
+
     def reduce(
         self,
-        reduce_op: ReduceOp | str | ReduceFunction,
+        reduce_op: Reduction,
         value: Nest,
-        axis: int | tuple[int, ...] | None,
+        axis: int | tuple[int, ...] | None = _NO_AXIS,
     ) -> Nest:
         """Combine a per-replica value into one. Collective.
 
@@ -197,7 +293,19 @@ class Strategy:
                 or PROD of a value that is not per replica.
             CollectiveMismatchError: if the ranks' arrays differ in shape or dtype.
         """
+        if axis is _NO_AXIS:
+            error = TypeError(
+                "Strategy.reduce: missing the argument `axis`; write `axis=None` to "
+                "combine the replicas' arrays element by element, or the axes to "
+                "reduce, too"
+            )
+            dispatch.refuse(self._group, "reduce", error)
         return dispatch.perform(self._group, "reduce", reduce_op, value, axis)
+
+    @overload
+    def gather(self, value: PerReplica[Given], axis: int) -> Given: ...
+    @overload
+    def gather(self, value: Nest, axis: int) -> Nest: ...
 
     def gather(self, value: Nest, axis: int) -> Nest:
         """Concatenate a per-replica value along an axis. Collective.
@@ -259,6 +367,13 @@ class Strategy:
             )
         return self._group.collectives.buffers_like(map_structure(own_component, nest))
 
+    @overload
+    def experimental_local_results(
+        self, value: PerReplica[Given]
+    ) -> tuple[Given, ...]: ...
+    @overload
+    def experimental_local_results(self, value: Nest) -> tuple[Nest, ...]: ...
+
     @tells("experimental_local_results")
     def experimental_local_results(self, value: Nest) -> tuple[Nest, ...]:
         """Return the components that this process can see, as a tuple.
@@ -286,6 +401,19 @@ class Strategy:
         """See `StrategyExtended.colocate_vars_with`; this is its older location."""
         with self._extended.colocate_vars_with(colocate_with_variable):
             yield
+
+    @overload  # of a function without types
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], NoReturn]
+    ) -> Nest: ...
+    @overload
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Leaf]
+    ) -> PerReplica[Leaf]: ...
+    @overload
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Nest]
+    ) -> Nest: ...
 
     @tells("experimental_distribute_values_from_function")
     def experimental_distribute_values_from_function(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from mpidist._base import threads
 from mpidist._base.options import CommunicationImplementation, CommunicationOptions
@@ -112,6 +112,56 @@ class MultiWorkerMirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
         except (TypeError, ValueError) as error:  # perhaps on this rank only
             wrong = error
         self._join(None, "auto", options, None, wrong)
+
+
+class _NoStrategy(Strategy):
+    """A class of TensorFlow that no strategy here is an instance of."""
+
+    _instead: ClassVar[str]
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        raise NotImplementedError(f"{type(self).__name__}: {self._instead}")
+
+
+class TPUStrategy(_NoStrategy):
+    """TensorFlow's strategy for TPUs, for ``isinstance``, which is False.
+
+    Raises:
+        NotImplementedError: always; the message says what to write.
+    """
+
+    _instead = "there are no TPUs here; write `mpidist.MPIStrategy()`"
+
+
+class OneDeviceStrategy(_NoStrategy):
+    """TensorFlow's strategy for one device, for ``isinstance``, which is False.
+
+    Raises:
+        NotImplementedError: always; the message says what to write.
+    """
+
+    _instead = 'write `mpidist.MPIStrategy(device="cpu")`, and start one rank'
+
+
+class ParameterServerStrategy(_NoStrategy):
+    """TensorFlow's strategy with servers, for ``isinstance``, which is False.
+
+    Raises:
+        NotImplementedError: always; the message says what to write.
+    """
+
+    _instead = (
+        "there are no parameter servers over MPI, every rank computes; write "
+        "`mpidist.MPIStrategy()`"
+    )
+
+
+class CentralStorageStrategy(ParameterServerStrategy):
+    """TensorFlow's strategy with one copy, for ``isinstance``, which is False.
+
+    Raises:
+        NotImplementedError: always; the message says what to write.
+    """
 
 
 _NAMES: Final = (MirroredStrategy, MultiWorkerMirroredStrategy)

@@ -9,19 +9,23 @@ process; a line that is an object is about a strategy, and a list is an event
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import logging
 import os
 import socket
 import time
 from pathlib import Path
 from typing import IO, Final, Literal, NamedTuple
 
+from mpidist._base import reporting
 from mpidist._base.machine import boot_id
 
 FORMAT: Final = 1
 END: Final = "end"
 _FLUSH_SECONDS: Final = 1.0
 _FLUSH_EVENTS: Final = 1000
+_logger: Final = logging.getLogger("mpidist")
 
 Kind = Literal["call", "section", "end of section", "message", "waits"]
 
@@ -107,9 +111,14 @@ class Recorder:
         if self._file is not None or self._stopped:
             return
         self.rank = rank
-        self._file = open(  # noqa: SIM115 - until `close`
-            part_of(self.path, rank), "w", encoding="utf-8"
-        )
+        part = part_of(self.path, rank)
+        for path in (self.path, part):
+            if path.exists() and not path.is_file():
+                # A pipe that nobody reads would block this process, now or at its end.
+                raise OSError(
+                    errno.EINVAL, "expected a file, or a path where none is", str(path)
+                )
+        self._file = open(part, "w", encoding="utf-8")  # noqa: SIM115 - until `close`
         epoch = time.time() - time.perf_counter()
         host = socket.gethostname()
         process = Process(rank, host, boot_id() or host, round(epoch, 6))
@@ -153,8 +162,16 @@ class Recorder:
         try:
             self._file.writelines(f"{json.dumps(line)}\n" for line in lines)
             self._file.flush()
-        except OSError:  # what was written can still be read
+        except OSError as error:  # what was written can still be read
             self._stop()
+            reporting.log(
+                _logger,
+                logging.WARNING,
+                "mpidist.timeline: rank %d cannot write %s: %s; it records no more",
+                self.rank,
+                part_of(self.path, self.rank),
+                error.strerror or error,
+            )
 
     def close(self) -> None:
         """Write the rest, and that it is complete."""

@@ -107,16 +107,18 @@ def convert_slices(target: Target, how: Scatter, value: Nest) -> tuple[Array, Ar
     shape, dtype = target.array.shape, target.array.dtype
     if not shape:
         raise ValueError(f"{call}: a variable of shape () has no rows")
-    if how == "div" and dtype.kind in "iub":
-        raise ValueError(
-            f"{call}: {dtype.name} would need rounding; make the variable "
-            "with a floating dtype"
-        )
+    if how == "div" and dtype.kind == "b":
+        raise ValueError(f"{call}: bool cannot be divided; make the variable with ints")
     indices = backend.as_array(value.indices, call)[0]
     if isinstance(value.indices, PerReplica) or isinstance(value.values, PerReplica):
         _refuse_per_replica(target.name, f"scatter_{how}")
     rows_shape = (int(indices.shape[0]), *shape[1:])
     rows = convert(target, f"scatter_{how}", value.values, rows_shape)
+    if how == "div" and dtype.kind in "iu" and not bool((rows != 0).all()):
+        raise ValueError(
+            f"{call}: {dtype.name} cannot be divided by 0; make the variable with a "
+            "floating dtype"
+        )
     bad = (indices < 0) | (indices >= shape[0])
     if bool(bad.any()):
         raise ValueError(

@@ -11,16 +11,22 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 # Any: it gets the arguments of `Variable` by name, and returns what it is given.
 Creator: TypeAlias = Callable[..., Any]
+Creators: TypeAlias = tuple[Creator, ...]
 _P = ParamSpec("_P")
 _V = TypeVar("_V")
 
 
 class _Stack(threading.local):
     def __init__(self) -> None:
-        self.creators: tuple[Creator, ...] = ()
+        self.creators: Creators = ()
 
 
 _stack = _Stack()
+
+
+def current() -> Creators:
+    """Return the functions that change how variables are made, the outermost first."""
+    return _stack.creators
 
 
 class Internal:
@@ -65,7 +71,7 @@ def variable_creator_scope(variable_creator: Creator) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _changed(creators: tuple[Creator, ...]) -> Iterator[None]:
+def _changed(creators: Creators) -> Iterator[None]:
     before, _stack.creators = _stack.creators, creators
     try:
         yield
@@ -89,7 +95,7 @@ def by_creators(
             return init(self, *args, **kwargs)
         done = 0
 
-        def create(outer: tuple[Creator, ...], arguments: dict[str, Any]) -> _V:
+        def create(outer: Creators, arguments: dict[str, Any]) -> _V:
             nonlocal done
             # What a creator makes without `next_creator` is up to those further out.
             with _changed(outer[:-1]):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Generic, NoReturn
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from mpidist._base import backend, guests, nest
 from mpidist._base.remedies import explain_attributes, is_own_attribute, missing_name
-from mpidist._base.types import Array, DType, HostArray, Nest, Shape
+from mpidist._base.types import Array, DType, HostArray, Nest, Own, Shape
 from mpidist._runtime import context
 from mpidist._runtime.registry import Components
 
@@ -53,7 +53,7 @@ _DELEGATED: Final = frozenset(
 )
 
 
-class DistributedValues(Components):
+class DistributedValues(Components, Generic[Own]):
     """A value with a component on each replica.
 
     Users get these from `Strategy.run`, from
@@ -67,7 +67,7 @@ class DistributedValues(Components):
             creates a value for each replica.
     """
 
-    def __init__(self, values: Sequence[Nest]) -> None:
+    def __init__(self, values: Sequence[Own]) -> None:
         """Hold one component for each replica of the active strategy.
 
         Raises:
@@ -95,7 +95,7 @@ class DistributedValues(Components):
         self._home = group.registry
 
     @property
-    def values(self) -> tuple[Nest, ...]:
+    def values(self) -> tuple[Own, ...]:
         """The components that this process can see, in replica order.
 
         Only this rank's, except in ``merge_fn``: there all of them. The first time
@@ -129,8 +129,10 @@ class DistributedValues(Components):
 
 
 @explain_attributes
-class PerReplica(DistributedValues):
+class PerReplica(DistributedValues[Own]):
     """A value that is different on each replica.
+
+    In annotations ``PerReplica[float]``, for a number on each replica.
 
     It has no operators, because ``x + 1`` would be ambiguous. Reduce it
     (`Strategy.reduce`), gather it (`Strategy.gather`), pass it to
@@ -429,7 +431,7 @@ for _name, _symbol in {
     setattr(ArrayLike, f"__i{_name}__", _make_in_place(_symbol))
 
 
-class Mirrored(DistributedValues, ArrayLike):
+class Mirrored(DistributedValues[Any], ArrayLike):
     """A value that is the same on all replicas: the result of a reduction.
 
     It acts as the array that it holds.
@@ -464,7 +466,7 @@ class Mirrored(DistributedValues, ArrayLike):
         return getattr(self.value(), name)
 
 
-class PerReplicaOfOne(ArrayLike, PerReplica):
+class PerReplicaOfOne(ArrayLike, PerReplica[Any]):
     """A PerReplica of the default strategy, which acts as its one component.
 
     TensorFlow's default strategy returns the values themselves.

@@ -20,10 +20,12 @@ from mpidist._runtime import context, dispatch, interruptions
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import Registered
+from mpidist._values import plain
 from mpidist._values.attributes import Attributes, check_attributes
 from mpidist._values.conversion import initial_array
 from mpidist._values.creators import Internal, by_creators
 from mpidist._values.distributed import ArrayLike
+from mpidist._values.reference import Reference
 from mpidist._values.storage import Assignment, VariableStorage
 from mpidist._values.synchronization import (
     ON_READ,
@@ -88,7 +90,7 @@ class Variable(ArrayLike, Registered):
         initial_value: an array, number or list, or a function that returns one.
             Only rank 0's is used, and only rank 0 calls the function.
         trainable: stored for the user; default True, but False for ON_READ.
-        name: for messages.
+        name: for messages; without the ":0" of TensorFlow.
         dtype: the dtype of the array; default: that of the initial value.
         synchronization: ON_WRITE, ON_READ or AUTO (the same as ON_WRITE); or its name.
         aggregation: how the replicas' values are combined; or its name.
@@ -112,8 +114,8 @@ class Variable(ArrayLike, Registered):
         trainable: bool | None = None,
         name: str | None = None,
         dtype: DTypeLike | None = None,
-        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
-        aggregation: VariableAggregation = VariableAggregation.NONE,
+        synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation | str = VariableAggregation.NONE,
         shape: Shape | None = None,
     ) -> None:
         """Compute the initial value on rank 0 and copy it to all ranks. Collective."""
@@ -233,6 +235,13 @@ class Variable(ArrayLike, Registered):
                 x.flags.writeable = False
         return (storage.view, *column[1:])
 
+    def ref(self) -> Reference[Variable]:
+        """Return a key for dicts and sets, whose ``deref()`` is this variable.
+
+        The variable itself is such a key, too. Not collective.
+        """
+        return Reference(self)
+
     def is_initialized(self) -> bool:
         """Return True: a variable is initialized when created. Not collective."""
         return True
@@ -316,10 +325,17 @@ class Variable(ArrayLike, Registered):
         return self._storage.view
 
     def _refuse_write(self, what: str) -> NoReturn:
+        instead = (
+            "`variable.assign_add(value)`, `assign_sub` or `assign`, or `out = "
+            "variable + value` for a new array"
+        )
+        if "[" in what:
+            instead = (
+                "`new = variable.numpy()`, `new[1:3] = value`, `variable.assign(new)`"
+            )
         raise TypeError(
             f"`{what.format(x='variable')}` would change one copy of Variable "
-            f"{self.name!r} only; write `variable.assign_add(value)`, `assign_sub` or "
-            "`assign`, or `out = variable + value` for a new array"
+            f"{self.name!r} only; write {instead}"
         )
 
     def read_value(self) -> Any:
@@ -338,7 +354,7 @@ class Variable(ArrayLike, Registered):
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
-    ) -> Variable | None:
+    ) -> Variable | Any:
         """Replace the value. Collective, except in the function of ``update``.
 
         Args:
@@ -349,7 +365,8 @@ class Variable(ArrayLike, Registered):
             read_value: whether to return the variable.
 
         Returns:
-            This variable, which acts as its new value; None without ``read_value``.
+            This variable, which acts as its new value; None without ``read_value``
+            (``Any`` for type checkers, so that no test for None is needed).
 
         Raises:
             ValueError: if the shape or dtype does not match, and in a replica context
@@ -365,7 +382,7 @@ class Variable(ArrayLike, Registered):
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
-    ) -> Variable | None:
+    ) -> Variable | Any:
         """Add to the value. Collective; arguments and errors as for `assign`."""
         return self._write("assign_add", value, read_value)
 
@@ -375,7 +392,7 @@ class Variable(ArrayLike, Registered):
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
-    ) -> Variable | None:
+    ) -> Variable | Any:
         """Subtract from the value. Collective; arguments and errors as for `assign`."""
         return self._write("assign_sub", value, read_value)
 
@@ -427,7 +444,7 @@ class Variable(ArrayLike, Registered):
     ) -> Variable:
         """Divide rows. Collective; arguments and errors as for `scatter_add`.
 
-        Raises a ValueError for integers.
+        Quotients of integers are rounded towards 0; 0 as a divisor is a ValueError.
         """
         return self._scatter("div", sparse_delta)
 
@@ -462,7 +479,9 @@ class Variable(ArrayLike, Registered):
         frame = context.current()
         group = self._storage.group
         if not group.is_mpi:
-            self._check_plain(how, frame)
+            if how != "reading":
+                storage = self._storage
+                plain.check_write(storage.attributes, storage.on_read, how, frame)
             return None
         if frame.group is not group and context.has_strategy():
             raise RuntimeError(
@@ -474,22 +493,6 @@ class Variable(ArrayLike, Registered):
         if frame.level is context.Level.UPDATE:
             return None
         return frame
-
-    def _check_plain(self, how: str, frame: context.Frame) -> None:
-        """Raise if replicas write a variable that was created outside the scope."""
-        if (
-            how != "reading"
-            and frame.level is context.Level.REPLICA
-            and frame.group.num_replicas > 1
-            and self.aggregation is not VariableAggregation.NONE
-        ):
-            raise RuntimeError(
-                f"Variable {self.name!r}.{how}: this variable was made outside every "
-                "scope, so each process has one of its own, and nothing would combine "
-                f"the replicas' values by {self.aggregation.name}; make it in `with "
-                "strategy.scope():`, or with aggregation=NONE if each process is to "
-                "have its own"
-            )
 
     def _write(self, how: Assignment, value: Nest, read_value: bool) -> Variable | None:
         try:

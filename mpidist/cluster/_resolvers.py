@@ -249,11 +249,15 @@ class TFConfigClusterResolver(ClusterResolver):
     ) -> str:
         """Return the address of a task, by default of this one.
 
-        It is "" if there are fewer than two tasks.
+        It is the ``session_master`` of the variable, if that has one, and "" if there
+        are fewer than two tasks.
 
         Raises:
             ValueError: if there is no such task, or the variable is wrong.
         """
+        given = _tf_config().get("session_master")
+        if given is not None:
+            return str(given)
         spec = self.cluster_spec()
         if sum(spec.num_tasks(job) for job in spec.jobs) < 2:
             return ""

@@ -97,16 +97,16 @@ class SlurmClusterResolver(ClusterResolver):
                 "`strategy.cluster_resolver` of an `mpidist.MPIStrategy`"
             )
         self._rank: int | None = None
-        if found is not None:
+        list_of_nodes, tasks = "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE"
+        if found is not None or "SLURM_STEP_NODELIST" in os.environ:
             self._rank = int(_variable("SLURM_PROCID"))
-            nodes = expand_hostlist(_variable("SLURM_STEP_NODELIST"))
-            counts = expand_tasks_per_node(_variable("SLURM_STEP_TASKS_PER_NODE"))
-        else:
-            nodes = expand_hostlist(_variable("SLURM_JOB_NODELIST"))
-            counts = expand_tasks_per_node(_variable("SLURM_TASKS_PER_NODE"))
-        if isinstance(tasks_per_node, int):
+            list_of_nodes, tasks = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"
+        nodes = expand_hostlist(_variable(list_of_nodes))
+        if tasks_per_node is None:
+            counts = expand_tasks_per_node(_variable(tasks))
+        elif isinstance(tasks_per_node, int):
             counts = [tasks_per_node] * len(nodes)
-        elif tasks_per_node is not None:
+        else:
             counts = [tasks_per_node[node] for node in nodes]
         if len(counts) != len(nodes) or not nodes or min(counts) < 1:
             raise ValueError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -128,15 +127,16 @@ def check_clip_norm(clip_norm: object, call: str, argument: str) -> float:
     Raises:
         TypeError, ValueError: if it is not a number greater than 0.
     """
-    if isinstance(clip_norm, bool) or not isinstance(clip_norm, numbers.Real):
+    number = backend.as_real(clip_norm)
+    if number is None:
         raise TypeError(
             f"{call}: expected `{argument}` to be a number, got {clip_norm!r}"
         )
-    if not float(clip_norm) > 0:
+    if not number > 0:
         raise ValueError(
             f"{call}: expected `{argument}` to be above 0, got {clip_norm!r}"
         )
-    return float(clip_norm)
+    return number
 
 
 def blocks(x: Array) -> Iterator[slice]:

@@ -232,14 +232,16 @@ class Optimizer(Referable):
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Gradient, Variable]],
-        *,
+        name: str | None = None,
         skip_gradients_aggregation: bool = False,
+        *,
+        experimental_aggregate_gradients: bool = True,
     ) -> Variable:
         """Sum the gradients over the replicas, and apply one step.
 
-        Collective: one header, and one fused Allreduce for all gradients together
-        (one for each dtype and ``bytes_per_pack``). The update itself does not
-        communicate. The first call also creates the state (`build`).
+        Collective: one header, and one fused all-reduce of all gradients together
+        (between nodes one for each dtype and ``bytes_per_pack``). The update itself
+        does not communicate. The first call also creates the state (`build`).
 
         - In a replica function each replica passes its own gradients.
         - In cross-replica context, ``merge_fn`` included, a `PerReplica` is summed; a
@@ -250,9 +252,11 @@ class Optimizer(Referable):
             grads_and_vars: pairs of a gradient and its variable. The gradient has the
                 variable's shape and dtype; None, on all replicas, leaves the variable
                 and its slots unchanged.
+            name: accepted and ignored, as in Keras.
             skip_gradients_aggregation: in a replica function, whether the gradients are
                 already reduced, for example by ``all_reduce``, and the same on all
                 replicas (checked by checksum).
+            experimental_aggregate_gradients: the opposite, by its older name in Keras.
 
         Returns:
             `iterations`, which includes this step.
@@ -276,7 +280,9 @@ class Optimizer(Referable):
                 group = group_for(variables, self._group, APPLY)
             except Exception as error:
                 group_among(pairs, self._group).collectives.invalid(APPLY, error)
-            skip = bool(skip_gradients_aggregation)
+            skip = bool(
+                skip_gradients_aggregation or not experimental_aggregate_gradients
+            )
             if _is_cross_replica(group):
                 dispatch.perform(
                     group, APPLY, self._reference(), gradients, variables, skip

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import numbers
 from typing import ClassVar
 
+from mpidist._base import backend
 from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Array
 from mpidist.optimizers._arguments import array_functions
@@ -372,11 +372,12 @@ class RMSprop(Optimizer):
 
 
 def _number(kind: str, argument: str, value: object, below: float = math.inf) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    number = backend.as_real(value)
+    if number is None:
         raise TypeError(f"{kind}: expected `{argument}` to be a number, got {value!r}")
-    if not 0 <= float(value) < below:
+    if not 0 <= number < below:
         limit = f" and below {below:g}" if below < math.inf else ""
         raise ValueError(
             f"{kind}: expected `{argument}` to be 0 or more{limit}, got {value!r}"
         )
-    return float(value)
+    return number

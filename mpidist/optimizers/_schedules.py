@@ -5,8 +5,9 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-import numbers
 from collections.abc import Callable, Sequence
+
+from mpidist._base import backend
 
 LearningRate = float | Callable[[int], float]
 
@@ -252,12 +253,12 @@ def check_rate(rate: object, expected: str) -> float:
     Raises:
         TypeError, ValueError: if it is not a finite number, 0 or more.
     """
-    if isinstance(rate, bool) or not isinstance(rate, numbers.Real):
+    number = backend.as_real(rate)
+    if number is None:
         raise TypeError(
             f"{expected} `learning_rate` to be a number or a function of the step, "
             f"got {rate!r:.80} of type {type(rate).__name__}"
         )
-    number = float(rate)
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(
             f"{expected} `learning_rate` to be finite and 0 or more, got {rate!r}"

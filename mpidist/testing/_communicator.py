@@ -13,26 +13,18 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from mpidist._agreement.waiting import CONFIRM_SECONDS
 from mpidist._base import backend
 from mpidist._base.errors import CollectiveTimeoutError, format_ranks, on_rank
 from mpidist._base.types import Array, HostArray
+from mpidist._mpi.buffers import COMBINE, Buffer
 from mpidist._mpi.communicator import MPIOp, Request, take_together
-from mpidist._mpi.headers import HeaderByMPI, Headers, Prepared
-from mpidist._mpi.messages import COMBINE, Buffer
 from mpidist._mpi.traffic import Traffic
 from mpidist.testing._world import Channel, Combine, Part, Pending
 
 # Number of bytes sent without a second message, as with MPI.
 _MESSAGE_BYTES: Final = 1016
-# How long a member itself waits for a header, before the guard waits with a deadline;
-# and how often a wait in a payload checks for messages from the others.
-_HEADER_SECONDS: Final = 0.02
+# How often a wait in a payload checks for messages from the others.
 _LOOK_SECONDS: Final = 0.05
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 def _copy(x: Array) -> HostArray:
@@ -82,8 +74,8 @@ class ThreadCommunicator:
         self.identity = f"{id(channel):x}"
         self.traffic = Traffic()
         # How long this rank waits for the others in a payload; 0: forever.
-        self._patience = max(seconds, CONFIRM_SECONDS) if seconds else 0.0
-        self._when_freed: Callable[[], None] = _nothing
+        self._patience = seconds
+        self._when_freed: Callable[[], None] = lambda: None
 
     # --- lifetime ---------------------------------------------------------------
 
@@ -137,9 +129,9 @@ class ThreadCommunicator:
                 )
         return pending.result
 
-    def open_headers(self) -> Headers:
+    def open_headers(self) -> _Headers:
         """Return what exchanges headers between threads."""
-        return _ThreadHeaders(self)
+        return _Headers(self)
 
     def start_message(self, data: bytes | None) -> Pending:
         """Start sending bytes from rank 0 to all; ``data`` is None on the receivers."""
@@ -273,57 +265,12 @@ class _Sent:
         return True
 
 
-class _ThreadHeaders(Headers):
-    """The headers of a communicator between threads."""
+class _Headers:
+    """The headers of a communicator between threads; see `channel.Exchange`."""
 
     def __init__(self, comm: ThreadCommunicator) -> None:
         self._comm = comm
-        self._pending: Pending | None = None
-        super().__init__(self._begin, crowded=True)
 
-    def _begin(self, send: HostArray, receive: HostArray) -> Prepared:
-        def start() -> None:
-            part = send.copy()
-            self._pending = self._comm.start("a header", part, _largest)
-            self.wait_for(_HEADER_SECONDS)
-
-        def test() -> bool:
-            pending = self._pending
-            if pending is None or not pending.Test():
-                return False
-            receive[:] = pending.result
-            return True
-
-        return Prepared(start, test, _nothing)
-
-    def wait_for(self, seconds: float) -> bool:
-        """Wait for the last published header, for at most ``seconds``."""
-        pending = self._pending
-        return pending is not None and pending.wait_for(seconds)
-
-    def pending_header(self) -> HeaderByMPI:
-        """Return the last header that this rank published."""
-        return _ThreadHeader(self)
-
-    def start_header(self, words: list[int]) -> HeaderByMPI:
-        """Publish this rank's words; the result is their maximum over all ranks."""
-        super().start_header(words)
-        return _ThreadHeader(self)
-
-    def leak(self) -> None:
-        """Do nothing: the last member to post does not write to members' arrays."""
-
-
-def _largest(parts: list[HostArray]) -> HostArray:
-    largest: HostArray = functools.reduce(np.maximum, parts)
-    return largest
-
-
-class _ThreadHeader(HeaderByMPI):
-    """A header between threads, which can be waited for."""
-
-    __slots__ = ("wait_for",)
-
-    def __init__(self, headers: _ThreadHeaders) -> None:
-        super().__init__(headers)
-        self.wait_for = headers.wait_for
+    def start(self, words: tuple[int, ...], /) -> Pending:
+        """Return a request, whose result are the integers of each rank."""
+        return self._comm.start("a header", words)

@@ -119,6 +119,7 @@ class Replica(threads.ThreadReplica):
         timeout_seconds: float | None,
     ) -> None:
         self.world = world
+        self.rank = number
         self.size = world.size
         self.locals = {}
         self.group = ThreadGroup(channel, number, number)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import threading
 import types
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 import mpidist
 from mpidist._base import function_codec
-from mpidist._merge import wire
+from mpidist._merge import commands
 from mpidist._merge.object_names import Names
 from mpidist._strategy.strategy import group_of
 
@@ -19,27 +20,34 @@ class Wire:
 
     def __init__(self, names=None, others=None):
         group = group_of(mpidist.get_strategy())
-        self.writer = wire.Writer(group, self._no_values, names)
-        self.reader = wire.Reader(group, others)
+        self.writer = commands.Writer(group, self._no_values, names)
+        self.reader = commands.Reader(group, others)
         self.writer.codes, self.reader.codes = (
             function_codec.Codes(),
             function_codec.Codes(),
         )
-        self.news = None
+        self.has_news = False
+        self.content = None
 
     @staticmethod
     def _no_values(value):
         raise AssertionError(f"{value!r} is no value of these tests")
 
     def send(self, function):
-        """Return what the other rank gets; keep what was told with it."""
-        head, arrays = self.writer.write((function,))
-        self.news = self.writer.take_news()
-        message = wire.dump(0, "do", head, news=self.news)
-        _, _, _, news, received = wire.load(message)
-        self.reader.receive_news(news)
+        """Return what the other rank gets; keep what was sent."""
+        self.content, arrays = self.writer.write((function,))
+        self.has_news = bool(self.writer.codes.unsent)
+        message = self.writer.command("some operation", self.content)
+        assert not self.writer.codes.unsent
+        name, dropped, received = self.reader.command(message)
+        assert (name, dropped) == ("some operation", ())
         (found,) = self.reader.read(received, arrays)
         return found
+
+    def references(self, function):
+        """Return the references that are sent for a function."""
+        self.send(function)
+        return self.content[1]
 
 
 def travel(function):
@@ -71,7 +79,7 @@ def test_what_closes_over_nothing():
 def test_a_function_of_a_module_is_named():
     for function in (made_by, np.linalg.norm, math.sqrt, Wire.send):
         assert travel(function) is function
-    assert Wire().writer.function(made_by) == ("global", __name__, "made_by")
+    assert Wire().references(made_by) == [("global", __name__, "made_by")]
 
 
 def test_builtins_nested_functions_and_generators():
@@ -112,7 +120,7 @@ def test_globals_are_those_of_the_module():
     assert travel(writes)() == before + 1 == counter
     assert travel(lambda: Local().factor + held.value)() == 1.5
     for function in (evaluates, imports, writes):
-        assert Wire().writer.function(function)[0] == "fn"
+        assert Wire().references(function) == [("function", 0, __name__, ())]
 
 
 def test_numbers_strings_and_arrays_that_it_closes_over():
@@ -133,14 +141,14 @@ def test_each_time_with_what_it_closes_over_now():
     wire, results, told = Wire(), [], []
     for rate in (1.0, 2.0, 3.0):
         results.append(wire.send(lambda x, rate=rate: x * rate)(10.0))
-        told.append(len(wire.news[0]) if wire.news else 0)
+        told.append(wire.has_news)
 
         def closure(x):
             return x * rate  # noqa: B023 - that is the point
 
         results.append(wire.send(closure)(10.0))
     assert results == [10.0, 10.0, 20.0, 20.0, 30.0, 30.0]
-    assert told == [1, 0, 0]  # the code is sent once
+    assert told == [True, False, False]  # the code is sent once
 
 
 def test_code_that_was_sent_is_not_sent_again():
@@ -149,19 +157,19 @@ def test_code_that_was_sent_is_not_sent_again():
 
     wire = Wire()
     assert wire.send(function)(1) == 2
-    assert wire.news[0]
+    assert wire.has_news
     assert wire.send(function)(1) == 2
-    assert not wire.news
+    assert not wire.has_news
     function.__defaults__ = (10,)
     assert wire.send(function)(1) == 11
-    assert not wire.news
+    assert not wire.has_news
     function.__code__ = (lambda x, plus: x - plus).__code__
     assert wire.send(function)(1) == -9
-    assert wire.news[0]
+    assert wire.has_news
     function.__kwdefaults__ = {}
     function.mark = 5
     assert wire.send(function).mark == 5
-    assert not wire.news
+    assert not wire.has_news
 
 
 def test_a_closure_that_counts_starts_anew():
@@ -254,8 +262,7 @@ def test_objects_methods_and_partials():
     assert travel(functools.partial(lambda a, b: a - b, 5))(b=3) == 2
 
 
-def test_what_has_a_plain_form():
-    """It needs no pickler, which takes longer than all the rest."""
+def test_modules_classes_and_partials_in_functions():
     import collections as module
 
     def function(x, kind=Held):
@@ -263,13 +270,29 @@ def test_what_has_a_plain_form():
 
     made = functools.partial(function, "aab", kind=int)
     for one in (function, made, functools.partial(made)):
-        assert Wire().writer.function(one) != "pickled"
         assert travel(one)(*(["aab"] if one is function else []))[0]["a"] == 2
     assert travel(made)()[1] is int
-    stranger = types.ModuleType("math")
-    stranger.x = made.mark = 5
+    made.mark = 5
     assert travel(made).mark == 5
-    assert Wire().writer.function(lambda: stranger) == "pickled"
+    assert travel(lambda: module)() is module
+
+
+def test_arrays_that_functions_close_over():
+    """Short ones are in the command, in any layout; the others are sent after it."""
+    arrays = [
+        np.arange(24.0).reshape(2, 3, 4).transpose(2, 0, 1),
+        np.array(3, ">i2"),
+        np.zeros((0, 5), np.complex64),
+        np.arange(100_000) % 7 == 0,
+        np.array([{}, None], object),
+    ]
+    wire = Wire()
+    for array in arrays:
+        got = wire.send(lambda array=array: array)()
+        assert (got.dtype, got.shape) == (array.dtype, array.shape)
+        np.testing.assert_array_equal(got, array)
+        assert got.flags.writeable
+        assert wire.content[2] == (array.nbytes > commands.MOST_INLINE_BYTES)
 
 
 def test_a_class_of_a_function():
@@ -309,7 +332,7 @@ def test_modules_by_any_name(monkeypatch):
     module = types.ModuleType("a-script.py")
     exec("number = 5\ndef make(): return lambda: number\n", module.__dict__)
     monkeypatch.setitem(sys.modules, "a-script.py", module)
-    assert Wire().writer.function(module.make())[0] == "fn"
+    assert Wire().references(module.make())[0] == ("function", 0, "a-script.py", ())
     assert travel(module.make())() == 5
 
 
@@ -329,7 +352,7 @@ def test_many_functions_do_not_fill_the_memory():
     for number, function in enumerate(made):
         assert wire.send(function)(1) == number + 1
     assert wire.send(made[0])(1) == 1  # sent again
-    assert wire.news[0]
+    assert wire.has_news
     assert len(wire.writer.codes.sent) <= function_codec.MOST_SENT
     assert len(wire.reader.codes.received) <= function_codec.MOST_KEPT
 
@@ -343,9 +366,10 @@ def test_too_many_functions_in_one_message_are_an_error():
         Wire().send(made)
 
 
-def test_news_of_a_message_that_was_not_sent():
+def test_news_of_a_command_that_was_not_sent():
     wire = Wire()
-    head, arrays = wire.writer.write((lambda: 1,))
-    wire.writer.return_news(wire.writer.take_news())
+    with pytest.raises(TypeError, match="lock"):
+        wire.writer.write((lambda: 1, threading.Lock()))
+    assert wire.writer.codes.unsent
     assert wire.send(lambda: 2)() == 2
-    assert wire.reader.read(head, arrays)[0]() == 1
+    assert len(wire.reader.codes.received) == 2

@@ -17,6 +17,7 @@ from replicas import (
     make,
     outcomes,
     own,
+    raises_everywhere,
     this_replica,
 )
 
@@ -76,6 +77,23 @@ class Traffic:
     @property
     def bytes(self):
         return self._since("bytes")
+
+
+def test_what_can_be_read_once_is_no_argument(strategy, rank):
+    made = {
+        "zip": lambda: zip([1.0], [2.0], strict=True),
+        "map": lambda: map(abs, [1.0]),
+        "generator": lambda: (x for x in [1.0]),
+    }
+    for name, make_argument in made.items():
+        for message in raises_everywhere(
+            TypeError,
+            lambda make_argument=make_argument: merge(
+                strategy, lambda s, x: list(x), make_argument()
+            ),
+        ):
+            assert f"write `list(...)` around the {name}" in message
+    assert_usable(strategy)
 
 
 # --- merge_fn runs once ---------------------------------------------------------------

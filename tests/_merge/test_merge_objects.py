@@ -159,7 +159,7 @@ def test_the_optimizer_is_not_copied(new_strategy):
         assert max(sent) < 2000
         again = sent[len(sent) // 2 :]
         assert sorted(sent)[-1] == sent[0]  # with the code and the name
-        assert max(again[1:]) < 120
+        assert max(again[1:]) < 160
     assert_usable(strategy)
 
 
@@ -564,7 +564,7 @@ def test_what_can_not_be_sent_is_named(strategy, verb, what, where):
     assert_usable(strategy)
 
 
-@pytest.mark.parametrize("kind", ["lock", "file", "generator", "refuses", "nested"])
+@pytest.mark.parametrize("kind", ["lock", "file", "refuses", "nested"])
 @pytest.mark.parametrize("ranks", ["all", "last"])
 def test_arguments_that_can_not_be_compared(strategy, rank, kind, ranks, tmp_path):
     (tmp_path / "file").write_text("text")
@@ -572,7 +572,6 @@ def test_arguments_that_can_not_be_compared(strategy, rank, kind, ranks, tmp_pat
         bad = {
             "lock": threading.Lock(),
             "file": file,
-            "generator": (i for i in range(3)),
             "refuses": Refuses(),
             "nested": {"a": 1, "b": Refuses()},
         }[kind]

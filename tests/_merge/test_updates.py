@@ -1,7 +1,6 @@
 """Updates in merge_fn: rank 0 does not wait for the others, and nothing gets lost.
 
-Each test runs where the ranks share memory, and by MPI alone, where each update is
-ended before the next one.
+Each test runs where the ranks share memory, and by MPI alone.
 """
 
 import collections
@@ -126,8 +125,8 @@ def test_a_function_is_sent_again_where_it_is_another_one(strategy, size):
 
 
 def test_rank_0_goes_on_while_others_are_busy(strategy, size):
-    if size == 1 or group_of(strategy).collectives.messages.ring is None:
-        pytest.skip("there rank 0 waits")
+    if size == 1:
+        pytest.skip("there are no others")
     v = make(strategy, np.zeros(3), name="v")
 
     def slow(v):
@@ -363,8 +362,37 @@ def test_functions_that_communicate_learn_of_an_earlier_error(strategy, size):
     assert {*names_of(run_merge(strategy, merge_fn))} == {"NoneType"}
     if this_replica_of(strategy) == 0:
         assert seen[-1] == "merge_fn"
-        in_shared_memory = group_of(strategy).collectives.messages.ring is not None
-        assert any(LAST in text for text in seen) == in_shared_memory
+        assert any(LAST in text for text in seen)
+    assert len({*everywhere(v.numpy().tobytes())}) == 1
+    assert_usable(strategy)
+
+
+@pytest.mark.parametrize("who", ["rank 0", "the last"])
+def test_functions_of_which_only_one_communicates(strategy, size, who):
+    """The others are told, wherever they are, and nothing hangs."""
+    if size == 1:
+        pytest.skip("there are no others")
+    v = make(strategy, np.zeros(3), name="v")
+    alone = 0 if who == "rank 0" else size - 1
+
+    def fn(v):
+        if this_replica() == alone:
+            reducing(v)
+        else:
+            v.assign_add(np.ones(3))
+
+    def merge_fn(distribution):
+        distribution.extended.update(v, add_one)
+        distribution.extended.update(v, fn)
+        for _ in range(300):
+            distribution.extended.update(v, add_one, args=(bytes(1000),))
+
+    rows = run_merge(strategy, merge_fn)
+    if alone == 0:
+        assert {*names_of(rows)} == {"CollectiveMismatchError"}
+    else:
+        assert names_of(rows) == ["ReplicaError"] * (size - 1) + ["RuntimeError"]
+        assert all("communicates on this rank, and not" in row.text for row in rows)
     assert len({*everywhere(v.numpy().tobytes())}) == 1
     assert_usable(strategy)
 

@@ -155,6 +155,40 @@ def test_a_rank_may_end_later_than_the_others():
     assert err == ""
 
 
+@pytest.mark.parametrize("how", ["sleeps", "is stopped"])
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_rank_that_does_not_come_to_its_end(how, others):
+    """The end of the program is a wait as any other: a line, a deadline, an error."""
+    late = "time.sleep(600)"
+    if how == "is stopped":
+        late = "os.kill(os.getpid(), 19); time.sleep(600)"  # the launcher wakes it
+    body = f"""
+    if rank == 1:
+        {late}
+    """
+    settings = {"MPIDIST_TIMEOUT": "5", "MPIDIST_STALL_SECONDS": "0.5"}
+    code, _, err = end_of(body, others + 1, **settings)
+    assert code != 0
+    reports = [line for line in err.splitlines() if "rank 1 did not come to" in line]
+    line, error = reports
+    assert line.startswith("mpidist: rank 1 did not come to call")
+    assert "waited in the end of the program" in line
+    assert "all_reduce" in line or "the end of run" in line  # its last call
+    assert "where rank 1 is" in err
+    assert error.startswith("mpidist.CollectiveTimeoutError: [rank ")
+    assert "rank 1 did not come to call" in error
+    assert "within 5 s" in error
+    assert count_tracebacks(err) == 0
+
+
+def test_the_deadline_at_the_end_if_it_ends_the_job_anyway():
+    body = "time.sleep(600 * (rank == 1))"
+    settings = {"MPIDIST_TIMEOUT": "3", "MPIDIST_TIMEOUT_ABORT": "1"}
+    code, _, err = end_of(body, **settings)
+    assert code != 0
+    assert err.count("CollectiveTimeoutError: [rank") == 1
+
+
 def test_groups_with_strategies_of_their_own_end_well():
     body = """
     from mpi4py import MPI

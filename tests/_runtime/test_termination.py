@@ -183,6 +183,22 @@ def test_a_second_signal_does_not_interrupt_what_the_first_has_begun():
     assert (code, err) == (143, "mpidist: ended by SIGTERM\n")
 
 
+def test_a_signal_while_python_waits_for_threads_prints_no_traceback():
+    body = """
+    import threading, time
+    strategy = mpidist.MPIStrategy()
+    def kill():
+        while threading.main_thread().is_alive():
+            time.sleep(0.01)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(600)
+    threading.Thread(target=kill).start()
+    """
+    code, _, err = end_of(body)
+    assert (code, err) == (-signal.SIGTERM, "")
+
+
 def test_handlers_of_the_program_stay():
     body = """
     def mine(number, frame):

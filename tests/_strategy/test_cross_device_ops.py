@@ -199,7 +199,9 @@ def test_called_directly(strategy, rank, size):
         strategy.run(lambda m=metric: m.assign(2))
         assert ops.broadcast(metric, v) == 2 * size
         assert ops.broadcast(1.5, v) == 1.5
-        for bad in (1.0, v, np.ones(2), None):
+        np.testing.assert_array_equal(ops.reduce("MEAN", v, v), [total] * 2)
+        np.testing.assert_array_equal(ops.reduce("SUM", mirrored, x), v * size)
+        for bad in (1.0, np.ones(2), None):
             for message in raises_everywhere(
                 ValueError, lambda ops=ops, bad=bad: ops.reduce("SUM", bad, v)
             ):
@@ -267,8 +269,10 @@ def test_reduction_to_one_device(strategy, strategy_with, rank, size):
         assert "Allreduce" not in calls
     rows = mine.run(lambda: mpidist.IndexedSlices([float(rank)], [rank]))
     assert mine.reduce("SUM", rows, axis=None).indices.tolist() == [*range(size)]
-    wrong = mpidist.ReductionToOneDevice("/device:CPU:0")
+    any_device = mpidist.ReductionToOneDevice("/device:CPU:0")
     x = strategy.run(lambda: 1.0)
+    assert any_device.reduce("SUM", x, x) == size
+    wrong = mpidist.ReductionToOneDevice(f"/job:worker/task:{size}")
     for message in raises_everywhere(ValueError, lambda: wrong.reduce("SUM", x, x)):
         assert "destinations must be" in message
 

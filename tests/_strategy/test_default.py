@@ -258,14 +258,15 @@ def test_variables(default):
 
 
 def test_scope(default):
-    with default.scope() as entered:
+    """It changes nothing, as in TensorFlow."""
+    context, scope = mpidist.get_replica_context(), default.scope()
+    with scope as entered, scope:
         assert entered is default
+        assert mpidist.get_strategy() is default
         assert not mpidist.has_strategy()
-        assert mpidist.in_cross_replica_context()
-        assert mpidist.get_replica_context() is None
+        assert not mpidist.in_cross_replica_context()
+        assert mpidist.get_replica_context() is context
         v = mpidist.Variable(1.0)
-        with pytest.raises(RuntimeError, match="Must not nest"):
-            default.scope().__enter__()
         assert own(default.run(lambda: v + 1.0)) == 2.0
         v.assign(3.0)
     assert mpidist.get_replica_context() is not None

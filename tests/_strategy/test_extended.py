@@ -282,7 +282,35 @@ def test_reduce_to_of_what_is_the_same(strategy, rank, size, in_cross_replica):
 
 
 @pytest.mark.parametrize(
-    "destinations", ["", "nowhere", None, 3, ["a"], ("/rank:0/device:CPU:0",)]
+    "device",
+    [
+        "/cpu:0",
+        "GPU:0",
+        "/device:CPU:*",
+        "/job:localhost/replica:0/task:0/device:CPU:0",
+    ],
+)
+def test_devices_that_every_rank_has(strategy, rank, size, in_cross_replica, device):
+    total = strategy.extended.reduce_to("SUM", strategy.run(lambda: rank), device)
+    assert isinstance(total, mpidist.Mirrored)
+    assert total == size * (size - 1) / 2
+    first, second = in_cross_replica(
+        lambda s, x: s.extended.batch_reduce_to("SUM", [(x, device), (x, x)]), 1.0
+    )
+    assert own(strategy, first) == own(strategy, second) == size
+    assert strategy.extended.broadcast_to(2.0, device) == 2.0
+
+
+def test_devices_of_tasks(strategy, rank, size):
+    last = size - 1
+    for device in (f"/job:worker/task:{last}", f"/replica:0/task:{last}/device:CPU:0"):
+        total = strategy.extended.reduce_to("SUM", strategy.run(lambda: 1.0), device)
+        assert total == (size if rank == last else None)
+
+
+@pytest.mark.parametrize(
+    "destinations",
+    ["", "/", "nowhere", None, 3, ["a"], ("/rank:0/device:CPU:0",), "/task:99"],
 )
 @pytest.mark.one_size
 def test_wrong_destinations(strategy, rank, in_cross_replica, destinations):

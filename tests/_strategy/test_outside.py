@@ -1,5 +1,7 @@
 """The warning for reductions outside of every scope."""
 
+import asyncio
+import concurrent.futures
 import warnings
 
 import numpy as np
@@ -56,3 +58,90 @@ def test_none_where_it_is_meant(new_strategy, size):
     assert not found_in(calls)
     new.close()
     assert not found_in(outside)
+
+
+# --- variables of a forgotten scope ---------------------------------------------------
+
+
+def test_a_variable_made_outside_warns_once(new_strategy, rank, size):
+    new = new_strategy()
+    forgotten, other = mpidist.Variable(0.0, name="forgotten"), mpidist.Variable(0.0)
+    own = mpidist.Variable(0.0, synchronization="ON_READ")
+    with new.scope():
+        metric = mpidist.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
+
+    def write(*variables):
+        for v in variables:
+            v.assign_add(float(rank))
+
+    def calls():
+        forgotten.assign(1.0)  # of the program
+        new.run(write, args=(own, metric))
+        new.run(lambda: forgotten + 1.0)
+
+    assert not found_in(calls)
+    texts = found_in(lambda: new.run(write, args=(forgotten, other)))
+    assert len(texts) == (size > 1)
+    for text in texts:
+        assert text.startswith(f"[rank {rank}] Variable 'forgotten'.assign_add: ")
+        assert f"each of the {size} replicas writes one of its own" in text
+        assert "`with strategy.scope():`" in text
+        assert 'synchronization="ON_READ"' in text
+    assert not found_in(lambda: new.run(write, args=(forgotten, other)))
+
+
+# --- a thread that a function in a scope starts ---------------------------------------
+
+
+def in_asyncio(call):
+    return asyncio.run(asyncio.to_thread(call))
+
+
+def in_an_executor(call):
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        return executor.submit(call).result()
+
+
+CALLS = {
+    "all_reduce": lambda ctx: ctx.all_reduce("SUM", 2.0),
+    "all_reduce by a function": lambda ctx: ctx.all_reduce(np.add, 2.0),
+    "all_gather": lambda ctx: ctx.all_gather(np.full(1, 2.0), axis=0).sum(),
+    "merge_call": lambda ctx: ctx.merge_call(
+        lambda strategy, x: strategy.reduce("SUM", x, axis=None), args=(2.0,)
+    ),
+}
+
+
+@pytest.mark.replicas(2)
+@pytest.mark.parametrize("start", [in_asyncio, in_an_executor])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_thread_in_no_scope_raises_and_one_that_enters_it_gets_the_sum(
+    new_strategy, size, start, name
+):
+    if size == 1:
+        pytest.skip("its own value is the sum")
+    strategy, call = new_strategy(), CALLS[name]
+
+    def without():
+        return call(mpidist.get_replica_context())
+
+    def step():
+        ctx = mpidist.get_replica_context()
+
+        def within():
+            with ctx:
+                return call(mpidist.get_replica_context())
+
+        with pytest.raises(RuntimeError, match="is in no scope, so each rank") as found:
+            start(without)
+        assert name.split()[0] in str(found.value)
+        assert "`with ctx:`" in str(found.value)
+        return start(within)
+
+    assert local(strategy, step) == 2.0 * size
+    with (
+        strategy.scope(),
+        pytest.raises(RuntimeError, match="is in no scope, so each rank"),
+    ):
+        start(without)
+    assert start(lambda: local(strategy, step)) == 2.0 * size

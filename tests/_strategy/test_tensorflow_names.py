@@ -12,7 +12,7 @@ from replicas import (
 )
 
 import mpidist
-from mpidist._base.remedy_keywords import KEYWORDS
+from mpidist._base.remedies import tables
 
 pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2, 3)]
 
@@ -60,6 +60,26 @@ def test_any_strategy_is_mirrored(strategy):
     assert not isinstance(strategy, Own)
 
 
+def test_no_strategy_is_for_tpus_or_has_servers(strategy):
+    for kind in (
+        mpidist.TPUStrategy,
+        mpidist.OneDeviceStrategy,
+        mpidist.ParameterServerStrategy,
+        mpidist.CentralStorageStrategy,
+        mpidist.experimental.TPUStrategy,
+        mpidist.experimental.ParameterServerStrategy,
+        mpidist.experimental.CentralStorageStrategy,
+    ):
+        for one in (strategy, mpidist.get_strategy()):
+            assert not isinstance(one, kind)
+        for message in raises_everywhere(
+            NotImplementedError, lambda kind=kind: kind("anything")
+        ):
+            assert message.startswith(f"{kind.__name__}: ")
+            assert "write `mpidist.MPIStrategy(" in message
+    assert_usable(strategy)
+
+
 def test_arguments_of_strategies_that_make_no_sense(strategy, size):
     mirrored, workers = mpidist.MirroredStrategy, mpidist.MultiWorkerMirroredStrategy
     too_many = ["CPU:0"] * (size + 1)
@@ -73,14 +93,14 @@ def test_arguments_of_strategies_that_make_no_sense(strategy, size):
     ]:
         for message in raises_everywhere(error, create):
             assert match in message
-    for name, keyword in KEYWORDS["MPIStrategy"].items():
+    for name, keyword in tables()["keywords"]["MPIStrategy"].items():
         for message in raises_everywhere(
             TypeError, lambda name=name: mpidist.MPIStrategy(**{name: "x"})
         ):
             assert (
                 f"MPIStrategy: got an unexpected keyword argument {name!r}" in message
             )
-            assert keyword.remedy in message
+            assert keyword["write"] in message
     assert_usable(strategy)
 
 

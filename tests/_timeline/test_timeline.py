@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from launching import run_ranks
+from launching import FORKS, run_ranks
 from replicas import everywhere, raises_everywhere
 
 import mpidist
@@ -183,6 +183,33 @@ def test_a_program_is_recorded_by_a_variable(tmp_path, n):
     assert sorted(calls) == sorted(5 * list(range(n)))
 
 
+@pytest.mark.parametrize("suffix", ["", ".rank1"])
+def test_a_pipe_is_refused_on_all_ranks(tmp_path, suffix):
+    """To open one blocks until somebody reads it."""
+    path = tmp_path / "run.json"
+    os.mkfifo(f"{path}{suffix}")
+    done = run(PROGRAM, path, 2)
+    assert done.returncode != 0
+    assert "expected a file, or a path where none is" in done.stderr
+    assert f"{path}{suffix}" in done.stderr
+
+
+def test_a_full_disk_is_named_and_the_program_goes_on(tmp_path):
+    body = """
+    import resource
+    if strategy.replica_id == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+    for _ in range(100):
+        strategy.run(step)
+    """
+    path = tmp_path / "run.json"
+    done = run(PROGRAM + textwrap.dedent(body), path, 2)
+    assert done.returncode == 0, done.stderr
+    assert f"rank 1 cannot write {path}.rank1: File too large" in done.stderr
+    assert "; the recording of rank 1 ended early" in done.stderr
+    assert merging.read_parts(path)[0].complete
+
+
 @pytest.mark.core
 def test_a_program_that_ends_by_an_exception_leaves_what_it_has_done(tmp_path):
     path = tmp_path / "run.json"
@@ -255,7 +282,7 @@ if child == 0:
 os.waitpid(child, 0)
 """
     path = tmp_path / "run.json"
-    done = run(body, path, 1)
+    done = run(body, path, 1, **FORKS)
     assert (done.returncode, done.stderr) == (0, "")
     calls = [
         s for s in trace_events.read(path).spans if s.text.startswith("all_reduce")

@@ -135,13 +135,21 @@ def test_dtypes(strategy, rank, size, dtype):
     assert_mirrored(
         strategy, v, np.array([32, 8 + 2 * size, 8, 8 + 2 * size]).astype(dtype)
     )
-    one = mpidist.IndexedSlices(np.full(1, 2, dtype), [2])
-    if dtype.kind in "iu":
-        for message in raises_everywhere(ValueError, lambda: v.scatter_div(one)):
-            assert "rounding" in message
-    else:
-        v.scatter_div(one)
-        assert v[2] == 4
+    v.scatter_div(mpidist.IndexedSlices(np.full(1, 2, dtype), [2]))
+    assert v[2] == 4
+    mpidist.check_in_sync(v)
+
+
+def test_quotients_of_integers_are_rounded_towards_0(strategy, size):
+    v = make(strategy, np.array([7, -7, 7, -7, 9]), aggregation=SUM)
+    v.scatter_div(mpidist.IndexedSlices([2, 2, -2, -2, 2, 2], [0, 1, 2, 3, 4, 4]))
+    assert_mirrored(strategy, v, [3, -3, -3, 3, 2])
+    strategy.run(lambda: v.scatter_div(mpidist.IndexedSlices([-2], [0])))
+    assert v[0] == {1: -1, 2: 0}.get(size, 0)
+    for message in raises_everywhere(
+        ValueError, lambda: v.scatter_div(mpidist.IndexedSlices([0], [0]))
+    ):
+        assert "cannot be divided by 0" in message
     mpidist.check_in_sync(v)
 
 

@@ -834,7 +834,7 @@ def test_deepcopy(strategy, rank, size, metric):
         RuntimeError, lambda: strategy.run(lambda: copy.deepcopy(w))
     ):
         assert "copy.deepcopy" in message
-    plain = mpidist.Variable([1.0])
+    plain = mpidist.Variable([1.0], synchronization=ON_READ)
     with strategy.scope():
         other = copy.deepcopy(plain)
     local(strategy, lambda: copy.deepcopy(plain).assign([3.0]) and None)
@@ -893,7 +893,7 @@ def test_a_forgotten_scope_is_an_error(strategy, size):
         strategy.run(lambda: plain.assign_add(1.0, read_value=False))
     plain.assign(3.0)
     assert strategy.run(lambda: plain.value() * 1 and None) is None
-    own_value = mpidist.Variable(1.0)  # with NONE it is meant
+    own_value = mpidist.Variable(1.0, synchronization=ON_READ)  # it is meant
     strategy.run(lambda: own_value.assign(2.0, read_value=False))
     assert float(own_value) == 2.0
 

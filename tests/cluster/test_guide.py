@@ -20,7 +20,7 @@ HOSTS = "tests/_engine/test_hosts.py"
 ELSEWHERE = [
     (r"mpirun -n 2 python (none|where|finish|visible)\.py", README, "def mpirun("),
     (r"mpidist run -n 2 examples/hello\.py", README, "def mpidist_run("),
-    (r"mpirun -n 2 mpidist bench --quick", "tests/_bench/test_bench.py", '"--quick")'),
+    (r"mpirun -n 2 mpidist bench --quick", "tests/_cli/test_bench.py", '"--quick")'),
     (r"sbatch .*", SLURM, "def test_the_commands_of_the_guide("),
     (r"mpidist sbatch --nodes 2 --nt.*", SLURM, "def test_the_commands_of_the_guide("),
     (r"srun -n 4 --mpi=pmix .*", SLURM, "def test_the_commands_of_the_guide("),

@@ -112,6 +112,9 @@ def test_tf_config(monkeypatch):
     # It is read at each call.
     monkeypatch.setenv("TF_CONFIG", json.dumps({**TF_CONFIG, "rpc_layer": "r"}))
     assert TFConfigClusterResolver().master() == "r://b:1"
+    session = {**TF_CONFIG, "session_master": "grpc://s:3"}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(session))
+    assert TFConfigClusterResolver().master("ps", 0) == "grpc://s:3"
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": CLUSTER}))
     with pytest.raises(ValueError, match="does not say which task this process is"):
         TFConfigClusterResolver().master()

@@ -72,6 +72,16 @@ def test_a_task_of_a_step_without_gpus(given):
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
+def test_what_is_given_needs_no_variables(given):
+    given({"SLURM_PROCID": "4", "SLURM_STEP_NODELIST": "n[09-10]"})
+    for tasks in ({"n09": 3, "n10": 2}, 3):
+        resolver = SlurmClusterResolver({"ps": 2, "worker": 3}, tasks_per_node=tasks)
+        assert resolver.cluster_spec().num_tasks("worker") == 3
+        assert resolver.get_task_info() == ("worker", 2)
+    with pytest.raises(RuntimeError, match="SLURM_STEP_TASKS_PER_NODE not found"):
+        SlurmClusterResolver({"worker": 3})
+
+
 def test_a_batch_script_is_none_of_its_tasks(given):
     given(JOB)
     resolver = SlurmClusterResolver(port_base=100, rpc_layer=None)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import mpidist
 from mpidist.optimizers import clip_by_global_norm
 
 
@@ -37,7 +38,22 @@ def test_a_norm_that_is_not_finite_gives_nan(bad):
     assert np.isnan(b).all()
 
 
-@pytest.mark.parametrize("clip", [0, -1, np.nan, "1", True])
+@pytest.mark.parametrize(
+    "clip", [np.array(5), np.float32(5), np.array(5.0), mpidist.Variable(5.0)]
+)
+def test_a_clip_norm_in_an_array(clip):
+    (clipped,), norm = clip_by_global_norm([np.array([6.0, 8.0])], clip)
+    np.testing.assert_array_equal(clipped, [3.0, 4.0])
+    assert norm == 10.0
+    sgd = mpidist.optimizers.SGD(clip, momentum=np.array(0.5), clipnorm=clip)
+    assert sgd.learning_rate == 5.0
+    for text in ("momentum=0.5", "clipnorm=5.0"):
+        assert text in repr(sgd)
+
+
+@pytest.mark.parametrize(
+    "clip", [0, -1, np.nan, "1", True, np.ones(1), np.array(1j), np.array(True)]
+)
 def test_a_clip_norm_that_makes_no_sense(clip):
     with pytest.raises((TypeError, ValueError), match="`clip_norm`"):
         clip_by_global_norm([np.ones(2)], clip)

@@ -23,6 +23,10 @@ def test_average_loss_of_one_replica():
     half = mpidist.compute_average_loss(loss.astype(ml_dtypes.bfloat16), np.ones(3))
     assert half.dtype == ml_dtypes.bfloat16
     assert mpidist.compute_average_loss(np.array([1, 2])) == 1.5
+    assert mpidist.compute_average_loss([1.0, 2.0], [1.0, 3.0]) == 3.5
+    assert mpidist.compute_average_loss((4, 5), global_batch_size=np.array(3)) == 3
+    assert mpidist.compute_average_loss([np.nan, 2.0], global_batch_size=0) == 0
+    assert mpidist.scale_regularization_loss([1.0, 2.0]) == 3
     per_pixel = np.ones((2, 5, 3))
     assert mpidist.compute_average_loss(per_pixel) == 15
     assert mpidist.compute_average_loss(per_pixel, np.array([1, 0.0])) == 7.5
@@ -36,7 +40,9 @@ def test_average_loss_of_one_replica():
     ("arguments", "error", "match"),
     [
         ((np.float64(3),), ValueError, "one loss per example"),
-        (([1.0],), TypeError, "got a list"),
+        ((["x"],), TypeError, "expected"),
+        ((np.ones(2), None, np.array([2])), TypeError, "to be an int"),
+        ((np.ones(2), None, np.array(True)), TypeError, "to be an int"),
         ((np.ones(2), np.ones(3)), ValueError, "`sample_weight`"),
         ((np.ones(2), None, -1), ValueError, "0 or more"),
         ((np.ones(2), None, 2.0), TypeError, "to be an int"),

@@ -21,6 +21,24 @@ SUM = mpidist.ReduceOp.SUM
 MEAN = mpidist.ReduceOp.MEAN
 
 
+def test_rows_of_the_table_for_other_libraries(strategy, rank, size):
+    """docs/guide/coming_from.md, with another value on each rank."""
+    x = float(rank)
+    mean = strategy.reduce("MEAN", strategy.run(lambda: x), axis=None)
+    assert mean == (size - 1) / 2
+    for value in (rank + 7.0, np.full(2, rank + 7.0)):
+        first = strategy.extended.broadcast_to(value, "/cpu:0")
+        np.testing.assert_array_equal(first, np.full_like(value, 7.0))
+
+    def replica():
+        context = mpidist.get_replica_context()
+        return context.merge_call(lambda strategy: {"rank": rank, "text": f"of {rank}"})
+
+    found = strategy.run(replica)
+    assert strategy.experimental_local_results(found["rank"]) == (0,)
+    assert found["text"] == "of 0"
+
+
 def batches(epochs=1):
     for start in list(range(0, ROWS, BATCH)) * epochs:
         yield X[start : start + BATCH], Y[start : start + BATCH]

@@ -91,8 +91,7 @@ def split_after_map_and_take(d):
 @splitting.program
 def split_after_shuffle(d):
     """Shuffled rows: each row comes exactly once."""
-    sizes = [12] if d.tensorflow else []  # TensorFlow's shuffle has a buffer
-    dataset = rows(d, 12).shuffle(*sizes, seed=1)
+    dataset = rows(d, 12).shuffle(12, seed=1)
     seen = []
     for element in d.distribute(dataset.batch(4)):
         total = d.strategy.run(lambda x: d.sum(x), args=(element,))

@@ -1,0 +1,70 @@
+"""Notes on exceptions of code that was written for TensorFlow."""
+
+import numpy as np
+import pytest
+from launching import run_ranks
+
+from mpidist._base.hints import add_hint
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "text"),
+    [
+        (np.ones(2), "numpy", "leave out `.numpy()`"),
+        (np.float64(1), "numpy", "leave out `.numpy()`"),
+        (1.5, "numpy", "leave out `.numpy()`"),
+        (np.ones(2), "assign", "`variable.assign(new)`"),
+        (np.float64(1), "assign_add", "`variable.assign(new)`"),
+        (None, "all_reduce", "get_replica_context() returns None"),
+        (None, "merge_call", "`strategy.run`"),
+    ],
+)
+def test_hints(owner, name, text):
+    with pytest.raises(AttributeError) as caught:
+        getattr(owner, name)
+    for _ in range(2):  # once, however often it is asked for
+        add_hint(caught.value)
+    (note,) = caught.value.__notes__
+    assert text in note
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AttributeError("of its own"),
+        AttributeError("x", name="numpy", obj="text"),
+        AttributeError("x", name="other", obj=np.ones(2)),
+        AttributeError("x", name="append", obj=None),
+        KeyError("numpy"),
+    ],
+)
+def test_other_exceptions_stay_as_they_are(error):
+    add_hint(error)
+    assert not hasattr(error, "__notes__")
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (
+            "strategy.reduce('SUM', strategy.run(lambda: 1.0), axis=None).numpy()",
+            ".numpy",
+        ),
+        ("strategy.run(lambda: v[1:3].assign([1.0, 2.0]))", "`new[1:3] = value`"),
+        (
+            "with strategy.scope(): mpidist.get_replica_context().all_reduce('SUM', 1)",
+            "in the function that you pass to `strategy.run`",
+        ),
+    ],
+)
+def test_a_program_that_fails_says_so(tmp_path, line, text):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import numpy as np\nimport mpidist\n\nstrategy = mpidist.MPIStrategy()\n"
+        f"with strategy.scope():\n    v = mpidist.Variable(np.zeros(4))\n{line}\n"
+    )
+    done = run_ranks(2, [str(program)], timeout=100)
+    assert done.returncode != 0
+    assert "AttributeError" in done.stderr
+    assert "\nmpidist: " in done.stderr
+    assert text in done.stderr.partition("\nmpidist: ")[2]

@@ -1,0 +1,143 @@
+"""What rank 0 does for all, seeds, and calls that lack an argument."""
+
+import io
+import random
+
+import numpy as np
+import pytest
+from replicas import assert_usable, everywhere, own, raises_everywhere
+
+import mpidist
+
+pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2, 3)]
+
+
+def test_rank_0_prints(strategy, rank):
+    stream = io.StringIO()
+    strategy.print("loss", 1.5, sep=": ", end=".\n", file=stream)
+    assert stream.getvalue() == ("" if rank else "loss: 1.5.\n")
+    assert strategy.is_main_process == (rank == 0)
+    assert mpidist.get_strategy().is_main_process
+
+
+def test_it_may_print_at_every_level(strategy, rank):
+    stream = io.StringIO()
+
+    def step():
+        strategy.print("replica", file=stream)
+        mpidist.get_replica_context().merge_call(
+            lambda s: s.print("merge_fn", file=stream)
+        )
+
+    strategy.run(step)
+    assert stream.getvalue() == ("" if rank else "replica\nmerge_fn\n")
+
+
+def test_output_is_shown_at_once(strategy, rank):
+    class Stream(io.StringIO):
+        flushed = 0
+
+        def flush(self):
+            self.flushed += 1
+
+    stream = Stream()
+    strategy.print("x", file=stream)
+    assert stream.flushed == (rank == 0)
+
+
+@pytest.mark.processes  # the global generators are those of the process
+def test_seeds_differ_by_rank_and_are_repeated(strategy, rank, size):
+    def draw(**kwargs):
+        generator = mpidist.seed_all(5, **kwargs)
+        numbers = random.random(), np.random.random(), generator.random()  # noqa: NPY002
+        return everywhere(numbers)
+
+    rows = draw(strategy=strategy)
+    assert len({x for row in rows for x in row}) == 3 * size
+    assert draw(strategy=strategy) == rows
+    same = draw(per_rank=False)
+    assert same == [same[0]] * size
+    with strategy.scope():
+        assert draw() == rows
+
+
+def test_generators_of_ranks_are_independent(strategy, rank, size):
+    mine = mpidist.seed_all(np.int64(5), strategy=strategy).integers(2**40, size=4)
+    rows = everywhere(mine.tolist())
+    assert len({x for row in rows for x in row}) == 4 * size
+    with strategy.scope():
+        again = mpidist.seed_all(5).integers(2**40, size=4)
+    np.testing.assert_array_equal(again, mine)
+    for error, seed in ((TypeError, "1"), (TypeError, True), (ValueError, -1)):
+        with pytest.raises(error, match="seed_all: expected `seed`"):
+            mpidist.seed_all(seed)
+
+
+def test_the_resolver_is_one_object(strategy):
+    assert strategy.cluster_resolver is strategy.cluster_resolver
+    assert mpidist.get_strategy().cluster_resolver is None
+
+
+def test_reduce_without_an_axis(strategy, rank, size):
+    losses = strategy.run(lambda: 1.0)
+    for message in raises_everywhere(TypeError, lambda: strategy.reduce("SUM", losses)):
+        assert "write `axis=None`" in message
+    for message in raises_everywhere(
+        ValueError, lambda: strategy.reduce("SUM", losses, axis=0)
+    ):
+        assert "each replica has a number, which has no axes: write `axis=None`" in (
+            message
+        )
+    for message in raises_everywhere(
+        ValueError, lambda: strategy.reduce("SUM", float(rank), axis=None)
+    ):
+        assert '`strategy.reduce("SUM", strategy.run(lambda: x), axis=None)`' in message
+    if size > 1:
+        for message in raises_everywhere(
+            mpidist.CollectiveMismatchError,
+            lambda: strategy.reduce("MEAN", float(rank), axis=None),
+        ):
+            assert "write `strategy.run(lambda: value)` in its place" in message
+    mean = strategy.reduce("MEAN", strategy.run(lambda: float(rank)), axis=None)
+    assert mean == (size - 1) / 2
+    assert_usable(strategy)
+
+
+def test_gather_refuses_slices_as_all_gather_does(strategy, rank):
+    rows = mpidist.IndexedSlices([1.0], [rank])
+    for value in (rows, strategy.run(lambda: rows)):
+        for message in raises_everywhere(
+            NotImplementedError, lambda value=value: strategy.gather(value, axis=0)
+        ):
+            assert "gather its `values` and `indices`" in message
+    for message in raises_everywhere(
+        NotImplementedError,
+        lambda: strategy.run(
+            lambda: mpidist.get_replica_context().all_gather(rows, axis=0)
+        ),
+    ):
+        assert "gather its `values` and `indices`" in message
+
+
+def test_references_to_variables(strategy):
+    with strategy.scope():
+        v, w = mpidist.Variable(1.0), mpidist.Variable(1.0)
+    slots = {v.ref(): "v", w.ref(): "w"}
+    assert (slots[v.ref()], slots[w.ref()]) == ("v", "w")
+    assert v.ref() == v.ref() != w.ref() != "w"
+    assert v.ref().deref() is v
+    assert {v: 1, w: 2}[v] == 1
+
+
+def test_gradients_by_names_of_keras(strategy, rank, size):
+    with strategy.scope():
+        v = mpidist.Variable(np.zeros(2))
+    optimizer = mpidist.optimizers.SGD(1.0)
+
+    def step(**kwargs):
+        optimizer.apply_gradients([(np.ones(2), v)], name="apply", **kwargs)
+
+    strategy.run(step)
+    assert own(strategy, v).tolist() == [-size] * 2
+    strategy.run(step, kwargs={"experimental_aggregate_gradients": False})
+    assert own(strategy, v).tolist() == [-size - 1] * 2

@@ -1,0 +1,156 @@
+"""The sed script of docs/porting.md, on programs like those of TensorFlow's guides."""
+
+import re
+import subprocess
+
+import pytest
+from launching import ROOT, run_ranks
+
+CUSTOM_LOOP = """
+import tempfile
+import tensorflow as tf
+
+GLOBAL_BATCH_SIZE = 4
+strategy = tf.distribute.MirroredStrategy()
+print("Number of devices: {}".format(strategy.num_replicas_in_sync))
+tpus = (tf.distribute.TPUStrategy, tf.distribute.experimental.TPUStrategy)
+if isinstance(strategy, tpus):
+    raise SystemExit("not here")
+x = np.linspace(-1.0, 1.0, 16)
+dataset = tf.data.Dataset.from_tensor_slices((x, 3.0 * x)).batch(GLOBAL_BATCH_SIZE)
+dataset = dataset.prefetch(tf.data.experimental.AUTOTUNE)
+train_dist_dataset = strategy.experimental_distribute_dataset(dataset)
+with strategy.scope():
+    w = tf.Variable(0.0, name="w", dtype=tf.float64)
+    seen = tf.Variable(
+        0,
+        dtype=tf.int64,
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=tf.VariableAggregation.SUM,
+    )
+    optimizer = tf.keras.optimizers.SGD(0.5)
+    optimizer.build([w])
+    checkpoint = tf.train.Checkpoint(w=w, optimizer=optimizer)
+
+
+def train_step(inputs):
+    x, y = inputs
+    error = w * x - y
+    loss = tf.nn.compute_average_loss(
+        error * error, global_batch_size=GLOBAL_BATCH_SIZE
+    )
+    gradient = (2.0 * error * x).sum() / GLOBAL_BATCH_SIZE
+    optimizer.apply_gradients(zip([gradient], [w]))
+    seen.assign_add(len(x))
+    return loss
+
+
+@tf.function
+def distributed_train_step(inputs):
+    per_replica_losses = strategy.run(train_step, args=(inputs,))
+    return strategy.reduce(
+        tf.distribute.ReduceOp.SUM, per_replica_losses, axis=None
+    )
+
+
+manager = tf.train.CheckpointManager(checkpoint, CHECKPOINTS, max_to_keep=2)
+for epoch in range(3):
+    total_loss, num_batches = 0.0, 0
+    for inputs in train_dist_dataset:
+        total_loss += distributed_train_step(inputs).numpy()
+        num_batches += 1
+    manager.save()
+    template = "Epoch {}, loss {:.6f}, w {:.6f}, seen {}"
+    print(template.format(
+        epoch, total_loss / num_batches, w.numpy(), int(seen.numpy())
+    ))
+iterator = iter(train_dist_dataset)
+try:
+    while True:
+        iterator.get_next()
+except tf.errors.OutOfRangeError:
+    print("end of the data")
+status = checkpoint.restore(manager.latest_checkpoint)
+status.assert_consumed()
+history = [float(w.numpy())]
+print(round(history[0], 6))
+"""
+
+MERGE_CALL = """
+import tensorflow as tf
+
+strategy = tf.distribute.experimental.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    v = tf.Variable([1.0, 2.0], dtype=tf.float32)
+cluster = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+
+
+@tf.function(jit_compile=True)
+def replica_fn():
+    context = tf.distribute.get_replica_context()
+
+    def merge_fn(distribution, value):
+        total = distribution.extended.reduce_to("SUM", value, destinations=v)
+        distribution.extended.update(v, lambda v, t: v.assign_add(t), args=(total,))
+        return total
+
+    one = np.ones(2, np.float32)
+    total = tf.__internal__.distribute.interim.maybe_merge_call(
+        lambda distribution: merge_fn(distribution, one), strategy
+    ) if False else context.merge_call(merge_fn, args=(one,))
+    return context.all_reduce(tf.distribute.ReduceOp.MEAN, total)
+
+
+result = strategy.run(replica_fn)
+for local in strategy.experimental_local_results(result):
+    print("total", local.numpy().tolist())
+print("v", v.numpy().tolist(), v.dtype == tf.float32)
+print("sum", strategy.reduce("SUM", strategy.run(lambda: 1.0), axis=None).numpy())
+"""
+
+
+def script():
+    """Return the block of sed in the page."""
+    text = (ROOT / "docs/porting.md").read_text(encoding="utf-8")
+    return re.search(r"```sed\n(.*?)```", text, re.DOTALL)[1]
+
+
+def ported(program, folder):
+    (folder / "port.sed").write_text(script())
+    path = folder / "program.py"
+    checkpoints = repr(str(folder / "checkpoints"))
+    path.write_text(program.replace("CHECKPOINTS", checkpoints))
+    subprocess.run(["sed", "-E", "-i", "-f", "port.sed", path], cwd=folder, check=True)
+    text = path.read_text()
+    assert not re.search(r"\btf\b", text), text
+    return path
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_custom_training_loop(tmp_path, n):
+    done = run_ranks(n, [str(ported(CUSTOM_LOOP, tmp_path))], timeout=100)
+    assert done.returncode == 0, done.stderr
+    w, lines = 0.0, [f"Number of devices: {n}"]
+    x = [-1.0 + 2.0 * k / 15 for k in range(16)]
+    for epoch in range(3):
+        losses = 0.0
+        for start in range(0, 16, 4):
+            rows = x[start : start + 4]
+            losses += sum((w * r - 3 * r) ** 2 for r in rows) / 4
+            w -= 0.5 * sum(2 * (w * r - 3 * r) * r for r in rows) / 4
+        seen = 16 * (epoch + 1)
+        lines.append(f"Epoch {epoch}, loss {losses / 4:.6f}, w {w:.6f}, seen {seen}")
+    lines += ["end of the data", str(round(w, 6))]
+    assert sorted(done.stdout.splitlines()) == sorted(lines * n)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_library_code_with_a_merge_call(tmp_path, n):
+    done = run_ranks(n, [str(ported(MERGE_CALL, tmp_path))], timeout=100)
+    assert done.returncode == 0, done.stderr
+    lines = [
+        f"total [{n}.0, {n}.0]",
+        f"v [{1 + n}.0, {2 + n}.0] True",
+        f"sum {n}.0",
+    ]
+    assert sorted(done.stdout.splitlines()) == sorted(lines * n)
