@@ -10,7 +10,7 @@ import ctypes
 import importlib
 import os
 import sys
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 from mpidist._base import threads
 from mpidist._mpi import launcher
@@ -175,10 +175,18 @@ def abort(code: int) -> None:
     mpi_module().COMM_WORLD.Abort(code)
 
 
-def finalize() -> None:
-    """End MPI in the only process of its job, before its end by another way."""
+def finalize_and_exit(code: int) -> NoReturn:
+    """End MPI, and this process by C's ``exit``: without the rest of Python's end.
+
+    MPICH tells its launcher of MPI_Finalize in a function for `atexit` of C
+    (``MPIR_pmi_finalize_on_exit`` in its src/util/mpir_pmi.c), which `os._exit` leaves
+    out; the launcher then kills the other ranks. The lock of Python's interpreter is
+    kept, so that no other thread runs meanwhile.
+    """
     if world_rank() is not None:
         mpi_module().Finalize()
+    ctypes.PyDLL(None).exit(code)
+    raise AssertionError("exit has returned")
 
 
 def query_cuda_support() -> str:

@@ -448,9 +448,8 @@ def _end() -> None:
     termination.remove()  # Python handles no signal in MPI_Finalize, which may be long
     if not library.is_forbidden():
         _tell_launcher()
-    if _ended_by_signal and not library.is_forbidden():
-        library.finalize()
-    elif not (
+    finalizes = _ended_by_signal and not library.is_forbidden()
+    if not finalizes and not (
         library.is_forbidden()
         or any(guard.has_lost for guard in _guards.get())
         or (library.world_rank() is not None and survival.end())
@@ -460,7 +459,7 @@ def _end() -> None:
             signal.alarm(_FINALIZE_SECONDS)
         if not reporting.is_stuck():
             return
-        library.finalize()
+        finalizes = True
     _flush()
     code = _exit_code
     raised = _was_raised()
@@ -470,7 +469,10 @@ def _end() -> None:
         code = 1  # of an exception, or a SystemExit that was not made by `sys.exit`
     if code is not None and not isinstance(code, int):
         code = 1  # a text, which was printed
-    os._exit((code or 0) & 0xFF)
+    code = (code or 0) & 0xFF
+    if finalizes:
+        library.finalize_and_exit(code)
+    os._exit(code)
 
 
 def _flush() -> None:
