@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Final
+import re
+from typing import Final, NamedTuple
 
 from mpidist._base.options import (
     COMPRESSIONS,
@@ -22,6 +23,22 @@ DEFAULT_BYTES_PER_PACK: Final = 32 * 1024 * 1024
 # bucket of 32 MiB still has eight pieces. Calculated, not yet measured on a GPU.
 DEFAULT_STAGING_BYTES: Final = 4 * 1024 * 1024
 SMALLEST_STAGING_BYTES: Final = 64 * 1024
+MOST_IN_FLIGHT: Final = 64
+
+
+class AllReduceChoice(NamedTuple):
+    """Which collectives of MPI an all-reduce between nodes is made of.
+
+    Attributes:
+        gathers: ``Iallgather``, after which each rank adds; else ``Iallreduce``.
+        in_flight: how many are in progress at a time, from 1 to `MOST_IN_FLIGHT`.
+    """
+
+    gathers: bool
+    in_flight: int
+
+    def __str__(self) -> str:
+        return f"{'iallgather' if self.gathers else 'iallreduce'}:{self.in_flight}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +59,8 @@ class Environment:
             (``MPIDIST_STALL_SECONDS``), in seconds.
         bytes_per_pack: default bucket size, from ``MPIDIST_FUSION_MB`` (MiB).
         implementation: what AUTO means (``MPIDIST_IMPLEMENTATION``).
+        allreduce: how large arrays are reduced between nodes (``MPIDIST_ALLREDUCE``);
+            None: as measured for the MPI library.
         staging_bytes: size of the pieces of staged GPU buffers, from
             ``MPIDIST_STAGING_MB`` (MiB).
         compression: of sums between nodes (``MPIDIST_COMPRESSION``).
@@ -64,6 +83,7 @@ class Environment:
     stall_seconds: float = DEFAULT_STALL_SECONDS
     bytes_per_pack: int = DEFAULT_BYTES_PER_PACK
     implementation: CommunicationImplementation = CommunicationImplementation.AUTO
+    allreduce: AllReduceChoice | None = None
     staging_bytes: int = DEFAULT_STAGING_BYTES
     compression: Compression = "none"
     error_feedback: bool = False
@@ -90,6 +110,7 @@ def read_environment() -> Environment:
             _number("MPIDIST_FUSION_MB", DEFAULT_BYTES_PER_PACK / 2**20) * 2**20
         ),
         implementation=_implementation("MPIDIST_IMPLEMENTATION"),
+        allreduce=_allreduce("MPIDIST_ALLREDUCE"),
         staging_bytes=_staging_bytes("MPIDIST_STAGING_MB"),
         compression=_compression("MPIDIST_COMPRESSION"),
         error_feedback=_flag("MPIDIST_ERROR_FEEDBACK", False) is True,
@@ -131,6 +152,21 @@ def _implementation(name: str) -> CommunicationImplementation:
             f"the environment variable {name} is {text.lower()!r:.80}; expected one of "
             f"{names}, or unset it"
         ) from None
+
+
+def _allreduce(name: str) -> AllReduceChoice | None:
+    text = os.environ.get(name, "").strip().lower()
+    if text in ("", "auto"):
+        return None
+    match = re.fullmatch(r"(iallreduce|iallgather)(?::([0-9]{1,4}))?", text)
+    in_flight = int(match[2] or 1) if match else 0
+    if match is None or not 1 <= in_flight <= MOST_IN_FLIGHT:
+        raise ValueError(
+            f"the environment variable {name} is {text!r:.80}; expected iallreduce:K "
+            f"or iallgather:K, where K, from 1 to {MOST_IN_FLIGHT}, is how many are in "
+            "progress at a time, or auto"
+        )
+    return AllReduceChoice(match[1] == "iallgather", in_flight)
 
 
 def _staging_bytes(name: str) -> int:

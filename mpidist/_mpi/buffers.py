@@ -20,6 +20,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from mpidist._base import backend
+from mpidist._base.environment import AllReduceChoice
 from mpidist._base.memory import LINE, leak, round_up
 from mpidist._base.types import Array, HostArray
 from mpidist._mpi.library import MpiComm, MpiRequest, mpi_module
@@ -56,7 +57,7 @@ class Way(NamedTuple):
     piece_bytes: int
 
 
-def way_of(library: str, size: int) -> Way:
+def way_of(library: str, size: int, choice: AllReduceChoice | None = None) -> Way:
     """Return what is fastest; measured on 2026-11-23, see docs/performance.md.
 
     Open MPI 5.0.11 reduces to one rank and then broadcasts, if there are fewer than
@@ -66,7 +67,10 @@ def way_of(library: str, size: int) -> Way:
     Args:
         library: the vendor, as of `mpi4py.MPI.get_vendor`.
         size: the number of ranks.
+        choice: the user's (``MPIDIST_ALLREDUCE``), which overrides it.
     """
+    if choice is not None:
+        return Way(*choice, 2**20 if choice.in_flight > 1 else _MOST_PIECE)
     if library == "Open MPI":
         return Way(size == 2, 4, 2**20) if size < 4 else Way(False, 1, _MOST_PIECE)
     return Way(False, 4, 2**20)
@@ -124,7 +128,8 @@ class BufferCollectives:
         comm: an mpi4py intra-communicator.
         waiter: waits, with a deadline.
         count: told the name of each function of MPI that is called.
-        way: of all-reduces; None: `way_of`.
+        way: of all-reduces; None: by `way_of`.
+        choice: the user's; None: none.
 
     Attributes:
         rank: of this process.
@@ -144,6 +149,7 @@ class BufferCollectives:
         waiter: Waiter,
         count: Callable[[str], None],
         way: Way | None = None,
+        choice: AllReduceChoice | None = None,
     ) -> None:
         self.comm = comm
         self._waiter = waiter
@@ -152,7 +158,8 @@ class BufferCollectives:
         self.size: int = comm.Get_size()
         self.same_bits: bool = True
         self._mpi = mpi_module()
-        self.way: Way = way or way_of(self._mpi.get_vendor()[0], self.size)
+        vendor = self._mpi.get_vendor()[0]
+        self.way: Way = way or way_of(vendor, self.size, choice)
         self._scratch: HostArray = np.empty(0, np.uint8)
 
     def start(

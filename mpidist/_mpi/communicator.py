@@ -31,6 +31,7 @@ import numpy as np
 
 from mpidist import _native
 from mpidist._base import machine
+from mpidist._base.environment import AllReduceChoice
 from mpidist._base.errors import as_told, on_rank
 from mpidist._base.memory import leak
 from mpidist._base.types import HostArray
@@ -168,6 +169,7 @@ class Communicator:
         waiter: Waiter,
         simulated_nodes: int = 1,
         problem: str = "",
+        allreduce: AllReduceChoice | None = None,
     ) -> None:
         """Duplicate ``comm``, and see that its ranks fit each other. Collective.
 
@@ -178,6 +180,8 @@ class Communicator:
             simulated_nodes: how many nodes each machine acts as, for tests. If ranks
                 say different numbers, the largest counts.
             problem: why this rank cannot take part; "": it can.
+            allreduce: how the user wants sums between nodes to be made. If ranks say
+                different ones, all take the same, until they are compared.
 
         Raises:
             ValueError: on all ranks, if one of them has a problem.
@@ -193,10 +197,14 @@ class Communicator:
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
         self.agreement: versions.Agreement = self._agree(problem)
-        self.buffers: BufferCollectives = BufferCollectives(
-            self._comm, waiter, self.traffic.count_mpi
-        )
-        self._find_node(simulated_nodes)
+        self._allreduce: AllReduceChoice | None = None
+        self.buffers: BufferCollectives = self._new_buffers(self._comm)
+        rows = self._gather_integers([simulated_nodes, *(allreduce or (0, 0))])
+        gathers, in_flight = max(row[1:] for row in rows)
+        if in_flight:
+            self._allreduce = AllReduceChoice(bool(gathers), in_flight)
+            self.buffers = self._new_buffers(self._comm)
+        self._find_node(max(row[0] for row in rows))
         key = self._gather_objects(self._agreed(lambda: os.urandom(_KEY_BYTES)))[0]
         self.identity: str = key.hex()
         self._resource = collective_release.CollectiveResource(
@@ -204,9 +212,12 @@ class Communicator:
         )
         collective_release.release_unused(self._gather_objects)
 
+    def _new_buffers(self, comm: MpiComm) -> BufferCollectives:
+        count = self.traffic.count_mpi
+        return BufferCollectives(comm, self._waiter, count, choice=self._allreduce)
+
     def _find_node(self, simulated_nodes: int) -> None:
         """Find this rank's place on its machine, and on its node. Collective."""
-        simulated_nodes = -self.all_min(-simulated_nodes)
         self.host_name: str = self._agreed(mpi_module().Get_processor_name)
         own = self._agreed(lambda: machine.node_id(self.host_name))
         machines = self._gather_objects(own.encode())
@@ -359,7 +370,7 @@ class Communicator:
             if not in_use:
                 return None
             self._to_free.append(peers.Free)
-            return BufferCollectives(peers, self._waiter, self.traffic.count_mpi)
+            return self._new_buffers(peers)
 
         return self._agreed(make)
 

@@ -177,7 +177,11 @@ class MPIStrategy(Strategy):
             )
             try:
                 communicator = Communicator(
-                    world, deadline, environment.simulated_nodes, problem
+                    world,
+                    deadline,
+                    environment.simulated_nodes,
+                    problem,
+                    environment.allreduce,
                 )
             except BaseException as error:
                 raise deadline.failed(error) from error.__cause__
@@ -328,6 +332,8 @@ def _make_collectives(
     more = ""
     if collectives.compression.scheme != "none":
         more += f", {collectives.compression}"
+    if environment.allreduce is not None:
+        more += f", MPIDIST_ALLREDUCE={environment.allreduce}"
     if environment.simulated_nodes != 1:
         more += f", MPIDIST_SIMULATED_NODES={environment.simulated_nodes}"
     guard.agree(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpidist._base.environment import Environment, read_environment
+from mpidist._base.environment import AllReduceChoice, Environment, read_environment
 
 
 @pytest.mark.parametrize("text", ["no number", "-1", "nan", "inf", "1e300"])
@@ -20,6 +20,7 @@ def test_environment(monkeypatch):
         "TIMEOUT": "3.5",
         "STALL_SECONDS": "2",
         "FUSION_MB": "0.5",
+        "ALLREDUCE": "Iallgather:3",
         "COMPRESSION": "FP16",
         "ERROR_FEEDBACK": "1",
         "SIMULATED_NODES": "2",
@@ -33,6 +34,7 @@ def test_environment(monkeypatch):
         timeout_seconds=3.5,
         stall_seconds=2.0,
         bytes_per_pack=2**19,
+        allreduce=AllReduceChoice(gathers=True, in_flight=3),
         compression="fp16",
         error_feedback=True,
         simulated_nodes=2,
@@ -44,6 +46,13 @@ def test_environment(monkeypatch):
     monkeypatch.setenv("MPIDIST_COMPRESSION", "")
     monkeypatch.setenv("MPIDIST_GUARD", "perhaps")
     with pytest.raises(ValueError, match="MPIDIST_GUARD"):
+        read_environment()
+
+
+@pytest.mark.parametrize("text", ["allreduce", "iallreduce:0", "iallgather:65", ":4"])
+def test_unknown_ways_of_reducing(monkeypatch, text):
+    monkeypatch.setenv("MPIDIST_ALLREDUCE", text)
+    with pytest.raises(ValueError, match=r"MPIDIST_ALLREDUCE is .* iallreduce:K or"):
         read_environment()
 
 

@@ -231,7 +231,7 @@ def test_settings_of_one_rank_that_can_not_be_read():
     texts = ["soon", "-1", "nan", "inf", "1e300", 5000 * "9", "\\udcff", "../../etc"]
     numbers = ["TIMEOUT", "STALL_SECONDS", "FUSION_MB", "STAGING_MB", "SIMULATED_NODES"]
     words = ["ABORT", "ALONE", "GUARD", "CUDA_AWARE", "ERROR_FEEDBACK", "TRACE"]
-    words += ["IMPLEMENTATION", "COMPRESSION"]
+    words += ["IMPLEMENTATION", "ALLREDUCE", "COMPRESSION"]
     pairs = [(name, text) for name in numbers for text in texts]
     pairs += [(name, text) for name in words for text in ("maybe", "-1", 5000 * "1")]
     for name, text in pairs:
