@@ -220,6 +220,7 @@ def run_job(n, *program, **env):
         ("payload:0 save:3 update:1 end_of_run:0", {}),
         ("header:0 payload:3 restore:1", {"MPIDIST_IMPLEMENTATION": "direct"}),
         ("payload:1 merge_fn:0 save:0", {"MPIDIST_SIMULATED_NODES": "2"}),
+        ("header:0 payload:3 merge_fn:0", {"MPIDIST_SIMULATED_NODES": "5"}),
     ],
 )
 def test_survivors_of_a_killed_rank_go_on(phases, env, tmp_path):
