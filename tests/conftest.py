@@ -392,3 +392,23 @@ def same_folder(rank: int, tmp_path: Path) -> Path:
     if not all(everywhere(folder.is_dir())):
         pytest.skip("the hosts of these ranks share no temporary folder")
     return folder
+
+
+@pytest.fixture
+def folder(strategy: Any, tmp_path_factory: pytest.TempPathFactory, rank: int) -> Any:
+    """Return the path of a folder, the same on all ranks."""
+    return everywhere(tmp_path_factory.mktemp("shared") if rank == 0 else None)[0]
+
+
+@pytest.fixture
+def torch() -> Any:
+    """Return torch, with one thread for each rank."""
+    module = pytest.importorskip("torch")
+    module.set_num_threads(1)
+    return module
+
+
+@pytest.fixture
+def jax() -> Any:
+    """Return JAX."""
+    return pytest.importorskip("jax")

@@ -55,16 +55,6 @@ def library(request):
     return Library(request.param, pytest.importorskip(request.param))
 
 
-@pytest.fixture
-def torch():
-    return pytest.importorskip("torch")
-
-
-@pytest.fixture
-def jax():
-    return pytest.importorskip("jax")
-
-
 def assert_same(x, y):
     assert x.dtype == y.dtype
     assert x.shape == y.shape

@@ -18,12 +18,6 @@ from mpidist._timeline.parts import find_parts
 on_replicas = [pytest.mark.mpi, pytest.mark.replicas(1, 2, 3), pytest.mark.core]
 
 
-@pytest.fixture
-def folder(strategy, tmp_path_factory, rank):
-    """Return the path of a folder, the same on all ranks."""
-    return everywhere(tmp_path_factory.mktemp("timeline") if rank == 0 else None)[0]
-
-
 def reductions_in(path):
     spans = trace_events.read(path).spans
     return [span for span in spans if span.text == "all_reduce SUM float64 (10,)"]

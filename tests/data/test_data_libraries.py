@@ -24,11 +24,6 @@ def grain():
     return pytest.importorskip("grain")
 
 
-@pytest.fixture
-def torch():
-    return pytest.importorskip("torch")
-
-
 def grain_batches(grain):
     rows = grain.MapDataset.source(np.arange(ROWS)).shuffle(seed=3)
     return rows.map(lambda x: {"x": np.float32(x)}).batch(BATCH)

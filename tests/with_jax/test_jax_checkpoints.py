@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 import pytest
-from replicas import everywhere, raises_everywhere
+from replicas import raises_everywhere
 
 import mpidist
 
@@ -16,16 +16,6 @@ pytestmark = [
     pytest.mark.replicas(2),
     pytest.mark.usefixtures("two_replicas"),
 ]
-
-
-@pytest.fixture
-def jax():
-    return pytest.importorskip("jax")
-
-
-@pytest.fixture
-def folder(strategy, tmp_path_factory, rank):
-    return everywhere(tmp_path_factory.mktemp("jax") if rank == 0 else None)[0]
 
 
 def make_params(jax, value):

@@ -20,11 +20,6 @@ ROWS = 16
 
 
 @pytest.fixture
-def jax():
-    return pytest.importorskip("jax")
-
-
-@pytest.fixture
 def mj(jax):
     import mpidist.jax
 

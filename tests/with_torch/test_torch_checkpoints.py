@@ -19,18 +19,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def torch():
-    module = pytest.importorskip("torch")
-    module.set_num_threads(1)
-    return module
-
-
-@pytest.fixture
-def folder(strategy, tmp_path_factory, rank):
-    return everywhere(tmp_path_factory.mktemp("torch") if rank == 0 else None)[0]
-
-
 class Training:
     """A module with all that a training needs to go on."""
 

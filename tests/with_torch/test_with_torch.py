@@ -18,13 +18,6 @@ ROWS = 16
 
 
 @pytest.fixture
-def torch():
-    module = pytest.importorskip("torch")
-    module.set_num_threads(1)
-    return module
-
-
-@pytest.fixture
 def mt(torch):
     import mpidist.torch
 
