@@ -97,7 +97,8 @@ def as_stored(x: Guest, kind: GuestKind, call: str) -> Array | DeviceCopy:
     if kind == "jax":
         device = _device_of_jax(x, call)
         if device.platform == "cpu":
-            return np.asarray(x)
+            host: HostArray = np.asarray(x)
+            return host
         return DeviceCopy(x.dtype, x.shape, lambda: np.asarray(x))
     torch = sys.modules["torch"]
     dense = x.layout is torch.strided and not (x.is_nested or x.is_quantized)

@@ -329,6 +329,10 @@ class _Pickler(Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
 
+class _Unpickler(pickle.Unpickler):
+    """Has attributes: Python 3.13.0 can set no `persistent_load` of the base class."""
+
+
 class Reader:
     """Decodes the commands of one merge_call, on the other ranks.
 
@@ -365,9 +369,9 @@ class Reader:
             arrays: those that were sent after it.
         """
         data, references, _ = content
-        unpickler = pickle.Unpickler(io.BytesIO(data))
+        unpickler = _Unpickler(io.BytesIO(data))
         objects = [self._resolve(x, arrays) for x in references]
-        # Not a method of a class: this one is written in C.
+        # Not a method in Python: this one is written in C.
         unpickler.persistent_load = objects.__getitem__  # type: ignore[method-assign]
         return unpickler.load()
 
