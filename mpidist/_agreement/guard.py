@@ -29,7 +29,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from mpidist._agreement.channel import (
     AGAIN,
@@ -55,13 +55,14 @@ from mpidist._base.errors import (
     was_told,
 )
 from mpidist._mpi.communicator import AnyCommunicator
+from mpidist._timeline.observer import NOTHING, Calls, Span, observed
 
 _NO_FLOOR: Final = sys.maxsize
-_NO_SPAN: Final = contextlib.nullcontext()
 
 _ALONE: Final = (0, 1, 1, 0, 0)
 
 _R = TypeVar("_R")
+_Context: TypeAlias = contextlib.AbstractContextManager[Any]
 
 
 class Writes(Protocol):
@@ -95,14 +96,58 @@ class SectionResult:
         self.text, self.fingerprint = text, fingerprint
 
 
+# How the methods of a guard are observed (`observer`).
+
+
+def _name(calls: Calls, guard: Guard, call: Call, *_: object, **__: object) -> _Context:
+    calls.name(call.text, guard.sequence + 1)
+    return NOTHING
+
+
+def _header(
+    calls: Calls, guard: Guard, call: Call, *_: object, **__: object
+) -> _Context:
+    return calls.header(call.text, guard.sequence + 1)
+
+
+def _header_if_enabled(
+    calls: Calls, guard: Guard, call: Call, *_: object, **__: object
+) -> _Context:
+    return (_header if guard.enabled else _name)(calls, guard, call)
+
+
+def _report(
+    calls: Calls, guard: Guard, call: Call, error: BaseException, *_: object
+) -> _Context:
+    """An error that all ranks have is raised without a header."""
+    if isinstance(error, CollectiveError):
+        return NOTHING
+    return _header(calls, guard, call)
+
+
+def _join(calls: Calls, guard: Guard, call: Call, *_: object, **__: object) -> _Context:
+    return calls.header(call.text, guard.sequence + 1, call)
+
+
+def _section(
+    calls: Calls, guard: Guard, call: Call, *_: object, **__: object
+) -> _Context:
+    return calls.section(call, call.text, guard.sequence + 1)
+
+
+def _last_header(
+    calls: Calls, guard: Guard, call: Call, *_: object, **__: object
+) -> _Context:
+    return NOTHING if guard.broken else _header(calls, guard, call)
+
+
+def _ends_with(span: Span | None, error: BaseException | None) -> None:
+    if span is not None:
+        span.raised = "" if error is None else type(error).__name__
+
+
 class Guard(Waiting):
-    """Agreement, propagation of errors and deadline for one communicator.
-
-    Attributes:
-        traced: whether each call has a line in a trace.
-    """
-
-    traced: ClassVar[bool] = False
+    """Agreement, propagation of errors and deadline for one communicator."""
 
     # Of the base class; without these lines pyright calls their types ambiguous.
     channel: Channel
@@ -189,6 +234,7 @@ class Guard(Waiting):
 
     # --- the header ---------------------------------------------------------------
 
+    @observed(_header_if_enabled)
     def agree(self, call: Call, timeout: float | None = None) -> None:
         """Return if all ranks make this call; raise on all ranks otherwise.
 
@@ -205,11 +251,13 @@ class Guard(Waiting):
         if not self._exchange(call, 0, 0, timeout):
             raise self._difference(call)
 
+    @observed(_name)
     def begin(self, call: Call) -> None:
         """Say which call begins, if nothing is `blocked`; see `enter`."""
         self._previous_call, self._call = self._call, call
         self._timeout = self.timeout_seconds
 
+    @observed(_name)
     def enter(self, call: Call, timeout: float | None = None) -> int:
         """Begin a call whose header the caller exchanges itself, with a payload.
 
@@ -297,6 +345,7 @@ class Guard(Waiting):
     def _left(self) -> LeftError:
         return LeftError(self.channel.who)
 
+    @observed(_header)
     def agree_and_compare(
         self, call: Call, value: int, timeout: float | None = None
     ) -> bool:
@@ -309,6 +358,7 @@ class Guard(Waiting):
             return self.same_value
         raise self._difference(call)
 
+    @observed(_header)
     def agree_on_largest(self, call: Call, value: int) -> tuple[int, bool]:
         """As `agree`; return the largest ``value``, and whether all are the same.
 
@@ -387,6 +437,7 @@ class Guard(Waiting):
 
     # --- what went wrong ----------------------------------------------------------
 
+    @observed(_report, _ends_with)
     def fail(self, call: Call, error: BaseException, kind: ErrorKind) -> BaseException:
         """Tell all ranks that this one cannot go on; return what to raise.
 
@@ -490,7 +541,9 @@ class Guard(Waiting):
         Args:
             text: what it is.
         """
-        return _NO_SPAN
+        if self.calls is None:
+            return NOTHING
+        return self.calls.work(text, self.sequence + 1)
 
     @property
     def depth(self) -> int:
@@ -521,6 +574,7 @@ class Guard(Waiting):
                 self._floor, self._given_up = _NO_FLOOR, None
             self._update_blocked()
 
+    @observed(_join, _ends_with)
     def join(
         self,
         call: Call,
@@ -571,6 +625,7 @@ class Guard(Waiting):
         except CollectiveTimeoutError as timeout:
             raise timeout from error  # which would be lost otherwise
 
+    @observed(_section)
     def run_section(self, call: Call, body: Callable[[SectionResult], _R]) -> _R:
         """Run ``body`` on every rank, and wait until it has ended on all. Collective.
 
@@ -611,6 +666,7 @@ class Guard(Waiting):
 
     # --- the end of the program ---------------------------------------------------
 
+    @observed(_last_header)
     def leave(self, call: Call, code: object) -> Iterator[None]:
         """Wait, at the end of the program, for the end of the others' programs.
 

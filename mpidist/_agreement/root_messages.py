@@ -7,7 +7,8 @@ a long one after its length.
 
 from __future__ import annotations
 
-from typing import Final
+from contextlib import AbstractContextManager
+from typing import Any, Final
 
 import numpy as np
 
@@ -16,9 +17,32 @@ from mpidist._agreement.channel import LEFT, LeftError
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call, call_of
 from mpidist._mpi.communicator import AnyCommunicator
+from mpidist._timeline.observer import Calls, Span, observed
 
 _MESSAGE_ROOM: Final = 2**20
 _SENDING: Final = Call("a message to all ranks")
+FROM_RANK_0: Final = "a message from rank 0"
+
+
+# How messages are observed (`observer`).
+
+
+def _sends(
+    calls: Calls, messages: RootMessages, data: bytes
+) -> AbstractContextManager[Any]:
+    number = messages.guard.sequence + 1
+    return calls.call(len(data), messages.route, _SENDING.text, number)
+
+
+def _receives(
+    calls: Calls, messages: RootMessages, what: str = FROM_RANK_0, **_: object
+) -> AbstractContextManager[Any]:
+    return calls.call(0, messages.route, what, messages.guard.sequence + 1)
+
+
+def _has_received(span: Span, data: bytes) -> None:
+    if span.kind == "message":  # else it is part of a call, which has its own bytes
+        span.nbytes = len(data)
 
 
 class RootMessages:
@@ -36,10 +60,12 @@ class RootMessages:
         self.comm = comm
         self.guard = guard
         self.ring = ring
+        self.route = "mpi" if ring is None else "shared"
         # For messages of medium length: their length is on its way when the rest is
         # received, and no allocation may fail in between. No page is used before.
         self._message_room = np.empty(_MESSAGE_ROOM, np.uint8)
 
+    @observed(_sends)
     def send(self, data: bytes) -> None:
         """Send bytes from rank 0 to all ranks, which wait for them."""
         comm, ring = self.comm, self.ring
@@ -54,7 +80,7 @@ class RootMessages:
         if not short:
             raw = np.frombuffer(data, np.uint8)
             if len(data) > _MESSAGE_ROOM:
-                comm.together(_allocate_nothing, "a message from rank 0")
+                comm.together(_allocate_nothing, FROM_RANK_0)
             comm.broadcast(raw, 0)
 
     def _post(self, ring: _native.Channel, data: bytes) -> None:
@@ -70,9 +96,8 @@ class RootMessages:
         except BaseException as error:
             raise self.guard.leave_payload(_SENDING, error) from None
 
-    def receive(
-        self, what: str = "a message from rank 0", timeout: float | None = None
-    ) -> bytes:
+    @observed(_receives, _has_received)
+    def receive(self, what: str = FROM_RANK_0, timeout: float | None = None) -> bytes:
         """Return the bytes that rank 0 sends.
 
         Args:

@@ -20,11 +20,12 @@ networks it makes progress only while its target calls MPI).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Any, Final
 
 from mpidist._agreement.call_state import CallState
 from mpidist._agreement.channel import Channel, LeftError, SelfChannel
@@ -49,12 +50,20 @@ from mpidist._base.errors import (
 from mpidist._mpi import survival
 from mpidist._mpi.buffers import Transfer
 from mpidist._mpi.communicator import AnyCommunicator, Request
+from mpidist._timeline.observer import Calls, observed
 
 # How long a rank waits for the notices of others before it says who is missing.
 _COLLECT_SECONDS: Final = 0.25
 _MOST_LINES: Final = 20  # of a report
 
 _logger: Final = logging.getLogger("mpidist")
+
+
+def _wait(
+    calls: Calls, waiting: Waiting, request: Request, what: str, *_: object
+) -> contextlib.AbstractContextManager[Any]:
+    """How waits are observed."""
+    return calls.call(0, "mpi", what, waiting.sequence + 1)
 
 
 class Waiting(CallState):
@@ -70,6 +79,7 @@ class Waiting(CallState):
         closed: whether the strategy was closed.
         when_timed_out: called at the deadline with the error that is about to be
             raised, here or on a rank that told this one; None: nothing is.
+        calls: tell the observers of the strategy's calls; None: it has none.
     """
 
     # Of the base class; without these lines pyright calls their types ambiguous.
@@ -78,6 +88,7 @@ class Waiting(CallState):
     blocked: bool
 
     when_timed_out: Callable[[CollectiveTimeoutError], None] | None = None
+    calls: Calls | None = None
 
     def __init__(
         self,
@@ -115,6 +126,7 @@ class Waiting(CallState):
 
     # --- waits --------------------------------------------------------------------
 
+    @observed(_wait)
     def wait(self, request: Request, what: str, timeout: float | None = None) -> None:
         """Wait for a request.
 
@@ -227,6 +239,8 @@ class Waiting(CallState):
             CollectiveTimeoutError: at the deadline, or if another rank has given up.
             ReplicaLostError: if a rank is lost.
         """
+        if self.calls is not None:
+            self.calls.look(what, waited, self.sequence + 1)
         if waited < self._waited:  # another wait than last time
             self._posted = self._reported = False
         self._waited = waited

@@ -3,10 +3,9 @@
 The face, one object for all callers:
 
 - ``collectives``: `Collectives`: the all-reduce, and all classes below together;
-  ``traced``: the same, with lines of ``MPIDIST_TRACE``;
 - ``resources``: what every collective uses: ranks, guard, options, transports;
 - ``all_gather``, ``registered_buffers``, ``share``, ``rows``: one
-  job each; ``array_heads``: arrays as messages.
+  job each; ``array_heads``: arrays as messages; ``observed``: what observers are told.
 
 From a call to a plan:
 

@@ -23,8 +23,10 @@ from mpidist._engine.gather_plans import (
     make,
 )
 from mpidist._engine.memory import SharedMemory
+from mpidist._engine.observed import nest_of_all
 from mpidist._engine.resources import Resources, timed
 from mpidist._mpi.communicator import AnyCommunicator
+from mpidist._timeline.observer import observed
 
 _MOST_PLANS: Final = 1024
 
@@ -61,6 +63,7 @@ class AllGathers(Resources):
         self._array_plans.clear()
         self.small_gathers.forget()
 
+    @observed(nest_of_all)
     def all_gather(
         self,
         tree: Nest,

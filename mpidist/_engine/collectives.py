@@ -31,7 +31,7 @@ from mpidist._engine.buckets import FlatBuffers
 from mpidist._engine.memory import NO_MEMORY, SharedMemory
 from mpidist._engine.node import Node
 from mpidist._engine.nodes import Nodes
-from mpidist._engine.plans import PlanResources, Plans, Route, Signature, leaves_of
+from mpidist._engine.plans import PlanResources, Plans, Signature, leaves_of
 from mpidist._engine.pool import Pool
 from mpidist._engine.registered_buffers import RegisteredBuffers
 from mpidist._engine.resources import UNCOMPRESSED
@@ -49,8 +49,6 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
         all_reduce: `Plans.all_reduce`, with what the core does itself of it.
     """
 
-    routes: tuple[Route, ...] = ROUTES
-
     def __init__(
         self,
         comm: AnyCommunicator,
@@ -64,7 +62,7 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
         self._staging: Staging | None = None
         self.plans: Plans = Plans(
             self._plan_resources(),
-            self.routes,
+            ROUTES,
             self._describe,
             self.merge_options,
             self.invalid,

@@ -25,7 +25,7 @@ class CoreCalls:
     def __init__(self, guard: Guard, call: Callable[..., Nest], array: int) -> None:
         self.entry: Callable[..., Nest] = call
         self._calls: _native.ArrayCall = None
-        if _native.core is not None and not guard.traced:
+        if _native.core is not None and guard.calls is None:
             self._calls = self.entry = _native.core.ArrayCall(guard, call, array)
 
     def keep(self, key: object, x: HostArray, plan: Any, axis: int = 0) -> None:

@@ -33,6 +33,7 @@ from mpidist._engine.buckets import FlatBuffers, Leaf, Results
 from mpidist._engine.core_calls import CoreCalls
 from mpidist._engine.node import Node
 from mpidist._engine.nodes import Nodes
+from mpidist._engine.observed import ObservedPlan
 from mpidist._engine.pool import Pool
 from mpidist._engine.staging import Staging
 from mpidist._mpi.communicator import AnyCommunicator
@@ -318,7 +319,10 @@ class Plans:
         for route in self._routes:
             plan = route(self._resources, signature)
             if plan is not None:
-                return plan
+                calls = self._resources.guard.calls
+                return (
+                    plan if calls is None else ObservedPlan(plan, route.__name__, calls)
+                )
         raise AssertionError("the last route takes everything")
 
 

@@ -12,12 +12,15 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, nest
 from mpidist._base.memory import LINE, round_up
 from mpidist._base.types import Array, HostArray, Nest
+from mpidist._engine.observed import memory_for
 from mpidist._engine.resources import Resources, timed
+from mpidist._timeline.observer import observed
 
 
 class RegisteredBuffers(Resources):
     """Makes registered buffers; the arguments of `Resources`."""
 
+    @observed(memory_for)
     @timed
     def buffers_like(self, tree: Nest) -> Nest:
         """Return zeros of the same structure, shapes and dtypes. Collective.

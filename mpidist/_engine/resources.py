@@ -111,7 +111,9 @@ class Resources:
 
     def _make_messages(self) -> RootMessages:
         ring = None if self.node is None else self.node.channel
-        return RootMessages(self.comm, self.guard, ring)
+        calls = self.guard.calls
+        make = RootMessages if calls is None else calls.observing(RootMessages)
+        return make(self.comm, self.guard, ring)
 
     @property
     def implementation(self) -> CommunicationImplementation:

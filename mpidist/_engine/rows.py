@@ -10,12 +10,15 @@ import numpy as np
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._engine.array_heads import ArrayHead, head_of, join_bytes, split_bytes
+from mpidist._engine.observed import has_values, values_of_ranks
 from mpidist._engine.resources import Resources, timed
+from mpidist._timeline.observer import observed
 
 
 class Rows(Resources):
     """Moves a list of values per rank; the arguments of `Resources`."""
 
+    @observed(values_of_ranks)
     @timed
     def collect(self, values: list[Any], call: str) -> list[list[Any]]:
         """Return the values of all ranks on rank 0; an empty list on the others.
@@ -57,6 +60,7 @@ class Rows(Resources):
         result[0] = list(values)
         return result
 
+    @observed(values_of_ranks, has_values)
     @timed
     def scatter(self, values: list[list[Any]] | None, call: str) -> list[Any]:
         """Give each rank its list of values from rank 0. Collective.

@@ -9,16 +9,26 @@ from typing import Any
 import numpy as np
 
 from mpidist._agreement.mismatch import Call
+from mpidist._agreement.root_messages import FROM_RANK_0
 from mpidist._base import backend, nest
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.types import Array, Nest
 from mpidist._engine.array_heads import ArrayHead, head_of
+from mpidist._engine.observed import (
+    has_values,
+    nest_of_all,
+    values_from_rank_0,
+    values_of_ranks,
+    values_to_all,
+)
 from mpidist._engine.resources import Resources, timed
+from mpidist._timeline.observer import observed
 
 
 class Sharing(Resources):
     """Copies values from one rank to all; the arguments of `Resources`."""
 
+    @observed(nest_of_all)
     @timed
     def broadcast(
         self,
@@ -56,6 +66,7 @@ class Sharing(Resources):
             ]
         )
 
+    @observed(values_of_ranks, has_values)
     @timed
     def share(self, make: Callable[[], list[Any]], text: str) -> list[Any]:
         """Return rank 0's values on all ranks, which know nothing of them before.
@@ -85,6 +96,7 @@ class Sharing(Resources):
         self._send_values(values, heads, text)
         return values
 
+    @observed(values_to_all)
     def send_arrays(self, values: list[Any], call: str) -> None:
         """Send arrays and objects from rank 0 to ranks that wait for them.
 
@@ -94,7 +106,8 @@ class Sharing(Resources):
         self.messages.send(pickle.dumps(heads))
         self._send_values(values, heads, call)
 
-    def receive_arrays(self, call: str = "a message from rank 0") -> list[Any]:
+    @observed(values_from_rank_0, has_values)
+    def receive_arrays(self, call: str = FROM_RANK_0) -> list[Any]:
         """Return what rank 0 sends with `send_arrays`.
 
         Raises:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import logging
 import os
 import time
@@ -21,12 +22,16 @@ from typing import Final
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._base import reporting, threads
+from mpidist._base.environment import Environment
 from mpidist._base.errors import format_ranks
 from mpidist._mpi import library
+from mpidist._mpi.communicator import Communicator
 from mpidist._runtime import process_exit
 from mpidist._timeline import merging
+from mpidist._timeline.observer import Calls, Observer
 from mpidist._timeline.parts import PartError, are_complete
 from mpidist._timeline.recorder import Recorder
+from mpidist._timeline.trace import Lines
 
 # For a network file system to show rank 0 what the others have written.
 _PATIENCE_SECONDS: Final = 5.0
@@ -64,6 +69,7 @@ class _Recording:
 
 _blocks: Final = threads.ReplicaLocal[list[_Recording]](list)
 _of_program: list[_Recording] = []
+_numbers = threads.ReplicaLocal(lambda: itertools.count(1))  # of observed strategies
 
 
 @contextlib.contextmanager
@@ -108,39 +114,54 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
     recording.end()
 
 
-def recorder_for(path: str) -> Recorder | None:
-    """Return where a strategy that is made now is recorded; None: nowhere.
+def observe(communicator: Communicator, environment: Environment) -> Calls | None:
+    """Return what observes a strategy that is made now; None: nothing does.
+
+    Args:
+        communicator: of the strategy.
+        environment: says whether there are a trace and a timeline of the program.
+    """
+    rank, size = communicator.rank, communicator.size
+    recording = _recording_now(environment.timeline)
+    if not environment.trace and recording is None:
+        return None
+    number = next(_numbers.get())
+    observers: list[Observer] = []
+    if environment.trace:
+        observers.append(Lines(rank, size, number, begins=environment.trace > 1))
+    if recording is not None:
+        recording.recorder.add_strategy(number, communicator.identity, rank, size)
+        observers.append(recording.recorder)
+    return Calls(observers, number, environment.stall_seconds)
+
+
+def begin(path: str, communicator: Communicator, guard: Guard) -> None:
+    """Open the file for a strategy that `observe` was called for, if it is recorded.
 
     Args:
         path: of the timeline of the program; "": there is none.
-    """
-    if blocks := _blocks.get():
-        return blocks[-1].recorder
-    if not path:
-        return None
-    if not _of_program:
-        _of_program.append(_Recording(path))
-        atexit.register(_of_program[0].recorder.close)  # before the ranks meet
-    return _of_program[0].recorder
-
-
-def begin(recorder: Recorder, thread: int, size: int, guard: Guard) -> None:
-    """Open the file for a strategy.
-
-    Args:
-        recorder: of the timeline.
-        thread: the number of this replica, if replicas are threads of one process.
-        size: how many ranks the strategy has.
+        communicator: of the strategy.
         guard: of the strategy.
 
     Raises:
         OSError: if it cannot be written.
     """
-    rank = library.world_rank() if threads.current() is None else thread
-    recorder.open(rank or 0)
-    for recording in (*_blocks.get(), *_of_program):
-        if recording.recorder is recorder:
-            recording.guards.append((size, weakref.ref(guard)))
+    recording = _recording_now(path)
+    if recording is not None:
+        is_thread = threads.current() is not None
+        rank = communicator.machine_rank if is_thread else library.world_rank()
+        recording.recorder.open(rank or 0)
+        recording.guards.append((communicator.size, weakref.ref(guard)))
+
+
+def _recording_now(path: str) -> _Recording | None:
+    """Return where a strategy that is made now is recorded; None: nowhere."""
+    if blocks := _blocks.get():
+        return blocks[-1]
+    if path and not _of_program:
+        _of_program.append(_Recording(path))
+        atexit.register(_of_program[0].recorder.close)  # before the ranks meet
+    return _of_program[0] if path else None
 
 
 def _merge(recorder: Recorder) -> None:

@@ -7,7 +7,6 @@ import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 from mpidist._agreement import mismatch
@@ -15,8 +14,6 @@ from mpidist._agreement.channel import Channel, open_channel
 from mpidist._agreement.deadline import Deadline
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.stacks import Stacks
-from mpidist._agreement.trace import TraceOptions
-from mpidist._agreement.traced_guard import TracedGuard
 from mpidist._base import backend, interactive, threads
 from mpidist._base.environment import Environment, read_environment
 from mpidist._base.options import CommunicationImplementation, CommunicationOptions
@@ -24,7 +21,6 @@ from mpidist._base.remedies import explain_keywords
 from mpidist._engine import SharedMemory, open_shared_memory
 from mpidist._engine.bits import same_on_all_ranks
 from mpidist._engine.collectives import Collectives
-from mpidist._engine.traced import TracedCollectives
 from mpidist._mpi import survival
 from mpidist._mpi.buffers import BufferCollectives
 from mpidist._mpi.communicator import Communicator
@@ -201,17 +197,15 @@ class MPIStrategy(Strategy):
         # different options, `guard` among them.
         shared = None if memory.node is None else memory.node.channel
         channel = open_channel(communicator, shared)
-        make_guard: Callable[..., Guard] = Guard
-        recorder = timelines.recorder_for(environment.timeline)
-        if environment.trace or recorder is not None:
-            options = TraceOptions(environment.trace, recorder)
-            make_guard = functools.partial(TracedGuard, options=options)
+        calls = timelines.observe(communicator, environment)
+        make_guard = Guard if calls is None else calls.observing(Guard)
         guard = make_guard(
             communicator,
             channel,
             timeout_seconds=deadline.seconds,
             stall_seconds=environment.stall_seconds,
         )
+        guard.calls = calls
         if environment.timeout_abort and threads.current() is None:
             guard.when_timed_out = process_exit.end_at_deadline
         if threads.current() is None:
@@ -313,16 +307,10 @@ def _make_collectives(
             settings.device, local_rank(communicator.size, communicator.machine_rank)
         )
         chosen.activate()
-        make: Callable[..., Collectives] = Collectives
-        if isinstance(guard, TracedGuard):
-            make = TracedCollectives
-            if guard.trace.recorder is not None:
-                timelines.begin(
-                    guard.trace.recorder,
-                    communicator.machine_rank,
-                    communicator.size,
-                    guard,
-                )
+        make = Collectives
+        if guard.calls is not None:
+            make = guard.calls.observing(Collectives)
+            timelines.begin(environment.timeline, communicator, guard)
         collectives = make(communicator, guard, merged, environment, chosen, memory)
     except Exception as error:
         raise guard.fail(mismatch.Call("MPIStrategy(...)"), error, "invalid") from None

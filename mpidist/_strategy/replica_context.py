@@ -11,8 +11,6 @@ from typing import Any, Final, overload
 import numpy as np
 
 from mpidist._agreement.mismatch import Key
-from mpidist._agreement.trace import END_OF
-from mpidist._agreement.traced_guard import TracedGuard
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import REDUCE_OPS, ReduceFunction, ReduceOp, as_reduce_op
 from mpidist._base.remedies import explain_attributes
@@ -355,8 +353,8 @@ def attach(strategy: Strategy, ops: CrossDeviceOps | None) -> None:
         group.all_reduce = functools.partial(all_reduce, group)
     guard = group.guard
     group.merge_call = merge_call
-    if isinstance(guard, TracedGuard):
-        group.merge_call = _trace_merge_call(guard)
+    if guard.calls is not None:
+        group.merge_call = guard.calls.observing_function(merge_call)
     replica_context = ReplicaContext(strategy, None)
     group.public_objects = (strategy, strategy.extended, replica_context, group)
     group.cross_frame = context.Frame(group, context.Level.CROSS_REPLICA)
@@ -364,22 +362,6 @@ def attach(strategy: Strategy, ops: CrossDeviceOps | None) -> None:
         group, context.Level.REPLICA, replica_context=replica_context
     )
     guard.repair_with(_repairer(group))
-
-
-def _trace_merge_call(guard: TracedGuard) -> Callable[..., Nest]:
-    """Return a function that does a merge_call, and traces it."""
-
-    def traced(
-        group: ReplicaGroup,
-        merge_fn: Callable[..., Nest],
-        args: tuple[Nest, ...],
-        kwargs: dict[str, Nest],
-    ) -> Nest:
-        name = getattr(merge_fn, "__qualname__", type(merge_fn).__qualname__)
-        with guard.whole(f"{END_OF}merge_call({name})"):
-            return merge_call(group, merge_fn, args, kwargs)
-
-    return traced
 
 
 def _repairer(group: ReplicaGroup) -> Callable[[Sequence[Key]], None]:

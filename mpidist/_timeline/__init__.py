@@ -1,8 +1,10 @@
-"""The timeline of a job: what each rank did, and which rank the others waited for.
+"""What each rank did: the trace, and the timeline of a job.
 
-Each process writes its *part*, a file beside the timeline (`recorder`). At the end rank
-0 reads the parts (`parts`), puts them on one clock (`clock`), works out who waited for
-whom (`waits`), and writes one file in the Trace Event Format, which Perfetto and
-Chrome show (`trace_events`). A job that was killed leaves its parts; `mpidist timeline`
-reads these too, prints a summary (`summary`), and draws it (`plot`).
+`observer.Calls` tells the observers of a strategy of each call: `trace.Lines` writes a
+line, `recorder.Recorder` an event in the *part* of its process, a file beside the
+timeline. At the end rank 0 reads the parts and puts them on one clock (`parts`), works
+out who waited for whom (`spans`), and writes one file in the Trace Event Format, which
+Perfetto and Chrome show (`trace_events`). A job that was killed leaves its parts;
+`mpidist timeline` reads these too (`merging`), prints a summary (`summary`), and draws
+it (`plot`).
 """

@@ -12,7 +12,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from mpidist._timeline.recorder import END, FORMAT, Event, Process
+from mpidist._timeline.observer import Span
+from mpidist._timeline.recorder import END, FIELDS, FORMAT, Process
 
 _WINDOWS: Final = 32  # the most windows of time; and the fewest calls in one
 _NUMBER: Final = re.compile(r"\.rank(\d+)$")
@@ -52,7 +53,7 @@ class Part:
 
     process: Process
     strategies: dict[int, Strategy]
-    events: list[Event]
+    events: list[Span]
     complete: bool
 
     @property
@@ -95,8 +96,9 @@ def read_part(path: Path) -> Part:
                 number = line.pop("strategy")
                 part.strategies[number] = Strategy(**line)
             else:
-                part.events.append(Event(*line))
-    except (TypeError, KeyError) as error:
+                fields = dict(zip(FIELDS, line, strict=True))
+                part.events.append(Span(part.process.rank, **fields))
+    except (TypeError, KeyError, ValueError) as error:
         raise PartError(f"{path} is damaged: {error}") from None
     return part
 
@@ -160,14 +162,11 @@ def align(parts: list[Part]) -> None:
         if not len(times):  # nothing in common: the time of day has to do
             times = np.zeros(1)
             offsets = np.array([part.process.epoch - first.process.epoch])
-        starts = np.array([event.start for event in part.events])
-        stops = np.array([event.end for event in part.events])
-        starts += np.interp(starts, times, offsets)
-        stops += np.interp(stops, times, offsets)
-        part.events = [
-            event._replace(start=float(start), end=float(stop))
-            for event, start, stop in zip(part.events, starts, stops, strict=True)
-        ]
+        for name in ("start", "end"):
+            here = np.array([getattr(event, name) for event in part.events])
+            here += np.interp(here, times, offsets)
+            for event, there in zip(part.events, here.tolist(), strict=True):
+                setattr(event, name, there)
 
 
 def _ends_of(part: Part) -> dict[tuple[str, int], float]:

@@ -2,8 +2,8 @@
 
 A part is a text file of JSON lines, which grows while the program runs, so that a
 process that is killed leaves all but its last second. Its first line is about the
-process; a line that is an object is about a strategy, and a list is an event
-(`Event`). The last line of a complete part is `END`.
+process; a line that is an object is about a strategy, and a list is an event: the
+`FIELDS` of a span. The last line of a complete part is `END`.
 """
 
 from __future__ import annotations
@@ -16,46 +16,24 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import IO, Final, Literal, NamedTuple
+from typing import IO, Final
 
 from mpidist._base import reporting
 from mpidist._base.machine import boot_id
+from mpidist._timeline.observer import END_OF, Span
 
 FORMAT: Final = 1
 END: Final = "end"
+FIELDS: Final = (
+    *("strategy", "kind", "number", "start", "end"),
+    *("nbytes", "route", "raised", "text"),
+)
+"""Of a `Span`: what a line of an event has."""
+
+_LONGEST_TEXT: Final = 1024
 _FLUSH_SECONDS: Final = 1.0
 _FLUSH_EVENTS: Final = 1000
 _logger: Final = logging.getLogger("mpidist")
-
-Kind = Literal["call", "section", "end of section", "message", "waits"]
-
-
-class Event(NamedTuple):
-    """What a rank did for some time.
-
-    Attributes:
-        strategy: the number of the strategy in its process.
-        kind: a "section" has other events inside, and ends with a call, its "end of
-            section". A "message" is between rank 0 and the others, within a call.
-            "waits" is the begin of a call that has not ended since.
-        number: of the call, the same on all ranks of the strategy.
-        start: in seconds of the clock of `time.perf_counter` on its host.
-        end: as ``start``.
-        nbytes: of this rank's buffers.
-        route: how they move.
-        raised: the name of the exception that it ended with; "" if none.
-        text: the call, as in the messages of mpidist.
-    """
-
-    strategy: int
-    kind: Kind
-    number: int
-    start: float
-    end: float
-    nbytes: int
-    route: str
-    raised: str
-    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +59,7 @@ def part_of(path: Path, rank: int) -> Path:
 
 
 class Recorder:
-    """Writes the part of this process. Does nothing in a forked child.
+    """An observer that writes the part of this process; nothing in a forked child.
 
     Args:
         path: of the timeline.
@@ -89,13 +67,11 @@ class Recorder:
     Attributes:
         path: of the timeline, absolute: programs change their directory.
         rank: of this process; -1 before `open`.
-        strategies: how many strategies it has recorded.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
         self.rank = -1
-        self.strategies = 0
         self._file: IO[str] | None = None
         self._process_id = os.getpid()
         self._stopped = False
@@ -126,29 +102,44 @@ class Recorder:
         self._lines.insert(0, header)
         self.flush()
 
-    def add_strategy(self, identity: str, rank: int, size: int) -> int:
+    def add_strategy(self, number: int, identity: str, rank: int, size: int) -> None:
         """Record that a strategy was made.
 
         Args:
+            number: of the strategy in this process.
             identity: the same on its ranks, and of no other strategy of the job.
             rank: of this process in it.
             size: how many ranks it has.
-
-        Returns:
-            Its number.
         """
-        self.strategies += 1
         about = {"identity": identity, "rank": rank, "size": size}
-        self._lines.append({"strategy": self.strategies, **about})
-        return self.strategies
+        self._lines.append({"strategy": number, **about})
 
-    def add(self, event: Event) -> None:
-        """Record an event; write those that there are now and then."""
+    def begins(self, span: Span) -> None:
+        """Do nothing: an event is recorded at its end."""
+
+    def waits(self, span: Span) -> None:
+        """Record and write a wait: it may never end."""
+        self.has_worked(span)
+        self.flush()
+
+    def ends(self, span: Span, section: Span | None) -> None:
+        """Record a section, and the call with which it ends."""
+        if section is not None:
+            self.has_worked(section)
+        self.has_worked(span)
+
+    def has_worked(self, span: Span) -> None:
+        """Record a span; write those that there are now and then."""
         if self._stopped:
             return
-        self._lines.append(event)
-        late = event.end - self._flushed > _FLUSH_SECONDS
-        if late or len(self._lines) >= _FLUSH_EVENTS or event.raised:
+        text = span.text[:_LONGEST_TEXT]
+        if span.kind == "section":
+            text = text.removeprefix(END_OF)
+        times = round(span.start, 7), round(span.end, 7)
+        how = span.nbytes, span.route, span.raised, text
+        self._lines.append((span.strategy, span.kind, span.number, *times, *how))
+        late = span.end - self._flushed > _FLUSH_SECONDS
+        if late or len(self._lines) >= _FLUSH_EVENTS or span.raised:
             self.flush()
 
     def flush(self) -> None:

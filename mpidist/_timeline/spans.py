@@ -6,48 +6,10 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from mpidist._timeline import parts as of_parts
+from mpidist._timeline.observer import Span
 from mpidist._timeline.parts import Part
-from mpidist._timeline.recorder import Event
 
 _MEETINGS = ("call", "end of section")
-
-
-@dataclasses.dataclass
-class Span:
-    """What a process did for some time.
-
-    Attributes:
-        rank: of the process among those of the job.
-        strategy: a number, the same on all ranks of the strategy.
-        kind: see `recorder.Event`.
-        number: of the call, the same on all ranks of the strategy.
-        start: in seconds from the begin of the timeline.
-        end: as ``start``.
-        nbytes: of this rank's buffers.
-        route: how they move.
-        raised: the name of the exception that it ended with; "" if none.
-        text: the call.
-        waited: seconds, from its start, until the last rank came to the call.
-        waited_for: the rank of the process that came last; -1: this one, or none.
-    """
-
-    rank: int
-    strategy: int
-    kind: str
-    number: int
-    start: float
-    end: float
-    nbytes: int
-    route: str
-    raised: str
-    text: str
-    waited: float = 0.0
-    waited_for: int = -1
-
-    @property
-    def seconds(self) -> float:
-        """How long it took."""
-        return self.end - self.start
 
 
 @dataclasses.dataclass
@@ -72,14 +34,10 @@ def merge(parts: Sequence[Part]) -> Timeline:
         for strategy in part.strategies.values():
             number = identities.setdefault(strategy.identity, len(identities) + 1)
             members.setdefault(number, {})[strategy.rank] = part.process.rank
-    spans = []
+    spans = [span for part in parts for span in part.events]
     for part in parts:
-        numbers = {
-            number: identities[strategy.identity]
-            for number, strategy in part.strategies.items()
-        }
-        rank = part.process.rank
-        spans += [_span(event, rank, numbers[event.strategy]) for event in part.events]
+        for span in part.events:
+            span.strategy = identities[part.strategies[span.strategy].identity]
     begin = min((span.start for span in spans), default=0.0)
     for span in spans:
         span.start -= begin
@@ -87,10 +45,6 @@ def merge(parts: Sequence[Part]) -> Timeline:
     spans.sort(key=lambda span: (span.start, -span.end))
     _find_waits(spans, {number: ranks.get(0, -1) for number, ranks in members.items()})
     return Timeline({part.process.rank: part.process.host for part in parts}, spans)
-
-
-def _span(event: Event, rank: int, strategy: int) -> Span:
-    return Span(rank, strategy, *event[1:])
 
 
 def _find_waits(spans: Iterable[Span], roots: dict[int, int]) -> None:

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
-from mpidist._timeline.spans import Span, Timeline
+from mpidist._timeline.observer import Span
+from mpidist._timeline.spans import Timeline
 
 _MOST_WAITS: Final = 3
 _MOST_CALLS: Final = 10
@@ -106,7 +107,7 @@ def largest_waits(timeline: Timeline, most: int = _MOST_WAITS) -> list[Span]:
     return waits[:most]
 
 
-_NO_WAIT: Final = Span(0, 0, "call", 0, 0.0, 0.0, 0, "", "", "")
+_NO_WAIT: Final = Span(0, 0, "call", 0, 0.0, 0.0, 0, "")
 
 
 def calls_of(timeline: Timeline) -> list[CallTime]:

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Final
 
-from mpidist._timeline.spans import Span, Timeline
+from mpidist._timeline.observer import Span
+from mpidist._timeline.spans import Timeline
 
 _LONGEST_NAME: Final = 60
 _MICROSECONDS: Final = 1e6

@@ -9,6 +9,7 @@ import pytest
 from launching import rank_environment
 
 from mpidist._timeline import spans, trace_events
+from mpidist._timeline.observer import Span
 
 
 def run(*arguments, cwd):
@@ -25,7 +26,7 @@ def run(*arguments, cwd):
 @pytest.fixture
 def folder(tmp_path):
     """Return a folder with a timeline."""
-    span = spans.Span(0, 1, "call", 1, 0.0, 1.0, 8, "eager", "", "all_reduce")
+    span = Span(0, 1, "call", 1, 0.0, 1.0, 8, "eager", "", "all_reduce")
     trace_events.write(spans.Timeline({0: "a"}, [span]), tmp_path / "run.json")
     return tmp_path
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from mpidist._timeline import merging, parts, plot, spans, summary, trace_events
+from mpidist._timeline.observer import Span
 from mpidist._timeline.parts import PartError
-from mpidist._timeline.recorder import END, Event, Recorder, part_of
+from mpidist._timeline.recorder import END, FIELDS, Recorder, part_of
 
 
-def call(number, start, end, text="all_reduce SUM float64 ()", **more):
+def call(number, start, end, text="all_reduce SUM float64 ()", rank=0, **more):
     fields = {
         "strategy": 1,
         "kind": "call",
@@ -20,7 +21,9 @@ def call(number, start, end, text="all_reduce SUM float64 ()", **more):
         "route": "eager",
         "raised": "",
     }
-    return Event(number=number, start=start, end=end, text=text, **{**fields, **more})
+    return Span(
+        rank, number=number, start=start, end=end, text=text, **{**fields, **more}
+    )
 
 
 def write(path, rank, events, *, size=2, identity="a", host="", boot="x", end=True):
@@ -34,7 +37,10 @@ def write(path, rank, events, *, size=2, identity="a", host="", boot="x", end=Tr
             "epoch": 0.0,
         },
         {"strategy": 1, "identity": identity, "rank": rank, "size": size},
-        *events,
+        *(
+            x if isinstance(x, list) else [getattr(x, name) for name in FIELDS]
+            for x in events
+        ),
         *([END] if end else []),
     ]
     text = "".join(f"{json.dumps(line)}\n" for line in lines)
@@ -49,16 +55,19 @@ def path(tmp_path):
 def test_a_recorder_writes_what_is_read(path):
     recorder = Recorder(path)
     recorder.open(3)
-    assert recorder.add_strategy("a", 1, 2) == 1
-    events = [call(1, 1.0, 2.0), call(2, 2.0, 2.5, raised="ValueError")]
+    recorder.add_strategy(1, "a", 1, 2)
+    events = [
+        call(1, 1.0, 2.0, rank=3),
+        call(2, 2.0, 2.5, rank=3, raised="ValueError"),
+    ]
     for event in events:
-        recorder.add(event)
+        recorder.ends(event, None)
     (name,) = parts.find_parts(path)
     # An event that raised is written at once: the job may end.
     assert parts.read_part(name).events == events
     assert not parts.read_part(name).complete
     recorder.close()
-    recorder.add(call(3, 3.0, 4.0))
+    recorder.ends(call(3, 3.0, 4.0), None)
     found = parts.read_part(name)
     assert found.complete
     assert found.events == events
@@ -86,7 +95,7 @@ def test_clocks_of_one_host_are_not_touched(path):
     write(path, 1, [call(1, 1.5, 7.0)])
     read = [parts.read_part(name) for name in parts.find_parts(path)]
     parts.align(read)
-    assert read[1].events == [call(1, 1.5, 7.0)]
+    assert read[1].events == [call(1, 1.5, 7.0, rank=1)]
 
 
 def test_who_waited_for_whom(path):
@@ -159,9 +168,9 @@ def test_other_files_are_no_timelines(path):
 def timeline():
     def span(rank, number, start, end, waited=0.0, waited_for=-1):
         text = f"update of v [#{number}]"
-        common = {"nbytes": 100, "route": "shared", "raised": "", "text": text}
+        common = {"nbytes": 100, "route": "shared", "text": text}
         some = {"waited": waited, "waited_for": waited_for}
-        return spans.Span(rank, 1, "call", number, start, end, **common, **some)
+        return Span(rank, 1, "call", number, start, end, **common, **some)
 
     return spans.Timeline(
         {0: "a", 1: "a", 2: "b"},

@@ -27,7 +27,7 @@ ELSEWHERE = [
     (r"srun -n 4 mpidist check", SLURM, 'cluster.run(*srun, *command, "check"'),
     (r"export PRTE_MCA_oob_tcp_keepalive_.*", HOSTS, '"PRTE_MCA_oob_tcp_keepalive_'),
     (r"export MPIDIST_STALL_SECONDS=5", HOSTS, '"MPIDIST_STALL_SECONDS"'),
-    (r"export MPIDIST_TRACE=1", "tests/_agreement/test_trace.py", "MPIDIST_TRACE"),
+    (r"export MPIDIST_TRACE=1", "tests/_timeline/test_trace.py", "MPIDIST_TRACE"),
 ]
 # It takes four GPUs on a node, and as many cores as eight for each of them.
 NOT_AS_IT_STANDS = [

@@ -12,9 +12,10 @@ from replicas import SUM, after_the_others, context, everywhere, make, own
 
 import mpidist
 from mpidist._agreement.guard import Guard
-from mpidist._agreement.trace import Trace, TraceOptions
 from mpidist._engine.collectives import Collectives
 from mpidist._strategy.strategy import group_of
+from mpidist._timeline.observer import Calls
+from mpidist._timeline.trace import Lines
 from mpidist.testing import each_replica
 
 on_replicas = [pytest.mark.mpi, pytest.mark.replicas(1, 2, 3)]
@@ -130,7 +131,7 @@ class TestLines:
             "MpiReduce": "mpi",
         }
         made = {
-            p.call.text: type(p.traced).__name__ for p in plans.by_signature.values()
+            p.call.text: type(p.observed).__name__ for p in plans.by_signature.values()
         }
         assert routes[:2] == [
             names[made[f"all_reduce SUM float64 ({n},)"]] for n in (10, 200_000)
@@ -372,9 +373,13 @@ def test_a_user_can_turn_it_off():
 # --- the lines by themselves ----------------------------------------------------------
 
 
+def calls_with_lines():
+    return Calls([Lines(0, 1, 1, begins=False)], 1, 1.0)
+
+
 @pytest.fixture
 def trace(listener):
-    return Trace(0, 1, "one", TraceOptions(lines=1), stall_seconds=1.0)
+    return calls_with_lines()
 
 
 def test_what_a_call_does_inside_is_part_of_it(trace, listener):
@@ -429,7 +434,7 @@ class _Counting:
 
 def test_a_line_is_one_write(monkeypatch):
     logger = logging.getLogger("mpidist.trace")
-    trace = Trace(0, 1, "one", TraceOptions(lines=1), stall_seconds=1.0)
+    trace = calls_with_lines()
     monkeypatch.setattr(logger, "propagate", False)  # pytest listens further up
     stream = _Counting()
     monkeypatch.setattr(sys, "stderr", stream)

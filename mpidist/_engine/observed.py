@@ -1,0 +1,130 @@
+"""How collectives and plans are observed; see `mpidist._timeline.observer`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from mpidist._agreement.mismatch import Call
+from mpidist._agreement.root_messages import FROM_RANK_0
+from mpidist._base import backend, nest
+from mpidist._base.indexed_slices import IndexedSlices
+from mpidist._base.options import CommunicationOptions
+from mpidist._base.types import Array, Nest
+from mpidist._engine.resources import Resources
+from mpidist._timeline.observer import NO_ROUTE, Calls, Span
+
+
+class ObservedPlan:
+    """A plan whose runs are observed.
+
+    It has no `attempt` and no `quick`: a call that did not take place would have begun.
+
+    Args:
+        plan: what does the work.
+        route: its name.
+        calls: of the strategy.
+    """
+
+    def __init__(self, plan: Any, route: str, calls: Calls) -> None:
+        self.call: Call = plan.call
+        self.observed = plan
+        self._route = route
+        self._calls = calls
+
+    def __call__(
+        self,
+        arrays: list[Array],
+        call: Call | None = None,
+        timeout: float | None = None,
+    ) -> list[Array]:
+        """Agree with the other ranks, and reduce; see `plans.Plan`."""
+        with self._calls.call(sum(int(x.nbytes) for x in arrays), self._route):
+            return self.observed(arrays, call, timeout)  # type: ignore[no-any-return]
+
+
+def nest_of_all(
+    calls: Calls,
+    resources: Resources,
+    tree: Nest,
+    how: object = None,
+    options: CommunicationOptions | None = None,
+    *_: object,
+    **__: object,
+) -> AbstractContextManager[Span]:
+    """Observe a collective of the arrays of a nest."""
+    return calls.call(bytes_of(tree), _route_of(resources, tree, options))
+
+
+def memory_for(
+    calls: Calls, resources: Resources, tree: Nest
+) -> AbstractContextManager[Span]:
+    """Observe an agreement on arrays that do not move."""
+    return calls.call(bytes_of(tree), NO_ROUTE)
+
+
+def values_of_ranks(
+    calls: Calls, resources: Resources, values: Any, *_: object, **__: object
+) -> AbstractContextManager[Span]:
+    """Observe a collective of values, which move through host memory."""
+    return calls.call(bytes_of(values), _route_of(resources, None))
+
+
+def values_to_all(
+    calls: Calls, resources: Resources, values: list[Any], call: str
+) -> AbstractContextManager[Span]:
+    """Observe a message of rank 0 with arrays."""
+    text, number = f"arrays of {call} to all ranks", resources.guard.sequence + 1
+    return calls.call(bytes_of(values), _route_of(resources, values), text, number)
+
+
+def values_from_rank_0(
+    calls: Calls, resources: Resources, call: str = FROM_RANK_0
+) -> AbstractContextManager[Span]:
+    """Observe the wait for a message of rank 0 with arrays."""
+    number = resources.guard.sequence + 1
+    return calls.call(0, _route_of(resources, None), call, number)
+
+
+def has_values(span: Span, values: Nest) -> None:
+    """Set the bytes of a call that gets its arrays from rank 0."""
+    span.nbytes = span.nbytes or bytes_of(values)
+
+
+def _route_of(
+    resources: Resources, tree: Nest, options: CommunicationOptions | None = None
+) -> str:
+    """Return the names of the transports of these arrays."""
+    try:
+        chosen = resources.transports
+        if options is not None:
+            chosen = resources.transports_of(resources.merge_options(options))
+        on_device = {*map(backend.is_device_array, nest.flatten(tree)[0])} or {False}
+    except Exception:  # the collective reports it to all ranks
+        return "unknown"
+    routes = []
+    if False in on_device:
+        is_shared = resources.node is not None and chosen.host.name == "shared"
+        routes.append("shared" if is_shared else "mpi")
+    if True in on_device:
+        routes.append(chosen.device.name)
+    return "+".join(routes)
+
+
+def bytes_of(tree: Nest) -> int:
+    """Return the bytes of the arrays and numbers of a nest; 0 if it is not a nest."""
+    try:
+        return sum(map(_nbytes, nest.flatten(tree)[0]))
+    except Exception:  # the collective reports it to all ranks
+        return 0
+
+
+def _nbytes(leaf: Any) -> int:
+    if isinstance(leaf, IndexedSlices):
+        return _nbytes(leaf.values) + _nbytes(leaf.indices)
+    if backend.is_array(leaf):
+        return int(leaf.nbytes)
+    is_number = backend.is_number(leaf) or isinstance(leaf, bool)
+    return int(np.asarray(leaf).nbytes) if is_number else 0

@@ -1,0 +1,335 @@
+"""What an observer of a strategy's calls is told, and who tells it.
+
+An `Observer` is told when a call of this rank begins and ends, and when it waits long.
+There are two: `trace.Lines` (``MPIDIST_TRACE``) and `recorder.Recorder` (timelines).
+`Calls` tells them. A strategy without an observer has no `Calls`.
+
+Methods say themselves how they are observed: `observed` marks them with a context in
+which they then run, and changes nothing else, so a strategy without an observer pays
+nothing. `Calls.observing` makes the class whose marked methods run in their contexts:
+the guard, the collectives and the messages of an observed strategy are of such classes.
+
+A call is observed from its begin on this rank until it returns, with the wait for the
+others. The code that knows its bytes and its route opens it (`Calls.call`); the guard
+names it, by the text that its own messages have. What a call does inside, such as the
+header of a broadcast, is part of it. A *section*, such as `run`, has calls inside,
+which are observed by themselves, and ends with a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, Literal, Protocol, TypeVar
+
+NO_ROUTE: Final = "agreement"
+"""The route of calls that are a header and nothing else."""
+
+SECTION: Final = "section"
+"""The route of sections."""
+
+END_OF: Final = "the end of "
+"""What the text of a section's last call begins with."""
+
+NOTHING: Final[AbstractContextManager[Any]] = contextlib.nullcontext()
+"""The context of a method that is not a call of its own."""
+
+Kind = Literal["call", "section", "end of section", "message", "waits"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_C = TypeVar("_C")
+
+
+@dataclasses.dataclass(slots=True)
+class Span:
+    """What a rank did for some time.
+
+    Attributes:
+        rank: of the process among those of the job; 0 until timelines are merged.
+        strategy: its number in the process; in a merged timeline, on all its ranks.
+        kind: a "section" has others inside, and ends with a call, its "end of section".
+            A "message" is between rank 0 and the others, within a call. "waits" is the
+            begin of a call that has not ended since.
+        number: of the call, the same on all ranks of the strategy.
+        start: in seconds of `time.perf_counter`, or from the begin of the timeline.
+        end: as ``start``.
+        nbytes: of this rank's buffers.
+        route: how they move.
+        raised: the name of the exception that it ended with; "" if none. (Not the
+            exception, since the frames of its traceback refer to the span.)
+        text: the call, as in the messages of mpidist; "" before it is known.
+        waited: seconds, from its start, until the last rank came to the call.
+        waited_for: the rank of the process that came last; -1: this one, or none.
+    """
+
+    rank: int
+    strategy: int
+    kind: Kind
+    number: int
+    start: float
+    end: float
+    nbytes: int
+    route: str
+    raised: str = ""
+    text: str = ""
+    waited: float = 0.0
+    waited_for: int = -1
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+
+class Observer(Protocol):
+    """What is told of the calls of this rank, by the thread that makes them."""
+
+    def begins(self, span: Span) -> None:
+        """A call has got its name, or a section begins."""
+
+    def waits(self, span: Span) -> None:
+        """This rank has waited long, until now; once for each wait."""
+
+    def ends(self, span: Span, section: Span | None) -> None:
+        """A call or a section has ended.
+
+        Args:
+            span: what has ended.
+            section: the section that ends with this call; None: none does.
+        """
+
+    def has_worked(self, span: Span) -> None:
+        """This rank has done a part of its own work, such as reading input."""
+
+
+Opens = Callable[..., AbstractContextManager[Any]]
+"""Gets the `Calls` and a method's arguments; returns the context of the method."""
+
+Returns = Callable[[Any, Any], None]
+"""Gets what the context gave (a `Span`, or None), and the result of the method."""
+
+
+def observed(opens: Opens, returns: Returns | None = None) -> Callable[[_F], _F]:
+    """Mark a function or method: what observes it runs it in a context.
+
+    Args:
+        opens: makes the context.
+        returns: called in the context with the result.
+    """
+
+    def mark(function: _F) -> _F:
+        function._observed = opens, returns  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+class Calls:
+    """Tells observers of the calls of one strategy on this rank.
+
+    Args:
+        observers: they.
+        strategy: the number of the strategy in this process.
+        stall_seconds: the length of a wait of which they are told.
+    """
+
+    def __init__(
+        self, observers: Sequence[Observer], strategy: int, stall_seconds: float
+    ) -> None:
+        self._observers = observers
+        self._strategy = strategy
+        self._stall = stall_seconds
+        self._open: Span | None = None  # the call in progress
+        self._sections: list[tuple[object, Span]] = []  # with their keys
+        self._waited = 0.0
+        self._told = False  # of this wait
+
+    def observing(self, plain: type[_C]) -> type[_C]:
+        """Return a class whose marked methods are observed."""
+        marked = inspect.getmembers(plain, lambda x: hasattr(x, "_observed"))
+        methods = {name: self.observing_function(method) for name, method in marked}
+        return type(f"Observed{plain.__name__}", (plain,), methods)
+
+    def observing_function(self, function: _F) -> _F:
+        """Return a marked function that is observed."""
+        opens, returns = function._observed  # type: ignore[attr-defined]
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with opens(self, *args, **kwargs) as span:
+                result = function(*args, **kwargs)
+                if returns is not None:
+                    returns(span, result)
+                return result
+
+        @functools.wraps(function)
+        def generate(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            with opens(self, *args, **kwargs):
+                yield from function(*args, **kwargs)
+
+        return generate if inspect.isgeneratorfunction(function) else call  # type: ignore[return-value]  # the same type
+
+    @contextlib.contextmanager
+    def call(
+        self,
+        nbytes: int,
+        route: str,
+        text: str = "",
+        number: int = 0,
+        *,
+        section: Span | None = None,
+    ) -> Iterator[Span]:
+        """Observe the block as a call, unless it is part of another call.
+
+        Args:
+            nbytes: of this rank's buffers.
+            route: how they move.
+            text: of a message; "": a call that the guard will name (`name`).
+            number: of the call, with a text.
+            section: that ends with this call.
+        """
+        if self._open is not None:
+            yield self._open
+            return
+        kind: Kind = "message" if text else "call"
+        if section is not None:
+            kind = "end of section"
+        span = self._open = self._span(kind, nbytes, route)
+        if text:
+            self.name(text, number)
+        try:
+            with self._timed(span):
+                yield span
+        finally:
+            self._open = None
+            if span.text:  # else the ranks have not met
+                self._tell_end(span, section)
+
+    def name(self, text: str, number: int) -> None:
+        """Set the text and number of the call in progress, if they are not set yet."""
+        span = self._open
+        if span is not None and not span.text:
+            span.text, span.number = text, number
+            for observer in self._observers:
+                observer.begins(span)
+
+    @contextlib.contextmanager
+    def header(self, text: str, number: int, key: object = None) -> Iterator[Span]:
+        """Observe the block as a header: of the call in progress, or a call itself.
+
+        Args:
+            text: of the call.
+            number: of the call.
+            key: of the section that it ends; None: of none.
+        """
+        section = None
+        if key is not None and self._sections and self._sections[-1][0] is key:
+            section = self._sections[-1][1]
+        route = NO_ROUTE if section is None else SECTION
+        with self.call(0, route, section=section) as span:
+            self.name(text, number)
+            yield span
+
+    @contextlib.contextmanager
+    def section(self, key: object, text: str, number: int) -> Iterator[Span]:
+        """Observe the calls inside the block, also if it is part of a call.
+
+        Args:
+            key: of the header that ends it.
+            text: of its end.
+            number: of the first call that may be inside.
+        """
+        outer, self._open = self._open, None
+        section = self._span("section", 0, SECTION)
+        section.text, section.number = text.removeprefix(END_OF), number
+        for observer in self._observers:
+            observer.begins(section)
+        self._sections.append((key, section))
+        try:
+            yield section
+        finally:
+            self._sections.pop()
+            self._open = outer
+
+    @contextlib.contextmanager
+    def whole(self, text: str, number: Callable[[], int]) -> Iterator[None]:
+        """Observe a section that does not end with a call of its own.
+
+        Args:
+            text: of its end.
+            number: returns the number of the last call.
+        """
+        span = self._span("section", 0, SECTION)
+        try:
+            with self._timed(span), self.section(span, text, number() + 1):
+                yield
+        finally:
+            span.text, span.number = text, number()
+            self._tell_end(span, None)
+
+    @contextlib.contextmanager
+    def work(self, text: str, number: int) -> Iterator[None]:
+        """Observe the block as a part of this rank's own work.
+
+        Args:
+            text: what it is.
+            number: of the first call that may be inside.
+        """
+        span = self._span("section", 0, SECTION)
+        span.text, span.number = text, number
+        try:
+            with self._timed(span):
+                yield
+        finally:
+            for observer in self._observers:
+                observer.has_worked(span)
+
+    def look(self, what: str, waited: float, number: int) -> None:
+        """Tell of a wait, once, if it is long.
+
+        Args:
+            what: this rank waits for.
+            waited: for so many seconds, until now.
+            number: of the call, if none is in progress.
+        """
+        if waited < self._waited:  # another wait than last time
+            self._told = False
+        self._waited = waited
+        if self._told or waited < self._stall:
+            return
+        self._told = True
+        span = self._span("waits", 0, NO_ROUTE)
+        span.start, span.end = span.start - waited, span.start
+        span.text, span.number = what, number
+        if self._open is not None:  # the wait may be part of it
+            span.nbytes, span.route = self._open.nbytes, self._open.route
+            span.number = self._open.number or number
+        for observer in self._observers:
+            observer.waits(span)
+
+    def _span(self, kind: Kind, nbytes: int, route: str) -> Span:
+        now = time.perf_counter()
+        return Span(0, self._strategy, kind, 0, now, now, nbytes, route)
+
+    @contextlib.contextmanager
+    def _timed(self, span: Span) -> Iterator[None]:
+        """Set the end of a span, and the exception that it ends with."""
+        try:
+            yield
+        except BaseException as error:
+            span.raised = type(error).__name__
+            raise
+        finally:
+            span.end = time.perf_counter()
+
+    def _tell_end(self, span: Span, section: Span | None) -> None:
+        if section is not None:
+            section.number, section.end = span.number, span.end
+            section.raised = span.raised
+        for observer in self._observers:
+            observer.ends(span, section)
