@@ -61,7 +61,7 @@ def item_of(name: str, value: object) -> StateItem | None:
             "object",
             given.state_dict,
             given.load_state_dict,
-            readable=True,
+            readable=not getattr(given, "state_is_collective", False),
             shared=lambda array: True,
         )
     if isinstance(value, torch.Generator):

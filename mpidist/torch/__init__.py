@@ -15,9 +15,11 @@ from mpidist.torch._parameters import (
 )
 from mpidist.torch._parameters import broadcast_parameters as broadcast_parameters
 from mpidist.torch._parameters import check_in_sync as check_in_sync
+from mpidist.torch._sharding import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 
 __all__ = [
     "DistributedOptimizer",
+    "ZeroRedundancyOptimizer",
     "all_reduce_gradients",
     "broadcast_optimizer_state",
     "broadcast_parameters",

@@ -74,12 +74,19 @@ def broadcast_optimizer_state(
         strategy: the ranks; default: the current strategy.
 
     Raises:
-        TypeError: if it is not an optimizer.
+        TypeError: if it is not an optimizer, or a `ZeroRedundancyOptimizer`.
         ValueError: if the numbers of parameters in the groups differ from rank 0's.
         RuntimeError: if no strategy is active.
     """
     call = "mpidist.torch.broadcast_optimizer_state"
     group = group_of_call(strategy, call)
+
+    if getattr(optimizer, "state_is_collective", False):
+        error = TypeError(
+            f"{call}: the state of a ZeroRedundancyOptimizer is on all ranks; write "
+            "`optimizer.load_state_dict(state)` on all ranks, each takes its part"
+        )
+        group.collectives.invalid(call, error)
 
     def state() -> list[Nest]:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -118,7 +125,7 @@ def check_in_sync(module: Tensors, *, strategy: Strategy | None = None) -> None:
     try:
         tensors = tensors_of(module, call)
         arrays = [backend.as_array(x, call)[0] for x in tensors.values()]
-        digests = [_digest(x) for x in arrays]
+        digests = [digest(x) for x in arrays]
     except Exception as error:
         collectives.invalid(call, error)
     described = [
@@ -172,6 +179,7 @@ def tensors_of(module: Tensors, call: str) -> dict[str, torch.Tensor]:
     return dict(module)
 
 
-def _digest(array: Array) -> bytes:
+def digest(array: Array) -> bytes:
+    """Return 128 bits that depend on the values of an array."""
     raw = backend.value_bytes(backend.to_host(array))
     return hashlib.blake2b(raw.data, digest_size=_DIGEST).digest()

@@ -1,0 +1,571 @@
+"""A torch optimizer of whose state each rank keeps and updates a part.
+
+Each *sequence* of parameters (of one dtype, on one kind of device) is divided among the
+ranks. An optimizer of torch, the *local* one, has this rank's parts as its parameters:
+a parameter itself if it is all here, or a flat view of some of its elements. So it
+makes the state of these parts only, and changes the parameters in place. Then one
+all-gather gives all ranks the parameters that the others have changed.
+
+Rejected: reducing the gradients here, by a reduce-scatter. It would exclude what
+`DistributedOptimizer` and `all_reduce_gradients` offer (accumulation, clipping of the
+global norm, ``GradScaler``), for which all ranks have all sums; and the engine has
+none: on one node its all-reduce already divides the additions among the ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple, NoReturn
+
+import torch
+
+from mpidist._agreement.mismatch import Call
+from mpidist._base import backend, partition
+from mpidist._base.errors import OutOfSyncError, on_rank
+from mpidist._base.fingerprint import fingerprint_of
+from mpidist._base.partition import Partition
+from mpidist._base.remedies import explain_attributes, explain_keywords
+from mpidist._runtime.group import ReplicaGroup
+from mpidist._strategy.current import group_of_call
+from mpidist._strategy.strategy import Strategy
+from mpidist.torch._optimizer import DistributedOptimizer
+from mpidist.torch._parameters import digest
+
+# Their steps treat each element by itself, so that a parameter may be cut.
+_ELEMENTWISE: Final = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam",
+        "RMSprop", "Rprop", "SGD",
+    )
+)  # fmt: skip
+_REFUSED: Final = {
+    torch.optim.LBFGS: "it needs the products of all gradients",
+    torch.optim.SparseAdam: "mpidist reduces dense gradients only",
+}
+_NOT_SETTINGS: Final = ("params", "param_names")
+_ALIGNED: Final = 16  # bytes: where the tensors of a state begin in a message
+
+
+class _Sequence(NamedTuple):
+    """Parameters that are divided together, in the order of the partition."""
+
+    parameters: list[torch.Tensor]
+    partition: Partition
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Part:
+    """What this rank has of a parameter.
+
+    Attributes:
+        number: of the parameter, as in a state dict.
+        parameter: the parameter.
+        start: its first element that is here.
+        stop: the end of those.
+        tensor: the parameter itself if it is all here, else a flat view.
+    """
+
+    number: int
+    parameter: torch.Tensor
+    start: int
+    stop: int
+    tensor: torch.Tensor
+
+    @property
+    def is_cut(self) -> bool:
+        return self.tensor is not self.parameter
+
+    def refresh(self) -> None:
+        """Take the memory that the parameter has now, and its gradient."""
+        if not self.is_cut:
+            return
+        here = slice(self.start, self.stop)
+        gradient = self.parameter.grad
+        self.tensor.data = self.parameter.detach().view(-1)[here]
+        self.tensor.grad = None if gradient is None else gradient.reshape(-1)[here]
+
+
+@explain_attributes
+class ZeroRedundancyOptimizer(torch.optim.Optimizer):
+    """An optimizer of whose state each rank keeps and updates only a part (ZeRO-1).
+
+    With n ranks each has 1/n of the state (Adam: of two numbers for each parameter).
+    The results are those of the optimizer itself. Name and arguments are those of
+    ``torch.distributed.optim.ZeroRedundancyOptimizer``, and as there it does not reduce
+    gradients: wrap it in `DistributedOptimizer`, which also accumulates and clips them,
+    or call `all_reduce_gradients` before each step.
+
+    The gradients are all-reduced, not reduce-scattered, so that every rank has all of
+    them: the memory for gradients is that of other optimizers, and between nodes a step
+    moves 3 times the bytes of the parameters, where other optimizers move 2 times (on
+    one node the ranks share the additions, and read the sums in shared memory).
+
+    The elements of all parameters of a dtype are divided evenly, for the optimizers of
+    torch that treat each element by itself: ASGD, Adadelta, Adagrad, Adam, AdamW,
+    Adamax, NAdam, RAdam, RMSprop, Rprop and SGD. For others, subclasses too, each
+    parameter is on one rank (and so are those that are not contiguous), so the division
+    is as even as their sizes allow. Parameters with ``requires_grad=False`` at the
+    start are divided by themselves.
+
+    Making one is collective, and so are `step`, `state_dict` and `add_param_group`.
+    ``param_groups`` has the whole parameters, and schedulers set it as usual; ``state``
+    has this rank's part only, flat where a parameter is cut. In `mpidist.Checkpoint`
+    and in the ``build`` of an `mpidist.elastic.State` it is saved as the state of the
+    optimizer itself, for any number of ranks, sharded or not.
+
+    Args:
+        params: parameters, or dicts of parameter groups, the same on all ranks.
+        optimizer_class: the class of the optimizer, such as ``torch.optim.Adam``.
+        strategy: the ranks; default: the current strategy.
+        defaults: the arguments of the class, such as ``lr=0.01``.
+
+    Raises:
+        TypeError, ValueError: for other arguments, for LBFGS and SparseAdam, and what
+            the class raises.
+        CollectiveMismatchError: if classes, settings, dtypes or shapes differ between
+            ranks.
+        RuntimeError: if no strategy is active.
+
+    Example::
+
+        optimizer = mpidist.torch.ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.Adam, lr=0.001
+        )
+        optimizer = mpidist.torch.DistributedOptimizer(optimizer)
+    """
+
+    state_is_collective = True
+    """That `state_dict` is collective: for `mpidist.Checkpoint`."""
+
+    _local: torch.optim.Optimizer | None = None
+
+    @explain_keywords("mpidist.torch.ZeroRedundancyOptimizer")
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        strategy: Strategy | None = None,
+        **defaults: Any,
+    ) -> None:
+        self._name = call = type(self).__name__
+        group = group_of_call(strategy, call)
+        self._strategy: Strategy = group.strategy
+        self._rank, self._ranks = group.replica_id, group.num_replicas
+        self._loads = [0] * self._ranks
+        self._sequences: list[_Sequence] = []
+        self._parts: list[list[_Part]] = []
+        self._checked = self._ranks == 1
+        try:
+            _check_class(optimizer_class, call)
+            self._cuts = optimizer_class in _ELEMENTWISE
+            super().__init__(params, {})
+            self._divide(self.param_groups)
+            groups = [self._local_group(i) for i in range(len(self._parts))]
+            self._local = optimizer_class(groups, **defaults)
+            self.defaults = self._local.defaults
+            self._read_settings(only_new=True)
+            self._name = f"{call} of {optimizer_class.__name__}"
+            text = f"{self._name} with {self._settings()} for {self._described()}"
+        except Exception as error:
+            group.collectives.invalid(call, error)
+        group.collectives.guard.agree(Call(text))
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"{self._name} cannot be pickled or copied: its state is on all ranks. "
+            "Write `state = optimizer.state_dict()`, on all ranks"
+        )
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update this rank's part of the parameters, and gather them. Collective.
+
+        The gradients are the same on all ranks; the first step checks that by
+        checksums. One header, then an all-gather.
+
+        Args:
+            closure: computes the gradients, and returns the loss.
+
+        Returns:
+            What ``closure`` returns.
+
+        Raises:
+            OutOfSyncError: if the gradients of the first step differ between ranks.
+            CollectiveMismatchError: if settings, such as the learning rate, differ, or
+                which parameters have a gradient.
+        """
+        group = self._group("step")
+        guard, call = group.guard, f"{self._name}.step"
+        loss = None
+        try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            for part in self._all_parts():
+                part.refresh()
+            self._write_settings()
+            text = self._text_of_step(call) if guard.checks else call
+            digests = [] if self._checked else list(self._digests())
+        except Exception as error:
+            group.collectives.invalid(call, error)
+        if self._checked:
+            guard.agree(Call(text))
+        elif guard.agree_and_compare(Call(text), fingerprint_of(*digests)):
+            self._checked = True
+        else:
+            raise OutOfSyncError(
+                on_rank(
+                    self._rank,
+                    f"{call}: the gradients are not the same on all ranks. Reduce "
+                    "them: wrap this optimizer, `optimizer = mpidist.torch."
+                    "DistributedOptimizer(optimizer)`, or call `mpidist.torch."
+                    "all_reduce_gradients(model)` between `backward()` and `step()`",
+                )
+            )
+        try:
+            assert self._local is not None
+            self._local.step()
+            self._read_settings()
+            self._show_state()
+            own = {} if self._ranks == 1 else self._own_elements()
+        except Exception as error:
+            group.collectives.invalid(call, error)
+        if own:
+            self._put(group.collectives.all_gather(own, 0, None, call))
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, which are divided by themselves. Collective.
+
+        Args:
+            param_group: their settings, as in torch.
+        """
+        if self._local is None:  # called by the constructor of the base class
+            super().add_param_group(param_group)
+            return
+        group = self._group("add_param_group")
+        call = f"{self._name}.add_param_group"
+        try:
+            super().add_param_group(param_group)
+            added = self.param_groups[-1:]
+            self._divide(added)
+            self._local.add_param_group(self._local_group(len(self._parts) - 1))
+            self._read_settings(only_new=True)
+            text = f"{call} with {self._settings()} for {self._described()}"
+        except Exception as error:
+            group.collectives.invalid(call, error)
+        group.guard.agree(Call(text))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state, that of all ranks. Collective.
+
+        It has the form of the optimizer's own, and can be loaded there; its tensors are
+        on the host. Each rank needs memory for the whole state while it has it.
+        """
+        group = self._group("state_dict")
+        call = f"{self._name}.state_dict"
+        try:
+            heads, data = self._packed()
+            own = pickle.dumps(heads)
+        except Exception as error:
+            group.collectives.invalid(call, error)
+        group.guard.agree(Call(call))
+        rows = [pickle.loads(x) for x in group.communicator.all_gather_objects(own)]
+        (data,) = group.collectives.all_gather([data], 0, None, call)
+        groups, number = [], 0
+        for one in self.param_groups:
+            numbers = list(range(number, number + len(one["params"])))
+            number += len(numbers)
+            groups.append({**one, "params": numbers})
+        return {"state": _unpacked(rows, data), "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the state: each rank takes its part. Not collective; all ranks call it.
+
+        Args:
+            state_dict: from `state_dict`, of this class or of the optimizer's own, on
+                any number of ranks; the same on all ranks.
+
+        Raises:
+            ValueError: if its groups, or the shapes in it, do not fit the parameters.
+        """
+        assert self._local is not None
+        call = f"{self._name}.load_state_dict"
+        saved = state_dict["param_groups"]
+        expected = [len(group["params"]) for group in self.param_groups]
+        got = [len(group["params"]) for group in saved]
+        if expected != got:
+            raise ValueError(
+                f"{call}: expected parameter groups of {expected} parameters, got "
+                f"{got}; make the optimizer for the same parameters, in the same groups"
+            )
+        # As torch does, by the order of the saved numbers.
+        numbers = [number for group in saved for number in group["params"]]
+        state = {}
+        for i, part in enumerate(self._all_parts()):
+            values = state_dict["state"].get(numbers[part.number])
+            if values is not None:
+                state[i] = {key: _cut(x, key, part, call) for key, x in values.items()}
+        groups = self._local.state_dict()["param_groups"]
+        for group, other in zip(groups, saved, strict=True):
+            group.update(_settings_of(other))
+        self._local.load_state_dict({"state": state, "param_groups": groups})
+        self._read_settings()
+        self._show_state()
+
+    # --- the division -----------------------------------------------------------
+
+    def _divide(self, groups: list[dict[str, Any]]) -> None:
+        """Divide the parameters of new groups, and add this rank's parts."""
+        alike: dict[Any, list[tuple[int, int, torch.Tensor]]] = {}
+        first = sum(len(sequence.parameters) for sequence in self._sequences)
+        place = len(self._parts)
+        every = [(place + i, p) for i, g in enumerate(groups) for p in g["params"]]
+        for number, (index, p) in enumerate(every, first):
+            key = (self._cuts and p.is_contiguous(), p.dtype, p.device, p.requires_grad)
+            alike.setdefault(key, []).append((index, number, p))
+        self._parts += [[] for _ in groups]
+        for (cuts, *_), members in alike.items():
+            sizes = [p.numel() for _, _, p in members]
+            divided = (
+                partition.evenly(sizes, self._ranks)
+                if cuts
+                else partition.by_load(sizes, self._loads)
+            )
+            members = [members[i] for i in divided.order]
+            parameters = [p for _, _, p in members]
+            self._sequences.append(_Sequence(parameters, divided))
+            if not cuts:
+                for rank in range(self._ranks):
+                    low, high = divided.bounds[rank : rank + 2]
+                    self._loads[rank] += high - low
+            for piece in divided.pieces(self._rank):
+                index, number, p = members[piece.place]
+                tensor = p
+                if piece.stop - piece.start < p.numel():
+                    flat = p.detach().view(-1)[piece.start : piece.stop]
+                    tensor = torch.nn.Parameter(flat, p.requires_grad)
+                self._parts[index].append(_Part(number, p, *piece[1:], tensor))
+        for parts in self._parts[place:]:
+            parts.sort(key=lambda part: part.number)
+
+    def _all_parts(self) -> Iterator[_Part]:
+        """Yield this rank's parts, in the order of the local optimizer."""
+        for parts in self._parts:
+            yield from parts
+
+    def _described(self) -> str:
+        shapes = [
+            f"{str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}"
+            for sequence in self._sequences
+            for p in sequence.parameters
+        ]
+        return f"{len(shapes)} parameters: {', '.join(shapes)}"
+
+    def _own_elements(self) -> dict[str, torch.Tensor]:
+        """Return this rank's elements of the sequences that may have changed."""
+        own = {}
+        for i, (parameters, divided) in enumerate(self._sequences):
+            if not any(p.requires_grad for p in parameters):
+                continue
+            pieces = [
+                parameters[place].detach().reshape(-1)[start:stop]
+                for place, start, stop in divided.pieces(self._rank)
+            ]
+            own[str(i)] = torch.cat(pieces or [parameters[0].new_empty(0)]).detach()
+        return own
+
+    def _put(self, gathered: Mapping[str, torch.Tensor]) -> None:
+        """Set the parameters to what the ranks have made of them."""
+        with torch.no_grad():
+            for key, flat in gathered.items():
+                parameters, divided = self._sequences[int(key)]
+                for p, start in zip(parameters, divided.starts, strict=False):
+                    p.copy_(flat[start : start + p.numel()].view(p.shape))
+
+    # --- the local optimizer ----------------------------------------------------
+
+    def _local_group(self, index: int) -> dict[str, Any]:
+        parts = self._parts[index]
+        settings = _settings_of(self.param_groups[index])
+        return {**settings, "params": [part.tensor for part in parts]}
+
+    def _write_settings(self) -> None:
+        """Give the local optimizer the settings of the groups, such as ``lr``."""
+        assert self._local is not None
+        pairs = zip(self._local.param_groups, self.param_groups, strict=True)
+        for local, group in pairs:
+            local.update(_settings_of(group))
+
+    def _read_settings(self, *, only_new: bool = False) -> None:
+        """Take the settings of the local optimizer, which a step may change."""
+        assert self._local is not None
+        pairs = zip(self.param_groups, self._local.param_groups, strict=True)
+        for group, local in pairs:
+            settings = _settings_of(local)
+            group.update({**settings, **group} if only_new else settings)
+
+    def _show_state(self) -> None:
+        """Let ``state`` have the state of this rank's parts, by their parameters."""
+        assert self._local is not None
+        self.state.clear()
+        for part in self._all_parts():
+            if part.is_cut:
+                part.tensor.grad = None
+            if part.tensor in self._local.state:
+                self.state[part.parameter] = self._local.state[part.tensor]
+
+    def _settings(self) -> str:
+        shown = []
+        for group in self.param_groups:
+            settings = _settings_of(group).items()
+            values = [f"{k}={_shown(x)}" for k, x in settings if _shown(x)]
+            shown.append(", ".join(values))
+        return "; ".join(dict.fromkeys(shown))
+
+    def _text_of_step(self, call: str) -> str:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        without = [
+            str(i)
+            for i, p in enumerate(parameters)
+            if p.requires_grad and p.grad is None
+        ]
+        text = f", without gradients for {', '.join(without)}" if without else ""
+        return f"{call} with {self._settings()}{text}"
+
+    def _digests(self) -> Iterator[bytes]:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    yield digest(backend.as_array(p.grad, self._name)[0])
+
+    def _group(self, method: str) -> ReplicaGroup:
+        return group_of_call(self._strategy, f"{self._name}.{method}")
+
+    # --- the state --------------------------------------------------------------
+
+    def _packed(self) -> tuple[_Heads, torch.Tensor]:
+        """Return this rank's state: what is in it, and its tensors as bytes."""
+        assert self._local is not None
+        heads: list[_Head] = []
+        raw: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)]
+        size = 0
+        for part in self._all_parts():
+            if part.tensor not in self._local.state:
+                continue
+            for key, x in self._local.state[part.tensor].items():
+                held: Any = x.detach().cpu() if isinstance(x, torch.Tensor) else x
+                if not isinstance(x, torch.Tensor) or x.dim() == 0:
+                    heads.append(_Head(part.number, key, value=held))
+                    continue
+                is_cut = part.is_cut and x.shape == part.tensor.shape
+                shape = tuple(part.parameter.shape if is_cut else x.shape)
+                raw.append(held.contiguous().view(-1).view(torch.uint8))
+                stop = size + raw[-1].numel()
+                heads.append(_Head(part.number, key, held.dtype, shape, size, stop))
+                raw.append(raw[0].new_zeros(-stop % _ALIGNED))
+                size = stop + raw[-1].numel()
+        return _Heads(heads, size), torch.cat(raw)
+
+
+class _Head(NamedTuple):
+    """What is known of an entry of a state: a value, or where its bytes are.
+
+    Attributes:
+        number: of the parameter.
+        key: of the entry.
+        dtype: of a tensor; None for another value.
+        shape: of the whole tensor, of which only a part may be here.
+        start: where its bytes begin in those of its rank.
+        stop: where they end.
+        value: another value, or a tensor without dimensions.
+    """
+
+    number: int
+    key: str
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+    start: int = 0
+    stop: int = 0
+    value: Any = None
+
+
+class _Heads(NamedTuple):
+    """The entries of the state of a rank, and the number of its bytes."""
+
+    heads: list[_Head]
+    size: int
+
+
+def _unpacked(rows: list[_Heads], data: torch.Tensor) -> dict[int, dict[str, Any]]:
+    """Return the state of all ranks: views of the bytes, but for tensors of several."""
+    state: dict[int, dict[str, Any]] = {}
+    found: dict[tuple[int, str], list[torch.Tensor]] = {}
+    shapes: dict[tuple[int, str], tuple[int, ...]] = {}
+    base = 0
+    for heads, size in rows:
+        for head in heads:
+            state.setdefault(head.number, {})[head.key] = head.value
+            if head.dtype is not None:
+                piece = data[base + head.start : base + head.stop].view(head.dtype)
+                found.setdefault((head.number, head.key), []).append(piece)
+                shapes[head.number, head.key] = head.shape
+        base += size
+    for (number, key), pieces in found.items():
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        state[number][key] = whole.view(shapes[number, key])
+    return dict(sorted(state.items()))
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: x for key, x in group.items() if key not in _NOT_SETTINGS}
+
+
+def _shown(x: object) -> str:
+    """Return a setting as a text that is the same on all ranks, or ""."""
+    if isinstance(x, torch.Tensor):
+        return repr(x.item()) if x.numel() == 1 and x.device.type == "cpu" else ""
+    return repr(x) if isinstance(x, (bool, int, float, str, tuple)) else ""
+
+
+def _check_class(given: object, call: str) -> None:
+    """Check the class of the local optimizer.
+
+    Raises:
+        TypeError, ValueError: if it cannot be used.
+    """
+    if not isinstance(given, type) or not issubclass(given, torch.optim.Optimizer):
+        kind = type(given).__name__
+        what = f"a {kind}" if not isinstance(given, type) else given.__name__
+        raise TypeError(
+            f"{call}: expected `optimizer_class` to be a class of optimizers, got "
+            f"{what}; write `{call}(model.parameters(), torch.optim.Adam, lr=0.001)`"
+        )
+    if issubclass(given, (DistributedOptimizer, ZeroRedundancyOptimizer)):
+        raise TypeError(
+            f"{call}: expected `optimizer_class` to be a class of torch, got "
+            f"{given.__name__}; write `DistributedOptimizer({call}(model.parameters(), "
+            "torch.optim.Adam, lr=0.001))`"
+        )
+    for refused, why in _REFUSED.items():
+        if issubclass(given, refused):
+            raise ValueError(
+                f"{call}: the state of {given.__name__} cannot be divided, as {why}"
+            )
+
+
+def _cut(x: Any, key: str, part: _Part, call: str) -> Any:
+    """Return this rank's part of a value in a state, in memory of its own."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    if not part.is_cut or x.dim() == 0:
+        return x.clone()
+    if x.shape != part.parameter.shape:
+        raise ValueError(
+            f"{call}: expected {key!r} of parameter {part.number} of shape "
+            f"{tuple(part.parameter.shape)}, got {tuple(x.shape)}"
+        )
+    return x.reshape(-1)[part.start : part.stop].clone()

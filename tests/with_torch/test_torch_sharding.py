@@ -1,0 +1,567 @@
+"""ZeroRedundancyOptimizer: divided among n ranks, it does what the optimizer does."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+
+import pytest
+from replicas import everywhere, raises_everywhere, split
+
+import mpidist
+from mpidist import elastic, testing
+from mpidist._base import partition
+from tests.elastic.test_state import _hold
+
+pytestmark = [pytest.mark.guests]
+
+ROWS = 12
+ELEMENTWISE = (
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam",
+    "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+
+
+def on_ranks(function):
+    for mark in (pytest.mark.mpi, pytest.mark.replicas(1, 2, 3, 4)):
+        function = mark(function)
+    return function
+
+
+def on_two(function):
+    two = pytest.mark.usefixtures("two_replicas")
+    for mark in (pytest.mark.mpi, pytest.mark.one_size, pytest.mark.replicas(2), two):
+        function = mark(function)
+    return function
+
+
+@pytest.fixture
+def torch():
+    module = pytest.importorskip("torch")
+    module.set_num_threads(1)
+    return module
+
+
+@pytest.fixture
+def mt(torch):
+    import mpidist.torch
+
+    return mpidist.torch
+
+
+def make_model(torch, dtype="float64"):
+    generator = torch.Generator().manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)
+    ).to(getattr(torch, dtype))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator))
+    return model
+
+
+def make_pair(torch, mt, kind, strategy, groups=lambda m: m.parameters(), **defaults):
+    """Return a model with an optimizer of torch, and one with a sharded one."""
+    cls = getattr(torch.optim, kind) if isinstance(kind, str) else kind
+    plain, sharded = make_model(torch), make_model(torch)
+    return (
+        (plain, cls(groups(plain), **defaults)),
+        (
+            sharded,
+            mt.ZeroRedundancyOptimizer(
+                groups(sharded), cls, strategy=strategy, **defaults
+            ),
+        ),
+    )
+
+
+def backward(torch, model, seed=5, rows=slice(None)):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(ROWS, 4, generator=generator, dtype=model[0].weight.dtype)
+    loss = model(x[rows]).square().mean()
+    loss.backward()
+    return loss
+
+
+def assert_alike(torch, one, two, **tolerance):
+    tolerance = tolerance or {"rtol": 1e-9, "atol": 1e-11}
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(p, q, **tolerance)
+    bits = [p.detach().contiguous().numpy().tobytes() for p in two.parameters()]
+    assert everywhere(bits) == [bits] * len(everywhere(0))
+
+
+def numbers_in(torch, state):
+    """Return how many numbers the tensors of a state have, without step counts."""
+    tensors = [x for entries in state.values() for x in entries.values()]
+    return sum(x.numel() for x in tensors if torch.is_tensor(x) and x.dim())
+
+
+@on_ranks
+@pytest.mark.parametrize("kind", [*ELEMENTWISE, "Adafactor"])
+def test_the_same_training_with_a_part_of_the_state(
+    strategy, rank, size, torch, mt, kind
+):
+    (one, optimizer), (two, sharded) = make_pair(torch, mt, kind, strategy, lr=0.1)
+    wrapped = mt.DistributedOptimizer(sharded, strategy=strategy)
+    for seed in range(4):
+        optimizer.zero_grad()
+        backward(torch, one, seed)
+        optimizer.step()
+        wrapped.zero_grad()
+        backward(torch, two, seed, slice(rank, None, size))
+        wrapped.step()
+    assert_alike(torch, one, two, rtol=1e-6, atol=1e-8)
+    own = numbers_in(torch, sharded.state)
+    whole = numbers_in(torch, optimizer.state)
+    assert sum(everywhere(own)) == whole
+    if kind != "Adafactor":  # which keeps whole parameters
+        slots = whole // sum(p.numel() for p in one.parameters())
+        assert whole // size - slots <= own <= whole // size + 2 * slots
+    # The state has the form of the optimizer's own.
+    expected, found = optimizer.state_dict(), wrapped.state_dict()
+    assert found["param_groups"] == expected["param_groups"]
+    torch.testing.assert_close(found["state"], expected["state"], rtol=1e-6, atol=1e-8)
+    assert [*map(list, found["state"].values())] == [
+        *map(list, expected["state"].values())
+    ]
+
+
+@on_ranks
+def test_groups_schedulers_clipping_and_accumulation(strategy, rank, size, torch, mt):
+    def groups(model):
+        return [
+            {"params": [model[0].weight, model[2].weight], "weight_decay": 0.1},
+            {"params": [model[0].bias, model[2].bias], "lr": 0.5},
+        ]
+
+    pair = make_pair(torch, mt, "AdamW", strategy, groups, lr=0.1)
+    (one, optimizer), (two, sharded) = pair
+    wrapped = mt.DistributedOptimizer(
+        sharded, strategy=strategy, backward_passes_per_step=2, max_norm=0.1
+    )
+    schedules = [
+        torch.optim.lr_scheduler.OneCycleLR(x, [0.1, 0.5], total_steps=9)
+        for x in (optimizer, wrapped)
+    ]
+    for step in range(4):
+        optimizer.zero_grad()
+        for half in range(2):
+            backward(torch, one, 2 * step + half)
+            wrapped.zero_grad()
+            backward(torch, two, 2 * step + half, slice(rank, None, size))
+            wrapped.step()
+        for p in one.parameters():
+            p.grad /= 2
+        assert torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1) > 0.1
+        optimizer.step()
+        for schedule in schedules:
+            schedule.step()
+    assert sharded.param_groups[1]["lr"] == optimizer.param_groups[1]["lr"]
+    assert "betas" in sharded.defaults
+    assert_alike(torch, one, two)
+
+
+@on_ranks
+def test_dtypes_parameters_without_gradient_and_odd_ones(strategy, torch, mt):
+    def parameters():
+        made = {
+            "half": torch.full((3, 3), 0.5, dtype=torch.bfloat16),
+            "scalar": torch.tensor(2.0),
+            "empty": torch.zeros(0, 2),
+            "turned": torch.arange(6.0).reshape(2, 3).T,
+            "complex": torch.full((5,), 1 + 2j),
+            "unused": torch.ones(11),
+            "frozen": torch.ones(100),
+            "double": torch.ones(1, 5, dtype=torch.float64),
+        }
+        return {
+            name: torch.nn.Parameter(x, requires_grad=name != "frozen")
+            for name, x in made.items()
+        }
+
+    one, two = parameters(), parameters()
+    adam = torch.optim.Adam(one.items(), lr=0.1)
+    sharded = mt.ZeroRedundancyOptimizer(
+        two.items(), torch.optim.Adam, lr=0.1, strategy=strategy
+    )
+
+    def step():
+        for each in (one, two):
+            for name, p in each.items():
+                if name not in off:
+                    p.grad = torch.full_like(p, 0.25)
+        adam.step()
+        sharded.step()
+        for name, p in two.items():
+            assert torch.equal(p, one[name]), name
+
+    off = {"unused", "frozen"}
+    step()
+    step()
+    # Used later, by all ranks, and not any more.
+    off = {"scalar"}
+    for each in (one, two):
+        each["scalar"].grad = None
+        each["frozen"].requires_grad_(True)
+    step()
+    state = sharded.state_dict()
+    assert state["param_groups"] == adam.state_dict()["param_groups"]
+    torch.testing.assert_close(state["state"], adam.state_dict()["state"])
+    assert state["state"][0]["exp_avg"].dtype is torch.bfloat16
+    # Parameters whose memory was replaced, as `module.to` does.
+    for p in two.values():
+        p.data = p.data.clone()
+    step()
+
+
+@on_ranks
+def test_more_parameters_later(strategy, torch, mt):
+    (one, adam), (two, sharded) = make_pair(
+        torch, mt, "Adam", strategy, lambda m: m[0].parameters(), lr=0.1
+    )
+    for optimizer, model in ((adam, one), (sharded, two)):
+        backward(torch, model)
+        optimizer.step()
+        optimizer.add_param_group({"params": [*model[2].parameters()], "lr": 0.01})
+        optimizer.step()
+    assert_alike(torch, one, two)
+    assert sharded.state_dict()["param_groups"] == adam.state_dict()["param_groups"]
+    for text in raises_everywhere(
+        ValueError, lambda: sharded.add_param_group({"params": [two[0].weight]})
+    ):
+        assert "more than one parameter group" in text
+    sharded.step()
+
+
+@on_ranks
+def test_closures_and_results_without_a_wrapper(strategy, rank, size, torch, mt):
+    (one, sgd), (two, sharded) = make_pair(
+        torch, mt, "SGD", strategy, lr=0.1, momentum=0.9
+    )
+
+    def closure():
+        sharded.zero_grad(set_to_none=False)
+        loss = backward(torch, two, rows=slice(rank, None, size))
+        mt.all_reduce_gradients(two, strategy=strategy)
+        return loss
+
+    for _ in range(3):
+        sgd.zero_grad()
+        backward(torch, one)
+        sgd.step()
+        assert sharded.step(closure).requires_grad
+    assert_alike(torch, one, two)
+
+
+@on_ranks
+def test_a_scaler_skips_the_same_steps(strategy, rank, size, torch, mt):
+    _, (model, sharded) = make_pair(torch, mt, "Adam", strategy, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(3):
+        sharded.zero_grad()
+        scaler.scale(model(torch.ones(2, 4).double()).square().mean()).backward()
+        if step == 1 and rank == size - 1:
+            model[0].bias.grad[0] = float("inf")
+        mt.all_reduce_gradients(model, strategy=strategy)
+        before = model[0].weight.detach().clone()
+        scaler.step(sharded)
+        scaler.update()
+        assert torch.equal(before, model[0].weight) == (step == 1)
+    mt.check_in_sync(model, strategy=strategy)
+
+
+@on_ranks
+def test_large_parameters(strategy, rank, size, torch, mt):
+    """What is moved in pieces, in memory that ranks share."""
+    weight = torch.nn.Parameter(torch.zeros(1000, 700))
+    small = torch.nn.Parameter(torch.zeros(3))
+    optimizer = mt.DistributedOptimizer(
+        mt.ZeroRedundancyOptimizer(
+            [weight, small], torch.optim.SGD, lr=1.0, momentum=0.5, strategy=strategy
+        ),
+        op="SUM",
+        strategy=strategy,
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        ((weight * torch.arange(700)).sum() / size + small.sum()).backward()
+        optimizer.step()
+    expected = -torch.arange(700.0) * (1 + 1.5 + 1.75)
+    torch.testing.assert_close(weight.detach(), expected.expand(1000, 700))
+    assert small.tolist() == [-4.25 * size] * 3
+    moments = optimizer.state_dict()["state"][0]["momentum_buffer"]
+    torch.testing.assert_close(moments, torch.arange(700.0).expand(1000, 700) * 1.75)
+
+
+# --- checkpoints ----------------------------------------------------------------------
+
+
+def train(torch, mt, model, optimizer, strategy, steps=2):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        backward(torch, model)
+        optimizer.step()
+
+
+@on_ranks
+@pytest.mark.parametrize("kind", ["Adam", "Adafactor"])
+def test_checkpoints_on_another_number_of_ranks(
+    strategy, new_strategy, same_folder, rank, torch, mt, kind
+):
+    (one, optimizer), (two, sharded) = make_pair(torch, mt, kind, strategy, lr=0.1)
+    train(torch, mt, one, optimizer, strategy)
+    wrapped = mt.DistributedOptimizer(sharded, strategy=strategy)
+    with strategy.scope():
+        checkpoint = mpidist.Checkpoint(model=two, optimizer=wrapped)
+        train(torch, mt, two, wrapped, strategy)
+        manager = mpidist.CheckpointManager(checkpoint, same_folder, max_to_keep=2)
+        path = manager.save()
+        train(torch, mt, two, wrapped, strategy)
+        manager.restore_or_initialize()
+    train(torch, mt, one, optimizer, strategy)
+    train(torch, mt, two, wrapped, strategy)
+    assert_alike(torch, one, two)
+    # On one rank, divided or not, and back.
+    alone = new_strategy(comm=split(rank))
+    with alone.scope():
+        (three, plain), (four, other) = make_pair(torch, mt, kind, alone, lr=0.5)
+        for model, restored in ((three, plain), (four, other)):
+            again = mpidist.Checkpoint(model=model, optimizer=restored)
+            again.restore(path)
+            assert restored.param_groups[0]["lr"] == 0.1
+            train(torch, mt, model, restored, alone)
+        if rank == 0:
+            mpidist.Checkpoint(model=three, optimizer=plain).save(same_folder / "b")
+    for p, q, r in zip(
+        one.parameters(), three.parameters(), four.parameters(), strict=True
+    ):
+        torch.testing.assert_close(p, q)
+        torch.testing.assert_close(p, r)
+    with strategy.scope():
+        checkpoint.restore(same_folder / "b")
+    train(torch, mt, one, optimizer, strategy)
+    train(torch, mt, two, wrapped, strategy)
+    assert_alike(torch, one, two)
+
+
+@on_ranks
+def test_a_checkpoint_before_the_first_step(strategy, same_folder, torch, mt):
+    _, (model, sharded) = make_pair(torch, mt, "Adam", strategy, lr=0.1)
+    with strategy.scope():
+        checkpoint = mpidist.Checkpoint(model=model, optimizer=sharded)
+        checkpoint.save(same_folder / "a")
+        train(torch, mt, model, sharded, strategy)
+        checkpoint.restore(same_folder / "a")
+    assert not any(sharded.state.values())
+    assert sharded.state_dict()["state"] == {}
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (1, 4)])
+def test_an_elastic_training_goes_on_with_other_ranks(torch, mt, before, after):
+    kept = {}
+
+    def make():
+        model = make_model(torch)
+
+        def build(strategy):
+            optimizer = mt.ZeroRedundancyOptimizer(
+                model.parameters(), torch.optim.Adam, lr=0.1
+            )
+            return {"optimizer": optimizer}
+
+        return elastic.State(build, model=model)
+
+    def step(state):
+        state.model.zero_grad()
+        backward(torch, state.model)
+        state.optimizer.step()
+
+    def train():
+        state = kept[testing.current_group().rank] = make()
+        _hold(state)
+        step(state)
+        step(state)
+        state.commit()
+        step(state)
+
+    def go_on():
+        rank = testing.current_group().rank
+        state = kept.get(rank) or make()
+        _, storage = _hold(state)
+        has = [rank < before for rank in range(after)]
+        storage.put_back(1, has, list(range(after)))
+        step(state)
+        return [p.detach().clone() for p in state.model.parameters()]
+
+    testing.run(before, train)
+    model = make_model(torch)
+    adam = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(3):
+        adam.zero_grad()
+        backward(torch, model)
+        adam.step()
+    for found in testing.run(after, go_on):
+        torch.testing.assert_close(found, list(model.parameters()))
+
+
+# --- mistakes -------------------------------------------------------------------------
+
+
+@on_two
+def test_gradients_that_are_not_reduced_are_found(strategy, rank, torch, mt):
+    _, (model, sharded) = make_pair(torch, mt, "Adam", strategy, lr=0.1)
+    backward(torch, model, rows=slice(rank, None, 2))
+    for text in raises_everywhere(mpidist.OutOfSyncError, sharded.step):
+        assert "DistributedOptimizer(optimizer)" in text
+        assert "all_reduce_gradients(model)" in text
+    mt.all_reduce_gradients(model, strategy=strategy)
+    sharded.step()
+    mt.check_in_sync(model, strategy=strategy)
+
+
+@on_two
+def test_what_differs_between_ranks(strategy, rank, torch, mt):
+    _, (model, sharded) = make_pair(torch, mt, "Adam", strategy, lr=0.1)
+    backward(torch, model)
+    sharded.step()
+    sharded.param_groups[0]["lr"] += rank
+    for text in raises_everywhere(mpidist.CollectiveMismatchError, sharded.step):
+        assert "lr=0.1" in text
+        assert "lr=1.1" in text
+    sharded.param_groups[0]["lr"] = 0.1
+    if rank == 1:
+        model[0].bias.grad = None
+    for text in raises_everywhere(mpidist.CollectiveMismatchError, sharded.step):
+        assert "without gradients for 1" in text
+
+    def make(model, kind="Adam", **defaults):
+        cls = getattr(torch.optim, kind)
+        parameters = model.parameters()
+        return mt.ZeroRedundancyOptimizer(
+            parameters, cls, strategy=strategy, **defaults
+        )
+
+    for call, message in (
+        (lambda: make(torch.nn.Linear(2, 3 + rank)), r"\(4, 2\)"),
+        (lambda: make(model, "Adam" if rank else "AdamW"), "of AdamW with"),
+        (lambda: make(model, lr=0.5 + rank), "lr=1.5"),
+    ):
+        for text in raises_everywhere(mpidist.CollectiveMismatchError, call):
+            assert re.search(message, text)
+
+
+@on_two
+def test_wrong_arguments(strategy, rank, torch, mt):
+    model = make_model(torch)
+    adam = torch.optim.Adam(model.parameters())
+    bad = rank == 1  # on this rank alone
+
+    def make(*args, **kwargs):
+        return mt.ZeroRedundancyOptimizer(*args, **{"strategy": strategy, **kwargs})
+
+    zero = make(model.parameters(), torch.optim.Adam)
+    other = torch.optim.Adam([model[0].weight]).state_dict()
+    wrong = copy.deepcopy(zero.state_dict())
+    wrong["state"] = {i: {"exp_avg": torch.ones(5)} for i in range(4)}
+    for kind, message, call in [
+        (
+            TypeError,
+            "a class of optimizers, got a Adam",
+            lambda: make(model.parameters(), adam if bad else torch.optim.Adam),
+        ),
+        (TypeError, "got Linear", lambda: make([], torch.nn.Linear)),
+        (
+            TypeError,
+            "write `DistributedOptimizer(Zero",
+            lambda: make(model.parameters(), mt.DistributedOptimizer),
+        ),
+        (ValueError, "LBFGS", lambda: make(model.parameters(), torch.optim.LBFGS)),
+        (ValueError, "dense", lambda: make(model.parameters(), torch.optim.SparseAdam)),
+        (ValueError, "empty parameter list", lambda: make([], torch.optim.SGD)),
+        (
+            ValueError,
+            "learning rate",
+            lambda: make(model.parameters(), torch.optim.SGD, lr=-1.0 if bad else 1.0),
+        ),
+        (
+            TypeError,
+            "write `strategy=`",
+            lambda: make(model.parameters(), torch.optim.SGD, process_group=1),
+        ),
+        (
+            RuntimeError,
+            "no strategy is active",
+            lambda: make(model.parameters(), torch.optim.SGD, strategy=None),
+        ),
+        (
+            TypeError,
+            "`optimizer.load_state_dict(state)` on all ranks",
+            lambda: mt.broadcast_optimizer_state(zero, strategy=strategy),
+        ),
+        (ValueError, "of [4] parameters, got [1]", lambda: zero.load_state_dict(other)),
+        (
+            AttributeError,
+            "write `state = optimizer.state_dict()`",
+            lambda: zero.consolidate_state_dict(to=0),
+        ),
+        (TypeError, "cannot be pickled", lambda: pickle.dumps(zero)),
+        (
+            RuntimeError,
+            "inside merge_fn",
+            lambda: strategy.run(
+                lambda: mpidist.get_replica_context().merge_call(lambda _: zero.step())
+            ),
+        ),
+    ]:
+        for text in raises_everywhere(kind, call):
+            assert message in text
+    messages = everywhere(_message_of(lambda: zero.load_state_dict(wrong)))
+    assert any("got (5,)" in text for text in messages)
+    make(
+        model.parameters(), torch.optim.SGD, parameters_as_bucket_view=True
+    ).state_dict()
+
+
+def _message_of(call):
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@on_two
+def test_an_error_in_the_step_of_one_rank(strategy, rank, torch, mt):
+    class Failing(torch.optim.SGD):
+        def step(self, closure=None):
+            if rank == 1:
+                raise MemoryError("no memory for the state")
+            return super().step(closure)
+
+    _, (model, sharded) = make_pair(torch, mt, Failing, strategy, lr=0.1)
+    backward(torch, model)
+    for text in raises_everywhere(MemoryError, sharded.step):
+        assert "no memory for the state" in text
+
+
+# --- the division ---------------------------------------------------------------------
+
+
+def test_partitions():
+    even = partition.evenly([5, 0, 1, 6], 4)
+    assert even.bounds == (0, 3, 6, 9, 12)
+    assert [even.pieces(rank) for rank in range(4)] == [
+        [(0, 0, 3)],
+        [(0, 3, 5), (1, 0, 0), (2, 0, 1)],
+        [(3, 0, 3)],
+        [(3, 3, 6)],
+    ]
+    small = partition.evenly([1, 0], 3)
+    assert [small.pieces(r) for r in range(3)] == [[], [], [(0, 0, 1), (1, 0, 0)]]
+    assert [partition.evenly([0], 2).pieces(r) for r in range(2)] == [[], [(0, 0, 0)]]
+    whole = partition.by_load([2, 9, 4, 3], [0, 1, 8])
+    assert whole.order == (1, 2, 3, 0)
+    assert whole.bounds == (0, 9, 18, 18)
+    assert whole.pieces(1) == [(1, 0, 4), (2, 0, 3), (3, 0, 2)]
