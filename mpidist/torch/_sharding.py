@@ -26,7 +26,7 @@ from mpidist._base import backend, partition
 from mpidist._base.errors import OutOfSyncError, on_rank
 from mpidist._base.fingerprint import fingerprint_of
 from mpidist._base.partition import Partition
-from mpidist._base.remedies import explain_attributes, explain_keywords
+from mpidist._base.remedies import explain_keywords
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.current import group_of_call
 from mpidist._strategy.strategy import Strategy
@@ -88,7 +88,6 @@ class _Part:
         self.tensor.grad = None if gradient is None else gradient.reshape(-1)[here]
 
 
-@explain_attributes
 class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     """An optimizer of whose state each rank keeps and updates only a part (ZeRO-1).
 

@@ -39,7 +39,6 @@ def owner_of(tmp_path: Path) -> Callable[[str], Any]:
         "Variable": lambda: mpidist.Variable(1.0),
         "Dataset": lambda: mpidist.data.Dataset.range(3),
         "Optimizer": lambda: mpidist.optimizers.Adam(0.1),
-        "ZeroRedundancyOptimizer": _sharded_optimizer,
         "Checkpoint": mpidist.Checkpoint,
         "CheckpointManager": lambda: mpidist.CheckpointManager(
             mpidist.Checkpoint(), tmp_path
@@ -58,15 +57,6 @@ def owner_of(tmp_path: Path) -> Callable[[str], Any]:
         return made[name]() if name in made else importlib.import_module(name)
 
     return find
-
-
-def _sharded_optimizer() -> Any:
-    torch = pytest.importorskip("torch")
-    import mpidist.torch
-
-    return mpidist.torch.ZeroRedundancyOptimizer(
-        [torch.zeros(1)], torch.optim.SGD, strategy=mpidist.get_strategy()
-    )
 
 
 def texts() -> Iterator[tuple[str, str, str]]:
