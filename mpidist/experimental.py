@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mpidist._agreement.begun import CollectiveHandle as CollectiveHandle
 from mpidist._base.options import CollectiveHints as CollectiveHints
 from mpidist._base.options import (
     CommunicationImplementation as CommunicationImplementation,
@@ -29,6 +30,7 @@ CollectiveCommunication = CommunicationImplementation
 __all__ = [
     "CentralStorageStrategy",
     "CollectiveCommunication",
+    "CollectiveHandle",
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",

@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
+from mpidist._agreement.begun import BegunCalls, CollectiveHandle
 from mpidist._agreement.channel import (
     AGAIN,
     DIFFERENT,
@@ -45,11 +46,13 @@ from mpidist._agreement.mismatch import Call, ErrorKind, Key, Report, judge
 from mpidist._agreement.notices import AT_END
 from mpidist._agreement.polling import LOOK_SECONDS
 from mpidist._agreement.waiting import Waiting
+from mpidist._base import reporting
 from mpidist._base.errors import (
     CollectiveError,
     CollectiveTimeoutError,
     ReplicaLostError,
     as_told,
+    format_exception,
     is_interruption,
     on_rank,
     was_told,
@@ -209,7 +212,11 @@ class Guard(Waiting):
             why: and what to do instead.
         """
         self.closed = True
+        self.unsettled = False
         self.broken = why
+        if self.begun is not None:
+            self.begun.end()
+            self.begun = None
         self.channel = SelfChannel()  # without the memory that the ranks share
         self._watchdog.close()
 
@@ -222,11 +229,54 @@ class Guard(Waiting):
         before = self._alone
         if before is not alone:
             self._alone = alone
-            self.blocked = alone or bool(self._broken) or self._floor < self._depth
+            self._update_blocked()
         return before
 
     def _update_blocked(self) -> None:
-        self.blocked = bool(self._broken or self._alone or self._floor < self._depth)
+        self.blocked = bool(
+            self._broken or self._alone or self.unsettled or self._floor < self._depth
+        )
+
+    # --- calls that were begun ----------------------------------------------------
+
+    def begin_later(
+        self,
+        name: str,
+        make: Callable[[], _R],
+        *,
+        at_once: bool,
+        warns: bool,
+        check: Callable[[], None] | None,
+    ) -> CollectiveHandle[_R]:
+        """Begin a call, and return at once; see `begun`. Collective.
+
+        Args:
+            name: of the call.
+            make: makes it.
+            at_once: whether this thread makes it before it returns.
+            warns: whether a handle that is dropped warns.
+            check: called by `result`; it may raise.
+        """
+        handle = CollectiveHandle(self, name, make, warns, check)
+        if self.begun is None:
+            self.begun = BegunCalls(self)
+        self.begun.begin(handle, at_once=at_once)
+        return handle
+
+    def note_unsettled(self, unsettled: bool) -> None:
+        """Note whether calls may not have ended that this rank has begun."""
+        if self.unsettled is not unsettled:
+            self.unsettled = unsettled
+            self._update_blocked()
+
+    def settle(self) -> None:
+        """Wait for the calls that were begun, before another one is made.
+
+        Raises:
+            BaseException: what one of them raised, if nobody asked its handle.
+        """
+        if self.unsettled and self.begun is not None:
+            self.begun.settle()
 
     def count(self) -> None:
         """Count a header, or a message of rank 0, that did not go through `agree`."""
@@ -408,6 +458,8 @@ class Guard(Waiting):
         return status == OK
 
     def _require_usable(self) -> None:
+        if self.unsettled:
+            self.settle()
         if self._cut_off and not self._broken:
             # There was no frame left for `leave_payload`.
             self._break_off(self._call.text, RecursionError())
@@ -557,11 +609,14 @@ class Guard(Waiting):
 
     def require_section(self) -> None:
         """Raise if some rank is not in the innermost section that this one is in."""
+        if self.unsettled:
+            self.settle()
         if self.deserted and self._given_up is not None:
             raise self._given_up
 
     def enter_section(self) -> None:
         """Enter a section."""
+        self.settle()
         self._depth += 1
         if self._floor is not _NO_FLOOR:
             self._update_blocked()
@@ -599,6 +654,11 @@ class Guard(Waiting):
         """
         if error is not None:
             self.interrupted(call.text, error)
+        if self.begun is not None:
+            if error is not None:
+                self.begun.excuse()
+            failure = self.begun.drain()
+            error = error or failure
         if self._broken:
             self.repeat_notice()
             return error or self._broken_error()
@@ -643,6 +703,7 @@ class Guard(Waiting):
         try:
             try:
                 result = body(section)
+                self.settle()
             except KeyboardInterrupt:
                 raise
             except BaseException as raised:
@@ -691,6 +752,15 @@ class Guard(Waiting):
                 raise
 
     def _leave_with_others(self, call: Call, gone: SystemExit) -> Iterator[None]:
+        failure = None if self.begun is None else self.begun.drain()
+        if failure is not None:
+            reporting.say(
+                on_rank(
+                    self._comm.rank,
+                    "at the end of the program: nobody asked the handle of a call that "
+                    f"was begun and failed:\n{format_exception(failure)}",
+                )
+            )
         channel = self.channel
         self.begin(call)
         while not self._broken:

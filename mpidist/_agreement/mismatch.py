@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from types import FrameType
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from mpidist._base import reporting
 from mpidist._base.errors import (
@@ -37,6 +37,23 @@ _logger: Final = logging.getLogger("mpidist")
 ErrorKind = Literal["none", "raised", "invalid", "agreed", "exit"]
 Key: TypeAlias = tuple[int, int]
 """Of a variable; the same on all ranks."""
+
+
+class Site(NamedTuple):
+    """A line of the user's code."""
+
+    file: str
+    line: int
+    function: str
+
+
+class _Begun(threading.local):
+    """Where the program began the call that this thread makes for it."""
+
+    site: Site | None = None
+
+
+begun: Final = _Begun()
 
 
 class Call:
@@ -313,12 +330,19 @@ def load_exception(data: bytes, trace: str) -> BaseException | None:
 
 def _call_site() -> str:
     """Return where the user's code made the call, as `` (at file.py:12 in fn)``."""
+    site = begun.site or user_site()
+    if site is None:
+        return ""
+    return f"  (at {os.path.basename(site.file)}:{site.line} in {site.function})"
+
+
+def user_site() -> Site | None:
+    """Return where the user's code is that calls this package, if it does."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         path = os.path.abspath(code.co_filename)
         if not path.startswith(PACKAGE) and path != _THREADING:
-            name = os.path.basename(code.co_filename)
-            return f"  (at {name}:{frame.f_lineno} in {code.co_name})"
+            return Site(code.co_filename, frame.f_lineno, code.co_name)
         frame = frame.f_back
-    return ""
+    return None

@@ -10,6 +10,7 @@ Ranks that share memory wait in ``_native/channel.c``.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Final
@@ -31,6 +32,19 @@ YIELD_SECONDS_FOR_DATA: Final = 2.0
 _SPINS: Final = 24
 _LONG_SLEEP: Final = 0.002
 _SHORT_SLEEPS_UNTIL: Final = 1.0
+
+
+class _Here(threading.local):
+    """How this thread waits.
+
+    Attributes:
+        calm: whether it sleeps at once, for another that needs the core; None: never.
+    """
+
+    calm: Callable[[], bool] | None = None
+
+
+here: Final = _Here()
 
 
 def spins_for(machine_size: int) -> int:
@@ -66,6 +80,7 @@ def poll(
                 return
     start = time.monotonic()
     next_look = start + LOOK_SECONDS
+    calm = here.calm
     while not request.Test():
         now = time.monotonic()
         if now >= next_look:
@@ -74,7 +89,7 @@ def poll(
                 start = now
         if wait is not None:
             wait(LOOK_SECONDS)
-        elif now - start < yield_seconds:
+        elif now - start < yield_seconds and not (calm is not None and calm()):
             os.sched_yield()
         else:
             is_new = now - start < _SHORT_SLEEPS_UNTIL

@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+from mpidist._agreement.begun import BegunCalls
 from mpidist._agreement.call_state import CallState
 from mpidist._agreement.channel import Channel, LeftError, SelfChannel
 from mpidist._agreement.lives import Lives
@@ -106,6 +107,9 @@ class Waiting(CallState):
         self.sequence = 0
         self.blocked = False
         self.closed: bool = False
+        # Whether calls may not have ended that this rank has begun.
+        self.unsettled: bool = False
+        self.begun: BegunCalls | None = None
         self._broken = ""
         self._untold = ""  # what this rank has left, until the others know
         self._was_told = False  # that a rank has given up, in the middle of a wait
@@ -244,6 +248,8 @@ class Waiting(CallState):
         if waited < self._waited:  # another wait than last time
             self._posted = self._reported = False
         self._waited = waited
+        if self.begun is not None:
+            self.begun.look()
         timeout = self._timeout
         post_after = min(self._stall, timeout / 2) if timeout else self._stall
         self._check_lives(what)
@@ -337,7 +343,7 @@ class Waiting(CallState):
         self._update_blocked()
 
     def _update_blocked(self) -> None:
-        self.blocked = bool(self._broken)
+        self.blocked = bool(self._broken or self.unsettled)
 
     def _broken_error(self) -> RuntimeError:
         text = on_rank(self._comm.rank, self._broken)
@@ -358,6 +364,8 @@ class Waiting(CallState):
             What to raise: the exception, or if MPI raised it because a rank is lost, a
             `ReplicaLostError`.
         """
+        if self.unsettled and self.begun is not None:
+            self.begun.stop(error)
         if self._comm.outlives_ranks and not isinstance(error, RecursionError):
             error = self.failed(error)
         if not self._broken and self._comm.size > 1:

@@ -36,6 +36,7 @@ def software_facts(mpi: ModuleType) -> dict[str, str]:
         "mpi": f"{name} {'.'.join(map(str, version))}",
         "mpi_library": mpi.Get_library_version().splitlines()[0].rstrip("\0 ,"),
         "mpi_standard": ".".join(map(str, mpi.Get_version())),
+        "mpi_threads": library.thread_level(),
         "mpi4py": importlib.metadata.version("mpi4py"),
         "numpy": np.__version__,
         "python": platform.python_version(),

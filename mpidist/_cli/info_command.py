@@ -190,13 +190,21 @@ def _strategy_facts(
     return facts, None
 
 
+def _mpi_text(software: dict[str, str]) -> str:
+    threads = software["mpi_threads"]
+    text = f"{software['mpi']} (MPI {software['mpi_standard']}), THREAD_{threads}"
+    if threads != "MULTIPLE":
+        text += ", so calls that are begun (all_reduce_async) are made at once"
+    return text
+
+
 def text_of_facts(facts: Facts) -> str:
     """Return the facts as text."""
     software, strategy = facts["software"], facts["strategy"]
     core = facts["native_core"]
     lines: list[tuple[str, str]] = [
         ("mpidist", f"{software['mpidist']}, Python {software['python']}"),
-        ("MPI", f"{software['mpi']} (MPI {software['mpi_standard']})"),
+        ("MPI", _mpi_text(software)),
         ("mpi4py", software["mpi4py"]),
         ("NumPy", software["numpy"]),
         *_under("native core", list(filter(None, (core["text"], core["advice"])))),

@@ -129,6 +129,18 @@ def world_rank() -> int | None:
     return rank
 
 
+def thread_level() -> str:
+    """Return which threads MPI lets call it: "MULTIPLE" if any may at any time.
+
+    mpi4py asks for that when it starts MPI. It may have been told to ask for less
+    (``mpi4py.rc``), and a library may give less.
+    """
+    mpi = mpi_module()
+    names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+    levels = {int(getattr(mpi, f"THREAD_{name}")): name for name in names}
+    return levels[mpi.Query_thread()]
+
+
 def world_size() -> int:
     """Return the number of processes in COMM_WORLD; 1 if MPI does not run.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,14 +11,17 @@ from typing import Any, Final, overload
 
 import numpy as np
 
+from mpidist._agreement.begun import CollectiveHandle
 from mpidist._agreement.mismatch import Key
+from mpidist._base import backend, checksums, nest
+from mpidist._base.environment import debugging
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import REDUCE_OPS, ReduceFunction, ReduceOp, as_reduce_op
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Given, Leaf, Nest
 from mpidist._merge import updates
 from mpidist._merge.merge_call import merge_call
-from mpidist._runtime import context, interruptions
+from mpidist._runtime import begun, context, interruptions
 from mpidist._runtime.dispatch import check_arguments
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.cross_device_ops import CrossDeviceOps
@@ -179,17 +183,10 @@ class ReplicaContext:
         try:
             if context.current().replica_context is not self:
                 self._require_current("all_reduce")
-            op = reduce_op
-            if type(op) is str and op in REDUCE_OPS:  # what programs write
-                op = REDUCE_OPS[op]
-            elif type(op) is not ReduceOp:
-                if callable(op):
-                    return fold(self._group, op, value, options, "all_reduce")
-                try:
-                    op = as_reduce_op(op, "all_reduce")
-                except Exception as error:
-                    self._group.collectives.invalid("all_reduce", error)
-            return self._all_reduce(op, value, options)
+            if type(reduce_op) is str and reduce_op in REDUCE_OPS:
+                # What programs write: without another Python call.
+                return self._all_reduce(REDUCE_OPS[reduce_op], value, options)
+            return self._reduce_now(reduce_op, value, options)
         except BaseException as error:
             interruptions.left(self._group, "all_reduce", error)
             raise
@@ -244,6 +241,113 @@ class ReplicaContext:
             return self._all_gather(value, axis, options)
         except BaseException as error:
             interruptions.left(self._group, "all_gather", error)
+            raise
+
+    @overload
+    def all_reduce_async(
+        self,
+        reduce_op: ReduceOp | str | ReduceFunction,
+        value: int | ArrayLike | PerReplica,
+        options: CommunicationOptions | None = None,
+    ) -> CollectiveHandle[Any]: ...
+    @overload
+    def all_reduce_async(
+        self,
+        reduce_op: ReduceOp | str | ReduceFunction,
+        value: Given,
+        options: CommunicationOptions | None = None,
+    ) -> CollectiveHandle[Given]: ...
+
+    def all_reduce_async(
+        self,
+        reduce_op: ReduceOp | str | ReduceFunction,
+        value: Nest,
+        options: CommunicationOptions | None = None,
+    ) -> CollectiveHandle[Nest]:
+        """Begin an `all_reduce`, and return while it goes on.
+
+        Collective, as `all_reduce`: every replica begins the same calls in the same
+        order. A thread of the strategy makes them one after the other, in that order.
+        Any other collective call waits first for those that were begun. Not in
+        tf.distribute.
+
+        The thread is not used, and the call is made before this returns, with one
+        replica, on a GPU, with a function as ``reduce_op`` or a `CrossDeviceOps`, and
+        if MPI was not started with ``MPI_THREAD_MULTIPLE`` (see ``mpidist info``).
+
+        Args:
+            reduce_op: as for `all_reduce`.
+            value: as for `all_reduce`. Neither the arrays nor the lists and dicts that
+                hold them may change before `result` has returned: the result would be
+                undefined. With ``MPIDIST_DEBUG=1`` `result` then raises RuntimeError.
+            options: communication options for this call.
+
+        Returns:
+            A handle, whose ``result()`` waits, and returns what `all_reduce` would have
+            returned. What that would have raised is raised by ``result()``, or by the
+            next collective call that is not begun but made, whichever comes first, at
+            the latest at the end of `Strategy.run`; calls begun in between are not
+            made, and raise the same. A handle that is dropped without ``result()``
+            gives a RuntimeWarning, once.
+
+        Raises:
+            RuntimeError: if called outside this replica context.
+
+        Example, in a replica function::
+
+            total = ctx.all_reduce_async("SUM", gradients)
+            loss = evaluate(x)  # meanwhile
+            update(total.result())
+        """
+        at_once = type(reduce_op) is not ReduceOp and callable(reduce_op)
+        return self._begin(
+            "all_reduce_async",
+            value,
+            lambda: self._reduce_now(reduce_op, value, options),
+            at_once,
+        )
+
+    def all_gather_async(
+        self,
+        value: Given,
+        axis: int,
+        options: CommunicationOptions | None = None,
+    ) -> CollectiveHandle[Given]:
+        """Begin an `all_gather`, and return while it goes on.
+
+        Collective; see `all_reduce_async` for what begins now and ends later.
+
+        Args:
+            value: as for `all_gather`; it may not change before `result` has returned.
+            axis: as for `all_gather`.
+            options: communication options for this call.
+
+        Returns:
+            A handle, whose ``result()`` waits, and returns or raises what `all_gather`
+            would have.
+
+        Raises:
+            RuntimeError: if called outside this replica context.
+        """
+        return self._begin(
+            "all_gather_async",
+            value,
+            lambda: self._all_gather(value, axis, options),
+            False,
+        )
+
+    def _begin(
+        self, name: str, value: Nest, make: Callable[[], Nest], at_once: bool
+    ) -> CollectiveHandle[Any]:
+        try:
+            self._require_current(name)
+            check = None
+            if debugging():
+                with contextlib.suppress(Exception):  # which the call raises, too
+                    check = _checker(name, value)
+            return begun.begin(self._group, name, make, at_once=at_once, check=check)
+        except BaseException as error:
+            interruptions.left(self._group, name, error)
             raise
 
     @overload
@@ -310,6 +414,21 @@ class ReplicaContext:
             interruptions.left(group, "merge_call", error)
             raise
 
+    def _reduce_now(
+        self,
+        op: ReduceOp | str | ReduceFunction,
+        value: Nest,
+        options: CommunicationOptions | None,
+    ) -> Nest:
+        if type(op) is not ReduceOp:
+            if callable(op):
+                return fold(self._group, op, value, options, "all_reduce")
+            try:
+                op = as_reduce_op(op, "all_reduce")
+            except Exception as error:
+                self._group.collectives.invalid("all_reduce", error)
+        return self._all_reduce(op, value, options)
+
     def _require_current(self, call: str) -> None:
         frame = context.current()
         if frame.replica_context is self:
@@ -338,11 +457,35 @@ _IN_UPDATE: Final = (
     "It cannot communicate: make the call before `update`, and pass the result in its "
     "`args`"
 )
+_REDUCE: Final = "Write `strategy.reduce(op, value, axis=None)` here"
+_GATHER: Final = "Write `strategy.gather(value, axis)` here"
 _INSTEAD: Final = {
-    "all_reduce": "Write `strategy.reduce(op, value, axis=None)` here",
-    "all_gather": "Write `strategy.gather(value, axis)` here",
+    "all_reduce": _REDUCE,
+    "all_reduce_async": _REDUCE,
+    "all_gather": _GATHER,
+    "all_gather_async": _GATHER,
     "merge_call": "Here the function can be called as it is: `merge_fn(strategy, ...)`",
 }
+
+
+def _checker(name: str, value: Nest) -> Callable[[], None]:
+    """Return a function that raises if a nest has changed since; for debugging."""
+
+    def digests() -> list[str]:
+        arrays = [x for x in nest.flatten(value)[0] if backend.is_array(x)]
+        return [checksums.summarize(backend.as_array(x, name)[0]) for x in arrays]
+
+    before = digests()
+
+    def check() -> None:
+        if digests() != before:
+            raise RuntimeError(
+                f"{name}: its `value` has changed since the call was begun, before "
+                "`result()`: on some rank the result may have parts of both values; "
+                "write to another array, or pass a copy"
+            )
+
+    return check
 
 
 def attach(strategy: Strategy, ops: CrossDeviceOps | None) -> None:

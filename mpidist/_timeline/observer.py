@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -129,6 +130,16 @@ def observed(opens: Opens, returns: Returns | None = None) -> Callable[[_F], _F]
     return mark
 
 
+class _Here(threading.local):
+    """What is in progress in this thread; calls that were begun have one of their own.
+
+    Attributes:
+        span: of the call; None: there is none.
+    """
+
+    span: Span | None = None
+
+
 class Calls:
     """Tells observers of the calls of one strategy on this rank.
 
@@ -144,7 +155,7 @@ class Calls:
         self._observers = observers
         self._strategy = strategy
         self._stall = stall_seconds
-        self._open: Span | None = None  # the call in progress
+        self._here: _Here = _Here()
         self._sections: list[tuple[object, Span]] = []  # with their keys
         self._waited = 0.0
         self._told = False  # of this wait
@@ -193,26 +204,26 @@ class Calls:
             number: of the call, with a text.
             section: that ends with this call.
         """
-        if self._open is not None:
-            yield self._open
+        if self._here.span is not None:
+            yield self._here.span
             return
         kind: Kind = "message" if text else "call"
         if section is not None:
             kind = "end of section"
-        span = self._open = self._span(kind, nbytes, route)
+        span = self._here.span = self._span(kind, nbytes, route)
         if text:
             self.name(text, number)
         try:
             with self._timed(span):
                 yield span
         finally:
-            self._open = None
+            self._here.span = None
             if span.text:  # else the ranks have not met
                 self._tell_end(span, section)
 
     def name(self, text: str, number: int) -> None:
         """Set the text and number of the call in progress, if they are not set yet."""
-        span = self._open
+        span = self._here.span
         if span is not None and not span.text:
             span.text, span.number = text, number
             for observer in self._observers:
@@ -244,7 +255,7 @@ class Calls:
             text: of its end.
             number: of the first call that may be inside.
         """
-        outer, self._open = self._open, None
+        outer, self._here.span = self._here.span, None
         section = self._span("section", 0, SECTION)
         section.text, section.number = text.removeprefix(END_OF), number
         for observer in self._observers:
@@ -254,7 +265,7 @@ class Calls:
             yield section
         finally:
             self._sections.pop()
-            self._open = outer
+            self._here.span = outer
 
     @contextlib.contextmanager
     def whole(self, text: str, number: Callable[[], int]) -> Iterator[None]:
@@ -306,9 +317,9 @@ class Calls:
         span = self._span("waits", 0, NO_ROUTE)
         span.start, span.end = span.start - waited, span.start
         span.text, span.number = what, number
-        if self._open is not None:  # the wait may be part of it
-            span.nbytes, span.route = self._open.nbytes, self._open.route
-            span.number = self._open.number or number
+        if self._here.span is not None:  # the wait may be part of it
+            span.nbytes, span.route = self._here.span.nbytes, self._here.span.route
+            span.number = self._here.span.number or number
         for observer in self._observers:
             observer.waits(span)
 

@@ -324,6 +324,51 @@ CASES = [
         ],
     ),
     *_rows(
+        "Calls that were begun",
+        "tests/_strategy/test_async.py::test_",
+        [
+            ("they differ", _MISMATCH, "usable", "calls_that_differ"),
+            ("fewer on one rank", _MISMATCH, "usable", "a_rank_that_begins_fewer"),
+            (
+                "an exception after some of them",
+                _RAISES,
+                "usable",
+                "an_exception_on_one_rank_with_calls_begun",
+            ),
+            (
+                "bad arguments",
+                "the same error on all, of `result()` or the next call",
+                "usable",
+                "where_an_error_is_raised",
+            ),
+        ],
+    ),
+    *_rows(
+        "Calls that were begun",
+        "tests/faults/test_",
+        [
+            (
+                "a rank that does not come",
+                "`CollectiveTimeoutError` on all, which name the rank",
+                "unusable",
+                "begun_calls.py::test_a_rank_that_does_not_come",
+            ),
+            ("Ctrl-C", _TIMEOUT, "unusable", "begun_calls.py::test_ctrl_c"),
+            (
+                "a rank leaves: by its end, sys.exit, an exception",
+                "as without begun calls",
+                "job ends",
+                "begun_calls.py::test_a_program_that_ends",
+            ),
+            (
+                "SIGKILL",
+                "the launcher ends the job",
+                "job ends",
+                "jobs.py::test_a_rank_that_is_killed_ends_the_job",
+            ),
+        ],
+    ),
+    *_rows(
         "Checkpoints",
         "tests/_checkpoints/test_",
         [

@@ -58,6 +58,16 @@ PHASES = {
                 context().all_reduce("SUM", np.ones(100_000))
         strategy.run(step)
     """,
+    "begun": """
+        def step():
+            calls = [context().all_reduce_async("SUM", np.ones(n)) for n in (3, 10**6)]
+            if RANK == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            for call in calls:
+                call.result()
+            context().all_reduce("SUM", 1.0)
+        strategy.run(step)
+    """,
     "merge_fn": """
         def update(v):
             if RANK == 1:

@@ -1,0 +1,315 @@
+"""Calls that are begun now and end later, made by one thread of each strategy.
+
+The thread makes them in the order in which the program has begun them, by the same
+plans as all calls. A call that is not begun but made waits for those begun before
+(`Guard.settle`), so the headers of a rank have the order of its program, and two
+threads are never in calls of one strategy at once.
+
+A failure is raised at a place of the program, the same on all ranks: by the `result` of
+the call, or by the next call that is made, whichever is first. Until then the thread
+makes none of the calls that were begun: on another rank the program may not have come
+so far. They have the same error.
+
+What ends the program's own wait, such as Ctrl-C, is raised in the thread's wait too
+(`BegunCalls.stop`), which tells the other ranks as if it had come there.
+
+Rejected: a second communicator (nothing would compare the order of both).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
+
+from mpidist._agreement import mismatch, polling
+from mpidist._base import threads
+
+_T = TypeVar("_T")
+_AnyCall: TypeAlias = "CollectiveHandle[Any]"
+
+# How long a rank that is interrupted waits for its thread, which looks every 50 ms.
+_STOP_SECONDS: Final = 5.0
+
+
+class _Guard(Protocol):
+    """What begun calls need of a `Guard`."""
+
+    closed: bool
+    unsettled: bool
+
+    @property
+    def broken(self) -> str: ...
+
+    def interrupted(self, what: str, error: BaseException) -> bool: ...
+
+    def note_unsettled(self, unsettled: bool) -> None: ...
+
+
+class CollectiveHandle(Generic[_T]):
+    """A collective call that was begun, such as by `ReplicaContext.all_reduce_async`.
+
+    A handle that is dropped without `result` warns (RuntimeWarning), once for each
+    strategy. What its call raises is then raised by the next collective call.
+    """
+
+    def __init__(
+        self,
+        guard: _Guard,
+        name: str,
+        make: Callable[[], _T],
+        warns: bool,
+        check: Callable[[], None] | None,
+    ) -> None:
+        """Hold a call; `BegunCalls.begin` makes them."""
+        self._guard = guard
+        self._calls: BegunCalls | None = None
+        self._name = name
+        self._make: Callable[[], _T] | None = make
+        self._site = mismatch.user_site() if warns else None
+        self._check = check  # called by the first `result`; it may raise
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._done = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._warns = warns
+        self._generation = 0
+
+    def __repr__(self) -> str:
+        state = "ended" if self._done else "begun"
+        return f"<mpidist.experimental.CollectiveHandle: {self._name}, {state}>"
+
+    def done(self) -> bool:
+        """Return whether `result` will return, or raise, at once. Not collective.
+
+        Ranks may get different answers, so no collective call may depend on it.
+        """
+        return self._done
+
+    def result(self) -> _T:
+        """Wait for the call, and return what it would have returned. Not collective.
+
+        It can be called several times.
+
+        Raises:
+            Exception: what the call, or one that was begun before it, raised.
+            RuntimeError: if the strategy was closed before the call ended.
+        """
+        self._warns = False
+        guard = self._guard
+        try:
+            if not self._done and guard.closed:
+                raise RuntimeError(f"{self._name}: {guard.broken}")
+            if self._calls is not None:
+                self._calls.wait_for(self)
+            if self._error is not None:
+                if self._calls is not None:
+                    self._calls.forget_failure()
+                raise self._error
+            if self._check is not None:
+                check, self._check = self._check, None
+                check()
+            value: _T = self._value
+            return value
+        except BaseException as error:
+            if error is not self._error:
+                guard.interrupted(self._name, error)
+            raise
+        finally:
+            del self, guard  # which the traceback of the error refers to
+
+    def _run(self, *, at_once: bool = False) -> None:
+        """Make the call; called by `BegunCalls`."""
+        calls, make = self._calls, self._make
+        self._make = None
+        assert calls is not None
+        assert make is not None
+        if calls.failure is not None:
+            self._error = calls.failure
+        else:
+            try:
+                self._value = make()
+            except BaseException as error:
+                self._guard.interrupted(self._name, error)
+                if at_once and not isinstance(error, Exception):
+                    raise
+                trace = error.__traceback__  # without this frame, which refers to it
+                self._error = error.with_traceback(trace and trace.tb_next)
+                calls.failure = error
+        del make  # what it refers to goes with the result
+        self._done = True
+        self._lock.release()
+
+    def _wait(self, seconds: float = -1) -> None:
+        """Wait until the call has ended; by a lock, which signals end."""
+        if not self._done and self._lock.acquire(timeout=seconds):
+            self._lock.release()
+
+    def __del__(self) -> None:
+        calls, site = self._calls, self._site
+        if calls is None or site is None or not self._warns or self._error is not None:
+            return
+        if calls.has_warned or calls.generation != self._generation:
+            return
+        calls.has_warned = True
+        warnings.warn_explicit(
+            f"{self._name}: the handle was dropped without `result()`, so nobody gets "
+            "what the call returns; keep it, and call `result()`, on every rank",
+            RuntimeWarning,
+            site.file,
+            site.line,
+        )
+
+
+class BegunCalls:
+    """The calls of a strategy that were begun, and the thread that makes them.
+
+    Args:
+        guard: of the strategy.
+
+    Attributes:
+        failure: what a call has raised, until the program raises it.
+        has_warned: whether a handle that was dropped has warned.
+        generation: of handles; those from before a failure do not warn.
+    """
+
+    def __init__(self, guard: _Guard) -> None:
+        self._guard = weakref.proxy(guard)  # which has this object
+        self._queue: queue.SimpleQueue[_AnyCall | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: _AnyCall | None = None  # until it has ended
+        self._awaited = False  # the program waits, and computes nothing
+        self._stop: BaseException | None = None
+        self.failure: BaseException | None = None
+        self.has_warned = False
+        self.generation = 0
+        weakref.finalize(self, self._queue.put, None).atexit = False
+
+    def begin(self, call: _AnyCall, *, at_once: bool) -> None:
+        """Have a call made after those begun before; or, ``at_once``, before it ends.
+
+        Args:
+            call: the call.
+            at_once: whether this thread makes it.
+        """
+        call._calls = self
+        call._generation = self.generation
+        if at_once:
+            if self._last is not None:
+                self.wait_for(self._last)
+            call._run(at_once=True)
+            if self.failure is not None:
+                self._last = call
+                self._guard.note_unsettled(True)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_work,
+                args=(self._queue, threads.current(), weakref.ref(self)),
+                name="mpidist communication",
+                daemon=True,
+            )
+            self._thread.start()
+        self._last = call
+        self._guard.note_unsettled(True)
+        self._queue.put(call)
+
+    def is_own_thread(self) -> bool:
+        """Return whether this thread makes the calls."""
+        return threading.current_thread() is self._thread
+
+    def wait_for(self, call: _AnyCall) -> None:
+        """Wait until a call has ended."""
+        self._awaited = True
+        try:
+            call._wait()
+        finally:
+            self._awaited = False
+
+    def settle(self) -> None:
+        """Wait for all calls that were begun, and raise what one of them raised."""
+        failure = self.drain()
+        if failure is not None:
+            raise failure
+
+    def drain(self) -> BaseException | None:
+        """Wait for all calls that were begun; return what one of them raised."""
+        if self.is_own_thread():
+            return None
+        if self._last is not None:
+            self.wait_for(self._last)
+            self._last = None
+        self._guard.note_unsettled(False)
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            self.generation += 1
+        return failure
+
+    def forget_failure(self) -> None:
+        """Go on after a failure that is about to be raised."""
+        if self.failure is not None:
+            self.drain()
+
+    def excuse(self) -> None:
+        """Have no handle warn that there is now: the program raises an exception."""
+        self.generation += 1
+
+    # --- what the thread does in a wait -------------------------------------------
+
+    def is_calm(self) -> bool:
+        """Return whether a wait may sleep: the program computes, and needs the core."""
+        return not self._awaited
+
+    def stop(self, error: BaseException) -> None:
+        """End the calls that were begun: an exception has come to the program.
+
+        Args:
+            error: the exception, which is raised in the wait of the thread.
+        """
+        last = self._last
+        if last is None or last.done() or self.is_own_thread():
+            return
+        trace = error.__traceback__
+        self._stop = error
+        last._wait(_STOP_SECONDS)
+        error.__traceback__ = trace
+        if last.done():
+            self._stop = None
+        self._last = None
+        self.drain()
+        self.generation += 1
+
+    def look(self) -> None:
+        """Raise in the thread what has come to the program; see `stop`."""
+        if self._stop is not None and self.is_own_thread():
+            raise self._stop
+
+    def end(self) -> None:
+        """End the thread: the strategy is closed, or this process is a forked child."""
+        self.generation += 1
+        self._queue.put(None)
+
+
+def _work(
+    calls: queue.SimpleQueue[_AnyCall | None],
+    replica: threads.ThreadReplica | None,
+    owner: weakref.ref[BegunCalls],
+) -> None:
+    """Make the calls; nothing that is kept here keeps the strategy."""
+
+    def is_calm() -> bool:
+        begun = owner()
+        return begun is None or begun.is_calm()
+
+    polling.here.calm = is_calm
+    is_replica = contextlib.nullcontext() if replica is None else None
+    with is_replica or threads.entered(replica):  # type: ignore[arg-type]
+        while (call := calls.get()) is not None:
+            mismatch.begun.site = call._site
+            call._run()
+            del call

@@ -1,0 +1,53 @@
+"""Calls that are begun now and end later; see `mpidist._agreement.begun`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from mpidist._agreement.begun import CollectiveHandle
+from mpidist._base import threads
+from mpidist._mpi import library
+from mpidist._runtime.group import ReplicaGroup
+
+_T = TypeVar("_T")
+
+
+def has_thread(group: ReplicaGroup) -> bool:
+    """Return whether calls that are begun are made by a thread of their own.
+
+    The others are made before `begin` returns: of one replica; of arrays on a GPU,
+    which is a state of the thread that uses it; by the user's `CrossDeviceOps`; and
+    where MPI may be called by one thread at a time. It may differ between ranks.
+    """
+    return (
+        group.num_replicas > 1
+        and group.device.kind == "cpu"
+        and group.custom_ops is None
+        and (threads.current() is not None or library.thread_level() == "MULTIPLE")
+    )
+
+
+def begin(
+    group: ReplicaGroup,
+    name: str,
+    make: Callable[[], _T],
+    *,
+    at_once: bool = False,
+    warns: bool = True,
+    check: Callable[[], None] | None = None,
+) -> CollectiveHandle[_T]:
+    """Begin a call of all ranks, and return at once. Collective.
+
+    Args:
+        group: the ranks.
+        name: of the call.
+        make: makes it.
+        at_once: whether this thread makes it before it returns.
+        warns: whether a handle that is dropped without `result` warns.
+        check: called by `result`; it may raise.
+    """
+    at_once = at_once or not has_thread(group)
+    return group.guard.begin_later(
+        name, make, at_once=at_once, warns=warns, check=check
+    )

@@ -1,0 +1,261 @@
+"""Calls that are begun now and end later: all_reduce_async and all_gather_async."""
+
+import warnings
+
+import numpy as np
+import pytest
+from replicas import (
+    assert_usable,
+    context,
+    everywhere,
+    local,
+    outcomes,
+    raises_everywhere,
+    sample,
+)
+
+import mpidist
+from mpidist._base import nest
+from mpidist._strategy.strategy import group_of
+
+pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
+
+
+def trees(rank):
+    """Nests of all sizes: with the header, in pieces, of several dtypes."""
+    return [
+        3.5 + rank,
+        sample(rank, 7, "float32"),
+        sample(rank, 300_000, "float64"),
+        {"a": [sample(rank, n, "float32") for n in (5, 40_000)], "b": rank},
+        (np.arange(9) * rank, np.linspace(-1, rank, 1000).astype("float16")),
+    ]
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "MAX"])
+def test_results_are_those_of_all_reduce(strategy, rank, op):
+    def step():
+        values = [x for _ in range(3) for x in trees(rank)]
+        handles = [context().all_reduce_async(op, x) for x in values]
+        found = [handle.result() for handle in reversed(handles)][::-1]
+        expected = [context().all_reduce(op, x) for x in values]
+        assert all(handle.done() for handle in handles)
+        return found, expected
+
+    found, expected = local_of(strategy, step)
+    for x, y in zip(found, expected, strict=True):
+        assert type(x) is type(y)
+        np.testing.assert_array_equal(x, y)
+
+
+def local_of(strategy, step):
+    kept = []
+    strategy.run(lambda: kept.append(step()))
+    return [nest.flatten(x)[0] for x in kept[0]]
+
+
+def test_gathers_and_functions(strategy, rank, size):
+    def step():
+        ctx = context()
+        rows = ctx.all_gather_async(np.full((rank + 1, 2), rank), 0)
+        total = ctx.all_reduce_async(np.logaddexp, np.full(3, 1.0))
+        assert repr(total) == (
+            "<mpidist.experimental.CollectiveHandle: all_reduce_async, ended>"
+        )
+        assert rows.done()  # a function is called here, after what was begun
+        return rows.result(), total.result()
+
+    rows, total = local(strategy, step)
+    assert rows[:, 0].tolist() == [r for r in range(size) for _ in range(r + 1)]
+    np.testing.assert_allclose(total, 1 + np.log(size))
+
+
+def test_other_calls_wait_for_those_begun(strategy, size):
+    def merge_fn(strategy, x):
+        return strategy.reduce("SUM", x, axis=None)
+
+    def step():
+        ctx = context()
+        one = ctx.all_reduce_async("SUM", np.ones(100_000))
+        assert ctx.all_reduce("SUM", 1) == size
+        assert one.done()
+        two = ctx.all_reduce_async("SUM", np.ones(100_000))
+        assert ctx.merge_call(merge_fn, args=(1,)) == size
+        assert two.done()
+        return one, two, ctx.all_reduce_async("SUM", 2.0)
+
+    handles = strategy.run(step)
+    assert all(handle.done() for handle in handles)  # the end of run waits, too
+    one, two, three = [handle.result() for handle in handles]
+    assert one.sum() == two.sum() == 100_000 * size
+    assert three == 2 * size
+    assert handles[2].result() == 2 * size  # a second time
+    assert_usable(strategy)
+
+
+def test_in_a_context_that_was_entered(strategy, size):
+    with mpidist.ReplicaContext(strategy, None) as ctx:
+        handle = ctx.all_reduce_async("SUM", 1.0)
+    assert strategy.run(lambda: None) is None
+    assert handle.done()
+    assert handle.result() == size
+
+
+def test_outside_of_a_replica_context(strategy):
+    ctx = mpidist.ReplicaContext(strategy, None)
+    with pytest.raises(RuntimeError, match=r"write `|Need to be inside"):
+        ctx.all_reduce_async("SUM", 1.0)
+    with strategy.scope(), pytest.raises(RuntimeError, match=r"strategy\.gather"):
+        ctx.all_gather_async(np.ones(1), 0)
+    assert_usable(strategy)
+
+
+@pytest.mark.filterwarnings("ignore:.*outside of every scope")
+def test_the_default_strategy():
+    ctx = mpidist.get_replica_context()
+    handle = ctx.all_reduce_async("SUM", np.arange(3))
+    assert handle.done()
+    assert handle.result().tolist() == [0, 1, 2]
+    assert ctx.all_gather_async(np.ones(2), 0).result().tolist() == [1, 1]
+    with pytest.raises(ValueError, match="LAST"):
+        ctx.all_reduce_async("LAST", 1.0).result()
+    assert ctx.all_reduce("SUM", 2.0) == 2.0
+
+
+# --- what they raise ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["result", "later", "call", "merge_call", "end"])
+def test_where_an_error_is_raised(strategy, where):
+    def step():
+        ctx = context()
+        bad = ctx.all_reduce_async("NO SUCH", 1.0)
+        later = ctx.all_reduce_async("SUM", 1.0)  # is not made
+        if where == "result":
+            bad.result()
+        elif where == "later":
+            later.result()
+        elif where == "call":
+            ctx.all_reduce("SUM", 1.0)
+        elif where == "merge_call":
+            ctx.merge_call(lambda strategy: None)
+        return bad, later
+
+    for message in raises_everywhere(ValueError, lambda: strategy.run(step)):
+        assert "NO SUCH" in message
+    assert_usable(strategy)
+
+
+def test_a_program_goes_on_after_an_error(strategy, rank, size):
+    def step():
+        ctx = context()
+        bad = ctx.all_reduce_async("SUM", np.ones(3 + rank))
+        later = ctx.all_reduce_async("SUM", 1.0)
+        kind = mpidist.CollectiveMismatchError if size > 1 else ()
+        with pytest.raises(kind) if size > 1 else warnings.catch_warnings():
+            bad.result()
+        with pytest.raises(kind) if size > 1 else warnings.catch_warnings():
+            later.result()
+        return ctx.all_reduce_async("SUM", 1.0).result()
+
+    assert local(strategy, step) == size
+    assert_usable(strategy)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_calls_that_differ(strategy, rank, size, asked):
+    """The message says where each rank has begun its call."""
+    if size == 1:
+        return
+
+    def step():
+        if rank == 0:
+            handle = context().all_reduce_async("SUM", 1.0)
+        else:
+            handle = context().all_gather_async(np.ones(2), 0)
+        if asked:
+            handle.result()
+        return handle
+
+    error = mpidist.CollectiveMismatchError
+    for message in raises_everywhere(error, lambda: strategy.run(step)):
+        assert "rank 0: all_reduce SUM float64 ()  (at test_async.py:" in message
+        assert "all_gather axis=0" in message
+    assert_usable(strategy)
+
+
+def test_a_rank_that_begins_fewer(strategy, rank, size):
+    if size == 1:
+        return
+
+    def step():
+        calls = [context().all_reduce_async("SUM", 1.0) for _ in range(3 - (rank == 0))]
+        return [call.result() for call in calls]
+
+    raises_everywhere(mpidist.CollectiveMismatchError, lambda: strategy.run(step))
+    assert_usable(strategy)
+
+
+@pytest.mark.parametrize("begun", [0, 1, 2])
+def test_an_exception_on_one_rank_with_calls_begun(strategy, rank, size, begun):
+    """However many it has begun: its own exception, and it is told to the others."""
+
+    def step():
+        calls = []
+        for number in range(3):
+            if rank == size - 1 and number == begun:
+                raise ZeroDivisionError
+            calls.append(context().all_reduce_async("SUM", np.ones(1000)))
+        return [call.result() for call in calls]
+
+    rows = outcomes(lambda: strategy.run(step))
+    assert rows.pop().name == "ZeroDivisionError"
+    assert {row.name for row in rows} <= {"ReplicaError"}
+    assert_usable(strategy)
+
+
+def test_a_handle_that_is_dropped_warns_once(new_strategy):
+    strategy = new_strategy()
+
+    def step():
+        context().all_reduce_async("SUM", 1.0)
+        context().all_reduce_async("SUM", 2.0)
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        strategy.run(step)
+        strategy.run(step)
+    # Warnings are of the process: of all replicas, where they are threads.
+    assert {(w.category, w.filename) for w in found} <= {(RuntimeWarning, __file__)}
+    assert all("without `result()`" in str(w.message) for w in found)
+    assert sum(everywhere(len(found))) >= 1
+    assert group_of(strategy).guard.begun.has_warned
+    assert_usable(strategy)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_change_before_the_result_is_found(strategy, monkeypatch, changes):
+    monkeypatch.setenv("MPIDIST_DEBUG", "1")
+
+    def step():
+        x = np.zeros(10)
+        handle = context().all_reduce_async("SUM", [x, 1.0])
+        x[3] = changes
+        return handle.result()
+
+    if changes:
+        error = raises_everywhere(RuntimeError, lambda: strategy.run(step))
+        assert "has changed since" in error[0]
+    else:
+        strategy.run(step)
+    assert_usable(strategy)
+
+
+def test_a_closed_strategy(new_strategy, size):
+    strategy = new_strategy()
+    with mpidist.ReplicaContext(strategy, None) as ctx:
+        handle = ctx.all_reduce_async("SUM", 1.0)
+    strategy.close()
+    assert handle.result() == size
+    with pytest.raises(RuntimeError, match="closed"), ctx:
+        ctx.all_reduce_async("SUM", 1.0).result()

@@ -1,0 +1,132 @@
+"""Faults while calls are begun: no rank hangs, or is told only at its deadline."""
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from faults.test_jobs import run_job
+from replicas import context, everywhere, outcomes, set_deadline
+
+pytestmark = pytest.mark.core
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.replicas(2, 3)
+def test_a_rank_that_does_not_come(new_strategy, rank, size):
+    """All that wait give up at the deadline, and name the rank."""
+    strategy = new_strategy()
+    strategy.run(lambda: context().all_reduce("SUM", np.ones(1000)))
+    set_deadline(strategy, 1.0)
+
+    def step():
+        if rank == size - 1:
+            everywhere(None)  # until the others have given up
+            return
+        handle = context().all_reduce_async("SUM", np.ones(1000))
+        try:
+            handle.result()
+        finally:
+            everywhere(None)
+
+    rows = outcomes(lambda: strategy.run(step))
+    assert {row.name for row in rows} == {"CollectiveTimeoutError"}
+    assert all(f"rank {size - 1}" in row.message for row in rows)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("where", ["result", "call", "program"])
+def test_ctrl_c(new_strategy, rank, size, where):
+    """Wherever the program is, while its thread waits for a rank that does not come."""
+    strategy = new_strategy()
+    start = time.monotonic()
+
+    def step():
+        if rank == 0:  # which is told where it comes next
+            time.sleep(1)
+            context().all_reduce("SUM", np.ones(1000))
+            return
+        handle = context().all_reduce_async("SUM", np.ones(1000))
+        if rank == 1:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        if where == "program" and rank == 1:
+            time.sleep(20)
+        if where == "call":
+            context().all_reduce("SUM", 1.0)
+        handle.result()
+
+    rows = outcomes(lambda: strategy.run(step))
+    assert rows.pop(1).name == "KeyboardInterrupt"
+    assert {row.name for row in rows} == {"CollectiveTimeoutError"}
+    for row in rows:
+        assert "rank 1 was interrupted by KeyboardInterrupt in " in row.message
+    assert time.monotonic() - start < 20
+
+
+# Where the program of rank 1 ends, while the others have begun calls with it.
+ENDS = {
+    "by its end": ("pass", "do not make the same call"),
+    "by sys.exit": ("sys.exit(3)", "rank 1 left the program by sys.exit(3)"),
+    "by an exception": ("1 / 0", "ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_program_that_ends(how):
+    code, text = ENDS[how]
+    result = run_job(f"""
+    strategy = mpidist.MPIStrategy()
+    ctx = mpidist.ReplicaContext(strategy, None)
+    if RANK == 1:
+        {code}
+    else:
+        with ctx:
+            handle = ctx.all_reduce_async("SUM", np.ones(100_000))
+            time.sleep(0.5)
+            handle.result()
+        print("not reached", flush=True)
+    """)
+    assert result.returncode != 0, result
+    assert text in result.stderr
+    assert "not reached" not in result.stdout
+
+
+def test_a_program_that_ends_with_calls_begun():
+    result = run_job("""
+    strategy = mpidist.MPIStrategy()
+    with mpidist.ReplicaContext(strategy, None) as ctx:
+        good = ctx.all_reduce_async("SUM", np.ones(100_000))
+        bad = ctx.all_reduce_async("NO SUCH", np.ones(100_000))
+    """)
+    assert result.returncode == 0, result
+    assert result.stderr.count("nobody asked the handle of a call") == 3
+    assert "NO SUCH" in result.stderr
+
+
+def test_a_forked_child():
+    """It has no such thread, and does not wait for one."""
+    result = run_job("""
+    strategy = mpidist.MPIStrategy()
+    with mpidist.ReplicaContext(strategy, None) as ctx:
+        done = ctx.all_reduce_async("SUM", 1.0)
+        assert done.result() == 3
+        if RANK == 0:
+            time.sleep(1)
+        handle = ctx.all_reduce_async("SUM", 1.0)
+        if RANK == 1:
+            pid = os.fork()
+            if pid == 0:
+                assert done.result() == 3
+                try:
+                    handle.result()
+                except RuntimeError as error:
+                    assert "forked" in str(error)
+                    os._exit(5)
+                os._exit(6)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+        assert handle.result() == 3
+    print("done", flush=True)
+    """)
+    assert result.stdout.split() == ["done"] * 3, result
