@@ -150,7 +150,12 @@ def _ends_with(span: Span | None, error: BaseException | None) -> None:
 
 
 class Guard(Waiting):
-    """Agreement, propagation of errors and deadline for one communicator."""
+    """Agreement, propagation of errors and deadline for one communicator.
+
+    Attributes:
+        failures: how often ranks have differed; it changes on all ranks, or on none.
+    """
+
 
     # Of the base class; without these lines pyright calls their types ambiguous.
     channel: Channel
@@ -179,6 +184,7 @@ class Guard(Waiting):
             comm, channel, timeout_seconds=timeout_seconds, stall_seconds=stall_seconds
         )
         self.enabled: bool = enabled
+        self.failures: int = 0
         self._alone = False
         # Called before a call of this rank while it is alone; it makes the call legal.
         self.before_call: Callable[[], None] | None = None
@@ -523,6 +529,7 @@ class Guard(Waiting):
         kind: ErrorKind,
         joining: bool,
     ) -> BaseException:
+        self.failures += 1
         report = Report.of(self._comm.rank, call, error, kind)
         report.depth, report.joining = self._depth, joining
         if self._writes is not None:

@@ -12,9 +12,11 @@ from mpidist._base import backend
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.remedies import explain_keywords
 from mpidist._runtime import context
+from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.current import get_strategy, group_of_call
 from mpidist._strategy.strategy import Strategy
 from mpidist.torch._gradients import Named, check_op, reduce_gradients
+from mpidist.torch._overlap import Overlap
 
 # `Any` for type checkers: an optimizer around one of another class replaces it in
 # `optimizer = DistributedOptimizer(optimizer)`.
@@ -37,6 +39,13 @@ class DistributedOptimizer(_AnyOptimizer):
             reduced and the step is made. So k batches act as one of k times the rows.
         max_norm: if given, the reduced gradients are scaled so that their global norm
             is at most this, by `torch.nn.utils.clip_grad_norm_`.
+        overlap: whether gradients are reduced during the backward pass, as soon as 4 MB
+            of them are ready; `step` waits for them. None: if the ranks are on several
+            nodes, since the network's time is what it hides. In the first step, and for
+            gradients on GPUs, they are reduced in `step`. Gradients that the program
+            changes after the backward pass are reduced once more. If parameters have a
+            gradient on some ranks only, and in each step on others, no other collective
+            call may come between ``backward()`` and `step`.
         named_parameters: ``module.named_parameters()``: for names in messages.
         strategy: the ranks; default: the strategy in whose scope it is made, and
             outside of every scope the current one at each step.
@@ -58,6 +67,7 @@ class DistributedOptimizer(_AnyOptimizer):
         op: ReduceOp | str = ReduceOp.MEAN,
         backward_passes_per_step: int = 1,
         max_norm: float | None = None,
+        overlap: bool | None = None,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
         strategy: Strategy | None = None,
     ) -> None:
@@ -82,7 +92,13 @@ class DistributedOptimizer(_AnyOptimizer):
             raise ValueError(
                 f"{call}: expected `max_norm` to be greater than 0, got {max_norm!r}"
             )
+        chosen: object = overlap
+        if chosen is not None and not isinstance(chosen, bool):
+            raise TypeError(
+                f"{call}: expected `overlap` to be True, False or None, got {chosen!r}"
+            )
         self._optimizer = optimizer
+        self._wanted = overlap
         self._op = check_op(op, call)
         self._passes_per_step = passes
         self._passes = 0
@@ -93,6 +109,9 @@ class DistributedOptimizer(_AnyOptimizer):
         self._strategy = strategy
         if strategy is None and context.has_strategy():
             self._strategy = get_strategy()
+        self._overlap = Overlap(self._op, f"{call}.step")
+        if overlap is not False:
+            self._overlap.watch(self._named())
 
     def __getattr__(self, name: str) -> Any:
         # What the base class's constructor would have set, and the subclass's own.
@@ -164,6 +183,8 @@ class DistributedOptimizer(_AnyOptimizer):
             param_group: their settings, as in torch.
         """
         self._optimizer.add_param_group(param_group)
+        if self._wanted is not False:
+            self._overlap.watch(self._named())
 
     def _reduced(self, closure: Callable[[], Any], call: str) -> Callable[[], Any]:
         def reduced() -> Any:
@@ -177,9 +198,23 @@ class DistributedOptimizer(_AnyOptimizer):
     def _reduce(self, call: str) -> None:
         group = group_of_call(self._strategy, call)
         named = self._named()
-        reduce_gradients(group, named, self._op, call, self._passes_per_step)
+        if self._overlaps(group):
+            self._overlap.reduce(group, named, self._passes_per_step)
+        else:
+            reduce_gradients(group, named, self._op, call, self._passes_per_step)
         if self._max_norm is not None:
             torch.nn.utils.clip_grad_norm_([p for _, p in named], self._max_norm)
+
+    def _overlaps(self, group: ReplicaGroup) -> bool:
+        """Return whether gradients are reduced during the backward pass.
+
+        It is the same on all ranks.
+        """
+        wanted = self._wanted
+        if wanted is None:
+            wanted = len(set(group.node_numbers)) > 1
+        on_host = not any("GPU" in name.upper() for name in group.device_names)
+        return wanted and on_host and group.num_replicas > 1
 
     def _named(self) -> Named:
         parameters = [p for g in self._optimizer.param_groups for p in g["params"]]

@@ -1,0 +1,306 @@
+"""Gradients that are reduced while the backward pass computes others.
+
+torch calls a hook when it has accumulated the gradient of a parameter. In the first
+step hooks only note the order, and how often each parameter is ready until `step`.
+Rank 0's order divides the parameters into *buckets*, the same on all ranks. From then
+on a bucket is begun when all its gradients are ready, and those before it are begun.
+The last bucket, and those that are not full, are begun by `step`. So between two steps
+each rank begins every bucket once, in the same order, whatever its backward passes do.
+
+What a bucket was begun with may not be what `step` finds: after another backward pass,
+a `zero_grad`, or a change by the program. A tensor's identity and version show that.
+Each rank says which buckets are *stale* with its last bucket, and all reduce these once
+more. If that happens again in the next step, all buckets wait for `step` from then on.
+
+Parameters without a gradient on some rank are in the last bucket, once they are known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import operator
+import weakref
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from mpidist._agreement.begun import CollectiveHandle
+from mpidist._base import reporting
+from mpidist._base.reduce_op import ReduceOp
+from mpidist._runtime import begun
+from mpidist._runtime.group import ReplicaGroup
+from mpidist.torch._gradients import (
+    FLAGS,
+    PRESENT,
+    Named,
+    Sums,
+    assign,
+    reduce_gradients,
+    sums_of,
+)
+
+BUCKET_BYTES: Final = 4 * 2**20
+# How often a tensor was written to, counted by torch; documented, if not by its name.
+_version_of: Final = operator.attrgetter("_version")
+_logger: Final = logging.getLogger("mpidist")
+
+
+@dataclasses.dataclass(eq=False)
+class _Bucket:
+    """Parameters whose gradients are reduced together.
+
+    Attributes:
+        named: the parameters, in the order in which they are ready.
+        text: of the bucket, for messages.
+        waiting: how many of them are not ready.
+        handle: of the reduction, once it is begun.
+        taken: the gradients that it was begun with, and their versions.
+    """
+
+    named: Named
+    text: str
+    waiting: int = 0
+    handle: CollectiveHandle[Sums] | None = None
+    taken: list[tuple[torch.Tensor | None, int]] = dataclasses.field(
+        default_factory=list
+    )
+
+    def is_stale(self) -> bool:
+        """Return whether gradients are not those that it was begun with."""
+        return any(
+            now is not before or (now is not None and _version_of(now) != version)
+            for now, (before, version) in zip(
+                gradients_of(self.named), self.taken, strict=True
+            )
+        )
+
+
+class _Plan:
+    """The buckets of one list of parameters.
+
+    Args:
+        group: the ranks.
+        named: the parameters.
+        order: their numbers, in the order in which rank 0 has them ready.
+        counts: how often each is ready until a step.
+        last: the numbers of those that are in the last bucket.
+    """
+
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        named: Named,
+        order: list[int],
+        counts: list[int],
+        last: set[int],
+    ) -> None:
+        self.group, self.named = group, named
+        self.order, self.counts, self.last = order, counts, last
+        self.failures = group.guard.failures
+        members: list[list[int]] = [[]]
+        nbytes = 0
+        for i in order:
+            if i in last:
+                continue
+            if nbytes >= BUCKET_BYTES:
+                members.append([])
+                nbytes = 0
+            members[-1].append(i)
+            nbytes += named[i][1].nbytes
+        members[-1] += [i for i in order if i in last]
+        self.buckets = [
+            _Bucket([named[i] for i in some], f"bucket {k + 1} of {len(members)}")
+            for k, some in enumerate(members)
+        ]
+        self._bucket_of = {
+            id(p): bucket for bucket in self.buckets for _, p in bucket.named
+        }
+        self._left: dict[int, int] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """Wait for the gradients of the next step."""
+        self._left = {
+            id(p): n for (_, p), n in zip(self.named, self.counts, strict=True)
+        }
+        self.next = 0
+        for bucket in self.buckets:
+            bucket.waiting, bucket.handle = len(bucket.named), None
+            bucket.taken = []
+
+    def note(self, parameter: torch.Tensor) -> bool:
+        """Note a gradient; return whether the next bucket can be begun."""
+        left = self._left.get(id(parameter), 0)
+        if left:
+            self._left[id(parameter)] = left - 1
+            if left == 1:
+                self._bucket_of[id(parameter)].waiting -= 1
+        return self.next < len(self.buckets) - 1 and not self.buckets[self.next].waiting
+
+
+class Overlap:
+    """The reductions of one optimizer's gradients.
+
+    Args:
+        op: MEAN or SUM.
+        call: the name of the step, for messages.
+    """
+
+    def __init__(self, op: ReduceOp, call: str) -> None:
+        self._op, self._call = op, call
+        self._plan: _Plan | None = None
+        self._ready: dict[int, int] = {}  # since the last step: how often, in order
+        self._hooks: dict[int, Any] = {}
+        self._redone = 0  # steps in which buckets were stale, one after the other
+        self._holds = False
+
+    def watch(self, named: Named) -> None:
+        """Have torch call this object when a gradient is ready."""
+        reference = weakref.ref(self)
+
+        def ready(parameter: torch.Tensor) -> None:
+            this = reference()
+            if this is not None:
+                this._note(parameter)
+
+        known = {id(p) for _, p in named}
+        for key in [key for key in self._hooks if key not in known]:
+            self._hooks.pop(key).remove()
+        for _, p in named:
+            if id(p) not in self._hooks:
+                self._hooks[id(p)] = p.register_post_accumulate_grad_hook(ready)
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        """Note that a gradient is ready, and begin what can be begun."""
+        plan = self._plan
+        if plan is None:
+            self._ready[id(parameter)] = self._ready.get(id(parameter), 0) + 1
+            return
+        if plan.failures != plan.group.guard.failures:
+            self._forget()  # the ranks have not begun the same buckets
+            return
+        can_begin = plan.note(parameter)
+        while can_begin and not self._holds:
+            self._begin(plan)
+            bucket = plan.buckets[plan.next]
+            can_begin = bucket is not plan.buckets[-1] and not bucket.waiting
+
+    def _forget(self) -> None:
+        self._plan = None
+        self._ready = {}
+
+    def _begin(self, plan: _Plan, flags: list[float] | None = None) -> None:
+        """Begin the next bucket. Collective."""
+        bucket = plan.buckets[plan.next]
+        plan.next += 1
+        gradients = gradients_of(bucket.named)
+        bucket.taken = [(x, 0 if x is None else _version_of(x)) for x in gradients]
+        named, group, op = bucket.named, plan.group, self._op
+        call = f"{self._call}, {bucket.text}"
+        bucket.handle = begun.begin(
+            group,
+            call,
+            lambda: sums_of(group, named, gradients, op, call, flags or ()),
+            warns=False,
+        )
+
+    def reduce(self, group: ReplicaGroup, named: Named, divisor: int) -> None:
+        """Replace the gradients by their reductions over the ranks. Collective.
+
+        Args:
+            group: the ranks.
+            named: the parameters.
+            divisor: divides the results.
+        """
+        plan = self._plan
+        if plan is not None and (
+            plan.group is not group or plan.failures != group.guard.failures
+        ):
+            self._forget()
+            plan = None
+        try:
+            if plan is None:
+                reduce_gradients(group, named, self._op, self._call, divisor)
+                self._make_plan(group, named)
+            else:
+                self._finish(plan, named, divisor)
+        except BaseException:
+            self._forget()
+            raise
+
+    def _make_plan(self, group: ReplicaGroup, named: Named) -> None:
+        """Divide the parameters into buckets, as rank 0 has had them ready."""
+        counts = [self._ready.get(id(p), 0) for _, p in named]
+        numbers = {id(p): i for i, (_, p) in enumerate(named)}
+        order = [numbers.pop(key) for key in self._ready if key in numbers]
+        order += numbers.values()
+        self._ready = {}
+        self.watch(named)
+        call = f"{self._call}, the order of the gradients"
+        rows = group.collectives.broadcast(np.array([order, counts]), call=call)
+        order, counts = rows.tolist()
+        if any(counts):
+            last = {i for i, n in enumerate(counts) if not n}
+            self._plan = _Plan(group, named, order, counts, last)
+
+    def _finish(self, plan: _Plan, named: Named, divisor: int) -> None:
+        """Begin the buckets that are left, and wait for all of them."""
+        *others, last = plan.buckets
+        while plan.next < len(others):
+            self._begin(plan)
+        # Also how many ranks there are, if the sum of a flag is to say "all".
+        self._begin(plan, [1.0, *(float(bucket.is_stale()) for bucket in others)])
+        sums = [bucket.handle.result() for bucket in plan.buckets if bucket.handle]
+        full, *stale = sums[-1][FLAGS].tolist()
+        for i, bucket in enumerate(others):
+            if stale[i]:
+                call = f"{self._call}, {bucket.text}, once more"
+                gradients = gradients_of(bucket.named)
+                sums[i] = sums_of(plan.group, bucket.named, gradients, self._op, call)
+        missing: set[str] = set()
+        for bucket, found in zip(plan.buckets, sums, strict=True):
+            assign(bucket.named, found, divisor)
+            if bucket is not last:
+                present = found[PRESENT].tolist()
+                missing.update(
+                    name
+                    for (name, _), part in zip(bucket.named, present, strict=True)
+                    if part < full
+                )
+        plan.restart()
+        self._count_stale(plan, any(stale))
+        planned = {id(p) for _, p in plan.named}
+        more = [(name, p) for name, p in named if id(p) not in planned]
+        if more:
+            reduce_gradients(plan.group, more, self._op, self._call, divisor)
+        if len(named) != len(plan.named) or more:  # frozen, or added
+            self.watch(named)
+            self._forget()
+        elif missing:
+            late = {i for i, (name, _) in enumerate(plan.named) if name in missing}
+            self._plan = _Plan(
+                plan.group, plan.named, plan.order, plan.counts, plan.last | late
+            )
+
+    def _count_stale(self, plan: _Plan, stale: bool) -> None:
+        self._redone = self._redone + 1 if stale else 0
+        if self._redone < 2 or self._holds:
+            return
+        self._holds = True
+        if plan.group.replica_id == 0:
+            reporting.log(
+                _logger,
+                logging.WARNING,
+                "mpidist: %s: in two successive steps gradients have changed after "
+                "they were ready (by the program, or by backward passes of another "
+                "number), and were reduced twice. From now on they are reduced in "
+                "`step`: overlap=False. To clip them use `max_norm`",
+                self._call,
+            )
+
+
+def gradients_of(named: Named) -> list[torch.Tensor | None]:
+    """Return the gradients of parameters; None for those that are frozen."""
+    return [p.grad if p.requires_grad else None for _, p in named]

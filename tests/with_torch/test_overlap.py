@@ -1,0 +1,278 @@
+"""DistributedOptimizer(overlap=True): the bits of overlap=False, whatever steps do."""
+
+import numpy as np
+import pytest
+from replicas import assert_usable, everywhere, outcomes, raises_everywhere
+
+import mpidist
+from mpidist._strategy.strategy import group_of
+
+pytestmark = [pytest.mark.mpi, pytest.mark.guests, pytest.mark.replicas(2, 3)]
+
+
+@pytest.fixture
+def torch():
+    module = pytest.importorskip("torch")
+    module.set_num_threads(1)
+    return module
+
+
+@pytest.fixture
+def mt(torch, monkeypatch):
+    import mpidist.torch
+    from mpidist.torch import _overlap
+
+    monkeypatch.setattr(_overlap, "BUCKET_BYTES", 500)
+    return mpidist.torch
+
+
+class Training:
+    """A module and its optimizer, in one of the two ways."""
+
+    def __init__(self, torch, mt, strategy, overlap, module=None, sgd=None, **options):
+        generator = torch.Generator().manual_seed(0)
+        self.torch, self.strategy = torch, strategy
+        self.module = module or torch.nn.Sequential(
+            *(m for _ in range(5) for m in (torch.nn.Linear(8, 8), torch.nn.Tanh()))
+        )
+        with torch.no_grad():
+            for p in self.module.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator) / 3)
+        sgd = sgd or (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5))
+        self.optimizer = mt.DistributedOptimizer(
+            sgd([p for p in self.module.parameters() if p.requires_grad]),
+            strategy=strategy,
+            overlap=overlap,
+            **options,
+        )
+        self.rows = torch.Generator().manual_seed(1 + strategy.replica_id)
+        self.begun = []
+
+    def loss(self):
+        x = self.torch.randn(4, 8, generator=self.rows)
+        return self.module(x).square().mean()
+
+    def note(self):
+        """Note how many buckets were begun by now; None: nothing is planned."""
+        plan = self.optimizer._overlap._plan
+        self.begun.append(plan and (plan.next, len(plan.buckets)))
+
+    def step(self, number):
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        self.note()
+        self.optimizer.step()
+
+
+@pytest.fixture
+def trains_alike(torch, mt, strategy):
+    """Train in both ways; return the training that overlaps."""
+
+    def train(step=Training.step, steps=5, make_module=lambda: None, **options):
+        one, two = (
+            Training(torch, mt, strategy, overlap, make_module(), **options)
+            for overlap in (False, True)
+        )
+        for training in (one, two):
+            for number in range(steps):
+                strategy.run(step, args=(training, number))
+        mine = [
+            [p.detach().numpy().tobytes() for p in x.module.parameters()]
+            for x in (one, two)
+        ]
+        assert mine[0] == mine[1]
+        assert everywhere(mine[1]) == [mine[1]] * strategy.num_replicas_in_sync
+        assert_usable(strategy)
+        return two
+
+    return train
+
+
+@pytest.fixture
+def several(size):
+    if size == 1:
+        pytest.skip("one rank reduces nothing")
+
+
+@pytest.mark.parametrize("op", ["MEAN", "SUM"])
+@pytest.mark.usefixtures("several")
+def test_all_but_the_last_bucket_are_begun_by_the_backward_pass(trains_alike, op):
+    two = trains_alike(op=op, max_norm=0.5)
+    assert two.begun == [None] + [(2, 3)] * 4
+    (last,) = [i for i, _ in enumerate(two.module) if i == 8]
+    names = [name for name, _ in two.optimizer._overlap._plan.buckets[0].named]
+    assert names[0].startswith("parameter")
+    first = two.optimizer._overlap._plan.buckets[0].named[0][1]
+    assert any(first is p for p in two.module[last].parameters())
+
+
+@pytest.mark.usefixtures("several")
+def test_accumulation(trains_alike):
+    two = trains_alike(backward_passes_per_step=3, steps=9)
+    # Begun by the last of three passes, from the second step on.
+    assert [n and n[0] for n in two.begun] == [None] * 3 + [0, 0, 2] * 2
+
+
+def test_a_closure(trains_alike, torch):
+    def step(training, number):
+        def closure():
+            training.optimizer.zero_grad()
+            loss = training.module(torch.ones(4, 8)).square().mean()
+            loss.backward()
+            return loss
+
+        training.optimizer.step(closure)
+
+    trains_alike(step, sgd=lambda p: torch.optim.LBFGS(p, max_iter=4))
+
+
+@pytest.mark.parametrize("varies", [False, True])
+@pytest.mark.usefixtures("several")
+def test_several_backward_passes(trains_alike, varies):
+    def step(training, number):
+        training.optimizer.zero_grad()
+        for _ in range(1 + number % 2 if varies else 2):
+            training.loss().backward()
+        training.note()
+        training.optimizer.step()
+
+    two = trains_alike(step, steps=6)
+    if not varies:
+        assert two.begun == [None] + [(2, 3)] * 5
+
+
+@pytest.mark.usefixtures("several")
+def test_gradients_that_the_program_changes(trains_alike, torch, rank, caplog):
+    def step(training, number):
+        training.optimizer.zero_grad()
+        training.loss().backward()
+        if rank == 0:
+            parameters = training.module.parameters()
+            torch.nn.utils.clip_grad_norm_(parameters, 1e-3)
+        training.optimizer.step()
+
+    two = trains_alike(step)
+    assert two.optimizer._overlap._holds
+    if rank == 0:
+        assert "max_norm" in caplog.text
+
+
+def test_steps_that_are_skipped(trains_alike):
+    def step(training, number):
+        training.optimizer.zero_grad()
+        training.loss().backward()
+        if number not in (2, 3, 6):
+            training.optimizer.step()
+
+    two = trains_alike(step, steps=9)
+    assert not two.optimizer._overlap._holds
+
+
+def test_parameters_without_a_gradient(trains_alike, torch, rank, size):
+    """Here or there, nowhere, and on another rank in each step."""
+
+    class Branches(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(5))
+
+        def forward(self, x, taken):
+            for i in taken:
+                x = torch.tanh(self.parts[i](x))
+            return x
+
+    def step(training, number):
+        taken = [0, 1 + (rank + number // 3) % 2, 3]
+        training.optimizer.zero_grad()
+        training.module(torch.ones(2, 8) * rank, taken).square().mean().backward()
+        training.optimizer.step()
+
+    two = trains_alike(step, steps=9, make_module=Branches)
+    assert two.module.parts[4].weight.grad is None
+
+
+def test_parameters_that_are_shared_frozen_and_added(trains_alike, torch):
+    def make():
+        shared = torch.nn.Linear(8, 8)
+        layers = [torch.nn.Linear(8, 8) for _ in range(4)]
+        layers[1].requires_grad_(False)
+        return torch.nn.Sequential(shared, *layers[:2], shared, *layers[2:])
+
+    def step(training, number):
+        if number == 3:
+            training.module[4].requires_grad_(False)
+        if number == 6:
+            training.module[2].requires_grad_(True)
+            parameters = list(training.module[2].parameters())
+            training.optimizer.add_param_group({"params": parameters, "lr": 0.1})
+        training.step(number)
+
+    trains_alike(step, steps=10, make_module=make)
+
+
+def test_other_calls_between_backward_and_step(trains_alike, size):
+    def step(training, number):
+        training.optimizer.zero_grad()
+        loss = training.loss()
+        loss.backward()
+        assert mpidist.get_replica_context().all_reduce("SUM", 1) == size
+        training.optimizer.step()
+
+    trains_alike(step)
+
+
+@pytest.mark.usefixtures("several")
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_an_exception_in_a_backward_pass_of_one_rank(
+    strategy, torch, mt, rank, size, at
+):
+    """All raise, and the next step is right on all."""
+
+    def fail(gradient):
+        if failing:
+            raise ZeroDivisionError
+        return gradient
+
+    failing = False
+    two = Training(torch, mt, strategy, True)
+    two.module[2 * at].weight.register_hook(fail)
+    for number in range(3):
+        strategy.run(two.step, args=(number,))
+    failing = rank == size - 1
+    rows = outcomes(lambda: strategy.run(two.step, args=(3,)))
+    assert rows.pop().name == "ZeroDivisionError"
+    assert {row.name for row in rows} == {"ReplicaError"}
+    failing = False
+    for number in range(3):
+        strategy.run(two.step, args=(number,))
+    mine = [p.detach().numpy().tobytes() for p in two.module.parameters()]
+    assert everywhere(mine) == [mine] * size
+    assert_usable(strategy)
+
+
+@pytest.mark.usefixtures("several")
+def test_a_gradient_that_cannot_be_reduced(strategy, torch, mt, rank):
+    module = torch.nn.Embedding(30, 8, sparse=True)
+    for overlap in (False, True):
+        optimizer = mt.DistributedOptimizer(
+            torch.optim.SGD(module.parameters(), lr=0.1),
+            strategy=strategy,
+            overlap=overlap,
+        )
+        for _ in range(2):
+            module(torch.arange(rank + 1)).sum().backward()
+            for message in raises_everywhere(TypeError, optimizer.step):
+                assert "to_dense" in message
+            optimizer.zero_grad()
+    assert_usable(strategy)
+
+
+def test_what_overlap_may_be(strategy, torch, mt):
+    module = torch.nn.Linear(2, 2)
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="overlap"):
+        mt.DistributedOptimizer(sgd, overlap="yes")
+    optimizer = mt.DistributedOptimizer(sgd, strategy=strategy)
+    group = group_of(strategy)
+    assert optimizer._overlaps(group) is (len(set(group.node_numbers)) > 1)
+    assert np.isfinite(module.weight.detach().numpy()).all()
