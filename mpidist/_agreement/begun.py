@@ -57,6 +57,8 @@ class CollectiveHandle(Generic[_T]):
     strategy. What its call raises is then raised by the next collective call.
     """
 
+    _calls: BegunCalls | None = None
+
     def __init__(
         self,
         guard: _Guard,
@@ -67,7 +69,6 @@ class CollectiveHandle(Generic[_T]):
     ) -> None:
         """Hold a call; `BegunCalls.begin` makes them."""
         self._guard = guard
-        self._calls: BegunCalls | None = None
         self._name = name
         self._make: Callable[[], _T] | None = make
         self._site = mismatch.user_site() if warns else None
@@ -126,6 +127,8 @@ class CollectiveHandle(Generic[_T]):
     def _run(self, *, at_once: bool = False) -> None:
         """Make the call; called by `BegunCalls`."""
         calls, make = self._calls, self._make
+        if self._done:
+            return
         self._make = None
         assert calls is not None
         assert make is not None
@@ -142,8 +145,14 @@ class CollectiveHandle(Generic[_T]):
                 self._error = error.with_traceback(trace and trace.tb_next)
                 calls.failure = error
         del make  # what it refers to goes with the result
-        self._done = True
-        self._lock.release()
+        self._end(self._error)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Let those go on who wait for the call."""
+        if not self._done:
+            self._error = error
+            self._done = True
+            self._lock.release()
 
     def _wait(self, seconds: float = -1) -> None:
         """Wait until the call has ended; by a lock, which signals end."""
@@ -151,8 +160,11 @@ class CollectiveHandle(Generic[_T]):
             self._lock.release()
 
     def __del__(self) -> None:
-        calls, site = self._calls, self._site
-        if calls is None or site is None or not self._warns or self._error is not None:
+        calls = self._calls
+        if calls is None:  # it was not begun
+            return
+        site = self._site
+        if site is None or not self._warns or self._error is not None:
             return
         if calls.has_warned or calls.generation != self._generation:
             return
@@ -215,9 +227,13 @@ class BegunCalls:
                 daemon=True,
             )
             self._thread.start()
-        self._last = call
-        self._guard.note_unsettled(True)
-        self._queue.put(call)
+        try:
+            self._last = call
+            self._guard.note_unsettled(True)
+            self._queue.put(call)
+        except BaseException as error:  # of a signal; the thread may not have it
+            call._end(error)
+            raise
 
     def is_own_thread(self) -> bool:
         """Return whether this thread makes the calls."""

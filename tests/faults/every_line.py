@@ -194,6 +194,11 @@ def read(strategy: mpidist.Strategy, v: mpidist.Variable, folder: str) -> Any:
 ROWS: Final = mpidist.data.Dataset.from_tensor_slices(np.arange(10_000.0)).batch(4)
 
 
+def begin_two() -> list[Any]:
+    calls = [context().all_reduce_async("SUM", np.ones(n)) for n in (3, 100_000)]
+    return [call.result() for call in calls]
+
+
 def batches(strategy: mpidist.Strategy, v: mpidist.Variable, folder: str) -> Any:
     steps = iter(strategy.experimental_distribute_dataset(ROWS))
     return lambda: next(steps)
@@ -220,6 +225,7 @@ VERBS: Final[dict[str, Verb]] = {
         lambda: context().all_reduce("SUM", {"a": np.ones(3), "b": [1, 2.0]})
     ),
     "all_gather": in_replicas(lambda: context().all_gather(np.ones((2, 2)), axis=0)),
+    "begun": in_replicas(begin_two),
     "merge_call": merge,
     "assign in replicas": lambda s, v, _: lambda: s.run(lambda: v.assign(np.ones(3))),
     "update in replicas": lambda s, v, _: (

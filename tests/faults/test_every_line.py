@@ -35,6 +35,7 @@ def numbers_of(count):
     "verb",
     [
         "merge_call",
+        "begun",
         "optimizer",
         "reduce",
         "next",
