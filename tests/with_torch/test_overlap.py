@@ -11,13 +11,6 @@ pytestmark = [pytest.mark.mpi, pytest.mark.guests, pytest.mark.replicas(2, 3)]
 
 
 @pytest.fixture
-def torch():
-    module = pytest.importorskip("torch")
-    module.set_num_threads(1)
-    return module
-
-
-@pytest.fixture
 def mt(torch, monkeypatch):
     import mpidist.torch
     from mpidist.torch import _overlap
