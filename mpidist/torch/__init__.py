@@ -8,6 +8,7 @@ not import this module; importing it imports torch.
 
 from __future__ import annotations
 
+from mpidist.torch._batch_norm import SyncBatchNorm as SyncBatchNorm
 from mpidist.torch._gradients import all_reduce_gradients as all_reduce_gradients
 from mpidist.torch._optimizer import DistributedOptimizer as DistributedOptimizer
 from mpidist.torch._parameters import (
@@ -19,6 +20,7 @@ from mpidist.torch._sharding import ZeroRedundancyOptimizer as ZeroRedundancyOpt
 
 __all__ = [
     "DistributedOptimizer",
+    "SyncBatchNorm",
     "ZeroRedundancyOptimizer",
     "all_reduce_gradients",
     "broadcast_optimizer_state",

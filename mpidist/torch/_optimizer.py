@@ -123,6 +123,19 @@ class DistributedOptimizer(_AnyOptimizer):
         return f"DistributedOptimizer({self._optimizer!r})"
 
     @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # What torch.amp.GradScaler.step reads first. It would skip the step on a rank
+        # whose own gradients are not finite, and the next step of that rank would meet
+        # this one of the others: gradients of different batches, added without a word.
+        raise TypeError(
+            "GradScaler.step of a mpidist.torch.DistributedOptimizer: each rank would "
+            "skip a step by its own gradients; write "
+            "`mpidist.torch.all_reduce_gradients(model); scaler.step(optimizer); "
+            "scaler.update()` with the optimizer that it wraps: an inf on one rank is "
+            "then one on all"
+        )
+
+    @property
     def passes(self) -> int:
         """The number of backward passes since the last step."""
         return self._passes

@@ -389,3 +389,33 @@ def test_a_loss_of_no_rows_has_a_gradient(strategy, torch, mt):
     assert losses.grad.tolist() == [0.0] * 3
     with pytest.raises(TypeError, match=r"torch\.stack\(losses\)"):
         mpidist.compute_average_loss([losses[0], losses[1]])
+
+
+def test_a_grad_scaler_is_told_what_to_do(strategy, rank, torch, mt):
+    model = make_model(torch).float()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = mt.DistributedOptimizer(inner, strategy=strategy)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    x, y = mine(rank, *make_rows(torch))
+
+    def backward(value):
+        loss = loss_of(torch, model, x.float(), y) * value
+        inner.zero_grad()
+        scaler.scale(loss).backward()
+
+    backward(1.0)
+    messages = raises_everywhere(TypeError, lambda: scaler.step(optimizer))
+    assert all("all_reduce_gradients(model)" in text for text in messages)
+    before = bytes_of(model)
+    for value in (1.0, float("inf") if rank == 1 else 1.0):
+        scale = scaler.get_scale()
+        backward(value)
+        mt.all_reduce_gradients(model, strategy=strategy)
+        scaler.step(inner)
+        scaler.update()
+        assert_equal_on_all(model)
+        if value == 1.0 and scaler.get_scale() == scale:
+            assert bytes_of(model) != before
+            before = bytes_of(model)
+    assert bytes_of(model) == before
+    assert everywhere(scaler.get_scale()) == [2.0, 2.0]
