@@ -156,7 +156,6 @@ class Guard(Waiting):
         failures: how often ranks have differed; it changes on all ranks, or on none.
     """
 
-
     # Of the base class; without these lines pyright calls their types ambiguous.
     channel: Channel
     blocked: bool
