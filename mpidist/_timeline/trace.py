@@ -88,6 +88,13 @@ class _StderrHandler(logging.Handler):
         """Have none: one thread writes, and may be stuck when Python ends."""
         self.lock = None
 
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Write a line without a lock, which `logging` needs from Python 3.13 on."""
+        kept = bool(self.filter(record))
+        if kept:
+            self.emit(record)
+        return kept
+
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line in one write; nothing if the user has a handler."""
         if not _is_heard(self):
