@@ -53,7 +53,7 @@ def test_sums_are_those_of_the_nodes(nodes, on_nodes, rank, gathers, monkeypatch
     """Between two nodes in their order, of more in MPI's, if MPI adds."""
     if gathers is not None:
         way = Way(gathers, 2, 2**16)
-        monkeypatch.setattr(buffers, "way_of", lambda library, size: way)
+        monkeypatch.setattr(buffers, "way_of", lambda *_: way)
     strategy = on_nodes()
     comm = group_of(strategy).communicator
     ordered = gathers or len(nodes) == 2
