@@ -465,7 +465,7 @@ def patch_routes(monkeypatch, mutant):
         monkeypatch.setattr(collectives, "Staging", mutant.Staging)
         return
     routes = [getattr(mutant, r.__name__, r) for r in collectives.ROUTES]
-    monkeypatch.setattr(collectives.Collectives, "routes", tuple(routes))
+    monkeypatch.setattr(collectives, "ROUTES", tuple(routes))
 
 
 ROUTE_MUTANTS = [
