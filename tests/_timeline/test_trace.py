@@ -127,7 +127,7 @@ class TestLines:
             "EagerReduce": "eager",
             "SharedReduce": "shared",
             "HierarchicalReduce": "hierarchical",
-            "HeaderReduce": "header",
+            "BetweenReduce": "between",
             "MpiReduce": "mpi",
         }
         made = {
