@@ -21,8 +21,8 @@ class SyncBatchNorm(_BatchNorm):
     """Batch norm whose mean and variance are those of the rows of all ranks.
 
     In place of `torch.nn.SyncBatchNorm`, which needs a process group. Arguments, state
-    and results are those of `torch.nn.BatchNorm1d`, `BatchNorm2d` and `BatchNorm3d` on
-    the whole batch; a rank may have fewer rows than the others, or none. In training
+    and results are those of torch's ``BatchNorm1d``, ``BatchNorm2d`` and
+    ``BatchNorm3d`` on the whole batch; a rank may have fewer rows than the others, or none. In training
     each forward pass makes two all-reduces of one number per channel, and each backward
     pass too: both are collective then. In evaluation nothing is communicated. The
     statistics are computed in float32, or in float64 for input of that dtype.
@@ -31,7 +31,7 @@ class SyncBatchNorm(_BatchNorm):
         num_features: the number of channels, which are axis 1 of the input.
         eps, momentum, affine, track_running_stats, device, dtype: as in torch.
         strategy: the ranks; default: the current strategy at each forward pass. A copy
-            of the module, by `copy.deepcopy` or pickle, uses the default.
+            of the module, by ``copy.deepcopy`` or pickle, uses the default.
 
     Raises:
         ValueError: at a forward pass, for input with fewer than two axes, and for one
