@@ -22,9 +22,10 @@ class SyncBatchNorm(_BatchNorm):
 
     In place of `torch.nn.SyncBatchNorm`, which needs a process group. Arguments, state
     and results are those of torch's ``BatchNorm1d``, ``BatchNorm2d`` and
-    ``BatchNorm3d`` on the whole batch; a rank may have fewer rows than the others, or none. In training
-    each forward pass makes two all-reduces of one number per channel, and each backward
-    pass too: both are collective then. In evaluation nothing is communicated. The
+    ``BatchNorm3d`` on the whole batch; a rank may have fewer rows than the others, or
+    none. In training each forward pass makes two all-reduces of one number per channel,
+    and each backward pass too: both are collective then. In evaluation nothing is
+    communicated. The
     statistics are computed in float32, or in float64 for input of that dtype.
 
     Args:
