@@ -57,7 +57,7 @@ class Way(NamedTuple):
     piece_bytes: int
 
 
-def way_of(library: str, size: int, choice: AllReduceChoice | None = None) -> Way:
+def way_of(library: str, size: int) -> Way:
     """Return what is fastest; measured on 2026-11-23, see docs/performance.md.
 
     Open MPI 5.0.11 reduces to one rank and then broadcasts, if there are fewer than
@@ -67,13 +67,15 @@ def way_of(library: str, size: int, choice: AllReduceChoice | None = None) -> Wa
     Args:
         library: the vendor, as of `mpi4py.MPI.get_vendor`.
         size: the number of ranks.
-        choice: the user's (``MPIDIST_ALLREDUCE``), which overrides it.
     """
-    if choice is not None:
-        return Way(*choice, 2**20 if choice.in_flight > 1 else _MOST_PIECE)
     if library == "Open MPI":
         return Way(size == 2, 4, 2**20) if size < 4 else Way(False, 1, _MOST_PIECE)
     return Way(False, 4, 2**20)
+
+
+def chosen_way(choice: AllReduceChoice) -> Way:
+    """Return what the user has chosen (``MPIDIST_ALLREDUCE``)."""
+    return Way(*choice, 2**20 if choice.in_flight > 1 else _MOST_PIECE)
 
 
 class Transfer:
@@ -128,8 +130,7 @@ class BufferCollectives:
         comm: an mpi4py intra-communicator.
         waiter: waits, with a deadline.
         count: told the name of each function of MPI that is called.
-        way: of all-reduces; None: by `way_of`.
-        choice: the user's; None: none.
+        way: of all-reduces; None: `way_of`.
 
     Attributes:
         rank: of this process.
@@ -149,7 +150,6 @@ class BufferCollectives:
         waiter: Waiter,
         count: Callable[[str], None],
         way: Way | None = None,
-        choice: AllReduceChoice | None = None,
     ) -> None:
         self.comm = comm
         self._waiter = waiter
@@ -158,8 +158,7 @@ class BufferCollectives:
         self.size: int = comm.Get_size()
         self.same_bits: bool = True
         self._mpi = mpi_module()
-        vendor = self._mpi.get_vendor()[0]
-        self.way: Way = way or way_of(vendor, self.size, choice)
+        self.way: Way = way or way_of(self._mpi.get_vendor()[0], self.size)
         self._scratch: HostArray = np.empty(0, np.uint8)
 
     def start(

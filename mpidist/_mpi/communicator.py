@@ -36,7 +36,14 @@ from mpidist._base.errors import as_told, on_rank
 from mpidist._base.memory import leak
 from mpidist._base.types import HostArray
 from mpidist._mpi import between, collective_release, survival, versions
-from mpidist._mpi.buffers import Buffer, BufferCollectives, Transfer, starts_of
+from mpidist._mpi.buffers import (
+    Buffer,
+    BufferCollectives,
+    Transfer,
+    Way,
+    chosen_way,
+    starts_of,
+)
 from mpidist._mpi.buffers import MPIOp as MPIOp
 from mpidist._mpi.duplication import duplicate
 from mpidist._mpi.library import MpiComm, MpiRequest, is_crowded, mpi_module
@@ -197,12 +204,12 @@ class Communicator:
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
         self.agreement: versions.Agreement = self._agree(problem)
-        self._allreduce: AllReduceChoice | None = None
+        self._way: Way | None = None
         self.buffers: BufferCollectives = self._new_buffers(self._comm)
         rows = self._gather_integers([simulated_nodes, *(allreduce or (0, 0))])
         gathers, in_flight = max(row[1:] for row in rows)
         if in_flight:
-            self._allreduce = AllReduceChoice(bool(gathers), in_flight)
+            self._way = chosen_way(AllReduceChoice(bool(gathers), in_flight))
             self.buffers = self._new_buffers(self._comm)
         self._find_node(max(row[0] for row in rows))
         key = self._gather_objects(self._agreed(lambda: os.urandom(_KEY_BYTES)))[0]
@@ -214,7 +221,7 @@ class Communicator:
 
     def _new_buffers(self, comm: MpiComm) -> BufferCollectives:
         count = self.traffic.count_mpi
-        return BufferCollectives(comm, self._waiter, count, choice=self._allreduce)
+        return BufferCollectives(comm, self._waiter, count, self._way)
 
     def _find_node(self, simulated_nodes: int) -> None:
         """Find this rank's place on its machine, and on its node. Collective."""

@@ -25,8 +25,8 @@ class SyncBatchNorm(_BatchNorm):
     ``BatchNorm3d`` on the whole batch; a rank may have fewer rows than the others, or
     none. In training each forward pass makes two all-reduces of one number per channel,
     and each backward pass too: both are collective then. In evaluation nothing is
-    communicated. The
-    statistics are computed in float32, or in float64 for input of that dtype.
+    communicated. The statistics are computed in float32, or in float64 for input of
+    that dtype.
 
     Args:
         num_features: the number of channels, which are axis 1 of the input.

@@ -214,6 +214,7 @@ class DistributedOptimizer(_AnyOptimizer):
         if self._overlaps(group):
             self._overlap.reduce(group, named, self._passes_per_step)
         else:
+            self._overlap.stop()
             reduce_gradients(group, named, self._op, call, self._passes_per_step)
         if self._max_norm is not None:
             torch.nn.utils.clip_grad_norm_([p for _, p in named], self._max_norm)

@@ -172,6 +172,12 @@ class Overlap:
             if id(p) not in self._hooks:
                 self._hooks[id(p)] = p.register_post_accumulate_grad_hook(ready)
 
+    def stop(self) -> None:
+        """Have torch call nothing, until the next `reduce`."""
+        while self._hooks:
+            self._hooks.popitem()[1].remove()
+        self._forget()
+
     def _note(self, parameter: torch.Tensor) -> None:
         """Note that a gradient is ready, and begin what can be begun."""
         plan = self._plan

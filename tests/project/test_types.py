@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from launching import ROOT, run_ranks
@@ -47,17 +48,23 @@ wrong: str = mpidist.get_strategy().num_replicas_in_sync
 """
 
 
-def test_a_users_program_type_checks(tmp_path):
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in the root of the repository."""
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def run_mypy(path: Path) -> subprocess.CompletedProcess[str]:
+    """Run mypy, if it is installed."""
     pytest.importorskip("mypy")
+    return run(sys.executable, "-m", "mypy", "--strict", "--no-pretty", path)
+
+
+def test_a_users_program_type_checks(tmp_path):
     path = tmp_path / "program.py"
     path.write_text(PROGRAM, encoding="utf-8")
-    result = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--no-pretty", str(path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = run_mypy(path)
     wrong = len(PROGRAM.splitlines())
     errors = [line for line in result.stdout.splitlines() if ": error: " in line]
     assert len(errors) == 1, result.stdout + result.stderr
@@ -65,14 +72,7 @@ def test_a_users_program_type_checks(tmp_path):
 
 
 def test_results_have_types_for_mypy():
-    pytest.importorskip("mypy")
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--no-pretty", str(TYPED)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_mypy(TYPED)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -80,13 +80,7 @@ def test_results_have_types_for_pyright():
     command = shutil.which("basedpyright") or shutil.which("pyright")
     if command is None:
         pytest.skip("neither pyright nor basedpyright is installed")
-    done = subprocess.run(
-        [command, "--pythonpath", sys.executable, "--level", "error", str(TYPED)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run(command, "--pythonpath", sys.executable, "--level", "error", TYPED)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

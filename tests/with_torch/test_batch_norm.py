@@ -21,13 +21,6 @@ SPLITS = [4, 7, 8]
 
 
 @pytest.fixture
-def torch():
-    module = pytest.importorskip("torch")
-    module.set_num_threads(1)
-    return module
-
-
-@pytest.fixture
 def norm(torch):
     import mpidist.torch
 

@@ -37,13 +37,6 @@ def on_two(function):
 
 
 @pytest.fixture
-def torch():
-    module = pytest.importorskip("torch")
-    module.set_num_threads(1)
-    return module
-
-
-@pytest.fixture
 def mt(torch):
     import mpidist.torch
 
