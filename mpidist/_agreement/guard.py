@@ -362,7 +362,7 @@ class Guard(Waiting):
         try:
             status = exchange(patience)
         except BaseException as error:
-            raise self.leave_payload(call, error) from None
+            raise self.abandon(call, error) from None
         self.conclude(status, exchange)
         return bool(channel.verdict[3])
 
@@ -381,7 +381,7 @@ class Guard(Waiting):
         if status == AGAIN:
             status = self._confirm(exchange)
         if status == LEFT:
-            raise self.leave_payload(call, self._left())
+            raise self.abandon(call, self._left())
         self.sequence += 1
         if status == DIFFERENT:
             raise self._difference(call)
@@ -394,7 +394,7 @@ class Guard(Waiting):
             try:
                 status = exchange(int(self._timeout * 1000))
             except BaseException as error:
-                raise self.leave_payload(self._call, error) from None
+                raise self.abandon(self._call, error) from None
         return status
 
     def _left(self) -> LeftError:
@@ -457,7 +457,7 @@ class Guard(Waiting):
                 lambda ms: meet(flag, number, value, largest, ms, NOWHERE)
             )
         if status == LEFT:
-            raise self.leave_payload(call, self._left())
+            raise self.abandon(call, self._left())
         self.sequence += 1
         self._verdict = channel.verdict
         return status == OK
@@ -495,10 +495,21 @@ class Guard(Waiting):
     # --- what went wrong ----------------------------------------------------------
 
     @observed(_report, _ends_with)
-    def fail(self, call: Call, error: BaseException, kind: ErrorKind) -> BaseException:
-        """Tell all ranks that this one cannot go on; return what to raise.
+    def fail(
+        self, call: Call, error: BaseException, kind: ErrorKind = "invalid"
+    ) -> BaseException:
+        """Have all ranks raise, before anything of a call has moved.
 
         Collective in effect: the header of the other ranks' next call meets this one.
+        The strategy can be used on.
+
+        Args:
+            call: what this rank cannot do.
+            error: why.
+            kind: "raised" if the others raise a `ReplicaError`; "invalid": the same.
+
+        Returns:
+            What to raise.
         """
         if not self.enabled or self._broken or self._alone or self.deserted:
             return error

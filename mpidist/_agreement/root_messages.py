@@ -87,14 +87,12 @@ class RootMessages:
         """Send a message through the ring, in parts; the first byte marks the last."""
         room = _native.core.MESSAGE_BYTES - 1
         self.guard.enter_message(_SENDING, None)
-        try:
+        with self.guard.payload(_SENDING):
             for start in range(0, len(data) or 1, room):
                 last = start + room >= len(data)
                 part = data if not start and last else data[start : start + room]
                 if ring.post((b"\1" if last else b"\0") + part) == LEFT:
                     raise LeftError(ring.who)
-        except BaseException as error:
-            raise self.guard.leave_payload(_SENDING, error) from None
 
     @observed(_receives, _has_received)
     def receive(self, what: str = FROM_RANK_0, timeout: float | None = None) -> bytes:
@@ -128,7 +126,7 @@ class RootMessages:
         call = call_of(what)
         parts: list[bytes] = []
         self.guard.enter_message(call, timeout)
-        try:
+        with self.guard.payload(call):
             while True:
                 part = ring.take()
                 if part == LEFT:
@@ -138,8 +136,6 @@ class RootMessages:
                 parts.append(part[1:])
                 if part[:1] == b"\1":
                     return b"".join(parts)
-        except BaseException as error:
-            raise self.guard.leave_payload(call, error) from None
 
 
 def _allocate_nothing() -> None:

@@ -25,6 +25,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any, Final
 
 from mpidist._agreement.begun import BegunCalls
@@ -65,6 +66,31 @@ def _wait(
 ) -> contextlib.AbstractContextManager[Any]:
     """How waits are observed."""
     return calls.call(0, "mpi", what, waiting.sequence + 1)
+
+
+class Payload:
+    """The context of what all ranks are in the middle of; see `Waiting.payload`."""
+
+    __slots__ = ("_call", "_waiting")
+
+    def __init__(self, waiting: Waiting, call: Call | None) -> None:
+        self._waiting = waiting
+        self._call = call
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            return
+        found = self._waiting.abandon(self._call, error)
+        if found is not error:
+            raise found from None
 
 
 class Waiting(CallState):
@@ -394,20 +420,28 @@ class Waiting(CallState):
             self._notices.post(self._describe(self._untold), self._broken)
             self._untold = ""
 
-    def leave_call(self, error: BaseException) -> BaseException:
-        """Give up the payload of the last call; see `leave_payload`."""
-        return self.leave_payload(self._call, error)
+    def payload(self, call: Call | None = None) -> Payload:
+        """Return a context for what all ranks are in the middle of.
 
-    def leave_payload(self, call: Call, error: BaseException) -> BaseException:
-        """Give up what all ranks are in the middle of; return what to raise.
-
-        The others would wait for this rank forever. Those that move data step by step
-        in shared memory learn of it there, the others by a notice.
+        An exception that leaves the block breaks it off (`abandon`).
 
         Args:
-            call: what it is.
+            call: what it is; None: the last call.
+        """
+        return Payload(self, call)
+
+    def abandon(self, call: Call | None, error: BaseException) -> BaseException:
+        """Break off what all ranks are in the middle of; return what to raise.
+
+        The others would wait for this rank forever. Those that move data step by step
+        in shared memory learn of it there, the others by a notice. The strategy cannot
+        be used any more.
+
+        Args:
+            call: what it is; None: the last call.
             error: what this rank raised in it: usually a signal's, or `LeftError`.
         """
+        call = call or self._call
         if isinstance(error, LeftError):
             error = self._learn_why(call, error)
         elif self._broken:
@@ -415,6 +449,14 @@ class Waiting(CallState):
         error = self._break_off(call.text, error)
         self.channel.leave()
         return error
+
+    def leave_call(self, error: BaseException) -> BaseException:
+        """As `abandon` of the last call, which takes its place."""
+        return self.abandon(None, error)
+
+    def leave_payload(self, call: Call, error: BaseException) -> BaseException:
+        """As `abandon`, which takes its place."""
+        return self.abandon(call, error)
 
     def _learn_why(self, call: Call, error: LeftError) -> BaseException:
         """Wait for the notice of the rank that has left; return what to raise."""

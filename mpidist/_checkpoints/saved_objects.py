@@ -200,12 +200,10 @@ class SavedObjects:
         items = [found.items[name] for name in found.variables]
         variables = [item for item in items if isinstance(item, VariableItem)]
         arrays = call.together(lambda: _room_for(found), scope=False)
-        try:
+        with call.guard.payload():
             for x in arrays.values():
                 if x.size:
                     call.comm.broadcast(backend.as_bytes(x), 0)
-        except BaseException as error:
-            raise call.guard.leave_call(error) from None
 
         def prepare() -> tuple[list[Array], list[tuple[StateItem, State]]]:
             values = [_prepared(item, arrays.pop(item.name)) for item in variables]
@@ -231,7 +229,7 @@ class SavedObjects:
             if guard.published > headers and not isinstance(error, CollectiveError):
                 # The others see that header, and restore all, whatever comes to this.
                 assign()
-                raise guard.leave_call(error) from None
+                raise guard.abandon(None, error) from None
             guard.interrupted(call.name, error)
             _put_back(call, before, error)
             raise

@@ -108,13 +108,11 @@ def merge_call(
     collectives = group.collectives
     arguments, held, names = _enter(group, merge_fn, args, kwargs)
     if collectives.comm.rank == 0:
-        try:
+        with collectives.guard.payload():  # the others wait for a message
             coordinator = Coordinator(group, names)
             if held:
                 coordinator.watch_all(held)
                 held.clear()  # only merge_fn keeps its arguments
-        except BaseException as error:  # the others wait for a message
-            raise collectives.guard.leave_call(error) from None
         return lead(group, merge_fn, arguments, coordinator)
     del arguments
     return follow(group, held, names)
@@ -165,7 +163,7 @@ def _enter(
     except Exception as error:
         collectives.invalid("merge_call", error)
     same = _compare(collectives, call, fingerprints)
-    try:
+    with collectives.guard.payload():  # from here on the others wait for commands
         number = registry.next_key()
         held: dict[Key, Registered] = {}
         same_objects = iter(same[1:])
@@ -180,8 +178,6 @@ def _enter(
                 given.append((index, leaf))
         names = _names_of(group, merge_fn, given) if same[0] else None
         return [structure.unflatten(leaves)], held, names
-    except BaseException as error:  # from here on the others wait for commands
-        raise collectives.guard.leave_call(error) from None
 
 
 def _compare(

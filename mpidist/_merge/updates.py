@@ -439,7 +439,7 @@ def _run_alone(
     except KeyboardInterrupt as interrupt:
         batch.leave()
         call = Call(describe(var, fn))
-        raise group.guard.leave_payload(call, interrupt) from None
+        raise group.guard.abandon(call, interrupt) from None
     except BaseException as raised:
         batch.fail(raised, kind)
     error = batch.end(describe(var, fn))

@@ -149,14 +149,12 @@ class Variable(ArrayLike, Registered):
     def _set_up(self, given: InitialCopy) -> None:
         """Create this rank's copy, and draw the key."""
         group, value = given.group, given.value
-        try:
+        with group.guard.payload():  # the other ranks have it, and count it
             self._storage = storage = VariableStorage(group, given.attributes, value)
             self._policy = ON_READ if storage.on_read else ON_WRITE
             registry = group.registry
             storage.key = (registry.next_key(), 0)
             registry.add(storage.key, self)
-        except BaseException as error:  # the other ranks have it, and count it
-            raise group.guard.leave_call(error) from None
 
     # --- properties -----------------------------------------------------------
 
