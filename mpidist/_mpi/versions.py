@@ -92,7 +92,7 @@ def describe() -> dict[str, str]:
         ),
         "mpidist": __version__,
         "NumPy": ".".join(np.__version__.split(".")[:2]),
-        # Not imported here; see the owners of libraries in docs/architecture.md.
+        # Not imported here; one module owns each library (test_rooms.py).
         "cloudpickle": getattr(sys.modules.get("cloudpickle"), "__version__", "none"),
         "byte order": sys.byteorder,
         "C types": (
