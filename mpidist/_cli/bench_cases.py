@@ -1,6 +1,6 @@
-"""The work that `mpidist bench` times: each by hand with mpi4py, and by mpidist.
+"""The work that `mpidist bench` times: by hand with mpi4py, and by mpidist.
 
-Each case is one function, which checks the results of both and adds rows.
+Each case is one function. Developers have more of them, in `launch/benchmarks/`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import numpy as np
 
 import mpidist
 from mpidist._base.types import HostArray
-from mpidist._cli.bench_timing import Bench
+from mpidist._cli.bench_timing import Bench, Row
 from mpidist._cli.units import show_size
 
-_KIB: Final = 2**10
-_MIB: Final = 2**20
-_NESTS: Final = ((20, _KIB), (100, _MIB))  # arrays, and bytes of each
+_NESTS: Final = ((20, 2**10), (100, 2**20))  # arrays, and bytes of each
 _ANSWER: Final = 42
 _VARIABLES: Final = 20
 _COUNT: Final = 50_000  # numbers of each variable
@@ -37,62 +35,43 @@ def in_replicas(case: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+@in_replicas
 def all_reduce(bench: Bench) -> None:
     """Sum one contiguous float32 array of each size over the ranks. Collective."""
+    comm, mpi, context = bench.job.comm, bench.job.mpi, bench.context()
     for nbytes in bench.all_reduce_sizes:
-        if bench.has_room(f"all_reduce of {show_size(nbytes)}", nbytes, copies=6):
-            _all_reduce(bench, max(1, nbytes // 4))
+        if not bench.has_room(f"all_reduce of {show_size(nbytes)}", nbytes, copies=6):
+            continue
+        x = bench.numbers(max(1, nbytes // 4))
+        buffer = x.copy()  # of sums of sums, which become infinite
+
+        def by_hand(buffer: HostArray = buffer) -> HostArray:
+            comm.Allreduce(mpi.IN_PLACE, buffer, mpi.SUM)
+            return buffer
+
+        ours = functools.partial(context.all_reduce, "SUM", x)
+        expected = bench.total(x.size)
+        bench.compare("all_reduce", by_hand, ours, expected, nbytes=x.nbytes)
 
 
 @in_replicas
-def _all_reduce(bench: Bench, count: int) -> None:
-    comm, mpi, context = bench.job.comm, bench.job.mpi, bench.context()
-    x = bench.numbers(count)
-    buffer = x.copy()
-
-    def by_hand() -> HostArray:
-        comm.Allreduce(mpi.IN_PLACE, buffer, mpi.SUM)
-        return buffer
-
-    def ours() -> Any:
-        return context.all_reduce("SUM", x)
-
-    bench.check(
-        f"all_reduce of {show_size(x.nbytes)}",
-        mpi4py=bench.are_sums([by_hand()]),
-        mpidist=bench.are_sums([ours()]),
-    )
-    buffer.fill(0)  # sums of sums would overflow
-    bench.row("all_reduce", by_hand, ours, nbytes=x.nbytes)
-
-
 def all_gather(bench: Bench) -> None:
     """Concatenate a float32 array of each rank, on all ranks. Collective."""
+    comm, size, context = bench.job.comm, bench.job.size, bench.context()
     for nbytes in bench.all_gather_sizes:
         work = f"all_gather of {show_size(nbytes)} of each rank"
-        if bench.has_room(work, nbytes, copies=5 * bench.job.size):
-            _all_gather(bench, max(1, nbytes // 4), work)
+        if not bench.has_room(work, nbytes, copies=5 * size):
+            continue
+        x = bench.numbers(max(1, nbytes // 4))
+        whole = np.concatenate([bench.numbers(x.size, rank) for rank in range(size)])
+        buffer = np.empty_like(whole)
 
+        def by_hand(x: HostArray = x, buffer: HostArray = buffer) -> HostArray:
+            comm.Allgather(x, buffer)
+            return buffer
 
-@in_replicas
-def _all_gather(bench: Bench, count: int, work: str) -> None:
-    comm, context = bench.job.comm, bench.context()
-    x, whole = bench.numbers(count), bench.numbers_of_all(count)
-    buffer = np.empty_like(whole)
-
-    def by_hand() -> HostArray:
-        comm.Allgather(x, buffer)
-        return buffer
-
-    def ours() -> Any:
-        return context.all_gather(x, 0)
-
-    bench.check(
-        work,
-        mpi4py=np.array_equal(by_hand(), whole),
-        mpidist=np.array_equal(ours(), whole),
-    )
-    bench.row("all_gather", by_hand, ours, nbytes=x.nbytes)
+        ours = functools.partial(context.all_gather, x, 0)
+        bench.compare("all_gather", by_hand, ours, whole, nbytes=x.nbytes)
 
 
 def packed(bench: Bench, arrays: Sequence[HostArray]) -> Callable[[], list[HostArray]]:
@@ -105,10 +84,8 @@ def packed(bench: Bench, arrays: Sequence[HostArray]) -> Callable[[], list[HostA
     flat = np.empty(sum(x.size for x in arrays), np.float32)
     out = [np.empty_like(x) for x in arrays]
     ends = np.cumsum([x.size for x in arrays])[:-1]
-    views = [
-        part.reshape(x.shape)
-        for part, x in zip(np.split(flat, ends), arrays, strict=True)
-    ]
+    parts = np.split(flat, ends)
+    views = [part.reshape(x.shape) for part, x in zip(parts, arrays, strict=True)]
 
     def call() -> list[HostArray]:
         for view, x in zip(views, arrays, strict=True):
@@ -121,24 +98,17 @@ def packed(bench: Bench, arrays: Sequence[HostArray]) -> Callable[[], list[HostA
     return call
 
 
+@in_replicas
 def nest(bench: Bench) -> None:
     """Sum many arrays in one call, as the gradients of a network. Collective."""
     for count, nbytes in _NESTS:
         work = f"{count} arrays of {show_size(nbytes)}"
         if bench.has_room(work, count * nbytes, copies=8):
-            _nest(bench, work, [bench.numbers(nbytes // 4) for _ in range(count)])
-
-
-@in_replicas
-def _nest(bench: Bench, work: str, arrays: list[HostArray]) -> None:
-    context, by_hand = bench.context(), packed(bench, arrays)
-
-    def ours() -> Any:
-        return context.all_reduce("SUM", arrays)
-
-    bench.check(work, mpi4py=bench.are_sums(by_hand()), mpidist=bench.are_sums(ours()))
-    nbytes = sum(x.nbytes for x in arrays)
-    bench.row("nest", by_hand, ours, work=work, nbytes=nbytes)
+            arrays = [bench.numbers(nbytes // 4) for _ in range(count)]
+            ours = functools.partial(bench.context().all_reduce, "SUM", arrays)
+            expected = [bench.total(nbytes // 4)] * count
+            by_hand, total = packed(bench, arrays), count * nbytes
+            bench.compare("nest", by_hand, ours, expected, work=work, nbytes=total)
 
 
 def run(bench: Bench) -> None:
@@ -147,17 +117,14 @@ def run(bench: Bench) -> None:
     def nothing() -> None:
         pass
 
-    def ours() -> Any:
-        return bench.strategy.run(nothing)
-
-    bench.check("empty run", mpidist=ours() is None)
-    bench.row("run", bench.job.comm.Barrier, ours, work="empty run")
+    ours = functools.partial(bench.strategy.run, nothing)
+    bench.compare("run", bench.job.comm.Barrier, ours, None, work="empty run")
 
 
 @in_replicas
 def merge_call(bench: Bench) -> None:
     """Have rank 0 compute a number, against `Barrier` and `Bcast`. Collective."""
-    comm, rank, context = bench.job.comm, bench.job.rank, bench.context()
+    comm, rank = bench.job.comm, bench.job.rank
     message = np.zeros(1, np.int64)
 
     def by_hand() -> int:
@@ -169,19 +136,14 @@ def merge_call(bench: Bench) -> None:
     def answer(strategy: mpidist.Strategy) -> int:
         return _ANSWER
 
-    def ours() -> Any:
-        return context.merge_call(answer)
-
-    work = "empty merge_call"
-    bench.check(work, mpi4py=by_hand() == _ANSWER, mpidist=ours() == _ANSWER)
-    bench.row("merge_call", by_hand, ours, work=work)
+    ours = functools.partial(bench.context().merge_call, answer)
+    bench.compare("merge_call", by_hand, ours, _ANSWER, work="empty merge_call")
 
 
 def reduce(bench: Bench) -> None:
     """Sum a Python number of each replica, against `Allreduce`. Collective."""
-    comm, mpi = bench.job.comm, bench.job.mpi
+    comm, mpi, size = bench.job.comm, bench.job.mpi, bench.job.size
     mine = bench.job.rank + 1.0
-    expected = bench.job.size * (bench.job.size + 1) / 2
     send, receive = np.array([mine]), np.empty(1)
     value = bench.strategy.run(lambda: mine)
 
@@ -192,9 +154,8 @@ def reduce(bench: Bench) -> None:
     def ours() -> Any:
         return bench.strategy.reduce("SUM", value, axis=None)
 
-    work = "reduce of a number"
-    bench.check(work, mpi4py=by_hand() == expected, mpidist=ours() == expected)
-    bench.row("reduce", by_hand, ours, work=work)
+    expected = size * (size + 1) / 2
+    bench.compare("reduce", by_hand, ours, expected, work="reduce of a number")
 
 
 def update(bench: Bench) -> None:
@@ -232,13 +193,9 @@ def _update(bench: Bench, variables: list[mpidist.Variable]) -> None:
         context.merge_call(merge_fn, tuple(gradients))
         return variables
 
-    def is_right(results: Sequence[HostArray | mpidist.Variable]) -> bool:
-        after = -_RATE * bench.total(_COUNT)
-        return all(np.array_equal(np.asarray(x), after) for x in results)
-
-    work = f"update of {_VARIABLES} x 50k floats"
-    bench.check(work, mpi4py=is_right(by_hand()), mpidist=is_right(ours()))
-    bench.row("update", by_hand, ours, work=work, nbytes=_VARIABLES * total.nbytes)
+    expected = [-_RATE * bench.total(_COUNT)] * _VARIABLES
+    work, nbytes = f"update of {_VARIABLES} x 50k floats", _VARIABLES * total.nbytes
+    bench.compare("update", by_hand, ours, expected, work=work, nbytes=nbytes)
 
 
 def strategy(bench: Bench) -> None:
@@ -253,21 +210,17 @@ def strategy(bench: Bench) -> None:
 
     def undo() -> None:
         one = made.pop()
-        if isinstance(one, mpidist.MPIStrategy):
-            one.close()
-        else:
-            one.Free()
+        end = one.close if isinstance(one, mpidist.MPIStrategy) else one.Free
+        end()
 
-    bench.row("strategy", by_hand, ours, work="making an MPIStrategy", after=undo)
+    timings = bench.measure([by_hand, ours], undo)
+    bench.add(Row("strategy", "making an MPIStrategy", None, *timings))
 
 
 CASES: Final[dict[str, Case]] = {
-    "all_reduce": all_reduce,
-    "nest": nest,
-    "all_gather": all_gather,
-    "run": run,
-    "merge_call": merge_call,
-    "reduce": reduce,
-    "update": update,
-    "strategy": strategy,
+    case.__name__: case
+    for case in (
+        *(all_reduce, nest, all_gather),
+        *(run, merge_call, reduce, update, strategy),
+    )
 }

@@ -1,15 +1,6 @@
 """`mpidist bench`: raw mpi4py and mpidist, timed alternately in the same processes.
 
-- A **sample** is a batch of k consecutive calls, from a barrier to the end of the last
-  call, divided by k, which is the same on all ranks and long enough for the clock.
-- The calls alternate, sample by sample, and which is first changes from round to round,
-  so other activity on the machine affects both equally.
-- A sample counts as the time of the **slowest rank**: a collective is done when the
-  last rank has its result (t_max of the Intel MPI Benchmarks; Hunold and Carpen-Amarie,
-  IEEE Trans. Parallel Distrib. Syst. 27 (12), 2016).
-- A figure is the median over the samples.
-
-`bench_cases` has the work that is timed.
+`bench_timing` says what a figure is, and `bench_cases` has the work that is timed.
 """
 
 from __future__ import annotations
@@ -28,7 +19,7 @@ from typing import Any, Final
 
 from mpidist._cli import run_command
 from mpidist._cli.bench_cases import CASES, Case
-from mpidist._cli.bench_timing import Bench, Effort, Row
+from mpidist._cli.bench_timing import Bench, Row
 from mpidist._cli.facts import machine_facts, software_facts, transport_facts
 from mpidist._cli.job import Job, UsageError
 from mpidist._cli.speaking import Parser, for_argparse, positive_seconds, say
@@ -66,10 +57,6 @@ all_reduce, all_gather, merge_call and strategy, unless given:
   mpidist bench --nodes 2,4,8,16 --ranks-per-node 2
 """
 BETWEEN_NODES: Final = ("all_reduce", "all_gather", "merge_call", "strategy")
-_QUICK: Final = Effort(0.01, most=3, fewest=1, sample_seconds=1e-5, most_bytes=2**27)
-
-
-# --- arguments ----------------------------------------------------------------------
 
 
 @for_argparse
@@ -85,52 +72,22 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(int, parts)))
 
 
-def _parser(cases: Mapping[str, Case]) -> Parser:
-    @for_argparse
-    def name(text: str) -> str:
-        if text not in cases:
-            raise ValueError(f"expected one of {', '.join(cases)}, got {text!r}")
-        return text
-
-    parser = Parser(
-        prog="mpidist bench",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser() -> Parser:
+    parser = Parser("bench", _DESCRIPTION)
     add = parser.add_argument
-    add("names", nargs="*", metavar="NAME", type=name, help="a benchmark, see above")
-    add(
-        "--sizes",
-        type=_sizes,
-        metavar="LIST",
-        help="sizes of the arrays of all_reduce and all_gather: 4B,64KiB,1MB",
-    )
-    effort = parser.add_mutually_exclusive_group()
-    effort.add_argument(
-        "--seconds",
-        type=positive_seconds,
-        default=1.0,
-        metavar="S",
-        help="about how long to measure a row (default: 1)",
-    )
-    effort.add_argument(
-        "--quick",
-        action="store_true",
-        help="at most three samples of each: shows that it works, not how fast",
-    )
+    add("names", nargs="*", metavar="NAME", help="a benchmark, see above")
+    text = "sizes of the arrays of all_reduce and all_gather: 4B,64KiB,1MB"
+    add("--sizes", type=_sizes, metavar="LIST", help=text)
+    effort = parser.add_mutually_exclusive_group().add_argument
+    text = "about how long to measure a row (default: 1)"
+    effort("--seconds", type=positive_seconds, default=1.0, metavar="S", help=text)
+    text = "at most three samples of each: shows that it works, not how fast"
+    effort("--quick", action="store_true", help=text)
     add("--json", metavar="FILE", help="write the results to FILE, with quartiles")
-    add(
-        "--nodes",
-        type=_counts,
-        metavar="LIST",
-        help="start jobs that act as so many nodes each, on this machine: 4,8,16",
-    )
-    add(
-        "--ranks-per-node",
-        type=_counts,
-        metavar="N",
-        help="of the jobs that --nodes starts (default: 1)",
-    )
+    text = "start jobs that act as so many nodes each, on this machine: 4,8,16"
+    add("--nodes", type=_counts, metavar="LIST", help=text)
+    text = "of the jobs that --nodes starts (default: 1)"
+    add("--ranks-per-node", type=_counts, metavar="N", help=text)
     return parser
 
 
@@ -141,42 +98,39 @@ def bench(arguments: Sequence[str], cases: Mapping[str, Case] = CASES) -> int:
         arguments: the command line.
         cases: the benchmarks, by name.
     """
-    parser = _parser(cases)
+    parser = _parser()
     given = parser.parse_args(list(arguments))
+    unknown = [name for name in given.names if name not in cases]
+    if unknown:
+        known = ", ".join(cases)
+        parser.error(f"argument NAME: expected one of {known}, got {unknown[0]!r}")
     if given.ranks_per_node and (len(given.ranks_per_node) > 1 or not given.nodes):
         parser.error("argument --ranks-per-node: expected one number, and --nodes")
     if given.nodes:
         return _on_nodes(given)
     job = Job()
-    job.require(_file_problem(given.json) if job.rank == 0 else None)
-    effort = _QUICK if given.quick else Effort(given.seconds)
+    job.require(_write(given.json, "", "a") if job.rank == 0 else None)
+    run = Bench(job, given.sizes, given.seconds, quick=given.quick, show=_print_row)
     chosen = [cases[name] for name in dict.fromkeys(given.names or cases)]
-    record = _measure(Bench(job, given.sizes, effort, _print_row), chosen)
-    job.require(_write(given.json, record) if job.rank == 0 else None)
+    text = json.dumps(_measure(run, chosen), indent=1)
+    job.require(_write(given.json, text) if job.rank == 0 else None)
     job.free()
     return 0
 
 
-def _file_problem(path: str | None) -> str | None:
-    """Return why a file cannot be written; None if it can, or if there is none."""
-    if path is None:
-        return None
-    folder = Path(path).parent
-    if not folder.is_dir():
-        return f"--json {path}: there is no folder {folder}"
-    if Path(path).is_dir() or not os.access(folder, os.W_OK):
-        return f"--json {path}: cannot be written"
-    return None
-
-
-def _write(path: str | None, record: dict[str, Any]) -> str | None:
+def _write(path: str | None, text: str, mode: str = "w") -> str | None:
     """Write a file, if one was requested; return what went wrong."""
     if path is None:
         return None
     try:
-        Path(path).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        with open(path, mode, encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
-        return f"--json {path}: cannot be written: {error}"
+        folder = Path(path).parent
+        why = f"there is no folder {folder}"
+        if folder.is_dir():
+            why = f"cannot be written: {error.strerror}"
+        return f"--json {path}: {why}"
     return None
 
 
@@ -186,11 +140,10 @@ def _write(path: str | None, record: dict[str, Any]) -> str | None:
 def _measure(run: Bench, cases: Iterable[Case]) -> dict[str, Any]:
     """Run cases one after the other; return what is written to a file. Collective."""
     facts = _facts(run)
-    first = (
-        f"the first MPIStrategy: {show_seconds(run.first_seconds)}, {run.first_files} "
-        f"more open files per rank"
+    say(
+        f"{header(facts)}\nthe first MPIStrategy: {show_seconds(run.first_seconds)}, "
+        f"{run.first_files} more open files per rank\n"
     )
-    say(f"{header(facts)}\n{first}\n")
     say(_line("work", "bytes", "raw", "mpidist", "ratio"))
     say("-" * 74)
     for case in cases:
@@ -198,7 +151,7 @@ def _measure(run: Bench, cases: Iterable[Case]) -> dict[str, Any]:
     # Not after an exception, which one rank may have alone: closing waits for all.
     run.strategy.close()
     notes = ["Medians of alternating samples; of each, the slowest rank's time."]
-    if any(row.is_noisy for row in run.rows):
+    if any(time.is_noisy for row in run.rows for time in (row.raw, row.ours)):
         notes.append("~: the quartiles are more than 30% of the median apart.")
     say("\n" + "\n".join(notes + run.notes))
     rows = [{**dataclasses.asdict(row), "ratio": row.ratio} for row in run.rows]
@@ -209,12 +162,14 @@ def _measure(run: Bench, cases: Iterable[Case]) -> dict[str, Any]:
 def _facts(run: Bench) -> dict[str, Any]:
     job = run.job
     if run.crowded:
-        run.note(
+        run.notes.append(
             "There are more ranks than cores: ranks wait for a core, and times depend\n"
             "on when they get one."
         )
     if job.size == 1:
-        run.note("One rank: nothing is communicated; start it with mpirun -n 2.")
+        run.notes.append(
+            "One rank: nothing is communicated; start it with mpirun -n 2."
+        )
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "ranks": job.size,
@@ -268,7 +223,7 @@ def _on_nodes(given: argparse.Namespace) -> int:
             f"--nodes starts its own jobs, and this process was itself started by "
             f"{launch.launcher}; write `mpidist bench --nodes ...` alone"
         )
-    problem = _file_problem(given.json)
+    problem = _write(given.json, "", "a")
     if problem is not None:
         raise UsageError(problem)
     words = list(given.names or BETWEEN_NODES)
@@ -289,7 +244,7 @@ def _on_nodes(given: argparse.Namespace) -> int:
             print(flush=True)
     print(side_by_side(records), flush=True)
     whole = {"format": f"{FORMAT}-nodes", "version": VERSION, "records": records}
-    problem = _write(given.json, whole)
+    problem = _write(given.json, json.dumps(whole, indent=1))
     if problem is not None:
         raise UsageError(problem)
     return 0
@@ -312,32 +267,28 @@ def _start(ranks: int, nodes: int, words: Sequence[str]) -> int:
 
 def side_by_side(records: Sequence[dict[str, Any]]) -> str:
     """Return the ratios of several records, one column for each."""
-    ratios: dict[tuple[str, int | None], dict[int, str]] = {}
+
+    def line(work: str, nbytes: int | None, cells: Sequence[object]) -> str:
+        size = "" if nbytes is None else show_size(nbytes)
+        return f"{work:<27}{size:>10}" + "".join(f"{cell!s:>9}" for cell in cells)
+
+    ratios: dict[tuple[str, int | None], list[str]] = {}
     for column, record in enumerate(records):
         for row in record["rows"]:
-            key = row["work"], row["nbytes"]
-            ratios.setdefault(key, {})[column] = f"{row['ratio']:.2f}"
+            cells = ratios.setdefault((row["work"], row["nbytes"]), [""] * len(records))
+            cells[column] = f"{row['ratio']:.2f}"
     made = [record["strategy"] for record in records]
-    lines = [
-        ("ranks", None, [str(one["ranks"]) for one in records]),
-        *(
-            (work, nbytes, [cells.get(i, "") for i in range(len(records))])
-            for (work, nbytes), cells in ratios.items()
-        ),
-        ("the first MPIStrategy", None, [show_seconds(one["seconds"]) for one in made]),
-        ("  more open files per rank", None, [str(one["files"]) for one in made]),
-    ]
-    head = f"{'nodes':<37}" + "".join(f"{one['nodes']:>9}" for one in records)
+    seconds = [show_seconds(one["seconds"]) for one in made]
+    head = line("nodes", None, [record["nodes"] for record in records])
     return "\n".join(
         [
             "The time of mpidist over that of raw mpi4py:",
             "",
             head,
             "-" * len(head),
-            *(
-                f"{work:<27}{'' if nbytes is None else show_size(nbytes):>10}"
-                + "".join(f"{cell:>9}" for cell in cells)
-                for work, nbytes, cells in lines
-            ),
+            line("ranks", None, [record["ranks"] for record in records]),
+            *(line(*key, cells) for key, cells in ratios.items()),
+            line("the first MPIStrategy", None, seconds),
+            line("  more open files per rank", None, [one["files"] for one in made]),
         ]
     )

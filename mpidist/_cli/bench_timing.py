@@ -1,4 +1,14 @@
-"""How `mpidist bench` measures: samples of two calls in turn, on all ranks."""
+"""How `mpidist bench` measures: samples of two calls in turn, on all ranks.
+
+- A **sample** is a batch of k consecutive calls, from a barrier to the end of the last
+  call, divided by k, which is the same on all ranks and long enough for the clock.
+- The calls alternate, sample by sample, and which is first changes from round to round,
+  so other activity on the machine affects both equally.
+- A sample counts as the time of the **slowest rank**: a collective is done when the
+  last rank has its result (t_max of the Intel MPI Benchmarks; Hunold and Carpen-Amarie,
+  IEEE Trans. Parallel Distrib. Syst. 27 (12), 2016).
+- A figure is the median over the samples.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +17,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -25,35 +36,13 @@ _ALL_REDUCE_SIZES: Final = (
     *(_MIB, 4 * _MIB, 16 * _MIB, 64 * _MIB),
 )
 _ALL_GATHER_SIZES: Final = (4, _KIB, 16 * _KIB, 64 * _KIB, _MIB, 16 * _MIB)
-# Between nodes larger arrays take many seconds, and show nothing new.
-_GATHERED_BETWEEN_NODES: Final = (4, 64 * _KIB)
-_LARGEST_BETWEEN_NODES: Final = 16 * _MIB
 _MOST_CALLS: Final = 20_000  # of a sample
 _SCATTERED: Final = 20  # times as long a sample, if ranks leave barriers ms apart
 _NOISE: Final = 0.3  # the distance of the quartiles, as a share of the median
 _SPARE: Final = 0.8  # the share of free memory that may be used
 _PERIOD: Final = 13  # the numbers repeat: small integers, whose sums are exact
 
-Call = Callable[[], Any]  # its result, of any type, is dropped
-
-
-@dataclasses.dataclass(frozen=True)
-class Effort:
-    """How long to measure.
-
-    Attributes:
-        seconds: about how long one row of the table takes.
-        most: the most samples of each call.
-        fewest: the fewest samples of each call, however slow it is.
-        sample_seconds: the least time of a sample.
-        most_bytes: larger work is left out; None: nothing is left out.
-    """
-
-    seconds: float = 1.0
-    most: int = 31
-    fewest: int = 3
-    sample_seconds: float = 1e-3
-    most_bytes: int | None = None
+Call = Callable[[], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,17 +76,18 @@ class Row:
         """The time of mpidist divided by that of the hand-written code."""
         return self.ours.median / self.raw.median
 
-    @property
-    def is_noisy(self) -> bool:
-        """Whether one of the two is."""
-        return self.raw.is_noisy or self.ours.is_noisy
-
 
 class Bench:
     """One run of benchmarks.
 
+    Args:
+        job: the ranks.
+        sizes: sizes in bytes for all_reduce and all_gather; None: the defaults.
+        seconds: about how long a row of the table takes.
+        quick: whether to take few samples, and leave out large work.
+        show: called with each row, on all ranks.
+
     Attributes:
-        job: the ranks, with ``comm`` and ``mpi`` for hand-written code.
         strategy: a strategy with all defaults, on host memory.
         first_seconds: what making it took, on the slowest rank.
         first_files: how many more files were open then, on the rank with the most.
@@ -110,43 +100,36 @@ class Bench:
     def __init__(
         self,
         job: Job,
-        sizes: Sequence[int] | None,
-        effort: Effort,
+        sizes: Sequence[int] | None = None,
+        seconds: float = 1.0,
+        *,
+        quick: bool = False,
         show: Callable[[Row], None] = lambda row: None,
     ) -> None:
-        """Make the strategy. Collective.
-
-        Args:
-            job: the ranks.
-            sizes: sizes in bytes for all_reduce and all_gather; None: the defaults.
-            effort: how long to measure.
-            show: called with each row, on all ranks.
-        """
+        """Make the strategy. Collective."""
         self.job = job
         self.crowded = is_crowded(job)
         self._show = show
         job.slowest([0.0])  # connects ranks that are not connected yet
-        files = _open_files()
+        files = _count_open_files()
         job.comm.Barrier()
         start = time.perf_counter()
         self.strategy = mpidist.MPIStrategy(device="cpu")
-        seconds = time.perf_counter() - start
-        files = _open_files() - files
-        self.first_seconds, most = job.slowest([seconds, files])
-        self.first_files = int(most)
+        took = time.perf_counter() - start
+        self.first_seconds, more = job.slowest([took, _count_open_files() - files])
+        self.first_files = int(more)
         self.nodes: int = group_of(self.strategy).communicator.num_nodes
+        self._seconds = 0.01 if quick else seconds
+        self._fewest, self._most = (1, 3) if quick else (3, 31)
+        self._most_bytes = 128 * _MIB if quick else math.inf
+        self._sample_seconds = 1e-5 if quick else 1e-3
         if self.crowded or self.nodes > 1:
-            seconds = effort.sample_seconds * _SCATTERED
-            effort = dataclasses.replace(effort, sample_seconds=seconds)
-        self._effort = effort
-        self.all_reduce_sizes = sizes or [
-            size
-            for size in _ALL_REDUCE_SIZES
-            if self.nodes == 1 or size <= _LARGEST_BETWEEN_NODES
-        ]
-        self.all_gather_sizes = sizes or (
-            _ALL_GATHER_SIZES if self.nodes == 1 else _GATHERED_BETWEEN_NODES
-        )
+            self._sample_seconds *= _SCATTERED
+        self.all_reduce_sizes = sizes or _ALL_REDUCE_SIZES
+        self.all_gather_sizes = sizes or _ALL_GATHER_SIZES
+        if self.nodes > 1 and not sizes:  # larger ones take long, and show nothing new
+            self.all_reduce_sizes = _ALL_REDUCE_SIZES[:-1]
+            self.all_gather_sizes = (4, 64 * _KIB)
         self.rows: list[Row] = []
         self.notes: list[str] = []
 
@@ -156,65 +139,59 @@ class Bench:
         assert context is not None
         return context
 
-    def numbers(self, count: int) -> HostArray:
-        """Return float32 numbers that differ between ranks; their sums are exact."""
-        return _cycle(count, self.job.rank + 1)
+    def numbers(self, count: int, rank: int | None = None) -> HostArray:
+        """Return float32 numbers of a rank (default: this one); sums are exact."""
+        return _cycle(count, (self.job.rank if rank is None else rank) + 1)
 
     def total(self, count: int) -> HostArray:
         """Return the sum of `numbers` over all ranks, without communicating."""
         return _cycle(count, self.job.size * (self.job.size + 1) // 2)
 
-    def numbers_of_all(self, count: int) -> HostArray:
-        """Return the `numbers` of all ranks, in rank order."""
-        return np.concatenate([_cycle(count, k + 1) for k in range(self.job.size)])
-
-    def are_sums(self, arrays: Sequence[HostArray]) -> bool:
-        """Return whether arrays are the sums of `numbers` of their sizes."""
-        return all(np.array_equal(x.reshape(-1), self.total(x.size)) for x in arrays)
-
-    def check(self, work: str, **right: bool) -> None:
-        """Raise on all ranks if a result was wrong on any of them. Collective.
+    def check(self, work: str, expected: Any, **calls: Call) -> None:
+        """Raise on all ranks if a result is wrong on any of them. Collective.
 
         Args:
-            work: what was done.
-            **right: for each implementation, whether its result is right here.
+            work: what is done.
+            expected: the right result: an array, a number, or a list of these.
+            **calls: the implementations, by name.
 
         Raises:
-            WrongResultError: if a result is wrong; it names the implementation and
-                the ranks.
+            WrongResultError: it names the implementation and the ranks.
         """
+        right = {name: _is_equal(call(), expected) for name, call in calls.items()}
         everywhere = self.job.comm.allgather(right)
         for name in right:
-            wrong = [k for k, one in enumerate(everywhere) if not one[name]]
+            wrong = [str(k) for k, one in enumerate(everywhere) if not one[name]]
             if wrong:
                 raise WrongResultError(
-                    f"{work}: {name} gave a wrong result on rank "
-                    f"{', '.join(map(str, wrong))}; nothing was timed. Please report "
-                    "this, with the output of `mpidist info`"
+                    f"{work}: {name} gave a wrong result on rank {', '.join(wrong)}; "
+                    "nothing was timed. Please report this, with the output of "
+                    "`mpidist info`"
                 )
 
-    def row(
+    def compare(
         self,
         bench: str,
         raw: Call,
         ours: Call,
+        expected: Any,
         *,
-        work: str | None = None,
+        work: str = "",
         nbytes: int | None = None,
-        after: Call | None = None,
     ) -> None:
-        """Time two calls alternately, and add a row. Collective.
+        """Check the results of two calls, time them, and add a row. Collective.
 
         Args:
             bench: the name of the benchmark.
             raw: does the work once by hand.
             ours: does it once with mpidist.
-            work: what is done; None: ``bench``.
+            expected: what both return the first time.
+            work: what is done; default: ``bench``.
             nbytes: the bytes that each rank contributes.
-            after: undoes a call, untimed; each sample is then one call.
         """
-        raw_time, our_time = self.measure([raw, ours], after)
-        self.add(Row(bench, work or bench, nbytes, raw_time, our_time))
+        size = "" if nbytes is None else f" of {show_size(nbytes)}"
+        self.check(work or bench + size, expected, mpi4py=raw, mpidist=ours)
+        self.add(Row(bench, work or bench, nbytes, *self.measure([raw, ours])))
 
     def add(self, row: Row) -> None:
         """Add a row, and show it."""
@@ -228,12 +205,12 @@ class Bench:
 
         Args:
             calls: collective functions that do the work once.
-            after: see `row`.
+            after: undoes a call, untimed; each sample is then one call.
             times: how many times as long as usual to measure.
         """
         batches = [self._batch_size(call, after) for call in calls]
-        rounds = int(times * self._effort.seconds / sum(time for _, time in batches))
-        rounds = max(self._effort.fewest, min(self._effort.most, rounds))
+        rounds = int(times * self._seconds / sum(time for _, time in batches))
+        rounds = max(self._fewest, min(self._most, rounds))
         samples: list[list[float]] = [[] for _ in calls]
         for first in range(rounds):
             for step in range(len(calls)):
@@ -251,7 +228,7 @@ class Bench:
         size, seconds = 1, 0.0
         for _ in range(2):
             seconds = max(self.job.slowest([self._sample(call, size, after)])[0], 1e-9)
-            wanted = math.ceil(self._effort.sample_seconds / seconds)
+            wanted = math.ceil(self._sample_seconds / seconds)
             size = 1 if after else max(1, min(_MOST_CALLS, wanted))
         return size, size * seconds
 
@@ -265,11 +242,6 @@ class Bench:
             after()
         return seconds
 
-    def note(self, text: str) -> None:
-        """Add a remark for the reader, once."""
-        if text not in self.notes:
-            self.notes.append(text)
-
     def has_room(self, work: str, nbytes: int, copies: int) -> bool:
         """Return whether there is memory for the work; note it if not. Collective.
 
@@ -278,15 +250,13 @@ class Bench:
             nbytes: the bytes that each rank contributes.
             copies: how many times ``nbytes`` each rank needs.
         """
-        most, free = self._effort.most_bytes, _free_memory()
-        if most is not None and nbytes > most:
-            self.note(f"{work} was left out: it is too large for a quick run.")
+        if nbytes > self._most_bytes:
+            self.notes.append(f"{work} was left out: it is too large for a quick run.")
             return False
         needed = copies * nbytes
-        fits = free is None or needed * self.job.local_size <= _SPARE * free
-        if self.job.everywhere(fits):
+        if self.job.everywhere(needed * self.job.local_size <= _SPARE * _free_memory()):
             return True
-        self.note(
+        self.notes.append(
             f"{work} was left out: it takes {show_size(needed)}\non each rank, and "
             "there is less free memory."
         )
@@ -299,21 +269,19 @@ def _cycle(count: int, factor: int) -> HostArray:
     return whole.astype(np.float32)
 
 
-def _open_files() -> int:
-    """Return how many files this process has open; 0 if unknown."""
-    try:
-        return len(os.listdir("/proc/self/fd"))
-    except OSError:
-        return 0
+def _is_equal(found: Any, expected: Any) -> bool:
+    if isinstance(expected, list):
+        return all(map(_is_equal, found, expected))
+    return bool(np.array_equal(found, expected))
 
 
-def _free_memory() -> int | None:
-    """Return the bytes of memory that are available; None if unknown."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
+def _count_open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _free_memory() -> float:
+    """Return the bytes of memory that are available."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return math.inf

@@ -6,7 +6,6 @@ exchange their results over a separate communicator, and rank 0 prints one line.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -278,11 +277,7 @@ def _assign(variable: mpidist.Variable, value: HostArray) -> None:
 
 def check(arguments: Sequence[str]) -> int:
     """Run `mpidist check` with these arguments; return the exit code. Collective."""
-    parser = Parser(
-        prog="mpidist check",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("check", _DESCRIPTION)
     parser.add_argument(
         "--timeout",
         type=positive_seconds,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -60,11 +59,7 @@ _WIDTH: Final = 12
 
 def info(arguments: Sequence[str]) -> int:
     """Run `mpidist info` with these arguments; return the exit code. Collective."""
-    parser = Parser(
-        prog="mpidist info",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("info", _DESCRIPTION)
     parser.add_argument(
         "--device",
         default="auto",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import sys
 from collections.abc import Callable, Sequence
@@ -29,6 +28,18 @@ _COMMANDS: Final[dict[str, tuple[Callable[[Sequence[str]], int], str]]] = {
     "bench": (bench_command.bench, bench_command.ABOUT),
     "timeline": (timeline_command.timeline, timeline_command.ABOUT),
 }
+_DESCRIPTION: Final = "tf.distribute's Strategy API for NumPy and CuPy, over MPI."
+_EPILOG: Final = "\n".join(
+    [
+        "commands:",
+        *(f"  {key:<8} {about}" for key, (_, about) in _COMMANDS.items()),
+        "",
+        "`run` and `sbatch` start ranks; `timeline` needs none. Start the others under "
+        "mpirun",
+        "or srun: they describe the ranks that they run on. `mpidist COMMAND --help` "
+        "says more.",
+    ]
+)
 _EXIT_WRONG: Final = 1
 
 
@@ -41,21 +52,9 @@ def main(arguments: Sequence[str]) -> int:
     name = "mpidist"
     try:
         parser = Parser(
-            prog="mpidist",
-            description="tf.distribute's Strategy API for NumPy and CuPy, over MPI.",
-            epilog="\n".join(
-                [
-                    "commands:",
-                    *(f"  {key:<8} {about}" for key, (_, about) in _COMMANDS.items()),
-                    "",
-                    "`run` and `sbatch` start ranks; `timeline` needs none. Start the "
-                    "others under mpirun",
-                    "or srun: they describe the ranks that they run on. "
-                    "`mpidist COMMAND --help` says more.",
-                ]
-            ),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            "", "tf.distribute's Strategy API for NumPy and CuPy, over MPI."
         )
+        parser.epilog = _EPILOG
         parser.add_argument("--version", action="store_true", help="print the version")
         parser.add_argument("command", nargs="?", metavar="COMMAND")
         words = list(arguments)

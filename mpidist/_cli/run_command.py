@@ -8,7 +8,6 @@ with the command, which can be typed instead.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
@@ -77,11 +76,10 @@ def run(arguments: Sequence[str]) -> int:
         UsageError: if the arguments are wrong, or if there is no mpirun.
     """
     parser = Parser(
-        prog="mpidist run",
-        usage="mpidist run [-n N] [--elastic] [--restarts K] [--dry-run] "
+        "run",
+        _DESCRIPTION,
+        "[-n N] [--elastic] [--restarts K] [--dry-run] "
         "[-m MODULE | PROGRAM] [ARGUMENT ...]",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "-n",

@@ -23,7 +23,6 @@ Facts that the template relies on (each is tried by `tests/slurm/`):
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -68,10 +67,9 @@ def sbatch(arguments: Sequence[str]) -> int:
         UsageError: if the arguments are wrong.
     """
     parser = Parser(
-        prog="mpidist sbatch",
-        usage="mpidist sbatch [OPTIONS] [-- COMMAND [ARGUMENT ...]]",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "sbatch",
+        _DESCRIPTION,
+        "[OPTIONS] [-- COMMAND [ARGUMENT ...]]",
     )
     for name, value, text in (
         ("--nodes", 1, "default: 1"),

@@ -25,7 +25,22 @@ _T = TypeVar("_T")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors and help come from one rank only."""
+    """The argument parser of a command; its errors and help come from one rank only.
+
+    Args:
+        command: the name of the command.
+        description: printed as it is.
+        usage: after the name of the command; "": what argparse makes of the arguments.
+    """
+
+    def __init__(self, command: str, description: str, usage: str = "") -> None:
+        name = f"mpidist {command}".strip()
+        super().__init__(
+            prog=name,
+            usage=f"{name} {usage}" if usage else None,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""

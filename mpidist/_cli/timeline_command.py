@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -33,11 +32,7 @@ def timeline(arguments: Sequence[str]) -> int:
         UsageError: if the arguments are wrong, or if a file cannot be read or written.
         ImportError: if there is no Matplotlib, with ``--plot``.
     """
-    parser = Parser(
-        prog="mpidist timeline",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("timeline", _DESCRIPTION)
     parser.add_argument("path", metavar="FILE", help="the timeline")
     parser.add_argument(
         "--plot", metavar="PICTURE", help="draw it to this file (.png, .svg, .pdf)"

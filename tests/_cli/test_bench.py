@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import re
@@ -15,13 +14,12 @@ from launching import rank_environment, run_ranks
 
 from mpidist._cli import bench_command
 from mpidist._cli.bench_cases import CASES
-from mpidist._cli.bench_timing import Bench, Effort, Row, Timing
+from mpidist._cli.bench_timing import Bench, Row, Timing
 from mpidist._cli.job import Job, UsageError, WrongResultError
 from mpidist._cli.units import parse_seconds, parse_size, show_seconds, show_size
 
 TIMEOUT = 200.0
 MIB = 2**20
-SMALL = Effort(0.01, most=3, fewest=1, sample_seconds=1e-5)
 
 
 # --- the whole table --------------------------------------------------------------
@@ -92,8 +90,8 @@ def test_rows_are_printed_when_they_are_measured():
         "from mpidist import _cli\n"
         "from mpidist._cli.bench_timing import Bench\n"
         "check = Bench.check\n"
-        "def wrong(self, work, **right):\n"
-        "    check(self, work, **dict.fromkeys(right, 'KiB' not in work))\n"
+        "def wrong(self, work, expected, **calls):\n"
+        "    check(self, work, 'wrong' if 'KiB' in work else expected, **calls)\n"
         "Bench.check = wrong\n"
         "_cli.run()\n"
     )
@@ -198,7 +196,7 @@ def job():
 
 @pytest.fixture
 def bench(job):
-    made = Bench(job, None, SMALL)
+    made = Bench(job, quick=True)
     yield made
     made.strategy.close()
 
@@ -224,15 +222,15 @@ def test_calls_take_turns_and_all_ranks_agree(bench):
 
 
 @pytest.mark.mpi
-def test_a_slow_call_gets_fewer_samples_but_not_too_few(job):
-    for effort, expected in (
-        (dataclasses.replace(SMALL, seconds=1e-9, most=50, fewest=3), 3),
-        (dataclasses.replace(SMALL, seconds=1e3, most=5, fewest=3), 5),
-    ):
-        bench = Bench(job, None, effort)
-        (timing,) = bench.measure([job.comm.Barrier])
-        assert timing.samples == expected
-        bench.strategy.close()
+@pytest.mark.parametrize(
+    ("seconds", "quick", "samples"), [(1e-9, False, 3), (1e3, False, 31), (9, True, 3)]
+)
+def test_a_slow_call_gets_fewer_samples_but_not_too_few(job, seconds, quick, samples):
+    bench = Bench(job, None, seconds, quick=quick)
+    (timing,) = bench.measure([job.comm.Barrier])
+    assert 1 <= timing.samples <= samples
+    assert quick or timing.samples == samples
+    bench.strategy.close()
 
 
 @pytest.mark.mpi
@@ -245,15 +243,18 @@ def test_what_is_undone_is_called_once_in_each_sample(bench):
 
 @pytest.mark.mpi
 @pytest.mark.core
-def test_a_wrong_result_on_one_rank_raises_on_all(bench):
+@pytest.mark.parametrize("expected", [1, [1.0, np.ones(3)]], ids=["number", "list"])
+def test_a_wrong_result_on_one_rank_raises_on_all(bench, expected):
     last = bench.job.size - 1
+    wrong = 2 if isinstance(expected, int) else [1.0, np.array([1.0, 1.0, 2.0])]
 
     def replica():
-        bench.check("sum", mpi4py=True, mpidist=True)
-        bench.check("sum", mpi4py=True, mpidist=bench.job.rank != last)
+        bench.check("sum", expected, mpi4py=lambda: expected)
+        found = wrong if bench.job.rank == last else expected
+        bench.check("sum", expected, mpi4py=lambda: expected, mpidist=lambda: found)
 
-    expected = f"^sum: mpidist gave a wrong result on rank {last}; nothing was timed"
-    with pytest.raises(WrongResultError, match=expected):
+    message = f"^sum: mpidist gave a wrong result on rank {last}; nothing was timed"
+    with pytest.raises(WrongResultError, match=message):
         bench.strategy.run(replica)
 
 
@@ -263,16 +264,19 @@ def test_the_numbers_are_what_their_names_say(bench):
         mine = bench.numbers(count)
         assert mine.dtype == np.float32
         everywhere = bench.job.comm.allgather(mine)
-        assert bench.are_sums([np.sum(everywhere, axis=0)])
-        assert np.array_equal(bench.numbers_of_all(count), np.concatenate(everywhere))
+        assert np.array_equal(bench.total(count), np.sum(everywhere, axis=0))
+        for rank, numbers in enumerate(everywhere):
+            assert np.array_equal(bench.numbers(count, rank), numbers)
 
 
 @pytest.mark.mpi
-def test_work_without_memory_is_left_out_on_all_ranks(bench):
+def test_work_without_memory_is_left_out_on_all_ranks(job):
+    bench = Bench(job)
     assert bench.has_room("a little", 4, copies=2)
     assert bench.notes == []
     assert not bench.has_room("a lot", 2**60, copies=2)
     assert "a lot was left out: it takes 2" in bench.notes[0]
+    bench.strategy.close()
 
 
 @pytest.mark.mpi
@@ -290,10 +294,9 @@ def test_a_problem_of_one_rank_is_raised_on_all(job):
 # --- rows and units -------------------------------------------------------------------
 
 
-def test_a_row_says_if_it_is_noisy():
+def test_a_timing_says_if_it_is_noisy():
     steady, noisy = Timing(2.0, 1.9, 2.1, 3, 1), Timing(1.0, 0.9, 1.3, 3, 1)
-    assert not Row("run", "run", None, steady, steady).is_noisy
-    assert Row("run", "run", None, steady, noisy).is_noisy
+    assert (steady.is_noisy, noisy.is_noisy) == (False, True)
     assert Row("run", "run", None, steady, noisy).ratio == 0.5
 
 
