@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import tempfile
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "conformance.md"
 RECORDED_SIZE = 3
 RECORDED = Path(__file__).resolve().parent / "recorded.jsonl"
 NO_RESULT = {"error": "no result", "bases": [], "uncaught": True}
-LONGEST = 240  # characters of a result in the report
+LONGEST = 120  # characters of a result in the report
 
 Verdict = Literal["equal", "on purpose", "FAILED"]
 Runs = dict[int, tuple[sides.Run, sides.Run]]
@@ -115,32 +116,23 @@ def compare(words: Sequence[str], sizes: Sequence[int], folder: Path | None) -> 
 INTRODUCTION = """\
 # Conformance with TensorFlow
 
-This page compares small programs that run twice: under
-`tf.distribute.MirroredStrategy`, on logical CPU devices, and under `MPIStrategy`, on
-the same number of ranks of an `mpirun`. Each program is written once, in
-`tests/conformance/programs/`. Its results on each replica are compared: values, dtypes,
-shapes, and the classes of errors. The page is written by
+Small programs run twice: under `tf.distribute.MirroredStrategy`, on logical CPU
+devices, and under `MPIStrategy`, on as many ranks. On each replica values, dtypes,
+shapes and classes of errors are compared. A difference on purpose is declared with its
+reason and the result of each side, and both are checked. The programs are in
+`tests/conformance/programs/`, each with a line on what it does.
 
 ```sh
 launch/conformance
 ```
 
-`tests/project/test_conformance.py` fails if a result is not what its program declares:
-with TensorFlow on 2, 3 and 4 replicas; without it, against TensorFlow's results on 3
-replicas when this page was written.
-If the two libraries differ on purpose, the program declares the result of each, and the
-reason. Both are checked, so a change on either side is found.
+runs them and writes this page. `tests/project/test_conformance.py` compares them again:
+with TensorFlow on 2, 3 and 4 replicas; where there is none, with its recorded results.
 
-Two results are equal if
-
-- arrays have the same dtype and shape, and the same elements to within rounding; a
-  Python number equals a scalar of any dtype (TensorFlow makes int32 and float32 tensors
-  of them);
-- errors are of the same class, or mpidist's is a subclass of TensorFlow's (a
-  `CollectiveMismatchError` is a `RuntimeError`). An exception that one replica raises,
-  and the `ReplicaError` that the other ranks raise because of it, count as one error.
-
-Separate programs compare whether code sees a PerReplica or a plain value.
+Results are equal if arrays have the same dtype, shape and elements (to rounding; a
+Python number equals a scalar of any dtype), and if errors have the same class, or
+mpidist's is a subclass. One replica's exception and the `ReplicaError` of the others
+count as one error.
 """
 
 
@@ -176,9 +168,8 @@ def page_of(runs: Runs, day: datetime.date) -> str:
         f"Results of {day.isoformat()}, with TensorFlow {versions[0].version} and "
         f"mpidist {versions[1].version}:\n",
         _totals(runs),
-        "The columns 2, 3 and 4 are numbers of replicas: `=` is equal, `≠` a "
-        "difference on purpose, explained below the table, with the results on 2 "
-        "replicas. A bar separates the replicas.\n",
+        "Differences are shown with the results on 2 replicas; a bar separates the "
+        "replicas.\n",
     ]
     for section in programs_by_section():
         parts += _section(section, runs)
@@ -224,22 +215,17 @@ def _slug(title: str) -> str:
 
 
 def _section(section: str, runs: Runs) -> list[str]:
-    programs = programs_by_section()[section]
-    marks = {"equal": "=", "on purpose": "≠", "FAILED": "**fails**"}
-    lines = [
-        f"## {section}\n",
-        "| program | what it does | " + " | ".join(map(str, runs)) + " |",
-        "| --- | --- | " + " | ".join("---" for _ in runs) + " |",
-    ]
-    for program in programs:
-        cells = [marks[verdict_of(program, n, pair)] for n, pair in runs.items()]
-        what = program.what.replace("|", "\\|")
-        lines.append(f"| `{program.name}` | {what} | " + " | ".join(cells) + " |")
-    lines.append("")
+    by_verdict: dict[Verdict, list[Program]] = {}
     by_reason: dict[str, list[Program]] = {}
-    for program in programs:
+    for program in programs_by_section()[section]:
+        by_verdict.setdefault(_worst(program, runs), []).append(program)
         if program.difference is not None:
             by_reason.setdefault(program.difference.reason, []).append(program)
+    lines = [f"## {section}\n"]
+    for verdict, title in (("equal", "Equal"), ("FAILED", "**fails**")):
+        if verdict in by_verdict:
+            names = [f"`{program.name}`" for program in by_verdict[verdict]]
+            lines.append(textwrap.fill(f"{title}: {', '.join(names)}.", 88) + "\n")
     for reason, alike in by_reason.items():
         lines += _difference(reason, alike, runs)
     return lines
@@ -251,7 +237,10 @@ def _difference(reason: str, programs: list[Program], runs: Runs) -> list[str]:
     for program in programs:
         shown = [results.show(result_of(run, program)) for run in pair]
         texts = [f"`{_cut(text)}`" for text in shown]
-        lines.append(f"- `{program.name}`: TensorFlow {texts[0]}; mpidist {texts[1]}.")
+        lines += [
+            f"- `{program.name}`: {program.what}",
+            f"  TensorFlow {texts[0]}; mpidist {texts[1]}.",
+        ]
     return [*lines, ""]
 
 
