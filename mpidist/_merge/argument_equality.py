@@ -20,15 +20,13 @@ error that names the argument. A merge_fn can still close over them.
 from __future__ import annotations
 
 import functools
-import gc
 import io
 import types
 from typing import Any, Final
 
-from mpidist._base import function_codec
 from mpidist._base.cache import Cache
 from mpidist._base.fingerprint import fingerprint, fingerprint_of_bytes
-from mpidist._merge import object_names
+from mpidist._merge import functions, object_names
 from mpidist._merge.commands import ATOMS, Pickler
 from mpidist._values.distributed import DistributedValues
 from mpidist._values.variable import Variable, storage_of
@@ -70,7 +68,7 @@ def fingerprint_of_argument(x: Any, where: str, known: tuple[object, ...]) -> in
 
 
 def _has_name(x: object) -> bool:
-    return type(x) is types.FunctionType and function_codec.is_global(x)
+    return type(x) is types.FunctionType and functions.is_global(x)
 
 
 def _is_ours(kind: type) -> bool:
@@ -126,65 +124,40 @@ def _held_by(x: object, known: tuple[object, ...]) -> str | None:
 
 def _canonical(x: object) -> bytes:
     """Pickle an object so that equal objects have equal bytes in every process."""
-    # One that refers to itself takes this to the end of the stack. A finalizer that is
-    # called there fails, and what it had to release is never released.
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return _pickled(x, _CanonicalPickler)
-    except Exception:
-        # It may refer to itself. If it cannot be pickled, this fails again.
-        return _pickled(x, _CyclicPickler)
-    finally:
-        if collects:
-            gc.enable()
-
-
-def _pickled(x: Any, kind: Any) -> bytes:
     stream = io.BytesIO()
-    pickler = kind(stream, protocol=5)
-    pickler.fast = kind is _CanonicalPickler
-    pickler.dump(x)
+    _CanonicalPickler(stream).dump(x)
     return stream.getvalue()
 
 
 class _CanonicalPickler(Pickler):  # type: ignore[misc]
-    """Without the memo: the identity of strings differs between processes."""
+    """Replaces what differs between processes: identities of strings, orders."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=5)
+        # By id: the number of each dict, and the dict, since the id is not used again.
+        self._dicts: dict[int, tuple[int, dict[Any, Any]]] = {}
 
     def persistent_id(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is str:
+            return obj.encode(errors="surrogatepass")  # a new object each time
         if isinstance(obj, io.IOBase):
             raise TypeError("cannot pickle an open file")
         if isinstance(obj, type):
             return _name_of(obj).encode()
-        return self._sorted(obj)
-
-    def _sorted(self, obj: Any) -> Any:
         # The order of a set depends on the hashes of strings, which are randomized;
         # the order of a dict has no effect when dicts are compared.
-        if type(obj) in (set, frozenset):
-            parts = sorted(_pickled(item, _CanonicalPickler) for item in obj)
-            return (type(obj).__name__, parts)
-        if type(obj) is dict:
-            pairs = (
-                (_pickled(k, _CanonicalPickler), _pickled(v, _CanonicalPickler))
-                for k, v in obj.items()
-            )
-            return ("dict", sorted(pairs))
-        return None
+        if kind in (set, frozenset):
+            return (kind.__name__, sorted(map(_canonical, obj)))
+        if kind is not dict:
+            return None
+        if id(obj) in self._dicts:  # it may be in itself
+            return ("again", self._dicts[id(obj)][0])
+        self._dicts[id(obj)] = len(self._dicts), obj
+        return ("dict", [(key, obj[key]) for key in sorted(obj, key=_canonical)])
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is types.FunctionType and not function_codec.is_global(obj):
+        if type(obj) is types.FunctionType and not functions.is_global(obj):
             code = _name_of(obj).encode() + obj.__code__.co_code
-            return object, (), (code, function_codec.state_of(obj))
+            return object, (), (code, functions.state_of(obj))
         return super().reducer_override(obj)
-
-
-class _CyclicPickler(_CanonicalPickler):
-    """With the memo, except for strings."""
-
-    def _sorted(self, obj: Any) -> Any:
-        if type(obj) is str:
-            return obj.encode()  # a new object each time
-        if type(obj) in (set, frozenset):
-            return (type(obj).__name__, sorted(map(_canonical, obj)))
-        return None

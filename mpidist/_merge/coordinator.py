@@ -209,7 +209,7 @@ class Coordinator:
     def _post(self, name: str, content: commands.Content = commands.NOTHING) -> None:
         dropped = [] if name in ("return", "check") else self._take_dropped()
         self._group.collectives.messages.send(
-            self._writer.command(name, content, dropped)
+            commands.write_command(name, content, dropped)
         )
 
     def end_updates(self, error: BaseException | None = None) -> None:

@@ -74,7 +74,7 @@ class Follower:
             except MemoryError as error:  # rank 0 has raised it too, and decides
                 self._failed(error)
                 continue
-            name, dropped, content = self._reader.command(data)
+            name, dropped, content = commands.read_command(data)
             if name == "update":
                 self._update(content)
                 if self.batch.communicates:
@@ -103,7 +103,7 @@ class Follower:
         """
         guard = self._collectives.guard
         data = self._waiting.pop() if self._waiting else self._receive()
-        name, _, _ = self._reader.command(data)
+        name, *_ = commands.read_command(data)
         if name != "check":
             self._waiting.append(data)
             raise RuntimeError(

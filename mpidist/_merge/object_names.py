@@ -41,13 +41,13 @@ import enum
 import functools
 import itertools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpidist._base import function_codec
 from mpidist._base.cache import Cache
+from mpidist._merge.functions import is_global
 
 MOST: Final = 512
 """The largest number of objects with names in one `merge_call`."""
@@ -63,8 +63,9 @@ of a part of a function, such as ``("closure", "x")``."""
 
 Path: TypeAlias = tuple[Step, ...]
 
-News: TypeAlias = tuple[int, Path, tuple[tuple[Path, Path], ...], str]
-"""The arguments of `Names.receive`, which marshal can write."""
+Name: TypeAlias = tuple[Path, tuple[tuple[Path, Path], ...], str]
+"""What is sent for an object of rank 0: the path to it; pairs of paths that lead to one
+object there, which is this one or on the way to it; and the text of its type."""
 
 Part: TypeAlias = tuple[Step, Any]
 """An object directly in another one, and the step to it."""
@@ -268,11 +269,9 @@ class Names:
         roots: the first objects, by name: merge_fn and arguments of the call.
         home: the globals of merge_fn; functions with other globals are not entered.
         known: objects that have a name of another kind, and are not entered.
-        most: the largest number of objects to enter.
 
     Attributes:
         reached: the objects, the nearest ones first.
-        unsent: on rank 0: the news for the next command, see `receive`.
     """
 
     def __init__(
@@ -280,35 +279,30 @@ class Names:
         roots: list[tuple[str, object]],
         home: dict[str, Any] | None = None,
         known: Iterable[object] = (),
-        most: int = MOST,
     ) -> None:
         # The place of each object that was found, in `reached`, by its id.
         self._found: dict[int, int] = dict.fromkeys(map(id, known), -1)
+        # The place of the object that holds it, and the step from there.
         self._origins: list[tuple[int, Step]] = []
         # Further paths to objects that were found before: the place of the object, the
         # place where the last step begins, and this step.
         self._again: list[tuple[int, int, Step]] = []
-        self._defined: set[int] = set()
-        self.unsent: list[News] = []
         self.reached: list[object] = []
-        self._received: dict[int, tuple[int | None, Path, str]] = {}
-        self._walk(roots, home, most)
+        self._names: dict[int, Name | None] = {}  # by place
+        self._used: dict[int, Path] = {}  # by place: the name that stands for it
+        self._walk(roots, home)
 
     def _walk(
-        self,
-        roots: list[tuple[str, object]],
-        home: dict[str, Any] | None,
-        most: int,
+        self, roots: list[tuple[str, object]], home: dict[str, Any] | None
     ) -> None:
         reached, found, origins = self.reached, self._found, self._origins
-        kinds = _kinds
         entered: list[_Kind] = []
         current = -1
         parts: Iterable[tuple[Step, object]] = roots
         while True:
             for step, part in parts:
                 its_type = type(part)
-                role = kinds[its_type] if its_type in kinds else _kind_of(its_type)
+                role = _kinds[its_type] if its_type in _kinds else _kind_of(its_type)
                 if role is None:
                     continue
                 place = found.get(id(part))
@@ -322,26 +316,26 @@ class Names:
                 reached.append(part)
                 origins.append((current, step))
             current += 1
-            if current >= len(reached) or len(reached) >= most:
+            if current >= len(reached) or len(reached) >= MOST:
                 break
             kind = entered[current]
             parts = () if kind is _THING else _parts_of(reached[current], kind, home)
 
     # --- on rank 0 ------------------------------------------------------------
 
-    def number_of(self, x: object) -> int | None:
-        """Return the number by which the others know an object; None if it has none."""
-        place = self._found.get(id(x))
-        if place is None or place < 0:
+    def name_of(self, x: object) -> Name | None:
+        """Return what stands for an object in commands; None if it has no name."""
+        place = self._found.get(id(x), -1)
+        if place < 0:
             return None
-        if place in self._defined:
-            return place
+        if place not in self._names:
+            self._names[place] = self._make_name(place, x)
+        return self._names[place]
+
+    def _make_name(self, place: int, x: object) -> Name | None:
         kind = _kind_of(type(x))
-        if kind is None or not kind.named:
+        if kind is None or not kind.named or (kind.has_module and is_global(x)):
             return None
-        if kind.has_module and function_codec.is_global(x):
-            return None
-        self._defined.add(place)
         aliases = []
         above = place
         while above >= 0:
@@ -349,8 +343,7 @@ class Names:
             for at, step in found[:_MOST_ALIASES]:
                 aliases.append((self._path_of(above), (*self._path_of(at), step)))
             above = self._origins[above][0]
-        self.unsent.append((place, self._path_of(place), tuple(aliases), _text_of(x)))
-        return place
+        return self._path_of(place), tuple(aliases), _text_of(x)
 
     def _path_of(self, place: int) -> Path:
         steps: list[Step] = []
@@ -361,33 +354,31 @@ class Names:
 
     # --- on the other ranks ---------------------------------------------------
 
-    def receive(
-        self,
-        number: int,
-        path: Path,
-        aliases: tuple[tuple[Path, Path], ...],
-        text: str,
-    ) -> None:
-        """Find this rank's object for the name of an object of rank 0.
+    def object(
+        self, path: Path, aliases: Sequence[tuple[Path, Path]], text: str
+    ) -> Any:
+        """Return this rank's object for the name of an object of rank 0.
 
-        If a check fails, `object` raises when the object is used.
-
-        Args:
-            number: the number by which rank 0 refers to it from now on.
-            path: the path to the object.
-            aliases: pairs of paths that lead to one object on rank 0.
-            text: the text of its type.
+        Raises:
+            ValueError: if this rank has none, or if it is not like rank 0's.
         """
         place = self._resolve(path)
-        wrong = self._difference(number, place, path, aliases, text)
-        self._received[number] = (place, path, wrong)
+        wrong = self._difference(place, path, aliases, text)
+        if wrong or place is None:
+            raise ValueError(
+                f"a function that merge_fn sends refers to `{readable(path)}`, and "
+                f"each rank uses its own, but {wrong}. Make the objects of the program "
+                "alike on all ranks, or make what belongs to rank 0 alone inside "
+                "merge_fn"
+            )
+        self._used[place] = path
+        return self.reached[place]
 
     def _difference(
         self,
-        number: int,
         place: int | None,
         path: Path,
-        aliases: tuple[tuple[Path, Path], ...],
+        aliases: Sequence[tuple[Path, Path]],
         text: str,
     ) -> str:
         """Return how this rank's object differs from rank 0's; "" if it does not."""
@@ -397,35 +388,18 @@ class Names:
         if mine != text:
             return f"rank 0 has {text} there, and this rank {mine}"
         for one, other in aliases:
-            first, second = self._resolve(one), self._resolve(other)
-            if first is not None and second is not None and first != second:
+            if len({self._resolve(one), self._resolve(other)} - {None}) > 1:
                 return (
                     f"`{readable(one)}` and `{readable(other)}` are one object on "
                     "rank 0, and two on this rank"
                 )
-        for before, (other_place, other_path, wrong) in self._received.items():
-            if other_place == place and before != number and not wrong:
-                return (
-                    f"it is the same object as `{readable(other_path)}` on this rank, "
-                    "and another one on rank 0"
-                )
-        return ""
-
-    def object(self, number: int) -> Any:
-        """Return this rank's object that rank 0 refers to by a number.
-
-        Raises:
-            ValueError: if this rank has none, or if it is not like rank 0's.
-        """
-        place, path, wrong = self._received[number]
-        if wrong or place is None:
-            raise ValueError(
-                f"a function that merge_fn sends refers to `{readable(path)}`, and "
-                f"each rank uses its own, but {wrong}. Make the objects of the program "
-                "alike on all ranks, or make what belongs to rank 0 alone inside "
-                "merge_fn"
+        before = self._used.get(place, path)
+        if before != path:
+            return (
+                f"it is the same object as `{readable(before)}` on this rank, and "
+                "another one on rank 0"
             )
-        return self.reached[place]
+        return ""
 
     @functools.cached_property
     def _steps(self) -> dict[tuple[int, Step], int]:

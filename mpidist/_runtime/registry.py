@@ -10,7 +10,6 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from mpidist._base import backend, nest
-from mpidist._base.function_codec import Codes
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.types import Nest
 
@@ -88,8 +87,6 @@ class Registry:
         # has dropped its own, and has told them.
         self.kept: dict[Key, Registered] = {}
         self.dropped: list[Key] = []
-        # The code objects that the coordinator has sent.
-        self.codes: Codes = Codes()
         registry = weakref.ref(self)
 
         def forget(reference: weakref.ref[Registered]) -> None:

@@ -156,10 +156,7 @@ def test_the_optimizer_is_not_copied(new_strategy):
         del messages.send
     assert_mirrored(strategy, v, np.full(5, 10.0))
     if sent:
-        assert max(sent) < 2000
-        again = sent[len(sent) // 2 :]
-        assert sorted(sent)[-1] == sent[0]  # with the code and the name
-        assert max(again[1:]) < 160
+        assert max(sent) < 800
     assert_usable(strategy)
 
 
