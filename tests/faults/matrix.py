@@ -194,7 +194,7 @@ CASES = [
                 "an_exception_at_any_line_is_told",
             ),
             (
-                "the same, or a MemoryError, at any line of a restore",
+                "a signal's exception or a MemoryError, at any line of a restore",
                 "an error on all; all variables are restored, or none on any rank",
                 "unusable, or usable",
                 "a_restore_is_all_or_nothing_whatever_line_raises",
@@ -519,17 +519,28 @@ def table(verdicts: dict[str, dict[str, str]] | None = None) -> str:
     """Return the matrix as a table in Markdown.
 
     Args:
-        verdicts: for each MPI the verdicts by test; None: without such columns.
+        verdicts: for each MPI the verdicts by test; None: without such columns, and
+            with the faults of a kind that end alike in one row.
     """
-    verdicts = verdicts or {}
-    heads = ["kind", "fault, on one rank", "how it ends", "the strategy", *verdicts]
-    lines = [heads, ["---"] * len(heads)]
-    before = ""
-    for case in sorted(CASES, key=lambda case: _KINDS.index(case.kind)):
-        kind = "" if case.kind == before else case.kind
-        before = case.kind
-        found = [by_test.get(case.test, "not run") for by_test in verdicts.values()]
-        lines.append([kind, case.fault, case.result, case.afterwards, *found])
+    heads = ["kind", "fault, on one rank", "how it ends", "the strategy"]
+    cases = sorted(CASES, key=lambda case: _KINDS.index(case.kind))
+    rows: list[list[str]]
+    if verdicts is None:
+        alike: dict[tuple[str, str, str], list[str]] = {}
+        for case in cases:
+            key = (case.kind, case.result, case.afterwards)
+            alike.setdefault(key, []).append(case.fault)
+        rows = [
+            [kind, "; ".join(faults), result, afterwards]
+            for (kind, result, afterwards), faults in alike.items()
+        ]
+    else:
+        heads += verdicts
+        rows = [
+            [*case[:4], *(by.get(case.test, "not run") for by in verdicts.values())]
+            for case in cases
+        ]
+    lines = [heads, ["---"] * len(heads), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
