@@ -115,6 +115,7 @@ class Checkpoint:
         self,
         path: str | os.PathLike[str],
         format: FileFormat = "npz",
+        wait: bool = True,
     ) -> str:
         """Save all objects to a directory. Collective, at program level.
 
@@ -129,6 +130,11 @@ class Checkpoint:
                 directories are created.
             format: the format of the array file: "npz", or "safetensors", which other
                 programs can read (it does not support complex numbers).
+            wait: False: return as soon as rank 0 has a copy of everything, which a
+                thread of it writes while the program goes on. The checkpoint is found
+                when it is complete. `wait`, the next save or restore with this
+                strategy, `MPIStrategy.close` and the end of the program wait for it;
+                there all ranks raise what the thread has raised.
 
         Returns:
             The path of rank 0.
@@ -142,7 +148,19 @@ class Checkpoint:
             OSError: if rank 0 cannot write it. The previous checkpoint stays complete.
             RuntimeError: in a replica function or in ``merge_fn``.
         """
-        return self._objects.save(path, format, "Checkpoint.save").path
+        return self._objects.save(path, format, "Checkpoint.save", wait=bool(wait))
+
+    @tells("Checkpoint.wait", operator.attrgetter("_objects.group"))
+    def wait(self) -> None:
+        """Wait for a save with ``wait=False`` by this strategy. Collective.
+
+        At program level; it returns at once if there is none, or it was waited for.
+
+        Raises:
+            OSError: if rank 0 could not write it. The previous checkpoint is complete.
+            RuntimeError: in a replica function or in ``merge_fn``.
+        """
+        self._objects.finish("Checkpoint.wait")
 
     @tells("Checkpoint.restore", operator.attrgetter("_objects.group"))
     @explain_keywords("Checkpoint.restore")

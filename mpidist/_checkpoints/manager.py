@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from mpidist._base import backend
 from mpidist._base.errors import CheckpointError
 from mpidist._base.remedies import explain_attributes, explain_keywords
-from mpidist._checkpoints import manifest, replace, storage
+from mpidist._checkpoints import background, manifest, replace, storage
 from mpidist._checkpoints.checkpoint import Checkpoint, objects_of
-from mpidist._checkpoints.saved_objects import as_path
+from mpidist._checkpoints.saved_objects import Saved, as_path
 from mpidist._runtime.interruptions import tells
 
 
@@ -66,6 +66,7 @@ class CheckpointManager:
                 "weights=weights), directory)`"
             )
         call = objects_of(checkpoint).call("CheckpointManager")
+        background.finish(call)
 
         def check() -> str:
             _check_arguments(max_to_keep, checkpoint_name)
@@ -118,13 +119,14 @@ class CheckpointManager:
     def latest_checkpoint(self) -> str | None:
         """The path of the newest complete checkpoint; None if there is none.
 
-        As of the creation of this manager, including checkpoints it has saved since.
+        As of the creation of this manager, including checkpoints it has saved since;
+        those saved with ``wait=False`` after a call that has waited for them.
         """
         return self._entries[-1].path if self._entries else None
 
     @tells("CheckpointManager.save", lambda self: objects_of(self.checkpoint).group)
     @explain_keywords("CheckpointManager.save")
-    def save(self, checkpoint_number: object = None) -> str:
+    def save(self, checkpoint_number: object = None, wait: bool = True) -> str:
         """Save a new checkpoint, then delete the oldest. Collective.
 
         At program level. Before writing it deletes what killed jobs have left, and all
@@ -133,6 +135,7 @@ class CheckpointManager:
         Args:
             checkpoint_number: an int or a variable, such as the step; None: the
                 highest number plus 1.
+            wait: False: a thread of rank 0 writes it, as for `Checkpoint.save`.
 
         Returns:
             Its path.
@@ -141,9 +144,10 @@ class CheckpointManager:
             OSError: as for `Checkpoint.save`; also its other errors.
         """
         name = "CheckpointManager.save"
+        call = objects_of(self._checkpoint).call(name)
+        background.finish(call)
         number = self._highest + 1
         if checkpoint_number is not None:
-            call = objects_of(self._checkpoint).call(name)
             number = call.attempt(lambda: _as_number(checkpoint_number))
         path = os.path.join(self._directory, f"{self._name}-{number}")
         latest = self._entries[-1].saved_at if self._entries else 0
@@ -158,23 +162,26 @@ class CheckpointManager:
                 _delete(entry.path, name)
 
         excess = [] if most is None else others[:-most]
-        try:
-            saved = objects_of(self._checkpoint).save(
-                path,
-                self._format,
-                name,
-                details=f" as number {number}",
-                after=latest,
-                # Before the save too: its disk may be full of them.
-                before_writing=lambda: tidy(excess),
-                afterwards=lambda: tidy(others[: len(others) - len(kept)]),
-            )
-        except BaseException:
-            self._entries = [entry for entry in self._entries if entry not in excess]
-            raise
-        self._entries = [*kept, _Entry(saved.saved_at_ns, number, saved.path)]
-        self._highest = max(self._highest, number)
-        return saved.path
+
+        def ended(saved: Saved | None) -> None:
+            if saved is None:
+                self._entries = [x for x in self._entries if x not in excess]
+            else:
+                self._entries = [*kept, _Entry(saved.saved_at_ns, number, saved.path)]
+                self._highest = max(self._highest, number)
+
+        return objects_of(self._checkpoint).save(
+            path,
+            self._format,
+            name,
+            wait=bool(wait),
+            details=f" as number {number}",
+            after=latest,
+            # Before the save too: its disk may be full of them.
+            before_writing=lambda: tidy(excess),
+            afterwards=lambda: tidy(others[: len(others) - len(kept)]),
+            ended=ended,
+        )
 
     @tells("restore_or_initialize", lambda self: objects_of(self.checkpoint).group)
     def restore_or_initialize(self) -> str | None:
@@ -191,6 +198,7 @@ class CheckpointManager:
         """
         name = "CheckpointManager.restore_or_initialize"
         objects = objects_of(self._checkpoint)
+        objects.finish(name)
         while self._entries:
             path = self._entries[-1].path
             try:

@@ -31,6 +31,7 @@ from typing import Any, Final
 from mpidist._agreement.mismatch import Call
 from mpidist._base import threads
 from mpidist._base.remedies import explain_attributes
+from mpidist._checkpoints import background
 from mpidist._checkpoints.checkpoint import Checkpoint, objects_of
 from mpidist._checkpoints.manager import CheckpointManager
 
@@ -186,6 +187,7 @@ class PreemptionCheckpointHandler:
             return
         save = self._config.save_fn or self._manager.save
         call.together(lambda: save(*args, **kwargs), scope=False)
+        background.finish(call)
         call.on_rank_0(_tell_the_batch_script)
         self._told_at = None
         if self._config.exit_fn is not None:

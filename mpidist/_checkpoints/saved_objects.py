@@ -32,6 +32,7 @@ from mpidist._base import backend
 from mpidist._base.errors import CollectiveError
 from mpidist._base.types import Array, DType, HostArray, Shape
 from mpidist._checkpoints import (
+    background,
     contents,
     fitting,
     replace,
@@ -42,7 +43,7 @@ from mpidist._checkpoints import (
 from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._checkpoints.contents import Item, VariableItem
 from mpidist._checkpoints.generators import SavedState
-from mpidist._checkpoints.state_items import StateItem
+from mpidist._checkpoints.state_items import StateItem, States
 from mpidist._checkpoints.state_json import State
 from mpidist._checkpoints.storage import CheckpointFiles, FileFormat
 from mpidist._mpi import library
@@ -117,30 +118,43 @@ class SavedObjects:
         file_format: FileFormat,
         name: str,
         *,
+        wait: bool = True,
         details: str = "",
         after: int = 0,
         before_writing: Callable[[], None] = lambda: None,
         afterwards: Callable[[], None] = lambda: None,
-    ) -> Saved:
+        ended: Callable[[Saved | None], None] = lambda saved: None,
+    ) -> str:
         """Save all objects. Collective.
 
         Args:
             path: the path of the directory, as the user passed it.
             file_format: the format of the array file, as the user passed it.
             name: the name of the call.
+            wait: whether to return when it is complete; otherwise, a thread of rank 0
+                completes it, from a copy.
             details: other data that must be the same on all ranks.
             after: the time in the manifest must be later than this, in ns.
             before_writing: called on rank 0 before it writes.
             afterwards: called on rank 0 when the checkpoint is complete.
+            ended: called on all ranks then, or, with None, when the save has failed.
+
+        Returns:
+            The path of rank 0.
         """
+        details += "" if wait else ", wait=False"
         call, items, target = self._begin(name, path, details)
+        written: background.Write[Saved] | None = None
         with call.guard.span(name):
             arrays, objects = snapshot.take(call, items)
 
-            def write() -> Saved:
-                assert target is not None
+            def states() -> States:
                 states = snapshot.joined(arrays, objects, name)
                 storage.check_format(states.arrays, file_format)
+                return states if wait else snapshot.copied(states)
+
+            def write(states: States) -> Saved:
+                assert target is not None
                 before_writing()
                 saved_at = max(time.time_ns(), after + 1)
                 replace.replace(
@@ -152,7 +166,26 @@ class SavedObjects:
                 afterwards()
                 return Saved(target, saved_at)
 
-            return call.on_rank_0(write)
+            def write_now() -> Saved:
+                background.wait_for_threads()
+                return write(states())
+
+            def begin() -> str:
+                nonlocal written
+                assert target is not None
+                written = background.Write(target, functools.partial(write, states()))
+                return target
+
+            if not wait:
+                used = call.on_rank_0(begin)
+                background.note(call.group, written, ended)
+                return used
+            saved = None
+            try:
+                saved = call.on_rank_0(write_now)
+            finally:
+                ended(saved)
+            return saved.path
 
     def read(self, path: object, partial: bool, name: str) -> Found | None:
         """Read and verify a checkpoint on rank 0; nothing changes yet. Collective.
@@ -235,6 +268,10 @@ class SavedObjects:
             raise
         return sorted([*found.states, *found.variables])
 
+    def finish(self, name: str) -> None:
+        """Wait for a save with ``wait=False``. Collective."""
+        background.finish(self.call(name))
+
     def call(self, name: str) -> CollectiveCall:
         """Return a call by the ranks that save these objects together."""
         return self._find(name)[0]
@@ -266,6 +303,7 @@ class SavedObjects:
     ) -> tuple[CollectiveCall, list[Item], str | None]:
         """Find the items; check that all ranks have the same."""
         call, items = self._find(name)
+        background.finish(call)
         target = call.attempt(lambda: as_path(path, name, optional))
         call.agree(f" of {{{', '.join(map(str, items))}}}{details}")
         return call, items, target

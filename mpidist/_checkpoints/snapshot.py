@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
+from mpidist._base import backend
+from mpidist._base.guests import DeviceCopy
 from mpidist._base.types import Array
 from mpidist._checkpoints import state_items
 from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._checkpoints.contents import Item, VariableItem
 from mpidist._checkpoints.state_items import StateItem, States
-from mpidist._checkpoints.state_json import Packed, Stored
+from mpidist._checkpoints.state_json import Packed, Stored, host_copy
 
 
 def take(call: CollectiveCall, items: list[Item]) -> tuple[dict[str, Array], States]:
@@ -49,6 +53,16 @@ def joined(variables: Mapping[str, Stored], objects: States, call: str) -> State
                 "have the same name; give one of them another name"
             )
     return States(objects.values, {**variables, **objects.arrays})
+
+
+def copied(states: States) -> States:
+    """Return states whose arrays do not change with the objects."""
+    arrays: dict[str, Stored] = {}
+    for name, x in states.arrays.items():
+        host = host_copy(x)
+        is_own = isinstance(x, DeviceCopy) or backend.is_device_array(x)
+        arrays[name] = host if is_own else np.array(host)
+    return States(states.values, arrays)
 
 
 def generators_alike(call: CollectiveCall, items: list[Item]) -> dict[str, bool]:

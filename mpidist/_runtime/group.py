@@ -58,6 +58,8 @@ class ReplicaGroup:
         public_objects: the objects of the strategy that users may hold, also inside
             objects such as datasets, and pass to a command: the same on all ranks, in
             the same order. Set by the strategy.
+        unfinished: ``unfinished(call)`` waits for a save that goes on beside the
+            program, and raises its error on all ranks; None: there is none. Collective.
         cross_frame: the `context.Frame` of code in cross-replica context.
         replica_frame: the `context.Frame` of code in a replica function.
     """
@@ -96,6 +98,7 @@ class ReplicaGroup:
         self.node_numbers: tuple[int, ...] = tuple(firsts.index(row[2]) for row in rows)
         self.registry: Registry = make_registry(self, comm.rank, comm.size)
         self.custom_ops: BatchReducer | None = None
+        self.unfinished: Callable[[str], None] | None = None
         self.all_reduce: Callable[..., Any] = collectives.all_reduce
         self.all_gather: Callable[..., Any] = collectives.small_gathers.entry
 

@@ -148,11 +148,14 @@ class _Hook:
 
 # The guards of all strategies, and whether their ranks wait for each other at the end.
 _guards: Final[threads.ReplicaLocal[dict[Guard, bool]]] = threads.ReplicaLocal(dict)
+_Function = Callable[[], Any]
+_last_calls: Final[threads.ReplicaLocal[list[_Function]]] = threads.ReplicaLocal(list)
 _hooks: list[_Hook] = []
 _making = False  # a strategy is being created, or creating it has failed
 _exit_code: Any = None
 _outermost: FrameType | None = None  # of the program
 _ended_by_signal = False  # the only process of a job
+_failed_at_end = False  # a function of `before_end` has
 _has_begun = False  # a strategy has been made
 
 
@@ -201,6 +204,33 @@ def forget(guard: Guard) -> None:
         _hooks.pop().remove()
     termination.remove()
     atexit.unregister(_leave)
+
+
+def before_end(function: Callable[[], Any]) -> None:
+    """Have a function called before this process waits for the ends of the others.
+
+    What it raises ends the job like an uncaught exception.
+    """
+    _last_calls.get().append(function)
+    if threads.current() is None:
+        atexit.unregister(_call_last)
+        atexit.register(_call_last)  # before `_leave`: the last one is the first
+
+
+def not_before_end(function: Callable[[], Any]) -> None:
+    """Undo `before_end`."""
+    if function in _last_calls.get():
+        _last_calls.get().remove(function)
+
+
+def _call_last() -> None:
+    global _failed_at_end
+    try:
+        for function in list(_last_calls.get()):
+            function()
+    except BaseException as error:
+        _failed_at_end = True
+        _end_program(sys.__excepthook__, type(error), error, error.__traceback__)
 
 
 def become_child() -> None:
@@ -437,6 +467,8 @@ def leave(code: Any) -> None:
     Raises:
         CollectiveTimeoutError: at the deadline.
     """
+    for function in list(_last_calls.get()):
+        function()
     guards = _guards.get()
     _wait_for([guard.leave(_LEAVING, code) for guard, waits in guards.items() if waits])
     # Also if all others have come to their ends: they wait for this one's.
@@ -448,7 +480,7 @@ def _end() -> None:
     termination.remove()  # Python handles no signal in MPI_Finalize, which may be long
     if not library.is_forbidden():
         _tell_launcher()
-    finalizes = _ended_by_signal and not library.is_forbidden()
+    finalizes = (_ended_by_signal or _failed_at_end) and not library.is_forbidden()
     if not finalizes and not (
         library.is_forbidden()
         or any(guard.has_lost for guard in _guards.get())
@@ -467,6 +499,8 @@ def _end() -> None:
         code = 0  # a `sys.exit` before was caught
     elif raised and code is None:
         code = 1  # of an exception, or a SystemExit that was not made by `sys.exit`
+    if _failed_at_end:
+        code = 1
     if code is not None and not isinstance(code, int):
         code = 1  # a text, which was printed
     code = (code or 0) & 0xFF

@@ -258,6 +258,8 @@ class MPIStrategy(Strategy):
         if guard.has_lost_ranks:
             finish, free = collectives.abandon, self._communicator.abandon
         else:
+            if group.unfinished is not None:
+                group.unfinished("MPIStrategy.close")
             guard.agree(mismatch.Call("MPIStrategy.close"))
             finish, free = collectives.close, self._communicator.free
         guard.close()

@@ -725,14 +725,15 @@ def test_a_plain_variable_is_saved_where_it_is_the_same(strategy, folder, rank, 
 
 
 @pytest.mark.mpi
-def test_variables_on_a_gpu(new_strategy, folder, rank, monkeypatch):
+@pytest.mark.parametrize("wait", [True, False])
+def test_variables_on_a_gpu(new_strategy, folder, rank, monkeypatch, wait):
     posing.install(monkeypatch)
     strategy = new_strategy(device="gpu")
     value = values_of("float32", (3, 4))
     w = variable(strategy, value)
     assert isinstance(w.values[0], posing.ndarray)
     checkpoint = mpidist.Checkpoint(w=w, step=variable(strategy, 3))
-    checkpoint.save(folder / "a")
+    checkpoint.save(folder / "a", wait=wait)
     w.assign(np.zeros((3, 4), np.float32))
     checkpoint.restore(folder / "a")
     assert isinstance(w.values[0], posing.ndarray)

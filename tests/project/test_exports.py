@@ -51,6 +51,7 @@ COLLECTIVE = {
     "elastic.run",
     "Checkpoint.restore",
     "Checkpoint.save",
+    "Checkpoint.wait",
     "CheckpointManager",
     "CheckpointManager.restore_or_initialize",
     "CheckpointManager.save",

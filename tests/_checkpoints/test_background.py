@@ -1,0 +1,252 @@
+"""Saves with `wait=False`: what is written, who waits for it, and where errors go."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+from checkpoint_objects import Iterator, variable
+from launching import run_ranks
+from replicas import assert_usable, everywhere, set_deadline
+
+import mpidist
+
+
+class Disk:
+    """Has `os.fsync` wait until it is let go, and then perhaps fail."""
+
+    def __init__(self, monkeypatch):
+        self.event = threading.Event()
+        self.error = None
+        self._fsync = os.fsync
+        monkeypatch.setattr(os, "fsync", self.fsync)
+
+    def fsync(self, fd):
+        assert self.event.wait(60)
+        if self.error is not None:
+            raise self.error
+        self._fsync(fd)
+
+
+@pytest.fixture
+def disk(monkeypatch, rank):
+    """Return a disk that waits on rank 0."""
+    made = Disk(monkeypatch) if rank == 0 else None
+    everywhere(None)
+    yield made
+    if made is not None:
+        made.event.set()
+
+
+def let_go(disk, error=None):
+    if disk is not None:
+        disk.error = error
+        disk.event.set()
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "the file")
+
+
+@pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
+@pytest.mark.core
+def test_what_is_saved_is_the_state_at_the_call(strategy, folder, rank, disk):
+    w, step = variable(strategy, np.arange(1000.0)), variable(strategy, 1)
+    data = Iterator()
+    data.state = lambda: {"position": 3, "rows": rows}
+    data.restore = lambda state: np.copyto(rows, state["rows"])
+    rows = np.full(5000, 2.5)
+    checkpoint = mpidist.Checkpoint(w=w, step=step, data=data)
+    path = checkpoint.save(folder / "a", wait=False)
+    assert path == everywhere(str(folder / "a"))[0]
+    w.assign(np.zeros(1000))
+    step.assign(2)
+    rows[:] = 7
+    assert mpidist.latest_checkpoint(folder) is None
+    assert_usable(strategy)
+    let_go(disk)
+    checkpoint.wait()
+    checkpoint.wait()
+    if rank == 0:
+        assert mpidist.latest_checkpoint(folder) == path
+    checkpoint.restore(path)
+    np.testing.assert_array_equal(w, np.arange(1000.0))
+    assert step.numpy() == 1
+    assert (rows == 2.5).all()
+
+
+@pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
+@pytest.mark.parametrize("how", ["wait", "save", "restore", "close", "manager"])
+def test_who_waits_for_it_and_raises_its_error(new_strategy, folder, rank, disk, how):
+    strategy = new_strategy()
+    checkpoint = mpidist.Checkpoint(w=variable(strategy, 1.0))
+    other = mpidist.Checkpoint(v=variable(strategy, 1.0))
+    calls = {
+        "wait": other.wait,
+        "save": lambda: other.save(folder / "b"),
+        "restore": lambda: other.restore(folder / "b"),
+        "close": strategy.close,
+        "manager": lambda: mpidist.CheckpointManager(other, folder),
+    }
+    checkpoint.save(folder / "a", wait=False)
+    set_deadline(strategy, 60.0)
+    let_go(disk, FULL)
+    with pytest.raises(OSError, match="No space left on device: 'the file'") as caught:
+        calls[how]()
+    assert caught.value.errno == errno.ENOSPC
+    assert any("wait=False" in note for note in caught.value.__notes__)
+    if disk is not None:
+        disk.error = None
+        assert os.listdir(folder) == []
+    assert_usable(strategy)
+    checkpoint.save(folder / "b", wait=False)
+    mpidist.Checkpoint(w=checkpoint.w).restore(folder / "b")
+    checkpoint.save(folder / "b", wait=False)
+    strategy.close()
+    if rank == 0:
+        assert os.listdir(folder) == ["b"]
+
+
+@pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
+def test_the_manager_knows_a_checkpoint_when_it_is_complete(
+    strategy, folder, rank, disk
+):
+    step = variable(strategy, 0)
+    checkpoint = mpidist.Checkpoint(step=step)
+    manager = mpidist.CheckpointManager(checkpoint, folder, max_to_keep=1)
+    path = manager.save(wait=False)
+    assert manager.latest_checkpoint is None
+    let_go(disk)
+    checkpoint.wait()
+    assert manager.checkpoints == [path]
+    step.assign(1)
+    second = manager.save(wait=False)
+    assert manager.restore_or_initialize() == second
+    assert manager.checkpoints == [second]
+    if disk is not None:
+        disk.error = FULL
+    manager.save(wait=False)
+    with pytest.raises(OSError, match="No space left"):
+        manager.save()
+    assert manager.checkpoints == [second]
+    if disk is not None:
+        disk.error = None
+        assert os.listdir(folder) == ["ckpt-2"]
+    assert manager.save(wait=False).endswith("ckpt-3")
+    checkpoint.wait()
+    assert [os.path.basename(x) for x in manager.checkpoints] == ["ckpt-3"]
+
+
+@pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
+def test_errors_before_the_write_are_raised_at_once(strategy, folder, rank):
+    checkpoint = mpidist.Checkpoint(w=variable(strategy, 1j))
+    with pytest.raises(ValueError, match="safetensors has no dtype complex128"):
+        checkpoint.save(folder / "a", format="safetensors", wait=False)
+    checkpoint.wait()
+
+    def in_replica():
+        with pytest.raises(RuntimeError, match="at program level"):
+            checkpoint.wait()
+
+    strategy.run(in_replica)
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_tensors_are_copied(tmp_path, monkeypatch, library):
+    disk = Disk(monkeypatch)
+    if library == "torch":
+        torch = pytest.importorskip("torch")
+        model = torch.nn.Linear(50, 3)
+        before = model.weight.detach().clone()
+        checkpoint = mpidist.Checkpoint(model=model)
+        checkpoint.save(tmp_path / "a", wait=False)
+        with torch.no_grad():
+            model.weight.zero_()
+        name = "model/weight"
+    else:
+        jax = pytest.importorskip("jax")
+        before = np.arange(100.0, dtype=np.float32)
+        x = jax.device_put(before)
+        checkpoint = mpidist.Checkpoint(tree={"x": x})
+        checkpoint.save(tmp_path / "a", wait=False)
+        checkpoint.tree = {"x": jax.jit(lambda x: x + 1, donate_argnums=0)(x)}
+        name = "tree/x"
+    disk.event.set()
+    checkpoint.wait()
+    np.testing.assert_array_equal(mpidist.load_checkpoint(tmp_path / "a")[name], before)
+
+
+AT_THE_END = """
+import os, sys, time
+import numpy as np
+import mpidist
+
+how = sys.argv[1]
+if how == "alone":
+    weights = mpidist.Variable(np.arange(1000.0))
+else:
+    options = mpidist.experimental.CommunicationOptions(timeout_seconds=1.0)
+    strategy = mpidist.MPIStrategy(device="cpu", communication_options=options)
+    with strategy.scope():
+        weights = mpidist.Variable(np.arange(1000.0))
+fsync = os.fsync
+
+def slow(fd):
+    time.sleep(0.7)
+    if how in ("fails", "alone"):
+        raise OSError(28, "No space left on device", "the file")
+    if how == "killed":
+        os.kill(os.getpid(), 9)
+    fsync(fd)
+
+os.fsync = slow
+checkpoint = mpidist.Checkpoint(weights=weights)
+checkpoint.save("a", wait=False)
+if how == "forks":
+    child = os.fork()
+    if child == 0:
+        try:
+            checkpoint.wait()
+        except RuntimeError as error:
+            assert "fork" in str(error), error
+        sys.exit(5)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code == 5, code
+if how == "raises":
+    raise ValueError("the end")
+if how == "killed":
+    checkpoint.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "code", "text"),
+    [
+        ("ends", 2, 0, ""),
+        ("forks", 2, 0, ""),
+        ("fails", 2, 1, "No space left on device: 'the file'"),
+        ("alone", 1, 1, "No space left on device: 'the file'"),
+        ("raises", 2, 1, "ValueError: the end"),
+        ("killed", 2, None, ""),
+    ],
+)
+def test_the_end_of_the_program(tmp_path, how, ranks, code, text):
+    start = time.monotonic()
+    result = run_ranks(ranks, ["-c", AT_THE_END, how], timeout=60, cwd=tmp_path)
+    assert time.monotonic() - start < 40
+    if code is None:
+        assert result.returncode != 0
+    else:
+        assert result.returncode == code, result.stderr
+    assert text in result.stderr
+    if how in ("ends", "forks"):
+        assert mpidist.load_checkpoint(tmp_path / "a")["weights"].sum() == 499500
+    else:
+        assert not (tmp_path / "a").exists()
