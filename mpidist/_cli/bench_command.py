@@ -254,10 +254,9 @@ def _start(ranks: int, nodes: int, words: Sequence[str]) -> int:
     """Run a job on simulated nodes of this machine; return its exit code."""
     mpirun = run_command.find_mpirun()
     version = run_command.version_of(mpirun)
-    is_open_mpi = "Open MPI" in version or "PRRTE" in version
     environment = {
         **os.environ,
-        **run_command.settings(ranks, is_open_mpi, os.environ),
+        **run_command.settings(ranks, version, os.environ),
         "MPIDIST_SIMULATED_NODES": str(nodes),
     }
     program = [sys.executable, "-m", "mpidist", "bench", *words]

@@ -45,6 +45,9 @@ checkpoint then goes on from it.
   mpidist run -n 2 -m package.module
   mpidist run -n 4 --elastic --restarts 3 train.py
 """
+_USAGE: Final = """\
+[-n N] [--elastic] [--restarts K] [--dry-run]
+                   [-m MODULE | PROGRAM] [ARGUMENT ...]"""
 _BATCH_JOBS: Final = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 AS_ROOT: Final = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -75,38 +78,19 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         UsageError: if the arguments are wrong, or if there is no mpirun.
     """
-    parser = Parser(
-        "run",
-        _DESCRIPTION,
-        "[-n N] [--elastic] [--restarts K] [--dry-run] "
-        "[-m MODULE | PROGRAM] [ARGUMENT ...]",
-    )
-    parser.add_argument(
-        "-n",
-        "-np",
-        type=int,
-        metavar="N",
-        help="the number of ranks (default: the cores that this process may use)",
-    )
-    parser.add_argument(
-        "--elastic",
-        action="store_true",
-        help="go on when a rank dies (Open MPI 5: `mpirun --with-ft ulfm`)",
-    )
-    parser.add_argument(
-        "--restarts",
-        type=int,
-        default=0,
-        metavar="K",
-        help="start a job that fails again, up to K times (default: 0)",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the command, and do not run it"
-    )
-    parser.add_argument(
-        "-m", action="store_true", help="PROGRAM is the name of a module, as for python"
-    )
-    parser.add_argument("program", metavar="PROGRAM", help="a Python file")
+    parser = Parser("run", _DESCRIPTION, _USAGE)
+    add = parser.add_argument
+    text = "the number of ranks (default: the cores that this process may use)"
+    add("-n", "-np", type=int, metavar="N", help=text)
+    text = "go on when a rank dies (Open MPI 5: `mpirun --with-ft ulfm`)"
+    add("--elastic", action="store_true", help=text)
+    text = "start a job that fails again, up to K times (default: 0)"
+    add("--restarts", type=int, default=0, metavar="K", help=text)
+    text = "print the command, and do not run it"
+    add("--dry-run", action="store_true", help=text)
+    text = "PROGRAM is the name of a module, as for python"
+    add("-m", action="store_true", help=text)
+    add("program", metavar="PROGRAM", help="a Python file")
     words = list(arguments)
     end = _program_index(words)
     if words[end : end + 1] and words[end] in _THIS_PYTHON:
@@ -130,26 +114,20 @@ def run(arguments: Sequence[str]) -> int:
         )
     num_ranks = given.n or count_cores()
     mpirun = find_mpirun()
-    program = ["-m", given.program] if given.m else [given.program]
     version = version_of(mpirun)
     if given.elastic:
         check_elastic(version)
     command = [
-        mpirun,
-        *(_WITH_ULFM if given.elastic else []),
-        "-n",
-        str(num_ranks),
-        sys.executable,
-        *program,
+        *(mpirun, *(_WITH_ULFM if given.elastic else []), "-n", str(num_ranks)),
+        *(sys.executable, *(["-m"] if given.m else []), given.program),
         *words[end + 1 :],
     ]
-    is_open_mpi = "Open MPI" in version or "PRRTE" in version
-    added = settings(num_ranks, is_open_mpi, os.environ)
-    words = [f"{name}={value}" for name, value in added.items()] + command
-    print(f"mpidist run: {shlex.join(words)}", file=sys.stderr, flush=True)
-    environment = {**os.environ, **added}
+    added = settings(num_ranks, version, os.environ)
+    shown = shlex.join([f"{name}={value}" for name, value in added.items()] + command)
+    print(f"mpidist run: {shown}", file=sys.stderr, flush=True)
     if given.dry_run:
         return 0
+    environment = {**os.environ, **added}
     job = Supervisor(command, environment, given.restarts, outlives_ranks=given.elastic)
     return job.run()
 
@@ -228,25 +206,25 @@ def _program_of(mpirun: str) -> str:
 
 
 def settings(
-    num_ranks: int, is_open_mpi: bool, environment: Mapping[str, str]
+    num_ranks: int, version: str, environment: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the environment variables to add, for ranks on this machine.
 
     Args:
         num_ranks: how many.
-        is_open_mpi: whether the mpirun is that of Open MPI.
+        version: what mpirun prints about its version.
         environment: what is set already, and stays as it is.
     """
     cores = count_cores()
-    added: dict[str, str] = {}
-    if is_open_mpi and os.geteuid() == 0:
-        added.update(AS_ROOT)
     in_batch_job = any(name in environment for name in _BATCH_JOBS)
-    if is_open_mpi and num_ranks > cores and not in_batch_job:
-        added.update(MORE_RANKS_THAN_CORES)
-    if is_open_mpi and in_batch_job:  # which may have several machines
-        added.update(BOTH_DIRECTIONS)
-    added.update(dict.fromkeys(THREADS, str(max(1, cores // num_ranks))))
+    added = dict.fromkeys(THREADS, str(max(1, cores // num_ranks)))
+    if "Open MPI" in version or "PRRTE" in version:
+        if in_batch_job:  # which may have several machines
+            added = {**BOTH_DIRECTIONS, **added}
+        elif num_ranks > cores:
+            added = {**MORE_RANKS_THAN_CORES, **added}
+        if os.geteuid() == 0:
+            added = {**AS_ROOT, **added}
     return {name: added[name] for name in added if name not in environment}
 
 

@@ -23,13 +23,12 @@ from typing import Final
 from mpidist._runtime.process_exit import BEGUN, ENDED_FILE
 
 _FORWARDED: Final = (
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+    *(signal.SIGUSR1, signal.SIGUSR2),
 )
 _PR_SET_PDEATHSIG: Final = 1
 _KILLED: Final = 128 + signal.SIGKILL
+_WITNESS_SECONDS: Final = 0.3
 
 
 class Supervisor:
@@ -53,8 +52,8 @@ class Supervisor:
         *,
         outlives_ranks: bool,
     ) -> None:
-        self._command = list(command)
-        self._environment = dict(environment)
+        self._command = command
+        self._environment = environment
         self._restarts = restarts
         self._outlives_ranks = outlives_ranks
         self._asked_to_end = False
@@ -62,10 +61,8 @@ class Supervisor:
 
     def run(self) -> int:
         """Run it; return the exit code of the last time."""
-        before = {
-            number: signal.signal(number, self._forward)
-            for number in (signal.SIGINT, *_FORWARDED)
-        }
+        self._witness = _start(["sleep", "infinity"])
+        before = {n: signal.signal(n, self._forward) for n in _FORWARDED}
         try:
             for attempt in range(self._restarts + 1):
                 code = self._run_once()
@@ -79,19 +76,35 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+            self._witness.kill()
+            self._witness.wait()
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self._asked_to_end = True
-        if self._process is None or (number == signal.SIGINT and _has_terminal()):
+        if number == signal.SIGINT and self._reached_the_group():
             return
-        self._process.send_signal(number)
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def _reached_the_group(self) -> bool:
+        """Return whether a SIGINT was for this process group, and not for this process.
+
+        That of Ctrl-C is, and mpirun must not get it twice: at the second one it kills
+        the ranks at once. Python does not say where a signal comes from; but a process
+        of the group that does nothing else ends by it.
+        """
+        try:
+            self._witness.wait(_WITNESS_SECONDS)
+        except subprocess.TimeoutExpired:
+            return False
+        self._witness = _start(["sleep", "infinity"])
+        return True
 
     def _run_once(self) -> int:
         with tempfile.TemporaryDirectory(prefix="mpidist-run-") as folder:
             ended = os.path.join(folder, "ended")
-            environment = {**self._environment, ENDED_FILE: ended}
-            self._process = subprocess.Popen(
-                self._command, env=environment, preexec_fn=_end_with_parent
+            self._process = _start(
+                self._command, {**self._environment, ENDED_FILE: ended}
             )
             code = self._process.wait()
             self._process = None
@@ -109,13 +122,10 @@ class Supervisor:
         return 128 - code if code < 0 else code
 
 
-def _has_terminal() -> bool:
-    """Return whether a terminal sends its signals to this process, and its children."""
-    try:
-        with open("/dev/tty", encoding="utf-8") as terminal:
-            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
-    except OSError:
-        return False
+def _start(
+    command: Sequence[str], environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, env=environment, preexec_fn=_end_with_parent)
 
 
 def _end_with_parent() -> None:

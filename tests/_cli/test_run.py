@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import shlex
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from mpidist._cli import run_command
 from mpidist._cli.job import UsageError
 from tests import launching
 
+OPEN_MPI = "mpirun (Open MPI) 5.0.11"
 PROGRAM = """\
 import os, sys
 import mpidist
@@ -76,32 +80,53 @@ def test_a_program_runs_on_more_ranks_than_cores(folder):
 
 @pytest.mark.core
 def test_the_exit_code_is_that_of_the_program(folder):
-    assert _run("-n", "2", "program.py", "--fail", cwd=folder).returncode == 7
-    result = _run("-n", "2", "-m", "program", "--fail", cwd=folder)
+    """Also if `python` stands before the program, as after mpirun."""
+    result = _run("-np", "2", "python", "-m", "program", "--fail", cwd=folder)
     assert result.returncode == 7
     assert "ranks 2 arguments ['--fail']" in result.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_signals_arrive(folder, number):
-    """Also SIGKILL: nothing of the job stays when this process is killed."""
+def _own_terminal(descriptor):
+    """Make this process the first of a session, whose terminal is an open file."""
+    os.setsid()
+    fcntl.ioctl(descriptor, termios.TIOCSCTTY, 0)
+
+
+@pytest.mark.parametrize(
+    ("number", "from_terminal"),
+    [
+        *((n, False) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)),
+        *((signal.SIGINT, True), (None, True)),
+    ],
+)
+def test_signals_arrive(folder, number, from_terminal):
+    """Also SIGKILL: nothing of the job stays when this process is killed.
+
+    With a terminal this process is in the foreground, and gets SIGINT by `kill`, or
+    the whole group gets it by Ctrl-C (None).
+    """
     (folder / "wait.py").write_text(
         "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(90)\n",
         encoding="utf-8",
     )
+    keyboard, terminal = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-m", "mpidist", "run", "-n", "1", "wait.py"],
+        stdin=terminal,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
         cwd=folder,
         env=_environment(),
-        start_new_session=True,  # without a terminal
+        preexec_fn=(lambda: _own_terminal(terminal)) if from_terminal else os.setsid,
     ) as process:
         assert process.stdout is not None
         try:
             rank = Path("/proc", process.stdout.readline().strip())
-            process.send_signal(number)
+            if number is None:
+                os.write(keyboard, b"\x03")
+            else:
+                process.send_signal(number)
             assert process.wait(60) != 0
             end = time.monotonic() + 30
             while rank.exists() and time.monotonic() < end:
@@ -109,6 +134,8 @@ def test_signals_arrive(folder, number):
             assert not rank.exists()
         finally:
             process.kill()
+            os.close(keyboard)
+            os.close(terminal)
 
 
 def test_a_program_that_ends_mpi_itself_has_come_to_its_end(folder):
@@ -162,13 +189,6 @@ def test_what_is_written_as_for_mpirun_works(words, folder, monkeypatch, capsys)
     assert _cli.main(["run", "--dry-run", *words]) == 0
     words = shlex.split(capsys.readouterr().err)
     assert words[-5:] == ["-n", "2", sys.executable, "program.py", "x"]
-
-
-@pytest.mark.core
-def test_python_before_the_program_is_this_one(folder):
-    result = _run("-np", "2", "python", "-m", "program", "x", cwd=folder)
-    assert result.returncode == 0, result.stderr
-    assert "ranks 2 arguments ['x']" in result.stdout
 
 
 def test_another_python_is_not_started(folder, monkeypatch):
@@ -233,20 +253,20 @@ def test_a_rank_does_not_start_ranks(folder, monkeypatch):
 def test_what_is_added_to_the_environment(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     many = run_command.count_cores() + 1
-    added = run_command.settings(many, True, {})
+    added = run_command.settings(many, OPEN_MPI, {})
     assert added["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
     assert added["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
     assert added["OMP_NUM_THREADS"] == "1"
     # What is set stays; a batch job's nodes are counted by its scheduler.
     added = run_command.settings(
-        many, True, {"SLURM_JOB_ID": "7", "OMP_NUM_THREADS": "3"}
+        many, OPEN_MPI, {"SLURM_JOB_ID": "7", "OMP_NUM_THREADS": "3"}
     )
     assert "PRTE_MCA_rmaps_default_mapping_policy" not in added
     assert "OMP_NUM_THREADS" not in added
     # MPICH needs none of Open MPI's.
-    assert set(run_command.settings(many, False, {})) == set(run_command.THREADS)
+    assert set(run_command.settings(many, "HYDRA", {})) == set(run_command.THREADS)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    one = run_command.settings(1, True, {})
+    one = run_command.settings(1, OPEN_MPI, {})
     assert set(one) == set(run_command.THREADS)
     assert one["OMP_NUM_THREADS"] == str(run_command.count_cores())
 
