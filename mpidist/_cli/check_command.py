@@ -30,11 +30,9 @@ from mpidist._cli.job import Job
 from mpidist._cli.outcomes import (
     BUG,
     FAILED,
-    NOTE,
     OK,
     CheckFailedError,
     Note,
-    Outcome,
     attempt,
 )
 from mpidist._cli.speaking import Parser, let_the_first_speak, positive_seconds, say
@@ -58,7 +56,6 @@ real job:
 Exits 0 if all is well, 1 if a check failed; a note is not a failure. No check waits
 longer than --timeout.
 """
-_CUDA: Final = "CUDA-aware MPI"
 _PROBE_SECONDS: Final = 60.0
 _OF_ONE_RANK: Final = ("MPIDIST_TRACE",)  # may differ between ranks
 _T = TypeVar("_T")
@@ -83,13 +80,6 @@ class _Checks:
         if self._made is None:
             raise CheckFailedError("there is no strategy to try it with", "see above")
         return self._made
-
-    @property
-    def gpu_arrays(self) -> str:
-        """The name of the transport for GPU arrays; "" without a strategy."""
-        if self._made is None:
-            return ""
-        return str(transport_facts(self._made)["gpu"]["name"])
 
     def close(self) -> None:
         """Close the strategy. Collective."""
@@ -258,6 +248,32 @@ class _Checks:
             )
         return f"raised on rank {last}, and all ranks learned of it"
 
+    def native_core(self) -> str | Note:
+        """Say which ranks lack the native core, and why."""
+        core = core_facts(self._job.comm.allgather(_native.missing))
+        return Note(core["text"], core["advice"]) if core["advice"] else core["text"]
+
+    def cuda_aware(self) -> str | Note:
+        """Have child processes of rank 0 pass GPU arrays to MPI."""
+        facts, found = gpu_facts(), None
+        ranks = min(self._job.size, 2)
+        if self._job.rank == 0 and facts["gpus"]:
+            found = probe_direct(ranks, timeout_seconds=_PROBE_SECONDS)
+        found, reason = self._job.from_root((found, facts["reason"]))
+        if found is None:
+            return f"not tried: {reason}"
+        text = f"{found.outcome} on {ranks} rank{'s' * (ranks > 1)}: {found.detail}"
+        name = self._made and transport_facts(self._made)["gpu"]["name"]
+        if name == "direct" and found.outcome != "works":
+            raise CheckFailedError(
+                text,
+                "GPU arrays are passed to MPI directly; export MPIDIST_CUDA_AWARE=0",
+            )
+        if name == "staged" and found.outcome == "works":
+            hint = "but arrays are staged through the host: export MPIDIST_CUDA_AWARE=1"
+            return Note(f"{text}; {hint}")
+        return text
+
     def _run(self, replica: Callable[[mpidist.ReplicaContext], _T]) -> _T:
         """Run on all replicas; return the result of this rank's replica."""
         result: list[_T] = []
@@ -278,33 +294,16 @@ def _assign(variable: mpidist.Variable, value: HostArray) -> None:
 def check(arguments: Sequence[str]) -> int:
     """Run `mpidist check` with these arguments; return the exit code. Collective."""
     parser = Parser("check", _DESCRIPTION)
-    parser.add_argument(
-        "--timeout",
-        type=positive_seconds,
-        default=60.0,
-        metavar="S",
-        help="seconds that ranks wait for each other (default: 60)",
-    )
-    parser.add_argument(
-        "--folder",
-        metavar="DIR",
-        help="also test whether files there can be replaced safely, as checkpoints are",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    text = "seconds that ranks wait for each other (default: 60)"
+    add("--timeout", type=positive_seconds, default=60.0, metavar="S", help=text)
+    text = "also test whether files there can be replaced safely, as checkpoints are"
+    add("--folder", metavar="DIR", help=text)
+    add("--json", action="store_true", help="print JSON")
     given = parser.parse_args(list(arguments))
     job = Job()
     checks = _Checks(job, given.timeout)
-    gpu = gpu_facts()
-    system = SystemChecks(job, gpu["gpus"], gpu["reason"])
-    outcomes = []
-
-    def show(outcome: Outcome) -> None:
-        outcomes.append(outcome)
-        if not given.json:
-            say(f"{outcome.name:<15} {outcome.state:<6}  {outcome.text}")
-            if outcome.state != OK and outcome.advice:
-                say(f"{'':<15} {'':<6}  -> {outcome.advice}")
-
+    system = SystemChecks(job)
     made: dict[str, Callable[[], str | Note]] = {
         "ranks": checks.ranks,
         "MPI library": system.libraries,
@@ -317,21 +316,29 @@ def check(arguments: Sequence[str]) -> int:
         "optimizer": checks.training,
         "mismatch": checks.mismatch,
         "exception": checks.exception,
-        "native core": lambda: _native_core(job),
+        "native core": checks.native_core,
         "placement": system.spread,
         "cores": system.cores,
+        "open files": system.open_files,
         "GPUs": system.gpus,
         "shared memory": system.shared_memory,
+        "folder": lambda: check_folder(job, given.folder),
+        "clocks": system.clock,
+        "CUDA-aware MPI": checks.cuda_aware,
     }
-    if given.folder is not None:
-        made["folder"] = lambda: check_folder(job, given.folder)
-    made["clocks"] = system.clock
+    if given.folder is None:
+        del made["folder"]
+    alone = describe_stranger(job.size)
+    if alone:  # the others would fail for this reason
+        made = {"ranks": checks.ranks}
+    outcomes = []
     for name, one in made.items():
-        show(attempt(job, name, one))
-        if name == "ranks" and describe_stranger(job.size):
-            break  # what follows would fail for this reason
-    else:
-        show(_cuda(job, checks.gpu_arrays))
+        outcome = attempt(job, name, one)
+        outcomes.append(outcome)
+        if not given.json:
+            say(f"{name:<15} {outcome.state:<6}  {outcome.text}")
+            if outcome.state != OK and outcome.advice:
+                say(f"{'':<15} {'':<6}  -> {outcome.advice}")
     checks.close()
     failed = sum(one.state == FAILED for one in outcomes)
     if given.json:
@@ -342,47 +349,6 @@ def check(arguments: Sequence[str]) -> int:
     else:
         say("\nall is well")
     job.free()
-    if describe_stranger(job.size):
+    if alone:
         let_the_first_speak()
     return 1 if failed else 0
-
-
-def _native_core(job: Job) -> str | Note:
-    core = core_facts(job.comm.allgather(_native.missing))
-    return Note(core["text"], core["advice"]) if core["missing_on"] else core["text"]
-
-
-def _cuda(job: Job, gpu_arrays: str) -> Outcome:
-    """Test in child processes whether MPI accepts GPU arrays. Collective.
-
-    Args:
-        job: the ranks.
-        gpu_arrays: the name of the strategy's transport for GPU arrays.
-    """
-    outcome = Outcome(_CUDA, OK, "")
-    if job.rank == 0:
-        facts = gpu_facts()
-        if facts["gpus"]:
-            outcome = probe_gpu_arrays(min(job.size, 2), gpu_arrays)
-        else:
-            outcome = Outcome(_CUDA, OK, f"not tried: {facts['reason']}")
-    return job.from_root(outcome)
-
-
-def probe_gpu_arrays(ranks: int, gpu_arrays: str) -> Outcome:
-    """Pass GPU arrays to MPI in child processes. Not collective.
-
-    Args:
-        ranks: the number of child processes.
-        gpu_arrays: the name of the strategy's transport for GPU arrays.
-    """
-    found = probe_direct(ranks, timeout_seconds=_PROBE_SECONDS)
-    text = f"{found.outcome} on {ranks} rank{'s' * (ranks > 1)}: {found.detail}"
-    works = found.outcome == "works"
-    if gpu_arrays == "direct" and not works:
-        advice = "GPU arrays are passed to MPI directly; export MPIDIST_CUDA_AWARE=0"
-        return Outcome(_CUDA, FAILED, text, advice)
-    if works and gpu_arrays == "staged":
-        text += "; but arrays are staged through the host: export MPIDIST_CUDA_AWARE=1"
-        return Outcome(_CUDA, NOTE, text)
-    return Outcome(_CUDA, OK, text)

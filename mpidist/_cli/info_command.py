@@ -109,6 +109,7 @@ def facts_of_job(device: str) -> Facts:
         "ranks": job.size,
         "network": placement.measure_network(job),
         "nodes": _nodes(job, ranks),
+        "open_files": placement.open_file_use(job),
         "mpi_nodes": len(job.near_sizes),
         "crowded": is_crowded(job),
         "native_core": core_facts([one["core"] for one in ranks]),
@@ -207,6 +208,7 @@ def text_of_facts(facts: Facts) -> str:
         ("ranks", _ranks_text(facts)),
         *_node_lines(facts["nodes"]),
         *_under("network", facts["network"]),
+        ("open files", placement.open_files_text(facts["open_files"])),
         ("GPU", _gpu_text(facts)),
     ]
     if strategy is not None:

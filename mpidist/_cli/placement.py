@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import resource
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -139,6 +140,27 @@ def cores_text(ranks: Sequence[Facts]) -> str:
         span = f"{few}" if few == many else f"{few} to {many}"
         text += f", each rank on {span}"
     return text
+
+
+def open_file_use(job: Job) -> Facts:
+    """Return how many files may be open, and about how many have to be. Collective.
+
+    A rank has up to one connection to each other rank. The mpirun of a node has three
+    (Open MPI) or four (MPICH) files for each rank there, and some twenty others.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    mine = len(os.listdir("/proc/self/fd")) + job.size
+    needed = max(mine, 4 * job.local_size + 32)
+    return {
+        "limit": -int(job.slowest([-limit])[0]),
+        "needed": int(job.slowest([needed])[0]),
+    }
+
+
+def open_files_text(use: Facts) -> str:
+    """Return the limit of open files in one line."""
+    text = f"{use['limit']} for each process; this job needs about {use['needed']}"
+    return text if use["needed"] <= use["limit"] else f"{text}, which is more"
 
 
 def sizes_text(sizes: Sequence[int]) -> str:

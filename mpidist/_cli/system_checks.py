@@ -10,9 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from mpidist._base import backend
 from mpidist._cli.job import Job, UsageError
 from mpidist._cli.outcomes import CheckFailedError, Note
-from mpidist._cli.placement import launcher_facts, sizes_text
+from mpidist._cli.placement import (
+    launcher_facts,
+    open_file_use,
+    open_files_text,
+    sizes_text,
+)
 from mpidist._cli.run_command import version_of
 from mpidist._mpi import launcher
 
@@ -27,14 +33,10 @@ class SystemChecks:
 
     Args:
         job: the ranks.
-        gpus: how many GPUs this rank sees.
-        why_none: why there are none.
     """
 
-    def __init__(self, job: Job, gpus: int, why_none: str) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
-        self._gpus = gpus
-        self._why_none = why_none
         self._clocks = _clocks()
 
     def libraries(self) -> str | Note:
@@ -108,18 +110,19 @@ class SystemChecks:
     def gpus(self) -> str | Note:
         """Check that there are GPUs for the ranks of this node."""
         given = os.environ.get("SLURM_GPUS_ON_NODE", "0")
-        local, count = self._job.local_size, self._gpus
+        local = self._job.local_size
+        count, why_none = backend.count_gpus()
         # Ranks that SLURM has given GPUs of their own see different ones.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         alike = len(set(self._job.comm.allgather(visible))) == 1
         if count == 0:
             if given.isdigit() and int(given) > 0:
                 return Note(
-                    f"SLURM gave this node {given} GPUs, and {self._why_none}",
+                    f"SLURM gave this node {given} GPUs, and {why_none}",
                     'pip install "mpidist[cuda12]"; `python -c "import cupy; '
                     'cupy.show_config()"` says more',
                 )
-            return f"none: {self._why_none}"
+            return f"none: {why_none}"
         if local > count and alike:
             return Note(
                 f"{local} ranks on a node with {count} GPUs: ranks share them, and "
@@ -153,6 +156,17 @@ class SystemChecks:
                 "rank; `export OMP_NUM_THREADS=1`"
             )
         return f"{usable} of {cores} cores, for {job.local_size} ranks of a node"
+
+    def open_files(self) -> str | Note:
+        """Check that the ranks, and mpirun, may open the files that they need."""
+        use = open_file_use(self._job)
+        if use["needed"] > use["limit"]:
+            return Note(
+                open_files_text(use),
+                f"`ulimit -n {use['needed']}` before mpirun, and on all nodes "
+                "(/etc/security/limits.conf)",
+            )
+        return open_files_text(use)
 
     def shared_memory(self) -> str | Note:
         """Check that ranks of this node can share memory."""

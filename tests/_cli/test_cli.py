@@ -14,6 +14,8 @@ from launching import ROOT, rank_environment, run_python, run_ranks
 from mpidist import _cli
 from mpidist._cli import check_command
 from mpidist._cli.bench_cases import CASES
+from mpidist._cli.job import Job
+from mpidist._cli.outcomes import attempt
 
 TIMEOUT = 100.0
 
@@ -199,8 +201,8 @@ def test_check_on_ranks(tmp_path):
     assert list(states) == [
         *("ranks", "MPI library", "versions", "settings", "strategy"),
         *("all_reduce", "all_gather", "merge_call", "optimizer", "mismatch"),
-        *("exception", "native core", "placement", "cores", "GPUs"),
-        *("shared memory", "folder", "clocks", "CUDA-aware MPI"),
+        *("exception", "native core", "placement", "cores", "open files"),
+        *("GPUs", "shared memory", "folder", "clocks", "CUDA-aware MPI"),
     ]
     assert set(states.values()) <= {"ok", "note"}
     assert "3 ranks on 1 node" in result.stdout
@@ -261,13 +263,21 @@ def test_check_lets_one_rank_alone_write_a_trace():
 def test_what_the_probe_of_gpu_buffers_means(
     monkeypatch, outcome, transport, state, advice
 ):
-    found = types.SimpleNamespace(outcome=outcome, detail="in a sum")
-    monkeypatch.setattr(
-        check_command, "probe_direct", lambda ranks, timeout_seconds: found
-    )
-    given = check_command.probe_gpu_arrays(2, transport)
+    """The outcome of a real probe needs a GPU: tests marked gpu."""
+    for name, result in (
+        ("probe_direct", types.SimpleNamespace(outcome=outcome, detail="in a sum")),
+        ("gpu_facts", {"gpus": 1, "reason": ""}),
+        ("transport_facts", {"gpu": {"name": transport}}),
+    ):
+        monkeypatch.setattr(
+            check_command, name, lambda *args, result=result, **kwargs: result
+        )
+    job = Job()
+    checks = check_command._Checks(job, 60.0)
+    checks._made = object()
+    given = attempt(job, "CUDA-aware MPI", checks.cuda_aware)
     assert given.state == state
-    assert given.text.startswith(f"{outcome} on 2 ranks: in a sum")
+    assert given.text.startswith(f"{outcome} on 1 rank: in a sum")
     assert advice in given.text + given.advice
 
 

@@ -7,11 +7,13 @@ hosts are in tests/_engine/test_hosts.py.
 
 import json
 import os
+import re
 import sys
 
 import pytest
 from launching import run_ranks
 
+from mpidist._base import backend
 from mpidist._cli.folder_check import check_folder, file_system
 from mpidist._cli.job import Job
 from mpidist._cli.outcomes import CheckFailedError, Note, attempt
@@ -101,16 +103,29 @@ def test_a_folder_that_is_missing(tmp_path):
 def test_gpus_that_ranks_share(monkeypatch):
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
     job = Job()
-    assert SystemChecks(job, 2, "").gpus() == "2, for 1 ranks of a node"
-    assert SystemChecks(job, 0, "CuPy is not installed").gpus().startswith("none: Cu")
+    checks = SystemChecks(job)
+    gpus = [0, "CuPy is not installed"]
+    monkeypatch.setattr(backend, "count_gpus", lambda: gpus)
+    assert checks.gpus().startswith("none: Cu")
+    gpus[:] = 2, ""
+    assert checks.gpus() == "2, for 1 ranks of a node"
     job.local_size = 4
-    found = SystemChecks(job, 2, "").gpus()
+    found = checks.gpus()
     assert found.text.startswith("4 ranks on a node with 2 GPUs: ranks share them")
     assert found.advice == "start 2 ranks on each node"
 
 
+def test_a_limit_of_open_files_that_is_too_low(monkeypatch):
+    job = Job()
+    assert isinstance(SystemChecks(job).open_files(), str)
+    job.local_size = job.size = 10**7
+    found = SystemChecks(job).open_files()
+    assert re.fullmatch(r"\d+ for each process; .* 40000032, which is more", found.text)
+    assert found.advice.startswith("`ulimit -n 40000032` before mpirun")
+
+
 def test_an_mpirun_of_another_mpi(tmp_path, monkeypatch):
-    checks = SystemChecks(Job(), 0, "")
+    checks = SystemChecks(Job())
     vendor = Job().mpi.get_vendor()[0]
     other = {"Open MPI": "HYDRA build details:", "MPICH": "mpirun (Open MPI) 5.0"}
     if vendor not in other:
