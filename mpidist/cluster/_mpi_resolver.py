@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpidist.cluster._resolvers import ClusterResolver, with_protocol
+from mpidist.cluster._resolvers import ClusterResolver
 from mpidist.cluster._spec import ClusterSpec
 
 
@@ -22,10 +22,14 @@ class MPIClusterResolver(ClusterResolver):
 
     Attributes:
         rpc_layer: ``"mpi"``.
+        environment: ``"mpi"``.
         hosts: the name of each rank's host.
         devices: the device of each rank, such as ``"/rank:1/device:GPU:0"``.
         nodes: the number of each rank's node. Hosts of one name are different nodes.
+        local_ranks: the number of each rank among those of its node, from 0.
     """
+
+    rpc_layer = environment = "mpi"
 
     def __init__(
         self,
@@ -36,25 +40,14 @@ class MPIClusterResolver(ClusterResolver):
     ) -> None:
         """Store what MPI reported when the strategy was created."""
         names = list(dict.fromkeys(hosts))
-        self.rpc_layer: str = "mpi"
         self.hosts: tuple[str, ...] = hosts
         self.devices: tuple[str, ...] = devices
         self.nodes: tuple[int, ...] = nodes or tuple(map(names.index, hosts))
-        self._task_type = "worker"
-        self._task_id = rank
-        self._rank = rank
-
-    @property
-    def environment(self) -> str:
-        """``"mpi"``."""
-        return "mpi"
-
-    @property
-    def local_ranks(self) -> tuple[int, ...]:
-        """The number of each rank among those of its node, from 0."""
-        return tuple(
+        self.local_ranks: tuple[int, ...] = tuple(
             self.nodes[:rank].count(node) for rank, node in enumerate(self.nodes)
         )
+        self.task_type = "worker"
+        self.task_id = self._rank = rank
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the host of each task: ``{"worker": [...]}``, in rank order."""
@@ -82,18 +75,10 @@ class MPIClusterResolver(ClusterResolver):
                 f"MPIClusterResolver.master: expected task_type 'worker' and 0 <= "
                 f"task_id < {len(self.hosts)}, got {task_type!r} and {task_id!r}"
             )
-        return with_protocol(self.hosts[number], rpc_layer)
+        host = self.hosts[number]
+        return f"{rpc_layer}://{host}" if rpc_layer else host
 
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
-        """Return how many GPUs a task uses: ``{"GPU": 1}``, or ``{}`` on the host.
-
-        The default is the task of this process.
-        """
+    def _accelerators(self, task_id: int | None) -> dict[str, int]:
         number = self._rank if task_id is None else task_id
         return {"GPU": 1} if "GPU" in self.devices[number] else {}
 

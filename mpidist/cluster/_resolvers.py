@@ -6,6 +6,7 @@ import abc
 import json
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from mpidist._base import backend
 from mpidist.cluster._spec import ClusterSpec
@@ -15,24 +16,53 @@ class ClusterResolver(abc.ABC):
     """Where the processes of a job are, and which of them this one is.
 
     The base class, with the names of ``tf.distribute.cluster_resolver``. A subclass
-    defines `cluster_spec` and `master`.
+    defines `cluster_spec`.
+
+    Attributes:
+        task_type: the job of this process, such as "worker"; None if it is not known.
+        task_id: the number of this process in its job; None if it is not known.
+        rpc_layer: the protocol that `master` puts before an address; None: none.
+        environment: the name of the environment; "" if it has none.
     """
 
-    _task_type: str | None = None
-    _task_id: int | None = None
+    task_type: str | None = None
+    task_id: int | None = None
+    rpc_layer: str | None = None
+    environment: str = ""
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
         """Return the addresses of all tasks, as they are now."""
 
-    @abc.abstractmethod
     def master(
         self,
         task_type: str | None = None,
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Return the address of a task, with its protocol; "" if there is none."""
+        """Return the address of a task, with its protocol, such as "grpc://host0:80".
+
+        Args:
+            task_type: default: that of this process.
+            task_id: default: that of this process.
+            rpc_layer: the protocol; default: the attribute.
+
+        Returns:
+            The address; "" if it is not known which task this process is.
+
+        Raises:
+            ValueError: if there is no such task.
+        """
+        spec = self.cluster_spec()
+        job = self.task_type if task_type is None else task_type
+        number = self.task_id if task_id is None else task_id
+        if job is None or number is None:
+            return ""
+        return self._with_protocol(spec.task_address(job, number), rpc_layer)
+
+    def _with_protocol(self, address: str, rpc_layer: str | None) -> str:
+        layer = rpc_layer or self.rpc_layer
+        return f"{layer}://{address}" if layer else address
 
     def num_accelerators(
         self,
@@ -42,38 +72,14 @@ class ClusterResolver(abc.ABC):
     ) -> dict[str, int]:
         """Return how many GPUs a task has: ``{"GPU": 2}``, or ``{}``.
 
-        Here: those that CuPy finds in this process, whatever the arguments are.
+        Unless a subclass says otherwise those that CuPy finds in this process, whatever
+        the arguments are. ``config_proto`` is ignored.
         """
+        return self._accelerators(task_id)
+
+    def _accelerators(self, task_id: int | None) -> dict[str, int]:
         count, _ = backend.count_gpus()
         return {"GPU": count} if count else {}
-
-    @property
-    def environment(self) -> str:
-        """The name of the environment; ""."""
-        return ""
-
-    @property
-    def task_type(self) -> str | None:
-        """The job of this process, such as "worker"; None if it is not known."""
-        return self._task_type
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The number of this process in its job; None if it is not known."""
-        return self._task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-
-def with_protocol(address: str, rpc_layer: str | None) -> str:
-    """Return ``grpc://address``, or the address alone without a protocol."""
-    return f"{rpc_layer}://{address}" if rpc_layer else address
 
 
 class SimpleClusterResolver(ClusterResolver):
@@ -84,9 +90,9 @@ class SimpleClusterResolver(ClusterResolver):
         master: what `master` returns without a task.
         task_type: the job of this process.
         task_id: its number in the job.
-        environment: returned by `environment`.
+        environment: the attribute.
         num_accelerators: returned by `num_accelerators`, such as ``{"GPU": 2}``.
-        rpc_layer: the protocol that `master` puts before an address.
+        rpc_layer: the attribute.
 
     Raises:
         TypeError: if ``cluster_spec`` is not a `ClusterSpec`, or ``master`` not a
@@ -116,11 +122,11 @@ class SimpleClusterResolver(ClusterResolver):
             )
         self._cluster_spec = cluster_spec
         self._master = master
-        self._task_type = task_type
-        self._task_id = task_id
-        self._environment = environment
         self._num_accelerators = dict(num_accelerators or {})
-        self.rpc_layer: str | None = rpc_layer
+        self.task_type = task_type
+        self.task_id = task_id
+        self.environment = environment
+        self.rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the ClusterSpec that was given."""
@@ -132,29 +138,42 @@ class SimpleClusterResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Return the address of a task, or the ``master`` that was given.
+        """As `ClusterResolver.master`; without a task the ``master`` that was given."""
+        if task_type is None or task_id is None:
+            return self._with_protocol(self._master, rpc_layer)
+        return super().master(task_type, task_id, rpc_layer)
 
-        Raises:
-            ValueError: if there is no such task.
-        """
-        address = self._master
-        if task_type is not None and task_id is not None:
-            address = self._cluster_spec.task_address(task_type, task_id)
-        return with_protocol(address, rpc_layer or self.rpc_layer)
-
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
-        """Return what was given; ``{}`` if nothing was."""
+    def _accelerators(self, task_id: int | None) -> dict[str, int]:
         return dict(self._num_accelerators)
 
-    @property
-    def environment(self) -> str:
-        """The name that was given."""
-        return self._environment
+
+class _OfTFConfig:
+    """An attribute that is read from ``TF_CONFIG`` unless it was set.
+
+    Args:
+        keys: where it stands in the variable.
+        kind: its type.
+        default: if the variable does not say.
+    """
+
+    def __init__(self, *keys: str, kind: type, default: object = None) -> None:
+        self._keys = keys
+        self._kind = kind
+        self._default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._set = f"_{name}"
+
+    def __set__(self, resolver: object, value: object) -> None:
+        setattr(resolver, self._set, value)
+
+    def __get__(self, resolver: object, owner: type) -> Any:
+        given = getattr(resolver, self._set, None)
+        if given is not None:
+            return given
+        *section, key = self._keys
+        found = (_section(*section) if section else _tf_config()).get(key)
+        return self._default if found is None else self._kind(found)
 
 
 class TFConfigClusterResolver(ClusterResolver):
@@ -169,12 +188,16 @@ class TFConfigClusterResolver(ClusterResolver):
         }
 
     Args:
-        task_type: overrides that of the variable.
-        task_id: overrides that of the variable.
-        rpc_layer: the protocol that `master` puts before an address; overrides that of
-            the variable.
-        environment: overrides that of the variable.
+        task_type: overrides that of the variable, and so do the others.
+        task_id: of this process.
+        rpc_layer: the protocol that `master` puts before an address.
+        environment: the name of the environment.
     """
+
+    task_type: Any = _OfTFConfig("task", "type", kind=str)
+    task_id: Any = _OfTFConfig("task", "index", kind=int)
+    rpc_layer: Any = _OfTFConfig("rpc_layer", kind=str)
+    environment: Any = _OfTFConfig("environment", kind=str, default="")
 
     def __init__(
         self,
@@ -184,53 +207,10 @@ class TFConfigClusterResolver(ClusterResolver):
         environment: str | None = None,
     ) -> None:
         """Keep the arguments."""
-        self._task_type = task_type
-        self._task_id = task_id
-        self._rpc_layer = rpc_layer
-        self._environment = environment
-
-    @property
-    def task_type(self) -> str | None:
-        """The job of this process; None if the variable does not say."""
-        if self._task_type is not None:
-            return self._task_type
-        found = _section("task").get("type")
-        return None if found is None else str(found)
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The number of this process in its job; None if the variable does not say."""
-        if self._task_id is not None:
-            return self._task_id
-        found = _section("task").get("index")
-        return None if found is None else int(str(found))
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
-    def environment(self) -> str:
-        """The name of the environment; "" if the variable does not say."""
-        if self._environment is not None:
-            return self._environment
-        return str(_tf_config().get("environment", ""))
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """The protocol; None if the variable does not say."""
-        if self._rpc_layer is not None:
-            return self._rpc_layer
-        found = _tf_config().get("rpc_layer")
-        return None if found is None else str(found)
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
+        self.task_type = task_type
+        self.task_id = task_id
+        self.rpc_layer = rpc_layer
+        self.environment = environment
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the addresses of all tasks; none if the variable is not set.
@@ -247,13 +227,14 @@ class TFConfigClusterResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Return the address of a task, by default of this one.
+        """As `ClusterResolver.master`, with the exceptions that TensorFlow makes.
 
         It is the ``session_master`` of the variable, if that has one, and "" if there
         are fewer than two tasks.
 
         Raises:
-            ValueError: if there is no such task, or the variable is wrong.
+            ValueError: if it is not known which task this process is, if there is no
+                such task, or if the variable is wrong.
         """
         given = _tf_config().get("session_master")
         if given is not None:
@@ -261,17 +242,34 @@ class TFConfigClusterResolver(ClusterResolver):
         spec = self.cluster_spec()
         if sum(spec.num_tasks(job) for job in spec.jobs) < 2:
             return ""
-        job = self.task_type if task_type is None else task_type
-        number = self.task_id if task_id is None else task_id
-        if job is None or number is None:
+        address = super().master(task_type, task_id, rpc_layer)
+        if not address:
             raise ValueError(
                 "TFConfigClusterResolver.master: TF_CONFIG does not say which task "
                 'this process is; add "task": {"type": ..., "index": ...} to it, or '
                 "pass task_type and task_id"
             )
-        return with_protocol(
-            spec.task_address(job, number), rpc_layer or self.rpc_layer
-        )
+        return address
+
+
+def _tf_config() -> dict[str, Any]:
+    text = os.environ.get("TF_CONFIG", "") or "{}"
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(
+            f"TF_CONFIG is not JSON: {error}; it is {text!r:.80}"
+        ) from None
+    if not isinstance(found, dict):
+        raise ValueError(f"TF_CONFIG: expected a JSON object, got {text!r:.80}")
+    return found
+
+
+def _section(name: str) -> dict[str, Any]:
+    found = _tf_config().get(name, {})
+    if not isinstance(found, dict):
+        raise ValueError(f"TF_CONFIG: expected {name!r} to be an object, got {found!r}")
+    return found
 
 
 class UnionResolver(ClusterResolver):
@@ -309,11 +307,10 @@ class UnionResolver(ClusterResolver):
                 )
         first = cluster_resolvers[0]
         self._resolvers = cluster_resolvers
-        self._task_type = first.task_type if task_type is None else task_type
-        self._task_id = first.task_id if task_id is None else task_id
-        if rpc_layer is None:
-            rpc_layer = getattr(first, "rpc_layer", None)
-        self.rpc_layer: str | None = rpc_layer
+        self.task_type = first.task_type if task_type is None else task_type
+        self.task_id = first.task_id if task_id is None else task_id
+        self.rpc_layer = first.rpc_layer if rpc_layer is None else rpc_layer
+        self.environment = first.environment
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the addresses of all tasks of all resolvers.
@@ -330,7 +327,7 @@ class UnionResolver(ClusterResolver):
                 elif isinstance(before, list) and isinstance(tasks, list):
                     joined[job] = before + tasks
                 else:
-                    joined[job] = _joined(job, _by_index(before), _by_index(tasks))
+                    joined[job] = _joined(job, before, tasks)
         return ClusterSpec(joined)
 
     def master(
@@ -339,58 +336,23 @@ class UnionResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Return the address of a task, by default the master of the first resolver.
+        """As `ClusterResolver.master`; without a task that of the first resolver."""
+        if task_type is None or task_id is None:
+            layer = rpc_layer or self.rpc_layer
+            return self._resolvers[0].master(rpc_layer=layer)
+        return super().master(task_type, task_id, rpc_layer)
 
-        Raises:
-            ValueError: if there is no such task.
-        """
-        layer = rpc_layer or self.rpc_layer
-        if task_type is not None and task_id is not None:
-            address = self.cluster_spec().task_address(task_type, task_id)
-            return with_protocol(address, layer)
-        return self._resolvers[0].master(rpc_layer=layer)
-
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
-        """Return the GPUs of a task, from the first resolver."""
-        return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
-
-    @property
-    def environment(self) -> str:
-        """That of the first resolver."""
-        return self._resolvers[0].environment
+    def _accelerators(self, task_id: int | None) -> dict[str, int]:
+        return self._resolvers[0].num_accelerators(None, task_id)
 
 
-def _by_index(tasks: list[str] | dict[int, str]) -> dict[int, str]:
-    return tasks if isinstance(tasks, dict) else dict(enumerate(tasks))
-
-
-def _joined(job: str, tasks: dict[int, str], more: dict[int, str]) -> dict[int, str]:
-    for index in more:
-        if index in tasks:
-            raise KeyError(f"UnionResolver: job {job!r} has two tasks {index}")
-    return {**tasks, **more}
-
-
-def _tf_config() -> dict[str, object]:
-    text = os.environ.get("TF_CONFIG", "") or "{}"
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ValueError(
-            f"TF_CONFIG is not JSON: {error}; it is {text!r:.80}"
-        ) from None
-    if not isinstance(found, dict):
-        raise ValueError(f"TF_CONFIG: expected a JSON object, got {text!r:.80}")
-    return found
-
-
-def _section(name: str) -> dict[str, list[str]]:
-    found = _tf_config().get(name, {})
-    if not isinstance(found, dict):
-        raise ValueError(f"TF_CONFIG: expected {name!r} to be an object, got {found!r}")
-    return found
+def _joined(job: str, *parts: list[str] | dict[int, str]) -> list[str] | dict[int, str]:
+    joined: dict[int, str] = {}
+    for tasks in parts:
+        for index, address in dict(
+            tasks if isinstance(tasks, dict) else enumerate(tasks)
+        ).items():
+            if index in joined:
+                raise KeyError(f"UnionResolver: job {job!r} has two tasks {index}")
+            joined[index] = address
+    return joined

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 from mpidist._mpi import launcher
 from mpidist.cluster._hostlist import expand_hostlist, expand_tasks_per_node
-from mpidist.cluster._resolvers import ClusterResolver, with_protocol
+from mpidist.cluster._resolvers import ClusterResolver
 from mpidist.cluster._spec import ClusterSpec
 
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
@@ -62,7 +62,7 @@ class SlurmClusterResolver(ClusterResolver):
         rpc_layer: str | None = "grpc",
     ) -> None:
         """Read the environment."""
-        self.rpc_layer: str | None = rpc_layer
+        self.rpc_layer = rpc_layer
         self._port_base = port_base
         self._auto_set_gpu = auto_set_gpu
         self._read_step(tasks_per_node)
@@ -159,33 +159,7 @@ class SlurmClusterResolver(ClusterResolver):
         """Return `task_type` and `task_id`: None before `cluster_spec`."""
         return self.task_type, self.task_id
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Return the address of a task, by default this one; "" if it is none.
-
-        Raises:
-            ValueError: if there is no such task.
-        """
-        spec = self.cluster_spec()
-        job = self.task_type if task_type is None else task_type
-        number = self.task_id if task_id is None else task_id
-        if job is None or number is None:
-            return ""
-        return with_protocol(
-            spec.task_address(job, number), rpc_layer or self.rpc_layer
-        )
-
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
-        """Return the GPUs of each task: ``{"GPU": 2}``, or ``{}`` without GPUs."""
+    def _accelerators(self, task_id: int | None) -> dict[str, int]:
         return {"GPU": self._gpus_per_task} if self._gpus_per_task else {}
 
 
@@ -210,21 +184,16 @@ def place_tasks(
             "task is on which host; use `strategy.cluster_resolver` of an "
             "`mpidist.MPIStrategy`"
         )
-    whole = max(tasks_on.values())
-    block = {"cyclic": 1, "plane": int(variables.get("SLURM_DIST_PLANESIZE", "1"))}
-    return tuple(_deal(tasks_on, max(1, block.get(kind, whole))))
-
-
-def _deal(tasks_on: Mapping[str, int], block: int) -> Sequence[str]:
-    """Place blocks of tasks on one host after the other, until all are placed."""
+    blocks = {"cyclic": 1, "plane": int(variables.get("SLURM_DIST_PLANESIZE", "1"))}
+    block = max(1, blocks.get(kind, max(tasks_on.values())))
     left = dict(tasks_on)
     placed: list[str] = []
-    while any(left.values()):
+    while any(left.values()):  # a block of tasks on one host after the other
         for host in left:
             count = min(block, left[host])
             placed += [host] * count
             left[host] -= count
-    return placed
+    return tuple(placed)
 
 
 def _variable(name: str) -> str:
