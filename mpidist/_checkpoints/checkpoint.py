@@ -9,7 +9,7 @@ from typing import Any
 
 from mpidist._base.remedies import explain_keywords, is_own_attribute, missing_name
 from mpidist._checkpoints import contents
-from mpidist._checkpoints.contents import VariableItem
+from mpidist._checkpoints.items import VariableItem
 from mpidist._checkpoints.restore_status import RestoreStatus
 from mpidist._checkpoints.saved_objects import SavedObjects
 from mpidist._checkpoints.storage import FileFormat
@@ -198,11 +198,10 @@ class Checkpoint:
                 array), or if names, shapes or dtypes do not match.
             RuntimeError: in a replica function or in ``merge_fn``.
         """
-        objects = self._objects
-        found = objects.read(path, partial, "Checkpoint.restore")
-        if found is None:
+        restore = self._objects.read(path, partial, "Checkpoint.restore")
+        if restore is None:
             return RestoreStatus([], bool(partial), nothing=True)
-        return RestoreStatus(objects.put(found), bool(partial))
+        return RestoreStatus(restore(), bool(partial))
 
 
 def objects_of(checkpoint: Checkpoint) -> SavedObjects:

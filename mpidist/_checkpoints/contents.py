@@ -1,24 +1,25 @@
-"""The items of a checkpoint: variables, random generators, objects with a state.
+"""Decomposes the objects of a user into items, by names such as ``optimizer/momentum``.
 
-The user's objects are decomposed into *items*, each with a name such as
-``optimizer/momentum``. All ranks find the same items, in the order of their names.
+All ranks find the same items, in the order of their names.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
-import math
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from mpidist._base import backend, guests, nest
-from mpidist._base.variable_enums import VariableAggregation, VariableSynchronization
-from mpidist._checkpoints import generators, guest_items, state_json
+from mpidist._checkpoints import guest_items, state_json
 from mpidist._checkpoints.guest_items import Held
-from mpidist._checkpoints.state_items import StateItem
+from mpidist._checkpoints.items import (
+    Item,
+    NumpyGeneratorItem,
+    StateItem,
+    VariableItem,
+)
 from mpidist._values.distributed import DistributedValues
 from mpidist._values.variable import Variable
 
@@ -29,44 +30,6 @@ _PAIRS: Final = (
     ("state_dict", "load_state_dict"),  # those of torch
     ("getstate", "setstate"),  # random.Random
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class VariableItem:
-    """A variable, which is saved as an array."""
-
-    name: str
-    variable: Variable
-
-    def __str__(self) -> str:
-        kind = ""
-        if self.on_read:
-            kind = f" ON_READ {self.variable.aggregation.name}"
-        shape = tuple(self.variable.shape)
-        return f"{self.name!r}: {self.variable.dtype.name} {shape}{kind}"
-
-    @property
-    def on_read(self) -> bool:
-        """Whether each replica has its own value."""
-        return self.variable.synchronization is VariableSynchronization.ON_READ
-
-    @property
-    def nbytes(self) -> int:
-        """The size in bytes, without a read, which is collective for ON_READ."""
-        shape, dtype = self.variable.shape, self.variable.dtype
-        return math.prod(shape) * int(dtype.itemsize)
-
-    def check(self) -> None:
-        """Raise a ValueError if the variable does not have a single value."""
-        if self.on_read and self.variable.aggregation is VariableAggregation.NONE:
-            raise ValueError(
-                f"Checkpoint: Could not save {self.name!r}: an ON_READ variable with "
-                "aggregation=NONE has no single value, as nothing says how to combine "
-                "its copies; create it with aggregation=SUM, MEAN or ONLY_FIRST_REPLICA"
-            )
-
-
-Item = VariableItem | StateItem
 
 
 def collect(objects: MutableMapping[str, Any], early: bool = False) -> list[Item]:
@@ -135,7 +98,7 @@ def _items_of(name: str, value: object, early: bool) -> Iterator[Item]:
         yield VariableItem(name, value)
         return
     if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
-        yield generators.item_of(name, value)
+        yield NumpyGeneratorItem(name, value)
         return
     item = guest_items.item_of(name, value)
     if item is not None:
@@ -149,15 +112,9 @@ def _items_of(name: str, value: object, early: bool) -> Iterator[Item]:
     for get, put in _PAIRS:
         getter, setter = getattr(value, get, None), getattr(value, put, None)
         if callable(getter) and callable(setter) and not isinstance(value, type):
-            yield StateItem(
-                name,
-                "object",
-                getter,
-                setter,
-                getattr(value, "merge_states", None),
-                readable=get == "state_dict",
-                refuse=generators.check_random_state,
-            )
+            merge = getattr(value, "merge_states", None)
+            readable = get == "state_dict"
+            yield StateItem(name, getter, setter, merge=merge, readable=readable)
             return
     try:
         variables = getattr(value, "variables", None)

@@ -9,13 +9,13 @@ the file has only its leaves, by their paths.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 import numpy as np
 
 from mpidist._base import backend, guests
-from mpidist._checkpoints.state_items import StateItem
+from mpidist._checkpoints.items import GeneratorItem, StateItem
 from mpidist._checkpoints.state_json import State
 from mpidist._values.distributed import DistributedValues
 from mpidist._values.variable import Variable
@@ -43,93 +43,92 @@ class Held:
         self._holder[self._name] = value
 
 
-def item_of(name: str, value: object) -> StateItem | None:
+def item_of(name: str, value: Any) -> StateItem | None:
     """Return the item of an object of torch, or of a value that is held."""
     if isinstance(value, Held):
         if is_tree(value.get()):
-            return _tree_item(name, value)
-        return StateItem(name, "object", value.get, value.set)
+            return _TreeItem(name, value)
+        return StateItem(name, value.get, value.set, readable=False)
     torch: Any = guests.library("torch")
     if torch is None:
         return None
-    given: Any = value
     if isinstance(value, torch.nn.Module):
-        return _module_item(name, given)
+        return _ModuleItem(name, value)
     if isinstance(value, torch.optim.Optimizer):
-        return StateItem(
-            name,
-            "object",
-            given.state_dict,
-            given.load_state_dict,
-            readable=not getattr(given, "state_is_collective", False),
-            shared=lambda array: True,
+        is_collective = getattr(value, "state_is_collective", False)
+        return _OptimizerItem(
+            name, value.state_dict, value.load_state_dict, readable=not is_collective
         )
     if isinstance(value, torch.Generator):
-        return _generator_item(name, given, torch)
+        return _TorchGeneratorItem(name, value)
     if guests.kind_of(value) == "torch":
-        return _tensor_item(name, given, torch)
+        return _TensorsItem(name, lambda: value, lambda state: _copy(value, state))
     return None
 
 
-def _module_item(name: str, module: Any) -> StateItem:
-    """Return the item of a module: parameters are shared, and buffers may differ."""
-
-    def shared(array: str) -> bool:
-        named = module.named_parameters(remove_duplicate=False)
-        return array in {f"{name}/{key}" for key, _ in named}
-
-    def misfit(state: State) -> str:
-        return _differences(name, dict(module.state_dict()), state)
-
-    return StateItem(
-        name,
-        "object",
-        lambda: dict(module.state_dict()),
-        module.load_state_dict,
-        merge=lambda states: states[0],
-        readable=True,
-        shared=shared,
-        misfit=misfit,
-    )
+def _copy(tensor: Any, state: State) -> None:
+    torch: Any = guests.library("torch")
+    with torch.no_grad():
+        tensor.copy_(state)
 
 
-def _tensor_item(name: str, tensor: Any, torch: Any) -> StateItem:
-    def put(state: State) -> None:
-        with torch.no_grad():
-            tensor.copy_(state)
+class _OptimizerItem(StateItem):
+    """An optimizer; its tensors are the same on all replicas."""
 
-    return StateItem(
-        name,
-        "object",
-        lambda: tensor,
-        put,
-        readable=True,
-        shared=lambda array: True,
-        misfit=lambda state: _differences(name, {"": tensor}, {"": state}),
-    )
+    def shared(self, array: str) -> bool:
+        return True
 
 
-def _generator_item(name: str, generator: Any, torch: Any) -> StateItem:
-    def stream(seed: np.random.SeedSequence) -> State:
+class _TensorsItem(StateItem):
+    """A tensor, or several, of given names, dtypes and shapes."""
+
+    def shared(self, array: str) -> bool:
+        return True
+
+    def misfit(self, state: State) -> str:
+        return _differences(self.name, self.get(), state)
+
+
+class _ModuleItem(_TensorsItem):
+    """A module: parameters are the same on all replicas, and buffers may differ."""
+
+    def __init__(self, name: str, module: Any) -> None:
+        super().__init__(
+            name,
+            lambda: dict(module.state_dict()),
+            module.load_state_dict,
+            merge=lambda states: states[0],
+        )
+        self._module = module
+
+    def shared(self, array: str) -> bool:
+        named = self._module.named_parameters(remove_duplicate=False)
+        return array in {f"{self.name}/{key}" for key, _ in named}
+
+
+class _TorchGeneratorItem(GeneratorItem):
+    def __init__(self, name: str, generator: Any) -> None:
+        super().__init__(
+            name,
+            generator.get_state,
+            lambda state: generator.set_state(state.cpu()),
+        )
+        self._device = generator.device
+        self.stream = self._stream
+
+    def _stream(self, seed: np.random.SeedSequence) -> State:
+        torch: Any = guests.library("torch")
         (number,) = seed.generate_state(1, np.uint64)
-        made = torch.Generator(generator.device).manual_seed(int(number >> 1))
-        return made.get_state()
+        return torch.Generator(self._device).manual_seed(int(number >> 1)).get_state()
 
-    def misfit(state: State) -> str:
-        own = generator.get_state()
-        return _differences(name, {"": own}, {"": state})
-
-    def put(state: State) -> None:
-        generator.set_state(state.cpu())
-
-    return StateItem(
-        name, "generator", generator.get_state, put, stream=stream, readable=True,
-        misfit=misfit,
-    )  # fmt: skip
+    def misfit(self, state: State) -> str:
+        return _differences(self.name, self.get(), state)
 
 
-def _differences(name: str, own: Mapping[str, Any], saved: State) -> str:
+def _differences(name: str, own: State, saved: State) -> str:
     """Return how saved tensors differ from an object's in names, dtypes and shapes."""
+    if not isinstance(own, dict):
+        own, saved = {"": own}, {"": saved}
     if not isinstance(saved, dict):
         return f"{name!r}: expected tensors by name, got {type(saved).__name__}"
     lines = []
@@ -141,11 +140,8 @@ def _differences(name: str, own: Mapping[str, Any], saved: State) -> str:
             lines.append(
                 f"{at!r}: expected {_describe(x)}, got {_describe(saved[key])}"
             )
-    lines += [
-        f"{f'{name}/{key}'!r}: only in the checkpoint"
-        for key in saved
-        if key not in own
-    ]
+    extra = [key for key in saved if key not in own]
+    lines += [f"{f'{name}/{key}'!r}: only in the checkpoint" for key in extra]
     if len(lines) > _MOST_LINES:
         lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more"]
     return "\n  ".join(lines)
@@ -175,49 +171,49 @@ def is_tree(value: object) -> bool:
     )
 
 
-def _tree_item(name: str, held: Held) -> StateItem:
-    jax: Any = guests.library("jax")
+class _TreeItem(_TensorsItem):
+    """A pytree: its leaves by path, the same on all replicas but for random keys."""
 
-    def is_key(x: Any) -> bool:
-        extended = jax.dtypes.extended
-        return guests.kind_of(x) == "jax" and jax.dtypes.issubdtype(x.dtype, extended)
+    def __init__(self, name: str, held: Held) -> None:
+        super().__init__(name, self._get, self._put)
+        self._held = held
 
-    def leaves() -> dict[str, Any]:
-        found, _ = jax.tree_util.tree_flatten_with_path(held.get())
+    def _leaves(self) -> dict[str, Any]:
+        jax: Any = guests.library("jax")
+        found, _ = jax.tree_util.tree_flatten_with_path(self._held.get())
         return {"/".join(map(_key, path)): x for path, x in found}
 
-    def get() -> State:
+    def _get(self) -> State:
+        jax: Any = guests.library("jax")
         return {
-            path: jax.random.key_data(x) if is_key(x) else x
-            for path, x in leaves().items()
+            path: jax.random.key_data(x) if _is_random_key(x) else x
+            for path, x in self._leaves().items()
         }
 
-    def put(state: State) -> None:
-        structure = jax.tree_util.tree_structure(held.get())
-        new = [_like(x, state[path], is_key(x)) for path, x in leaves().items()]
-        held.set(jax.tree_util.tree_unflatten(structure, new))
+    def _put(self, state: State) -> None:
+        jax: Any = guests.library("jax")
+        structure = jax.tree_util.tree_structure(self._held.get())
+        new = [_like(x, state[path]) for path, x in self._leaves().items()]
+        self._held.set(jax.tree_util.tree_unflatten(structure, new))
 
-    def shared(array: str) -> bool:
-        keys = {f"{name}/{path}" for path, x in leaves().items() if is_key(x)}
-        return array not in keys
-
-    return StateItem(
-        name,
-        "object",
-        get,
-        put,
-        readable=True,
-        shared=shared,
-        misfit=lambda state: _differences(name, get(), state),
-    )
+    def shared(self, array: str) -> bool:
+        return not _is_random_key(
+            self._leaves().get(array.removeprefix(f"{self.name}/"))
+        )
 
 
-def _like(x: Any, value: Any, is_key: bool) -> Any:
+def _is_random_key(x: Any) -> bool:
+    jax: Any = guests.library("jax")
+    extended = jax.dtypes.extended
+    return guests.kind_of(x) == "jax" and jax.dtypes.issubdtype(x.dtype, extended)
+
+
+def _like(x: Any, value: Any) -> Any:
     """Return a restored leaf, on the devices of the present one."""
     jax: Any = guests.library("jax")
     if guests.kind_of(x) != "jax":
         return value
-    if is_key:
+    if _is_random_key(x):
         return jax.random.wrap_key_data(value, impl=jax.random.key_impl(x))
     return jax.device_put(value, x.sharding)
 

@@ -13,7 +13,8 @@ from mpidist._base.errors import CheckpointError
 from mpidist._base.remedies import explain_attributes, explain_keywords
 from mpidist._checkpoints import background, manifest, replace, storage
 from mpidist._checkpoints.checkpoint import Checkpoint, objects_of
-from mpidist._checkpoints.saved_objects import Saved, as_path
+from mpidist._checkpoints.reader import CheckpointFiles
+from mpidist._checkpoints.saved_objects import as_path
 from mpidist._runtime.interruptions import tells
 
 
@@ -163,11 +164,11 @@ class CheckpointManager:
 
         excess = [] if most is None else others[:-most]
 
-        def ended(saved: Saved | None) -> None:
-            if saved is None:
+        def ended(saved_at: int | None) -> None:
+            if saved_at is None:
                 self._entries = [x for x in self._entries if x not in excess]
             else:
-                self._entries = [*kept, _Entry(saved.saved_at_ns, number, saved.path)]
+                self._entries = [*kept, _Entry(saved_at, number, path)]
                 self._highest = max(self._highest, number)
 
         return objects_of(self._checkpoint).save(
@@ -202,7 +203,7 @@ class CheckpointManager:
         while self._entries:
             path = self._entries[-1].path
             try:
-                found = objects.read(path, False, name)
+                restore = objects.read(path, False, name)
             except (CheckpointError, FileNotFoundError) as error:
                 if isinstance(error, CheckpointError) and not error.damaged:
                     raise
@@ -210,10 +211,10 @@ class CheckpointManager:
                 objects.call(name).on_rank_0(lambda: _warn(path, text))  # noqa: B023
                 self._entries.pop()
             else:
-                assert found is not None
+                assert restore is not None
                 # Outside the `try`: an exception in a user's `restore` is no reason to
                 # start from the beginning.
-                objects.put(found)
+                restore()
                 return path
         return None
 
@@ -238,7 +239,7 @@ def _scan(directory: str, prefix: str | None) -> _Scan:
         highest = max(highest, number)
         path = os.path.join(directory, name)
         try:
-            files = storage.CheckpointFiles(path)
+            files = CheckpointFiles(path)
         except (CheckpointError, OSError) as error:
             _warn(path, str(error))
             continue
@@ -247,7 +248,7 @@ def _scan(directory: str, prefix: str | None) -> _Scan:
     while entries:
         path = entries[-1].path
         try:
-            storage.CheckpointFiles(path).verify()
+            CheckpointFiles(path).verify()
             break
         except (CheckpointError, OSError) as error:
             _warn(path, str(error))

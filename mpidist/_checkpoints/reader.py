@@ -1,17 +1,116 @@
-"""Reading a checkpoint without MPI."""
+"""Reading the files of a checkpoint, without MPI."""
 
 from __future__ import annotations
 
 import collections.abc
+import math
 import os
 import time
+import weakref
 from collections.abc import Iterator
 
-from mpidist._base import guests
+import numpy as np
+
+from mpidist._base import backend, guests
+from mpidist._base.errors import CheckpointError, damaged_checkpoint
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import HostArray
-from mpidist._checkpoints import state_json, storage
+from mpidist._checkpoints import state_json
+from mpidist._checkpoints.manifest import (
+    MANIFEST,
+    Part,
+    open_regular,
+    parse_manifest,
+    read_manifest_bytes,
+)
 from mpidist._checkpoints.state_json import State
+from mpidist._checkpoints.storage import NOTHING, checksum
+
+
+class CheckpointFiles:
+    """The open files of a checkpoint.
+
+    They stay readable if the checkpoint is replaced or deleted meanwhile, because the
+    array file is open.
+
+    Args:
+        path: the path of the checkpoint's directory.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        CheckpointError: if the manifest is damaged, or the array file is missing or has
+            a different size.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.manifest_path = os.path.join(path, MANIFEST)
+        seen = b""
+        while True:
+            data = read_manifest_bytes(path)
+            manifest = parse_manifest(data, self.manifest_path)
+            self.array_path = os.path.join(path, manifest.file)
+            try:
+                self._fd = open_regular(self.array_path)
+                break
+            except FileNotFoundError:
+                # Replaced between the two reads? Then there is a new manifest.
+                if data == seen:
+                    raise damaged_checkpoint(
+                        f"{self.array_path} is missing, but {MANIFEST} beside it names "
+                        "it: a part of the checkpoint was deleted or not copied"
+                    ) from None
+                seen = data
+        weakref.finalize(self, os.close, self._fd)
+        self.manifest = manifest
+        size = os.fstat(self._fd).st_size
+        if size != manifest.rest.end:
+            raise damaged_checkpoint(
+                f"{self.array_path} is damaged: expected {manifest.rest.end} bytes, "
+                f"got {size}"
+            )
+
+    def read(self, name: str) -> HostArray:
+        """Return an array, after verifying its part of the file."""
+        part = self.manifest.arrays[name]
+        try:
+            dtype = guests.dtype_of(part.dtype)
+        except TypeError as error:
+            raise CheckpointError(
+                f"{self.manifest_path}: array {name!r}: {error}"
+            ) from None
+        if part.nbytes != math.prod(part.shape) * dtype.itemsize:
+            raise damaged_checkpoint(
+                f"{self.manifest_path} is malformed: the entry ['arrays'][{name!r}] is "
+                f"{part.dtype} {part.shape}, of {part.nbytes} bytes. Restore another "
+                "checkpoint"
+            )
+        x = np.empty(part.shape, dtype)
+        self._verify(part, f"array {name!r}", backend.as_bytes(x).data)
+        return x
+
+    def verify(self) -> None:
+        """Verify the whole file.
+
+        Raises:
+            CheckpointError: if something is damaged; the message names the file and the
+                array.
+        """
+        for name, part in self.manifest.arrays.items():
+            self._verify(part, f"array {name!r}")
+        self.verify_rest()
+
+    def verify_rest(self) -> None:
+        """Verify the part of the file after all arrays."""
+        self._verify(self.manifest.rest, "the part after all arrays")
+
+    def _verify(self, part: Part, what: str, into: memoryview = NOTHING) -> None:
+        found = checksum(self._fd, part.start, part.end, into)
+        if found != part.crc32:
+            raise damaged_checkpoint(
+                f"{self.array_path} is damaged: {what} has the checksum {found}, and "
+                f"{part.crc32} in the manifest. Restore another checkpoint"
+            )
 
 
 @explain_attributes
@@ -30,7 +129,7 @@ class CheckpointReader(collections.abc.Mapping[str, HostArray]):
             FileNotFoundError: if there is none.
             CheckpointError: if it is damaged.
         """
-        self._files = storage.CheckpointFiles(os.fspath(path))
+        self._files = CheckpointFiles(os.fspath(path))
 
     def __getitem__(self, name: str) -> HostArray:
         if name in self._files.manifest.arrays:

@@ -3,14 +3,11 @@
 Saving: find the items; agree that all ranks have the same; read their values (which is
 collective for some: an ON_READ variable is aggregated, an iterator may communicate);
 check that the copies of mirrored variables and of parameters are equal, and which
-states are equal; then rank 0 writes to its path while the others wait for its result.
+states are equal; then rank 0 writes to its path while the others wait for its result,
+or, with ``wait=False``, for a copy, which a thread of it writes (`background`).
 
 Restoring: find the items; agree; rank 0 reads everything, verifies it, and checks that
-it matches the objects, while the others wait. It sends the arrays, and every rank has
-them all, on its device, before anything changes, so that no rank can lack the memory
-later. Then come the states, because a user's `restore` may raise (then the objects
-restored before it get their old state back), and last the variables, by copies in
-memory.
+it matches the objects, while the others wait. The rest is in `restoring`.
 
 Errors on rank 0 are raised on all ranks, also with the guard off
 (`CollectiveCall.on_rank_0`).
@@ -20,66 +17,36 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpidist._agreement import mismatch
 from mpidist._base import backend
-from mpidist._base.errors import CollectiveError
-from mpidist._base.types import Array, DType, HostArray, Shape
+from mpidist._base.guests import DeviceCopy
+from mpidist._base.types import DType, HostArray, Shape
 from mpidist._checkpoints import (
     background,
     contents,
-    fitting,
+    exchange,
     replace,
-    snapshot,
-    state_items,
+    restoring,
     storage,
 )
 from mpidist._checkpoints.collective_call import CollectiveCall
-from mpidist._checkpoints.contents import Item, VariableItem
-from mpidist._checkpoints.generators import SavedState
-from mpidist._checkpoints.state_items import StateItem, States
-from mpidist._checkpoints.state_json import State
-from mpidist._checkpoints.storage import CheckpointFiles, FileFormat
+from mpidist._checkpoints.exchange import Values
+from mpidist._checkpoints.items import Item, StateItem, VariableItem
+from mpidist._checkpoints.reader import CheckpointFiles
+from mpidist._checkpoints.state_json import Packed, Stored, host_copy
+from mpidist._checkpoints.storage import FileFormat
 from mpidist._mpi import library
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._values.variable import policy_of, storage_of
+from mpidist._values.variable import storage_of
 
-
-class Saved(NamedTuple):
-    """A checkpoint that has been written: its path, and the time in its manifest."""
-
-    path: str
-    saved_at_ns: int
-
-
-class Found(NamedTuple):
-    """What a checkpoint has for the items.
-
-    Attributes:
-        call: the call that restores it.
-        items: the items, by name.
-        variables: the names of the variables to restore.
-        states: the states to restore.
-        kinds: the dtypes and shapes of all arrays to send.
-        arrays: the arrays; on rank 0 only.
-    """
-
-    call: CollectiveCall
-    items: Mapping[str, Item]
-    variables: list[str]
-    states: dict[str, SavedState]
-    kinds: dict[str, tuple[DType, Shape]]
-    arrays: dict[str, HostArray]
-
-
-_Answer = tuple[list[str], dict[str, SavedState], dict[str, tuple[DType, Shape]]]
+_Found: TypeAlias = tuple[list[str], Values, dict[str, tuple[DType, Shape]]]
+"""The names of items, their states, and the dtypes and shapes of all their arrays."""
 
 
 class SavedObjects:
@@ -123,7 +90,7 @@ class SavedObjects:
         after: int = 0,
         before_writing: Callable[[], None] = lambda: None,
         afterwards: Callable[[], None] = lambda: None,
-        ended: Callable[[Saved | None], None] = lambda saved: None,
+        ended: Callable[[int | None], None] = lambda saved_at_ns: None,
     ) -> str:
         """Save all objects. Collective.
 
@@ -137,136 +104,97 @@ class SavedObjects:
             after: the time in the manifest must be later than this, in ns.
             before_writing: called on rank 0 before it writes.
             afterwards: called on rank 0 when the checkpoint is complete.
-            ended: called on all ranks then, or, with None, when the save has failed.
+            ended: called on all ranks with the time in the manifest when it is
+                complete, or with None when the save has failed.
 
         Returns:
             The path of rank 0.
         """
         details += "" if wait else ", wait=False"
         call, items, target = self._begin(name, path, details)
-        written: background.Write[Saved] | None = None
-        with call.guard.span(name):
-            arrays, objects = snapshot.take(call, items)
+        thread: background.Write[int] | None = None
 
-            def states() -> States:
-                states = snapshot.joined(arrays, objects, name)
-                storage.check_format(states.arrays, file_format)
-                return states if wait else snapshot.copied(states)
+        def write(arrays: Mapping[str, Stored]) -> int:
+            before_writing()
+            saved_at = max(time.time_ns(), after + 1)
+            replace.replace(
+                str(target),
+                lambda directory, number: storage.write_checkpoint(
+                    directory, number, arrays, states, call.size, file_format, saved_at
+                ),
+            )
+            afterwards()
+            return saved_at
 
-            def write(states: States) -> Saved:
-                assert target is not None
-                before_writing()
-                saved_at = max(time.time_ns(), after + 1)
-                replace.replace(
-                    target,
-                    lambda directory, number: storage.write_checkpoint(
-                        directory, number, states, call.size, file_format, saved_at
-                    ),
-                )
-                afterwards()
-                return Saved(target, saved_at)
-
-            def write_now() -> Saved:
+        def write_on_rank_0() -> tuple[str, int | None]:
+            nonlocal thread
+            arrays = _joined(name, variables, tensors)
+            storage.check_format(arrays, file_format)
+            if wait:
                 background.wait_for_threads()
-                return write(states())
+                return str(target), write(arrays)
+            copies = {array: _copy(x) for array, x in arrays.items()}
+            thread = background.Write(str(target), functools.partial(write, copies))
+            return str(target), None
 
-            def begin() -> str:
-                nonlocal written
-                assert target is not None
-                written = background.Write(target, functools.partial(write, states()))
-                return target
-
-            if not wait:
-                used = call.on_rank_0(begin)
-                background.note(call.group, written, ended)
-                return used
-            saved = None
+        with call.guard.span(name):
+            variables, tensors, states = _values(call, items)
+            saved_at = None
             try:
-                saved = call.on_rank_0(write_now)
+                used, saved_at = call.on_rank_0(write_on_rank_0)
             finally:
-                ended(saved)
-            return saved.path
+                if wait:
+                    ended(saved_at)
+        if not wait:
+            background.note(call.group, thread, ended)
+        return used
 
-    def read(self, path: object, partial: bool, name: str) -> Found | None:
+    def read(
+        self, path: object, partial: bool, name: str
+    ) -> Callable[[], list[str]] | None:
         """Read and verify a checkpoint on rank 0; nothing changes yet. Collective.
 
         Returns:
-            What is in it; None if the path of rank 0 is None.
+            A function that restores the objects, and returns the names of the items;
+            collective. None if the path of rank 0 is None.
         """
-        call, items, source = self._begin(
-            name, path, f", partial={bool(partial)}", optional=True
-        )
-        alike = snapshot.generators_alike(call, items)
+        details = f", partial={bool(partial)}"
+        call, items, source = self._begin(name, path, details, optional=True)
+        alike = exchange.alike(call, items)
+        by_name = {item.name: item for item in items}
         arrays: dict[str, HostArray] = {}
 
-        def read() -> _Answer | None:
+        def read() -> _Found | None:
             if source is None:
                 return None
             files = CheckpointFiles(source)
             manifest = files.manifest
-            saved = {
-                state_name: SavedState(
-                    values, manifest.replicas, alike.get(state_name, True)
+            found = restoring.fit(call, items, files, bool(partial))
+            states = {
+                item.name: restoring.spread(
+                    item,
+                    manifest.states[item.name],
+                    saved_on=manifest.replicas,
+                    alike=alike.get(item.name, True),
+                    size=call.size,
                 )
-                for state_name, values in manifest.states.items()
+                for item in found
+                if isinstance(item, StateItem)
             }
-            found = fitting.fit(call, items, files, saved, bool(partial))
             files.verify_rest()
             variables = [x.name for x in found if isinstance(x, VariableItem)]
-            states = [x.name for x in found if isinstance(x, StateItem)]
             for array in [*variables, *manifest.of_states(states)]:
                 arrays[array] = files.read(array)
-            kinds = {key: (x.dtype, x.shape) for key, x in arrays.items()}
-            return variables, {key: saved[key] for key in states}, kinds
+            kinds = {array: (x.dtype, x.shape) for array, x in arrays.items()}
+            return [item.name for item in found], states, kinds
 
         with call.guard.span(name):
             answer = call.on_rank_0(read)
         if answer is None:
             return None
-        by_name = {item.name: item for item in items}
-        variables, states, kinds = answer
-        return Found(call, by_name, variables, states, kinds, arrays)
-
-    def put(self, found: Found) -> list[str]:
-        """Restore the objects; return the names of the items. Collective."""
-        call = found.call
-        items = [found.items[name] for name in found.variables]
-        variables = [item for item in items if isinstance(item, VariableItem)]
-        arrays = call.together(lambda: _room_for(found), scope=False)
-        with call.guard.payload():
-            for x in arrays.values():
-                if x.size:
-                    call.comm.broadcast(backend.as_bytes(x), 0)
-
-        def prepare() -> tuple[list[Array], list[tuple[StateItem, State]]]:
-            values = [_prepared(item, arrays.pop(item.name)) for item in variables]
-            return values, fitting.choose(call, found.items, found.states, arrays)
-
-        values, states = call.together(prepare, scope=False)
-        arrays.clear()
-
-        def assign() -> None:  # without allocating
-            for item, value in zip(variables, values, strict=True):
-                storage_of(item.variable).apply("assign", value)
-
-        guard = call.guard
-        ready = mismatch.Call(f"{call.name}, when all ranks are ready")
-        before: list[tuple[StateItem, State]] = []
-        headers = sys.maxsize
-        try:
-            _put_states(call, states, before)
-            headers = guard.published
-            guard.agree_and_compare(ready, 0)
-            assign()
-        except BaseException as error:
-            if guard.published > headers and not isinstance(error, CollectiveError):
-                # The others see that header, and restore all, whatever comes to this.
-                assign()
-                raise guard.abandon(None, error) from None
-            guard.interrupted(call.name, error)
-            _put_back(call, before, error)
-            raise
-        return sorted([*found.states, *found.variables])
+        names, states, kinds = answer
+        chosen = {item_name: by_name[item_name] for item_name in names}
+        return lambda: restoring.put(call, chosen, states, kinds, arrays)
 
     def finish(self, name: str) -> None:
         """Wait for a save with ``wait=False``. Collective."""
@@ -338,51 +266,52 @@ def _group_of(items: list[Item], name: str) -> ReplicaGroup | None:
     return next(iter(found.values()), None)
 
 
-def _put_states(
-    call: CollectiveCall,
-    states: Sequence[tuple[StateItem, State]],
-    before: list[tuple[StateItem, State]],
-) -> None:
-    """Set all states, and add to ``before`` what they were. Collective."""
-    for item, state in states:
-        before.append(
-            (item, call.together(functools.partial(state_items.copied_state, item)))
-        )
-        call.together(functools.partial(item.set, state))
+def _values(
+    call: CollectiveCall, items: list[Item]
+) -> tuple[dict[str, Stored], dict[str, Stored], Values]:
+    """Return the arrays of variables, those of states, and the states. Collective.
+
+    Raises:
+        CollectiveMismatchError: if the copies of a variable or parameter differ.
+        ValueError: if a variable has no single value.
+    """
+    variables = [item for item in items if isinstance(item, VariableItem)]
+    objects = [item for item in items if isinstance(item, StateItem)]
+
+    def check() -> None:
+        for item in variables:
+            item.check()
+
+    def read() -> tuple[dict[str, Stored], dict[str, Packed]]:
+        arrays = {
+            item.name: item.variable.read_value()
+            if item.on_read
+            else item.variable.values[0]
+            for item in variables
+        }
+        return arrays, {item.name: item.pack() for item in objects}
+
+    call.attempt(check)
+    arrays, packed = call.together(read)
+    states, tensors = exchange.exchange(call, objects, packed, arrays)
+
+    return arrays, tensors, states
 
 
-def _put_back(
-    call: CollectiveCall,
-    before: list[tuple[StateItem, State]],
-    error: BaseException,
-) -> None:
-    """Set states back to what they were. Collective, if ranks can still meet."""
-    for item, old in reversed(before):
-        put = functools.partial(item.set, old)
-        try:
-            if call.guard.broken:
-                put()
-            else:
-                call.together(put)
-        except Exception as again:
-            error.add_note(
-                f"{item.name!r} did not take its old state back either: {again}"
+def _joined(
+    call: str, variables: dict[str, Stored], tensors: dict[str, Stored]
+) -> dict[str, Stored]:
+    for name in variables:
+        if name in tensors:
+            raise ValueError(
+                f"{call}: the variable {name!r} and a tensor in the state of an object "
+                "have the same name; give one of them another name"
             )
+    return variables | tensors
 
 
-def _room_for(found: Found) -> dict[str, HostArray]:
-    """Return the arrays, taken from those of rank 0; on others room for them."""
-    if found.arrays:
-        arrays = dict(found.arrays)
-        found.arrays.clear()
-        return arrays
-    return {name: np.empty(x[1], x[0]) for name, x in found.kinds.items()}
-
-
-def _prepared(item: VariableItem, x: HostArray) -> Array:
-    """Return what a variable's copy here is to be, on its device."""
-    storage_here = storage_of(item.variable)
-    value: Array = policy_of(item.variable).own_part(
-        storage_here, storage_here.prepare("assign", x)
-    )
-    return value
+def _copy(x: Stored) -> HostArray:
+    """Return a copy on the host, which does not change with the object."""
+    host = host_copy(x)
+    is_own = isinstance(x, DeviceCopy) or backend.is_device_array(x)
+    return host if is_own else np.array(host)

@@ -33,63 +33,39 @@ formats: NumPy's NEP 1, and https://github.com/huggingface/safetensors#format.
 from __future__ import annotations
 
 import json
-import math
 import os
-import weakref
+import re
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
-from typing import IO, Final, Literal, TypeVar
+from typing import IO, Final, Literal
 
 import numpy as np
 
-from mpidist._base import backend, guests
-from mpidist._base.errors import CheckpointError, damaged_checkpoint
-from mpidist._base.types import HostArray
+from mpidist._base import backend
+from mpidist._base.types import DType, HostArray
+from mpidist._checkpoints.exchange import Values
 from mpidist._checkpoints.manifest import (
     MANIFEST,
     Manifest,
     Part,
     end_of,
-    open_regular,
-    parse_manifest,
-    read_manifest_bytes,
     write_manifest,
 )
-from mpidist._checkpoints.state_items import States
 from mpidist._checkpoints.state_json import Json, Stored, host_copy
-
-_T = TypeVar("_T")
 
 CHUNK_BYTES: Final = 2**23
 FileFormat = Literal["npz", "safetensors"]
 _Written = Callable[[str, HostArray], None]
 
-_NOTHING: Final = memoryview(b"")
-_SAFETENSORS: Final = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "uint32": "U32",
-    "int32": "I32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-}
-
-
-# --- writing ------------------------------------------------------------------------
+NOTHING: Final = memoryview(b"")
 
 
 def write_checkpoint(
     directory: str,
     number: int,
-    states: States,
+    arrays: Mapping[str, Stored],
+    states: Values,
     replicas: int,
     file_format: FileFormat,
     saved_at_ns: int,
@@ -99,15 +75,16 @@ def write_checkpoint(
     Args:
         directory: the path of an empty directory.
         number: the number in the name of the array file.
-        states: all arrays, those of variables too, and the states.
+        arrays: all arrays, by name: those of variables, and those of the states.
+        states: the states, by name.
         replicas: the number of replicas.
         file_format: the format of the array file.
         saved_at_ns: the time, for the manifest.
     """
     name = f"arrays-{number}.{file_format}"
     path = os.path.join(directory, name)
-    arrays, rest = _write_arrays(path, states.arrays, file_format)
-    manifest = Manifest(replicas, saved_at_ns, name, arrays, rest, states.values)
+    parts, rest = _write_arrays(path, arrays, file_format)
+    manifest = Manifest(replicas, saved_at_ns, name, parts, rest, states)
     write_manifest(os.path.join(directory, MANIFEST), manifest)
 
 
@@ -119,11 +96,21 @@ def check_format(arrays: Mapping[str, Stored], file_format: object) -> None:
             f"{file_format!r}"
         )
     for name, x in arrays.items():
-        if file_format == "safetensors" and x.dtype.name not in _SAFETENSORS:
+        if file_format == "safetensors" and not _safetensors_name(x.dtype):
             raise ValueError(
                 f"Checkpoint.save: {name!r} is {x.dtype.name} {tuple(x.shape)}, and "
                 f'safetensors has no dtype {x.dtype.name}; write `format="npz"`'
             )
+
+
+def _safetensors_name(dtype: DType) -> str:
+    """Return the name of a dtype in safetensors, such as "BF16"; "" if it has none."""
+    if dtype.name == "bool":
+        return "BOOL"
+    found = re.fullmatch(r"(uint|int|bfloat|float)(8|16|32|64)", dtype.name)
+    if found is None:
+        return ""
+    return {"uint": "U", "int": "I", "bfloat": "BF", "float": "F"}[found[1]] + found[2]
 
 
 def _write_arrays(
@@ -140,7 +127,7 @@ def _write_arrays(
         def part_of_file() -> tuple[int, int, str]:
             file.flush()
             start, end = end_of(parts), file.tell()
-            return start, end, _checksum(file.fileno(), start, end)
+            return start, end, checksum(file.fileno(), start, end)
 
         write = _write_npz if file_format == "npz" else _write_safetensors
         write(file, arrays, written)
@@ -170,7 +157,7 @@ def _write_safetensors(
     for name, x in arrays.items():
         start, end = end, end + int(x.nbytes)
         entries[name] = {
-            "dtype": _SAFETENSORS[x.dtype.name],
+            "dtype": _safetensors_name(x.dtype),
             "shape": list(x.shape),
             "data_offsets": [start, end],
         }
@@ -183,100 +170,11 @@ def _write_safetensors(
         written(name, host)
 
 
-# --- reading ------------------------------------------------------------------------
-
-
-class CheckpointFiles:
-    """The open files of a checkpoint.
-
-    They stay readable if the checkpoint is replaced or deleted meanwhile, because the
-    array file is open.
-
-    Args:
-        path: the path of the checkpoint's directory.
-
-    Raises:
-        FileNotFoundError: if there is none.
-        CheckpointError: if the manifest is damaged, or the array file is missing or has
-            a different size.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.manifest_path = os.path.join(path, MANIFEST)
-        seen = b""
-        while True:
-            data = read_manifest_bytes(path)
-            manifest = parse_manifest(data, self.manifest_path)
-            self.array_path = os.path.join(path, manifest.file)
-            try:
-                self._fd = open_regular(self.array_path)
-                break
-            except FileNotFoundError:
-                # Replaced between the two reads? Then there is a new manifest.
-                if data == seen:
-                    raise damaged_checkpoint(
-                        f"{self.array_path} is missing, but {MANIFEST} beside it names "
-                        "it: a part of the checkpoint was deleted or not copied"
-                    ) from None
-                seen = data
-        weakref.finalize(self, os.close, self._fd)
-        self.manifest = manifest
-        size = os.fstat(self._fd).st_size
-        if size != manifest.rest.end:
-            raise damaged_checkpoint(
-                f"{self.array_path} is damaged: expected {manifest.rest.end} bytes, "
-                f"got {size}"
-            )
-
-    def read(self, name: str) -> HostArray:
-        """Return an array, after verifying its part of the file."""
-        part = self.manifest.arrays[name]
-        try:
-            dtype = guests.dtype_of(part.dtype)
-        except TypeError as error:
-            raise CheckpointError(
-                f"{self.manifest_path}: array {name!r}: {error}"
-            ) from None
-        if part.nbytes != math.prod(part.shape) * dtype.itemsize:
-            raise damaged_checkpoint(
-                f"{self.manifest_path} is malformed: the entry ['arrays'][{name!r}] is "
-                f"{part.dtype} {part.shape}, of {part.nbytes} bytes. Restore another "
-                "checkpoint"
-            )
-        x = np.empty(part.shape, dtype)
-        self._verify(part, f"array {name!r}", backend.as_bytes(x).data)
-        return x
-
-    def verify(self) -> None:
-        """Verify the whole file.
-
-        Raises:
-            CheckpointError: if something is damaged; the message names the file and the
-                array.
-        """
-        for name, part in self.manifest.arrays.items():
-            self._verify(part, f"array {name!r}")
-        self.verify_rest()
-
-    def verify_rest(self) -> None:
-        """Verify the part of the file after all arrays."""
-        self._verify(self.manifest.rest, "the part after all arrays")
-
-    def _verify(self, part: Part, what: str, into: memoryview = _NOTHING) -> None:
-        found = _checksum(self._fd, part.start, part.end, into)
-        if found != part.crc32:
-            raise damaged_checkpoint(
-                f"{self.array_path} is damaged: {what} has the checksum {found}, and "
-                f"{part.crc32} in the manifest. Restore another checkpoint"
-            )
-
-
-def _checksum(fd: int, start: int, end: int, into: memoryview = _NOTHING) -> str:
+def checksum(fd: int, start: int, end: int, into: memoryview = NOTHING) -> str:
     """Return the checksum of a part of a file; read its last bytes into memory."""
     data_start = end - len(into)
     scratch = memoryview(bytearray(max(0, min(CHUNK_BYTES, data_start - start))))
-    checksum = 0
+    found = 0
     while start < end:
         if start < data_start:
             view = scratch[: data_start - start]
@@ -285,6 +183,6 @@ def _checksum(fd: int, start: int, end: int, into: memoryview = _NOTHING) -> str
         count = os.preadv(fd, [view], start)
         if count == 0:  # the file is shorter now: the checksum will be wrong
             break
-        checksum = zlib.crc32(view[:count], checksum)
+        found = zlib.crc32(view[:count], found)
         start += count
-    return f"{checksum:08x}"
+    return f"{found:08x}"

@@ -25,12 +25,11 @@ from mpidist._base import backend
 from mpidist._base.errors import CollectiveMismatchError, format_ranks, on_rank
 from mpidist._base.guests import DeviceCopy
 from mpidist._base.types import HostArray
-from mpidist._checkpoints import state_items, state_json
+from mpidist._checkpoints import exchange, state_json
 from mpidist._checkpoints.collective_call import CollectiveCall
-from mpidist._checkpoints.contents import Item, VariableItem
-from mpidist._checkpoints.fitting import choose
-from mpidist._checkpoints.generators import SavedState
-from mpidist._checkpoints.state_items import StateItem
+from mpidist._checkpoints.exchange import Values
+from mpidist._checkpoints.items import Item, StateItem, VariableItem
+from mpidist._checkpoints.restoring import choose
 from mpidist._checkpoints.state_json import Json, Packed, Stored, host_copy
 
 
@@ -81,21 +80,19 @@ def take(
         return packed, _copy(items, old)
 
     packed, arrays = call.attempt(prepare)
-    states = state_items.exchange(call, objects, packed, {})
-    _check_differing(call, objects, states.values, plain)
+    states, tensors = exchange.exchange(call, objects, packed, {})
+    _check_differing(call, objects, states, plain)
 
     def rest() -> dict[str, HostArray]:
         read = {
             x.name: _read(x) for x in items if isinstance(x, VariableItem) and x.on_read
         }
-        return read | {
-            name: _copy_of(x, old.get(name)) for name, x in states.arrays.items()
-        }
+        return read | {name: _copy_of(x, old.get(name)) for name, x in tensors.items()}
 
-    if states.arrays or any(isinstance(x, VariableItem) and x.on_read for x in items):
+    if tensors or any(isinstance(x, VariableItem) and x.on_read for x in items):
         # In a section: a replica without memory for it tells the others.
         arrays |= call.together(rest)
-    return Commit(number, call.rank, call.size, arrays, states.values)
+    return Commit(number, call.rank, call.size, arrays, states)
 
 
 def _copy(items: Sequence[Item], old: Mapping[str, HostArray]) -> dict[str, HostArray]:
@@ -210,13 +207,13 @@ def put(
     """
 
     def set_states() -> None:
-        saved = {}
+        saved: Values = {}
         for item in objects:
             values = commit.states[item.name]
             if len(values) > 1 and item.kind == "generator":
                 values = [values[place] for place in places]
             # One replica has one generator, which then is that of all.
-            saved[item.name] = SavedState(values, max(commit.size, 2), alike=True)
+            saved[item.name] = values
         # The tensors that are set take the memory of these; the commit stays.
         copies = {name: commit.arrays[name].copy() for name in _named(saved)}
         by_name = {item.name: item for item in objects}
@@ -230,7 +227,7 @@ def put(
             call.assign(item.variable, commit.arrays[item.name])
 
 
-def _named(saved: Mapping[str, SavedState]) -> set[str]:
+def _named(saved: Values) -> set[str]:
     """Return the names of the arrays that states have."""
-    values = [value for state in saved.values() for value in state.values]
-    return {name for value in values for name in state_json.array_names(value)}
+    everything = [value for values in saved.values() for value in values]
+    return {name for value in everything for name in state_json.array_names(value)}

@@ -9,8 +9,8 @@ from typing import Any, Final, Protocol
 from mpidist._base.errors import ReplicaLostError, on_rank
 from mpidist._checkpoints import Checkpoint, CheckpointManager, contents
 from mpidist._checkpoints.collective_call import CollectiveCall
-from mpidist._checkpoints.contents import Item, VariableItem
 from mpidist._checkpoints.guest_items import Held
+from mpidist._checkpoints.items import Item, VariableItem
 from mpidist._runtime import interruptions
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.strategy import Strategy, group_of

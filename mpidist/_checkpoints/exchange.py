@@ -1,73 +1,20 @@
-"""Objects with a state: how it is read, compared over the ranks, and set again."""
+"""Compares states and variables over the ranks, and gathers the states that differ."""
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeAlias
 
-import numpy as np
-
-from mpidist._base import guests
 from mpidist._base.errors import CollectiveMismatchError, format_ranks, on_rank
 from mpidist._base.types import HostArray
 from mpidist._checkpoints import state_json
 from mpidist._checkpoints.collective_call import CollectiveCall
-from mpidist._checkpoints.state_json import (
-    Json,
-    Packed,
-    State,
-    Stored,
-    checksum,
-    host_copy,
-)
+from mpidist._checkpoints.items import Item, StateItem
+from mpidist._checkpoints.state_json import Json, Packed, Stored, checksum, host_copy
 
-
-@dataclasses.dataclass(frozen=True)
-class StateItem:
-    """An object with a state.
-
-    Attributes:
-        name: its name in the checkpoint.
-        kind: "generator" for a random generator, "object" for another.
-        get: returns its state.
-        set: sets its state.
-        merge: merges the states of all replicas into one for any number of replicas, if
-            the object supports it.
-        stream: returns the state of a new generator, from a seed; None: it cannot.
-        readable: whether `get` may be called when the checkpoint is made: it does not
-            communicate.
-        shared: whether an array of this name must be the same on all replicas.
-        refuse: returns why the saved states, as JSON, cannot be set, or "". On rank 0.
-        misfit: returns why a state cannot be set, or "". On each rank.
-    """
-
-    name: str
-    kind: Literal["generator", "object"]
-    get: Callable[[], State]
-    set: Callable[[State], object]
-    merge: Callable[[list[State]], State] | None = None
-    stream: Callable[[np.random.SeedSequence], State] | None = None
-    readable: bool = False
-    shared: Callable[[str], bool] = lambda name: False
-    refuse: Callable[[list[Json]], str] = lambda values: ""
-    misfit: Callable[[State], str] = lambda state: ""
-
-    def __str__(self) -> str:
-        return f"{self.name!r}: state of {self.kind}"
-
-    def pack(self, call: str = "Checkpoint") -> Packed:
-        """Return the state as JSON and arrays; these may share the object's memory."""
-        return state_json.pack(self.get(), self.name, call)
-
-
-class States(NamedTuple):
-    """The states of items: for each one value, or one for each rank; their arrays."""
-
-    values: dict[str, list[Json]]
-    arrays: dict[str, Stored]
+Values: TypeAlias = dict[str, list[Json]]
+"""The states of items by name: one value for all ranks, or one for each rank."""
 
 
 def exchange(
@@ -75,16 +22,17 @@ def exchange(
     items: Sequence[StateItem],
     packed: Mapping[str, Packed],
     variables: Mapping[str, Stored],
-) -> States:
-    """Compare states and variables over the ranks; return the states of all ranks.
-
-    Collective.
+) -> tuple[Values, dict[str, Stored]]:
+    """Compare states and variables over the ranks. Collective.
 
     Args:
         call: the call that reads them.
         items: the items with a state.
         packed: this rank's states, by the names of the items.
         variables: the copies of variables, which must be the same on all ranks.
+
+    Returns:
+        The states of all ranks, and the arrays that they name.
 
     Raises:
         CollectiveMismatchError: if an array differs that must not.
@@ -97,21 +45,30 @@ def exchange(
     differing = call.differing(call.attempt(numbers))
     for name in variables:
         if name in differing:
-            text = _drifted(call, name, differing[name], _OF_VARIABLES)
-            raise CollectiveMismatchError(text)
+            raise _drifted(call, name, differing[name], _OF_VARIABLES)
     values = {item.name: [packed[item.name].value] for item in items}
     arrays = {name: x for item in items for name, x in packed[item.name].arrays.items()}
     if differing:
         own = [item for item in items if item.name in differing]
         _gather(call, own, packed, values, arrays)
-    return States(values, arrays)
+    return values, arrays
+
+
+def alike(call: CollectiveCall, items: Sequence[Item]) -> dict[str, bool]:
+    """Return for each generator whether it is the same on all ranks. Collective."""
+    found = [x for x in items if isinstance(x, StateItem) and x.kind == "generator"]
+    if not found:
+        return {}
+    numbers = call.attempt(lambda: {item.name: item.pack().number for item in found})
+    differing = call.differing(numbers)
+    return {name: name not in differing for name in numbers}
 
 
 def _gather(
     call: CollectiveCall,
     items: Sequence[StateItem],
     packed: Mapping[str, Packed],
-    values: dict[str, list[Json]],
+    values: Values,
     arrays: dict[str, Stored],
 ) -> None:
     """Add the states of all ranks, of items whose state differs. Collective."""
@@ -129,8 +86,7 @@ def _gather(
             if len(set(column)) == 1:
                 continue
             if array in shared:  # on some rank: a module may lack it on another one
-                text = _drifted(call, array, column, _OF_TENSORS)
-                raise CollectiveMismatchError(text)
+                raise _drifted(call, array, column, _OF_TENSORS)
             mine = column[call.rank]
             if mine is not None and (call.rank == 0 or mine != column[0]):
                 sent.append(array)
@@ -174,43 +130,16 @@ _OF_TENSORS: Final = (
 
 def _drifted(
     call: CollectiveCall, name: str, column: Sequence[object], remedy: str
-) -> str:
-    """Return the message for an array whose copies differ; name the minority."""
+) -> CollectiveMismatchError:
+    """Return the error for an array whose copies differ; it names the minority."""
     groups: dict[object, list[int]] = {}
     for rank, number in enumerate(column):
         groups.setdefault(number, []).append(rank)
     most, *others = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks[0]))
     odd = sorted(rank for ranks in others for rank in ranks)
     have = "has" if len(odd) == 1 else "have"
-    return on_rank(
-        call.rank,
+    text = (
         f"{call.name}: the copies of {name!r} are not equal: {format_ranks(odd)} "
-        f"{have} another value than {format_ranks(most)}. Nothing was saved. {remedy}",
+        f"{have} another value than {format_ranks(most)}. Nothing was saved. {remedy}"
     )
-
-
-def tensors_from(arrays: Mapping[str, HostArray]) -> state_json.OnTensor:
-    """Return what `unpack` calls for each tensor: it takes the memory of the arrays."""
-
-    def tensor(library: str, name: str, device: str) -> Any:
-        if library == "numpy":
-            return arrays[name]
-        kind: guests.GuestKind = "torch" if library == "torch" else "jax"
-        return guests.from_stored(arrays[name], kind, device)
-
-    return tensor
-
-
-def copied_state(item: StateItem) -> State:
-    """Return a copy of an item's state, which does not change with the object."""
-    return _copied(item.get())
-
-
-def _copied(state: State) -> State:
-    if type(state) in (list, tuple):
-        return type(state)(map(_copied, state))
-    if isinstance(state, dict) and not isinstance(state, collections.Counter):
-        return {key: _copied(x) for key, x in state.items()}
-    if isinstance(state, np.ndarray):
-        return state.copy()
-    return state.clone() if guests.kind_of(state) == "torch" else state
+    return CollectiveMismatchError(on_rank(call.rank, text))

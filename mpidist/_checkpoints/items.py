@@ -1,0 +1,194 @@
+"""The items of a checkpoint: variables, and objects with a state.
+
+Those of torch and JAX are in `guest_items`.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from mpidist._base import guests
+from mpidist._base.types import HostArray
+from mpidist._base.variable_enums import VariableAggregation, VariableSynchronization
+from mpidist._checkpoints import state_json
+from mpidist._checkpoints.state_json import Json, Packed, State
+from mpidist._values.variable import Variable
+
+
+class VariableItem:
+    """A variable, which is saved as an array."""
+
+    def __init__(self, name: str, variable: Variable) -> None:
+        self.name, self.variable = name, variable
+
+    def __str__(self) -> str:
+        kind = f" ON_READ {self.variable.aggregation.name}" if self.on_read else ""
+        shape = tuple(self.variable.shape)
+        return f"{self.name!r}: {self.variable.dtype.name} {shape}{kind}"
+
+    @property
+    def on_read(self) -> bool:
+        """Whether each replica has its own value."""
+        return self.variable.synchronization is VariableSynchronization.ON_READ
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes, without a read, which is collective for ON_READ."""
+        return math.prod(self.variable.shape) * int(self.variable.dtype.itemsize)
+
+    def check(self) -> None:
+        """Raise a ValueError if the variable does not have a single value."""
+        if self.on_read and self.variable.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"Checkpoint: Could not save {self.name!r}: an ON_READ variable with "
+                "aggregation=NONE has no single value, as nothing says how to combine "
+                "its copies; create it with aggregation=SUM, MEAN or ONLY_FIRST_REPLICA"
+            )
+
+
+class StateItem:
+    """An object with a state.
+
+    Args:
+        name: its name in the checkpoint.
+        get: returns its state.
+        set: sets its state.
+        merge: merges the states of all replicas into one for any number of replicas;
+            None if the object does not support it.
+        readable: whether `get` may be called when the checkpoint is made: it does not
+            communicate.
+    """
+
+    kind: Literal["generator", "object"] = "object"
+
+    def __init__(
+        self,
+        name: str,
+        get: Callable[[], State],
+        set: Callable[[State], object],
+        *,
+        merge: Callable[[list[State]], State] | None = None,
+        readable: bool = True,
+    ) -> None:
+        self.name, self.get, self.set = name, get, set
+        self.merge, self.readable = merge, readable
+
+    def __str__(self) -> str:
+        return f"{self.name!r}: state of {self.kind}"
+
+    def pack(self, call: str = "Checkpoint") -> Packed:
+        """Return the state as JSON and arrays; these may share the object's memory."""
+        return state_json.pack(self.get(), self.name, call)
+
+    def copy(self) -> State:
+        """Return a copy of the state, which does not change with the object."""
+        return _copied(self.get())
+
+    def shared(self, array: str) -> bool:
+        """Return whether an array of this name must be the same on all replicas."""
+        return False
+
+    def refuse(self, values: list[Json]) -> str:
+        """Return why the saved states cannot be set, or "". Called on rank 0.
+
+        Raises:
+            Exception: of any kind, if a state is malformed.
+        """
+        for value in values:  # perhaps of `numpy.random.RandomState`
+            parts = value.get("$tuple") if isinstance(value, dict) else None
+            if isinstance(parts, list) and len(parts) > 2 and parts[0] == "MT19937":
+                _check_position("MT19937", {"state": {"pos": parts[2]}})
+        return ""
+
+    def misfit(self, state: State) -> str:
+        """Return why a state cannot be set, or "". Called on each rank."""
+        return ""
+
+
+class GeneratorItem(StateItem):
+    """A random generator.
+
+    Attributes:
+        stream: returns the state of a new generator, from a seed; None: mpidist cannot
+            make one.
+    """
+
+    kind = "generator"
+    stream: Callable[[np.random.SeedSequence], State] | None = None
+
+
+class NumpyGeneratorItem(GeneratorItem):
+    """A generator of NumPy, or its bit generator."""
+
+    def __init__(
+        self, name: str, value: np.random.Generator | np.random.BitGenerator
+    ) -> None:
+        bits = value.bit_generator if isinstance(value, np.random.Generator) else value
+        super().__init__(name, lambda: bits.state, self._put)
+        self._bits = bits
+        self._kind = kind = type(bits)
+        if getattr(np.random, kind.__name__, None) is kind:
+            self.stream = lambda seed: kind(seed).state
+
+    def _put(self, state: State) -> None:
+        self._bits.state = state
+
+    def refuse(self, values: list[Json]) -> str:
+        """Return what is wrong with the kind of generator; raise for a bad state."""
+        own = self._kind.__name__
+        for value in values:
+            found = value.get("bit_generator") if isinstance(value, dict) else None
+            saved = found if isinstance(found, str) else ""
+            if saved != own:
+                return (
+                    f"{self.name!r}: expected the state of a {own}, got that of "
+                    f"{saved or 'another object'}; make the generator by "
+                    f"`numpy.random.Generator(numpy.random.{saved or own}(seed))`"
+                )
+            if self.stream is not None:
+                state = state_json.unpack(value, tensors_from({}))
+                self._kind(0).state = state
+                _check_position(own, state)
+        return ""
+
+
+Item: TypeAlias = VariableItem | StateItem
+
+
+def _check_position(name: str, state: State) -> None:
+    """Raise if NumPy would read outside a generator's buffer: it does not check."""
+    if name == "MT19937":
+        position, size = state["state"]["pos"], 624
+    elif name == "Philox":
+        position, size = state["buffer_pos"], 4
+    else:
+        return
+    if not 0 <= position <= size:
+        raise ValueError(f"expected a position from 0 to {size}, got {position}")
+
+
+def tensors_from(arrays: Mapping[str, HostArray]) -> state_json.OnTensor:
+    """Return what `unpack` calls for each tensor: it takes the memory of the arrays."""
+
+    def tensor(library: str, name: str, device: str) -> Any:
+        if library == "numpy":
+            return arrays[name]
+        kind: guests.GuestKind = "torch" if library == "torch" else "jax"
+        return guests.from_stored(arrays[name], kind, device)
+
+    return tensor
+
+
+def _copied(state: State) -> State:
+    if type(state) in (list, tuple):
+        return type(state)(map(_copied, state))
+    if isinstance(state, dict) and not isinstance(state, collections.Counter):
+        return {key: _copied(x) for key, x in state.items()}
+    if isinstance(state, np.ndarray):
+        return state.copy()
+    return state.clone() if guests.kind_of(state) == "torch" else state

@@ -1,0 +1,302 @@
+"""Restoring: whether a checkpoint fits, which state each rank gets, and setting it.
+
+Rank 0 sends the arrays, and every rank has them all, on its device, before anything
+changes, so that no rank can lack the memory later. Then come the states, because a
+user's `restore` may raise (then the objects restored before it get their old state
+back), and last the variables, by copies in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from mpidist._agreement.mismatch import Call
+from mpidist._base import backend
+from mpidist._base.errors import CheckpointError, CollectiveError, damaged_checkpoint
+from mpidist._base.types import Array, DType, HostArray, Shape
+from mpidist._checkpoints import state_json
+from mpidist._checkpoints.collective_call import CollectiveCall
+from mpidist._checkpoints.exchange import Values
+from mpidist._checkpoints.items import (
+    GeneratorItem,
+    Item,
+    StateItem,
+    VariableItem,
+    tensors_from,
+)
+from mpidist._checkpoints.reader import CheckpointFiles
+from mpidist._checkpoints.state_json import Json, State, host_copy
+from mpidist._values.variable import policy_of, storage_of
+
+_MOST_NAMES: Final = 20  # in a message
+
+
+# --- does it fit? -------------------------------------------------------------------
+
+
+def fit(
+    call: CollectiveCall, items: Sequence[Item], files: CheckpointFiles, partial: bool
+) -> list[Item]:
+    """Return the items to restore; raise with a list of those that do not match."""
+    arrays, states = files.manifest.arrays, files.manifest.states
+    saved = {*arrays, *states}
+    found = [item for item in items if item.name in saved]
+    missing = [item.name for item in items if item.name not in saved]
+    wrong = list(filter(None, (_problem(item, files) for item in found)))
+    names = {item.name for item in items}.union(files.manifest.of_states(states))
+    unexpected = [name for name in [*arrays, *states] if name not in names]
+    if partial and (len(wrong) < len(found) or not items):
+        missing, unexpected = [], []
+    if not (wrong or missing or unexpected):
+        return found
+    lines = [f"{call.name}: the checkpoint {files.path!r} does not fit:", *wrong]
+    if missing:
+        lines.append(f"missing in the checkpoint: {_listed(missing)}")
+    if unexpected:
+        lines.append(f"only in the checkpoint: {_listed(unexpected)}")
+    hints = []
+    if unexpected:
+        hints.append(
+            "An object that makes variables at its first use, such as an optimizer, "
+            "must make them before (`optimizer.build(variables)`)."
+        )
+    if partial:
+        hints.append("Nothing of it is among the objects, whatever `partial` says.")
+    elif missing or unexpected:
+        hints.append("Write `partial=True` to restore what both have.")
+    raise CheckpointError(
+        "\n  ".join(lines) + "\n" + " ".join([*hints, "Nothing was changed."])
+    )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(map(repr, names[:_MOST_NAMES])) + more
+
+
+def _problem(item: Item, files: CheckpointFiles) -> str:
+    """Return the problem with an item's data in the checkpoint, or ""."""
+    manifest = files.manifest
+    if isinstance(item, StateItem):
+        if item.name not in manifest.states:
+            return f"{item.name!r}: expected a state, got an array"
+        try:
+            return item.refuse(manifest.states[item.name])
+        except Exception as error:
+            raise damaged_checkpoint(
+                f"{files.manifest_path} is malformed, although its checksum is right: "
+                f"the entry ['states'][{item.name!r}] is not the state of a generator: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    part = manifest.arrays.get(item.name)
+    if part is None:
+        return f"{item.name!r}: expected an array, got a state"
+    dtype, shape = item.variable.dtype.name, tuple(item.variable.shape)
+    if (dtype, shape) == (part.dtype, part.shape):
+        return ""
+    return f"{item.name!r}: expected {dtype} {shape}, got {part.dtype} {part.shape}"
+
+
+# --- which state each rank gets -----------------------------------------------------
+
+
+def spread(
+    item: StateItem, values: list[Json], *, saved_on: int, alike: bool, size: int
+) -> list[Json]:
+    """Return a state for all replicas, or a list with one for each of them.
+
+    A state that was the same on all replicas has one value, and all get it. Otherwise
+    replica i gets the i-th value. Additional generators get None: a new stream. A
+    checkpoint of one replica does not show whether its generator should be the same on
+    all: whether it is now determines it.
+
+    Args:
+        item: the item to restore.
+        values: its state in the checkpoint: one for all replicas, or one for each.
+        saved_on: the number of replicas that saved it.
+        alike: whether the object's state is the same on all replicas now.
+        size: the number of replicas.
+
+    Raises:
+        CheckpointError: if it cannot be restored on this number of replicas.
+    """
+    count = len(values)
+    if count == 1 and (saved_on > 1 or alike or not isinstance(item, GeneratorItem)):
+        return values
+    if not isinstance(item, GeneratorItem):
+        if count == size or item.merge is not None:
+            return values
+        raise CheckpointError(
+            f"{item.name!r} was saved with another state on each of {count} "
+            f"replicas, and cannot be restored on {size}; restore it on "
+            f"{count}, give the object a method `merge_states(states)` that "
+            "makes one state of all, or write `restore(path, partial=True)` with a "
+            "Checkpoint without it"
+        )
+    if count < size and item.stream is None:
+        raise CheckpointError(
+            f"{item.name!r} was saved on {saved_on} replicas, but mpidist cannot "
+            f"make another generator of its kind; restore it on at most {saved_on}"
+        )
+    return values + [None] * (size - count)
+
+
+def choose(
+    call: CollectiveCall,
+    items: Mapping[str, Item],
+    states: Values,
+    arrays: Mapping[str, HostArray],
+) -> list[tuple[StateItem, State]]:
+    """Return what this rank's objects are to be set to.
+
+    Args:
+        call: the call that restores them.
+        items: the items, by name.
+        states: their states, as `spread` returns them.
+        arrays: the arrays of the states, which take their memory.
+
+    Raises:
+        CheckpointError: if states do not fit the objects of this rank.
+    """
+    chosen = []
+    wrong: list[str] = []
+    for name, values in states.items():
+        item = items[name]
+        assert isinstance(item, StateItem)
+        state = _choose_state(item, values, arrays, call.rank, call.size)
+        chosen.append((item, state))
+        if problem := item.misfit(state):
+            wrong.append(problem)
+    if wrong:
+        lines = "\n  ".join([f"{call.name}: the checkpoint does not fit:", *wrong])
+        raise CheckpointError(f"{lines}\nNothing was changed.")
+    return chosen
+
+
+def _choose_state(
+    item: StateItem,
+    values: list[Json],
+    arrays: Mapping[str, HostArray],
+    rank: int,
+    size: int,
+) -> State:
+    """Return the state that a replica restores.
+
+    A new stream is that of the `numpy.random.SeedSequence` whose entropy is the SHA-256
+    of all saved states, and whose ``spawn_key`` is ``(rank,)``, as `SeedSequence.spawn`
+    makes them.
+    """
+    tensor = tensors_from(arrays)
+    if len(values) == 1:
+        return state_json.unpack(values[0], tensor)
+    if not isinstance(item, GeneratorItem) and len(values) != size:
+        assert item.merge is not None
+        return item.merge([state_json.unpack(value, tensor) for value in values])
+    if not isinstance(item, GeneratorItem) or values[rank] is not None:
+        return state_json.unpack(values[rank], tensor)
+    assert item.stream is not None
+    saved = [value for value in values if value is not None]
+    digest = hashlib.sha256(json.dumps(saved, sort_keys=True).encode())
+    for value in saved:
+        for name in state_json.array_names(value):
+            digest.update(host_copy(arrays[name]).tobytes())
+    entropy = int.from_bytes(digest.digest(), "little")
+    return item.stream(np.random.SeedSequence(entropy, spawn_key=(rank,)))
+
+
+# --- setting it ---------------------------------------------------------------------
+
+
+def put(
+    call: CollectiveCall,
+    items: Mapping[str, Item],
+    states: Values,
+    kinds: Mapping[str, tuple[DType, Shape]],
+    arrays: dict[str, HostArray],
+) -> list[str]:
+    """Restore objects; return the names of their items. Collective.
+
+    Args:
+        call: the call that restores them.
+        items: the items to restore, by name.
+        states: the states, as `spread` returns them.
+        kinds: the dtypes and shapes of all arrays.
+        arrays: the arrays, which are taken; on rank 0 only.
+    """
+    variables = [item for item in items.values() if isinstance(item, VariableItem)]
+
+    def allocate() -> dict[str, HostArray]:
+        return arrays or {name: np.empty(x[1], x[0]) for name, x in kinds.items()}
+
+    arrays = call.together(allocate, scope=False)
+    try:
+        for x in arrays.values():
+            if x.size:
+                call.comm.broadcast(backend.as_bytes(x), 0)
+    except BaseException as error:
+        raise call.guard.leave_call(error) from None
+
+    def prepare() -> tuple[list[Array], list[tuple[StateItem, State]]]:
+        values = [_prepared(item, arrays.pop(item.name)) for item in variables]
+        return values, choose(call, items, states, arrays)
+
+    values, chosen = call.together(prepare, scope=False)
+    arrays.clear()
+
+    def assign() -> None:  # without allocating
+        for item, value in zip(variables, values, strict=True):
+            storage_of(item.variable).apply("assign", value)
+
+    guard = call.guard
+    before: list[tuple[StateItem, State]] = []
+    headers = sys.maxsize
+    try:
+        for item, state in chosen:
+            before.append((item, call.together(item.copy)))
+            call.together(functools.partial(item.set, state))
+        headers = guard.published
+        guard.agree_and_compare(Call(f"{call.name}, when all ranks are ready"), 0)
+        assign()
+    except BaseException as error:
+        if guard.published > headers and not isinstance(error, CollectiveError):
+            # The others see that header, and restore all, whatever comes to this.
+            assign()
+            raise guard.leave_call(error) from None
+        guard.interrupted(call.name, error)
+        _put_back(call, before, error)
+        raise
+    return sorted(items)
+
+
+def _prepared(item: VariableItem, x: HostArray) -> Array:
+    """Return what a variable's copy here is to be, on its device."""
+    storage = storage_of(item.variable)
+    policy = policy_of(item.variable)
+    value: Array = policy.own_part(storage, storage.prepare("assign", x))
+    return value
+
+
+def _put_back(
+    call: CollectiveCall,
+    before: list[tuple[StateItem, State]],
+    error: BaseException,
+) -> None:
+    """Set states back to what they were. Collective, if ranks can still meet."""
+    for item, old in reversed(before):
+        put_one = functools.partial(item.set, old)
+        try:
+            if call.guard.broken:
+                put_one()
+            else:
+                call.together(put_one)
+        except Exception as again:
+            error.add_note(
+                f"{item.name!r} did not take its old state back either: {again}"
+            )
