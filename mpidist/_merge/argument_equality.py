@@ -28,20 +28,20 @@ from mpidist._base.cache import Cache
 from mpidist._base.fingerprint import fingerprint, fingerprint_of_bytes
 from mpidist._merge import functions, object_names
 from mpidist._merge.commands import ATOMS, Pickler
+from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import DistributedValues
 from mpidist._values.variable import Variable, storage_of
 
 _PACKAGE: Final = "mpidist"
 
 
-def fingerprint_of_argument(x: Any, where: str, known: tuple[object, ...]) -> int:
+def fingerprint_of_argument(x: Any, where: str, group: ReplicaGroup) -> int:
     """Return a fingerprint that is the same on all ranks for equal objects.
 
     Args:
         x: an argument that is not an array or a number.
         where: the position of the argument, for the message.
-        known: the objects of the strategy: an object that holds one of these belongs to
-            the program.
+        group: the ranks. An object that holds their strategy belongs to the program.
 
     Raises:
         TypeError: if the argument cannot be compared.
@@ -51,7 +51,7 @@ def fingerprint_of_argument(x: Any, where: str, known: tuple[object, ...]) -> in
         return fingerprint(f"{kind.__name__} {x!r}")
     name = f"{kind.__module__}.{kind.__qualname__}"
     if not (isinstance(x, (type, types.ModuleType)) or _has_name(x)):
-        held = _held_by(x, known)
+        held = _held_by(x, group.public_objects)
         if held is not None:
             return fingerprint(f"one {_name_of(x)} with {held}")
     try:

@@ -77,24 +77,6 @@ _OURS: Final = (*ReduceOp, functions.make, functions.fill)
 object_names.register_values(*_KEYED)
 
 
-def write_command(
-    name: str, content: Content = NOTHING, dropped: Sequence[Key] = ()
-) -> bytes:
-    """Return a command as bytes.
-
-    Args:
-        name: what the others do, see above.
-        content: what it is about.
-        dropped: the keys of values that rank 0 has dropped.
-    """
-    return pickle.dumps((name, dropped, content))
-
-
-def read_command(data: bytes) -> tuple[str, Sequence[Key], Content]:
-    """Return the name of a command, the dropped keys, and the content."""
-    return pickle.loads(data)  # type: ignore[no-any-return]
-
-
 class Writer:
     """Encodes the contents of the commands of one merge_call, on rank 0.
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from mpidist._agreement.mismatch import describe_exception, dump_exception
 from mpidist._base import backend, checksums, nest
 from mpidist._base.errors import as_told
 from mpidist._base.types import Array, Nest
 from mpidist._merge import commands, object_names
-from mpidist._merge.updates import UpdateBatch, check_update, leaves_of, wrap
+from mpidist._merge.updates import UpdateBatch, check_update, wrap
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0, check_arguments
 from mpidist._runtime.group import ReplicaGroup
@@ -26,9 +27,6 @@ from mpidist._runtime.registry import (
 from mpidist._values.distributed import DistributedValues, Mirrored, own_component
 from mpidist._values.variable import Variable
 
-Arguments: TypeAlias = tuple[Sequence[Nest], Mapping[str, Nest]]
-"""The positional and the keyword arguments of a function."""
-
 # What users call these operations, and where their functions are in the arguments.
 _FUNCTIONS: Final = {"update": ("update", 1), "call_for_each_replica": ("run", 0)}
 
@@ -38,11 +36,15 @@ class Coordinator:
 
     Args:
         group: the ranks.
+        held: the values that merge_fn gets, by key.
         names: the names of what merge_fn can reach; None if nothing has a name.
     """
 
     def __init__(
-        self, group: ReplicaGroup, names: object_names.Names | None = None
+        self,
+        group: ReplicaGroup,
+        held: Mapping[Key, Registered],
+        names: object_names.Names | None,
     ) -> None:
         self._group = group
         self._guard = group.guard
@@ -50,8 +52,80 @@ class Coordinator:
         self._registry = group.registry
         self._dropped: list[Key] = []
         self._fetched: list[weakref.ref[DistributedValues]] = []
-        self._batch = UpdateBatch(group)
+        self._batch: UpdateBatch | None = None  # if it is open
         self._writer = commands.Writer(group, self.key_of, names)
+        for value in held.values():
+            self._registry.watch(value, self._dropped)
+
+    def lead(
+        self,
+        merge_fn: Callable[..., Nest],
+        args: Sequence[Nest],
+        kwargs: Mapping[str, Nest],
+    ) -> Nest:
+        """Run merge_fn for all ranks; return rank 0's part of its result. Collective.
+
+        Args:
+            merge_fn: the function.
+            args: its positional arguments after the strategy.
+            kwargs: its keyword arguments.
+        """
+        group, guard = self._group, self._guard
+        frame = context.Frame(group, context.Level.COORDINATOR, coordinator=self)
+        arrays: list[Array] = []
+        leaves: list[Nest] = []
+        structure: nest.Structure | None = None
+        try:
+            guard.set_alone(self._several)
+            with context.entered(frame):
+                result = merge_fn(group.strategy, *args, **kwargs)
+                del args, kwargs
+                if type(result) not in commands.ATOMS:
+                    leaves, structure = nest.flatten(result)
+                    parts = [_part_of(leaf, group) for leaf in leaves]
+                    result = structure.unflatten(parts)
+                if self._several:
+                    content, arrays = self._writer.write(result, named=False)
+                    self._send("return", content)
+            guard.set_alone(False)
+        except BaseException as error:
+            guard.set_alone(False)
+            if self._several:
+                guard.interrupted("merge_call", error)
+                if not guard.broken:
+                    self._send_error(error)
+                    as_told(error)
+            raise
+        finally:
+            self._close()
+        if arrays:
+            group.collectives.send_arrays(arrays, "merge_call")
+        if structure is None:
+            return result
+        return structure.unflatten([_own_result(leaf) for leaf in leaves])
+
+    def _send_error(self, error: BaseException) -> None:
+        """Send the exception of merge_fn."""
+        try:
+            self._end_updates()
+        except BaseException:
+            # An update has raised, which merge_fn did not know: its exception counts.
+            if self._guard.broken:
+                raise
+        if not self._guard.broken:
+            pickled = dump_exception(error), describe_exception(error)
+            self._post("raise", self._writer.write(pickled)[0])
+
+    def _close(self) -> None:
+        """Drop gathered components: the arrays may change until the next merge_call."""
+        if self._batch is not None:
+            self._batch.leave()
+        self._writer.close()
+        for reference in self._fetched:
+            if (value := reference()) is not None:
+                set_gathered(value, None)
+
+    # --- operations ---------------------------------------------------------------
 
     def command(self, name: str, args: tuple[Any, ...]) -> Any:
         """Run an operation on all ranks; return rank 0's result.
@@ -63,185 +137,15 @@ class Coordinator:
             return self._execute(name, args)
         try:
             content, arrays = self._write(name, args)
-            self._send(name, content, arrays)
+            self._send(name, content)
+            if arrays:
+                self._together(self._group.collectives.send_arrays, arrays, name)
             result = self._execute(name, args)
             self.watch(result)
             return result
         except BaseException as error:
             self._interrupted(name, error)
             raise
-
-    def update(
-        self,
-        var: Variable | None,
-        fn: Callable[..., Nest],
-        args: Sequence[Nest],
-        kwargs: Mapping[str, Nest],
-        grouped: bool,
-    ) -> Nest:
-        """Run an update on all ranks; return rank 0's result.
-
-        Rank 0 does not wait for the others (see `updates`), except before and after an
-        update with values of each replica's own, and after an update with
-        ``group=False``, one whose function communicates, and when the batch has become
-        long.
-        """
-        check_arguments("update", args, kwargs)
-        own = check_update(var, fn, leaves_of(args, kwargs))
-        operation = (var, fn, args, kwargs or None, grouped)
-        if not self._several:
-            return self._execute("update", (var, fn, args, kwargs, grouped))
-        try:
-            content, arrays = self._write("update", operation)
-            if own:
-                self.end_updates()
-            self._send("update", content)
-            number = self._registry.next_key()
-            result = self._run(number, operation, own, arrays)
-            if own or not grouped or self._batch.communicates or self._batch.long:
-                self.end_updates()
-            if result is None or type(result) is Variable:
-                return result
-            result = wrap(self._group, result, number, grouped)
-            self.watch(result)
-            return result
-        except BaseException as error:
-            self._interrupted("update", error)
-            raise
-
-    def _interrupted(self, call: str, error: BaseException) -> None:
-        """Tell the others if an exception from outside has left a call in the middle.
-
-        Otherwise merge_fn might catch it, and go on.
-        """
-        guard = self._guard
-        guard.before_call = None
-        guard.set_alone(False)
-        guard.interrupted(call, error)
-        guard.set_alone(True)
-
-    def _run(
-        self, number: int, operation: tuple[Any, ...], own: bool, arrays: list[Array]
-    ) -> Nest:
-        """Run an update on this rank, as a part of the batch."""
-        batch, guard = self._batch, self._guard
-        guard.before_call = self._check_others
-        try:
-            batch.begin()
-            if own:
-                batch.keep()
-            if arrays:
-                self._send_arrays("update", arrays)
-            return batch.run(number, *operation)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            self._interrupted("update", error)
-            if not guard.broken:
-                batch.fail(error)
-                self.end_updates(error)
-            raise
-        finally:
-            guard.before_call = None
-            guard.set_alone(True)
-
-    def _check_others(self) -> None:
-        """Before the function of an update communicates: a rank that failed answers."""
-        self._guard.before_call = None
-        self._guard.set_alone(False)
-        self._batch.communicates = True
-        self._post("check")
-
-    def _write(
-        self, name: str, args: tuple[Any, ...]
-    ) -> tuple[commands.Content, list[Array]]:
-        """Encode the arguments of an operation; name one that cannot be sent."""
-        try:
-            return self._writer.write(args)
-        except _NotThereError:
-            raise
-        except Exception as error:
-            if name not in _FUNCTIONS or self._guard.broken:
-                raise
-            call, first = _FUNCTIONS[name]
-            culprit = self._writer.culprit(*args[first : first + 3])
-            if not culprit:
-                raise
-            why = str(error).rstrip(".")
-            raise TypeError(
-                f"{call}: {culprit} which cannot be sent to the other ranks: {why}. "
-                "Make it on every rank, before `merge_call`, and let merge_fn close "
-                "over it: then each rank uses its own; or make it in the function that "
-                f"`{call}` runs"
-            ) from error
-
-    def _take_dropped(self) -> list[Key]:
-        """Return the keys of values that rank 0 has dropped and the others keep."""
-        dropped: list[Key] = []
-        for waiting in (self._dropped, self._registry.dropped):
-            if waiting:
-                count = len(waiting)
-                dropped += waiting[:count]
-                del waiting[:count]  # in place: finalizers append to these lists
-        return dropped
-
-    def _send(
-        self,
-        name: str,
-        content: commands.Content = commands.NOTHING,
-        arrays: list[Array] | None = None,
-    ) -> None:
-        """Send a command, and its arrays; one that is no update ends the batch."""
-        self._guard.check_late()
-        self._post(name, content)
-        if self._batch.open and name != "update":
-            self._join()
-        if arrays:
-            self._send_arrays(name, arrays)
-
-    def _send_arrays(self, name: str, arrays: list[Array]) -> None:
-        before = self._guard.set_alone(False)
-        try:
-            self._group.collectives.send_arrays(arrays, name)
-        finally:
-            self._guard.set_alone(before)
-
-    def _post(self, name: str, content: commands.Content = commands.NOTHING) -> None:
-        dropped = [] if name in ("return", "check") else self._take_dropped()
-        self._group.collectives.messages.send(
-            commands.write_command(name, content, dropped)
-        )
-
-    def end_updates(self, error: BaseException | None = None) -> None:
-        """End a batch of updates on all ranks; raise if it has raised on any rank.
-
-        Args:
-            error: the exception of rank 0's own function, which the caller re-raises.
-        """
-        if self._batch.open:
-            # After an update that communicates they go to the join without a command.
-            if not (self._batch.communicates or self._guard.broken):
-                self._post("join")
-            self._join(error)
-
-    def _join(self, error: BaseException | None = None) -> None:
-        guard = self._guard
-        before = guard.set_alone(False)
-        try:
-            found = self._batch.end()
-        finally:
-            guard.set_alone(before)
-        if found is not None and found is not error:
-            raise found
-
-    def _execute(self, name: str, args: tuple[Any, ...]) -> Any:
-        guard = self._guard
-        before = guard.set_alone(False)
-        try:
-            with context.entered(self._group.cross_frame):
-                return dispatch.execute(self._group, name, args)
-        finally:
-            guard.set_alone(before)
 
     def fetch(self, values: list[DistributedValues]) -> None:
         """Gather the unknown components of these values to rank 0."""
@@ -253,44 +157,6 @@ class Coordinator:
             for value, column in zip(unknown, columns, strict=True):
                 set_gathered(value, tuple(column))
                 self._fetched.append(weakref.ref(value))
-
-    def finish(self, result: Nest) -> list[Array]:
-        """Send the result of merge_fn; return the arrays that have to follow."""
-        content, arrays = self._writer.write(result, named=False)
-        self._send("return", content)
-        return arrays
-
-    def fail(self, error: BaseException) -> None:
-        """Send the exception of merge_fn."""
-        try:
-            self.end_updates()
-        except BaseException:
-            # An update has raised, which merge_fn did not know: its exception counts.
-            if self._guard.broken:
-                raise
-        if not self._guard.broken:
-            pickled = dump_exception(error), describe_exception(error)
-            self._post("raise", self._writer.write(pickled)[0])
-
-    def close(self) -> None:
-        """Drop gathered components: the arrays may change until the next merge_call."""
-        if self._batch.open:
-            self._batch.leave()
-        self._writer.close()
-        for reference in self._fetched:
-            if (value := reference()) is not None:
-                set_gathered(value, None)
-
-    def watch(self, tree: Nest) -> None:
-        """Tell the followers when rank 0 drops one of these values."""
-        for leaf in () if tree is None else nest.flatten(tree)[0]:
-            if isinstance(leaf, DistributedValues):
-                self._registry.watch(leaf, self._dropped)
-
-    def watch_all(self, values: dict[Key, Registered]) -> None:
-        """Watch values by their keys."""
-        for value in values.values():
-            self._registry.watch(value, self._dropped)
 
     def key_of(self, value: Registered) -> Key:
         """Return the key under which every rank has this value.
@@ -315,6 +181,170 @@ class Coordinator:
             "Pass it to `merge_call` as an argument"
         )
 
+    def watch(self, tree: Nest) -> None:
+        """Tell the followers when rank 0 drops one of these values."""
+        for leaf in () if tree is None else nest.flatten(tree)[0]:
+            if isinstance(leaf, DistributedValues):
+                self._registry.watch(leaf, self._dropped)
+
+    def _execute(self, name: str, args: tuple[Any, ...]) -> Any:
+        with context.entered(self._group.cross_frame):
+            return self._together(dispatch.execute, self._group, name, args)
+
+    def _together(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that all ranks call."""
+        before = self._guard.set_alone(False)
+        try:
+            return function(*args)
+        finally:
+            self._guard.set_alone(before)
+
+    def _interrupted(self, call: str, error: BaseException) -> None:
+        """Tell the others if an exception from outside has left a call in the middle.
+
+        Otherwise merge_fn might catch it, and go on.
+        """
+        guard = self._guard
+        guard.before_call = None
+        guard.set_alone(False)
+        guard.interrupted(call, error)
+        guard.set_alone(True)
+
+    # --- updates ------------------------------------------------------------------
+
+    def update(
+        self,
+        var: Variable | None,
+        fn: Callable[..., Nest],
+        args: Sequence[Nest],
+        kwargs: Mapping[str, Nest],
+        grouped: bool,
+    ) -> Nest:
+        """Run an update on all ranks; return rank 0's result.
+
+        Rank 0 does not wait for the others (see `updates`), except before and after an
+        update with values of each replica's own, and after an update with
+        ``group=False``, one whose function communicates, and when the batch has become
+        long.
+        """
+        check_arguments("update", args, kwargs)
+        own = check_update(var, fn, args, kwargs)
+        if not self._several:
+            return self._execute("update", (var, fn, args, kwargs, grouped))
+        operation = (var, fn, args, kwargs or None, grouped)
+        try:
+            content, arrays = self._write("update", operation)
+            if own:
+                self._end_updates()
+            self._send("update", content)
+            number = self._registry.next_key()
+            result = self._run(number, operation, own, arrays)
+            batch = self._batch
+            if own or not grouped or (batch and (batch.communicates or batch.long)):
+                self._end_updates()
+            if result is not None and type(result) is not Variable:
+                result = wrap(self._group, result, number, grouped)
+                self.watch(result)
+            return result
+        except BaseException as error:
+            self._interrupted("update", error)
+            raise
+
+    def _run(
+        self, number: int, operation: tuple[Any, ...], own: bool, arrays: list[Array]
+    ) -> Nest:
+        """Run an update on this rank, as a part of the batch."""
+        guard = self._guard
+        guard.before_call = self._check_others
+        batch = self._batch
+        try:
+            if batch is None:
+                batch = UpdateBatch(self._group)
+                self._batch = batch if batch.open else None
+            if own:
+                batch.keep()
+            if arrays:
+                self._together(self._group.collectives.send_arrays, arrays, "update")
+            return batch.run(number, *operation)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._interrupted("update", error)
+            if batch is not None and not guard.broken:
+                batch.fail(error)
+                self._end_updates(error)
+            raise
+        finally:
+            guard.before_call = None
+            guard.set_alone(True)
+
+    def _check_others(self) -> None:
+        """Before the function of an update communicates: a rank that failed answers."""
+        self._guard.before_call = None
+        self._guard.set_alone(False)
+        if self._batch is not None:
+            self._batch.communicates = True
+        self._post("check")
+
+    def _end_updates(self, error: BaseException | None = None) -> None:
+        """End a batch of updates on all ranks; raise if it has raised on any rank.
+
+        Args:
+            error: the exception of rank 0's own function, which the caller re-raises.
+        """
+        if self._batch is not None:
+            # After an update that communicates they go to the join without a command.
+            if not (self._batch.communicates or self._guard.broken):
+                self._post("join")
+            self._join(self._batch, error)
+
+    def _join(self, batch: UpdateBatch, error: BaseException | None = None) -> None:
+        self._batch = None
+        found = self._together(batch.end)
+        if found is not None and found is not error:
+            raise found
+
+    # --- messages -----------------------------------------------------------------
+
+    def _write(
+        self, name: str, args: tuple[Any, ...]
+    ) -> tuple[commands.Content, list[Array]]:
+        """Encode the arguments of an operation; name one that cannot be sent."""
+        try:
+            return self._writer.write(args)
+        except _NotThereError:
+            raise
+        except Exception as error:
+            if name not in _FUNCTIONS or self._guard.broken:
+                raise
+            call, first = _FUNCTIONS[name]
+            culprit = self._writer.culprit(*args[first : first + 3])
+            if not culprit:
+                raise
+            why = str(error).rstrip(".")
+            raise TypeError(
+                f"{call}: {culprit} which cannot be sent to the other ranks: {why}. "
+                "Make it on every rank, before `merge_call`, and let merge_fn close "
+                "over it: then each rank uses its own; or make it in the function that "
+                f"`{call}` runs"
+            ) from error
+
+    def _send(self, name: str, content: commands.Content) -> None:
+        """Send a command; one that is no update ends the batch."""
+        self._guard.check_late()
+        self._post(name, content)
+        if self._batch is not None and name != "update":
+            self._join(self._batch)
+
+    def _post(self, name: str, content: commands.Content = commands.NOTHING) -> None:
+        dropped: list[Key] = []  # values that the others keep, and rank 0 does not
+        if name not in ("return", "check"):
+            for waiting in (self._dropped, self._registry.dropped):
+                count = len(waiting)
+                dropped += waiting[:count]
+                del waiting[:count]  # in place: finalizers append to these lists
+        self._group.collectives.messages.send(pickle.dumps((name, dropped, content)))
+
 
 class _NotThereError(ValueError):
     """Rank 0 refers to a value that the others do not have."""
@@ -328,55 +358,6 @@ def _check_mirrored(value: Mirrored) -> None:
             f"merge_fn made a Mirrored of components that differ: {value!r:.200}; "
             "write `mpidist.PerReplica(...)` for a value of each replica's own"
         )
-
-
-def lead(
-    group: ReplicaGroup,
-    merge_fn: Callable[..., Nest],
-    arguments: list[Arguments],
-    coordinator: Coordinator,
-) -> Nest:
-    """Run merge_fn for all ranks; return rank 0's part of its result. Collective.
-
-    Args:
-        group: the ranks.
-        merge_fn: the function.
-        arguments: its arguments, in a list that this empties.
-        coordinator: commands the others.
-    """
-    guard = group.guard
-    args, kwargs = arguments.pop()
-    frame = context.Frame(group, context.Level.COORDINATOR, coordinator=coordinator)
-    several = group.collectives.comm.size > 1
-    arrays: list[Array] = []
-    structure: nest.Structure | None = None
-    try:
-        guard.set_alone(several)
-        with context.entered(frame):
-            result = merge_fn(group.strategy, *args, **kwargs)
-            del args, kwargs
-            if type(result) not in commands.ATOMS:
-                leaves, structure = nest.flatten(result)
-                parts = [_part_of(leaf, group) for leaf in leaves]
-                result = structure.unflatten(parts)
-            if several:
-                arrays = coordinator.finish(result)
-        guard.set_alone(False)
-    except BaseException as error:
-        guard.set_alone(False)
-        if several:
-            guard.interrupted("merge_call", error)
-            if not guard.broken:
-                coordinator.fail(error)
-                as_told(error)
-        raise
-    finally:
-        coordinator.close()
-    if arrays:
-        group.collectives.send_arrays(arrays, "merge_call")
-    if structure is None:
-        return result
-    return structure.unflatten([_own_result(leaf) for leaf in leaves])
 
 
 def _own_result(leaf: Nest) -> Nest:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Final
+import pickle
+from collections.abc import Sequence
+from typing import Final, TypeAlias
 
 from mpidist._agreement.mismatch import ErrorKind, load_exception
 from mpidist._base import nest
 from mpidist._base.errors import CollectiveError, as_told, on_rank
 from mpidist._base.types import Array, Nest
 from mpidist._merge import commands, object_names
-from mpidist._merge.updates import (
-    UpdateBatch,
-    check_update,
-    describe,
-    leaves_of,
-    wrap,
-)
+from mpidist._merge.updates import UpdateBatch, check_update, describe, wrap
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
@@ -23,21 +19,10 @@ from mpidist._runtime.registry import Key, Registered, key_of
 from mpidist._values.distributed import DistributedValues, own_component
 from mpidist._values.variable import Variable
 
+_Command: TypeAlias = tuple[str, Sequence[Key], commands.Content]
+"""Its name, the keys of values that rank 0 has dropped, and what it is about."""
+
 _WAITS: Final = "merge_call, waiting for merge_fn on rank 0"
-
-
-def follow(
-    group: ReplicaGroup, held: dict[Key, Registered], names: object_names.Names | None
-) -> Nest:
-    """Run rank 0's commands until merge_fn has ended; return this replica's part."""
-    follower = Follower(group, held, names)
-    try:
-        return follower.follow()
-    finally:
-        # Again, since an exception from outside may come to the line that does so.
-        group.guard.before_call = None
-        group.guard.set_alone(False)
-        follower.batch.leave()
 
 
 class Follower:
@@ -62,38 +47,43 @@ class Follower:
         self._held = held
         # The exception of the last command on this rank. Rank 0 has raised it too.
         self._failure: BaseException | None = None
-        self.batch = UpdateBatch(group)
-        self._waiting: list[bytes] = []  # read too early, by `_expect_check`
+        self._batch: UpdateBatch | None = None  # if it is open
+        self._early: _Command | None = None  # read by `_expect_check`
 
     def follow(self) -> Nest:
         """Run commands until merge_fn has ended; return this replica's part."""
-        held, kept = self._held, self._registry.kept
-        while True:
-            try:
-                data = self._waiting.pop() if self._waiting else self._receive()
-            except MemoryError as error:  # rank 0 has raised it too, and decides
-                self._failed(error)
-                continue
-            name, dropped, content = commands.read_command(data)
-            if name == "update":
-                self._update(content)
-                if self.batch.communicates:
-                    self._ends_batch()
-            elif self._ends_batch():
-                if name == "return":
-                    return self._finish(content)
-                if name not in ("join", "check", "raise"):
-                    self._failed(self._obey(name, content))
-            if name == "raise":
-                pickled, trace = self._reader.read(content, [])
-                rank = self._collectives.comm.rank
-                raise as_told(remote_error(rank, pickled, trace, self._failure))
-            for key in dropped:
-                held.pop(key, None)
-                kept.pop(key, None)
+        try:
+            while True:
+                try:
+                    name, dropped, content = self._receive()
+                except MemoryError as error:  # rank 0 has raised it too, and decides
+                    self._failed(error)
+                    continue
+                if name == "update":
+                    self._update(content)
+                else:
+                    succeeded = self._end_batch()
+                    if name == "raise":
+                        raise as_told(self._error_of(*self._reader.read(content, [])))
+                    if succeeded and name == "return":
+                        return self._finish(content)
+                    if succeeded and name not in ("join", "check"):
+                        self._failed(self._obey(name, content))
+                for key in dropped:
+                    self._held.pop(key, None)
+                    self._registry.kept.pop(key, None)
+        finally:
+            # Again, since an exception from outside may come to the line that does so.
+            self._together()
+            if self._batch is not None:
+                self._batch.leave()
 
-    def _receive(self) -> bytes:
-        return self._collectives.messages.receive(_WAITS)
+    def _receive(self) -> _Command:
+        """Return the next command."""
+        command, self._early = self._early, None
+        if command is None:
+            command = pickle.loads(self._collectives.messages.receive(_WAITS))
+        return command
 
     def _expect_check(self) -> None:
         """Before the function of an update communicates: read that rank 0's does too.
@@ -101,24 +91,28 @@ class Follower:
         Raises:
             RuntimeError: if it does not.
         """
-        guard = self._collectives.guard
-        data = self._waiting.pop() if self._waiting else self._receive()
-        name, *_ = commands.read_command(data)
-        if name != "check":
-            self._waiting.append(data)
+        command = self._receive()
+        if command[0] != "check":
+            self._early = command
             raise RuntimeError(
                 "a function of `update` communicates on this rank, and not on rank 0; "
                 "it has to make the same calls on all ranks"
             )
-        guard.before_call = None
-        guard.set_alone(False)
-        self.batch.communicates = True
+        self._together()
+        if self._batch is not None:
+            self._batch.communicates = True
 
-    def _ends_batch(self) -> bool:
+    def _together(self) -> None:
+        """Let this rank make collective calls again, after an update."""
+        self._group.guard.before_call = None
+        self._group.guard.set_alone(False)
+
+    def _end_batch(self) -> bool:
         """Go to the join if a batch is open; return whether no update has raised."""
-        if not self.batch.open:
+        batch, self._batch = self._batch, None
+        if batch is None:
             return True
-        self._failure = self.batch.end()
+        self._failure = batch.end()
         return self._failure is None
 
     def _receive_arrays(self, content: commands.Content) -> list[Array]:
@@ -135,8 +129,9 @@ class Follower:
     def _update(self, content: commands.Content) -> None:
         """Run an update, or discard it if one before it has failed in this batch."""
         number = self._registry.next_key()
-        group, batch, guard = self._group, self.batch, self._group.guard
-        batch.begin()
+        group, guard = self._group, self._group.guard
+        batch = self._batch or UpdateBatch(group)
+        self._batch = batch if batch.open else None
         kind: ErrorKind = "invalid"
         what = "an update"
         try:
@@ -146,14 +141,14 @@ class Follower:
             self._failed(None)
             # Unpickling may run the user's code.
             with context.entered(group.cross_frame):
-                operation = self._reader.read(content, arrays)
-            var, fn, args, kwargs, grouped = operation
+                var, fn, args, kwargs, grouped = self._reader.read(content, arrays)
             what, kind = describe(var, fn), "raised"
-            if check_update(var, fn, leaves_of(args, kwargs)):
+            if check_update(var, fn, args, kwargs):
                 batch.keep()
             guard.before_call = self._expect_check
             guard.set_alone(True)
-            result = batch.run(number, *operation)
+            result = batch.run(number, var, fn, args, kwargs, grouped)
+            result = wrap(group, result, number, grouped)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -168,12 +163,13 @@ class Follower:
                 batch.fail(error, kind, what)
             else:  # without the guard
                 self._failed(error)
-            return
+        else:
+            if type(result) is not Variable:
+                self._hold(result)
         finally:
-            guard.before_call = None
-            guard.set_alone(False)
-        if result is not None and type(result) is not Variable:
-            self._hold(wrap(group, result, number, grouped))
+            self._together()
+        if batch.communicates:
+            self._end_batch()
 
     def _failed(self, error: BaseException | None) -> None:
         """Store the exception of the last command on this rank."""
@@ -219,19 +215,17 @@ class Follower:
                 # Rank 0 may keep it for later merge_calls, like slots of an optimizer.
                 self._registry.kept[key_of(leaf)] = leaf
 
-
-def remote_error(
-    rank: int, data: bytes, trace: str, failure: BaseException | None
-) -> BaseException:
-    """Return the exception of a follower if merge_fn has raised on rank 0."""
-    error = load_exception(data, trace)
-    own = failure is not None and not isinstance(failure, CollectiveError)
-    if own and isinstance(error, CollectiveError) and failure is not None:
-        return failure  # this rank's own function has failed
-    if error is None:
-        last = trace.strip().splitlines()[-1] if trace.strip() else "unknown"
-        return CollectiveError(
-            f"[rank {rank}] merge_fn raised on rank 0: {last}\n{trace}"
-        )
-    error.add_note(f"[rank {rank}] merge_fn raised this on rank 0, as shown above")
-    return error
+    def _error_of(self, data: bytes, trace: str) -> BaseException:
+        """Return the exception of this rank if merge_fn has raised one on rank 0."""
+        rank, failure = self._collectives.comm.rank, self._failure
+        error = load_exception(data, trace)
+        own = failure is not None and not isinstance(failure, CollectiveError)
+        if own and isinstance(error, CollectiveError) and failure is not None:
+            return failure  # this rank's own function has failed
+        if error is None:
+            last = trace.strip().splitlines()[-1] if trace.strip() else "unknown"
+            return CollectiveError(
+                f"[rank {rank}] merge_fn raised on rank 0: {last}\n{trace}"
+            )
+        error.add_note(f"[rank {rank}] merge_fn raised this on rank 0, as shown above")
+        return error

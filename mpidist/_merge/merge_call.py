@@ -62,8 +62,8 @@ from mpidist._merge.argument_equality import (
     fingerprint_of_function,
 )
 from mpidist._merge.commands import ATOMS
-from mpidist._merge.coordinator import Arguments, Coordinator, lead
-from mpidist._merge.follower import follow
+from mpidist._merge.coordinator import Coordinator
+from mpidist._merge.follower import Follower
 from mpidist._runtime import dispatch
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
@@ -106,34 +106,6 @@ def merge_call(
     Collective.
     """
     collectives = group.collectives
-    arguments, held, names = _enter(group, merge_fn, args, kwargs)
-    if collectives.comm.rank == 0:
-        with collectives.guard.payload():  # the others wait for a message
-            coordinator = Coordinator(group, names)
-            if held:
-                coordinator.watch_all(held)
-                held.clear()  # only merge_fn keeps its arguments
-        return lead(group, merge_fn, arguments, coordinator)
-    del arguments
-    return follow(group, held, names)
-
-
-def _enter(
-    group: ReplicaGroup,
-    merge_fn: Callable[..., Nest],
-    args: Sequence[Nest],
-    kwargs: Mapping[str, Nest],
-) -> tuple[list[Arguments], dict[Key, Registered], object_names.Names | None]:
-    """Agree on the arguments.
-
-    Returns:
-        The arguments as merge_fn sees them, in a list of one item, so that the caller
-        can take them out and be the only one to keep them; the handles among them, by
-        key; and the names of what merge_fn can reach. A plain tuple, since an empty
-        merge_call is so short that a record would show.
-    """
-    collectives = group.collectives
-    registry = group.registry
     leaves: list[Nest] = []
     kinds: list[str] = []
     structure, call = _NO_ARGUMENTS, _WITHOUT_ARGUMENTS
@@ -142,42 +114,63 @@ def _enter(
             raise TypeError(
                 f"merge_call: expected `merge_fn` to be a function, got {merge_fn!r}"
             )
-        fingerprints = [fingerprint_of_function(merge_fn)]
         if args or kwargs:
             leaves, structure = nest.flatten((args, kwargs))
-            kinds = [
-                _COMPONENT
-                if type(leaf) is np.ndarray and leaf.dtype.kind in _NUMBERS
-                else _kind_of(leaf, group)
-                for leaf in leaves
-            ]
+            kinds = [_kind_of(leaf, group) for leaf in leaves]
             call = call_of(f"merge_call {structure.render(kinds)}")
-            if _OBJECT in kinds:
-                objects = [i for i, kind in enumerate(kinds) if kind == _OBJECT]
-                fingerprints += [
-                    fingerprint_of_argument(
-                        leaves[i], _argument(args, kwargs, i), group.public_objects
-                    )
-                    for i in objects
-                ]
+        fingerprints = [fingerprint_of_function(merge_fn)] + [
+            fingerprint_of_argument(leaf, _argument(args, kwargs, i), group)
+            for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True))
+            if kind == _OBJECT
+        ]
     except Exception as error:
         collectives.invalid("merge_call", error)
     same = _compare(collectives, call, fingerprints)
     with collectives.guard.payload():  # from here on the others wait for commands
-        number = registry.next_key()
-        held: dict[Key, Registered] = {}
-        same_objects = iter(same[1:])
-        given = []
-        for index, kind in enumerate(kinds):
-            leaf = leaves[index]
-            if kind == _COMPONENT or (kind == _OBJECT and not next(same_objects)):
-                key = (number, index)
-                own = own_component(leaf)
-                held[key] = leaves[index] = registry.wrap(PerReplica, own, key)
-            elif kind == _OBJECT and type(leaf) not in ATOMS:
-                given.append((index, leaf))
-        names = _names_of(group, merge_fn, given) if same[0] else None
-        return [structure.unflatten(leaves)], held, names
+        held, objects = _wrap(group, leaves, kinds, same[1:])
+        names = _names_of(group, merge_fn, objects) if same[0] else None
+        if leaves:
+            args, kwargs = structure.unflatten(leaves)
+        side: Coordinator | Follower
+        if collectives.comm.rank == 0:
+            side = Coordinator(group, held, names)
+        else:
+            side = Follower(group, held, names)
+    del leaves, held  # on rank 0 only merge_fn keeps its arguments
+    if isinstance(side, Coordinator):
+        return side.lead(merge_fn, args, kwargs)
+    del args, kwargs
+    return side.follow()
+
+
+def _wrap(
+    group: ReplicaGroup, leaves: list[Nest], kinds: list[str], same: list[bool]
+) -> tuple[dict[Key, Registered], list[tuple[int, Nest]]]:
+    """Replace this replica's own values among the leaves by handles.
+
+    Args:
+        group: the ranks.
+        leaves: of the arguments.
+        kinds: of the leaves.
+        same: for each object among them, whether it is the same on all ranks.
+
+    Returns:
+        The handles by key; and the objects that are the same, with their numbers.
+    """
+    registry = group.registry
+    number = registry.next_key()
+    held: dict[Key, Registered] = {}
+    objects: list[tuple[int, Nest]] = []
+    same_objects = iter(same)
+    for index, kind in enumerate(kinds):
+        leaf = leaves[index]
+        if kind == _COMPONENT or (kind == _OBJECT and not next(same_objects)):
+            key = (number, index)
+            own = own_component(leaf)
+            held[key] = leaves[index] = registry.wrap(PerReplica, own, key)
+        elif kind == _OBJECT and type(leaf) not in ATOMS:
+            objects.append((index, leaf))
+    return held, objects
 
 
 def _compare(
@@ -226,6 +219,8 @@ def _argument(args: Sequence[Nest], kwargs: Mapping[str, Nest], number: int) -> 
 
 def _kind_of(leaf: Nest, group: ReplicaGroup) -> str:
     """Return how an argument is passed: a text that all ranks compare."""
+    if type(leaf) is np.ndarray and leaf.dtype.kind in _NUMBERS:
+        return _COMPONENT
     if isinstance(leaf, Variable):
         storage = storage_of(leaf)
         if storage.group is not group:

@@ -41,7 +41,6 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from mpidist._agreement.guard import Writes
 from mpidist._agreement.mismatch import Call, ErrorKind, Key, call_of
 from mpidist._base import backend, checksums, nest
 from mpidist._base.errors import CollectiveError
@@ -62,7 +61,6 @@ from mpidist._values.variable import Variable, array_of, storage_of
 # A user's function: `Any` is what it takes.
 UpdateFunction: TypeAlias = Callable[..., Any]
 
-_NO_FAILURE: Final[tuple[None, ErrorKind, str]] = (None, "none", "")
 _BATCH: Final = Call("the end of updates in merge_fn")
 _LONGEST_SECONDS: Final = 0.25
 _LEAF: Final = str(nest.flatten(None)[1])
@@ -71,7 +69,7 @@ _LEAF_FINGERPRINT: Final = fingerprint(_LEAF)
 _AS_THEY_ARE: Final = frozenset(
     (np.ndarray, float, int, bool, str, type(None), np.float32, np.float64)
 )
-_LEAVES: Final = _AS_THEY_ARE | {Mirrored}
+_SAME: Final = _AS_THEY_ARE | {Mirrored}  # and that are the same on all replicas
 
 
 @dataclasses.dataclass(slots=True)
@@ -80,11 +78,11 @@ class _Effect:
 
     var: Variable | None
     fn: UpdateFunction
-    structure: str  # of the result
-    written: list[tuple[VariableStorage, int]]  # with fingerprints of the values
-    returned: list[Nest]
     arguments: str  # "" if they are known to be the same on all ranks
-    own: tuple[Sequence[Nest], Mapping[str, Nest]] | None = None  # by replica
+    unreduced: str  # which of them are each replica's own
+    structure: str = _LEAF  # of the result
+    written: list[tuple[VariableStorage, int]] = dataclasses.field(default_factory=list)
+    returned: Sequence[Nest] = ()
 
 
 class _Writes:
@@ -95,99 +93,63 @@ class _Writes:
 
     Attributes:
         storages: of the variables, in the order of the writes.
+        kept: by key, with the values before; None: these are not kept.
     """
 
     def __init__(self) -> None:
         self._variables: list[Variable] = []
         self.storages: list[VariableStorage] = []
+        self.kept: dict[Key, tuple[VariableStorage, Array]] | None = None
 
     def append(self, variable: Variable) -> None:
         """Add a variable that is about to be written."""
+        storage = storage_of(variable)
+        if self.kept is not None and storage.key not in self.kept:
+            self.kept[storage.key] = storage, storage.array.copy()
         self._variables.append(variable)
-        self.storages.append(storage_of(variable))
+        self.storages.append(storage)
 
     def undo(self) -> list[Key]:
-        """Return the keys of the variables."""
+        """Give the variables the values that were kept; return the keys of all."""
+        for storage, value in (self.kept or {}).values():
+            storage.array[...] = value
+        self.kept = None
         return sorted({storage.key for storage in self.storages})
 
 
-class _UndoableWrites(_Writes):
-    """The same, with the values before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._values: dict[Key, tuple[VariableStorage, Array]] = {}
-
-    def append(self, variable: Variable) -> None:
-        """Add a variable that is about to be written, and keep its value."""
-        storage = storage_of(variable)
-        if storage.key not in self._values:
-            self._values[storage.key] = storage, storage.array.copy()
-        super().append(variable)
-
-    def undo(self) -> list[Key]:
-        """Give all variables the values that they had; return their keys."""
-        for storage, value in self._values.values():
-            storage.array[...] = value
-        self._values.clear()
-        return super().undo()
-
-
 class UpdateBatch:
-    """Updates of a ``merge_fn`` on this rank, between two joins.
+    """Updates on this rank, until the next join.
 
     Attributes:
-        open: whether there were any since the last join.
-        failed: whether one of these has raised on this rank.
+        open: whether this is a section, which the join ends; not with the guard off.
+        failed: whether one of the updates has raised on this rank.
         communicates: whether the function of the last one did. It ends the batch.
     """
 
-    # Set when the batch begins: most merge_calls have none.
-    _frame: context.Frame
-    _began: float
-    _outer: Writes | None
-    _writes: _Writes
-    _failure: tuple[BaseException | None, ErrorKind, str]
-    _numbers: list[int]
-    _effects: list[_Effect]
-    _keeps: bool
-
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
-        self._guard = group.guard
+        self._guard = guard = group.guard
         self.open = self.failed = self.communicates = False
+        self._failure: tuple[BaseException | None, ErrorKind, str] = (None, "none", "")
+        self._numbers: list[int] = []
+        self._effects: list[_Effect] = []
+        self._writes = _Writes()
+        self._began = time.monotonic()
+        if guard.checks:
+            guard.enter_section()
+            self._outer = guard.record(self._writes)
+            self.open = True  # now `leave` has all that it needs
+        written = self._writes if self.open else None
+        self._frame = context.Frame(group, context.Level.UPDATE, written=written)
 
     @property
     def long(self) -> bool:
         """Whether it is time for a join, so that failures are reported soon."""
         return self.open and time.monotonic() - self._began > _LONGEST_SECONDS
 
-    def begin(self) -> None:
-        """Enter the section, if this is the first update since a join."""
-        if self.open:
-            return
-        guard = self._guard
-        self.failed = self.communicates = self._keeps = False
-        self._failure = _NO_FAILURE
-        self._numbers, self._effects = [], []
-        writes: _Writes | None
-        self._writes = writes = _Writes()
-        if guard.checks:
-            self._began = time.monotonic()
-            self._outer = guard.record(writes)
-            guard.enter_section()
-            self.open = True  # now `leave` has all that it needs
-        else:
-            writes = None
-        self._frame = context.Frame(self._group, context.Level.UPDATE, written=writes)
-
     def keep(self) -> None:
         """Keep the values that the update overwrites: the only one of this batch."""
-        if self.open:
-            self._writes = writes = _UndoableWrites()
-            self._keeps = True
-            self._guard.record(writes)
-            self._frame = dataclasses.replace(self._frame, written=writes)
+        self._writes.kept = {}
 
     def run(
         self,
@@ -213,35 +175,36 @@ class UpdateBatch:
             grouped: whether the results are the same on all ranks.
             arguments: a text of the arguments that have to be the same on all ranks.
         """
-        written = self._writes.storages
-        before = len(written)
-        own: list[Nest] = [_own(x) for x in args]
-        if var is not None:
-            own.insert(0, var)
+        before = len(self._writes.storages)
+        own: list[Nest] = [] if var is None else [var]
+        for x in args:
+            if type(x) is Mirrored:
+                x = x.value()
+            elif type(x) not in _AS_THEY_ARE:
+                x = nest.map_structure(argument_of, x)
+            own.append(x)
+        named = nest.map_structure(argument_of, kwargs) if kwargs else {}
         with context.entered(self._frame):
-            if kwargs:
-                result = fn(*own, **nest.map_structure(argument_of, kwargs))
-            else:
-                result = fn(*own)
+            result = fn(*own, **named)
         if self.open:
-            effect = _Effect(var, fn, _LEAF, [], [], arguments)
-            if self._keeps:
-                effect.own = args, kwargs or {}
+            unreduced = "" if self._writes.kept is None else _unreduced(args, kwargs)
+            effect = _Effect(var, fn, arguments, unreduced)
             if result is not None and type(result) is not Variable:
                 leaves, shape = nest.flatten(result)
                 effect.structure = str(shape)
                 if grouped:
                     effect.returned = [x for x in leaves if _is_value(x)]
-            self._add(number, effect, written[before:])
+            self._add(number, effect, self._writes.storages[before:])
         return result
 
     def _add(
         self, number: int, effect: _Effect, written: list[VariableStorage]
     ) -> None:
         """Add the effect of an update to what is compared at the join."""
-        if len(written) > 1:
-            written = _by_key(written)
-        seed = _seed_of(number)
+        if len(written) > 1:  # each once, in an order that is the same on all ranks
+            written = [v for _, v in sorted({v.key: v for v in written}.items())]
+        # Chooses the words of large arrays to compare, as if at random.
+        seed = (number * 0x9E3779B1 & 0xFFFFFFFF) >> 12
         numbers, text = self._numbers, effect.structure
         numbers.append(_LEAF_FINGERPRINT if text is _LEAF else fingerprint(text))
         if effect.arguments:
@@ -290,7 +253,7 @@ class UpdateBatch:
             number = fingerprint_of_numbers(self._numbers)
             found = guard.join(what, error, kind, self._describe, number)
             if found is None:
-                self._keeps = False
+                self._writes.kept = None
             return found
         finally:
             self.leave()
@@ -299,7 +262,7 @@ class UpdateBatch:
         """Leave the section, also without a join: then what it kept comes back."""
         if self.open:
             self.open = False
-            if self._keeps:
+            if self._writes.kept is not None:
                 self._writes.undo()
             guard = self._guard
             guard.record(self._outer)
@@ -321,44 +284,39 @@ class UpdateBatch:
                 for v, n in effect.written
             ]
             part = f"{describe(effect.var, effect.fn)} -> {effect.structure}"
-            if effect.own is not None:
-                part += f" ({_describe_unreduced(*effect.own)})"
+            part += effect.unreduced
             if effect.arguments:
                 part += f", with arguments {effect.arguments}"
             if texts:
                 part += f", wrote {', '.join(texts)}"
             if effect.returned:
-                part += f", returned {_texts_of(effect.returned)}"
+                values = [checksums.sample(_array(x)) for x in effect.returned]
+                part += f", returned {', '.join(values)}"
             parts.append(part)
         # The subject first: the ends of long texts are cut off.
-        return f"what {_MUST_BE_SAME}: {'; '.join(parts)}"
+        return (
+            "what must be the same on all replicas, see `reduce_to`: "
+            f"{'; '.join(parts)}"
+        )
 
 
-def _own(x: Nest) -> Nest:
-    """Return the object that the function receives for an argument."""
-    kind = type(x)
-    if kind is Mirrored:
-        return x.value()
-    return x if kind in _AS_THEY_ARE else nest.map_structure(argument_of, x)
-
-
-def _describe_unreduced(args: Sequence[Nest], kwargs: Mapping[str, Nest]) -> str:
+def _unreduced(args: Sequence[Nest], kwargs: Mapping[str, Nest] | None) -> str:
     """Say which arguments of an update differ by replica, and what to write."""
     named = {f"args[{i}]": x for i, x in enumerate(args)}
-    named |= {f"kwargs[{key!r}]": x for key, x in kwargs.items()}
+    named |= {f"kwargs[{key!r}]": x for key, x in (kwargs or {}).items()}
     own = [
         name
         for name, x in named.items()
         if any(isinstance(leaf, PerReplica) for leaf in nest.flatten(x)[0])
     ]
-    if not own:  # called in a replica function
+    if own:
         return (
-            "arguments of each replica's own: reduce them first, by `mpidist."
-            "get_replica_context().all_reduce(op, value)`"
+            f" ({' and '.join(own)} not reduced: pass `strategy.extended.reduce_to(op, "
+            "value, variable)`)"
         )
-    return (
-        f"{' and '.join(own)} not reduced: pass `strategy.extended.reduce_to(op, "
-        "value, variable)`"
+    return (  # called in a replica function
+        " (arguments of each replica's own: reduce them first, by `mpidist."
+        "get_replica_context().all_reduce(op, value)`)"
     )
 
 
@@ -425,14 +383,15 @@ def _run_alone(
     batch = UpdateBatch(group)
     result: Nest = None
     kind: ErrorKind = "invalid"
-    batch.begin()
     try:
         check_arguments("update", args, kwargs)
-        leaves = leaves_of(args, kwargs)
-        if check_update(var, fn, leaves) or own:
+        if check_update(var, fn, args, kwargs) or own:
             batch.keep()
-        plain = [x for x in leaves if _is_value(x)] if batch.open and not own else []
-        texts = ", ".join([checksums.summarize(_array(x)) for x in plain])
+        texts = ""
+        if batch.open and not own:
+            leaves = nest.flatten((tuple(args), kwargs))[0]
+            plain = [_array(x) for x in leaves if _is_value(x)]
+            texts = ", ".join(map(checksums.summarize, plain))
         kind = "raised"
         number = group.registry.count
         result = batch.run(number, var, fn, args, kwargs, grouped, texts)
@@ -456,22 +415,19 @@ def wrap(group: ReplicaGroup, result: Nest, number: int, grouped: bool) -> Nest:
     return group.registry.wrap_numbered(kind, result, number)
 
 
-def leaves_of(
-    args: Sequence[Nest], kwargs: Mapping[str, Nest] | None
-) -> Sequence[Nest]:
-    """Return the leaves of the arguments of an update."""
-    if not kwargs and _LEAVES.issuperset(map(type, args)):
-        return args  # the usual case
-    return nest.flatten((tuple(args), kwargs or {}))[0]
-
-
-def check_update(var: Variable | None, fn: object, leaves: Sequence[Nest]) -> bool:
+def check_update(
+    var: Variable | None,
+    fn: object,
+    args: Sequence[Nest],
+    kwargs: Mapping[str, Nest] | None,
+) -> bool:
     """Raise if the arguments of an update are wrong.
 
     Args:
         var: the variable, or None.
         fn: the function.
-        leaves: the leaves of its further arguments.
+        args: its further positional arguments.
+        kwargs: its keyword arguments.
 
     Returns:
         Whether the function gets a value of each replica's own.
@@ -481,8 +437,10 @@ def check_update(var: Variable | None, fn: object, leaves: Sequence[Nest]) -> bo
     """
     if not callable(fn):
         raise TypeError(f"update: expected `fn` to be a function, got {fn!r}")
+    if not kwargs and _SAME.issuperset(map(type, args)):
+        return False  # the usual case
     own = False
-    for leaf in leaves:
+    for leaf in nest.flatten((tuple(args), kwargs or {}))[0]:
         own = own or isinstance(leaf, PerReplica)
         on_read = isinstance(leaf, Variable) and differs(leaf)
         if on_read and var is not None and not differs(var):
@@ -498,31 +456,14 @@ def _is_value(x: object) -> bool:
     return backend.is_number(x) or backend.is_array(x)
 
 
-def _by_key(written: list[VariableStorage]) -> list[VariableStorage]:
-    """Return each variable once, in an order that is the same on all ranks."""
-    return [v for _, v in sorted({v.key: v for v in written}.items())]
-
-
-_MUST_BE_SAME: Final = "must be the same on all replicas, see `reduce_to`"
-
-
 def _array(x: Nest) -> Array:
     array: Array = backend.as_array(x, "update")[0]
     return array
 
 
-def _texts_of(values: list[Nest]) -> str:
-    return ", ".join([checksums.sample(_array(x)) for x in values])
-
-
 def _is_large(storage: VariableStorage) -> bool:
     """Return whether the text of its values may not show what its fingerprint does."""
     return bool(storage.array.nbytes >= checksums.SAMPLED_BYTES)
-
-
-def _seed_of(number: int) -> int:
-    """Return a number that chooses the words of large arrays to compare in a call."""
-    return (number * 0x9E3779B1 & 0xFFFFFFFF) >> 12  # as if random: calls are in steps
 
 
 def make_equal(group: ReplicaGroup, keys: Sequence[Key]) -> None:
