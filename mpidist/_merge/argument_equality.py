@@ -75,6 +75,10 @@ def _is_ours(kind: type) -> bool:
     return str(kind.__module__).partition(".")[0] == _PACKAGE
 
 
+_MOST_FUNCTIONS: Final = 512
+_codes: Cache[int, tuple[types.CodeType, int]] = Cache(_MOST_FUNCTIONS)
+
+
 def fingerprint_of_function(merge_fn: Any) -> int:
     """Return a fingerprint of the code of a function, without its closure."""
     while True:
@@ -84,22 +88,14 @@ def fingerprint_of_function(merge_fn: Any) -> int:
             merge_fn = merge_fn.func
         else:
             break
-    return _fingerprint_of_code(merge_fn)
-
-
-_MOST_FUNCTIONS: Final = 512
-_known: Cache[int, tuple[types.CodeType, int]] = Cache(_MOST_FUNCTIONS)
-
-
-def _fingerprint_of_code(function: Any) -> int:
-    if type(function) is not types.FunctionType:
-        return fingerprint(_name_of(function))
-    code = function.__code__
-    known = _known.get(id(code))
+    if type(merge_fn) is not types.FunctionType:
+        return fingerprint(_name_of(merge_fn))
+    code = merge_fn.__code__
+    known = _codes.get(id(code))
     if known is None:
-        text = f"{_name_of(function)} {code.co_firstlineno} {code.co_names}"
+        text = f"{_name_of(merge_fn)} {code.co_firstlineno} {code.co_names}"
         number = fingerprint_of_bytes(text.encode() + code.co_code)
-        known = _known[id(code)] = (code, number)
+        known = _codes[id(code)] = (code, number)
     return known[1]
 
 

@@ -6,17 +6,15 @@ run, or one of these: *update*: all ranks run an update; *join*: they go to the 
 merge_fn has ended, with this result or exception.
 
 The content is pickled by cloudpickle, once. What every rank has is not copied: the
-pickle holds the number of a *reference*, and each rank uses its own object.
+pickle holds a number, and each rank uses its own object: one that is known from the
+start, such as the strategy, or one that a *reference* in the command stands for.
 
 =========  ===================  ======================================================
 reference  fields               stands for
 =========  ===================  ======================================================
 value      key                  a variable or a distributed value
-known      number               an object of the strategy, or a `ReduceOp`
 named      path, aliases, type  an object that merge_fn can reach (`object_names`)
 global     module, name         a function or class of a module
-globals    module               the globals of a module
-code       bytes                the code of any other function (`functions`)
 array      dtype, shape, data   an array of at most `MOST_INLINE_BYTES`
 sent       number               another array, which is sent separately, from its buffer
 =========  ===================  ======================================================
@@ -30,6 +28,7 @@ rank 0 and 1 us less on the others, which a loop of 20 updates did not show.
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import types
@@ -65,8 +64,8 @@ Reference: TypeAlias = tuple[Any, ...]
 """A row of the table above: the kind, and the fields."""
 
 Content: TypeAlias = tuple[bytes, list[Reference], int]
-"""What a command is about: the pickled object; what its references stand for; how many
-arrays are sent after the command."""
+"""What a command is about: the pickled object; its references; how many arrays are sent
+after the command."""
 
 NOTHING: Final[Content] = (pickle.dumps(None), [], 0)
 """The content of a command that has none."""
@@ -92,11 +91,7 @@ class Writer:
         self.key_of = key_of
         self.names = names
         known = (*_OURS, *group.public_objects)
-        self.known = {id(x): ("known", i) for i, x in enumerate(known)}
-
-    def close(self) -> None:
-        """Drop the references to the coordinator, and to what merge_fn can reach."""
-        del self.key_of, self.names
+        self.known = dict(zip(map(id, known), range(len(known)), strict=True))
 
     def write(
         self, content: Nest, *, named: bool = True
@@ -196,41 +191,37 @@ class _Pickler(Pickler):  # type: ignore[misc]
         super().__init__(stream, protocol=5)
         self._writer = writer
         self._names = names
-        self._data = {} if names is None else _data_in(content)
-        # References to the globals of functions, by id; functions that are pickled.
-        self._globals: dict[int, Reference] = {}
-        self._entered: set[int] = set()
+        self._content = content
+        self._made: set[int] = set()  # functions, which are saved again, with the state
         self.references: list[Reference] = []
         self.arrays: list[Array] = []
 
     def persistent_id(self, obj: Any) -> int | None:
         # Called for every object in the content.
-        if type(obj) in _BY_VALUE or id(obj) in self._entered:
+        if type(obj) in _BY_VALUE or id(obj) in self._made:
             return None
-        reference = self._reference_to(obj)
-        if reference is None:
-            return None
-        self.references.append(reference)
-        return len(self.references) - 1
+        known = self._writer.known
+        number = known.get(id(obj))
+        if number is None and (reference := self._reference_to(obj)) is not None:
+            number = len(known) + len(self.references)
+            self.references.append(reference)
+        return number
 
     def _reference_to(self, obj: Any) -> Reference | None:
         kind = type(obj)
         if isinstance(obj, _KEYED):
             return ("value", self._writer.key_of(obj))
-        known = self._writer.known.get(id(obj)) or self._globals.get(id(obj))
-        if known is not None:
-            return known
-        if kind is types.CodeType:
-            return ("code", functions.encode_code(obj))
         # Every rank runs the same program, and has what is at the top level of the
         # script too. cloudpickle would copy it, with the globals that it uses.
         is_named = kind is types.FunctionType or isinstance(obj, type)
         if is_named and functions.is_global(obj):
             return ("global", obj.__module__, obj.__qualname__)
-        if self._names is not None and id(obj) not in self._data:
+        if self._names is not None:
             name = self._names.name_of(obj)
-            if name is not None:
+            if name is not None and id(obj) not in self._data:
                 return ("named", *name)
+        if kind is types.FunctionType:
+            return None
         if kind is np.ndarray and obj.dtype.kind in _NUMBERS:
             if obj.nbytes <= MOST_INLINE_BYTES:
                 return ("array", obj.dtype.str, obj.shape, obj.tobytes())
@@ -239,25 +230,24 @@ class _Pickler(Pickler):  # type: ignore[misc]
         self.arrays.append(obj)
         return ("sent", len(self.arrays) - 1)
 
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is types.FunctionType and self._find_globals(obj.__globals__):
-            self._entered.add(id(obj))  # it is saved once more, with its state
-            made = functions.make, (obj.__code__, obj.__globals__)
-            state = functions.state_of(obj)
-            if state == functions.NO_STATE:
-                return made
-            return *made, state, None, None, functions.fill
-        return super().reducer_override(obj)
+    @functools.cached_property
+    def _data(self) -> dict[int, Nest]:
+        return _data_in(self._content)
 
-    def _find_globals(self, variables: dict[str, Any]) -> bool:
-        """Return whether every rank has the globals of a function."""
-        module = functions.module_of(variables)
-        if module is not None:
-            self._globals[id(variables)] = ("globals", module)
-        # Else those of a merge_fn that `exec` has made may have a name.
-        return module is not None or (
-            self._names is not None and self._names.name_of(variables) is not None
-        )
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not types.FunctionType:
+            return super().reducer_override(obj)
+        home: str | dict[str, Any] | None = functions.module_of(obj.__globals__)
+        if home is None:  # `exec` has made it, perhaps together with merge_fn
+            home = obj.__globals__
+            if self._names is None or self._names.name_of(home) is None:
+                return super().reducer_override(obj)
+        self._made.add(id(obj))
+        made = functions.make, (functions.encode(obj.__code__), home)
+        state = functions.state_of(obj)
+        if state == functions.NO_STATE:
+            return made
+        return *made, state, None, None, functions.fill
 
 
 class _Unpickler(pickle.Unpickler):
@@ -277,11 +267,8 @@ class Reader:
         self._names = names
         self._resolvers: dict[str, Callable[..., Any]] = {
             "value": self._value,
-            "known": (*_OURS, *group.public_objects).__getitem__,
             "named": self._named,
             "global": functions.lookup,
-            "globals": functions.globals_of,
-            "code": functions.decode_code,
             "array": lambda dtype, shape, data: np.ndarray(shape, dtype, data).copy(),
         }
 
@@ -294,7 +281,8 @@ class Reader:
         """
         data, references, _ = content
         resolvers = self._resolvers | {"sent": arrays.__getitem__}
-        objects = [resolvers[kind](*fields) for kind, *fields in references]
+        objects = [*_OURS, *self._group.public_objects]
+        objects += [resolvers[kind](*fields) for kind, *fields in references]
         unpickler = _Unpickler(io.BytesIO(data))
         # Not a method in Python: this one is written in C.
         unpickler.persistent_load = objects.__getitem__  # type: ignore[method-assign]

@@ -86,6 +86,7 @@ class Coordinator:
                     result = structure.unflatten(parts)
                 if self._several:
                     content, arrays = self._writer.write(result, named=False)
+                    guard.set_alone(False)
                     self._send("return", content)
             guard.set_alone(False)
         except BaseException as error:
@@ -120,7 +121,7 @@ class Coordinator:
         """Drop gathered components: the arrays may change until the next merge_call."""
         if self._batch is not None:
             self._batch.leave()
-        self._writer.close()
+        del self._writer  # which refers to this
         for reference in self._fetched:
             if (value := reference()) is not None:
                 set_gathered(value, None)

@@ -37,8 +37,8 @@ NO_STATE: Final[State] = ((), None)
 
 # A merge_fn uses the same few functions again and again.
 _MOST_CODES: Final = 512
-encode_code = functools.lru_cache(_MOST_CODES)(marshal.dumps)
-decode_code = functools.lru_cache(_MOST_CODES)(marshal.loads)
+encode = functools.lru_cache(_MOST_CODES)(marshal.dumps)
+_decode = functools.lru_cache(_MOST_CODES)(marshal.loads)
 
 
 class EmptyCell:
@@ -52,7 +52,7 @@ def module_of(names: Globals) -> str | None:
     return name if module is not None and module.__dict__ is names else None
 
 
-def globals_of(name: str) -> Globals:
+def _globals_of(name: str) -> Globals:
     """Return the globals of this rank's module of that name."""
     # A module need not be importable by its name, if it is there.
     module = sys.modules.get(name) or pkgutil.resolve_name(name)
@@ -72,7 +72,7 @@ def lookup(module: str, name: str) -> Any:
     Raises:
         AttributeError: if there is none.
     """
-    globals_of(module)
+    _globals_of(module)
     found = _lookup(module, name)
     if found is None:
         where = "the program" if module == "__main__" else f"module {module!r}"
@@ -91,11 +91,17 @@ def is_global(x: Any) -> bool:
     return _lookup(module, name) is x
 
 
-def make(code: types.CodeType, names: Globals) -> types.FunctionType:
+def make(encoded: bytes, home: str | Globals) -> types.FunctionType:
     """Make a function whose cells are empty, for `fill`.
 
     In two steps, since a function may close over itself.
+
+    Args:
+        encoded: its code.
+        home: its globals, or the name of their module.
     """
+    code: types.CodeType = _decode(encoded)
+    names = _globals_of(home) if isinstance(home, str) else home
     cells = tuple([types.CellType() for _ in code.co_freevars])
     return types.FunctionType(code, names, code.co_name, None, cells)
 
@@ -122,7 +128,8 @@ def state_of(function: types.FunctionType) -> State:
         function.__qualname__,
     )
     plain = more == (None, None, {}, code.co_name, code.co_qualname)
-    return contents_of(function), None if plain else more
+    contents = contents_of(function) if function.__closure__ else ()
+    return contents, None if plain else more
 
 
 def fill(function: types.FunctionType, state: State) -> None:

@@ -56,7 +56,6 @@ from mpidist._base.fingerprint import fingerprint_of_numbers
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.types import Nest
 from mpidist._engine.collectives import Collectives
-from mpidist._merge import object_names
 from mpidist._merge.argument_equality import (
     fingerprint_of_argument,
     fingerprint_of_function,
@@ -64,6 +63,7 @@ from mpidist._merge.argument_equality import (
 from mpidist._merge.commands import ATOMS
 from mpidist._merge.coordinator import Coordinator
 from mpidist._merge.follower import Follower
+from mpidist._merge.object_names import Names, may_reach
 from mpidist._runtime import dispatch
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
@@ -118,24 +118,32 @@ def merge_call(
             leaves, structure = nest.flatten((args, kwargs))
             kinds = [_kind_of(leaf, group) for leaf in leaves]
             call = call_of(f"merge_call {structure.render(kinds)}")
-        fingerprints = [fingerprint_of_function(merge_fn)] + [
-            fingerprint_of_argument(leaf, _argument(args, kwargs, i), group)
-            for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True))
-            if kind == _OBJECT
-        ]
+        fingerprints = [fingerprint_of_function(merge_fn)]
+        if _OBJECT in kinds:
+            for i, kind in enumerate(kinds):
+                if kind == _OBJECT:
+                    where = _argument(args, kwargs, i)
+                    number = fingerprint_of_argument(leaves[i], where, group)
+                    fingerprints.append(number)
     except Exception as error:
         collectives.invalid("merge_call", error)
     same = _compare(collectives, call, fingerprints)
-    with collectives.guard.payload():  # from here on the others wait for commands
-        held, objects = _wrap(group, leaves, kinds, same[1:])
-        names = _names_of(group, merge_fn, objects) if same[0] else None
+    try:
+        held: dict[Key, Registered] = {}
+        objects: list[tuple[int, Nest]] = []
         if leaves:
+            held, objects = _wrap(group, leaves, kinds, same[1:])
             args, kwargs = structure.unflatten(leaves)
+        names = None
+        if same[0] and collectives.comm.size > 1 and (objects or may_reach(merge_fn)):
+            names = Names(merge_fn, objects, group.public_objects)
         side: Coordinator | Follower
         if collectives.comm.rank == 0:
             side = Coordinator(group, held, names)
         else:
             side = Follower(group, held, names)
+    except BaseException as error:  # the others wait for commands, or obey them
+        raise collectives.guard.abandon(None, error) from None
     del leaves, held  # on rank 0 only merge_fn keeps its arguments
     if isinstance(side, Coordinator):
         return side.lead(merge_fn, args, kwargs)
@@ -187,22 +195,6 @@ def _compare(
         return [alike] * len(fingerprints)
     rows = collectives.comm.all_gather_integers(fingerprints)
     return [len({*column}) == 1 for column in zip(*rows, strict=True)]
-
-
-def _names_of(
-    group: ReplicaGroup,
-    merge_fn: Callable[..., Nest],
-    given: list[tuple[int, Nest]],
-) -> object_names.Names | None:
-    """Return the names of what merge_fn and the given arguments can reach."""
-    if group.communicator.size == 1:
-        return None
-    if not (given or object_names.may_reach(merge_fn)):
-        return None
-    roots: list[tuple[str, object]] = [("merge_fn", merge_fn)]
-    roots += [(f"argument {index} of merge_call", leaf) for index, leaf in given]
-    known = group.public_objects
-    return object_names.Names(roots, object_names.home_of(merge_fn), known)
 
 
 def _argument(args: Sequence[Nest], kwargs: Mapping[str, Nest], number: int) -> str:

@@ -179,9 +179,10 @@ def _parts_of_function(function: types.FunctionType) -> list[Part]:
             parts.append((("closure", name), cell.cell_contents))
         except ValueError:  # an empty cell
             continue
-    parts += [(("default", i), x) for i, x in enumerate(function.__defaults__ or ())]
-    keywords = function.__kwdefaults__ or {}
-    parts += [(("default", name), x) for name, x in keywords.items()]
+    for i, x in enumerate(function.__defaults__ or ()):
+        parts.append((("default", i), x))
+    for name, x in (function.__kwdefaults__ or {}).items():
+        parts.append((("default", name), x))
     names = function.__globals__
     parts += [(("global", x), names[x]) for x in _mentioned_by(code) if x in names]
     return parts
@@ -240,7 +241,7 @@ def values_in(x: object, kinds: tuple[type, ...], ids: set[int]) -> Iterator[obj
                 objects.append(part)
 
 
-def home_of(merge_fn: Any) -> dict[str, Any] | None:
+def _home_of(merge_fn: Any) -> dict[str, Any] | None:
     """Return the globals of a function, method, partial or callable object."""
     while isinstance(merge_fn, functools.partial):
         merge_fn = merge_fn.func
@@ -266,8 +267,8 @@ class Names:
     """The objects of one `merge_call` that have names, on one rank.
 
     Args:
-        roots: the first objects, by name: merge_fn and arguments of the call.
-        home: the globals of merge_fn; functions with other globals are not entered.
+        merge_fn: the function. Functions with other globals are not entered.
+        arguments: those of the call that are the same on all ranks, and their numbers.
         known: objects that have a name of another kind, and are not entered.
 
     Attributes:
@@ -276,8 +277,8 @@ class Names:
 
     def __init__(
         self,
-        roots: list[tuple[str, object]],
-        home: dict[str, Any] | None = None,
+        merge_fn: object,
+        arguments: Iterable[tuple[int, object]] = (),
         known: Iterable[object] = (),
     ) -> None:
         # The place of each object that was found, in `reached`, by its id.
@@ -290,7 +291,10 @@ class Names:
         self.reached: list[object] = []
         self._names: dict[int, Name | None] = {}  # by place
         self._used: dict[int, Path] = {}  # by place: the name that stands for it
-        self._walk(roots, home)
+        roots = [("merge_fn", merge_fn)]
+        for number, argument in arguments:
+            roots.append((f"argument {number} of merge_call", argument))
+        self._walk(roots, _home_of(merge_fn))
 
     def _walk(
         self, roots: list[tuple[str, object]], home: dict[str, Any] | None

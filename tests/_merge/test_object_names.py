@@ -18,13 +18,7 @@ class Two:
 
     def __init__(self, here, there, arguments=((), ())):
         self.here, self.there = (
-            Names(
-                [
-                    ("merge_fn", fn),
-                    *((f"argument {i}", x) for i, x in enumerate(given)),
-                ],
-                object_names.home_of(fn),
-            )
+            Names(fn, enumerate(given))
             for fn, given in zip((here, there), arguments, strict=True)
         )
 
