@@ -1,5 +1,6 @@
 """Sphinx: `sphinx-build -W docs docs/_build`, with the extra `docs`; or launch/docs."""
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -12,9 +13,16 @@ import mpidist
 
 project = "mpidist"
 author = "the mpidist developers"
+copyright = "2026, the mpidist developers"
 version = release = mpidist.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
 exclude_patterns = ["_build"]
 
 # Single backticks in docstrings are names.
@@ -38,6 +46,21 @@ napoleon_use_ivar = True
 
 html_theme = "furo"
 html_title = f"mpidist {release}"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
+# Of console blocks the commands are copied, without the prompt and the output.
+copybutton_prompt_text = "$ "
+
+# Where the site's pages and files come from: GitHub's workflows say it.
+repository = os.environ.get("MPIDIST_REPOSITORY", "")
+if not repository and "GITHUB_REPOSITORY" in os.environ:
+    repository = "{GITHUB_SERVER_URL}/{GITHUB_REPOSITORY}".format_map(os.environ)
+if repository:
+    html_theme_options = {
+        "source_repository": repository,
+        "source_branch": "main",
+        "source_directory": "docs/",
+    }
 
 # napoleon takes what is before a colon for a type: in the first line of a property's
 # docstring, and in that of a section on what is returned. Types are in the signatures
@@ -93,8 +116,10 @@ def put_readme(app, name, source):
         if target.startswith(("http", "#")):
             return match[0]
         page = target.removeprefix("docs/")
+        if page != target:
+            return f"[{text}]({page})"
         # Other files of the repository are not on this site.
-        return f"[{text}]({page})" if page != target else text
+        return f"[{text}]({repository}/blob/main/{target})" if repository else text
 
     readme = re.sub(r"\[([^\]]+)\]\(([^)\s]+)\)", link, readme)
     source[0] = source[0].replace("# mpidist\n", f"{readme}\n", 1)

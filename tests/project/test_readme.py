@@ -126,6 +126,8 @@ def treat(block: Block, blocks: list[Block], folder: Path) -> None:
         for line in block.text.splitlines():
             if line and not line.startswith("#"):
                 do(Command(line, None, {}, folder))
+    elif language.startswith("{literalinclude} "):
+        assert (block.page.parent / language.split()[1]).is_file()
     elif language == "sed":  # tests/programs/test_search_and_replace.py applies it
         subprocess.run(["sed", "-E", "-n", block.text], input=b"", check=True)
     elif in_readme or language not in ("text", "{eval-rst}", "{toctree}"):
@@ -483,8 +485,8 @@ def rows_of(page: Path, title: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
 
-def test_the_environment_variables_are_in_readme():
-    _, _, *rows = rows_of(README, "variable")
+def test_the_environment_variables_are_on_their_page():
+    _, _, *rows = rows_of(ROOT / "docs" / "settings.md", "variable")
     defaults = {row[0].strip("`"): row[1] for row in rows}
     assert set(defaults) == environment_variables()
     assert float(defaults["MPIDIST_TIMEOUT"]) == settings.DEFAULT_TIMEOUT_SECONDS
