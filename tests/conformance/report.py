@@ -237,10 +237,7 @@ def _difference(reason: str, programs: list[Program], runs: Runs) -> list[str]:
     for program in programs:
         shown = [results.show(result_of(run, program)) for run in pair]
         texts = [f"`{_cut(text)}`" for text in shown]
-        lines += [
-            f"- `{program.name}`: {program.what}",
-            f"  TensorFlow {texts[0]}; mpidist {texts[1]}.",
-        ]
+        lines.append(f"- `{program.name}`: TensorFlow {texts[0]}; mpidist {texts[1]}.")
     return [*lines, ""]
 
 
