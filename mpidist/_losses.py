@@ -185,7 +185,7 @@ def _share(losses: Array, divisor: int) -> Nest:
     Of no rows it is 0.
     """
     losses, divisor = (losses, divisor) if divisor else (losses[:0], 1)
-    is_float = losses.dtype.kind in "fc" or backend.is_bfloat16(losses.dtype)
+    is_float = backend.number_kind(losses.dtype) in "fc"
     wide = losses.dtype if is_float and losses.dtype.itemsize > 2 else np.float32
     result = losses.dtype if is_float else np.dtype(np.float64)
     share = losses.sum(dtype=wide if is_float else result)
@@ -277,7 +277,7 @@ def _expand(sample_weight: Nest, losses: Array) -> Nest:
     if not shape:  # a number, which does not change the dtype of the losses
         return weights.item()
     expanded = weights.reshape(shape + (1,) * (losses.ndim - len(shape)))
-    is_float = losses.dtype.kind == "f" or backend.is_bfloat16(losses.dtype)
+    is_float = backend.number_kind(losses.dtype) == "f"
     return expanded.astype(losses.dtype) if is_float else expanded
 
 

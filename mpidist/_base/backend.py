@@ -253,13 +253,18 @@ def _not_an_array(x: object) -> str:
 
 def check_dtype(dtype: DType, call: str) -> None:
     """Raise a TypeError if a dtype does not hold numbers."""
-    if dtype.kind in _REAL_AND_COMPLEX or is_bfloat16(dtype):
+    if number_kind(dtype) in _REAL_AND_COMPLEX:
         return
     raise TypeError(
         f"{call}: arrays of dtype {dtype} cannot be communicated; expected a bool, "
         "integer, floating or complex dtype. Write `x.astype(float)` if the array "
         "holds numbers"
     )
+
+
+def number_kind(dtype: DType) -> str:
+    """Return the kind of a dtype as NumPy's, and "f" for bfloat16, whose own is "V"."""
+    return "f" if is_bfloat16(dtype) else str(dtype.kind)
 
 
 def is_bfloat16(dtype: DType) -> bool:

@@ -25,18 +25,22 @@ SAMPLED_BYTES: Final = 2**20
 _FEW_VALUES: Final = 6
 
 
-def summarize(x: Array) -> str:
+def summarize(x: Array, most_bytes: int | None = None) -> str:
     """Return a short text that differs if the values differ in a single bit.
 
     Small arrays are written out. For large ones it is the sum of their 64-bit words
     and a checksum of their ends: as fast as memory, but not safe against an adversary.
+
+    Args:
+        x: the array.
+        most_bytes: of a larger array only some words between the ends are read.
     """
     raw = backend.value_bytes(x)
-    words = raw[: raw.size // 8 * 8]
-    if int(raw.size) <= _SMALL_BYTES:
-        total = 0
-    else:
-        total = int(words.view(np.uint64).sum(dtype=np.uint64))
+    total, size = 0, int(raw.size)
+    if size > _SMALL_BYTES:
+        step = 1 if most_bytes is None else max(1, size // most_bytes)
+        words = raw[: size // 8 * 8].view(np.uint64)[::step]
+        total = int(words.sum(dtype=np.uint64))
     ends = backend.to_host(raw[:_SMALL_BYTES]), backend.to_host(raw[-_SMALL_BYTES:])
     checksum = _crc32(ends[1], _crc32(ends[0], total & 0xFFFFFFFF)) ^ total
     if x.size <= _FEW_VALUES:
@@ -47,18 +51,9 @@ def summarize(x: Array) -> str:
 def sample(x: Array) -> str:
     """Return a short text that usually differs if the values differ.
 
-    Up to a MiB it is that of `summarize`. Of larger arrays it reads the ends and some
-    words in between, so its cost does not grow with the size.
+    As `summarize`, but its cost does not grow with the size beyond a MiB.
     """
-    raw = backend.value_bytes(x)
-    if int(raw.size) <= SAMPLED_BYTES:
-        return summarize(x)
-    words = raw[: raw.size // 8 * 8].view(np.uint64)
-    spread = words[:: int(words.size) * 8 // SAMPLED_BYTES]
-    total = int(spread.sum(dtype=np.uint64))
-    ends = backend.to_host(raw[:_SMALL_BYTES]), backend.to_host(raw[-_SMALL_BYTES:])
-    checksum = _crc32(ends[1], _crc32(ends[0])) ^ total
-    return f"{backend.describe(x)} with checksum {checksum:x}"
+    return summarize(x, SAMPLED_BYTES)
 
 
 def fingerprint_of_array(x: Array, seed: int) -> int:

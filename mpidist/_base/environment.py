@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from typing import Final, NamedTuple
+from collections.abc import Mapping
+from typing import Final, NamedTuple, TypeVar
 
 from mpidist._base.options import (
     COMPRESSIONS,
@@ -24,6 +25,7 @@ DEFAULT_BYTES_PER_PACK: Final = 32 * 1024 * 1024
 DEFAULT_STAGING_BYTES: Final = 4 * 1024 * 1024
 SMALLEST_STAGING_BYTES: Final = 64 * 1024
 MOST_IN_FLIGHT: Final = 64
+_T = TypeVar("_T")
 
 
 class AllReduceChoice(NamedTuple):
@@ -98,24 +100,35 @@ def read_environment() -> Environment:
     Raises:
         ValueError: if a value is invalid; the message names the variable.
     """
+    default = Environment()
+    staging = _mebibytes("MPIDIST_STAGING_MB", default.staging_bytes)
     return Environment(
-        abort=_flag("MPIDIST_ABORT", True) is not False,
-        alone=_flag("MPIDIST_ALONE", False) is True,
-        cuda_aware=_flag("MPIDIST_CUDA_AWARE", None),
-        guard=_flag("MPIDIST_GUARD", True) is not False,
-        timeout_seconds=_number("MPIDIST_TIMEOUT", DEFAULT_TIMEOUT_SECONDS),
-        timeout_abort=_flag("MPIDIST_TIMEOUT_ABORT", False) is True,
-        stall_seconds=_number("MPIDIST_STALL_SECONDS", DEFAULT_STALL_SECONDS),
-        bytes_per_pack=int(
-            _number("MPIDIST_FUSION_MB", DEFAULT_BYTES_PER_PACK / 2**20) * 2**20
+        abort=_choice("MPIDIST_ABORT", _FLAGS, default.abort),
+        alone=_choice("MPIDIST_ALONE", _FLAGS, default.alone),
+        cuda_aware=_choice("MPIDIST_CUDA_AWARE", _FLAGS, default.cuda_aware),
+        guard=_choice("MPIDIST_GUARD", _FLAGS, default.guard),
+        timeout_seconds=_number("MPIDIST_TIMEOUT", default.timeout_seconds),
+        timeout_abort=_choice("MPIDIST_TIMEOUT_ABORT", _FLAGS, default.timeout_abort),
+        stall_seconds=_number("MPIDIST_STALL_SECONDS", default.stall_seconds),
+        bytes_per_pack=_mebibytes("MPIDIST_FUSION_MB", default.bytes_per_pack),
+        implementation=_choice(
+            "MPIDIST_IMPLEMENTATION",
+            {item.name.lower(): item for item in CommunicationImplementation},
+            default.implementation,
         ),
-        implementation=_implementation("MPIDIST_IMPLEMENTATION"),
         allreduce=_allreduce("MPIDIST_ALLREDUCE"),
-        staging_bytes=_staging_bytes("MPIDIST_STAGING_MB"),
-        compression=_compression("MPIDIST_COMPRESSION"),
-        error_feedback=_flag("MPIDIST_ERROR_FEEDBACK", False) is True,
+        # Whole pages, and not too few.
+        staging_bytes=max(staging // 4096 * 4096, SMALLEST_STAGING_BYTES),
+        compression=_choice(
+            "MPIDIST_COMPRESSION",
+            {name: name for name in COMPRESSIONS},
+            default.compression,
+        ),
+        error_feedback=_choice(
+            "MPIDIST_ERROR_FEEDBACK", _FLAGS, default.error_feedback
+        ),
         simulated_nodes=max(1, int(_number("MPIDIST_SIMULATED_NODES", 1))),
-        trace=_trace("MPIDIST_TRACE"),
+        trace=_choice("MPIDIST_TRACE", _LEVELS, default.trace, "0, 1 or 2"),
         timeline=os.environ.get("MPIDIST_TIMELINE", "").strip(),
     )
 
@@ -129,78 +142,56 @@ def debugging() -> bool:
     return text not in ("", "0", "auto", "false", "no", "off")
 
 
-def _flag(name: str, default: bool | None) -> bool | None:
-    text = os.environ.get(name, "").strip().lower()
+_FLAGS: Final = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+_LEVELS: Final = {**{text: int(flag) for text, flag in _FLAGS.items()}, "2": 2}
+
+
+def _text_of(name: str) -> str:
+    return os.environ.get(name, "").strip().lower()
+
+
+def _choice(name: str, values: Mapping[str, _T], default: _T, expected: str = "") -> _T:
+    """Return the value that a variable names; the default if it is not set, or auto."""
+    text = _text_of(name)
+    if text in values:
+        return values[text]
     if text in ("", "auto"):
         return default
-    if text in ("1", "true", "yes", "on"):
-        return True
-    if text in ("0", "false", "no", "off"):
-        return False
-    raise ValueError(
-        f"the environment variable {name} is {text!r:.80}; expected 1 or 0, or unset it"
+    known = "1 or 0" if values is _FLAGS else f"one of {', '.join(values)}"
+    raise _error(name, f"{expected or known}, or unset it")
+
+
+def _error(name: str, expected: str) -> ValueError:
+    text = _text_of(name)
+    return ValueError(
+        f"the environment variable {name} is {text!r:.80}; expected {expected}"
     )
 
 
-def _implementation(name: str) -> CommunicationImplementation:
-    text = os.environ.get(name, "").strip().upper() or "AUTO"
-    try:
-        return CommunicationImplementation[text]
-    except KeyError:
-        names = ", ".join(item.name.lower() for item in CommunicationImplementation)
-        raise ValueError(
-            f"the environment variable {name} is {text.lower()!r:.80}; expected one of "
-            f"{names}, or unset it"
-        ) from None
-
-
 def _allreduce(name: str) -> AllReduceChoice | None:
-    text = os.environ.get(name, "").strip().lower()
+    text = _text_of(name)
     if text in ("", "auto"):
         return None
     match = re.fullmatch(r"(iallreduce|iallgather)(?::([0-9]{1,4}))?", text)
     in_flight = int(match[2] or 1) if match else 0
     if match is None or not 1 <= in_flight <= MOST_IN_FLIGHT:
-        raise ValueError(
-            f"the environment variable {name} is {text!r:.80}; expected iallreduce:K "
-            f"or iallgather:K, where K, from 1 to {MOST_IN_FLIGHT}, is how many are in "
-            "progress at a time, or auto"
+        raise _error(
+            name,
+            f"iallreduce:K or iallgather:K, where K, from 1 to {MOST_IN_FLIGHT}, is "
+            "how many are in progress at a time, or auto",
         )
     return AllReduceChoice(match[1] == "iallgather", in_flight)
 
 
-def _staging_bytes(name: str) -> int:
-    """Return bytes for a variable in MiB: whole pages, and not too few."""
-    nbytes = int(_number(name, DEFAULT_STAGING_BYTES / 2**20) * 2**20)
-    return max(nbytes // 4096 * 4096, SMALLEST_STAGING_BYTES)
-
-
-def _compression(name: str) -> Compression:
-    text = os.environ.get(name, "").strip().lower() or "none"
-    for known in COMPRESSIONS:
-        if text == known:
-            return known
-    raise ValueError(
-        f"the environment variable {name} is {text!r:.80}; expected one of "
-        f"{', '.join(COMPRESSIONS)}, or unset it"
-    )
-
-
-def _trace(name: str) -> int:
-    text = os.environ.get(name, "").strip()
-    if text == "2":
-        return 2
-    try:
-        return int(_flag(name, False) is True)
-    except ValueError:
-        raise ValueError(
-            f"the environment variable {name} is {text!r:.80}; expected 0, 1 or 2, or "
-            "unset it"
-        ) from None
+def _mebibytes(name: str, default: int) -> int:
+    return int(_number(name, default / 2**20) * 2**20)
 
 
 def _number(name: str, default: float) -> float:
-    text = os.environ.get(name, "").strip()
+    text = _text_of(name)
     if not text:
         return default
     try:
@@ -208,8 +199,5 @@ def _number(name: str, default: float) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= LARGEST_NUMBER:  # nor NaN
-        raise ValueError(
-            f"the environment variable {name} is {text!r:.80}; expected a number from "
-            f"0 to {LARGEST_NUMBER:,.0f}, or unset it"
-        )
+        raise _error(name, f"a number from 0 to {LARGEST_NUMBER:,.0f}, or unset it")
     return value

@@ -94,45 +94,33 @@ class CommunicationOptions:
         """
         if isinstance(bytes_per_pack, bool) or not isinstance(bytes_per_pack, int):
             raise TypeError(
-                "CommunicationOptions: expected `bytes_per_pack` to be an int of "
-                f"bytes, got {bytes_per_pack!r}"
+                _expected("bytes_per_pack", "an int of bytes", bytes_per_pack)
             )
         if bytes_per_pack < 0:
-            raise ValueError(
-                "CommunicationOptions: expected `bytes_per_pack` to be 0 (automatic) "
-                f"or a number of bytes, got {bytes_per_pack}"
-            )
-        if timeout_seconds is not None:
-            if isinstance(timeout_seconds, bool) or not isinstance(
-                timeout_seconds, (int, float)
-            ):
-                raise TypeError(
-                    "CommunicationOptions: expected `timeout_seconds` to be a number "
-                    f"of seconds or None, got {timeout_seconds!r}"
-                )
-            if not 0 <= timeout_seconds <= LARGEST_NUMBER:
-                raise ValueError(
-                    "CommunicationOptions: expected `timeout_seconds` to be 0 (no "
-                    f"limit) or a number of seconds up to {LARGEST_NUMBER:,.0f}, "
-                    f"got {timeout_seconds}"
-                )
+            expected = "0 (automatic) or a number of bytes"
+            raise ValueError(_expected("bytes_per_pack", expected, bytes_per_pack))
+        seconds = 0.0 if timeout_seconds is None else timeout_seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+            expected = "a number of seconds or None"
+            raise TypeError(_expected("timeout_seconds", expected, seconds))
+        if not 0 <= seconds <= LARGEST_NUMBER:
+            limit = f"{LARGEST_NUMBER:,.0f}"
+            expected = f"0 (no limit) or a number of seconds up to {limit}"
+            raise ValueError(_expected("timeout_seconds", expected, seconds))
         for name, flag in (("guard", guard), ("error_feedback", error_feedback)):
             if flag is not None and not isinstance(flag, bool):
-                raise TypeError(
-                    f"CommunicationOptions: expected `{name}` to be True, False or "
-                    f"None, got {flag!r}"
-                )
+                raise TypeError(_expected(name, "True, False or None", flag))
         if compression is not None and compression not in COMPRESSIONS:
-            raise ValueError(
-                'CommunicationOptions: expected `compression` to be "fp16", "bf16", '
-                f'"none" or None, got {compression!r}'
-            )
-        object.__setattr__(self, "bytes_per_pack", bytes_per_pack)
-        object.__setattr__(self, "timeout_seconds", timeout_seconds)
-        object.__setattr__(self, "implementation", _as_implementation(implementation))
-        object.__setattr__(self, "guard", guard)
-        object.__setattr__(self, "compression", compression)
-        object.__setattr__(self, "error_feedback", error_feedback)
+            expected = '"fp16", "bf16", "none" or None'
+            raise ValueError(_expected("compression", expected, compression))
+        self.__dict__.update(  # past the check of a frozen class
+            bytes_per_pack=bytes_per_pack,
+            timeout_seconds=timeout_seconds,
+            implementation=_as_implementation(implementation),
+            guard=guard,
+            compression=compression,
+            error_feedback=error_feedback,
+        )
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
         """Return these options, overridden by the fields that ``options`` sets."""
@@ -143,27 +131,9 @@ class CommunicationOptions:
                 "expected `options` to be a `mpidist.experimental."
                 f"CommunicationOptions`, got {type(options).__name__}"
             )
-        implementation = options.implementation
-        if implementation is CommunicationImplementation.AUTO:
-            implementation = self.implementation
-        return CommunicationOptions(
-            bytes_per_pack=options.bytes_per_pack or self.bytes_per_pack,
-            timeout_seconds=(
-                self.timeout_seconds
-                if options.timeout_seconds is None
-                else options.timeout_seconds
-            ),
-            implementation=implementation,
-            guard=self.guard if options.guard is None else options.guard,
-            compression=(
-                self.compression if options.compression is None else options.compression
-            ),
-            error_feedback=(
-                self.error_feedback
-                if options.error_feedback is None
-                else options.error_feedback
-            ),
-        )
+        unset = vars(CommunicationOptions())
+        given = {name: x for name, x in vars(options).items() if x != unset[name]}
+        return dataclasses.replace(self, **given)
 
 
 def CollectiveHints(  # noqa: N802 - TensorFlow's name
@@ -175,18 +145,16 @@ def CollectiveHints(  # noqa: N802 - TensorFlow's name
     )
 
 
+def _expected(name: str, expected: str, value: object) -> str:
+    return f"CommunicationOptions: expected `{name}` to be {expected}, got {value!r}"
+
+
 def _as_implementation(
     value: CommunicationImplementation | str,
 ) -> CommunicationImplementation:
     if isinstance(value, CommunicationImplementation):
         return value
-    names = ", ".join(item.name for item in CommunicationImplementation)
-    if isinstance(value, str):
-        try:
-            return CommunicationImplementation[value.upper()]
-        except KeyError:
-            pass
-    raise ValueError(
-        f"CommunicationOptions: expected `implementation` to be one of {names}, got "
-        f"{value!r}"
-    )
+    known = {item.name: item for item in CommunicationImplementation}
+    if isinstance(value, str) and value.upper() in known:
+        return known[value.upper()]
+    raise ValueError(_expected("implementation", f"one of {', '.join(known)}", value))

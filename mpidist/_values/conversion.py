@@ -193,7 +193,7 @@ def initial_array(
             f"{call}: expected an initial value of shape {tuple(shape)}, got "
             f"{backend.describe(x)}"
         )
-    floating = x.dtype.kind in "fc" or backend.is_bfloat16(x.dtype)
+    floating = backend.number_kind(x.dtype) in "fc"
     if attributes.aggregation is VariableAggregation.MEAN and not floating:
         raise ValueError(
             f"{call}: aggregation=MEAN of dtype {x.dtype.name}, which is not floating, "

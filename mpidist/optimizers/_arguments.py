@@ -169,7 +169,7 @@ def check_variables(
                 "`synchronization`"
             )
         dtype = variable.dtype
-        if dtype.kind != "f" and not backend.is_bfloat16(dtype):
+        if backend.number_kind(dtype) != "f":
             raise TypeError(
                 f"{call}: expected variables of floating dtypes, got Variable {name!r} "
                 f"of {dtype.name}"
