@@ -52,9 +52,10 @@ class ReplicaGroup:
         custom_ops: the user's `CrossDeviceOps`; None if there are none.
         all_reduce: ``all_reduce(op, tree, options=None, call=...)`` reduces a nest of
             this rank's components, with the user's `CrossDeviceOps` if there are some.
-            Collective.
+            Collective. Set by `_strategy/setup`, as the next two.
+        all_gather: ``all_gather(value, axis, options=None)`` concatenates. Collective.
         merge_call: ``merge_call(group, merge_fn, args, kwargs)`` makes rank 0 the
-            coordinator. Collective. Set by the strategy.
+            coordinator. Collective.
         public_objects: the objects of the strategy that users may hold, also inside
             objects such as datasets, and pass to a command: the same on all ranks, in
             the same order. Set by the strategy.
@@ -68,6 +69,8 @@ class ReplicaGroup:
     public_objects: tuple[object, ...]
     cross_frame: Any
     replica_frame: Any
+    all_reduce: Callable[..., Any]
+    all_gather: Callable[..., Any]
     merge_call: Callable[..., Any]
 
     def __init__(
@@ -99,8 +102,6 @@ class ReplicaGroup:
         self.registry: Registry = make_registry(self, comm.rank, comm.size)
         self.custom_ops: BatchReducer | None = None
         self.unfinished: Callable[[str], None] | None = None
-        self.all_reduce: Callable[..., Any] = collectives.all_reduce
-        self.all_gather: Callable[..., Any] = collectives.small_gathers.entry
 
     def __repr__(self) -> str:
         return repr(self.strategy)

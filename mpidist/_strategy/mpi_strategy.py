@@ -2,84 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import itertools
-import logging
-import weakref
-from typing import Any, Final, TypeAlias
-
 from mpidist._agreement import mismatch
-from mpidist._agreement.channel import Channel, open_channel
-from mpidist._agreement.deadline import Deadline
-from mpidist._agreement.guard import Guard
-from mpidist._agreement.stacks import Stacks
-from mpidist._base import backend, interactive, threads
-from mpidist._base.environment import Environment, read_environment
-from mpidist._base.options import CommunicationImplementation, CommunicationOptions
+from mpidist._base.options import CommunicationOptions
 from mpidist._base.remedies import explain_keywords
-from mpidist._engine import SharedMemory, open_shared_memory
-from mpidist._engine.bits import same_on_all_ranks
-from mpidist._engine.collectives import Collectives
-from mpidist._mpi import survival
-from mpidist._mpi.buffers import BufferCollectives
-from mpidist._mpi.communicator import Communicator
-from mpidist._mpi.library import check_communicator, check_not_alone, local_rank
-from mpidist._runtime import context, forked_child, process_exit, timelines
-from mpidist._runtime.group import ReplicaGroup
+from mpidist._runtime import context
 from mpidist._runtime.interruptions import tells
 from mpidist._strategy.cross_device_ops import CrossDeviceOps
-from mpidist._strategy.outside import note_closed, note_open
-from mpidist._strategy.replica_context import attach
+from mpidist._strategy.outside import note_closed
+from mpidist._strategy.setup import Arguments, Comm, join
 from mpidist._strategy.strategy import Strategy
-
-# Any: an `mpi4py.MPI.Comm`, from a library that may be missing, or a `ThreadGroup`.
-Comm: TypeAlias = Any
-
-_logger: Final = logging.getLogger("mpidist")
-
-_NO_OPTIONS: Final = CommunicationOptions()
-_numbers = threads.ReplicaLocal(lambda: itertools.count(1))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Settings:
-    """The arguments of MPIStrategy, not yet checked, and the environment's settings.
-
-    They are checked when the ranks can tell each other what is wrong. ``wrong`` is what
-    is already known to be.
-    """
-
-    environment: Environment
-    device: str
-    communication_options: CommunicationOptions | None
-    cross_device_ops: CrossDeviceOps | None
-    wrong: Exception | None
-
-    @property
-    def _options(self) -> CommunicationOptions:
-        given: object = self.communication_options
-        return given if isinstance(given, CommunicationOptions) else _NO_OPTIONS
-
-    @property
-    def timeout_seconds(self) -> float:
-        """The deadline of every wait; 0 for none."""
-        given = self._options.timeout_seconds
-        return self.environment.timeout_seconds if given is None else float(given)
-
-    @property
-    def implementation(self) -> CommunicationImplementation:
-        """How data moves."""
-        given = self._options.implementation
-        if given is CommunicationImplementation.AUTO:
-            return self.environment.implementation
-        return given
-
-    @property
-    def guard(self) -> bool:
-        """Whether the guard compares calls."""
-        given = self._options.guard
-        return self.environment.guard if given is None else given
 
 
 class MPIStrategy(Strategy):
@@ -126,118 +57,10 @@ class MPIStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
         """Join the other ranks of ``comm`` in a strategy. Collective."""
-        self._join(comm, device, communication_options, cross_device_ops)
+        self._join(comm, Arguments(device, communication_options, cross_device_ops))
 
-    def _join(
-        self,
-        comm: Comm,
-        device: str,
-        communication_options: CommunicationOptions | None,
-        cross_device_ops: CrossDeviceOps | None,
-        wrong: Exception | None = None,
-    ) -> None:
-        """Do what the constructor does.
-
-        Args:
-            comm: as for the constructor, like the next three.
-            device: see there.
-            communication_options: see there.
-            cross_device_ops: see there.
-            wrong: an error in the arguments of a subclass's constructor, perhaps on
-                this rank only; all ranks raise.
-        """
-        problem = ""
-        try:
-            environment = read_environment()
-        except ValueError as error:  # perhaps on this rank only: tell all ranks
-            environment, problem = Environment(), str(error)
-        forked_child.prepare()
-        interactive.hide_own_frames()
-        replica = threads.current()
-        if replica is not None:
-            environment = replica.adapt(environment)
-        elif environment.abort:
-            process_exit.install()
-        settings = _Settings(
-            environment, device, communication_options, cross_device_ops, wrong
-        )
-        if replica is not None:
-            deadline = Deadline(settings.timeout_seconds)
-            communicator = replica.connect(comm, deadline)
-        else:
-            world = check_communicator(comm)
-            if not environment.alone:
-                check_not_alone(world)
-            deadline = Deadline(
-                settings.timeout_seconds, functools.partial(survival.losses, world)
-            )
-            try:
-                communicator = Communicator(
-                    world,
-                    deadline,
-                    environment.simulated_nodes,
-                    problem,
-                    environment.allreduce,
-                )
-            except BaseException as error:
-                raise deadline.failed(error) from error.__cause__
-        try:
-            self._set_up(communicator, deadline, settings)
-        except BaseException as error:
-            communicator.drop()
-            raise deadline.failed(error) from error.__cause__
-
-    def _set_up(
-        self, communicator: Communicator, deadline: Deadline, settings: _Settings
-    ) -> None:
-        environment = settings.environment
-        wanted = settings.implementation is not CommunicationImplementation.DIRECT
-        memory = open_shared_memory(communicator, wanted=wanted)
-        # The constructor itself is always guarded: ranks may have been given
-        # different options, `guard` among them.
-        shared = None if memory.node is None else memory.node.channel
-        channel = open_channel(communicator, shared)
-        calls = timelines.observe(communicator, environment)
-        make_guard = Guard if calls is None else calls.observing(Guard)
-        guard = make_guard(
-            communicator,
-            channel,
-            timeout_seconds=deadline.seconds,
-            stall_seconds=environment.stall_seconds,
-        )
-        guard.calls = calls
-        if environment.timeout_abort and threads.current() is None:
-            guard.when_timed_out = process_exit.end_at_deadline
-        if threads.current() is None:
-            guard.end_job_with(process_exit.end_at_deadline)
-        deadline.hand_over(guard)
-        if threads.current() is None and communicator.size > 1:
-            guard.ask_missing_ranks(Stacks(communicator))
-        forked_child.close_in_children(guard)
-
-        def forget() -> None:
-            process_exit.forget(guard)
-            deadline.release()
-
-        communicator.on_free(forget)
-        if memory.nodes is not None:
-            guard.watch_steps(memory.nodes.node.channel)
-        if shared is None and communicator.size > 1 and threads.current() is None:
-            peers = None if memory.nodes is None else memory.nodes.peers
-            _check_bits(communicator, channel, peers)
-        collectives = _make_collectives(communicator, guard, memory, settings)
-        self._communicator = communicator
-        # The communicator and the guard outlive the collectives: all ranks free them
-        # together, when the last rank has collected its strategy.
-        weakref.finalize(collectives, communicator.drop).atexit = False
-        collectives.decide_device_transports(deadline.seconds)
-        guard.compare_calls(settings.guard)
-        group = ReplicaGroup(collectives, number=next(_numbers.get()), is_mpi=True)
-        super().__init__(group)
-        attach(self, settings.cross_device_ops)
-        note_open(group)
-        if environment.abort:
-            process_exit.watch(guard, waits=settings.guard)
+    def _join(self, comm: Comm, arguments: Arguments) -> None:
+        self._communicator = join(self, comm, arguments)
 
     @tells("MPIStrategy.close")
     def close(self) -> None:
@@ -267,71 +90,3 @@ class MPIStrategy(Strategy):
         finish()
         collectives.release()
         free()
-
-
-def _check_bits(
-    communicator: Communicator, channel: Channel, peers: BufferCollectives | None
-) -> None:
-    """Find out if MPI's sums have the same bits on all ranks. Collective."""
-    same = same_on_all_ranks(communicator, channel, peers)
-    communicator.buffers.same_bits = same
-    if not same and communicator.rank == 0:
-        _logger.warning(
-            "mpidist: the all-reduce of this MPI library gives ranks different bits; "
-            "sums are reduced to one rank and broadcast, which is slower"
-        )
-
-
-def _make_collectives(
-    communicator: Communicator, guard: Guard, memory: SharedMemory, settings: _Settings
-) -> Collectives:
-    """Check the arguments of MPIStrategy on all ranks; build its collectives."""
-    environment = settings.environment
-    options: object = settings.communication_options
-    cross_device_ops: object = settings.cross_device_ops
-    try:
-        if settings.wrong is not None:
-            raise settings.wrong
-        if options is not None and not isinstance(options, CommunicationOptions):
-            raise TypeError(
-                "MPIStrategy: expected `communication_options` to be a `mpidist."
-                f"experimental.CommunicationOptions`, got {type(options).__name__}"
-            )
-        if cross_device_ops is not None and not isinstance(
-            cross_device_ops, CrossDeviceOps
-        ):
-            raise TypeError(
-                "MPIStrategy: expected `cross_device_ops` to be a `mpidist."
-                f"CrossDeviceOps`, got {cross_device_ops!r:.80}"
-            )
-        merged = CommunicationOptions().merge(options)
-        chosen = backend.select_device(
-            settings.device, local_rank(communicator.size, communicator.machine_rank)
-        )
-        chosen.activate()
-        make = Collectives
-        if guard.calls is not None:
-            make = guard.calls.observing(Collectives)
-            timelines.begin(environment.timeline, communicator, guard)
-        collectives = make(communicator, guard, merged, environment, chosen, memory)
-    except Exception as error:
-        raise guard.fail(mismatch.Call("MPIStrategy(...)"), error, "invalid") from None
-    ops = ""
-    if cross_device_ops is not None:
-        ops = f", {type(cross_device_ops).__qualname__} as cross_device_ops"
-    more = ""
-    if collectives.compression.scheme != "none":
-        more += f", {collectives.compression}"
-    if environment.allreduce is not None:
-        more += f", MPIDIST_ALLREDUCE={environment.allreduce}"
-    if environment.simulated_nodes != 1:
-        more += f", MPIDIST_SIMULATED_NODES={environment.simulated_nodes}"
-    guard.agree(
-        mismatch.Call(
-            f"MPIStrategy(...) with {merged.bytes_per_pack} bytes_per_pack, "
-            f"{guard.timeout_seconds} timeout_seconds, "
-            f"{merged.implementation.name}, guard={settings.guard}, "
-            f"MPIDIST_FUSION_MB={environment.bytes_per_pack / 2**20}{ops}{more}"
-        )
-    )
-    return collectives

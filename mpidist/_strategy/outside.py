@@ -10,10 +10,15 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 
 from mpidist._base import threads
 from mpidist._base.errors import level_of_caller
+from mpidist._base.options import CommunicationOptions
+from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.threads import ReplicaLocal
+from mpidist._base.types import Nest
+from mpidist._engine.collectives import Collectives
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 
@@ -82,3 +87,30 @@ def warn_of_own_value() -> None:
             stacklevel=level_of_caller(),
         )
         return
+
+
+def of_one_replica(
+    collectives: Collectives,
+) -> tuple[Callable[..., Nest], Callable[..., Nest]]:
+    """Return ``all_reduce`` and ``all_gather`` of the default strategy.
+
+    They return the value itself, and warn or raise if the caller could mean another.
+    """
+
+    def all_reduce(
+        op: ReduceOp,
+        tree: Nest,
+        options: CommunicationOptions | None = None,
+        call: str = "all_reduce",
+    ) -> Nest:
+        if call == "all_reduce":  # of a replica context, not of a variable
+            warn_of_own_value()
+        return collectives.all_reduce(op, tree, options, call)
+
+    def all_gather(
+        value: Nest, axis: int, options: CommunicationOptions | None = None
+    ) -> Nest:
+        require_scope("all_gather")
+        return collectives.small_gathers.entry(value, axis, options)
+
+    return all_reduce, all_gather

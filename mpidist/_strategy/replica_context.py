@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, overload
 
 import numpy as np
 
 from mpidist._agreement.begun import CollectiveHandle
-from mpidist._agreement.mismatch import Key
 from mpidist._base import backend, checksums, nest
 from mpidist._base.environment import debugging
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import REDUCE_OPS, ReduceFunction, ReduceOp, as_reduce_op
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Given, Leaf, Nest
-from mpidist._merge import updates
-from mpidist._merge.merge_call import merge_call
 from mpidist._runtime import begun, context, interruptions
 from mpidist._runtime.dispatch import check_arguments
-from mpidist._runtime.group import ReplicaGroup
-from mpidist._strategy.cross_device_ops import CrossDeviceOps
 from mpidist._strategy.folds import fold
 from mpidist._strategy.outside import require_scope
-from mpidist._strategy.reductions import all_reduce
 from mpidist._strategy.strategy import Args, Kwargs, Strategy, group_of
 from mpidist._values.distributed import ArrayLike, PerReplica
 
@@ -486,40 +478,3 @@ def _checker(name: str, value: Nest) -> Callable[[], None]:
             )
 
     return check
-
-
-def attach(strategy: Strategy, ops: CrossDeviceOps | None) -> None:
-    """Set the attributes of a strategy's group that need higher-level classes."""
-    group = group_of(strategy)
-    if ops is not None:
-        group.custom_ops = ops
-        group.all_reduce = functools.partial(all_reduce, group)
-    guard = group.guard
-    group.merge_call = merge_call
-    if guard.calls is not None:
-        group.merge_call = guard.calls.observing_function(merge_call)
-    replica_context = ReplicaContext(strategy, None)
-    group.public_objects = (strategy, strategy.extended, replica_context, group)
-    group.cross_frame = context.Frame(group, context.Level.CROSS_REPLICA)
-    group.replica_frame = context.Frame(
-        group, context.Level.REPLICA, replica_context=replica_context
-    )
-    guard.repair_with(_repairer(group))
-
-
-def _repairer(group: ReplicaGroup) -> Callable[[Sequence[Key]], None]:
-    """Return a function that makes copies of variables equal again, on all ranks.
-
-    The guard holds it, and is itself kept until all ranks have collected the strategy.
-    """
-    reference = weakref.ref(group)
-    comm = group.communicator
-
-    def repair(keys: Sequence[Key]) -> None:
-        alive = reference()
-        if alive is not None:
-            updates.make_equal(alive, keys)
-        else:  # as the other ranks do first: ask who has the variables
-            comm.all_gather_integers([0] * len(keys))
-
-    return repair

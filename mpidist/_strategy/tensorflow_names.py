@@ -18,6 +18,7 @@ from mpidist._runtime.context import has_strategy
 from mpidist._strategy.cross_device_ops import CrossDeviceOps
 from mpidist._strategy.current import get_replica_context
 from mpidist._strategy.mpi_strategy import MPIStrategy
+from mpidist._strategy.setup import Arguments
 from mpidist._strategy.strategy import Strategy
 from mpidist.cluster import ClusterResolver
 
@@ -76,7 +77,7 @@ class MirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
             device = "auto" if devices is None else _own_device(devices)
         except (TypeError, ValueError) as error:  # perhaps on this rank only
             wrong = error
-        self._join(None, device, None, cross_device_ops, wrong)
+        self._join(None, Arguments(device, None, cross_device_ops, wrong))
 
 
 class MultiWorkerMirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
@@ -111,7 +112,7 @@ class MultiWorkerMirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
             options = _options(cluster_resolver, options, communication)
         except (TypeError, ValueError) as error:  # perhaps on this rank only
             wrong = error
-        self._join(None, "auto", options, None, wrong)
+        self._join(None, Arguments(communication_options=options, wrong=wrong))
 
 
 class _NoStrategy(Strategy):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Generic, NoReturn
+from typing import Any, Final, Generic, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -13,7 +13,9 @@ from mpidist._base import backend, guests, nest
 from mpidist._base.remedies import explain_attributes, is_own_attribute, missing_name
 from mpidist._base.types import Array, DType, HostArray, Nest, Own, Shape
 from mpidist._runtime import context
-from mpidist._runtime.registry import Components
+from mpidist._runtime.registry import Components, Key, Registry
+
+_C = TypeVar("_C", bound=Components)
 
 _DELEGATED: Final = frozenset(
     [
@@ -484,6 +486,16 @@ class PerReplicaOfOne(ArrayLike, PerReplica[Any]):
 
     def __str__(self) -> str:
         return repr(self)
+
+
+class RegistryOfOne(Registry):
+    """The registry of one replica: its component is all that there is."""
+
+    def wrap(self, kind: type[_C], own: Nest, key: Key) -> _C:
+        """Return a PerReplica that acts as its component, or a Mirrored."""
+        if kind is PerReplica:
+            return super().wrap(PerReplicaOfOne, own, key)  # type: ignore[return-value]
+        return super().wrap(kind, own, key)
 
 
 def to_plain(x: Nest) -> Nest:

@@ -1,0 +1,331 @@
+"""Where a strategy is put together: its communicator, guard, collectives and contexts.
+
+`join` makes the parts from below to above, together with the other ranks, and each
+wait in it has the deadline of the strategy. `complete` connects a group of replicas to
+the classes that users see; the default strategy is completed in the same way.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from mpidist._agreement import mismatch
+from mpidist._agreement.channel import Channel, open_channel
+from mpidist._agreement.deadline import Deadline
+from mpidist._agreement.guard import Guard
+from mpidist._agreement.mismatch import Key
+from mpidist._agreement.stacks import Stacks
+from mpidist._base import backend, interactive, threads
+from mpidist._base.environment import Environment, read_environment
+from mpidist._base.options import CommunicationImplementation, CommunicationOptions
+from mpidist._engine import SharedMemory, open_shared_memory
+from mpidist._engine.bits import same_on_all_ranks
+from mpidist._engine.collectives import Collectives
+from mpidist._merge import updates
+from mpidist._merge.merge_call import merge_call
+from mpidist._mpi import survival
+from mpidist._mpi.buffers import BufferCollectives
+from mpidist._mpi.communicator import Communicator
+from mpidist._mpi.library import check_communicator, check_not_alone, local_rank
+from mpidist._mpi.self_communicator import SelfCommunicator
+from mpidist._runtime import context, forked_child, process_exit, timelines
+from mpidist._runtime.group import ReplicaGroup
+from mpidist._strategy import outside
+from mpidist._strategy.cross_device_ops import CrossDeviceOps
+from mpidist._strategy.reductions import all_reduce
+from mpidist._strategy.replica_context import ReplicaContext
+from mpidist._strategy.strategy import Strategy
+from mpidist._values.distributed import RegistryOfOne
+
+# Any: an `mpi4py.MPI.Comm`, from a library that may be missing, or a `ThreadGroup`.
+Comm: TypeAlias = Any
+
+_logger: Final = logging.getLogger("mpidist")
+_numbers = threads.ReplicaLocal(lambda: itertools.count(1))
+
+
+class Arguments(NamedTuple):
+    """The arguments of `MPIStrategy` but ``comm``, not yet checked.
+
+    They are checked when the ranks can tell each other what is wrong. ``wrong`` is an
+    error that was found before, perhaps on this rank only.
+    """
+
+    device: str = "auto"
+    communication_options: CommunicationOptions | None = None
+    cross_device_ops: CrossDeviceOps | None = None
+    wrong: Exception | None = None
+
+
+def join(strategy: Strategy, comm: Comm, arguments: Arguments) -> Communicator:
+    """Join the other ranks of ``comm`` in a strategy. Collective.
+
+    Returns:
+        The strategy's own communicator.
+    """
+    problem = ""
+    try:
+        environment = read_environment()
+    except ValueError as error:  # perhaps on this rank only: tell all ranks
+        environment, problem = Environment(), str(error)
+    forked_child.prepare()
+    interactive.hide_own_frames()
+    replica = threads.current()
+    options: object = arguments.communication_options
+    if not isinstance(options, CommunicationOptions):
+        options = CommunicationOptions()
+    if replica is not None:
+        environment = replica.adapt(environment)
+    elif environment.abort:
+        process_exit.install()
+    seconds = options.timeout_seconds
+    seconds = environment.timeout_seconds if seconds is None else float(seconds)
+    communicator, deadline = _connect(comm, seconds, environment, problem)
+    try:
+        checks = environment.guard if options.guard is None else options.guard
+        implementation = options.implementation
+        if implementation is CommunicationImplementation.AUTO:
+            implementation = environment.implementation
+        memory = open_shared_memory(
+            communicator,
+            wanted=implementation is not CommunicationImplementation.DIRECT,
+        )
+        guard = _make_guard(communicator, deadline, environment, memory)
+        collectives = _make_collectives(
+            communicator, guard, memory, arguments, environment, checks
+        )
+        # The communicator and the guard outlive the collectives: all ranks free them
+        # together, when the last rank has collected its strategy.
+        weakref.finalize(collectives, communicator.drop).atexit = False
+        collectives.decide_device_transports(deadline.seconds)
+        guard.compare_calls(checks)
+        group = ReplicaGroup(collectives, number=next(_numbers.get()), is_mpi=True)
+        complete(strategy, group, arguments.cross_device_ops)
+        outside.note_open(group)
+        if environment.abort:
+            process_exit.watch(guard, waits=checks)
+    except BaseException as error:
+        communicator.drop()
+        raise deadline.failed(error) from error.__cause__
+    return communicator
+
+
+def _connect(
+    comm: Comm, seconds: float, environment: Environment, problem: str
+) -> tuple[Communicator, Deadline]:
+    """Make the strategy's own communicator, and what its waits end by."""
+    replica = threads.current()
+    if replica is not None:
+        deadline = Deadline(seconds)
+        return replica.connect(comm, deadline), deadline
+    world = check_communicator(comm)
+    if not environment.alone:
+        check_not_alone(world)
+    deadline = Deadline(seconds, functools.partial(survival.losses, world))
+    try:
+        communicator = Communicator(
+            world,
+            deadline,
+            environment.simulated_nodes,
+            problem,
+            environment.allreduce,
+        )
+    except BaseException as error:
+        raise deadline.failed(error) from error.__cause__
+    return communicator, deadline
+
+
+def complete(
+    strategy: Strategy, group: ReplicaGroup, ops: CrossDeviceOps | None = None
+) -> None:
+    """Connect a group of replicas, its strategy and the contexts of its code."""
+    collectives, guard = group.collectives, group.guard
+    # What `ReplicaContext.all_reduce` and `all_gather` call, and variables, too.
+    group.all_reduce = collectives.all_reduce
+    group.all_gather = collectives.small_gathers.entry
+    if not group.is_mpi:
+        group.all_reduce, group.all_gather = outside.of_one_replica(collectives)
+    elif ops is not None:
+        group.custom_ops = ops
+        group.all_reduce = functools.partial(all_reduce, group)
+    group.merge_call = merge_call
+    if guard.calls is not None:
+        group.merge_call = guard.calls.observing_function(merge_call)
+    Strategy.__init__(strategy, group)
+    replica_context = ReplicaContext(strategy, None)
+    group.public_objects = (strategy, strategy.extended, replica_context, group)
+    group.cross_frame = context.Frame(group, context.Level.CROSS_REPLICA)
+    group.replica_frame = context.Frame(
+        group, context.Level.REPLICA, replica_context=replica_context
+    )
+    guard.repair_with(_repairer(group))
+
+
+def group_of_one() -> ReplicaGroup:
+    """Return the group of the default strategy: one replica, on the host, no MPI."""
+    environment = Environment(
+        abort=False,
+        cuda_aware=None,
+        guard=False,
+        timeout_seconds=0.0,
+        stall_seconds=0.0,
+        bytes_per_pack=0,
+    )
+    comm = SelfCommunicator()
+    guard = Guard(comm, None, timeout_seconds=0.0, stall_seconds=0.0, enabled=False)
+    collectives = Collectives(
+        comm, guard, CommunicationOptions(), environment, backend.Device("cpu")
+    )
+    return ReplicaGroup(
+        collectives, number=0, is_mpi=False, make_registry=RegistryOfOne
+    )
+
+
+def _make_guard(
+    communicator: Communicator,
+    deadline: Deadline,
+    environment: Environment,
+    memory: SharedMemory,
+) -> Guard:
+    """Make the guard, and hand it the waits that the deadline had so far.
+
+    It compares calls until `Guard.compare_calls`, whatever the options say: the ranks
+    may have been given different ones.
+    """
+    shared = None if memory.node is None else memory.node.channel
+    channel = open_channel(communicator, shared)
+    calls = timelines.observe(communicator, environment)
+    make = Guard if calls is None else calls.observing(Guard)
+    guard = make(
+        communicator,
+        channel,
+        timeout_seconds=deadline.seconds,
+        stall_seconds=environment.stall_seconds,
+    )
+    guard.calls = calls
+    in_process = threads.current() is None
+    if in_process:
+        guard.end_job_with(process_exit.end_at_deadline)
+        if environment.timeout_abort:
+            guard.when_timed_out = process_exit.end_at_deadline
+    deadline.hand_over(guard)
+    if in_process and communicator.size > 1:
+        guard.ask_missing_ranks(Stacks(communicator))
+    forked_child.close_in_children(guard)
+
+    def forget() -> None:
+        process_exit.forget(guard)
+        deadline.release()
+
+    communicator.on_free(forget)
+    if memory.nodes is not None:
+        guard.watch_steps(memory.nodes.node.channel)
+    if shared is None and in_process and communicator.size > 1:
+        peers = None if memory.nodes is None else memory.nodes.peers
+        _check_bits(communicator, channel, peers)
+    return guard
+
+
+def _check_bits(
+    communicator: Communicator, channel: Channel, peers: BufferCollectives | None
+) -> None:
+    """Find out if MPI's sums have the same bits on all ranks. Collective."""
+    same = same_on_all_ranks(communicator, channel, peers)
+    communicator.buffers.same_bits = same
+    if not same and communicator.rank == 0:
+        _logger.warning(
+            "mpidist: the all-reduce of this MPI library gives ranks different bits; "
+            "sums are reduced to one rank and broadcast, which is slower"
+        )
+
+
+def _make_collectives(
+    communicator: Communicator,
+    guard: Guard,
+    memory: SharedMemory,
+    arguments: Arguments,
+    environment: Environment,
+    checks: bool,
+) -> Collectives:
+    """Check the arguments on all ranks; make the collectives. Collective.
+
+    Raises:
+        CollectiveMismatchError: if the ranks were given different arguments.
+    """
+    ops = arguments.cross_device_ops
+    try:
+        options = _check_arguments(arguments)
+        chosen = backend.select_device(
+            arguments.device, local_rank(communicator.size, communicator.machine_rank)
+        )
+        chosen.activate()
+        make = Collectives
+        if guard.calls is not None:
+            make = guard.calls.observing(Collectives)
+            timelines.begin(environment.timeline, communicator, guard)
+        collectives = make(communicator, guard, options, environment, chosen, memory)
+    except Exception as error:
+        raise guard.fail(mismatch.Call("MPIStrategy(...)"), error, "invalid") from None
+    text = (
+        f"MPIStrategy(...) with {options.bytes_per_pack} bytes_per_pack, "
+        f"{guard.timeout_seconds} timeout_seconds, "
+        f"{options.implementation.name}, guard={checks}, "
+        f"MPIDIST_FUSION_MB={environment.bytes_per_pack / 2**20}"
+    )
+    if ops is not None:
+        text += f", {type(ops).__qualname__} as cross_device_ops"
+    if collectives.compression.scheme != "none":
+        text += f", {collectives.compression}"
+    if environment.allreduce is not None:
+        text += f", MPIDIST_ALLREDUCE={environment.allreduce}"
+    if environment.simulated_nodes != 1:
+        text += f", MPIDIST_SIMULATED_NODES={environment.simulated_nodes}"
+    guard.agree(mismatch.Call(text))
+    return collectives
+
+
+def _check_arguments(arguments: Arguments) -> CommunicationOptions:
+    """Return the options, with the defaults for what is not set.
+
+    Raises:
+        Exception: the error that was found before.
+        TypeError: if an argument has another type.
+    """
+    if arguments.wrong is not None:
+        raise arguments.wrong
+    options: object = arguments.communication_options
+    if options is not None and not isinstance(options, CommunicationOptions):
+        raise TypeError(
+            "MPIStrategy: expected `communication_options` to be a `mpidist."
+            f"experimental.CommunicationOptions`, got {type(options).__name__}"
+        )
+    ops: object = arguments.cross_device_ops
+    if ops is not None and not isinstance(ops, CrossDeviceOps):
+        raise TypeError(
+            "MPIStrategy: expected `cross_device_ops` to be a `mpidist."
+            f"CrossDeviceOps`, got {ops!r:.80}"
+        )
+    return CommunicationOptions().merge(options)
+
+
+def _repairer(group: ReplicaGroup) -> Callable[[Sequence[Key]], None]:
+    """Return a function that makes copies of variables equal again, on all ranks.
+
+    The guard holds it, and is itself kept until all ranks have collected the strategy.
+    """
+    reference = weakref.ref(group)
+    comm = group.communicator
+
+    def repair(keys: Sequence[Key]) -> None:
+        alive = reference()
+        if alive is not None:
+            updates.make_equal(alive, keys)
+        else:  # as the other ranks do first: ask who has the variables
+            comm.all_gather_integers([0] * len(keys))
+
+    return repair
