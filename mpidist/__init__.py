@@ -44,19 +44,20 @@ from mpidist._runtime.context import (
     variable_sync_on_read_context as variable_sync_on_read_context,
 )
 from mpidist._runtime.timelines import timeline as timeline
-from mpidist._strategy.cross_device_implementations import (
+from mpidist._strategy.contexts import MultiStepContext as MultiStepContext
+from mpidist._strategy.cross_device_ops import (
     CollectiveAllReduce as CollectiveAllReduce,
 )
-from mpidist._strategy.cross_device_implementations import (
+from mpidist._strategy.cross_device_ops import CrossDeviceOps as CrossDeviceOps
+from mpidist._strategy.cross_device_ops import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
 )
-from mpidist._strategy.cross_device_implementations import (
+from mpidist._strategy.cross_device_ops import (
     NcclAllReduce as NcclAllReduce,
 )
-from mpidist._strategy.cross_device_implementations import (
+from mpidist._strategy.cross_device_ops import (
     ReductionToOneDevice as ReductionToOneDevice,
 )
-from mpidist._strategy.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from mpidist._strategy.current import (
     experimental_set_strategy as experimental_set_strategy,
 )
@@ -67,7 +68,6 @@ from mpidist._strategy.current import get_replica_context as get_replica_context
 from mpidist._strategy.current import get_strategy as get_strategy
 from mpidist._strategy.extended import StrategyExtended as StrategyExtended
 from mpidist._strategy.mpi_strategy import MPIStrategy as MPIStrategy
-from mpidist._strategy.multi_step import MultiStepContext as MultiStepContext
 from mpidist._strategy.replica_context import ReplicaContext as ReplicaContext
 from mpidist._strategy.seeds import seed_all as seed_all
 from mpidist._strategy.strategy import (

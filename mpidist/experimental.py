@@ -12,6 +12,7 @@ from mpidist._checkpoints import (
     PreemptionCheckpointHandler as PreemptionCheckpointHandler,
 )
 from mpidist._checkpoints import TerminationConfig as TerminationConfig
+from mpidist._strategy.contexts import ValueContext as ValueContext
 from mpidist._strategy.tensorflow_names import (
     CentralStorageStrategy as CentralStorageStrategy,
 )
@@ -22,7 +23,6 @@ from mpidist._strategy.tensorflow_names import (
     ParameterServerStrategy as ParameterServerStrategy,
 )
 from mpidist._strategy.tensorflow_names import TPUStrategy as TPUStrategy
-from mpidist._strategy.value_context import ValueContext as ValueContext
 
 # The older name.
 CollectiveCommunication = CommunicationImplementation

@@ -1,4 +1,4 @@
-"""The interface for choosing, or implementing, how values are reduced.
+"""How values are reduced: the interface, and the implementations of tf.distribute.
 
 `StrategyExtended.reduce_to` and everything built on it (`Strategy.reduce`,
 `ReplicaContext.all_reduce`) go through the strategy's `CrossDeviceOps`. Its methods run
@@ -8,15 +8,16 @@ on every rank, in cross-replica context; each rank passes its own component.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, Final, TypeAlias
 
 from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call, fingerprint
-from mpidist._base import backend, checksums
+from mpidist._base import backend, checksums, nest
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import ReduceOp, as_reduce_op
 from mpidist._base.types import Nest
+from mpidist._engine import dtype_table
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import home_of
@@ -25,13 +26,16 @@ from mpidist._strategy.reductions import (
     Pair,
     broadcast_value,
     check_destinations,
+    reduce_pairs,
     root_of,
 )
 from mpidist._values.distributed import DistributedValues, Mirrored, own_component
 from mpidist._values.locality import component_of, differs, is_same
 from mpidist._values.variable import Variable, storage_of
 
-T = TypeVar("T")
+_Result: TypeAlias = tuple[Nest, bool]
+"""A result, and whether it is for all ranks."""
+_NUMBERS: Final = (bool, int, float, complex)
 
 
 class CrossDeviceOps:
@@ -108,7 +112,7 @@ class CrossDeviceOps:
         group = group_of_values([value for value, _ in pairs])
         call = f"{type(self).__name__}.batch_reduce"
 
-        def reduce() -> list[Nest]:
+        def reduce() -> list[_Result]:
             op = as_reduce_op(reduce_op, call)
             for value, destinations in pairs:
                 if not (differs(value) or is_same(group, value)):
@@ -118,30 +122,20 @@ class CrossDeviceOps:
                     )
                 check_destinations(group, destinations, call)
             if len(pairs) == 1:
-                value, destinations = pairs[0]
-                return [self.reduce_implementation(op, value, destinations, options)]
-            results = self.batch_reduce_implementation(op, pairs, options)
+                results = [self.reduce_implementation(op, *pairs[0], options)]
+            else:
+                results = self.batch_reduce_implementation(op, pairs, options)
             if not isinstance(results, list) or len(results) != len(pairs):
                 raise TypeError(
                     f"{call}: expected a list of {len(pairs)} results from "
                     f"`batch_reduce_implementation`, got {results!r:.80}"
                 )
-            return results
-
-        def same(results: list[Nest]) -> list[Nest]:
             return [
-                result
+                (result, root_of(group, destinations) is None)
                 for result, (_, destinations) in zip(results, pairs, strict=True)
-                if root_of(group, destinations) is None
             ]
 
-        results = _on_all(group, call, reduce, same)
-        return [
-            result
-            if root_of(group, destinations) is not None
-            else _mirror(group, result)
-            for result, (_, destinations) in zip(results, pairs, strict=True)
-        ]
+        return _run_on_all(group, call, reduce)
 
     def broadcast(self, tensor: Nest, destinations: Destination) -> Nest:
         """Copy rank 0's value to every replica. Collective.
@@ -156,15 +150,14 @@ class CrossDeviceOps:
         group = group_of_values([destinations, tensor])
         call = f"{type(self).__name__}.broadcast"
 
-        def broadcast() -> Nest:
+        def broadcast() -> list[_Result]:
             check_destinations(group, destinations, call)
             value = tensor.value() if isinstance(tensor, Variable) else tensor
-            return self.broadcast_implementation(value, destinations)
+            return [(self.broadcast_implementation(value, destinations), True)]
 
-        result = _on_all(group, call, broadcast, lambda result: [result])
-        if isinstance(result, (bool, int, float, complex)):
-            return result
-        return _mirror(group, result)
+        (result,) = _run_on_all(group, call, broadcast)
+        number = own_component(result)
+        return number if isinstance(number, _NUMBERS) else result
 
     def reduce_implementation(
         self,
@@ -196,44 +189,214 @@ class CrossDeviceOps:
         return broadcast_value(context.current().group, lambda: tensor)
 
 
-def _on_all(
-    group: ReplicaGroup,
-    call: str,
-    body: Callable[[], T],
-    same: Callable[[T], list[Nest]],
-) -> T:
+class CollectiveAllReduce(CrossDeviceOps):
+    """Reduces all values with MPI Allreduce in few messages; the default."""
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: Nest,
+        destinations: Destination,
+        options: CommunicationOptions | None,
+    ) -> Nest:
+        """All-reduce one value. Collective."""
+        pairs = [(per_replica_value, destinations)]
+        group = group_of_values([per_replica_value])
+        return reduce_pairs(group, reduce_op, pairs, options, "reduce_to")[0]
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: list[Pair],
+        options: CommunicationOptions | None,
+    ) -> list[Nest]:
+        """All-reduce several values, packed together. Collective."""
+        group = group_of_values([value for value, _ in value_destination_pairs])
+        return reduce_pairs(
+            group, reduce_op, value_destination_pairs, options, "batch_reduce_to"
+        )
+
+
+class _Packed(CollectiveAllReduce):
+    def __init__(self, num_packs: int = 1) -> None:
+        """Store the number of packs.
+
+        Raises:
+            ValueError: if the number is negative.
+        """
+        if isinstance(num_packs, bool) or not isinstance(num_packs, int):
+            raise TypeError(
+                f"{type(self).__name__}: expected `num_packs` to be an int, got "
+                f"{num_packs!r}"
+            )
+        if num_packs < 0:
+            raise ValueError(
+                f"{type(self).__name__}: expected `num_packs` to be 0 or more, got "
+                f"{num_packs}"
+            )
+        self._num_packs = num_packs
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: list[Pair],
+        options: CommunicationOptions | None,
+    ) -> list[Nest]:
+        """All-reduce several values in about ``num_packs`` messages. Collective."""
+        if options is None or not options.bytes_per_pack:
+            leaves = nest.flatten([value for value, _ in value_destination_pairs])[0]
+            total = sum(
+                backend.as_array(component_of(x), "batch_reduce")[0].nbytes
+                for x in leaves
+                if not isinstance(component_of(x), IndexedSlices)
+            )
+            packs = self._num_packs or total or 1
+            size = CommunicationOptions(bytes_per_pack=max(1, -(-total // packs)))
+            options = size if options is None else options.merge(size)
+        return super().batch_reduce_implementation(
+            reduce_op, value_destination_pairs, options
+        )
+
+
+class NcclAllReduce(_Packed):
+    """Like `CollectiveAllReduce`, with values packed into ``num_packs`` messages.
+
+    The name is TensorFlow's. `mpidist.experimental.CommunicationOptions` selects the
+    library that transfers the data, not this class.
+
+    Args:
+        num_packs: the number of packs; 0: one message for each value.
+    """
+
+
+class HierarchicalCopyAllReduce(_Packed):
+    """Like `CollectiveAllReduce`, with values packed into ``num_packs`` messages.
+
+    The name is TensorFlow's. The MPI library chooses an algorithm for the machine.
+
+    Args:
+        num_packs: the number of packs; 0: one message for each value.
+    """
+
+
+class ReductionToOneDevice(CrossDeviceOps):
+    """Reduces to one rank, which then broadcasts the result to the others.
+
+    Slower than an all-reduce, but it can use a custom reduction function.
+
+    Args:
+        reduce_to_device: a device string, as for `StrategyExtended.reduce_to`; None,
+            or a device that every rank has: rank 0's.
+        accumulation_fn: a function of the list of all replicas' values, in replica
+            order, that returns their sum (in any definition). It is called on that
+            device's rank. MEAN divides its result by the number of replicas. None: the
+            MPI operation.
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: str | None = None,
+        accumulation_fn: Callable[[list[Any]], Nest] | None = None,
+    ) -> None:
+        """Store the device and the function."""
+        self._device = reduce_to_device
+        self._accumulate = accumulation_fn
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: Nest,
+        destinations: Destination,
+        options: CommunicationOptions | None,
+    ) -> Nest:
+        """Reduce to the device, then broadcast. Collective."""
+        group = group_of_values([per_replica_value])
+        collectives = group.collectives
+        device = self._device or group.device_names[0]
+        check_destinations(group, device, type(self).__name__)
+        center = root_of(group, device) or 0
+        own = component_of(per_replica_value)
+        call = type(self).__name__
+        if isinstance(own, IndexedSlices):  # rows are concatenated, not added
+            pairs = [(per_replica_value, destinations)]
+            return reduce_pairs(group, reduce_op, pairs, options, call)[0]
+        if self._accumulate is None:
+            total = collectives.all_reduce(reduce_op, own, options, call, center)
+        else:
+            total = self._combine(group, reduce_op, own, center, options)
+        wanted_at = root_of(group, destinations)
+        if wanted_at == center:
+            return total
+        if total is None:
+            total = _zeros_like_result(reduce_op, own, call)
+        everywhere = collectives.broadcast(total, center, options, call)
+        if wanted_at is not None:
+            return everywhere if group.replica_id == wanted_at else None
+        return group.registry.wrap_tree(Mirrored, everywhere)
+
+    def _combine(
+        self,
+        group: ReplicaGroup,
+        op: ReduceOp,
+        own: Nest,
+        center: int,
+        options: CommunicationOptions | None,
+    ) -> Nest:
+        collectives = group.collectives
+        call = f"{type(self).__name__} with accumulation_fn"
+        accumulate = self._accumulate
+        if op not in (ReduceOp.SUM, ReduceOp.MEAN) or accumulate is None:
+            raise ValueError(f"{call}: expected SUM or MEAN, got {op.name}")
+        x, kind = backend.as_array(own, call)
+        row = backend.contiguous(x).reshape(1, *x.shape)
+        rows = collectives.all_gather(row, 0, options, call)
+        if group.replica_id != center:
+            return None
+        total = backend.as_array(accumulate(list(rows)), call)[0]
+        expected = _zeros_like_result(op, x, call)
+        if op is ReduceOp.MEAN:
+            total = total / len(rows)
+        total = total.astype(expected.dtype, copy=False)
+        if tuple(total.shape) != tuple(x.shape):
+            raise ValueError(
+                f"{call}: expected a result of shape {tuple(x.shape)}, got "
+                f"{backend.describe(total)}"
+            )
+        return backend.restore(total, kind)
+
+
+def _run_on_all(
+    group: ReplicaGroup, call: str, body: Callable[[], list[_Result]]
+) -> list[Nest]:
     """Run code that may be the user's, and wait until all ranks have finished.
 
-    Collective. An exception on one rank is raised on all. The results that ``same``
-    selects become Mirrored. From then on their components are assumed to be the same,
-    so they are compared here, unless the guard is off.
+    Collective. An exception on one rank is raised on all. Results for all ranks become
+    Mirrored, whose components are assumed to be the same from then on: so they are
+    compared here, unless the guard is off.
     """
     guard = group.guard
 
-    def checked(section: SectionResult) -> T:
+    def checked(section: SectionResult) -> list[_Result]:
         try:
             with context.entered(group.cross_frame):
-                result = body()
+                results = body()
             if guard.checks:
-                text = ", ".join(_describe_result(x) for x in same(result))
+                texts = [_describe_result(x) for x, for_all in results if for_all]
+                text = ", ".join(texts)
                 section.set_result(text, fingerprint(text))
         except Exception:
             raise
         except BaseException:  # such as sys.exit: not repeated on other ranks
             section.kind = "raised"
             raise
-        return result
+        return results
 
-    result: T = guard.run_section(Call(f"the end of {call}"), checked)
-    return result
-
-
-def _mirror(group: ReplicaGroup, result: Nest) -> Nest:
-    """Wrap a result that is the same on all ranks.
-
-    Also if it is already wrapped on this rank, because all ranks count keys.
-    """
-    return group.registry.wrap_tree(Mirrored, own_component(result))
+    results = guard.run_section(Call(f"the end of {call}"), checked)
+    # Wrapped again where this rank has a Mirrored already: all ranks count keys.
+    return [
+        group.registry.wrap_tree(Mirrored, own_component(x)) if for_all else x
+        for x, for_all in results
+    ]
 
 
 def _describe_result(x: Nest) -> str:
@@ -243,6 +406,15 @@ def _describe_result(x: Nest) -> str:
     if backend.is_array(x) or backend.is_number(x):
         return checksums.summarize(backend.as_array(x, "reduce")[0])
     return f"a {type(x).__name__}"
+
+
+def _zeros_like_result(op: ReduceOp, own: Nest, call: str) -> Nest:
+    """Return zeros with the shape and dtype of a reduction's result."""
+    x, kind = backend.as_array(own, call)
+    dtype = dtype_table.reduction(x.dtype, op, call).result
+    result = backend.empty_like(x, x.shape, dtype)
+    result[...] = 0
+    return backend.restore(result, kind)
 
 
 def group_of_values(values: list[Nest]) -> ReplicaGroup:

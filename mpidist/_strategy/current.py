@@ -6,7 +6,7 @@ from typing import Any
 
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._strategy import default as default  # makes itself current
+from mpidist._strategy import setup as setup  # makes the default strategy current
 from mpidist._strategy.replica_context import ReplicaContext
 from mpidist._strategy.strategy import Strategy, group_of
 

@@ -22,9 +22,8 @@ from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.interruptions import tells
 from mpidist._runtime.registry import component
-from mpidist._strategy import local_results
 from mpidist._strategy import operations as operations  # registers them
-from mpidist._strategy.multi_step import (
+from mpidist._strategy.contexts import (
     MultiStepContext,
     Steps,
     check_iterations,
@@ -38,7 +37,7 @@ from mpidist._values.distributed import (
     PerReplica,
     select_replica,
 )
-from mpidist._values.locality import check_owner
+from mpidist._values.locality import check_owner, fetch, results_of_leaf
 from mpidist._values.variable import Variable, storage_of
 from mpidist.data import Dataset
 
@@ -494,8 +493,8 @@ class StrategyExtended:
 
     def _ungrouped(self, frame: context.Frame, result: Nest) -> Nest:
         """Return the results of an update as tuples."""
-        local_results.fetch(frame.coordinator, nest.flatten(result)[0])
-        return nest.map_structure(local_results.results_of_leaf, result)
+        fetch(frame.coordinator, nest.flatten(result)[0])
+        return nest.map_structure(results_of_leaf, result)
 
     def _unwrap_at_destination(self, result: Nest, destinations: Destination) -> Nest:
         """Unwrap a value that was reduced to one rank, if this code may see it."""

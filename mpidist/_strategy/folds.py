@@ -23,7 +23,7 @@ from mpidist._base.reduce_op import ReduceFunction
 from mpidist._base.types import Array, Nest
 from mpidist._merge.argument_equality import fingerprint_of_function
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._strategy.outside import warn_of_own_value
+from mpidist._strategy.scope import warn_of_own_value
 from mpidist._values.locality import component_of, differs
 
 _SHOWN_BITS: Final = 0xFFFFFF  # of a fingerprint: six digits

@@ -8,7 +8,7 @@ from mpidist._base.remedies import explain_keywords
 from mpidist._runtime import context
 from mpidist._runtime.interruptions import tells
 from mpidist._strategy.cross_device_ops import CrossDeviceOps
-from mpidist._strategy.outside import note_closed
+from mpidist._strategy.scope import note_closed
 from mpidist._strategy.setup import Arguments, Comm, join
 from mpidist._strategy.strategy import Strategy
 

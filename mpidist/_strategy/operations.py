@@ -22,6 +22,7 @@ from mpidist._runtime.dispatch import OnRank0, check_arguments
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import component, home_of
 from mpidist._strategy import axis_reduction
+from mpidist._strategy.contexts import ValueContext
 from mpidist._strategy.folds import reduce_with
 from mpidist._strategy.reductions import (
     Destination,
@@ -31,7 +32,6 @@ from mpidist._strategy.reductions import (
     reduce_components,
     root_of,
 )
-from mpidist._strategy.value_context import ValueContext
 from mpidist._values.distributed import (
     Mirrored,
     PerReplica,

@@ -19,7 +19,7 @@ from mpidist._base.types import Given, Leaf, Nest
 from mpidist._runtime import begun, context, interruptions
 from mpidist._runtime.dispatch import check_arguments
 from mpidist._strategy.folds import fold
-from mpidist._strategy.outside import require_scope
+from mpidist._strategy.scope import require_scope
 from mpidist._strategy.strategy import Args, Kwargs, Strategy, group_of
 from mpidist._values.distributed import ArrayLike, PerReplica
 

@@ -1,11 +1,27 @@
-"""What `Strategy.scope` returns: a context manager that may be entered repeatedly."""
+"""Scopes of strategies, and what warns of calls outside of every scope.
+
+The default strategy, which is current there, has one replica, so its `all_reduce`
+returns the value itself. In a program on several ranks that is a wrong sum, and nothing
+else shows it: the first such call warns. In a thread that the function of a scope has
+started it is never meant, so there it raises.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+from mpidist._base import threads
+from mpidist._base.errors import level_of_caller
+from mpidist._base.options import CommunicationOptions
+from mpidist._base.reduce_op import ReduceOp
+from mpidist._base.types import Nest
+from mpidist._engine.collectives import Collectives
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values import creators
@@ -52,3 +68,96 @@ class Scope(contextlib.ContextDecorator, Generic[_S]):
             )
         frame.__exit__(kind, error, trace)
         self._entered.pop()
+
+
+def _make() -> weakref.WeakSet[ReplicaGroup]:
+    return weakref.WeakSet()
+
+
+# The groups of several ranks that this process is in, and that no warning has named.
+_open = threads.ReplicaLocal(_make)
+
+
+def note_open(group: ReplicaGroup) -> None:
+    """Note that a strategy has been made."""
+    if group.num_replicas > 1:
+        _open.get().add(group)
+
+
+def note_closed(group: ReplicaGroup) -> None:
+    """Note that a strategy has been closed."""
+    _open.get().discard(group)
+
+
+def require_scope(call: str) -> None:
+    """Raise if the caller is a thread that a function in a scope has started.
+
+    A scope and a replica context belong to a thread. In another one the call would be
+    of the default strategy, which has one replica.
+
+    Args:
+        call: the name of the call.
+
+    Raises:
+        RuntimeError: if another thread is in the scope of several replicas.
+    """
+    if threads.current() is not None:
+        return  # the other threads may be other replicas
+    group = context.entered_elsewhere()
+    if group is not None:
+        raise RuntimeError(
+            f"[rank {group.replica_id}] {call}: the thread "
+            f"{threading.current_thread().name!r} is in no scope, so each rank would "
+            f"get its own value back, not one of all {group.num_replicas} replicas of "
+            f"{group}, which another thread has entered. Enter it in this thread too, "
+            "while that one waits: `with ctx:`, of the `ctx` that "
+            "`mpidist.get_replica_context()` returned in the replica function; or at "
+            "program level call `strategy.run(fn)` in this thread"
+        )
+
+
+def warn_of_own_value() -> None:
+    """Warn, once until another is made, if the caller could mean a strategy.
+
+    Raises:
+        RuntimeError: as `require_scope`.
+    """
+    require_scope("all_reduce")
+    for group in list(_open.get()):
+        _open.get().clear()
+        warnings.warn(
+            f"[rank {group.replica_id}] all_reduce: this code runs outside of every "
+            "scope, in the default strategy of one replica, so each rank gets its own "
+            f"value back, not one of all {group.num_replicas} replicas of {group}; "
+            "call it in a function that you pass to `strategy.run(fn)`",
+            RuntimeWarning,
+            stacklevel=level_of_caller(),
+        )
+        return
+
+
+def of_one_replica(
+    collectives: Collectives,
+) -> tuple[Callable[..., Nest], Callable[..., Nest]]:
+    """Return ``all_reduce`` and ``all_gather`` of the default strategy.
+
+    They return the value itself, and warn or raise if the caller could mean another.
+    """
+
+    def all_reduce(
+        op: ReduceOp,
+        tree: Nest,
+        options: CommunicationOptions | None = None,
+        call: str = "all_reduce",
+    ) -> Nest:
+        if call == "all_reduce":  # of a replica context, not of a variable
+            warn_of_own_value()
+        return collectives.all_reduce(op, tree, options, call)
+
+    def all_gather(
+        value: Nest, axis: int, options: CommunicationOptions | None = None
+    ) -> Nest:
+        require_scope("all_gather")
+        return collectives.small_gathers.entry(value, axis, options)
+
+    return all_reduce, all_gather

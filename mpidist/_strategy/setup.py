@@ -2,7 +2,7 @@
 
 `join` makes the parts from below to above, together with the other ranks, and each
 wait in it has the deadline of the strategy. `complete` connects a group of replicas to
-the classes that users see; the default strategy is completed in the same way.
+the classes that users see. The default strategy is made here, when this is imported.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from mpidist._mpi.library import check_communicator, check_not_alone, local_rank
 from mpidist._mpi.self_communicator import SelfCommunicator
 from mpidist._runtime import context, forked_child, process_exit, timelines
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._strategy import outside
+from mpidist._strategy import scope
 from mpidist._strategy.cross_device_ops import CrossDeviceOps
 from mpidist._strategy.reductions import all_reduce
 from mpidist._strategy.replica_context import ReplicaContext
-from mpidist._strategy.strategy import Strategy
+from mpidist._strategy.strategy import Strategy, group_of
 from mpidist._values.distributed import RegistryOfOne
 
 # Any: an `mpi4py.MPI.Comm`, from a library that may be missing, or a `ThreadGroup`.
@@ -106,7 +106,7 @@ def join(strategy: Strategy, comm: Comm, arguments: Arguments) -> Communicator:
         guard.compare_calls(checks)
         group = ReplicaGroup(collectives, number=next(_numbers.get()), is_mpi=True)
         complete(strategy, group, arguments.cross_device_ops)
-        outside.note_open(group)
+        scope.note_open(group)
         if environment.abort:
             process_exit.watch(guard, waits=checks)
     except BaseException as error:
@@ -149,7 +149,7 @@ def complete(
     group.all_reduce = collectives.all_reduce
     group.all_gather = collectives.small_gathers.entry
     if not group.is_mpi:
-        group.all_reduce, group.all_gather = outside.of_one_replica(collectives)
+        group.all_reduce, group.all_gather = scope.of_one_replica(collectives)
     elif ops is not None:
         group.custom_ops = ops
         group.all_reduce = functools.partial(all_reduce, group)
@@ -164,26 +164,6 @@ def complete(
         group, context.Level.REPLICA, replica_context=replica_context
     )
     guard.repair_with(_repairer(group))
-
-
-def group_of_one() -> ReplicaGroup:
-    """Return the group of the default strategy: one replica, on the host, no MPI."""
-    environment = Environment(
-        abort=False,
-        cuda_aware=None,
-        guard=False,
-        timeout_seconds=0.0,
-        stall_seconds=0.0,
-        bytes_per_pack=0,
-    )
-    comm = SelfCommunicator()
-    guard = Guard(comm, None, timeout_seconds=0.0, stall_seconds=0.0, enabled=False)
-    collectives = Collectives(
-        comm, guard, CommunicationOptions(), environment, backend.Device("cpu")
-    )
-    return ReplicaGroup(
-        collectives, number=0, is_mpi=False, make_registry=RegistryOfOne
-    )
 
 
 def _make_guard(
@@ -329,3 +309,37 @@ def _repairer(group: ReplicaGroup) -> Callable[[Sequence[Key]], None]:
             comm.all_gather_integers([0] * len(keys))
 
     return repair
+
+
+class DefaultStrategy(Strategy):
+    """The strategy outside every scope: one replica, on the host, no MPI."""
+
+    _name = "default strategy"
+
+    def __init__(self) -> None:
+        complete(self, _group_of_one())
+
+    def __repr__(self) -> str:
+        return "<mpidist default strategy: 1 replica, without MPI>"
+
+
+def _group_of_one() -> ReplicaGroup:
+    environment = Environment(
+        abort=False,
+        cuda_aware=None,
+        guard=False,
+        timeout_seconds=0.0,
+        stall_seconds=0.0,
+        bytes_per_pack=0,
+    )
+    comm = SelfCommunicator()
+    guard = Guard(comm, None, timeout_seconds=0.0, stall_seconds=0.0, enabled=False)
+    collectives = Collectives(
+        comm, guard, CommunicationOptions(), environment, backend.Device("cpu")
+    )
+    return ReplicaGroup(
+        collectives, number=0, is_mpi=False, make_registry=RegistryOfOne
+    )
+
+
+context.set_default(group_of(DefaultStrategy()).replica_frame)

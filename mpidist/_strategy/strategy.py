@@ -15,11 +15,11 @@ from mpidist._base.types import Given, Leaf, Nest, OtherLeaf
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.interruptions import tells
+from mpidist._strategy.contexts import ValueContext
 from mpidist._strategy.extended import StrategyExtended
-from mpidist._strategy.local_results import local_results
 from mpidist._strategy.scope import Scope
-from mpidist._strategy.value_context import ValueContext
 from mpidist._values.distributed import PerReplica, own_component
+from mpidist._values.locality import local_results
 from mpidist.cluster import MPIClusterResolver
 from mpidist.data import (
     Dataset,

@@ -1,7 +1,8 @@
-"""A loop of steps over an iterator, as in the first version of tf.distribute."""
+"""What functions get that create values, and what the steps of a loop get."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
@@ -13,6 +14,28 @@ from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import PerReplica
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueContext:
+    """The replica that a value is created for.
+
+    `Strategy.experimental_distribute_values_from_function` passes one to its
+    ``value_fn``; it can also be created directly.
+
+    Attributes:
+        replica_id_in_sync_group: the number of the replica, from 0.
+        num_replicas_in_sync: the number of replicas.
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+    def __repr__(self) -> str:
+        return (
+            f"mpidist.ValueContext(replica id {self.replica_id_in_sync_group}, "
+            f"total replicas in sync: {self.num_replicas_in_sync})"
+        )
 
 
 class _HasNext(Protocol):
@@ -37,22 +60,16 @@ class MultiStepContext:
 
     `StrategyExtended.experimental_run_steps_on_iterator` creates one, passes it to each
     step, and returns it.
+
+    Attributes:
+        last_step_outputs: the values last stored by `set_last_step_output`, by name.
+        non_tensor_outputs: the values last stored by `set_non_tensor_output`, by name.
     """
 
     def __init__(self) -> None:
         """Start with no outputs."""
-        self._last_step_outputs: dict[str, Nest] = {}
-        self._non_tensor_outputs: dict[str, Nest] = {}
-
-    @property
-    def last_step_outputs(self) -> dict[str, Nest]:
-        """The values last stored by `set_last_step_output`, by name."""
-        return self._last_step_outputs
-
-    @property
-    def non_tensor_outputs(self) -> dict[str, Nest]:
-        """The values last stored by `set_non_tensor_output`, by name."""
-        return self._non_tensor_outputs
+        self.last_step_outputs: dict[str, Nest] = {}
+        self.non_tensor_outputs: dict[str, Nest] = {}
 
     @property
     def run_op(self) -> None:
@@ -74,23 +91,21 @@ class MultiStepContext:
         Raises:
             ValueError: if ``reduce_op`` is missing in a replica function.
         """
+        in_replica = context.current().replica_context
         if reduce_op is None:
-            if not context.in_cross_replica_context():
+            if in_replica is not None:
                 raise ValueError(
                     "set_last_step_output: expected a `reduce_op` in a replica "
                     "function, since each replica has its own output; write "
                     "`reduce_op=mpidist.ReduceOp.MEAN`, or return the output and set "
                     "it in cross-replica context"
                 )
-            self._last_step_outputs[name] = output
-            return
-        replica_context = context.current().replica_context
-        if replica_context is None:
+        elif in_replica is not None:
+            output = in_replica.all_reduce(reduce_op, output)
+        else:
             strategy = context.current().group.strategy
             output = strategy.reduce(reduce_op, output, axis=None)
-        else:
-            output = replica_context.all_reduce(reduce_op, output)
-        self._last_step_outputs[name] = output
+        self.last_step_outputs[name] = output
 
     def set_non_tensor_output(self, name: str, output: Nest) -> None:
         """Store an output of any type. Collective in a replica function.
@@ -100,12 +115,12 @@ class MultiStepContext:
         replica_context = context.current().replica_context
         if replica_context is not None:
             output = replica_context.merge_call(_all_of, args=(output,))
-        self._non_tensor_outputs[name] = output
+        self.non_tensor_outputs[name] = output
 
     def __repr__(self) -> str:
         return (
-            f"<mpidist.MultiStepContext: outputs {sorted(self._last_step_outputs)}, "
-            f"other outputs {sorted(self._non_tensor_outputs)}>"
+            f"<mpidist.MultiStepContext: outputs {sorted(self.last_step_outputs)}, "
+            f"other outputs {sorted(self.non_tensor_outputs)}>"
         )
 
 
