@@ -32,12 +32,12 @@ from mpidist._strategy.reductions import (
     reduce_components,
     root_of,
 )
+from mpidist._values.array_like import to_plain
 from mpidist._values.distributed import (
     Mirrored,
     PerReplica,
     own_component,
     select_replica,
-    to_plain,
 )
 from mpidist._values.locality import component_of, differs, is_same
 from mpidist._values.variable import Variable, storage_of

@@ -14,12 +14,12 @@ from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import DeviceArray, HostArray, Nest
 from mpidist._runtime.group import ReplicaGroup
+from mpidist._values.array_like import ArrayLike
 from mpidist._values.distributed import (
-    ArrayLike,
     DistributedValues,
     Mirrored,
     PerReplica,
-    PerReplicaOfOne,
+    is_per_replica,
     own_component,
 )
 from mpidist._values.locality import check_owner, component_of
@@ -111,7 +111,7 @@ def broadcast_value(group: ReplicaGroup, get: Callable[[], Nest]) -> Nest:
 
     def make() -> list[Nest]:  # the value, and whether it is a number
         value = get()
-        if isinstance(value, PerReplica) and not isinstance(value, PerReplicaOfOne):
+        if is_per_replica(value):
             raise TypeError(
                 "broadcast_to: got a PerReplica, which is not one value; write "
                 "`strategy.extended.reduce_to(op, value, destinations)`"

@@ -21,7 +21,8 @@ from mpidist._runtime.dispatch import check_arguments
 from mpidist._strategy.folds import fold
 from mpidist._strategy.scope import require_scope
 from mpidist._strategy.strategy import Args, Kwargs, Strategy, group_of
-from mpidist._values.distributed import ArrayLike, PerReplica
+from mpidist._values.array_like import ArrayLike
+from mpidist._values.distributed import PerReplica
 
 
 @explain_attributes

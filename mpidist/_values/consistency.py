@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -16,7 +17,8 @@ from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.locality import check_owner
 from mpidist._values.variable import Variable, array_of, storage_of
 
-_MOST_NAMED = 5
+MOST_NAMED: Final = 5  # arrays, or ranks, in a message
+_DIGEST_BYTES: Final = 16
 
 
 def check_in_sync(variables: Nest) -> None:
@@ -83,20 +85,14 @@ def _check_variables(group: ReplicaGroup, leaves: list[Nest]) -> None:
 
 @dispatch.operation("check_in_sync")
 def _check(group: ReplicaGroup, variables: list[Variable]) -> None:
-    collectives = group.collectives
-    digests = [_digest(array_of(variable)) for variable in variables]
     text = ", ".join(f"{v.name!r} #{storage_of(v).key[0]}" for v in variables)
-    call = Call(f"check_in_sync({text})")
-    if collectives.guard.agree_and_compare(call, fingerprint_of(*digests)):
+    digests = [digest(array_of(variable)) for variable in variables]
+    found = find_differences(group, Call(f"check_in_sync({text})"), digests)
+    if not found:
         return
-    rows = collectives.comm.all_gather_objects(b"".join(digests))
-    columns = [[row[i : i + 16] for row in rows] for i in range(0, len(rows[0]), 16)]
-    drifted = [i for i, column in enumerate(columns) if len(set(column)) > 1]
-    messages = [
-        _describe(group, variables[i], columns[i]) for i in drifted[:_MOST_NAMED]
-    ]
-    if len(drifted) > _MOST_NAMED:
-        messages.append(f"  and {len(drifted) - _MOST_NAMED} more variables")
+    messages = [_describe(group, variables[d.number], d) for d in found[:MOST_NAMED]]
+    if len(found) > MOST_NAMED:
+        messages.append(f"  and {len(found) - MOST_NAMED} more variables")
     raise OutOfSyncError(
         on_rank(
             group.replica_id,
@@ -108,22 +104,57 @@ def _check(group: ReplicaGroup, variables: list[Variable]) -> None:
     )
 
 
-def _digest(array: Array) -> bytes:
+class Difference(NamedTuple):
+    """An array whose copies differ.
+
+    Attributes:
+        number: of the array among those that were compared.
+        drifted: the ranks whose copies are not the most frequent one.
+        agreeing: the other ranks.
+    """
+
+    number: int
+    drifted: list[int]
+    agreeing: list[int]
+
+    def __str__(self) -> str:
+        drifted, agreeing = format_ranks(self.drifted), format_ranks(self.agreeing)
+        return f"on {drifted}, compared with {agreeing}"
+
+
+def digest(array: Array) -> bytes:
+    """Return 128 bits that depend on the values of an array."""
     raw = backend.value_bytes(backend.to_host(array))
-    return hashlib.blake2b(raw.data, digest_size=16).digest()
+    return hashlib.blake2b(raw.data, digest_size=_DIGEST_BYTES).digest()
 
 
-def _describe(group: ReplicaGroup, variable: Variable, column: list[bytes]) -> str:
+def find_differences(
+    group: ReplicaGroup, call: Call, digests: list[bytes]
+) -> list[Difference]:
+    """Compare the digests of arrays; return the arrays that differ. Collective."""
+    if group.guard.agree_and_compare(call, fingerprint_of(*digests)):
+        return []
+    rows = group.communicator.all_gather_objects(b"".join(digests))
+    found = []
+    for i in range(len(digests)):
+        part = slice(i * _DIGEST_BYTES, (i + 1) * _DIGEST_BYTES)
+        column = [row[part] for row in rows]
+        usual = max(column, key=column.count)  # in a tie, the first
+        drifted = [rank for rank, one in enumerate(column) if one != usual]
+        if drifted:
+            agreeing = [rank for rank in range(len(rows)) if rank not in drifted]
+            found.append(Difference(i, drifted, agreeing))
+    return found
+
+
+def _describe(group: ReplicaGroup, variable: Variable, difference: Difference) -> str:
     """Describe which ranks differ, and where. Collective."""
     comm = group.communicator
-    reference = max(column, key=column.count)  # in a tie, the first
-    home = column.index(reference)
-    drifted = [rank for rank, digest in enumerate(column) if digest != reference]
     mine = backend.contiguous(backend.to_host(array_of(variable)))
     theirs = mine.copy()
-    comm.broadcast(backend.as_bytes(theirs), home)
+    comm.broadcast(backend.as_bytes(theirs), difference.agreeing[0])
     text = b""
-    if group.replica_id in drifted:
+    if group.replica_id in difference.drifted:
         differ = backend.value_bytes(mine) != backend.value_bytes(theirs)
         places = differ.reshape(mine.size, -1).any(axis=1)
         first = int(places.argmax())
@@ -135,12 +166,8 @@ def _describe(group: ReplicaGroup, variable: Variable, column: list[bytes]) -> s
             f"{_compare(mine.reshape(-1)[first], theirs.reshape(-1)[first])}"
         ).encode()
     lines = [item.decode() for item in comm.all_gather_objects(text) if item]
-    agreeing = [rank for rank in range(len(column)) if rank not in drifted]
-    head = (
-        f"  Variable {variable.name!r} on {format_ranks(drifted)}, compared with "
-        f"{format_ranks(agreeing)}:"
-    )
-    return "\n".join([head, *lines[:_MOST_NAMED]])
+    head = f"  Variable {variable.name!r} {difference}:"
+    return "\n".join([head, *lines[:MOST_NAMED]])
 
 
 def _compare(mine: np.generic, theirs: np.generic) -> str:

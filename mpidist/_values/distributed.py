@@ -1,58 +1,21 @@
-"""Values with one component per replica, and array-like objects."""
+"""Values with one component per replica."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpidist._base import backend, guests, nest
-from mpidist._base.remedies import explain_attributes, is_own_attribute, missing_name
-from mpidist._base.types import Array, DType, HostArray, Nest, Own, Shape
+from mpidist._base import nest
+from mpidist._base.remedies import explain_attributes
+from mpidist._base.types import HostArray, Nest, Own
 from mpidist._runtime import context
 from mpidist._runtime.registry import Components, Key, Registry
+from mpidist._values.array_like import BINARY_NAMES, ArrayLike
 
 _C = TypeVar("_C", bound=Components)
-
-_DELEGATED: Final = frozenset(
-    [
-        "T",
-        "all",
-        "any",
-        "argmax",
-        "argmin",
-        "astype",
-        "clip",
-        "conj",
-        "copy",
-        "cumsum",
-        "dot",
-        "flatten",
-        "imag",
-        "item",
-        "itemsize",
-        "max",
-        "mean",
-        "min",
-        "nbytes",
-        "prod",
-        "ravel",
-        "real",
-        "reshape",
-        "round",
-        "squeeze",
-        "std",
-        "strides",
-        "sum",
-        "tolist",
-        "trace",
-        "transpose",
-        "var",
-    ]
-)
 
 
 class DistributedValues(Components, Generic[Own]):
@@ -182,10 +145,7 @@ def _refuse_operator(self: PerReplica, *others: Any) -> NoReturn:
     )
 
 
-for _name in (
-    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or"),
-    *("xor", "lshift", "rshift"),
-):
+for _name in BINARY_NAMES:
     for _prefix in ("", "r"):
         setattr(PerReplica, f"__{_prefix}{_name}__", _refuse_operator)
 for _name in (
@@ -203,234 +163,6 @@ _ALTERNATIVES: Final = (
     "`strategy.experimental_local_results(value)`, or pass it to `strategy.run`. "
     "Numbers that you pass to `merge_call` become PerReplica too"
 )
-
-
-class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
-    """An object that acts as an array in arithmetic, NumPy and CuPy functions.
-
-    Results are plain arrays. In-place operators and item assignment raise, because they
-    would change one copy only.
-
-    It deliberately has no ``__cuda_array_interface__``: with one, CuPy would handle
-    ``x @ variable`` itself, and fail on the type. Without it CuPy defers to
-    `__array_ufunc__`. `value` returns the CuPy array for functions that require one.
-    """
-
-    __array_priority__: float = 1000.0
-
-    def _refuse_write(self, what: str) -> NoReturn:
-        raise TypeError(
-            f"`{what.format(x='x')}` would change the copy of one replica only; write "
-            "a new array with `x = x + ...`, or put the value into a `mpidist.Variable`"
-        )
-
-    def _array_view(self) -> Array:
-        """Return the value as an array, also if it is a number."""
-        array: Array = backend.as_array(self.value(), type(self).__name__)[0]
-        return array
-
-    @property
-    def shape(self) -> Shape:
-        """Shape of the array."""
-        return tuple(self._array_view().shape)
-
-    @property
-    def dtype(self) -> DType:
-        """Dtype of the array."""
-        dtype: DType = self._array_view().dtype
-        return dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return int(self._array_view().ndim)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(self._array_view().size)
-
-    def value(self) -> Any:
-        """Return the array itself, without a copy. All operations use it.
-
-        A NumPy array is read-only. A CuPy array cannot be: do not write to it.
-        """
-        raise NotImplementedError
-
-    def numpy(self) -> HostArray:
-        """Return a copy, as a NumPy array on the host.
-
-        Not collective, except for an ON_READ variable in cross-replica context.
-        """
-        return np.array(backend.to_host(self._array_view()))
-
-    def __array__(
-        self, dtype: DTypeLike | None = None, copy: bool | None = None
-    ) -> HostArray:
-        x = self._array_view()
-        if backend.is_device_array(x):
-            raise TypeError(
-                f"this {type(self).__name__} is on a GPU and is not copied to the "
-                "host unasked; write `x.numpy()` for a copy there, or `x.value()` for "
-                "the CuPy array"
-            )
-        return np.array(x, dtype=dtype, copy=copy)
-
-    def __dlpack__(
-        self,
-        *,
-        stream: Any = None,
-        max_version: tuple[int, int] | None = None,
-        dl_device: tuple[int, int] | None = None,
-        copy: bool | None = None,
-    ) -> Any:
-        """Return a copy for ``from_dlpack`` of torch, JAX, NumPy and CuPy.
-
-        Always a copy: torch does not know read-only memory, and arrays of JAX must not
-        change, as a variable does. `value` is the array without a copy.
-
-        Raises:
-            BufferError: for ``copy=False``.
-        """
-        if copy is False:
-            raise BufferError(
-                f"a {type(self).__name__} gives a copy over DLPack, because its memory "
-                "is read-only; leave out `copy=False`, or use `x.value()`"
-            )
-        return guests.export_copy(self._array_view(), stream, max_version, dl_device)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        device: tuple[int, int] = self._array_view().__dlpack_device__()
-        return device
-
-    def __jax_array__(self) -> Any:
-        return guests.restore(self._array_view().copy(), "jax")
-
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kw: Any) -> Any:
-        for target in kw.get("out", ()):
-            if isinstance(target, ArrayLike):
-                target._refuse_write(f"numpy.{ufunc.__name__}(..., out={{x}})")
-        if method == "at" and isinstance(inputs[0], ArrayLike):
-            inputs[0]._refuse_write(f"numpy.{ufunc.__name__}.at({{x}}, ...)")
-        inputs = tuple(to_plain(x) for x in inputs)
-        if ufunc in _OPERATORS and not _HOST.issuperset(map(type, inputs)):
-            for kind in map(guests.kind_of, inputs):
-                if kind is not None and method == "__call__" and not kw:
-                    return _OPERATORS[ufunc](*(_as_guest(x, kind) for x in inputs))
-        return getattr(ufunc, method)(
-            *inputs, **{k: to_plain(v) for k, v in kw.items()}
-        )
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        args, kwargs = (_tensors(args), _tensors(kwargs or {}))
-        return func(*args, **kwargs)
-
-    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if isinstance(kwargs.get("out"), ArrayLike):
-            kwargs["out"]._refuse_write(f"numpy.{func.__name__}(..., out={{x}})")
-        if func is np.copyto and args and isinstance(args[0], ArrayLike):
-            args[0]._refuse_write("numpy.copyto({x}, ...)")
-        return func(*_plain_arguments(args), **_plain_arguments(kwargs))
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.value()[to_plain(index)]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self._refuse_write("{x}[...] = ...")
-
-    def __len__(self) -> int:
-        return len(self.value())
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.value())
-
-    def __contains__(self, value: Any) -> bool:
-        return bool((self.value() == to_plain(value)).any())
-
-    def __bool__(self) -> bool:
-        return bool(self.value())
-
-    def __int__(self) -> int:
-        return int(self.value())
-
-    def __float__(self) -> float:
-        return float(self.value())
-
-    def __complex__(self) -> complex:
-        return complex(self.value())
-
-    def __index__(self) -> int:
-        return int(self.value().__index__())
-
-    def __round__(self, ndigits: int | None = None) -> Any:
-        return round(self._array_view().item(), ndigits)
-
-    def __format__(self, spec: str) -> str:
-        if not spec:
-            return str(self)
-        return format(self.value(), spec)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _DELEGATED:
-            return getattr(self.value(), name)
-        if is_own_attribute(self, name):
-            return object.__getattribute__(self, name)
-        kind = type(self).__name__
-        message = f"{kind!r} object has no attribute {name!r}"
-        raise missing_name(kind, message, name)
-
-
-# Of torch and JAX: NumPy's functions would convert them to NumPy arrays.
-_HOST: Final = frozenset((np.ndarray, int, float, np.float64, np.float32))
-_OPERATORS: Final[dict[Any, Callable[..., Any]]] = {
-    np.add: operator.add,
-    np.subtract: operator.sub,
-    np.multiply: operator.mul,
-    np.true_divide: operator.truediv,
-    np.floor_divide: operator.floordiv,
-    np.remainder: operator.mod,
-    np.power: operator.pow,
-    np.matmul: operator.matmul,
-    np.bitwise_and: operator.and_,
-    np.bitwise_or: operator.or_,
-    np.bitwise_xor: operator.xor,
-    np.less: operator.lt,
-    np.less_equal: operator.le,
-    np.equal: operator.eq,
-    np.not_equal: operator.ne,
-    np.greater: operator.gt,
-    np.greater_equal: operator.ge,
-    np.negative: operator.neg,
-    np.absolute: operator.abs,
-}
-
-
-def _make_in_place(symbol: str) -> Callable[[ArrayLike, Any], NoReturn]:
-    def refuse(self: ArrayLike, other: Any) -> NoReturn:
-        self._refuse_write(f"{{x}} {symbol} ...")
-
-    return refuse
-
-
-for _name, _symbol in {
-    "add": "+=",
-    "sub": "-=",
-    "mul": "*=",
-    "truediv": "/=",
-    "floordiv": "//=",
-    "mod": "%=",
-    "pow": "**=",
-    "matmul": "@=",
-    "and": "&=",
-    "or": "|=",
-    "xor": "^=",
-    "lshift": "<<=",
-    "rshift": ">>=",
-}.items():
-    setattr(ArrayLike, f"__i{_name}__", _make_in_place(_symbol))
 
 
 class Mirrored(DistributedValues[Any], ArrayLike):
@@ -488,6 +220,11 @@ class PerReplicaOfOne(ArrayLike, PerReplica[Any]):
         return repr(self)
 
 
+def is_per_replica(x: Nest) -> bool:
+    """Return whether a value differs between replicas, of which there are several."""
+    return isinstance(x, PerReplica) and not isinstance(x, PerReplicaOfOne)
+
+
 class RegistryOfOne(Registry):
     """The registry of one replica: its component is all that there is."""
 
@@ -496,35 +233,6 @@ class RegistryOfOne(Registry):
         if kind is PerReplica:
             return super().wrap(PerReplicaOfOne, own, key)  # type: ignore[return-value]
         return super().wrap(kind, own, key)
-
-
-def to_plain(x: Nest) -> Nest:
-    """Return the array of an `ArrayLike`, and anything else unchanged."""
-    return x.value() if isinstance(x, ArrayLike) else x
-
-
-def _as_guest(x: Nest, kind: guests.GuestKind) -> Nest:
-    """Return an operand as an array of torch or JAX: a copy, which stays as it is."""
-    if backend.is_number(x) or guests.kind_of(x) is not None:
-        return x
-    return guests.restore(backend.as_array(x, "operand")[0].copy(), kind)
-
-
-def _tensors(x: Nest) -> Nest:
-    """Replace what is `ArrayLike` in the arguments of a function of torch."""
-    if isinstance(x, (list, tuple)) and type(x) in (list, tuple):
-        return type(x)(_tensors(item) for item in x)
-    if type(x) is dict:
-        return {key: _tensors(item) for key, item in x.items()}
-    return _as_guest(x.value(), "torch") if isinstance(x, ArrayLike) else x
-
-
-def _plain_arguments(x: Nest) -> Nest:
-    if isinstance(x, (list, tuple)) and type(x) in (list, tuple):
-        return type(x)(_plain_arguments(item) for item in x)
-    if type(x) is dict:
-        return {key: _plain_arguments(item) for key, item in x.items()}
-    return to_plain(x)
 
 
 def select_replica(tree: Nest) -> Nest:

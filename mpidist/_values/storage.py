@@ -16,8 +16,7 @@ from mpidist._base.indexed_slices import Scatter
 from mpidist._base.types import Array, Nest
 from mpidist._base.variable_enums import VariableSynchronization
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._values import conversion
-from mpidist._values.attributes import Attributes
+from mpidist._values.arguments import Attributes, Target, convert, convert_slices
 
 Assignment = Literal["assign", "assign_add", "assign_sub"]
 
@@ -114,7 +113,7 @@ class VariableStorage:
             and own.dtype.kind != "b"
         ):
             return value
-        return conversion.convert(self._target(), how, value)
+        return convert(self._target(), how, value)
 
     def prepare_slices(self, how: Scatter, value: Nest) -> tuple[Array, Array]:
         """Return the indices and rows of an `IndexedSlices`, converted for the array.
@@ -123,10 +122,10 @@ class VariableStorage:
             TypeError, ValueError: if the array has no such rows, see
                 `Variable.scatter_add`.
         """
-        return conversion.convert_slices(self._target(), how, value)
+        return convert_slices(self._target(), how, value)
 
-    def _target(self) -> conversion.Target:
-        return conversion.Target(self.name, self.array, self.group.collectives.device)
+    def _target(self) -> Target:
+        return Target(self.name, self.array, self.group.collectives.device)
 
     def apply(self, how: Assignment, value: Any) -> None:
         """Change the array; ``value`` is the array that `prepare` has returned."""

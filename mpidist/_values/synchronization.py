@@ -1,4 +1,4 @@
-"""When the copies of a variable are combined: on write, or on read.
+"""When the copies of a variable are combined: on write, on read, or never.
 
 A policy defines what reading and writing mean at each level. The storage prepares the
 values (dtype, shape, device) and changes this rank's copy; the policy communicates.
@@ -6,14 +6,18 @@ values (dtype, shape, device) and changes this rank's copy; the policy communica
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Final, NoReturn
 
 import numpy as np
 
+from mpidist._base.errors import level_of_caller
 from mpidist._base.indexed_slices import IndexedSlices, Scatter
 from mpidist._base.reduce_op import ReduceOp
+from mpidist._base.threads import ReplicaLocal
 from mpidist._base.types import Array, Nest
 from mpidist._base.variable_enums import VariableAggregation
+from mpidist._runtime.context import Frame, Level
 from mpidist._values.distributed import PerReplica, own_component
 from mpidist._values.storage import Assignment, VariableStorage
 
@@ -171,3 +175,44 @@ def require_readable(storage: VariableStorage) -> None:
             "`strategy.experimental_local_results(variable)`, or make it with "
             "aggregation=SUM, MEAN or ONLY_FIRST_REPLICA"
         )
+
+
+_names: ReplicaLocal[list[str]] = ReplicaLocal(list)  # of what a warning has named
+
+
+def check_plain_write(storage: VariableStorage, how: str, frame: Frame) -> None:
+    """Warn once, or raise, if replicas write a variable made outside every scope.
+
+    Each process has one of its own then; the scope may have been forgotten.
+
+    Args:
+        storage: of the variable.
+        how: the name of the method of `Variable`.
+        frame: where it is called.
+
+    Raises:
+        RuntimeError: if it has an aggregation, which nothing would do.
+    """
+    if frame.level is not Level.REPLICA or frame.group.num_replicas == 1:
+        return
+    attributes = storage.attributes
+    call = f"Variable {attributes.name!r}.{how}: this variable was made outside every"
+    if attributes.aggregation is not VariableAggregation.NONE:
+        raise RuntimeError(
+            f"{call} scope, so each process has one of its own, and nothing would "
+            f"combine the replicas' values by {attributes.aggregation.name}; make it "
+            "in `with strategy.scope():`, or with aggregation=NONE if each process is "
+            "to have its own"
+        )
+    # ON_READ says that each replica has its own value.
+    if storage.on_read or _names.get():
+        return
+    _names.get().append(attributes.name)
+    warnings.warn(
+        f"[rank {frame.group.replica_id}] {call} scope, so each of the "
+        f"{frame.group.num_replicas} replicas writes one of its own, and their values "
+        "may differ; make it in `with strategy.scope():`, or with synchronization="
+        '"ON_READ" if each process is to have its own',
+        RuntimeWarning,
+        stacklevel=level_of_caller(),
+    )

@@ -20,11 +20,9 @@ from mpidist._runtime import context, dispatch, interruptions
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import Registered
-from mpidist._values import plain
-from mpidist._values.attributes import Attributes, check_attributes
-from mpidist._values.conversion import initial_array
+from mpidist._values.arguments import Attributes, check_attributes, initial_array
+from mpidist._values.array_like import ArrayLike
 from mpidist._values.creators import Internal, by_creators
-from mpidist._values.distributed import ArrayLike
 from mpidist._values.reference import Reference
 from mpidist._values.storage import Assignment, VariableStorage
 from mpidist._values.synchronization import (
@@ -32,6 +30,7 @@ from mpidist._values.synchronization import (
     ON_WRITE,
     OnRead,
     OnWrite,
+    check_plain_write,
     require_readable,
 )
 
@@ -139,8 +138,7 @@ class Variable(ArrayLike, Registered):
         if frame.coordinator is not None:
             arguments = (make(), attributes, OnRank0(self))
             frame.coordinator.command("create_variable", arguments)
-            registry = group.registry
-            weakref.finalize(self, registry.dropped.append, self._storage.key)
+            self._note_dropped()
             return
         text = f"{attributes}, dtype={dtype}, shape={shape}"
         (value,) = collectives.share(lambda: [make()], text)
@@ -271,20 +269,24 @@ class Variable(ArrayLike, Registered):
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         """Return a new variable with the same copies. Collective."""
         storage = self._storage
-        arguments = (self, f"deepcopy of {storage.describe_call('value')}")
         group = storage.group
+        arguments = (self, f"deepcopy of {storage.describe_call('value')}")
+        copied: Variable
         if not group.is_mpi:  # with one copy, so it can be created anywhere
             copied = dispatch.execute(group, "copy_variable", arguments)
-            memo[id(self)] = copied
-            return copied  # type: ignore[no-any-return]
-        copied = dispatch.perform(
-            group, "copy_variable", *arguments, call="copy.deepcopy"
-        )
-        if context.current().coordinator is not None:
-            registry = group.registry
-            weakref.finalize(copied, registry.dropped.append, copied._storage.key)
+        else:
+            copied = dispatch.perform(
+                group, "copy_variable", *arguments, call="copy.deepcopy"
+            )
+            if context.current().coordinator is not None:
+                copied._note_dropped()
         memo[id(self)] = copied
-        return copied  # type: ignore[no-any-return]
+        return copied
+
+    def _note_dropped(self) -> None:
+        """Tell the other ranks when rank 0 drops this variable, made in merge_fn."""
+        dropped = self._storage.group.registry.dropped
+        weakref.finalize(self, dropped.append, self._storage.key)
 
     # --- reading --------------------------------------------------------------
 
@@ -478,8 +480,7 @@ class Variable(ArrayLike, Registered):
         group = self._storage.group
         if not group.is_mpi:
             if how != "reading":
-                storage = self._storage
-                plain.check_write(storage.attributes, storage.on_read, how, frame)
+                check_plain_write(self._storage, how, frame)
             return None
         if frame.group is not group and context.has_strategy():
             raise RuntimeError(

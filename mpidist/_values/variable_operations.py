@@ -9,7 +9,7 @@ from mpidist._base.types import Array, Nest
 from mpidist._runtime import dispatch
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._values.attributes import Attributes
+from mpidist._values.arguments import Attributes
 from mpidist._values.locality import is_same
 from mpidist._values.storage import Assignment
 from mpidist._values.synchronization import ON_READ

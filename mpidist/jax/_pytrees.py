@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from mpidist._values.distributed import ArrayLike, Mirrored
+from mpidist._values.array_like import ArrayLike
+from mpidist._values.distributed import Mirrored
 from mpidist._values.variable import Variable
 
 

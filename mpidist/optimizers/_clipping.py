@@ -10,7 +10,7 @@ import numpy as np
 
 from mpidist._base import backend, nest
 from mpidist._base.types import Array, Nest
-from mpidist._values.distributed import PerReplica, PerReplicaOfOne
+from mpidist._values.distributed import is_per_replica
 from mpidist.optimizers._arguments import array_functions
 
 # Elements processed at a time: on the host as many as fit into a core's cache, on a GPU
@@ -48,7 +48,7 @@ def clip_by_global_norm(grads: Nest, clip_norm: float) -> tuple[Nest, Nest]:
     clip = check_clip_norm(clip_norm, call, "clip_norm")
     leaves, structure = nest.flatten(grads)
     for leaf in leaves:
-        if isinstance(leaf, PerReplica) and not isinstance(leaf, PerReplicaOfOne):
+        if is_per_replica(leaf):
             raise TypeError(
                 f"{call}: got a PerReplica; reduce it first: "
                 '`strategy.reduce("SUM", gradients, axis=None)`, or in a replica '

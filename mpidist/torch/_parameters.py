@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import TypeAlias
 
@@ -10,18 +9,15 @@ import torch
 
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, guests, nest
-from mpidist._base.errors import OutOfSyncError, format_ranks, on_rank
-from mpidist._base.fingerprint import fingerprint_of
+from mpidist._base.errors import OutOfSyncError, on_rank
 from mpidist._base.remedies import explain_keywords
-from mpidist._base.types import Array, Nest
+from mpidist._base.types import Nest
 from mpidist._strategy.current import check_root, group_of_call
 from mpidist._strategy.strategy import Strategy
+from mpidist._values.consistency import MOST_NAMED, digest, find_differences
 
 Tensors: TypeAlias = "torch.nn.Module | Mapping[str, torch.Tensor]"
 """A module, or its tensors by name, such as `module.state_dict()`."""
-
-_MOST_NAMED = 5
-_DIGEST = 16  # bytes
 
 
 @explain_keywords("mpidist.torch.broadcast_parameters")
@@ -121,35 +117,24 @@ def check_in_sync(module: Tensors, *, strategy: Strategy | None = None) -> None:
     """
     call = "mpidist.torch.check_in_sync"
     group = group_of_call(strategy, call)
-    collectives = group.collectives
     try:
         tensors = tensors_of(module, call)
         arrays = [backend.as_array(x, call)[0] for x in tensors.values()]
         digests = [digest(x) for x in arrays]
     except Exception as error:
-        collectives.invalid(call, error)
+        group.collectives.invalid(call, error)
     described = [
         f"{name!r}: {backend.describe(x)}"
         for name, x in zip(tensors, arrays, strict=True)
     ]
     text = f"{call} of {{{', '.join(described)}}}"
-    if collectives.guard.agree_and_compare(Call(text), fingerprint_of(*digests)):
+    found = find_differences(group, Call(text), digests)
+    if not found:
         return
-    rows = collectives.comm.all_gather_objects(b"".join(digests))
-    lines = []
-    for i, name in enumerate(tensors):
-        column = [row[i * _DIGEST : (i + 1) * _DIGEST] for row in rows]
-        usual = max(column, key=column.count)  # in a tie, the first
-        other = [rank for rank, digest in enumerate(column) if digest != usual]
-        if other:
-            same = [rank for rank in range(len(rows)) if rank not in other]
-            lines.append(
-                f"  {name!r} on {format_ranks(other)}, compared with "
-                f"{format_ranks(same)}"
-            )
-    more = len(lines) - _MOST_NAMED
-    if more > 0:
-        lines[_MOST_NAMED:] = [f"  and {more} more tensors"]
+    names = list(tensors)
+    lines = [f"  {names[d.number]!r} {d}" for d in found[:MOST_NAMED]]
+    if len(found) > MOST_NAMED:
+        lines.append(f"  and {len(found) - MOST_NAMED} more tensors")
     listed = "\n".join(lines)
     raise OutOfSyncError(
         on_rank(
@@ -177,9 +162,3 @@ def tensors_of(module: Tensors, call: str) -> dict[str, torch.Tensor]:
             f"{module!r:.80}; write `dict(module.named_parameters())`"
         )
     return dict(module)
-
-
-def digest(array: Array) -> bytes:
-    """Return 128 bits that depend on the values of an array."""
-    raw = backend.value_bytes(backend.to_host(array))
-    return hashlib.blake2b(raw.data, digest_size=_DIGEST).digest()

@@ -30,8 +30,8 @@ from mpidist._base.remedies import explain_keywords
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.current import group_of_call
 from mpidist._strategy.strategy import Strategy
+from mpidist._values.consistency import digest
 from mpidist.torch._optimizer import DistributedOptimizer
-from mpidist.torch._parameters import digest
 
 # Their steps treat each element by itself, so that a parameter may be cut.
 _ELEMENTWISE: Final = frozenset(

@@ -1,10 +1,12 @@
-"""Values that users assign, as arrays of a variable: what fits, and what is refused.
+"""The arguments of `Variable` and its methods: what fits, and what is refused.
 
 Nothing here communicates, and nothing changes the variable.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -13,15 +15,72 @@ from numpy.typing import DTypeLike
 from mpidist._base import backend
 from mpidist._base.indexed_slices import IndexedSlices, Scatter
 from mpidist._base.types import Array, DType, Nest, Shape
-from mpidist._base.variable_enums import VariableAggregation
-from mpidist._values.attributes import Attributes
-from mpidist._values.distributed import (
-    Mirrored,
-    PerReplica,
-    PerReplicaOfOne,
-    own_component,
-    to_plain,
-)
+from mpidist._base.variable_enums import VariableAggregation, VariableSynchronization
+from mpidist._values.array_like import to_plain
+from mpidist._values.distributed import PerReplica, is_per_replica
+
+
+@dataclasses.dataclass(frozen=True)
+class Attributes:
+    """The name of a variable, and how its copies are combined."""
+
+    name: str
+    trainable: bool
+    synchronization: VariableSynchronization
+    aggregation: VariableAggregation
+
+    def __str__(self) -> str:
+        return (
+            f"Variable {self.name!r} ({self.synchronization.name}, "
+            f"aggregation={self.aggregation.name})"
+        )
+
+
+def _member(kind: type[enum.Enum], value: object) -> object:
+    """Return the member of an enumeration for a name (case-insensitive)."""
+    if isinstance(value, str):
+        return kind.__members__.get(value.upper(), value)
+    return value
+
+
+def check_attributes(
+    trainable: object, name: object, synchronization: object, aggregation: object
+) -> Attributes:
+    """Return the attributes for the arguments of `Variable` of these names.
+
+    Raises:
+        TypeError, ValueError: if they are not as `Variable` says.
+    """
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"Variable: expected `name` to be a str, got {name!r}")
+    synchronization = _member(VariableSynchronization, synchronization)
+    aggregation = _member(VariableAggregation, aggregation)
+    if not isinstance(synchronization, VariableSynchronization):
+        raise ValueError(
+            "Variable: expected `synchronization` to be a `mpidist."
+            f"VariableSynchronization` (AUTO, ON_WRITE or ON_READ), got "
+            f"{synchronization!r}"
+        )
+    if not isinstance(aggregation, VariableAggregation):
+        raise ValueError(
+            "Variable: expected `aggregation` to be a `mpidist.VariableAggregation` "
+            f"(NONE, SUM, MEAN or ONLY_FIRST_REPLICA), got {aggregation!r}"
+        )
+    name = name or "Variable"
+    if synchronization is VariableSynchronization.NONE:
+        raise ValueError(
+            f"Variable {name!r}: `NONE` variable synchronization mode is not "
+            "supported; write AUTO, ON_WRITE or ON_READ"
+        )
+    on_read = synchronization is VariableSynchronization.ON_READ
+    return Attributes(
+        name=name,
+        trainable=not on_read if trainable is None else bool(trainable),
+        synchronization=(
+            synchronization if on_read else VariableSynchronization.ON_WRITE
+        ),
+        aggregation=aggregation,
+    )
 
 
 class Target(NamedTuple):
@@ -59,9 +118,7 @@ def convert(target: Target, how: str, value: Nest, shape: Shape | None = None) -
             "& ~value)`, or make the variable with an integer dtype"
         )
     shape = own.shape if shape is None else shape
-    if isinstance(value, (Mirrored, PerReplicaOfOne)):
-        value = own_component(value)
-    if isinstance(value, PerReplica):
+    if is_per_replica(value):
         _refuse_per_replica(target.name, how)
     value = to_plain(value)
     listed = isinstance(value, (list, tuple))
@@ -94,10 +151,9 @@ def convert_slices(target: Target, how: Scatter, value: Nest) -> tuple[Array, Ar
             `Variable.scatter_add`.
     """
     call = f"Variable {target.name!r}.scatter_{how}"
-    if isinstance(value, (Mirrored, PerReplicaOfOne)):
-        value = own_component(value)
-    if isinstance(value, PerReplica):
+    if is_per_replica(value):
         _refuse_per_replica(target.name, f"scatter_{how}")
+    value = to_plain(value)
     if not isinstance(value, IndexedSlices):
         raise TypeError(
             f"{call}: expected a `mpidist.IndexedSlices`, got "
@@ -174,13 +230,11 @@ def initial_array(
     """
     call = f"Variable {attributes.name!r}"
     value = initial_value() if callable(initial_value) else initial_value
-    if isinstance(value, PerReplica) and not isinstance(value, PerReplicaOfOne):
+    if is_per_replica(value):
         raise TypeError(
             f"{call}: got a PerReplica as initial value; write `strategy.reduce(op, "
             "value, axis=None)` or one array"
         )
-    if isinstance(value, (Mirrored, PerReplicaOfOne)):
-        value = own_component(value)
     value = to_plain(value)
     if isinstance(value, (list, tuple)):
         value = np.asarray(value)
