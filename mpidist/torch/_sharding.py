@@ -14,7 +14,6 @@ none: on one node its all-reduce already divides the additions among the ranks.
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, NoReturn
@@ -32,6 +31,7 @@ from mpidist._strategy.current import group_of_call
 from mpidist._strategy.strategy import Strategy
 from mpidist._values.consistency import digest
 from mpidist.torch._optimizer import DistributedOptimizer
+from mpidist.torch._sharded_state import Part, cut, pack, unpack
 
 # Their steps treat each element by itself, so that a parameter may be cut.
 _ELEMENTWISE: Final = frozenset(
@@ -46,7 +46,6 @@ _REFUSED: Final = {
     torch.optim.SparseAdam: "mpidist reduces dense gradients only",
 }
 _NOT_SETTINGS: Final = ("params", "param_names")
-_ALIGNED: Final = 16  # bytes: where the tensors of a state begin in a message
 
 
 class _Sequence(NamedTuple):
@@ -54,38 +53,6 @@ class _Sequence(NamedTuple):
 
     parameters: list[torch.Tensor]
     partition: Partition
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Part:
-    """What this rank has of a parameter.
-
-    Attributes:
-        number: of the parameter, as in a state dict.
-        parameter: the parameter.
-        start: its first element that is here.
-        stop: the end of those.
-        tensor: the parameter itself if it is all here, else a flat view.
-    """
-
-    number: int
-    parameter: torch.Tensor
-    start: int
-    stop: int
-    tensor: torch.Tensor
-
-    @property
-    def is_cut(self) -> bool:
-        return self.tensor is not self.parameter
-
-    def refresh(self) -> None:
-        """Take the memory that the parameter has now, and its gradient."""
-        if not self.is_cut:
-            return
-        here = slice(self.start, self.stop)
-        gradient = self.parameter.grad
-        self.tensor.data = self.parameter.detach().view(-1)[here]
-        self.tensor.grad = None if gradient is None else gradient.reshape(-1)[here]
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer):
@@ -156,7 +123,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._rank, self._ranks = group.replica_id, group.num_replicas
         self._loads = [0] * self._ranks
         self._sequences: list[_Sequence] = []
-        self._parts: list[list[_Part]] = []
+        self._parts: list[list[Part]] = []
         self._checked = self._ranks == 1
         try:
             _check_class(optimizer_class, call)
@@ -165,7 +132,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             self._divide(self.param_groups)
             groups = [self._local_group(i) for i in range(len(self._parts))]
             self._local = optimizer_class(groups, **defaults)
-            self.defaults = self._local.defaults
+            self.defaults = self._local_optimizer.defaults
             self._read_settings(only_new=True)
             self._name = f"{call} of {optimizer_class.__name__}"
             text = f"{self._name} with {self._settings()} for {self._described()}"
@@ -225,8 +192,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 )
             )
         try:
-            assert self._local is not None
-            self._local.step()
+            self._local_optimizer.step()
             self._read_settings()
             self._show_state()
             own = {} if self._ranks == 1 else self._own_elements()
@@ -251,7 +217,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             added = self.param_groups[-1:]
             self._divide(added)
-            self._local.add_param_group(self._local_group(len(self._parts) - 1))
+            group_of_parts = self._local_group(len(self._parts) - 1)
+            self._local_optimizer.add_param_group(group_of_parts)
             self._read_settings(only_new=True)
             text = f"{call} with {self._settings()} for {self._described()}"
         except Exception as error:
@@ -267,8 +234,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         group = self._group("state_dict")
         call = f"{self._name}.state_dict"
         try:
-            heads, data = self._packed()
-            own = pickle.dumps(heads)
+            entries, data = pack(self._all_parts(), self._local_optimizer.state)
+            own = pickle.dumps(entries)
         except Exception as error:
             group.collectives.invalid(call, error)
         group.guard.agree(Call(call))
@@ -279,7 +246,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             numbers = list(range(number, number + len(one["params"])))
             number += len(numbers)
             groups.append({**one, "params": numbers})
-        return {"state": _unpacked(rows, data), "param_groups": groups}
+        return {"state": unpack(rows, data), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the state: each rank takes its part. Not collective; all ranks call it.
@@ -291,7 +258,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: if its groups, or the shapes in it, do not fit the parameters.
         """
-        assert self._local is not None
         call = f"{self._name}.load_state_dict"
         saved = state_dict["param_groups"]
         expected = [len(group["params"]) for group in self.param_groups]
@@ -307,11 +273,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         for i, part in enumerate(self._all_parts()):
             values = state_dict["state"].get(numbers[part.number])
             if values is not None:
-                state[i] = {key: _cut(x, key, part, call) for key, x in values.items()}
-        groups = self._local.state_dict()["param_groups"]
+                state[i] = {key: cut(x, key, part, call) for key, x in values.items()}
+        groups = self._local_optimizer.state_dict()["param_groups"]
         for group, other in zip(groups, saved, strict=True):
             group.update(_settings_of(other))
-        self._local.load_state_dict({"state": state, "param_groups": groups})
+        self._local_optimizer.load_state_dict({"state": state, "param_groups": groups})
         self._read_settings()
         self._show_state()
 
@@ -347,11 +313,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 if piece.stop - piece.start < p.numel():
                     flat = p.detach().view(-1)[piece.start : piece.stop]
                     tensor = torch.nn.Parameter(flat, p.requires_grad)
-                self._parts[index].append(_Part(number, p, *piece[1:], tensor))
+                self._parts[index].append(Part(number, p, *piece[1:], tensor))
         for parts in self._parts[place:]:
             parts.sort(key=lambda part: part.number)
 
-    def _all_parts(self) -> Iterator[_Part]:
+    def _all_parts(self) -> Iterator[Part]:
         """Yield this rank's parts, in the order of the local optimizer."""
         for parts in self._parts:
             yield from parts
@@ -387,6 +353,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     # --- the local optimizer ----------------------------------------------------
 
+    @property
+    def _local_optimizer(self) -> torch.optim.Optimizer:
+        assert self._local is not None  # but in the constructor of the base class
+        return self._local
+
     def _local_group(self, index: int) -> dict[str, Any]:
         parts = self._parts[index]
         settings = _settings_of(self.param_groups[index])
@@ -394,28 +365,25 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def _write_settings(self) -> None:
         """Give the local optimizer the settings of the groups, such as ``lr``."""
-        assert self._local is not None
-        pairs = zip(self._local.param_groups, self.param_groups, strict=True)
+        pairs = zip(self._local_optimizer.param_groups, self.param_groups, strict=True)
         for local, group in pairs:
             local.update(_settings_of(group))
 
     def _read_settings(self, *, only_new: bool = False) -> None:
         """Take the settings of the local optimizer, which a step may change."""
-        assert self._local is not None
-        pairs = zip(self.param_groups, self._local.param_groups, strict=True)
+        pairs = zip(self.param_groups, self._local_optimizer.param_groups, strict=True)
         for group, local in pairs:
             settings = _settings_of(local)
             group.update({**settings, **group} if only_new else settings)
 
     def _show_state(self) -> None:
         """Let ``state`` have the state of this rank's parts, by their parameters."""
-        assert self._local is not None
         self.state.clear()
         for part in self._all_parts():
             if part.is_cut:
                 part.tensor.grad = None
-            if part.tensor in self._local.state:
-                self.state[part.parameter] = self._local.state[part.tensor]
+            if part.tensor in self._local_optimizer.state:
+                self.state[part.parameter] = self._local_optimizer.state[part.tensor]
 
     def _settings(self) -> str:
         shown = []
@@ -443,80 +411,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def _group(self, method: str) -> ReplicaGroup:
         return group_of_call(self._strategy, f"{self._name}.{method}")
-
-    # --- the state --------------------------------------------------------------
-
-    def _packed(self) -> tuple[_Heads, torch.Tensor]:
-        """Return this rank's state: what is in it, and its tensors as bytes."""
-        assert self._local is not None
-        heads: list[_Head] = []
-        raw: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)]
-        size = 0
-        for part in self._all_parts():
-            if part.tensor not in self._local.state:
-                continue
-            for key, x in self._local.state[part.tensor].items():
-                held: Any = x.detach().cpu() if isinstance(x, torch.Tensor) else x
-                if not isinstance(x, torch.Tensor) or x.dim() == 0:
-                    heads.append(_Head(part.number, key, value=held))
-                    continue
-                is_cut = part.is_cut and x.shape == part.tensor.shape
-                shape = tuple(part.parameter.shape if is_cut else x.shape)
-                raw.append(held.contiguous().view(-1).view(torch.uint8))
-                stop = size + raw[-1].numel()
-                heads.append(_Head(part.number, key, held.dtype, shape, size, stop))
-                raw.append(raw[0].new_zeros(-stop % _ALIGNED))
-                size = stop + raw[-1].numel()
-        return _Heads(heads, size), torch.cat(raw)
-
-
-class _Head(NamedTuple):
-    """What is known of an entry of a state: a value, or where its bytes are.
-
-    Attributes:
-        number: of the parameter.
-        key: of the entry.
-        dtype: of a tensor; None for another value.
-        shape: of the whole tensor, of which only a part may be here.
-        start: where its bytes begin in those of its rank.
-        stop: where they end.
-        value: another value, or a tensor without dimensions.
-    """
-
-    number: int
-    key: str
-    dtype: torch.dtype | None = None
-    shape: tuple[int, ...] = ()
-    start: int = 0
-    stop: int = 0
-    value: Any = None
-
-
-class _Heads(NamedTuple):
-    """The entries of the state of a rank, and the number of its bytes."""
-
-    heads: list[_Head]
-    size: int
-
-
-def _unpacked(rows: list[_Heads], data: torch.Tensor) -> dict[int, dict[str, Any]]:
-    """Return the state of all ranks: views of the bytes, but for tensors of several."""
-    state: dict[int, dict[str, Any]] = {}
-    found: dict[tuple[int, str], list[torch.Tensor]] = {}
-    shapes: dict[tuple[int, str], tuple[int, ...]] = {}
-    base = 0
-    for heads, size in rows:
-        for head in heads:
-            state.setdefault(head.number, {})[head.key] = head.value
-            if head.dtype is not None:
-                piece = data[base + head.start : base + head.stop].view(head.dtype)
-                found.setdefault((head.number, head.key), []).append(piece)
-                shapes[head.number, head.key] = head.shape
-        base += size
-    for (number, key), pieces in found.items():
-        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        state[number][key] = whole.view(shapes[number, key])
-    return dict(sorted(state.items()))
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -554,17 +448,3 @@ def _check_class(given: object, call: str) -> None:
             raise ValueError(
                 f"{call}: the state of {given.__name__} cannot be divided, as {why}"
             )
-
-
-def _cut(x: Any, key: str, part: _Part, call: str) -> Any:
-    """Return this rank's part of a value in a state, in memory of its own."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    if not part.is_cut or x.dim() == 0:
-        return x.clone()
-    if x.shape != part.parameter.shape:
-        raise ValueError(
-            f"{call}: expected {key!r} of parameter {part.number} of shape "
-            f"{tuple(part.parameter.shape)}, got {tuple(x.shape)}"
-        )
-    return x.reshape(-1)[part.start : part.stop].clone()
