@@ -1,4 +1,4 @@
-"""What functions get that create values, and what the steps of a loop get."""
+"""The contexts that functions of users receive: for values, and in a loop of steps."""
 
 from __future__ import annotations
 

@@ -185,12 +185,12 @@ class CrossDeviceOps:
         ]
 
     def broadcast_implementation(self, tensor: Nest, destinations: Destination) -> Nest:
-        """Copy rank 0's value to all ranks, by default with MPI Bcast. Collective."""
+        """Copy rank 0's value to all ranks, by default by one broadcast. Collective."""
         return broadcast_value(context.current().group, lambda: tensor)
 
 
 class CollectiveAllReduce(CrossDeviceOps):
-    """Reduces all values with MPI Allreduce in few messages; the default."""
+    """Reduces several values together, by one all-reduce; the default."""
 
     def reduce_implementation(
         self,

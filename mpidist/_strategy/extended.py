@@ -309,7 +309,7 @@ class StrategyExtended:
             destinations: where the result goes. A variable (which does not change), a
                 distributed value, an array, or a device that every rank has, such as
                 "/cpu:0": to every replica. A device string of `worker_devices`, or with
-                "/task:K": to that rank only (an MPI Reduce).
+                "/task:K": to that rank only (a reduce).
             options: communication options for this call.
             experimental_hints: the older name of ``options``.
 

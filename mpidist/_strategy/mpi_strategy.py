@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mpidist._agreement import mismatch
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.remedies import explain_keywords
@@ -57,10 +59,11 @@ class MPIStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
         """Join the other ranks of ``comm`` in a strategy. Collective."""
-        self._join(comm, Arguments(device, communication_options, cross_device_ops))
+        arguments = Arguments(device, communication_options, cross_device_ops)
+        self._join(comm, lambda: arguments)
 
-    def _join(self, comm: Comm, arguments: Arguments) -> None:
-        self._communicator = join(self, comm, arguments)
+    def _join(self, comm: Comm, make: Callable[[], Arguments]) -> None:
+        self._communicator = join(self, comm, make)
 
     @tells("MPIStrategy.close")
     def close(self) -> None:

@@ -26,9 +26,9 @@ from mpidist._values.locality import check_owner, component_of
 from mpidist._values.variable import Variable
 
 Everywhere: TypeAlias = DistributedValues | ArrayLike | HostArray | DeviceArray
-"""What is on every replica."""
+"""A destination on every replica."""
 Destination: TypeAlias = Everywhere | str
-"""Where a result goes: every replica or, for the device of a rank, that one."""
+"""The destination of a result: every replica or, for the device of a rank, that one."""
 Pair: TypeAlias = tuple[Nest, Destination]
 """A value, and where its reduction goes."""
 
@@ -91,7 +91,7 @@ def reduce_components(
     options: CommunicationOptions | None,
     call: str,
 ) -> list[Nest]:
-    """Do the same as `reduce_pairs`, but return plain results. Collective."""
+    """Reduce the pairs of `reduce_pairs`; return plain results. Collective."""
     collectives = group.collectives
     groups: dict[int | None, list[int]] = {}
     for i, (_, destinations) in enumerate(pairs):

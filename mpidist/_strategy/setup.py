@@ -1,8 +1,8 @@
-"""Where a strategy is put together: its communicator, guard, collectives and contexts.
+"""The composition root: makes the communicator, guard and collectives of a strategy.
 
-`join` makes the parts from below to above, together with the other ranks, and each
-wait in it has the deadline of the strategy. `complete` connects a group of replicas to
-the classes that users see. The default strategy is made here, when this is imported.
+`join` makes them together with the other ranks; every wait in it has the deadline of
+the strategy. `complete` connects a group of replicas with the classes that users see.
+The default strategy is made when this module is imported.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Arguments(NamedTuple):
     """The arguments of `MPIStrategy` but ``comm``, not yet checked.
 
     They are checked when the ranks can tell each other what is wrong. ``wrong`` is an
-    error that was found before, perhaps on this rank only.
+    error that was found before.
     """
 
     device: str = "auto"
@@ -62,12 +62,22 @@ class Arguments(NamedTuple):
     wrong: Exception | None = None
 
 
-def join(strategy: Strategy, comm: Comm, arguments: Arguments) -> Communicator:
+def join(strategy: Strategy, comm: Comm, make: Callable[[], Arguments]) -> Communicator:
     """Join the other ranks of ``comm`` in a strategy. Collective.
+
+    Args:
+        strategy: the strategy, whose constructor runs.
+        comm: as for `MPIStrategy`.
+        make: returns the other arguments. A TypeError or ValueError that it raises,
+            perhaps on this rank only, is raised on all ranks.
 
     Returns:
         The strategy's own communicator.
     """
+    try:
+        arguments = make()
+    except (TypeError, ValueError) as error:
+        arguments = Arguments(wrong=error)
     problem = ""
     try:
         environment = read_environment()

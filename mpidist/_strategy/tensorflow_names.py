@@ -72,12 +72,12 @@ class MirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
         cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
         """Join the other ranks in a strategy. Collective."""
-        device, wrong = "auto", None
-        try:
-            device = "auto" if devices is None else _own_device(devices)
-        except (TypeError, ValueError) as error:  # perhaps on this rank only
-            wrong = error
-        self._join(None, Arguments(device, None, cross_device_ops, wrong))
+        self._join(
+            None,
+            lambda: Arguments(
+                device=_own_device(devices), cross_device_ops=cross_device_ops
+            ),
+        )
 
 
 class MultiWorkerMirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
@@ -107,12 +107,8 @@ class MultiWorkerMirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
         communication: CommunicationImplementation | str | None = None,
     ) -> None:
         """Join the other ranks in a strategy. Collective."""
-        options, wrong = communication_options, None
-        try:
-            options = _options(cluster_resolver, options, communication)
-        except (TypeError, ValueError) as error:  # perhaps on this rank only
-            wrong = error
-        self._join(None, Arguments(communication_options=options, wrong=wrong))
+        given = cluster_resolver, communication_options, communication
+        self._join(None, lambda: Arguments(communication_options=_options(*given)))
 
 
 class _NoStrategy(Strategy):
@@ -127,8 +123,7 @@ class _NoStrategy(Strategy):
 class TPUStrategy(_NoStrategy):
     """TensorFlow's strategy for TPUs, for ``isinstance``, which is False.
 
-    Raises:
-        NotImplementedError: always; the message says what to write.
+    Creating one raises a NotImplementedError, which says what to write.
     """
 
     _instead = "there are no TPUs here; write `mpidist.MPIStrategy()`"
@@ -137,8 +132,7 @@ class TPUStrategy(_NoStrategy):
 class OneDeviceStrategy(_NoStrategy):
     """TensorFlow's strategy for one device, for ``isinstance``, which is False.
 
-    Raises:
-        NotImplementedError: always; the message says what to write.
+    Creating one raises a NotImplementedError, which says what to write.
     """
 
     _instead = 'write `mpidist.MPIStrategy(device="cpu")`, and start one rank'
@@ -147,8 +141,7 @@ class OneDeviceStrategy(_NoStrategy):
 class ParameterServerStrategy(_NoStrategy):
     """TensorFlow's strategy with servers, for ``isinstance``, which is False.
 
-    Raises:
-        NotImplementedError: always; the message says what to write.
+    Creating one raises a NotImplementedError, which says what to write.
     """
 
     _instead = (
@@ -160,8 +153,7 @@ class ParameterServerStrategy(_NoStrategy):
 class CentralStorageStrategy(ParameterServerStrategy):
     """TensorFlow's strategy with one copy, for ``isinstance``, which is False.
 
-    Raises:
-        NotImplementedError: always; the message says what to write.
+    Creating one raises a NotImplementedError, which says what to write.
     """
 
 
@@ -224,6 +216,8 @@ def _options(
 
 def _own_device(devices: object) -> str:
     """Return this rank's device among those of all, as `MPIStrategy` names it."""
+    if devices is None:
+        return "auto"
     if not isinstance(devices, (list, tuple)):
         raise TypeError(
             "MirroredStrategy: expected `devices` to be a list of strings such as "

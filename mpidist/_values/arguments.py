@@ -84,7 +84,7 @@ def check_attributes(
 
 
 class Target(NamedTuple):
-    """What a value is converted for.
+    """The variable that a value is converted for.
 
     Attributes:
         name: of the variable, for messages.

@@ -1,4 +1,4 @@
-"""When the copies of a variable are combined: on write, on read, or never.
+"""The policies of variables: copies are combined on write, on read, or never.
 
 A policy defines what reading and writing mean at each level. The storage prepares the
 values (dtype, shape, device) and changes this rank's copy; the policy communicates.
@@ -35,7 +35,7 @@ class OnWrite:
         storage.apply(how, self._aggregate(storage, how, value))
 
     def scatter(self, storage: VariableStorage, how: Scatter, value: Nest) -> None:
-        """Do the same as `write`, for rows. Collective."""
+        """Write rows in a replica context, as `write` does. Collective."""
         call = storage.describe_call(f"scatter_{how}")
         _require_aggregation(storage, f"scatter_{how}")
         collectives = storage.group.collectives

@@ -168,12 +168,12 @@ class Variable(ArrayLike, Registered):
 
     @property
     def synchronization(self) -> VariableSynchronization:
-        """When the copies are combined."""
+        """The time when the copies are combined: when written, or when read."""
         return self._storage.attributes.synchronization
 
     @property
     def aggregation(self) -> VariableAggregation:
-        """How values that replicas assign are combined."""
+        """The operation that combines the values of replicas."""
         return self._storage.attributes.aggregation
 
     @property

@@ -1,4 +1,4 @@
-"""What all ranks run to create, copy, read and change a variable together."""
+"""The operations that create, copy, read and change a variable on all ranks."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ _ALIGNED: Final = 16  # bytes: where the tensors of a state begin in a message
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """What this rank has of a parameter.
+    """The elements of a parameter that this rank has.
 
     Attributes:
         number: of the parameter, as in a state dict.

@@ -104,7 +104,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     """
 
     state_is_collective = True
-    """That `state_dict` is collective: for `mpidist.Checkpoint`."""
+    """Tells `mpidist.Checkpoint` that `state_dict` is a collective call."""
 
     _local: torch.optim.Optimizer | None = None
 
