@@ -55,7 +55,6 @@ _STARTERS = (
     "launching",
     "run_ranks",
     "run_job",
-    "cuda_aware_probe",
     "sides",
     "hosts",
     "Hosts",

@@ -40,7 +40,6 @@ _GIVES = {
 # What parameters are, by their names, in these modules; arrays only in the first.
 _MODULES = (
     "_base/backend.py",
-    "_transports/cuda_aware_probe.py",
     "_transports/nccl.py",
     "_transports/staged.py",
 )

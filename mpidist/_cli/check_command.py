@@ -38,8 +38,8 @@ from mpidist._cli.outcomes import (
 from mpidist._cli.speaking import Parser, let_the_first_speak, positive_seconds, say
 from mpidist._cli.system_checks import SystemChecks
 from mpidist._mpi import versions
+from mpidist._mpi.library import query_cuda_support
 from mpidist._strategy.strategy import group_of
-from mpidist._transports.cuda_aware_probe import probe_direct
 
 ABOUT: Final = "a quick test of these ranks: does everything work here?"
 _DESCRIPTION: Final = """\
@@ -56,7 +56,6 @@ real job:
 Exits 0 if all is well, 1 if a check failed; a note is not a failure. No check waits
 longer than --timeout.
 """
-_PROBE_SECONDS: Final = 60.0
 _OF_ONE_RANK: Final = ("MPIDIST_TRACE",)  # may differ between ranks
 _T = TypeVar("_T")
 _EXPORT: Final = (
@@ -253,26 +252,14 @@ class _Checks:
         core = core_facts(self._job.comm.allgather(_native.missing))
         return Note(core["text"], core["advice"]) if core["advice"] else core["text"]
 
-    def cuda_aware(self) -> str | Note:
-        """Have child processes of rank 0 pass GPU arrays to MPI."""
-        facts, found = gpu_facts(), None
-        ranks = min(self._job.size, 2)
-        if self._job.rank == 0 and facts["gpus"]:
-            found = probe_direct(ranks, timeout_seconds=_PROBE_SECONDS)
-        found, reason = self._job.from_root((found, facts["reason"]))
-        if found is None:
-            return f"not tried: {reason}"
-        text = f"{found.outcome} on {ranks} rank{'s' * (ranks > 1)}: {found.detail}"
+    def cuda_aware(self) -> str:
+        """Say whether MPI accepts GPU arrays, as it says, and how they move."""
+        facts, found = self._job.from_root((gpu_facts(), query_cuda_support()))
+        if not facts["gpus"]:
+            return f"not tried: {facts['reason']}"
         name = self._made and transport_facts(self._made)["gpu"]["name"]
-        if name == "direct" and found.outcome != "works":
-            raise CheckFailedError(
-                text,
-                "GPU arrays are passed to MPI directly; export MPIDIST_CUDA_AWARE=0",
-            )
-        if name == "staged" and found.outcome == "works":
-            hint = "but arrays are staged through the host: export MPIDIST_CUDA_AWARE=1"
-            return Note(f"{text}; {hint}")
-        return text
+        says = f"the MPI says so ({found})" if found else "the MPI does not say so"
+        return f"{says}; GPU arrays are moved by: {name or 'nothing'}"
 
     def _run(self, replica: Callable[[mpidist.ReplicaContext], _T]) -> _T:
         """Run on all replicas; return the result of this rank's replica."""

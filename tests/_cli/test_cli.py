@@ -6,16 +6,12 @@ import configparser
 import json
 import subprocess
 import sys
-import types
 
 import pytest
 from launching import ROOT, rank_environment, run_python, run_ranks
 
 from mpidist import _cli
-from mpidist._cli import check_command
 from mpidist._cli.bench_cases import CASES
-from mpidist._cli.job import Job
-from mpidist._cli.outcomes import attempt
 
 TIMEOUT = 100.0
 
@@ -249,36 +245,6 @@ def test_check_lets_one_rank_alone_write_a_trace():
     assert result.returncode == 0, result.stdout
     assert " rank=1/2 " in result.stderr
     assert " rank=0/2 " not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("outcome", "transport", "state", "advice"),
-    [
-        ("works", "direct", "ok", ""),
-        ("works", "staged", "note", "MPIDIST_CUDA_AWARE=1"),
-        ("crashed", "staged", "ok", ""),
-        ("crashed", "direct", "FAILED", "MPIDIST_CUDA_AWARE=0"),
-    ],
-)
-def test_what_the_probe_of_gpu_buffers_means(
-    monkeypatch, outcome, transport, state, advice
-):
-    """The outcome of a real probe needs a GPU: tests marked gpu."""
-    for name, result in (
-        ("probe_direct", types.SimpleNamespace(outcome=outcome, detail="in a sum")),
-        ("gpu_facts", {"gpus": 1, "reason": ""}),
-        ("transport_facts", {"gpu": {"name": transport}}),
-    ):
-        monkeypatch.setattr(
-            check_command, name, lambda *args, result=result, **kwargs: result
-        )
-    job = Job()
-    checks = check_command._Checks(job, 60.0)
-    checks._made = object()
-    given = attempt(job, "CUDA-aware MPI", checks.cuda_aware)
-    assert given.state == state
-    assert given.text.startswith(f"{outcome} on 1 rank: in a sum")
-    assert advice in given.text + given.advice
 
 
 # --- how it is loaded ----------------------------------------------------------------
