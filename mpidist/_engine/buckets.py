@@ -17,16 +17,10 @@ from mpidist._base import backend
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, DType, Shape
 from mpidist._engine import dtype_table
+from mpidist._engine.compression import LEAST_BYTES, Compression
+from mpidist._engine.transports import Transport, Transports
 from mpidist._mpi.buffers import COMBINE
 from mpidist._mpi.communicator import AnyCommunicator, Communicator, MPIOp
-from mpidist._transports import (
-    COMPRESSED_BYTES,
-    Compression,
-    DirectTransport,
-    StagedTransport,
-    Transport,
-    Transports,
-)
 
 Results: TypeAlias = list[Any]
 """New arrays, one for each leaf; None for each on a rank that wants none."""
@@ -218,9 +212,8 @@ def _compresses(transport: Transport, buffer: Array, operation: MPIOp) -> bool:
     """
     return (
         operation == "SUM"
-        and buffer.nbytes > COMPRESSED_BYTES
-        and isinstance(transport, DirectTransport | StagedTransport)
-        and not (backend.is_device_array(buffer) and transport.name == "direct")
+        and buffer.nbytes > LEAST_BYTES
+        and (transport.name == "staged" or not backend.is_device_array(buffer))
     )
 
 

@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpidist import _transports
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.root_messages import RootMessages
@@ -28,6 +27,7 @@ from mpidist._base.types import Array, Nest
 from mpidist._engine import ROUTES
 from mpidist._engine.all_gather import AllGathers
 from mpidist._engine.buckets import FlatBuffers
+from mpidist._engine.compression import Compression
 from mpidist._engine.memory import NO_MEMORY, SharedMemory
 from mpidist._engine.node import Node
 from mpidist._engine.nodes import Nodes
@@ -37,7 +37,9 @@ from mpidist._engine.registered_buffers import RegisteredBuffers
 from mpidist._engine.resources import UNCOMPRESSED
 from mpidist._engine.rows import Rows
 from mpidist._engine.share import Sharing
+from mpidist._engine.staged import StagedTransport
 from mpidist._engine.staging import Staging
+from mpidist._engine.transports import DirectTransport, Transports
 from mpidist._mpi.communicator import AnyCommunicator
 
 
@@ -103,7 +105,7 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
         if (
             self.device.kind == "gpu"
             and not self.devices.decision.mixed
-            and isinstance(staged, _transports.StagedTransport)
+            and isinstance(staged, StagedTransport)
         ):
             try:  # page-locked memory, which may be refused on one rank
                 staged.prepare(self.device.array_module.empty(1, np.uint8))
@@ -129,9 +131,9 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
         self.pool: Pool = Pool(0)  # its memory goes with the last result
         self.plans.restart(self._plan_resources())
         self._forget_gathers()
-        direct = _transports.DirectTransport(self.comm)
-        closed = _transports.Transports(direct, direct, "closed")
-        self.transports: _transports.Transports = closed
+        direct = DirectTransport(self.comm)
+        closed = Transports(direct, direct, "closed")
+        self.transports: Transports = closed
         self._chosen = dict.fromkeys(CommunicationImplementation, self.transports)
 
     def _describe(
@@ -164,7 +166,7 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
         text += self.text_of_devices(arrays, structure)
         compress = None
         if compression != UNCOMPRESSED and self.comm.num_nodes > 1:
-            compress = functools.partial(_transports.Compression, *compression)
+            compress = functools.partial(Compression, *compression)
         to_root = "" if root is None else f" to rank {root}"
         return Signature(
             Call(f"{call}{to_root} {op.name} {text}"),

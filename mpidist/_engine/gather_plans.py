@@ -42,7 +42,7 @@ from mpidist._base.types import Array, DType, HostArray, Shape
 from mpidist._engine.buckets import Results
 from mpidist._engine.node import Node
 from mpidist._engine.pool import Pool
-from mpidist._transports import Transports
+from mpidist._engine.transports import Transports
 
 # Arrays of a nest are packed for MPI below this average and this total size.
 _PACKED_BYTES: Final = 16 * 1024

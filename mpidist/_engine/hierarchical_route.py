@@ -31,12 +31,12 @@ from mpidist._base import backend
 from mpidist._base.types import Array, DType, HostArray
 from mpidist._engine.between_route import has_same_bits, room_behind
 from mpidist._engine.buckets import Leaf, Results
+from mpidist._engine.compression import LEAST_BYTES as LEAST_COMPRESSED_BYTES
 from mpidist._engine.core_routes import CoreReduce, nbytes_of, takes
 from mpidist._engine.nodes import Nodes
 from mpidist._engine.plans import PlanResources, Signature
 from mpidist._engine.pool import SMALLEST
 from mpidist._mpi.traffic import Traffic
-from mpidist._transports import COMPRESSED_BYTES
 
 LEAST_BYTES: Final = 64 * 1024
 """The minimum size of a nest; see `least_bytes`."""
@@ -85,7 +85,7 @@ def _groups(
     groups = []
     for members in lossy.values():
         nbytes = sum(nbytes_of(resources, signature.leaves[i]) for i in members)
-        if nbytes > COMPRESSED_BYTES:
+        if nbytes > LEAST_COMPRESSED_BYTES:
             groups.append((members, True))
         else:
             plain += members

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Final
 
-from mpidist import _transports
-from mpidist._agreement.guard import Guard
 from mpidist._base import threads
 from mpidist._engine.node import Node, open_node
 from mpidist._engine.nodes import Nodes, open_nodes
@@ -22,15 +19,14 @@ class SharedMemory:
     Attributes:
         node: of one node.
         nodes: of each of several nodes.
-        make_transport: returns the transport of host buffers through that memory; gets
-            the guard, which does not exist yet when the memory is opened.
         problem: why there is none; "" if there is, or with one rank.
+        in_process: whether replicas are threads, which need none.
     """
 
     node: Node | None = None
     nodes: Nodes | None = None
-    make_transport: Callable[[Guard], _transports.DirectTransport] | None = None
     problem: str = ""
+    in_process: bool = False
 
 
 NO_MEMORY: Final = SharedMemory()
@@ -44,24 +40,16 @@ def open_shared_memory(comm: Communicator, *, wanted: bool) -> SharedMemory:
         wanted: whether this rank wants it.
     """
     if threads.current() is not None:
-        direct = _transports.DirectTransport(comm)
-        return SharedMemory(None, None, lambda _: direct, "replicas are threads")
+        return SharedMemory(problem="replicas are threads", in_process=True)
     crowded = is_crowded(comm.machine_size)
     # It decides how the ranks meet, so all must have the same answer.
     crowded = not comm.all_min(int(not crowded))
     if comm.num_nodes > 1:
         nodes, problem = open_nodes(comm, wanted=wanted, crowded=crowded)
-        if nodes is None:
-            return SharedMemory(problem=problem)
-        several = _transports.NodesTransport(comm)
-        return SharedMemory(None, nodes, lambda _: several, problem)
+        return SharedMemory(None, nodes, problem)
     opened = open_node(comm, wanted=wanted, crowded=crowded)
     node = opened.node
     if node is None:
         return SharedMemory(problem=opened.problem)
     comm.traffic.core = node.channel
-
-    def make_transport(guard: Guard) -> _transports.DirectTransport:
-        return _transports.SharedTransport(comm, guard, node.channel, node.piece_bytes)
-
-    return SharedMemory(node, None, make_transport)
+    return SharedMemory(node)

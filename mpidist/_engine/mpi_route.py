@@ -7,14 +7,11 @@ buffers (`buckets`), which a transport reduces.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from mpidist import _native
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
-from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array
 from mpidist._engine import buckets as _buckets
 from mpidist._engine.buckets import Results
@@ -45,7 +42,6 @@ class MpiReduce:
             signature.compress,
         )
         self._buffers = resources.buffers
-        self._reduce_one = self._single(signature)
 
     def __call__(
         self,
@@ -69,7 +65,7 @@ class MpiReduce:
 
     def _prepare(self, arrays: list[Array]) -> Results:
         """Allocate all memory that a call needs; return that of the results."""
-        self._transports.check()
+        self._transports.device.check()
         for bucket in self._buckets:
             _buckets.reserve(bucket, self._leaves, arrays, self._buffers)
         if not self._wanted:
@@ -88,15 +84,6 @@ class MpiReduce:
             raise self._guard.leave_payload(call, error) from None
 
     def _move(self, arrays: list[Array], results: Results) -> None:
-        if self._reduce_one is not None:
-            (x,), (leaf,) = arrays, self._leaves
-            x = backend.contiguous(x)
-            wire = leaf.reduction.wire
-            if x.dtype.char != wire.char:  # equal to NumPy, but not to mpi4py: q and l
-                x = x.view(wire)
-            self._reduce_one(x, results[0])
-            self._comm.traffic.count("Allreduce", x.nbytes)
-            return
         for bucket in self._buckets:
             _buckets.reduce_bucket(
                 bucket,
@@ -107,22 +94,6 @@ class MpiReduce:
                 results,
                 self._root,
             )
-
-    def _single(self, signature: Signature) -> Callable[[Array, Array], None] | None:
-        """Return a function that reduces a single leaf, if it needs no conversion."""
-        if len(signature.leaves) != 1 or signature.root is not None:
-            return None
-        leaf, bucket = signature.leaves[0], self._buckets[0]
-        reduction = leaf.reduction
-        if reduction.encoding != "none" or reduction.mpi == "gather":
-            return None
-        if leaf.on_device or leaf.size == 0 or bucket.compression is not None:
-            return None
-        mean = reduction.op is ReduceOp.MEAN
-        return signature.transports.host.reducer(
-            reduction.mpi,
-            self._comm.size if mean else None,
-        )
 
     def _new_result(self, x: Array, leaf: _buckets.Leaf) -> Array:
         if leaf.on_device:

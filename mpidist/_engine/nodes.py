@@ -26,11 +26,11 @@ from mpidist._agreement.channel import LEFT, LeftError
 from mpidist._agreement.guard import Guard
 from mpidist._base.memory import LINE
 from mpidist._base.types import DType, HostArray
+from mpidist._engine.compression import Compression
 from mpidist._engine.node import Node, open_node
 from mpidist._mpi.buffers import BufferCollectives, Transfer
 from mpidist._mpi.communicator import Communicator
 from mpidist._mpi.ops import host_op
-from mpidist._transports import Compression
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,14 +30,15 @@ from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, HostArray, Nest
 from mpidist._engine import dtype_table
 from mpidist._engine.buckets import FlatBuffers, Leaf, Results
+from mpidist._engine.compression import Compression
 from mpidist._engine.core_calls import CoreCalls
 from mpidist._engine.node import Node
 from mpidist._engine.nodes import Nodes
 from mpidist._engine.observed import ObservedPlan
 from mpidist._engine.pool import Pool
 from mpidist._engine.staging import Staging
+from mpidist._engine.transports import Transports
 from mpidist._mpi.communicator import AnyCommunicator
-from mpidist._transports import Compression, Transports
 
 _Key: TypeAlias = tuple[object, ...]
 

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, NoReturn, ParamSpec, TypeVar
 
-from mpidist import _transports
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.root_messages import RootMessages
@@ -19,10 +18,12 @@ from mpidist._base import backend, nest
 from mpidist._base.environment import Environment
 from mpidist._base.options import CommunicationImplementation, CommunicationOptions
 from mpidist._base.types import Array
+from mpidist._engine.devices import Devices, place_text
 from mpidist._engine.memory import SharedMemory
 from mpidist._engine.node import Node
 from mpidist._engine.nodes import Nodes
 from mpidist._engine.pool import Pool
+from mpidist._engine.transports import DirectTransport, SharedTransport, Transports
 from mpidist._mpi.communicator import AnyCommunicator
 
 _P = ParamSpec("_P")
@@ -94,20 +95,23 @@ class Resources:
         self.node: Node | None = memory.node
         self.nodes: Nodes | None = memory.nodes
         self.messages: RootMessages = self._make_messages()
-        self.devices: _transports.Devices = _transports.Devices(
-            comm, device, environment
-        )
+        self.devices: Devices = Devices(comm, device, environment)
         self.pool: Pool = Pool(_POOL_BYTES)
         self._environment = environment
         self._memory = memory
-        self._shared = memory.make_transport and memory.make_transport(guard)
-        self._chosen: dict[CommunicationImplementation, _transports.Transports] = {}
+        self._shared: DirectTransport | None = None
+        if memory.node is not None or memory.nodes is not None:
+            channel = None if memory.node is None else memory.node.channel
+            self._shared = SharedTransport(comm, guard, channel)
+        elif memory.in_process:
+            self._shared = DirectTransport(comm)
+        self._chosen: dict[CommunicationImplementation, Transports] = {}
         self.compression: CompressionChoice = self.compression_of(options)
         # GPU buffers are moved whole until `decide_device_transports`.
         wanted = self.implementation
         if wanted is CommunicationImplementation.NCCL:
             wanted = CommunicationImplementation.STAGED
-        self.transports: _transports.Transports = self._choose(wanted)
+        self.transports: Transports = self._choose(wanted)
 
     def _make_messages(self) -> RootMessages:
         ring = None if self.node is None else self.node.channel
@@ -127,13 +131,10 @@ class Resources:
             return self._environment.implementation
         return wanted
 
-    def _choose(self, wanted: CommunicationImplementation) -> _transports.Transports:
-        problem = self._memory.problem
-        return _transports.choose(
-            self.comm, wanted, self._shared, self.devices, problem
-        )
+    def _choose(self, wanted: CommunicationImplementation) -> Transports:
+        return self.devices.choose(wanted, self._shared, self._memory.problem)
 
-    def transports_of(self, options: CommunicationOptions) -> _transports.Transports:
+    def transports_of(self, options: CommunicationOptions) -> Transports:
         """Return the transports of a call with these options.
 
         Raises:
@@ -144,7 +145,7 @@ class Resources:
         chosen = self._chosen.get(wanted)
         if chosen is None:
             chosen = self._chosen[wanted] = self._choose(self._resolve(wanted))
-        chosen.check()
+        chosen.device.check()
         return chosen
 
     def merge_options(
@@ -189,4 +190,4 @@ class Resources:
     def text_of_devices(self, arrays: list[Array], structure: nest.Structure) -> str:
         """Return, for a call's text, which of its arrays are on a GPU."""
         mixed = self.devices.decision.mixed
-        return _transports.place_text(arrays, structure, mixed)
+        return place_text(arrays, structure, mixed)

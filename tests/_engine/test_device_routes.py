@@ -1,7 +1,7 @@
 """The staged route: arrays of a GPU through the memory that the ranks share.
 
 On the stand-in for CuPy. That no wait is missing in it:
-tests/_transports/test_gpu_waits.py.
+tests/_engine/test_gpu_waits.py.
 """
 
 import gc

@@ -19,20 +19,21 @@ import posing
 import pytest
 from replicas import all_reduce, context, everywhere, local, no_room
 
+import mpidist
 from mpidist._base import backend
 from mpidist._engine import (
     collectives,
     core_routes,
     device_routes,
+    devices,
     hierarchical_route,
     staging,
 )
+from mpidist._engine import nccl as nccl_module
 from mpidist._engine import node as node_module
+from mpidist._engine import staged as staged_module
+from mpidist._engine import transports as direct_module
 from mpidist._strategy.strategy import group_of
-from mpidist._transports import device_transports
-from mpidist._transports import direct as direct_module
-from mpidist._transports import nccl as nccl_module
-from mpidist._transports import staged as staged_module
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
@@ -265,8 +266,8 @@ def of_strategy(strategy, rank, size):
         result = np.empty_like(hosts[rank])
 
         def call():
-            group_of(strategy).collectives.transports.host.allreduce(
-                hosts[rank], result, "SUM"
+            result[...] = group_of(strategy).collectives.all_reduce(
+                mpidist.ReduceOp.SUM, hosts[rank]
             )
             program.seen.append(([result], sum(hosts)))
             return []
@@ -317,7 +318,7 @@ def set_up(monkeypatch, new_strategy, way):
     transport = group_of(strategy).collectives.transports.device
     assert transport.name == name
     if way == "staged as a whole":  # as with ranks that have no GPU
-        transport = device_transports.StagedTransport(
+        transport = devices.StagedTransport(
             group_of(strategy).collectives.transports.host
         )
     return strategy, transport
@@ -439,7 +440,7 @@ STAGED = ["staged", "staged as a whole"]
 
 def patch_staged(monkeypatch, mutant):
     monkeypatch.setattr(mutant, "SMALLEST_PIECE_BYTES", 4096)
-    monkeypatch.setattr(device_transports, "StagedTransport", mutant.StagedTransport)
+    monkeypatch.setattr(devices, "StagedTransport", mutant.StagedTransport)
 
 
 @pytest.mark.mpi(min_size=2)  # one rank moves nothing by way of the host
@@ -529,7 +530,7 @@ def test_nothing_is_missed_in_the_staged_route_as_it_is(
 @pytest.mark.one_size
 def test_each_wait_of_direct_is_missed(monkeypatch, new_strategy, number):
     mutant = mutated(direct_module, number)
-    monkeypatch.setattr(device_transports, "DirectTransport", mutant.DirectTransport)
+    monkeypatch.setattr(devices, "DirectTransport", mutant.DirectTransport)
     found = found_by(monkeypatch, new_strategy, ["direct"])
     print(mutants(direct_module)[number], found)
     assert found is not None

@@ -20,8 +20,8 @@ import numpy as np
 
 from mpidist._base import backend
 from mpidist._base.types import DeviceArray, DType
+from mpidist._engine.staged import StagedTransport
 from mpidist._mpi.communicator import AnyCommunicator, MPIOp
-from mpidist._transports.staged import StagedTransport
 
 NcclCommunicator: TypeAlias = Any
 """A `cupy.cuda.nccl.NcclCommunicator`; CuPy has no types."""

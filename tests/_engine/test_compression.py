@@ -9,9 +9,9 @@ from replicas import all_reduce, context, everywhere, own, raises_everywhere, sa
 
 import mpidist
 from mpidist._base import backend
+from mpidist._engine import compression as _compression
+from mpidist._engine.compression import CODECS, Compression
 from mpidist._strategy.strategy import group_of
-from mpidist._transports import compression as _compression
-from mpidist._transports.compression import CODECS, Compression
 
 Options = mpidist.experimental.CommunicationOptions
 mpi = pytest.mark.mpi

@@ -1,4 +1,4 @@
-"""The transport of GPU buffers: what each rank finds, and what all decide from it.
+"""The choice of transports: what each rank finds, and what all decide from it.
 
 A GPU buffer is moved piece by piece, or by another library, so all ranks must use the
 same transport. When a strategy is made the ranks exchange their findings (`Finding`),
@@ -17,11 +17,11 @@ from mpidist._base.environment import Environment
 from mpidist._base.errors import level_of_caller
 from mpidist._base.options import CommunicationImplementation
 from mpidist._base.types import Array
+from mpidist._engine.nccl import NcclTransport, connect
+from mpidist._engine.staged import StagedTransport
+from mpidist._engine.transports import DirectTransport, Transport, Transports
 from mpidist._mpi.communicator import AnyCommunicator
 from mpidist._mpi.library import query_cuda_support
-from mpidist._transports.direct import DirectTransport
-from mpidist._transports.nccl import NcclTransport, connect
-from mpidist._transports.staged import StagedTransport
 
 _AUTO = (CommunicationImplementation.AUTO, CommunicationImplementation.RING)
 _INSTEAD = (
@@ -32,8 +32,6 @@ _INSTEAD = (
 # Warnings that were given. Python's own record is invalid after each use of
 # `warnings.catch_warnings`, as in the search for NCCL.
 _told: set[str] = set()
-
-DeviceTransport = DirectTransport | StagedTransport | NcclTransport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,48 +111,54 @@ def decide(findings: list[Finding]) -> Decision:
         ValueError: if the environment differs between ranks, or NCCL is requested but
             unavailable.
     """
-    first = findings[0]
-    for name, values in (
-        ("MPIDIST_IMPLEMENTATION", [f.wanted.lower() for f in findings]),
-        ("MPIDIST_STAGING_MB", [f.piece_bytes / 2**20 for f in findings]),
-    ):
-        if len(set(values)) > 1:
-            other = next(r for r, value in enumerate(values) if value != values[0])
-            raise ValueError(
-                f"MPIStrategy: the environment variable {name} must be the same on all "
-                f"ranks; it means {values[0]} on rank 0 and {values[other]} on rank "
-                f"{other}. Launchers pass it on with `mpirun -x {name}` (Open MPI) or "
-                f"`-genv {name} VALUE` (MPICH)"
-            )
-    mixed = len({f.kind for f in findings}) > 1
+    _check_environment(findings)
+    wanted, several = findings[0].wanted, len(findings) > 1
     no_nccl, loads = _why_no_nccl(findings)
-    if first.wanted == "NCCL" and no_nccl:
+    if wanted == "NCCL" and no_nccl:
         raise ValueError(
             "MPIStrategy: `CommunicationImplementation.NCCL` is unavailable: "
             f"{no_nccl}. TensorFlow would use AUTO here, with a warning; {_INSTEAD}"
         )
-    automatic = first.wanted in ("AUTO", "RING")
-    try_nccl = first.wanted == "NCCL" or (
-        automatic and not no_nccl and len(findings) > 1
+    automatic = several and wanted in ("AUTO", "RING")
+    return Decision(
+        *_direct_or_staged(findings),
+        mixed=len({f.kind for f in findings}) > 1,
+        try_nccl=wanted == "NCCL" or (automatic and not no_nccl),
+        no_nccl=no_nccl,
+        missing=no_nccl if automatic and not loads else "",
     )
-    missing = "" if loads or not automatic or len(findings) == 1 else no_nccl
-    decision = Decision("staged", "", mixed, try_nccl, no_nccl, missing)
-    if mixed:
-        reason = "staged: some ranks have no GPU"
-        return dataclasses.replace(decision, reason=reason)
-    said = {f.cuda_aware for f in findings}
-    if len(said) > 1:
-        reason = "staged: MPIDIST_CUDA_AWARE is not the same on all ranks"
-    elif first.cuda_aware is not None:
+
+
+def _check_environment(findings: list[Finding]) -> None:
+    for name, values in (
+        ("MPIDIST_IMPLEMENTATION", [f.wanted.lower() for f in findings]),
+        ("MPIDIST_STAGING_MB", [f.piece_bytes / 2**20 for f in findings]),
+    ):
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                raise ValueError(
+                    f"MPIStrategy: the environment variable {name} must be the same on "
+                    f"all ranks; it means {values[0]} on rank 0 and {value} on rank "
+                    f"{rank}. Launchers pass it on with `mpirun -x {name}` (Open MPI) "
+                    f"or `-genv {name} VALUE` (MPICH)"
+                )
+
+
+def _direct_or_staged(
+    findings: list[Finding],
+) -> tuple[Literal["direct", "staged"], str]:
+    """Return the transport without NCCL, and why."""
+    first = findings[0]
+    if len({f.kind for f in findings}) > 1:
+        return "staged", "staged: some ranks have no GPU"
+    if len({f.cuda_aware for f in findings}) > 1:
+        return "staged", "staged: MPIDIST_CUDA_AWARE is not the same on all ranks"
+    if first.cuda_aware is not None:
         reason = f"MPIDIST_CUDA_AWARE={int(first.cuda_aware)}"
-        if first.cuda_aware:
-            return dataclasses.replace(decision, transport="direct", reason=reason)
-    elif all(f.queried for f in findings):
-        reason = f"direct: the MPI says it is CUDA-aware ({first.queried})"
-        return dataclasses.replace(decision, transport="direct", reason=reason)
-    else:
-        reason = "staged: the MPI does not say that it is CUDA-aware"
-    return dataclasses.replace(decision, reason=reason)
+        return ("direct" if first.cuda_aware else "staged"), reason
+    if all(f.queried for f in findings):
+        return "direct", f"direct: the MPI says it is CUDA-aware ({first.queried})"
+    return "staged", "staged: the MPI does not say that it is CUDA-aware"
 
 
 def _why_no_nccl(findings: list[Finding]) -> tuple[str, bool]:
@@ -267,34 +271,58 @@ class Devices:
         if raised:
             raise RuntimeWarning(raised.decode())
 
-    def pick(
-        self, wanted: CommunicationImplementation, host: DirectTransport
-    ) -> tuple[DeviceTransport, str]:
-        """Return the transport of GPU buffers, and why. Not collective.
+    def choose(
+        self,
+        wanted: CommunicationImplementation,
+        shared: DirectTransport | None,
+        why_not_shared: str,
+    ) -> Transports:
+        """Return the transports of a request. Not collective.
+
+        Args:
+            wanted: what the options ask for, or the environment.
+            shared: the transport of host arrays through memory that ranks share.
+            why_not_shared: why there is none.
 
         Raises:
-            ValueError: if NCCL is requested and did not connect the ranks.
-            RuntimeError: if NCCL has failed.
+            ValueError: if the request is not available here.
         """
-        kind = CommunicationImplementation
-        if wanted is kind.DIRECT and not self.decision.mixed:
-            return DirectTransport(self._comm), "direct: asked for in the options"
-        if wanted is kind.DIRECT:
+        comm, kind = self._comm, CommunicationImplementation
+        why_not_shared = why_not_shared or "see /dev/shm"
+        if wanted is kind.SHARED and shared is None and comm.num_nodes < comm.size:
+            raise ValueError(
+                "MPIStrategy: `CommunicationImplementation.SHARED` needs room in "
+                "/dev/shm, the native core, and the same request on all ranks when the "
+                f"strategy is made ({why_not_shared}); write AUTO"
+            )
+        host, reason = shared, "asked for"
+        if host is None or wanted is kind.DIRECT:
+            host = DirectTransport(comm)
+        if wanted not in (kind.DIRECT, kind.SHARED) or comm.size == 1:
+            reason = _where_ranks_are(comm, shared is not None, why_not_shared)
+        device, why = self._of_gpu_arrays(wanted, host)
+        return Transports(host, device, why, reason, self.decision.mixed)
+
+    def _of_gpu_arrays(
+        self, wanted: CommunicationImplementation, host: DirectTransport
+    ) -> tuple[Transport, str]:
+        kind, asked = CommunicationImplementation, "asked for in the options"
+        if wanted is kind.NCCL and self._nccl is None:
+            why = self.decision.no_nccl or "it was not asked for at first"
+            raise ValueError(
+                "`CommunicationImplementation.NCCL` is not there: the ranks were not "
+                f"connected by it when the strategy was made ({why}); {_INSTEAD}"
+            )
+        if wanted is kind.DIRECT and self.decision.mixed:
             # MPI does not match the blocking calls of GPU buffers with those of others.
             return self.staged(host), "staged: some ranks have no GPU"
+        if wanted is kind.DIRECT:
+            return DirectTransport(self._comm), f"direct: {asked}"
         if wanted is kind.STAGED:
-            return self.staged(host), "staged: asked for in the options"
-        if wanted is kind.NCCL:
-            if self._nccl is None:
-                why = self.decision.no_nccl or "it was not asked for at first"
-                raise ValueError(
-                    "`CommunicationImplementation.NCCL` is not there: the ranks were "
-                    f"not connected by it when the strategy was made ({why}); "
-                    f"{_INSTEAD}"
-                )
-            return self._nccl, "nccl: asked for in the options"
-        if self._nccl is not None and wanted in _AUTO:
-            return self._nccl, "nccl: each rank has a GPU of its own"
+            return self.staged(host), f"staged: {asked}"
+        if self._nccl is not None and wanted in (kind.NCCL, *_AUTO):
+            one = "each rank has a GPU of its own"
+            return self._nccl, f"nccl: {asked if wanted is kind.NCCL else one}"
         if self.decision.transport == "direct":
             return DirectTransport(self._comm), self.decision.reason
         return self.staged(host), self.decision.reason
@@ -320,6 +348,22 @@ class Devices:
         if self._nccl is not None:
             self._nccl.abort()
             self._nccl = None
+
+
+def _where_ranks_are(comm: AnyCommunicator, shares: bool, why_not: str) -> str:
+    """Return why host arrays move as they do, if nothing else was asked for."""
+    if comm.size == 1:
+        return "one rank"
+    if comm.num_nodes == 1 and shares:
+        return "all ranks are on one node"
+    if comm.num_nodes == 1:
+        return f"the ranks share no memory: {why_not}"
+    nodes = f"{comm.num_nodes} nodes"
+    if comm.num_nodes == comm.size:
+        return f"{nodes} of one rank"
+    if shares:
+        return f"{nodes}, whose ranks share memory for large arrays"
+    return f"{nodes}, whose ranks share no memory: {why_not}"
 
 
 def place_text(arrays: list[Array], structure: nest.Structure, mixed: bool) -> str:

@@ -2,7 +2,7 @@
 
 All of it on host memory that poses as a GPU, whose streams do their work as late as
 they may, as early, or at random (tests/posing.py): a copy that nothing waits for gives
-wrong data. tests/_transports/test_gpu_waits.py has more of that.
+wrong data. tests/_engine/test_gpu_waits.py has more of that.
 """
 
 import functools
@@ -17,12 +17,13 @@ from replicas import all_reduce, context, local, no_room, raises_everywhere
 
 import mpidist
 from mpidist._base.backend import Device
+from mpidist._engine import devices
+from mpidist._engine import nccl as _nccl
 from mpidist._engine import node as node_module
+from mpidist._engine import staged as staged_module
+from mpidist._engine.devices import Finding, decide
+from mpidist._engine.staged import StagedTransport
 from mpidist._strategy.strategy import group_of
-from mpidist._transports import StagedTransport, device_transports
-from mpidist._transports import nccl as _nccl
-from mpidist._transports import staged as staged_module
-from mpidist._transports.device_transports import Finding, decide
 
 mpi = pytest.mark.mpi
 core = pytest.mark.core
@@ -33,7 +34,7 @@ PIECE = 64 * 1024
 def auto(monkeypatch):
     """Whatever launch/test has the suite go by, these tests choose for themselves."""
     monkeypatch.delenv("MPIDIST_IMPLEMENTATION", raising=False)
-    monkeypatch.setattr(device_transports, "_told", set())  # warnings of other tests
+    monkeypatch.setattr(devices, "_told", set())  # warnings of other tests
 
 
 @pytest.fixture(params=["late", "early", "random"])
@@ -448,7 +449,7 @@ def test_auto_without_nccl_is_a_warning_on_rank_0(
         assert "GPU arrays go staged" in text
         assert "MPIDIST_IMPLEMENTATION=staged" in text
     # Who has asked for that way is told nothing, and neither is who has another one.
-    device_transports._told.clear()
+    devices._told.clear()
     assert said_by(lambda: new_strategy(implementation="STAGED"))[1] == []
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
     assert said_by(new_strategy)[1] == []
@@ -641,7 +642,7 @@ def test_what_a_strategy_takes(
     monkeypatch, new_strategy, asked, variables, says, way, reason
 ):
     posing.install(monkeypatch)
-    monkeypatch.setattr(device_transports, "query_cuda_support", lambda: says)
+    monkeypatch.setattr(devices, "query_cuda_support", lambda: says)
     for name, value in variables.items():
         monkeypatch.setenv(f"MPIDIST_{name}", value)
     strategy = new_strategy(device="gpu", implementation=asked)

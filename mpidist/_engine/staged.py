@@ -35,8 +35,8 @@ import numpy as np
 from mpidist._base import backend
 from mpidist._base.memory import LINE, round_up
 from mpidist._base.types import DeviceArray, DType, HostArray
+from mpidist._engine.transports import DirectTransport
 from mpidist._mpi.communicator import MPIOp
-from mpidist._transports.direct import DirectTransport
 
 # The minimum size of a piece of a buffer that is cut for the sake of overlap.
 SMALLEST_PIECE_BYTES: Final = 256 * 1024
@@ -174,6 +174,9 @@ class StagedTransport:
                 offset += last - first
 
         self._run(receive, steps, (size + 1) * share, load, move, store)
+
+    def check(self) -> None:
+        """Do nothing: calls of MPI report their failures themselves."""
 
     # --- pieces -------------------------------------------------------------------
 

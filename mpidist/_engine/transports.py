@@ -1,0 +1,141 @@
+"""Transports: each moves one flat buffer between ranks that have agreed on it.
+
+A transport takes one-dimensional, C-contiguous arrays. `Transports` has one for host
+arrays and one for GPU arrays; `devices` chooses them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+from mpidist import _native
+from mpidist._agreement.channel import LEFT, LeftError
+from mpidist._agreement.guard import Guard
+from mpidist._base import backend
+from mpidist._base.types import Array
+from mpidist._mpi.communicator import AnyCommunicator, MPIOp
+
+
+class Transport(Protocol):
+    """Moves buffers of one kind, on the host or on GPUs.
+
+    The kind is that of the arrays for which `Transports.of` returns it, which no type
+    says: so the buffers are of `Any`.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name that `mpidist info` and the trace print."""
+
+    def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
+        """Reduce ``send`` of all ranks into ``receive``."""
+
+    def allreduce_in_place(self, buffer: Any, op: MPIOp) -> None:
+        """Reduce ``buffer`` of all ranks into itself."""
+
+    def reduce(self, buffer: Any, op: MPIOp, root: int) -> None:
+        """Reduce ``buffer`` of all ranks into that of the root."""
+
+    def broadcast(self, buffer: Any, root: int) -> None:
+        """Copy the root's ``buffer`` to all ranks."""
+
+    def all_gather(self, send: Any, receive: Any, counts: list[int]) -> None:
+        """Concatenate bytes of all ranks, on all ranks."""
+
+    def check(self) -> None:
+        """Raise if an earlier call has failed, which NCCL reports only later."""
+
+
+class DirectTransport:
+    """Passes buffers to MPI: host memory, or GPU memory if MPI is CUDA-aware.
+
+    The methods are those of `Transport`.
+    """
+
+    name = "direct"
+
+    def __init__(self, comm: AnyCommunicator) -> None:
+        self.comm = comm
+
+    def allreduce(self, send: Array, receive: Array, op: MPIOp) -> None:
+        """Reduce ``send`` of all ranks into ``receive``."""
+        backend.synchronize(send)
+        self.comm.allreduce(send, receive, op)
+
+    def allreduce_in_place(self, buffer: Array, op: MPIOp) -> None:
+        """Reduce ``buffer`` of all ranks into itself."""
+        backend.synchronize(buffer)
+        self.comm.allreduce_in_place(buffer, op)
+
+    def reduce(self, buffer: Array, op: MPIOp, root: int) -> None:
+        """Reduce ``buffer`` of all ranks into that of the root."""
+        backend.synchronize(buffer)
+        self.comm.reduce(buffer, op, root)
+
+    def broadcast(self, buffer: Array, root: int) -> None:
+        """Copy the root's ``buffer`` to all ranks."""
+        backend.synchronize(buffer)
+        self.comm.broadcast(buffer, root)
+
+    def all_gather(self, send: Array, receive: Array, counts: list[int]) -> None:
+        """Concatenate bytes of all ranks, on all ranks."""
+        backend.synchronize(send)
+        self.comm.all_gather(send, receive, counts)
+
+    def check(self) -> None:
+        """Do nothing: calls of MPI report their failures themselves."""
+
+
+class SharedTransport(DirectTransport):
+    """Host buffers of ranks that share memory: on one node the core copies them.
+
+    All else that is in that memory has a route (`core_routes`, `hierarchical_route`).
+
+    Args:
+        comm: the ranks.
+        guard: is told if this rank leaves a call in the middle.
+        channel: of the node, if all ranks are on one.
+    """
+
+    name = "shared"
+
+    def __init__(
+        self, comm: AnyCommunicator, guard: Guard, channel: _native.Channel | None
+    ) -> None:
+        super().__init__(comm)
+        self._guard = guard
+        self._channel = channel
+
+    def broadcast(self, buffer: Array, root: int) -> None:
+        """Copy the root's ``buffer`` to all ranks."""
+        if self._channel is None:
+            super().broadcast(buffer, root)
+            return
+        self.comm.traffic.count("Bcast", buffer.nbytes)
+        with self._guard.payload():
+            if self._channel.broadcast(buffer, root) == LEFT:
+                raise LeftError(self._channel.who)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transports:
+    """The transports of a strategy: one for host arrays, one for GPU arrays.
+
+    Attributes:
+        host: moves host arrays.
+        device: moves GPU arrays.
+        reason: why that one.
+        host_reason: why the one for host arrays.
+        mixed: whether an array may be on a GPU on one rank and on the host on another.
+    """
+
+    host: DirectTransport
+    device: Transport
+    reason: str
+    host_reason: str = ""
+    mixed: bool = False
+
+    def of(self, x: Array) -> Transport:
+        """Return the transport for the array ``x``."""
+        return self.device if backend.is_device_array(x) else self.host
