@@ -94,14 +94,14 @@ class CollectiveCall:
                 dumped = mismatch.dump_exception(error)
                 text = trace.strip().rpartition("\n")[2]
                 data = pickle.dumps((False, (dumped, text), trace))
-                self.collectives.messages.send(data)
+                self.collectives.resources.messages.send(data)
                 as_told(error)
                 raise
-            self.collectives.messages.send(data)
+            self.collectives.resources.messages.send(data)
             return result
         what = f"the end of {self.name}, for which rank 0 uses the disk"
         # Without a deadline: writing takes as long as the file system does.
-        data = self.collectives.messages.receive(what, timeout=0.0)
+        data = self.collectives.resources.messages.receive(what, timeout=0.0)
         good, content, trace = pickle.loads(data)
         if good:
             return content  # type: ignore[no-any-return]

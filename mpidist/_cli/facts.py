@@ -78,7 +78,7 @@ def transport_facts(strategy: mpidist.Strategy) -> dict[str, Facts]:
     ``area_bytes`` is the size of its area of shared memory, None if it has none;
     ``text`` is all of it in one line.
     """
-    chosen = group_of(strategy).collectives.transports
+    chosen = group_of(strategy).collectives.resources.transports
     facts: dict[str, Facts] = {}
     for kind, transport in (("host", chosen.host), ("gpu", chosen.device)):
         reason = getattr(

@@ -2,66 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
 
 import numpy as np
 
-from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, nest
-from mpidist._base.cache import Cache
-from mpidist._base.environment import Environment
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.types import Array, Nest, Shape
-from mpidist._engine.core_calls import CoreCalls
-from mpidist._engine.gather_plans import (
-    CoreGather,
-    GatherLeaf,
-    GatherSignature,
-    MpiGather,
-    make,
-)
-from mpidist._engine.memory import SharedMemory
+from mpidist._engine.gather_plans import GatherLeaf, GatherSignature, make
 from mpidist._engine.observed import nest_of_all
+from mpidist._engine.plan import Key, Plan, PlanCache, QuickCalls
 from mpidist._engine.resources import Resources, timed
-from mpidist._mpi.communicator import AnyCommunicator
 from mpidist._timeline.observer import observed
 
-_MOST_PLANS: Final = 1024
 
-
-class AllGathers(Resources):
-    """Concatenates arrays of all ranks; the arguments of `Resources`.
+class AllGathers:
+    """Concatenates arrays of all ranks.
 
     Attributes:
-        gather_plans: by call, axis, structure, implementation, and leaves.
-        small_gathers: calls with small arrays; ``entry`` is `all_gather` for callers.
+        entry: `all_gather` for callers.
+
+    Args:
+        resources: of the strategy.
+        cache: of its plans.
     """
 
-    def __init__(
-        self,
-        comm: AnyCommunicator,
-        guard: Guard,
-        options: CommunicationOptions,
-        environment: Environment,
-        device: backend.Device,
-        memory: SharedMemory,
-    ) -> None:
-        super().__init__(comm, guard, options, environment, device, memory)
-        self.gather_plans: Cache[tuple[object, ...], CoreGather | MpiGather] = Cache(
-            _MOST_PLANS
-        )
-        # For single arrays without options: by call, axis, dtype and shape.
-        self._array_plans: Cache[tuple[object, ...], CoreGather | MpiGather] = Cache(
-            _MOST_PLANS
-        )
-        self.small_gathers: CoreCalls = CoreCalls(guard, self.all_gather, 0)
+    def __init__(self, resources: Resources, cache: PlanCache) -> None:
+        self.resources = resources
+        self._cache = cache
+        self._quick: QuickCalls = QuickCalls(resources, self.all_gather, 0)
+        self.entry: Callable[..., Nest] = self._quick.entry
 
-    def _forget_gathers(self) -> None:
-        self.gather_plans.clear()
-        self._array_plans.clear()
-        self.small_gathers.forget()
+    def forget(self) -> None:
+        """Have the core forget its plans."""
+        self._quick.forget()
 
     @observed(nest_of_all)
     def all_gather(
@@ -84,10 +60,12 @@ class AllGathers(Resources):
             The nest of results, on all ranks, in rank order.
         """
         if type(tree) is np.ndarray and options is None and type(axis) is int:
-            plan = self._array_plans.get((call, axis, tree.dtype, tree.shape))
-            if plan is not None:
-                if tree.nbytes <= plan.quick_bytes and call == "all_gather":
-                    self.small_gathers.keep(axis, tree, plan, axis % tree.ndim)
+            shape, k = tree.shape, axis if axis >= 0 else axis + tree.ndim
+            leaf = (tree.dtype, shape[:k], shape[k + 1 :], False)
+            plan = self._cache.get((call, axis, None, None), (leaf,))
+            if plan is not None and 0 <= k < tree.ndim:
+                if call == "all_gather":
+                    self._quick.keep(axis, tree, plan, k)
                 return plan((tree,))[0]
         return self._all_gather(tree, axis, options, call)
 
@@ -97,7 +75,7 @@ class AllGathers(Resources):
     ) -> Nest:
         """All-gather any nest, after checks of its leaves."""
         try:
-            merged = self.merge_options(options)
+            merged = self.resources.merge_options(options)
             leaves, structure = nest.flatten(tree)
             if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
                 raise NotImplementedError(
@@ -107,13 +85,12 @@ class AllGathers(Resources):
             pairs = [backend.as_array(leaf, call) for leaf in leaves]
             arrays = [x for x, _ in pairs]
             axes = [_check_axis(x, axis, call) for x in arrays]
-            plan = self._gather_plan(call, axis, structure, arrays, axes, merged)
-            if type(tree) is np.ndarray and arrays[0] is tree and options is None:
-                key = (call, axis, tree.dtype, tree.shape)
-                self._array_plans[key] = plan
+            alone = len(leaves) == 1 and leaves[0] is tree
+            how = (call, axis, None if alone else structure, options)
+            plan = self._find(how, structure, arrays, axes, merged)
         except Exception as error:
-            self.invalid(call, error)
-        results = plan(arrays, merged.timeout_seconds)
+            self.resources.invalid(call, error)
+        results = plan(arrays, None, merged.timeout_seconds)
         return structure.unflatten(
             [
                 backend.as_given(x, kind)
@@ -121,41 +98,41 @@ class AllGathers(Resources):
             ]
         )
 
-    def _gather_plan(
+    def _find(
         self,
-        call: str,
-        axis: int,
+        how: Key,
         structure: nest.Structure,
         arrays: list[Array],
         axes: list[int],
         options: CommunicationOptions,
-    ) -> CoreGather | MpiGather:
+    ) -> Plan:
         """Return the plan of an all-gather of such arrays."""
-        transports = self.transports_of(options)
-        implementation = options.implementation
+        resources = self.resources
         on_device = [backend.is_device_array(x) for x in arrays]
         shapes = [tuple(x.shape) for x in arrays]
-        leaves = [
-            GatherLeaf(x.dtype, shape[:k], shape[k + 1 :])
-            for x, shape, k in zip(arrays, shapes, axes, strict=True)
-        ]
-        key = (call, axis, structure, implementation, *on_device, *leaves)
-        found = self.gather_plans.get(key)
+        around = [(s[:k], s[k + 1 :]) for s, k in zip(shapes, axes, strict=True)]
+        rows = zip(arrays, around, on_device, strict=True)
+        key = tuple([(x.dtype, *sizes, where) for x, sizes, where in rows])
+        found = self._cache.get(how, key)
         if found is not None:
             return found
+        call, axis, *_ = how
         described = [
             f"{x.dtype.name} {_shape_without(shape, k)}"
             for x, shape, k in zip(arrays, shapes, axes, strict=True)
         ]
-        text = structure.render(described) + self.text_of_devices(arrays, structure)
-        if implementation is not self.options.implementation:
-            text += f" with implementation={implementation.name}"
-        on_host = not any(on_device) and not self.devices.decision.mixed
+        text = structure.render(described)
+        text += resources.text_of_devices(arrays, structure)
+        if options.implementation is not resources.options.implementation:
+            text += f" with implementation={options.implementation.name}"
         signature = GatherSignature(
-            Call(f"{call} axis={axis} {text}"), leaves, transports, on_host
+            Call(f"{call} axis={axis} {text}"),
+            [GatherLeaf(x.dtype, *s) for x, s in zip(arrays, around, strict=True)],
+            resources.transports_of(options),
+            not any(on_device) and not resources.devices.decision.mixed,
         )
-        made = make(self.guard, signature, self.node, self.pool)
-        self.gather_plans[key] = made
+        made = make(resources, signature)
+        self._cache.keep(how, key, made)
         return made
 
 

@@ -7,8 +7,8 @@ between (``_native/py_between.c``).
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -17,9 +17,9 @@ from mpidist import _native
 from mpidist._agreement.mismatch import Call
 from mpidist._base.memory import round_up
 from mpidist._base.types import Array
-from mpidist._engine.buckets import Results
-from mpidist._engine.core_routes import EagerReduce, is_for_core, nbytes_of
-from mpidist._engine.plans import PlanResources, Signature
+from mpidist._engine.core_routes import CoreNest, EagerReduce
+from mpidist._engine.plan import Results, Signature
+from mpidist._engine.resources import Resources
 from mpidist._mpi.buffers import Way
 from mpidist._mpi.communicator import Communicator
 from mpidist._mpi.ops import handles_of
@@ -31,7 +31,7 @@ _MOST_BYTES: Final = 64 * 2**20
 _MOST_RUNS: Final = 8
 
 
-def between(resources: PlanResources, signature: Signature) -> BetweenReduce | None:
+def between(resources: Resources, signature: Signature) -> BetweenReduce | None:
     """Return the plan of a nest, if ranks exchange headers by MPI, in the core."""
     leaves, comm = signature.leaves, resources.comm
     room = room_behind(resources)
@@ -43,12 +43,11 @@ def between(resources: PlanResources, signature: Signature) -> BetweenReduce | N
         return None
     if signature.transports.mixed:  # a rank with arrays on a GPU uses another route
         return None
-    # What ranks of a node share has no part in it.
-    alone = dataclasses.replace(resources, node=None, nodes=None, wide=True)
-    if any(leaf.on_device or not is_for_core(alone, leaf) for leaf in leaves):
+    nest = CoreNest(leaves, comm.size, wide=True)
+    if any(leaf.on_device for leaf in leaves) or not nest.has_kernels:
         return None
     unit = _native.core.PAYLOAD_ALIGNMENT
-    nbytes = sum(round_up(nbytes_of(alone, leaf), unit) for leaf in leaves)
+    nbytes = sum(round_up(size, unit) for size in nest.sizes)
     way = None
     if nbytes > room:
         way = comm.buffers.way
@@ -58,10 +57,10 @@ def between(resources: PlanResources, signature: Signature) -> BetweenReduce | N
         runs = sum(1 for _ in itertools.groupby(kinds))  # a collective each
         if nbytes > most or runs > _MOST_RUNS or resources.nodes is not None:
             return None
-    return BetweenReduce(alone, signature, way) if nbytes else None
+    return BetweenReduce(resources, signature, nest, way) if nbytes else None
 
 
-def room_behind(resources: PlanResources) -> int:
+def room_behind(resources: Resources) -> int:
     """Return the bytes that a rank can send behind a header; 0: nothing."""
     channel: _native.Between = resources.guard.channel
     if _native.core is None or type(channel) is not _native.core.Between:
@@ -69,7 +68,7 @@ def room_behind(resources: PlanResources) -> int:
     return channel.room if resources.guard.enabled else 0
 
 
-def has_same_bits(resources: PlanResources) -> bool:
+def has_same_bits(resources: Resources) -> bool:
     """Return whether MPI's sums between nodes have the same bits on all ranks."""
     comm = resources.comm
     return not isinstance(comm, Communicator) or comm.buffers.same_bits
@@ -81,25 +80,32 @@ class BetweenReduce(EagerReduce):
     Args:
         resources: of the strategy.
         signature: of the calls.
+        nest: the leaves.
         way: how a nest moves that has no room behind the header.
     """
 
+    route = "between"
+
     def __init__(
-        self, resources: PlanResources, signature: Signature, way: Way | None
+        self,
+        resources: Resources,
+        signature: Signature,
+        nest: CoreNest,
+        way: Way | None,
     ) -> None:
-        self._way = way
-        super().__init__(resources, signature)
+        core = _new_core(resources, signature, nest, way)
+        super().__init__(resources, signature, nest, core)
         self._dtypes = [leaf.reduction.result for leaf in signature.leaves]
 
     def __call__(
         self,
-        arrays: list[Array],
+        arrays: Sequence[Array],
         call: Call | None = None,
         timeout: float | None = None,
     ) -> Results:
         """Agree with the other ranks, and reduce; see `Plan`."""
         sums = super().__call__(arrays, call, timeout)
-        if not self._casts:
+        if not self._nest.casts:
             return sums
         with np.errstate(all="ignore"), _native.DefaultFloatState():
             return [
@@ -107,19 +113,16 @@ class BetweenReduce(EagerReduce):
                 for x, dtype in zip(sums, self._dtypes, strict=True)
             ]
 
-    def _new_core(
-        self,
-        resources: PlanResources,
-        signature: Signature,
-        rows: list[_native.ReduceLeaf],
-    ) -> _native.Reduce:
-        """Return the nest in the core."""
-        guard = resources.guard
-        nbytes = sum(x.size * x.reduction.dtype.itemsize for x in signature.leaves)
-        number = signature.call.fingerprint
-        arguments = guard.channel, rows, number, guard.patience_ms
-        if self._way is None:
-            return _native.core.BetweenReduce(*arguments, nbytes=nbytes)
-        handles = [handles_of(row.dtype, row.operation) for row in rows]
-        way = tuple(self._way)
-        return _native.core.BetweenReduce(*arguments, way, handles, nbytes)
+
+def _new_core(
+    resources: Resources, signature: Signature, nest: CoreNest, way: Way | None
+) -> _native.Reduce:
+    """Return the nest in the core."""
+    guard, rows = resources.guard, nest.rows
+    nbytes = sum(x.size * x.reduction.dtype.itemsize for x in signature.leaves)
+    number = signature.call.fingerprint
+    arguments = guard.channel, rows, number, guard.patience_ms
+    if way is None:
+        return _native.core.BetweenReduce(*arguments, nbytes=nbytes)
+    handles = [handles_of(row.dtype, row.operation) for row in rows]
+    return _native.core.BetweenReduce(*arguments, tuple(way), handles, nbytes)

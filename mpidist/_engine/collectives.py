@@ -3,52 +3,50 @@
 Every collective has the same steps: check the arguments, agree with the other ranks
 (`Guard`), move the bytes (a plan, or `Transports`), and wrap the result. What can fail
 on one rank alone is done before the agreement, and its failure is told to all ranks.
-
-Each class that `Collectives` derives from has one job, in a file of its name. Here are
-the all-reduce, and what concerns them all: the choice of GPU transports, and release.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-
-import numpy as np
+from typing import Final
 
 from mpidist._agreement.guard import Guard
-from mpidist._agreement.mismatch import Call
-from mpidist._agreement.root_messages import RootMessages
-from mpidist._base import backend, checksums, nest
+from mpidist._base import backend, nest
 from mpidist._base.environment import Environment
 from mpidist._base.indexed_slices import IndexedSlices
-from mpidist._base.options import CommunicationImplementation, CommunicationOptions
+from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import ReduceOp
-from mpidist._base.types import Array, Nest
-from mpidist._engine import ROUTES
+from mpidist._base.types import Nest
 from mpidist._engine.all_gather import AllGathers
-from mpidist._engine.buckets import FlatBuffers
-from mpidist._engine.compression import Compression
-from mpidist._engine.memory import NO_MEMORY, SharedMemory
-from mpidist._engine.node import Node
-from mpidist._engine.nodes import Nodes
-from mpidist._engine.plans import PlanResources, Plans, Signature, leaves_of
-from mpidist._engine.pool import Pool
-from mpidist._engine.registered_buffers import RegisteredBuffers
-from mpidist._engine.resources import UNCOMPRESSED
-from mpidist._engine.rows import Rows
-from mpidist._engine.share import Sharing
-from mpidist._engine.staged import StagedTransport
-from mpidist._engine.staging import Staging
-from mpidist._engine.transports import DirectTransport, Transports
+from mpidist._engine.between_route import between
+from mpidist._engine.bucket_route import buckets, mpi
+from mpidist._engine.copies import Copies
+from mpidist._engine.core_routes import eager, shared
+from mpidist._engine.device_routes import staged
+from mpidist._engine.hierarchical_route import hierarchical
+from mpidist._engine.nodes import NO_MEMORY, SharedMemory
+from mpidist._engine.plan import PlanCache
+from mpidist._engine.plans import Plans
+from mpidist._engine.resources import Resources
 from mpidist._mpi.communicator import AnyCommunicator
 
+ROUTES: Final = (eager, shared, between, hierarchical, buckets, staged, mpi)
+"""In this order; the last takes everything."""
 
-class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
+
+class Collectives:
     """The collectives of one group of replicas; the arguments of `Resources`.
 
     Attributes:
-        plans: of all-reduces.
+        resources: what they share.
+        comm: the ranks.
+        guard: compares their calls.
+        options: of the strategy.
+        device: of this rank.
+        plans: of all-reduces and all-gathers.
         all_reduce: `Plans.all_reduce`, with what the core does itself of it.
+        all_gather: `AllGathers.all_gather`, in the same way.
+        broadcast: and the other methods of `Copies`.
     """
 
     def __init__(
@@ -60,124 +58,52 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
         device: backend.Device,
         memory: SharedMemory = NO_MEMORY,
     ) -> None:
-        super().__init__(comm, guard, options, environment, device, memory)
-        self._staging: Staging | None = None
-        self.plans: Plans = Plans(
-            self._plan_resources(),
-            ROUTES,
-            self._describe,
-            self.merge_options,
-            self.invalid,
-            self._all_reduce_rows,
-        )
-        self.all_reduce: Callable[..., Nest] = self.plans.small.entry
-
-    def _plan_resources(self) -> PlanResources:
-        if self._staging is not None:
-            self._staging.close()
-        node = self.node if self.nodes is None else self.nodes.node
-        self._staging = None if node is None else Staging(node)
-        return PlanResources(
-            self.comm,
-            self.guard,
-            self.node,
-            self.nodes,
-            self.pool,
-            FlatBuffers(),
-            self._staging,
-        )
+        resources = Resources(comm, guard, options, environment, device, memory)
+        self.resources: Resources = resources
+        self.comm = comm
+        self.guard = guard
+        self.options = options
+        self.device = device
+        self.invalid = resources.invalid
+        self.cache: PlanCache = PlanCache()
+        self.plans: Plans = Plans(resources, self.cache, ROUTES, self._reduce_slices)
+        self.all_reduce: Callable[..., Nest] = self.plans.entry
+        self._gathers = resources.observing(AllGathers)(resources, self.cache)
+        self.all_gather: Callable[..., Nest] = self._gathers.entry
+        copies = resources.observing(Copies)(resources)
+        self.broadcast = copies.broadcast
+        self.share = copies.share
+        self.send_arrays = copies.send_arrays
+        self.receive_arrays = copies.receive_arrays
+        self.collect = copies.collect
+        self.scatter = copies.scatter
+        self.buffers_like = copies.buffers_like
+        self.check_plain = copies.check_plain
 
     def decide_device_transports(self, timeout_seconds: float) -> None:
-        """Choose, with all ranks, how GPU buffers move. Collective, and once.
-
-        Args:
-            timeout_seconds: how long NCCL may take to connect the ranks; 0: no limit.
-
-        Raises:
-            ValueError: on all ranks, if the implementation is not available.
-        """
-        self.devices.decide(
-            self.implementation, self.transports.host, timeout_seconds or None
-        )
-        self.transports = self.transports_of(self.options)
-        self.plans.restart(self._plan_resources())
-        staged = self.transports.device
-        if (
-            self.device.kind == "gpu"
-            and not self.devices.decision.mixed
-            and isinstance(staged, StagedTransport)
-        ):
-            try:  # page-locked memory, which may be refused on one rank
-                staged.prepare(self.device.array_module.empty(1, np.uint8))
-            except Exception as error:
-                self.invalid("MPIStrategy(...)", error)
-            self.guard.agree(Call("MPIStrategy(...), with memory for GPU buffers"))
+        """Choose, with all ranks, how GPU buffers move; see `Resources`. Collective."""
+        self.resources.decide_devices(timeout_seconds)
+        self._forget()
 
     def close(self) -> None:
         """Release the resources of the GPU transports. Collective."""
-        self.devices.close()
+        self.resources.devices.close()
 
     def abandon(self) -> None:
         """Do what `close` does, without the ranks that are lost. Not collective."""
-        self.devices.abandon()
+        self.resources.devices.abandon()
 
     def release(self) -> None:
         """Let go of shared memory: the strategy is being closed. Not collective."""
-        self._memory, self._shared = NO_MEMORY, None
-        self.node: Node | None = None
-        self.nodes: Nodes | None = None
-        self.messages: RootMessages = self._make_messages()
-        self.comm.traffic.leave_core()
-        self.pool: Pool = Pool(0)  # its memory goes with the last result
-        self.plans.restart(self._plan_resources())
-        self._forget_gathers()
-        direct = DirectTransport(self.comm)
-        closed = Transports(direct, direct, "closed")
-        self.transports: Transports = closed
-        self._chosen = dict.fromkeys(CommunicationImplementation, self.transports)
+        self.resources.release()
+        self._forget()
 
-    def _describe(
-        self,
-        op: ReduceOp,
-        structure: nest.Structure,
-        arrays: list[Array],
-        call: str,
-        options: CommunicationOptions,
-        root: int | None,
-    ) -> Signature:
-        """Return the signature of an all-reduce.
+    def _forget(self) -> None:
+        self.cache.clear()
+        self.plans.forget()
+        self._gathers.forget()
 
-        Everything that a route looks at is in the text, or the same on all ranks.
-        """
-        bytes_per_pack = options.bytes_per_pack
-        implementation = options.implementation
-        compression = self.compression
-        if options is not self.options:
-            compression = self.compression_of(options)
-        text = structure.render([backend.describe(x) for x in arrays])
-        if bytes_per_pack != self.options.bytes_per_pack:
-            # The ranks must cut their buffers at the same places.
-            text += f" with bytes_per_pack={bytes_per_pack}"
-        if implementation is not self.options.implementation:
-            text += f" with implementation={implementation.name}"
-        if compression != self.compression:
-            text += f" with {compression}"
-        # For the same reason: GPU arrays have their own buckets and routes.
-        text += self.text_of_devices(arrays, structure)
-        compress = None
-        if compression != UNCOMPRESSED and self.comm.num_nodes > 1:
-            compress = functools.partial(Compression, *compression)
-        to_root = "" if root is None else f" to rank {root}"
-        return Signature(
-            Call(f"{call}{to_root} {op.name} {text}"),
-            leaves_of(op, arrays, call),
-            root,
-            self.transports_of(options),
-            bytes_per_pack or self._environment.bytes_per_pack,
-            compress,
-        )
-
-    def _all_reduce_rows(
+    def _reduce_slices(
         self,
         op: ReduceOp,
         tree: Nest,
@@ -217,21 +143,3 @@ class Collectives(AllGathers, RegisteredBuffers, Sharing, Rows):
                 x if i in sparse else next(reduced) for i, x in enumerate(results)
             ]
         return structure.unflatten(results if to_here else [None] * len(results))
-
-    def check_plain(self, call: str, values: list[Nest]) -> None:
-        """Check that each rank passed the same values. Collective."""
-        if not self.guard.checks:
-            return
-        texts = [
-            checksums.summarize(backend.as_array(value, call)[0])
-            for value in values
-            if backend.is_number(value) or backend.is_array(value)
-        ]
-        if texts:
-            self.guard.agree(
-                Call(
-                    f"{call} of {', '.join(texts)}, which is not per replica (what "
-                    "differs between ranks comes from `strategy.run`: write "
-                    "`strategy.run(lambda: value)` in its place)"
-                )
-            )

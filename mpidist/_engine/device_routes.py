@@ -1,7 +1,7 @@
 """The routes of nests with leaves on a GPU.
 
 - *nccl*, *direct*: leaves are packed into flat buffers on the GPU, which NCCL or a
-  CUDA-aware MPI moves.
+  CUDA-aware MPI moves (`bucket_route`).
 - *staged*: through the memory of the node, without a buffer on either side: `staging`.
   Small nests are sent with their header, as host arrays. With several nodes, large
   nests are reduced in the memory of each node, and slices between nodes (`nodes`).
@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,36 +36,21 @@ from mpidist._base import backend
 from mpidist._base.memory import round_up
 from mpidist._base.types import Array, DeviceArray, HostArray
 from mpidist._engine.between_route import has_same_bits
-from mpidist._engine.buckets import Results
-from mpidist._engine.core_routes import (
-    CoreReduce,
-    EagerReduce,
-    fits_header,
-    nbytes_of,
-    takes,
-)
-from mpidist._engine.hierarchical_route import least_bytes
-from mpidist._engine.mpi_route import MpiReduce
-from mpidist._engine.plans import Plan, PlanResources, Signature
+from mpidist._engine.bucket_route import uses
+from mpidist._engine.core_routes import CoreNest, EagerReduce, fits_header, takes
+from mpidist._engine.hierarchical_route import exchange_of, least_bytes
+from mpidist._engine.nodes import NodeExchange
+from mpidist._engine.plan import Plan, PreparedPlan, Results, Signature
+from mpidist._engine.resources import Resources
 from mpidist._engine.staging import Lane, LeafRange, Piece, Staging
 
 
-def nccl(resources: PlanResources, signature: Signature) -> Plan | None:
-    """Return the plan of a nest on GPUs that NCCL connects."""
-    return MpiReduce(resources, signature) if _uses(signature, "nccl") else None
-
-
-def direct(resources: PlanResources, signature: Signature) -> Plan | None:
-    """Return the plan of a nest on GPUs, if MPI is CUDA-aware."""
-    return MpiReduce(resources, signature) if _uses(signature, "direct") else None
-
-
-def staged(resources: PlanResources, signature: Signature) -> Plan | None:
+def staged(resources: Resources, signature: Signature) -> Plan | None:
     """Return the plan of a nest that is staged through the node's memory."""
-    if not _uses(signature, "staged") or not takes(resources, signature):
+    if not uses(signature, "staged") or not takes(resources, signature):
         return None
     if resources.nodes is not None:
-        nbytes = sum(nbytes_of(resources, leaf) for leaf in signature.leaves)
+        nbytes = CoreNest(signature.leaves, resources.comm.size, wide=True).nbytes
         small = nbytes < least_bytes(resources) or signature.compress is not None
         small = small or not has_same_bits(resources)
         return None if small else StagedReduce(resources, signature)
@@ -72,23 +59,19 @@ def staged(resources: PlanResources, signature: Signature) -> Plan | None:
     return StagedReduce(resources, signature)
 
 
-def _uses(signature: Signature, transport: str) -> bool:
-    on_device = any(leaf.on_device for leaf in signature.leaves)
-    return on_device and signature.transports.device.name == transport
-
-
-def _nearest(arrays: list[Array]) -> DeviceArray:
+def _nearest(arrays: Sequence[Array]) -> DeviceArray:
     """Return the first array that is on a GPU."""
     return next(x for x in arrays if backend.is_device_array(x))
 
 
-class StagedEager:
+class StagedEager(Plan):
     """All-reduces small nests on GPUs, each with its header."""
 
-    def __init__(self, resources: PlanResources, signature: Signature) -> None:
+    route = "staged"
+
+    def __init__(self, resources: Resources, signature: Signature) -> None:
+        super().__init__(resources, signature.call)
         assert resources.staging is not None
-        self.call: Call = signature.call
-        self._guard = resources.guard
         self._staging: Staging = resources.staging
         self._on_device = [leaf.on_device for leaf in signature.leaves]
         self._results = [leaf.reduction.result for leaf in signature.leaves]
@@ -102,7 +85,7 @@ class StagedEager:
 
     def __call__(
         self,
-        arrays: list[Array],
+        arrays: Sequence[Array],
         call: Call | None = None,
         timeout: float | None = None,
     ) -> Results:
@@ -114,7 +97,7 @@ class StagedEager:
                 hosts = self._load(near, arrays)
                 results = self._new_results(arrays) if self._wanted else None
         except Exception as error:
-            raise guard.fail(call, error, "invalid") from None
+            raise guard.fail(call, error) from None
         sums = self._plan(hosts, call, timeout)
         if results is None:
             return sums
@@ -125,7 +108,7 @@ class StagedEager:
             raise guard.fail(call, error, "raised") from None
         return results
 
-    def _load(self, near: DeviceArray, arrays: list[Array]) -> list[Array]:
+    def _load(self, near: DeviceArray, arrays: Sequence[Array]) -> list[Array]:
         """Return copies of the arrays on the host."""
         scratch, at, hosts = self._staging.scratch(), 0, []
         kept = []  # copies, until they are read
@@ -142,7 +125,7 @@ class StagedEager:
         backend.synchronize(near)
         return hosts
 
-    def _new_results(self, arrays: list[Array]) -> Results:
+    def _new_results(self, arrays: Sequence[Array]) -> Results:
         return [
             backend.empty_like(x, tuple(x.shape), dtype) if on_device else None
             for x, dtype, on_device in zip(
@@ -165,7 +148,16 @@ class StagedEager:
                 backend.start_copy_to_device(raw, backend.as_bytes(result), stream)
 
 
-class StagedReduce(CoreReduce):
+class _Work(NamedTuple):
+    """What a call moves: bytes of the sources on a GPU or the host, and new arrays."""
+
+    near: DeviceArray
+    lane: Lane
+    sources: list[Array]
+    results: Results
+
+
+class StagedReduce(PreparedPlan[_Work]):
     """All-reduces nests on GPUs piece by piece.
 
     As in `md_shared_run` for host arrays: there is one step for each piece, after which
@@ -173,69 +165,75 @@ class StagedReduce(CoreReduce):
     while the host reduces its slice.
     """
 
-    def __init__(self, resources: PlanResources, signature: Signature) -> None:
-        super().__init__(resources, signature)
+    route = "staged"
+
+    def __init__(self, resources: Resources, signature: Signature) -> None:
+        super().__init__(resources, signature.call)
+        nodes, node = resources.nodes, resources.node
+        nest = CoreNest(
+            signature.leaves, resources.comm.size, wide=resources.nodes is not None
+        )
+        self._shapes, self._sizes = nest.shapes, nest.sizes
+        self._core = nest.on_node(resources, signature)
+        self._nodes = nodes
+        self._exchange: NodeExchange | None = None
+        if nodes is not None:
+            node = nodes.node
+            self._exchange = exchange_of(resources, nodes, signature, nest, self._core)
         assert resources.staging is not None
+        assert node is not None
+        self.node = node
         self._staging: Staging = resources.staging
-        self._nodes = resources.nodes
+        self._wanted = signature.root in (None, resources.comm.rank)
+        self._kind = "Allreduce" if signature.root is None else "Reduce"
         self._results = [leaf.reduction.result for leaf in signature.leaves]
         self._pieces = self._cut()
 
-    def __call__(
-        self,
-        arrays: list[Array],
-        call: Call | None = None,
-        timeout: float | None = None,
-    ) -> Results:
-        """Agree with the other ranks, and reduce; see `Plan`."""
-        guard, call = self._guard, call or self.call
-        try:
-            near = _nearest(arrays)
-            with near.device:
-                lane = self._staging.lane_of(near)
-                sources = [
-                    backend.as_bytes(
-                        backend.contiguous(x if x.dtype == t else x.astype(t))
-                    )
-                    for x, (_, t) in zip(arrays, self._shapes, strict=True)
+    def _prepare(self, arrays: list[Array]) -> _Work:
+        near = _nearest(arrays)
+        with near.device:
+            sources = [
+                backend.as_bytes(backend.contiguous(x if x.dtype == t else x.astype(t)))
+                for x, (_, t) in zip(arrays, self._shapes, strict=True)
+            ]
+            results: Results = [None] * len(arrays)
+            if self._wanted:
+                results = [
+                    backend.empty_like(x, shape, dtype)
+                    for x, (shape, dtype) in zip(arrays, self._shapes, strict=True)
                 ]
-                results: Results = [None] * len(arrays)
-                if self._wanted:
-                    results = [
-                        backend.empty_like(x, shape, dtype)
-                        for x, (shape, dtype) in zip(arrays, self._shapes, strict=True)
-                    ]
-        except Exception as error:
-            raise guard.fail(call, error, "invalid") from None
+            return _Work(near, self._staging.lane_of(near), sources, results)
+
+    def _agree(self, call: Call, timeout: float | None) -> None:
         if self._nodes is not None:
-            guard.agree(call, timeout)
+            self._guard.agree(call, timeout)
         else:
-            guard.agree_offset(call, _native.core.NOWHERE, timeout)
+            self._guard.agree_offset(call, _native.core.NOWHERE, timeout)
+
+    def _move(self, work: _Work) -> None:
         try:
-            state = _native.DefaultFloatState()
-            with near.device, self._traffic.timed(), state:
-                self._move(lane, sources, results)
-        except BaseException as error:
-            if (
-                self._nodes is not None
-            ):  # the other ranks of the node wait for its steps
+            with work.near.device:
+                self._move_pieces(work.lane, work.sources, work.results)
+        except BaseException:
+            if self._nodes is not None:  # the others of the node wait for its steps
                 self.node.channel.leave()
-            raise guard.leave_payload(call, error) from None
+            raise
+
+    def _conclude(self, call: Call, work: _Work) -> Results:
         try:
-            if lane.error is not None:
-                raise lane.error
-            with near.device, np.errstate(all="ignore"):
+            if work.lane.error is not None:
+                raise work.lane.error
+            with work.near.device, np.errstate(all="ignore"):
                 results = [
                     x if x is None or x.dtype == dtype else x.astype(dtype)
-                    for x, dtype in zip(results, self._results, strict=True)
+                    for x, dtype in zip(work.results, self._results, strict=True)
                 ]
         except Exception as error:
-            raise guard.fail(call, error, "raised") from None
-        kind = "Reduce" if self._to_root else "Allreduce"
-        self._traffic.count(kind, self._nbytes)
+            raise self._guard.fail(call, error, "raised") from None
+        self._comm.traffic.count(self._kind, sum(self._sizes))
         return results
 
-    def _move(self, lane: Lane, sources: list[Array], results: Results) -> None:
+    def _move_pieces(self, lane: Lane, sources: list[Array], results: Results) -> None:
         core, area, pieces = self._core, self.node.channel.areas_used, self._pieces
         exchange = self._exchange
         targets = [backend.as_bytes(x) for x in results] if self._wanted else None

@@ -25,25 +25,23 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from mpidist import _native
-from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.types import Array, DType, HostArray
 from mpidist._engine.between_route import has_same_bits, room_behind
-from mpidist._engine.buckets import Leaf, Results
 from mpidist._engine.compression import LEAST_BYTES as LEAST_COMPRESSED_BYTES
-from mpidist._engine.core_routes import CoreReduce, nbytes_of, takes
-from mpidist._engine.nodes import Nodes
-from mpidist._engine.plans import PlanResources, Signature
+from mpidist._engine.core_routes import CoreNest, takes
+from mpidist._engine.nodes import NodeExchange, Nodes
+from mpidist._engine.plan import Leaf, PreparedPlan, Results, Signature
 from mpidist._engine.pool import SMALLEST
-from mpidist._mpi.traffic import Traffic
+from mpidist._engine.resources import Resources
 
 LEAST_BYTES: Final = 64 * 1024
 """The minimum size of a nest; see `least_bytes`."""
 
 
 def hierarchical(
-    resources: PlanResources, signature: Signature
+    resources: Resources, signature: Signature
 ) -> HierarchicalReduce | None:
     """Return the plan of a large nest of host arrays."""
     if resources.nodes is None or any(leaf.on_device for leaf in signature.leaves):
@@ -55,14 +53,14 @@ def hierarchical(
     if signature.compress is not None and signature.transports.mixed:
         return None  # `staged` does not compress, so no rank does
     groups = _groups(resources, signature)
-    nbytes = sum(nbytes_of(resources, leaf) for leaf in signature.leaves)
+    nbytes = CoreNest(signature.leaves, resources.comm.size, wide=True).nbytes
     compresses = any(compressed for _, compressed in groups)
     if nbytes < least_bytes(resources) and not compresses:
         return None
     return HierarchicalReduce(resources, resources.nodes, signature, groups)
 
 
-def least_bytes(resources: PlanResources) -> int:
+def least_bytes(resources: Resources) -> int:
     """Return the minimum size of a nest, the same on all ranks.
 
     Smaller ones travel with the header, if the core exchanges headers.
@@ -71,9 +69,7 @@ def least_bytes(resources: PlanResources) -> int:
     return min(LEAST_BYTES, room + 1) if room else LEAST_BYTES
 
 
-def _groups(
-    resources: PlanResources, signature: Signature
-) -> list[tuple[list[int], bool]]:
+def _groups(resources: Resources, signature: Signature) -> list[tuple[list[int], bool]]:
     """Return groups of leaves, and whether each is sent as 16-bit floats."""
     plain: list[int] = []
     lossy: dict[DType, list[int]] = {}
@@ -84,7 +80,8 @@ def _groups(
             plain.append(index)
     groups = []
     for members in lossy.values():
-        nbytes = sum(nbytes_of(resources, signature.leaves[i]) for i in members)
+        leaves = [signature.leaves[i] for i in members]
+        nbytes = CoreNest(leaves, resources.comm.size, wide=True).nbytes
         if nbytes > LEAST_COMPRESSED_BYTES:
             groups.append((members, True))
         else:
@@ -92,71 +89,66 @@ def _groups(
     return [*groups, (plain, False)] if plain else groups
 
 
-class HierarchicalReduce:
+class HierarchicalReduce(PreparedPlan["_Call"]):
     """All-reduces nests over each node, and slices of them over the nodes.
 
     Args:
-        means: of the strategy.
+        resources: of the strategy.
         nodes: of this rank.
         signature: of the calls.
         groups: groups of leaves, and whether each is sent as 16-bit floats.
     """
 
+    route = "hierarchical"
+
     def __init__(
         self,
-        resources: PlanResources,
+        resources: Resources,
         nodes: Nodes,
         signature: Signature,
         groups: list[tuple[list[int], bool]],
     ) -> None:
-        self.call = signature.call
-        self._guard: Guard = resources.guard
-        self._traffic: Traffic = resources.comm.traffic
+        super().__init__(resources, signature.call)
         self._pool = resources.pool
         self._nodes = nodes
         self._leaves = signature.leaves
         self._wanted = signature.root in (None, resources.comm.rank)
         self._kind = "Allreduce" if signature.root is None else "Reduce"
         self._groups = [
-            (members, _Group(resources, _part_of(signature, members, compressed)))
+            (
+                members,
+                _Group(resources, nodes, _part_of(signature, members, compressed)),
+            )
             for members, compressed in groups
         ]
 
-    def __call__(
-        self,
-        arrays: list[Array],
-        call: Call | None = None,
-        timeout: float | None = None,
-    ) -> Results:
-        """Agree with the other ranks, and reduce; see `Plan`."""
-        guard, call = self._guard, call or self.call
+    def _prepare(self, arrays: list[Array]) -> _Call:
         results: Results = [None] * len(arrays)
+        if self._wanted:
+            results = [self._new_result(leaf) for leaf in self._leaves]
+        works = [
+            group.prepare([(arrays[i], results[i]) for i in members])
+            for members, group in self._groups
+        ]
+        return _Call(results, works)
+
+    def _move(self, work: _Call) -> None:
         try:
-            # Allocate before the agreement: a failure must be reported to all ranks.
-            if self._wanted:
-                results = [self._new_result(leaf) for leaf in self._leaves]
-            works = [
-                group.prepare([(arrays[i], results[i]) for i in members])
-                for members, group in self._groups
-            ]
-        except Exception as error:
-            raise guard.fail(call, error, "invalid") from None
-        with self._traffic.timed():
-            guard.agree(call, timeout)
-            try:
-                # An exception of NumPy (`np.seterr`) would leave the others waiting.
-                with np.errstate(all="ignore"), _native.DefaultFloatState():
-                    for (_, group), work in zip(self._groups, works, strict=True):
-                        group.run(self._nodes, guard, work)
-            except BaseException as error:
-                self._nodes.node.channel.leave()  # the others wait for its steps
-                raise guard.leave_payload(call, error) from None
-        for (members, _), (_, sums) in zip(self._groups, works, strict=True):
+            for (_, group), part in zip(self._groups, work.works, strict=True):
+                group.run(part)
+        except BaseException:
+            self._nodes.node.channel.leave()  # the others wait for its steps
+            raise
+
+    def _conclude(self, call: Call, work: _Call) -> Results:
+        results = work.results
+        for (members, _), (_, sums) in zip(self._groups, work.works, strict=True):
             for i, total in zip(members, sums, strict=True):
                 if total is not None and total is not results[i]:
                     with np.errstate(all="ignore"):
                         np.copyto(results[i], backend.to_host(total), casting="unsafe")
-        self._traffic.count(self._kind, sum(group.nbytes for _, group in self._groups))
+        nbytes = sum(group.nbytes for _, group in self._groups)
+        self._comm.traffic.count(self._kind, nbytes)
         return results
 
     def _new_result(self, leaf: Leaf) -> HostArray:
@@ -181,13 +173,27 @@ class _Work(NamedTuple):
     sums: list[Array | None]  # None: this rank wants no result
 
 
-class _Group(CoreReduce):
+class _Call(NamedTuple):
+    """The results of a call, and what the core needs of each group."""
+
+    results: Results
+    works: list[_Work]
+
+
+class _Group:
     """Leaves that are reduced together, as one sequence of bytes."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of this rank's arrays, as they are sent."""
-        return self._nbytes
+    def __init__(
+        self, resources: Resources, nodes: Nodes, signature: Signature
+    ) -> None:
+        nest = CoreNest(signature.leaves, resources.comm.size, wide=True)
+        self.nbytes: int = nest.nbytes
+        self._shapes = nest.shapes
+        self._nodes = nodes
+        self._guard = resources.guard
+        self._core = nest.on_node(resources, signature)
+        self._wanted = signature.root in (None, resources.comm.rank)
+        self._exchange = exchange_of(resources, nodes, signature, nest, self._core)
 
     def prepare(self, pairs: list[tuple[Array, Array | None]]) -> _Work:
         """Return what the core reads, and what it writes. Not collective.
@@ -205,11 +211,11 @@ class _Group(CoreReduce):
             sums.append(result if fits else np.empty(shape, dtype))
         return _Work(sources, sums)
 
-    def run(self, nodes: Nodes, guard: Guard, work: _Work) -> None:
+    def run(self, work: _Work) -> None:
         """Reduce. Collective, after an agreement."""
         core, exchange = self._core, self._exchange
+        nodes, guard = self._nodes, self._guard
         pieces, area = core.pieces, nodes.node.channel.areas_used
-        assert exchange is not None
         if not pieces:
             return
         core.start(work.sources, work.sums if self._wanted else None)
@@ -232,3 +238,23 @@ class _Group(CoreReduce):
             raise
         finally:
             core.finish()
+
+
+def exchange_of(
+    resources: Resources,
+    nodes: Nodes,
+    signature: Signature,
+    nest: CoreNest,
+    core: _native.Reduce,
+) -> NodeExchange:
+    """Return the object that reduces pieces of a nest over the nodes."""
+    compression = signature.compress() if signature.compress else None
+    return NodeExchange(
+        nodes,
+        resources.guard,
+        core,
+        nest.rows,
+        nest.sizes,
+        compression,
+        nest.shapes[0][1] if nest.shapes else None,
+    )

@@ -16,7 +16,7 @@ The memory lives as long as an array views it, also after the strategy was close
 after ``MPI_Finalize``, since MPI does not know about it.
 
 Every step that may fail on one rank is followed by an agreement of all: either all
-ranks have the memory, or none has, and all know why (`Opened`).
+ranks have the memory, or none has, and all know why.
 """
 
 from __future__ import annotations
@@ -78,36 +78,29 @@ class Node:
     piece_bytes: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Opened:
-    """A node's memory, or why there is none.
-
-    Attributes:
-        node: None on all ranks if a step failed on one of them.
-        problem: why; "" if it was not requested.
-    """
-
-    node: Node | None
-    problem: str = ""
-
-
-def open_node(comm: Communicator, *, wanted: bool, crowded: bool) -> Opened:
+def open_node(
+    comm: Communicator, *, wanted: bool, crowded: bool
+) -> tuple[Node | None, str]:
     """Make shared memory on each node, if all ranks want it and can. Collective.
 
     Args:
         comm: all ranks.
         wanted: whether this rank wants it.
         crowded: whether this machine has more ranks than cores.
+
+    Returns:
+        This node's memory; None on all ranks if a step failed on one of them, and why
+        (with one rank "").
     """
     if comm.size == 1:
-        return Opened(None)
+        return None, ""
     core = _native.core
     problem = "" if core is not None else _native.missing
     problem = problem if wanted else "not asked for"
     problem = problem or _too_many(comm)
     found = agree(comm, problem)
     if found:
-        return Opened(None, found)
+        return None, found
     rank, size = comm.local_rank, comm.local_size
     area = comm.all_min(area_bytes_for(size, alone=comm.num_nodes == 1))
     # Results to which all ranks write are used on one node only.
@@ -116,12 +109,12 @@ def open_node(comm: Communicator, *, wanted: bool, crowded: bool) -> Opened:
     spins = _SPINS_CROWDED if crowded else _SPINS
     memory, problem = _share_file(comm, total, head)
     if problem:
-        return Opened(None, problem)
+        return None, problem
     node, problem = _attempt(
         lambda: connect(memory, size, rank, area, arena, crowded=crowded, spins=spins)
     )
     found = agree(comm, problem)
-    return Opened(None, found) if found else Opened(node)
+    return (None, found) if found else (node, "")
 
 
 def agree(comm: Communicator, problem: str) -> str:

@@ -17,19 +17,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from mpidist import _native
 from mpidist._agreement.channel import LEFT, LeftError
 from mpidist._agreement.guard import Guard
+from mpidist._base import threads
 from mpidist._base.memory import LINE
 from mpidist._base.types import DType, HostArray
 from mpidist._engine.compression import Compression
 from mpidist._engine.node import Node, open_node
 from mpidist._mpi.buffers import BufferCollectives, Transfer
 from mpidist._mpi.communicator import Communicator
+from mpidist._mpi.library import is_crowded
 from mpidist._mpi.ops import host_op
 
 
@@ -71,6 +73,48 @@ class Nodes:
         return [self.ranks[k] for k in self.node.channel.missing()]
 
 
+@dataclasses.dataclass(frozen=True)
+class SharedMemory:
+    """What the ranks of a strategy share, if anything; the same on all ranks.
+
+    Attributes:
+        node: the memory of one node.
+        nodes: that of each of several nodes.
+        problem: why there is none; "" if there is, or with one rank.
+        in_process: whether replicas are threads, which need none.
+    """
+
+    node: Node | None = None
+    nodes: Nodes | None = None
+    problem: str = ""
+    in_process: bool = False
+
+
+NO_MEMORY: Final = SharedMemory()
+
+
+def open_shared_memory(comm: Communicator, *, wanted: bool) -> SharedMemory:
+    """Make shared memory, if all ranks want it and can. Collective.
+
+    Args:
+        comm: all ranks.
+        wanted: whether this rank wants it.
+    """
+    if threads.current() is not None:
+        return SharedMemory(problem="replicas are threads", in_process=True)
+    crowded = is_crowded(comm.machine_size)
+    # It decides how the ranks meet, so all must have the same answer.
+    crowded = not comm.all_min(int(not crowded))
+    if comm.num_nodes > 1:
+        nodes, problem = open_nodes(comm, wanted=wanted, crowded=crowded)
+        return SharedMemory(None, nodes, problem)
+    node, problem = open_node(comm, wanted=wanted, crowded=crowded)
+    if node is None:
+        return SharedMemory(problem=problem)
+    comm.traffic.core = node.channel
+    return SharedMemory(node)
+
+
 def open_nodes(
     comm: Communicator, *, wanted: bool, crowded: bool
 ) -> tuple[Nodes | None, str]:
@@ -86,10 +130,9 @@ def open_nodes(
     """
     if comm.num_nodes == comm.size:
         return None, "each node has one rank"
-    opened = open_node(comm, wanted=wanted, crowded=crowded)
-    node = opened.node
+    node, problem = open_node(comm, wanted=wanted, crowded=crowded)
     if node is None:
-        return None, opened.problem
+        return None, problem
     peers, slices = comm.find_peers(), comm.smallest_node
     copies = comm.num_nodes if peers is not None and peers.way.gathers else 1
     lines = copies * (node.piece_bytes // LINE // slices + 2)

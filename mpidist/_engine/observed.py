@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,41 +14,47 @@ from mpidist._base import backend, nest
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.types import Array, Nest
+from mpidist._engine.plan import Plan, Results
 from mpidist._engine.resources import Resources
 from mpidist._timeline.observer import NO_ROUTE, Calls, Span
 
 
-class ObservedPlan:
+class ObservedPlan(Plan):
     """A plan whose runs are observed.
 
     It has no `attempt` and no `quick`: a call that did not take place would have begun.
 
     Args:
+        resources: of the strategy.
         plan: what does the work.
-        route: its name.
-        calls: of the strategy.
     """
 
-    def __init__(self, plan: Any, route: str, calls: Calls) -> None:
-        self.call: Call = plan.call
+    def __init__(self, resources: Resources, plan: Plan) -> None:
+        super().__init__(resources, plan.call)
         self.observed = plan
-        self._route = route
-        self._calls = calls
 
     def __call__(
         self,
-        arrays: list[Array],
+        arrays: Sequence[Array],
         call: Call | None = None,
         timeout: float | None = None,
-    ) -> list[Array]:
-        """Agree with the other ranks, and reduce; see `plans.Plan`."""
-        with self._calls.call(sum(int(x.nbytes) for x in arrays), self._route):
-            return self.observed(arrays, call, timeout)  # type: ignore[no-any-return]
+    ) -> Results:
+        """Run the plan; see `Plan`."""
+        calls, nbytes = self._guard.calls, sum(int(x.nbytes) for x in arrays)
+        assert calls is not None
+        with calls.call(nbytes, self.observed.route):
+            return self.observed(arrays, call, timeout)
+
+
+class _Piece(Protocol):
+    """A part of the collectives."""
+
+    resources: Resources
 
 
 def nest_of_all(
     calls: Calls,
-    resources: Resources,
+    piece: _Piece,
     tree: Nest,
     how: object = None,
     options: CommunicationOptions | None = None,
@@ -55,37 +62,37 @@ def nest_of_all(
     **__: object,
 ) -> AbstractContextManager[Span]:
     """Observe a collective of the arrays of a nest."""
-    return calls.call(bytes_of(tree), _route_of(resources, tree, options))
+    return calls.call(bytes_of(tree), _route_of(piece.resources, tree, options))
 
 
-def memory_for(
-    calls: Calls, resources: Resources, tree: Nest
-) -> AbstractContextManager[Span]:
+def memory_for(calls: Calls, piece: _Piece, tree: Nest) -> AbstractContextManager[Span]:
     """Observe an agreement on arrays that do not move."""
     return calls.call(bytes_of(tree), NO_ROUTE)
 
 
 def values_of_ranks(
-    calls: Calls, resources: Resources, values: Any, *_: object, **__: object
+    calls: Calls, piece: _Piece, values: Any, *_: object, **__: object
 ) -> AbstractContextManager[Span]:
     """Observe a collective of values, which move through host memory."""
-    return calls.call(bytes_of(values), _route_of(resources, None))
+    return calls.call(bytes_of(values), _route_of(piece.resources, None))
 
 
 def values_to_all(
-    calls: Calls, resources: Resources, values: list[Any], call: str
+    calls: Calls, piece: _Piece, values: list[Any], call: str
 ) -> AbstractContextManager[Span]:
     """Observe a message of rank 0 with arrays."""
-    text, number = f"arrays of {call} to all ranks", resources.guard.sequence + 1
-    return calls.call(bytes_of(values), _route_of(resources, values), text, number)
+    text, number = f"arrays of {call} to all ranks", piece.resources.guard.sequence + 1
+    return calls.call(
+        bytes_of(values), _route_of(piece.resources, values), text, number
+    )
 
 
 def values_from_rank_0(
-    calls: Calls, resources: Resources, call: str = FROM_RANK_0
+    calls: Calls, piece: _Piece, call: str = FROM_RANK_0
 ) -> AbstractContextManager[Span]:
     """Observe the wait for a message of rank 0 with arrays."""
-    number = resources.guard.sequence + 1
-    return calls.call(0, _route_of(resources, None), call, number)
+    number = piece.resources.guard.sequence + 1
+    return calls.call(0, _route_of(piece.resources, None), call, number)
 
 
 def has_values(span: Span, values: Nest) -> None:

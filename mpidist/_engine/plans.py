@@ -1,192 +1,82 @@
-"""Plans of all-reduces, made once for each signature and kept.
+"""All-reduces: the arguments, the plan for them, and its call.
 
 All reductions use `Plans.all_reduce`: of Python numbers, arrays, nests, the gradients
 of an optimizer. The *signature* of a call is its name, operation, structure and
 options, and for each leaf the dtype, the shape and the kind of device. The first route
-that accepts a signature makes the plan (`ROUTES`), and all calls with the signature use
-it, including the first one.
-
-A plan agrees with the other ranks, by a header with its `Call`, and reduces. All ranks
-that agree have the same plan: a route decides by the text of the call, or by what is
-the same on all ranks of a strategy. What may differ between ranks, such as whether an
-array is contiguous, or where the memory of a result is, is known to the plan alone.
+that accepts a signature makes the plan, and all calls with the signature use it,
+including the first one.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any, Final, NoReturn, Protocol, TypeAlias
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import numpy as np
 
-from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, nest
-from mpidist._base.cache import Cache
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, HostArray, Nest
 from mpidist._engine import dtype_table
-from mpidist._engine.buckets import FlatBuffers, Leaf, Results
 from mpidist._engine.compression import Compression
-from mpidist._engine.core_calls import CoreCalls
-from mpidist._engine.node import Node
-from mpidist._engine.nodes import Nodes
 from mpidist._engine.observed import ObservedPlan
-from mpidist._engine.pool import Pool
-from mpidist._engine.staging import Staging
-from mpidist._engine.transports import Transports
-from mpidist._mpi.communicator import AnyCommunicator
+from mpidist._engine.plan import (
+    Key,
+    Leaf,
+    Plan,
+    PlanCache,
+    QuickCalls,
+    Signature,
+)
+from mpidist._engine.resources import UNCOMPRESSED, Resources
 
-_Key: TypeAlias = tuple[object, ...]
-
-_MOST_PLANS: Final = 1024
 _USUAL: Final = ("all_reduce", None, None)  # call, options and root
 _NUMBERS: Final = frozenset((float, int, np.float32, np.float64))
+_ARRAYS: Final = {np.ndarray}
 
-
-@dataclasses.dataclass(frozen=True)
-class PlanResources:
-    """What routes need to build plans.
-
-    Attributes:
-        comm: the ranks.
-        guard: of the strategy.
-        node: the memory of all ranks, if they are on one node and share memory.
-        nodes: the memory of each of several nodes, if their ranks share memory.
-        pool: private memory for large results.
-        buffers: flat buffers, kept between calls.
-        staging: copies between GPUs and a node's memory; None without such memory.
-        wide: whether 16-bit floats are summed as float32 on their way, and small
-            integers as 32-bit ones: MPI adds two ranks at a time.
-    """
-
-    comm: AnyCommunicator
-    guard: Guard
-    node: Node | None
-    nodes: Nodes | None
-    pool: Pool
-    buffers: FlatBuffers
-    staging: Staging | None
-    wide: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Signature:
-    """What is known of a call before its values.
-
-    Attributes:
-        call: what the header says.
-        leaves: of the nest.
-        root: the one rank that wants the results; None: all do.
-        transports: of the options.
-        bytes_per_pack: the maximum size of a bucket of several leaves.
-        compress: makes the compression of a bucket, if sums are compressed.
-    """
-
-    call: Call
-    leaves: list[Leaf]
-    root: int | None
-    transports: Transports
-    bytes_per_pack: int
-    compress: Callable[[], Compression] | None = None
-
-
-class Plan(Protocol):
-    """An all-reduce of nests of one signature."""
-
-    call: Call
-
-    def __call__(
-        self,
-        arrays: list[Array],
-        call: Call | None = None,
-        timeout: float | None = None,
-    ) -> Results:
-        """Agree with the other ranks, and reduce. Collective.
-
-        Args:
-            arrays: the leaves, with any memory layout. They are not changed.
-            call: the contents of the header, if they differ from `call`.
-            timeout: seconds to wait for the others; None: the strategy's.
-
-        Returns:
-            The results: new arrays, with the same bits on all ranks. If only the root
-            wants them, None for each on the other ranks.
-        """
-
-
-class CheckingPlan(Plan, Protocol):
-    """A plan that checks by itself if arrays have its signature."""
-
-    def attempt(self, arrays: list[Array], timeout: float | None) -> Results | None:
-        """Do as a call; or return None, without effect, if the signature differs.
-
-        Args:
-            arrays: NumPy arrays.
-            timeout: seconds to wait for the others; None: the strategy's.
-        """
-
-
-Route = Callable[[PlanResources, Signature], Plan | None]
+Route = Callable[[Resources, Signature], Plan | None]
 """Makes a plan for a signature; None if it does not accept it."""
 
-ReduceRows = Callable[
+ReduceSlices = Callable[
     [ReduceOp, Nest, CommunicationOptions | None, str, int | None], Nest
 ]
 """All-reduces a nest with `IndexedSlices`; arguments as of `Plans.all_reduce`."""
 
-Describe = Callable[
-    [ReduceOp, nest.Structure, list[Array], str, CommunicationOptions, int | None],
-    Signature,
-]
-
 
 class Plans:
-    """The plans of a strategy.
+    """All-reduces of a strategy.
 
     Attributes:
-        by_signature: the plans, by what is known of calls before their values.
-        small: calls with small arrays; ``entry`` is `all_reduce` for callers.
+        entry: `all_reduce` for callers.
 
     Args:
-        resources: what routes build them with.
+        resources: of the strategy.
+        cache: of its plans.
         routes: in order; the last accepts everything.
-        describe: returns the signature of a call.
-        merge: overrides the strategy's options by those of a call.
-        report: raises an error that this rank found in its arguments, on all ranks.
-        reduce_rows: all-reduces a nest that has `IndexedSlices`: gets the arguments of
-            `all_reduce`.
+        reduce_slices: all-reduces nests that have `IndexedSlices`.
     """
 
     def __init__(
         self,
-        resources: PlanResources,
-        routes: tuple[Route, ...],
-        describe: Describe,
-        merge: Callable[[CommunicationOptions | None], CommunicationOptions],
-        report: Callable[[str, BaseException], NoReturn],
-        reduce_rows: ReduceRows,
+        resources: Resources,
+        cache: PlanCache,
+        routes: Sequence[Route],
+        reduce_slices: ReduceSlices,
     ) -> None:
         self._resources = resources
+        self.cache = cache
         self._routes = routes
-        self._describe = describe
-        self._merge = merge
-        self._report = report
-        self._reduce_rows = reduce_rows
-        self.by_signature: Cache[_Key, Plan] = Cache(_MOST_PLANS)
-        # For nests: the `CheckingPlan` of the last such call.
-        self._last_checking: Cache[_Key, Any] = Cache(_MOST_PLANS)
-        self.small: CoreCalls = CoreCalls(resources.guard, self.all_reduce, 1)
+        self._reduce_slices = reduce_slices
+        self._quick: QuickCalls = QuickCalls(resources, self.all_reduce, 1)
+        self.entry: Callable[..., Nest] = self._quick.entry
 
-    def restart(self, resources: PlanResources) -> None:
-        """Forget all plans, and build new ones with other resources."""
-        self._resources = resources
-        self.by_signature.clear()
-        self._last_checking.clear()
-        self.small.forget()
+    def forget(self) -> None:
+        """Have the core forget its plans."""
+        self._quick.forget()
 
     def all_reduce(
         self,
@@ -213,46 +103,36 @@ class Plans:
         if options is not None and type(options) is not CommunicationOptions:
             return self._first_time(op, tree, options, call, root)  # which refuses it
         kind = type(tree)
-        if kind is np.ndarray:
-            key = (call, op._name_, options, root, tree.dtype, tree.shape)
-            plan = self.by_signature.get(key)
-            if plan is not None:
-                if (call, options, root) == _USUAL:
-                    self.small.keep(op, tree, plan)
-                return plan([tree], None, self._timeout_of(options))[0]
-        elif kind in _NUMBERS:
+        if kind is np.ndarray or kind in _NUMBERS:
             x = np.asarray(tree)
-            plan = self.by_signature.get(
-                (call, op._name_, options, root, kind, x.dtype)
-            )
-            if plan is not None:
-                result = plan([x], None, self._timeout_of(options))[0]
-                return result if result is None else _as_number(result, kind)
-        else:
-            try:
-                leaves, structure = nest.flatten(tree)
-                timeout = self._timeout_of(options)
-            except Exception:  # raised again there, where all ranks are told
+            how: Key = (call, op._name_, options, root, None)
+            plan = self.cache.get(how, ((x.dtype, x.shape),))
+            if plan is None or (kind is int and x.dtype.kind != "i"):
                 return self._first_time(op, tree, options, call, root)
-            if {*map(type, leaves)} == _ARRAYS:
-                how = (call, op._name_, options, root, structure)
-                last = self._last_checking.get(how)
-                if last is not None:
-                    results = last.attempt(leaves, timeout)
-                    if results is not None:
-                        return structure.unflatten(results)
-                plan = self.by_signature.get((*how, _describe_all(leaves)))
-                if plan is not None:
-                    self._remember(how, plan)
-                    return structure.unflatten(plan(leaves, None, timeout))
+            if x is tree and (call, options, root) == _USUAL:
+                self._quick.keep(op, tree, plan)
+            result = plan([x], None, self._timeout_of(options))[0]
+            return result if x is tree else _as_number(result, kind)
+        try:
+            leaves, structure = nest.flatten(tree)
+            timeout = self._timeout_of(options)
+        except Exception:  # raised again there, where all ranks are told
+            return self._first_time(op, tree, options, call, root)
+        if {*map(type, leaves)} == _ARRAYS:
+            how = (call, op._name_, options, root, structure)
+            plan = self.cache.last(how)
+            results = None if plan is None else plan.attempt(leaves, timeout)
+            if results is not None:
+                return structure.unflatten(results)
+            plan = self.cache.get(how, _describe(leaves))
+            if plan is not None:
+                return structure.unflatten(plan(leaves, None, timeout))
         return self._first_time(op, tree, options, call, root)
 
-    def _remember(self, how: _Key, plan: Plan) -> None:
-        if hasattr(plan, "attempt"):  # as isinstance of a protocol, which is slow
-            self._last_checking[how] = plan
-
     def _timeout_of(self, options: CommunicationOptions | None) -> float | None:
-        return None if options is None else self._merge(options).timeout_seconds
+        if options is None:
+            return None
+        return self._resources.merge_options(options).timeout_seconds
 
     def _first_time(
         self,
@@ -264,21 +144,17 @@ class Plans:
     ) -> Nest:
         """Check every leaf, keep the plan, and run it."""
         try:
-            merged = self._merge(options)
+            merged = self._resources.merge_options(options)
             leaves, structure = nest.flatten(tree)
             if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
-                return self._reduce_rows(op, tree, options, call, root)
+                return self._reduce_slices(op, tree, options, call, root)
             pairs = [backend.as_array(leaf, call) for leaf in leaves]
             arrays = [array for array, _ in pairs]
-            plan = self._find(op, structure, arrays, call, merged, root)
-            key = _short_key(
-                tree, leaves, structure, arrays, (call, op._name_, options, root)
-            )
-            if key is not None:
-                self.by_signature[key] = plan
+            alone = len(leaves) == 1 and leaves[0] is tree
+            how = (call, op._name_, options, root, None if alone else structure)
+            plan = self._find(how, op, structure, arrays, call, merged, root)
         except Exception as error:
-            self._report(call, error)
-            raise
+            self._resources.invalid(call, error)
         results = plan(arrays, None, merged.timeout_seconds)
         return structure.unflatten(
             [
@@ -287,18 +163,16 @@ class Plans:
             ]
         )
 
-    def find(
-        self,
-        op: ReduceOp,
-        arrays: list[Array],
-        call: str,
-        options: CommunicationOptions,
-    ) -> Plan:
+    def find(self, op: ReduceOp, arrays: list[Array], call: str) -> Plan:
         """Return the plan for a list of arrays. Not collective."""
-        return self._find(op, nest.flatten(arrays)[1], arrays, call, options, None)
+        structure = nest.flatten(arrays)[1]
+        how = (call, op._name_, None, None, structure)
+        options = self._resources.options
+        return self._find(how, op, structure, arrays, call, options, None)
 
     def _find(
         self,
+        how: Key,
         op: ReduceOp,
         structure: nest.Structure,
         arrays: list[Array],
@@ -306,77 +180,87 @@ class Plans:
         options: CommunicationOptions,
         root: int | None,
     ) -> Plan:
-        described = tuple(
-            (x.dtype, tuple(x.shape), backend.is_device_array(x)) for x in arrays
-        )
-        key = (op._name_, structure, call, options, root, described)
-        plan = self.by_signature.get(key)
+        described = _describe(arrays)
+        plan = self.cache.get(how, described)
         if plan is None:
-            signature = self._describe(op, structure, arrays, call, options, root)
-            plan = self.by_signature[key] = self._make(signature)
+            signature = self._sign(op, structure, arrays, call, options, root)
+            plan = self._make(signature)
+            self.cache.keep(how, described, plan)
         return plan
 
     def _make(self, signature: Signature) -> Plan:
+        calls = self._resources.guard.calls
         for route in self._routes:
             plan = route(self._resources, signature)
             if plan is not None:
-                calls = self._resources.guard.calls
-                return (
-                    plan if calls is None else ObservedPlan(plan, route.__name__, calls)
-                )
+                return plan if calls is None else ObservedPlan(self._resources, plan)
         raise AssertionError("the last route takes everything")
 
+    def _sign(
+        self,
+        op: ReduceOp,
+        structure: nest.Structure,
+        arrays: list[Array],
+        call: str,
+        options: CommunicationOptions,
+        root: int | None,
+    ) -> Signature:
+        """Return the signature of an all-reduce.
 
-def _short_key(
-    tree: Nest,
-    leaves: list[Nest],
-    structure: nest.Structure,
-    arrays: list[Array],
-    how: _Key,
-) -> _Key | None:
-    """Return the key by which `Plans.all_reduce` finds the plan of such calls, if any.
+        Everything that a route looks at is in the text, or the same on all ranks.
+        """
+        resources = self._resources
+        usual = resources.options
+        compression = resources.compression
+        if options is not usual:
+            compression = resources.compression_of(options)
+        text = structure.render([backend.describe(x) for x in arrays])
+        if options.bytes_per_pack != usual.bytes_per_pack:
+            # The ranks must cut their buffers at the same places.
+            text += f" with bytes_per_pack={options.bytes_per_pack}"
+        if options.implementation is not usual.implementation:
+            text += f" with implementation={options.implementation.name}"
+        if compression != resources.compression:
+            text += f" with {compression}"
+        # For the same reason: GPU arrays have their own buckets and routes.
+        text += resources.text_of_devices(arrays, structure)
+        compress = None
+        if compression != UNCOMPRESSED and resources.comm.num_nodes > 1:
+            compress = functools.partial(Compression, *compression)
+        to_root = "" if root is None else f" to rank {root}"
+        return Signature(
+            Call(f"{call}{to_root} {op.name} {text}"),
+            [_leaf_of(op, x, call) for x in arrays],
+            root,
+            resources.transports_of(options),
+            options.bytes_per_pack or resources.environment.bytes_per_pack,
+            compress,
+        )
 
-    Args:
-        tree: of the call.
-        leaves: of the tree.
-        structure: of the tree.
-        arrays: the leaves as arrays.
-        how: the rest of the key.
-    """
-    kind = type(tree)
-    if kind in _NUMBERS:
-        return (*how, kind, arrays[0].dtype)
-    if any(x is not leaf for x, leaf in zip(arrays, leaves, strict=True)):
+
+def _describe(arrays: list[Array]) -> Key:
+    """Return what is known of leaves before their values."""
+    return tuple(
+        [
+            (x.dtype, x.shape)
+            if isinstance(x, np.ndarray)
+            else (x.dtype, tuple(x.shape), "on a device")
+            for x in arrays
+        ]
+    )
+
+
+def _as_number(x: HostArray | None, kind: type) -> Any:
+    if x is None:
         return None
-    if kind is np.ndarray:
-        return (*how, tree.dtype, tree.shape)
-    if {*map(type, leaves)} == _ARRAYS:
-        return (*how, structure, _describe_all(leaves))
-    return None
-
-
-_ARRAYS: Final = {np.ndarray}
-
-
-def _describe_all(arrays: list[Array]) -> _Key:
-    return tuple([(x.dtype, x.shape) for x in arrays])
-
-
-def _as_number(x: HostArray, kind: type) -> Any:
     return x.item() if kind in (int, float) else x[()]
 
 
-def leaves_of(op: ReduceOp, arrays: list[Array], call: str) -> list[Leaf]:
-    """Return what a plan knows of these arrays.
+def _leaf_of(op: ReduceOp, x: Array, call: str) -> Leaf:
+    """Return what a plan knows of an array.
 
     Raises:
-        TypeError: if the operation is not defined for a dtype.
+        TypeError: if the operation is not defined for its dtype.
     """
-    return [
-        Leaf(
-            tuple(x.shape),
-            dtype_table.reduction(x.dtype, op, call),
-            backend.is_device_array(x),
-        )
-        for x in arrays
-    ]
+    reduction = dtype_table.reduction(x.dtype, op, call)
+    return Leaf(tuple(x.shape), reduction, backend.is_device_array(x))

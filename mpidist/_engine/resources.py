@@ -1,9 +1,4 @@
-"""What every collective of a group uses: ranks, guard, options, transports, memory.
-
-The classes of the collectives derive from `Resources`, one job in each file
-(`share`, `rows`, `all_gather`, `registered_buffers`), and `collectives.Collectives` is
-all of them together, with the all-reduce.
-"""
+"""What the collectives of a group share: ranks, guard, options, transports, memory."""
 
 from __future__ import annotations
 
@@ -11,18 +6,21 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, NoReturn, ParamSpec, TypeVar
 
+import numpy as np
+
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.root_messages import RootMessages
 from mpidist._base import backend, nest
 from mpidist._base.environment import Environment
 from mpidist._base.options import CommunicationImplementation, CommunicationOptions
-from mpidist._base.types import Array
+from mpidist._base.types import Array, DType
 from mpidist._engine.devices import Devices, place_text
-from mpidist._engine.memory import SharedMemory
 from mpidist._engine.node import Node
-from mpidist._engine.nodes import Nodes
+from mpidist._engine.nodes import NO_MEMORY, Nodes, SharedMemory
 from mpidist._engine.pool import Pool
+from mpidist._engine.staged import StagedTransport
+from mpidist._engine.staging import Staging
 from mpidist._engine.transports import DirectTransport, SharedTransport, Transports
 from mpidist._mpi.communicator import AnyCommunicator
 
@@ -51,15 +49,35 @@ def timed(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(method)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        resources: Any = args[0]  # `self`, which a ParamSpec cannot name
-        with resources.comm.traffic.timed():
+        own: Any = args[0]  # `self`, which a ParamSpec cannot name
+        with own.resources.comm.traffic.timed():
             return method(*args, **kwargs)
 
     return call
 
 
+class FlatBuffers:
+    """Flat buffers that are kept between calls, one for each kind of device."""
+
+    def __init__(self) -> None:
+        self._kept: dict[bool, Array] = {}
+        self._stream: backend.Stream = None
+
+    def get(self, count: int, dtype: DType, near: Array) -> Array:
+        """Return a flat buffer of ``count`` elements on the device of ``near``."""
+        key = backend.is_device_array(near)
+        if key:  # the last call may have used the buffer on another stream
+            self._stream = backend.continue_from(self._stream)
+        nbytes = count * dtype.itemsize
+        kept = self._kept.get(key)
+        if kept is None or kept.nbytes < nbytes:
+            kept = self._kept[key] = backend.empty_like(near, (nbytes,), np.uint8)
+        found: Array = kept[:nbytes].view(dtype)
+        return found
+
+
 class Resources:
-    """What the collectives of one group of replicas have in common.
+    """What the collectives of one group of replicas share.
 
     Args:
         comm: the ranks.
@@ -75,6 +93,8 @@ class Resources:
         messages: from rank 0 to the others.
         devices: how GPU buffers move.
         pool: private memory for large results.
+        buffers: flat buffers, kept between calls.
+        staging: copies between GPUs and a node's memory; None without such memory.
         compression: of the strategy's sums between nodes.
         transports: of calls without options.
     """
@@ -91,48 +111,90 @@ class Resources:
         self.comm = comm
         self.guard = guard
         self.options = options
+        self.environment = environment
         self.device = device
-        self.node: Node | None = memory.node
-        self.nodes: Nodes | None = memory.nodes
-        self.messages: RootMessages = self._make_messages()
+        self.staging: Staging | None = None
+        self._released = False
+        self._share(memory)
         self.devices: Devices = Devices(comm, device, environment)
         self.pool: Pool = Pool(_POOL_BYTES)
-        self._environment = environment
-        self._memory = memory
-        self._shared: DirectTransport | None = None
-        if memory.node is not None or memory.nodes is not None:
-            channel = None if memory.node is None else memory.node.channel
-            self._shared = SharedTransport(comm, guard, channel)
-        elif memory.in_process:
-            self._shared = DirectTransport(comm)
-        self._chosen: dict[CommunicationImplementation, Transports] = {}
         self.compression: CompressionChoice = self.compression_of(options)
-        # GPU buffers are moved whole until `decide_device_transports`.
-        wanted = self.implementation
+        # GPU buffers are moved whole until `decide_devices`.
+        wanted = self._resolve(options.implementation)
         if wanted is CommunicationImplementation.NCCL:
             wanted = CommunicationImplementation.STAGED
         self.transports: Transports = self._choose(wanted)
 
-    def _make_messages(self) -> RootMessages:
-        ring = None if self.node is None else self.node.channel
-        calls = self.guard.calls
-        make = RootMessages if calls is None else calls.observing(RootMessages)
-        return make(self.comm, self.guard, ring)
+    def _share(self, memory: SharedMemory) -> None:
+        """Use the memory that the ranks share, in place of the one before."""
+        if self.staging is not None:
+            self.staging.close()
+        self.node: Node | None = memory.node
+        self.nodes: Nodes | None = memory.nodes
+        own = self.node if self.nodes is None else self.nodes.node
+        self.staging = None if own is None else Staging(own)
+        self.buffers: FlatBuffers = FlatBuffers()
+        channel = None if self.node is None else self.node.channel
+        self._why_not_shared = memory.problem
+        self._shared: DirectTransport | None = None
+        if own is not None:
+            self._shared = SharedTransport(self.comm, self.guard, channel)
+        elif memory.in_process:
+            self._shared = DirectTransport(self.comm)
+        make = self.observing(RootMessages)
+        self.messages: RootMessages = make(self.comm, self.guard, channel)
 
-    @property
-    def implementation(self) -> CommunicationImplementation:
-        """What the options ask for; if they say AUTO, what the environment does."""
-        return self._resolve(self.options.implementation)
+    def observing(self, kind: type[_R]) -> type[_R]:
+        """Return a class, or one that is observed, if calls are."""
+        calls = self.guard.calls
+        return kind if calls is None else calls.observing(kind)
+
+    def decide_devices(self, timeout_seconds: float) -> None:
+        """Choose, with all ranks, how GPU buffers move. Collective, and once.
+
+        Args:
+            timeout_seconds: how long NCCL may take to connect the ranks; 0: no limit.
+
+        Raises:
+            ValueError: on all ranks, if the implementation is not available.
+        """
+        wanted = self._resolve(self.options.implementation)
+        self.devices.decide(wanted, self.transports.host, timeout_seconds or None)
+        self.transports = self._choose(wanted)
+        self.transports.device.check()
+        staged = self.transports.device
+        mixed = self.devices.decision.mixed
+        if (
+            self.device.kind != "gpu"
+            or mixed
+            or not isinstance(staged, StagedTransport)
+        ):
+            return
+        try:  # page-locked memory, which may be refused on one rank
+            staged.prepare(self.device.array_module.empty(1, np.uint8))
+        except Exception as error:
+            self.invalid("MPIStrategy(...)", error)
+        self.guard.agree(Call("MPIStrategy(...), with memory for GPU buffers"))
+
+    def release(self) -> None:
+        """Let go of shared memory: the strategy is being closed. Not collective."""
+        self._released = True
+        self._share(NO_MEMORY)
+        self.comm.traffic.leave_core()
+        self.pool = Pool(0)  # its memory goes with the last result
+        direct = DirectTransport(self.comm)
+        self.transports = Transports(direct, direct, "closed")
 
     def _resolve(
         self, wanted: CommunicationImplementation
     ) -> CommunicationImplementation:
+        """Return what options ask for; if they say AUTO, what the environment does."""
         if wanted is CommunicationImplementation.AUTO:
-            return self._environment.implementation
+            return self.environment.implementation
         return wanted
 
     def _choose(self, wanted: CommunicationImplementation) -> Transports:
-        return self.devices.choose(wanted, self._shared, self._memory.problem)
+        return self.devices.choose(wanted, self._shared, self._why_not_shared)
 
     def transports_of(self, options: CommunicationOptions) -> Transports:
         """Return the transports of a call with these options.
@@ -141,10 +203,9 @@ class Resources:
             ValueError: if the implementation is not available.
             RuntimeError: if an earlier call has failed, as NCCL reports only later.
         """
-        wanted = options.implementation
-        chosen = self._chosen.get(wanted)
-        if chosen is None:
-            chosen = self._chosen[wanted] = self._choose(self._resolve(wanted))
+        chosen = self.transports
+        if options is not self.options and not self._released:
+            chosen = self._choose(self._resolve(options.implementation))
         chosen.device.check()
         return chosen
 
@@ -171,13 +232,13 @@ class Resources:
         """Return what ``options`` and the environment say of compression."""
         scheme = options.compression
         if scheme is None:
-            scheme = self._environment.compression
+            scheme = self.environment.compression
         direct = CommunicationImplementation.DIRECT
         if scheme == "none" or self._resolve(options.implementation) is direct:
             return UNCOMPRESSED
         feedback = options.error_feedback
         if feedback is None:
-            feedback = self._environment.error_feedback
+            feedback = self.environment.error_feedback
         return CompressionChoice(scheme, feedback)
 
     def invalid(self, call: str, error: BaseException) -> NoReturn:
@@ -185,9 +246,8 @@ class Resources:
 
         An error that a collective call raised is already known to all.
         """
-        raise self.guard.fail(Call(f"{call} with invalid arguments"), error, "invalid")
+        raise self.guard.fail(Call(f"{call} with invalid arguments"), error)
 
     def text_of_devices(self, arrays: list[Array], structure: nest.Structure) -> str:
         """Return, for a call's text, which of its arrays are on a GPU."""
-        mixed = self.devices.decision.mixed
-        return place_text(arrays, structure, mixed)
+        return place_text(arrays, structure, self.devices.decision.mixed)

@@ -344,7 +344,9 @@ class Coordinator:
                 count = len(waiting)
                 dropped += waiting[:count]
                 del waiting[:count]  # in place: finalizers append to these lists
-        self._group.collectives.messages.send(pickle.dumps((name, dropped, content)))
+        self._group.collectives.resources.messages.send(
+            pickle.dumps((name, dropped, content))
+        )
 
 
 class _NotThereError(ValueError):

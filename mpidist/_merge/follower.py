@@ -82,7 +82,7 @@ class Follower:
         """Return the next command."""
         command, self._early = self._early, None
         if command is None:
-            command = pickle.loads(self._collectives.messages.receive(_WAITS))
+            command = pickle.loads(self._collectives.resources.messages.receive(_WAITS))
         return command
 
     def _expect_check(self) -> None:

@@ -485,5 +485,5 @@ def make_equal(group: ReplicaGroup, keys: Sequence[Key]) -> None:
     for index, variable in enumerate(variables):
         if all(row[index] for row in known):
             array = array_of(variable)
-            transport = collectives.transports.of(array)
+            transport = collectives.resources.transports.of(array)
             transport.broadcast(backend.as_bytes(array), 0)

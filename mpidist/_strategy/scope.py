@@ -158,6 +158,6 @@ def of_one_replica(
         value: Nest, axis: int, options: CommunicationOptions | None = None
     ) -> Nest:
         require_scope("all_gather")
-        return collectives.small_gathers.entry(value, axis, options)
+        return collectives.all_gather(value, axis, options)
 
     return all_reduce, all_gather

@@ -23,9 +23,9 @@ from mpidist._agreement.stacks import Stacks
 from mpidist._base import backend, interactive, threads
 from mpidist._base.environment import Environment, read_environment
 from mpidist._base.options import CommunicationImplementation, CommunicationOptions
-from mpidist._engine import SharedMemory, open_shared_memory
 from mpidist._engine.bits import same_on_all_ranks
 from mpidist._engine.collectives import Collectives
+from mpidist._engine.nodes import SharedMemory, open_shared_memory
 from mpidist._merge import updates
 from mpidist._merge.merge_call import merge_call
 from mpidist._mpi import survival
@@ -157,7 +157,7 @@ def complete(
     collectives, guard = group.collectives, group.guard
     # What `ReplicaContext.all_reduce` and `all_gather` call, and variables, too.
     group.all_reduce = collectives.all_reduce
-    group.all_gather = collectives.small_gathers.entry
+    group.all_gather = collectives.all_gather
     if not group.is_mpi:
         group.all_reduce, group.all_gather = scope.of_one_replica(collectives)
     elif ops is not None:
@@ -269,8 +269,8 @@ def _make_collectives(
     )
     if ops is not None:
         text += f", {type(ops).__qualname__} as cross_device_ops"
-    if collectives.compression.scheme != "none":
-        text += f", {collectives.compression}"
+    if collectives.resources.compression.scheme != "none":
+        text += f", {collectives.resources.compression}"
     if environment.allreduce is not None:
         text += f", MPIDIST_ALLREDUCE={environment.allreduce}"
     if environment.simulated_nodes != 1:

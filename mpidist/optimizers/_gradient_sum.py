@@ -6,7 +6,7 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, checksums
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array
-from mpidist._engine import Plan
+from mpidist._engine.plan import Plan
 from mpidist._runtime import context
 from mpidist._runtime.group import BatchReducer, ReplicaGroup
 from mpidist._values.distributed import PerReplica
@@ -32,7 +32,7 @@ class GradientSum:
         self.text = f"{len(arrays)} gradients"
         if collectives.comm.size == 1 or not arrays:
             return
-        plan = collectives.plans.find(ReduceOp.SUM, arrays, APPLY, collectives.options)
+        plan = collectives.plans.find(ReduceOp.SUM, arrays, APPLY)
         self.text = plan.call.text
         if self._ops is None:
             self._plan = plan

@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpidist
-from mpidist._engine import buckets, dtype_table
+from mpidist._engine import dtype_table
+from mpidist._engine.bucket_route import plan_buckets
+from mpidist._engine.plan import Leaf
 
 
 @given(
@@ -21,14 +23,14 @@ from mpidist._engine import buckets, dtype_table
 )
 def test_every_leaf_is_in_one_place_of_one_bucket(rows, limit):
     leaves = [
-        buckets.Leaf(
+        Leaf(
             (n,),
             dtype_table.reduction(np.dtype(c), mpidist.ReduceOp[op], "f"),
             False,
         )
         for n, c, op in rows
     ]
-    made = buckets.plan_buckets(leaves, limit)
+    made = plan_buckets(leaves, limit)
     assert sorted(i for b in made for i in b.leaves) == list(range(len(leaves)))
     for bucket in made:
         wire = leaves[bucket.leaves[0]].reduction.wire

@@ -70,7 +70,7 @@ def assert_same(found, expected):
 
 def in_place(strategy, call):
     """Return what ``call`` returns, and how many calls read arrays where they are."""
-    node = group_of(strategy).collectives.node
+    node = group_of(strategy).collectives.resources.node
     before = node.channel.sources_in_arena if node is not None else 0
     found = call()
     return found, (node.channel.sources_in_arena if node is not None else 0) - before
@@ -327,10 +327,10 @@ def test_everywhere_else_they_are_ordinary_arrays(
 
 
 def test_without_room_they_are_ordinary_arrays(shared, rank, size, monkeypatch):
-    node = group_of(shared).collectives.node
+    node = group_of(shared).collectives.resources.node
     if rank == size - 1 and node is not None:  # on one rank alone
         without = dataclasses.replace(node, pool=_native.core.Pool(node.memory, 0, 0))
-        monkeypatch.setattr(group_of(shared).collectives, "node", without)
+        monkeypatch.setattr(group_of(shared).collectives.resources, "node", without)
     (buffer,) = shared.buffers_like([np.zeros(10_000)])
     buffer[:] = 1
     found, count = in_place(shared, lambda: all_reduce(shared, "SUM", buffer))

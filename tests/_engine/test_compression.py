@@ -257,6 +257,6 @@ def test_compression_in_the_environment_and_on_one_node(
     monkeypatch.setenv("MPIDIST_SIMULATED_NODES", "2")
     strategy = new_strategy()
     assert (all_reduce(strategy, "SUM", x) == size).all()
-    assert group_of(strategy).collectives.compression == ("bf16", False)
+    assert group_of(strategy).collectives.resources.compression == ("bf16", False)
     exact = Options(implementation="DIRECT")
     assert (all_reduce(strategy, "SUM", x, exact) == size * x).all()

@@ -14,8 +14,8 @@ import pytest
 from replicas import all_reduce, everywhere, raises_everywhere
 
 import mpidist
-from mpidist._base import backend
-from mpidist._engine import collectives, core_routes, staging
+from mpidist._base import backend, nest
+from mpidist._engine import core_routes, staging
 from mpidist._engine import node as node_module
 from mpidist._strategy.strategy import group_of
 from mpidist.experimental import CommunicationOptions
@@ -175,7 +175,7 @@ def test_no_copy_on_the_host(monkeypatch, new_strategy, rank, size):
     """The GPU reads and writes the memory that the ranks share."""
     xp = posing.install(monkeypatch)
     strategy = new_strategy(device="gpu", implementation="STAGED")
-    node = group_of(strategy).collectives.node
+    node = group_of(strategy).collectives.resources.node
     seen = {"to": [], "from": []}
 
     def watch(name, kind, position):
@@ -213,7 +213,7 @@ def test_memory_is_unlocked_with_the_strategy(monkeypatch, new_strategy):
     assert posing.registered == {}
     for _ in range(3):
         large(strategy, xp)
-    area = group_of(strategy).collectives.node.piece_bytes
+    area = group_of(strategy).collectives.resources.node.piece_bytes
     assert list(posing.registered.values()) == [2 * area, 2 * area]
     strategy.close()
     assert posing.registered == {}
@@ -224,7 +224,7 @@ def test_memory_is_unlocked_before_it_goes(monkeypatch, new_strategy):
     """Also where nobody says that it is not needed any more."""
     xp = posing.install(monkeypatch)
     strategy = new_strategy(device="gpu", implementation="STAGED")
-    own = staging.Staging(group_of(strategy).collectives.node)
+    own = staging.Staging(group_of(strategy).collectives.resources.node)
     seen = weakref.ref(own)
     own.lane_of(xp.zeros(1))
     assert len(posing.registered) == 2
@@ -342,7 +342,7 @@ def test_an_error_between_nodes_names_its_rank_at_once(
     strategy = new_strategy(device="gpu", implementation="STAGED")
     x = xp.asarray(np.ones(count, np.float32))
     all_reduce(strategy, "SUM", x)
-    large = count > 3 and group_of(strategy).collectives.nodes is not None
+    large = count > 3 and group_of(strategy).collectives.resources.nodes is not None
     error = error_if_refused(
         monkeypatch, rank == size - 1, name, lambda: all_reduce(strategy, "SUM", x)
     )
@@ -386,15 +386,12 @@ def test_a_rank_that_leaves_in_the_middle_ends_the_wait(
 # --- which route ----------------------------------------------------------------------
 
 
-def route_of(strategy, arrays, implementation=None):
-    options = CommunicationOptions()
-    if implementation is not None:
-        options = CommunicationOptions(implementation=implementation)
-    options = group_of(strategy).collectives.merge_options(options)
-    plan = group_of(strategy).collectives.plans.find(
-        mpidist.ReduceOp.SUM, arrays, "all_reduce", options
-    )
-    return type(plan).__name__
+def route_of(strategy, arrays, implementation="AUTO"):
+    options = CommunicationOptions(implementation=implementation)
+    group_of(strategy).collectives.all_reduce(mpidist.ReduceOp.SUM, arrays, options)
+    how = ("all_reduce", "SUM", options, None, nest.flatten(arrays)[1])
+    plan = group_of(strategy).collectives.cache.last(how)
+    return type(plan).__name__, plan.route
 
 
 @pytest.mark.usefixtures("one_node")
@@ -402,14 +399,12 @@ def test_the_routes(monkeypatch, new_strategy, size):
     xp = posing.install(monkeypatch, num_devices=size, nccl=posing.Nccl())
     strategy = new_strategy(device="gpu")
     small, large = xp.zeros(3), xp.zeros(50_003)
-    staged = mpidist.experimental.CommunicationImplementation.STAGED
-    direct = mpidist.experimental.CommunicationImplementation.DIRECT
-    assert route_of(strategy, [small]) == "MpiReduce"  # nccl
-    assert route_of(strategy, [small], staged) == "StagedEager"
-    assert route_of(strategy, [large], staged) == "StagedReduce"
-    assert route_of(strategy, [small, np.zeros(3)], staged) == "StagedEager"
-    assert route_of(strategy, [np.zeros(3)], staged) == "EagerReduce"
-    assert route_of(strategy, [large], direct) == "MpiReduce"
-    names = [route.__name__ for route in collectives.ROUTES]
-    on_host = ["eager", "shared", "between", "hierarchical"]
-    assert names == [*on_host, "nccl", "direct", "staged", "mpi"]
+    for arrays, implementation, route in (
+        ([small], "AUTO", ("BucketReduce", "nccl")),
+        ([small], "STAGED", ("StagedEager", "staged")),
+        ([large], "STAGED", ("StagedReduce", "staged")),
+        ([small, np.zeros(3)], "STAGED", ("StagedEager", "staged")),
+        ([np.zeros(3)], "STAGED", ("EagerReduce", "eager")),
+        ([large], "DIRECT", ("BucketReduce", "direct")),
+    ):
+        assert route_of(strategy, arrays, implementation) == route

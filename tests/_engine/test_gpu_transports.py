@@ -50,7 +50,7 @@ def staged(request, cupy, new_strategy, monkeypatch, size):
     if request.param == "direct":
         monkeypatch.setattr(node_module, "make_file", no_room)
     strategy = new_strategy(device="gpu")
-    transport = group_of(strategy).collectives.transports.device
+    transport = group_of(strategy).collectives.resources.transports.device
     assert isinstance(transport, StagedTransport)
     assert transport._host.name == ("direct" if size == 1 else request.param)
     return transport
@@ -213,7 +213,7 @@ def test_copies_overlap_mpi(cupy, staged, size, monkeypatch):
 @core
 def test_direct_waits_for_the_stream(cupy, new_strategy, rank, size):
     strategy = new_strategy(device="gpu", implementation="DIRECT")
-    direct = group_of(strategy).collectives.transports.device
+    direct = group_of(strategy).collectives.resources.transports.device
     highest = counting(size - 1, 1000)
     x = on_gpu(cupy, counting(rank, 1000))
     y = cupy.empty(1000, np.float32)
@@ -297,7 +297,7 @@ def own_gpus(monkeypatch, nccl, size):
 @core
 def test_nccl_moves_what_it_has_types_for(own_gpus, nccl, new_strategy, rank, size):
     strategy = new_strategy(implementation="NCCL")
-    transports = group_of(strategy).collectives.transports
+    transports = group_of(strategy).collectives.resources.transports
     assert transports.device.name == "nccl"
     xp = strategy.array_module
 
@@ -362,7 +362,7 @@ def test_nccl_copies(own_gpus, nccl, new_strategy, rank, size):
 @core
 def test_nccl_is_queued_on_the_current_stream(own_gpus, new_strategy, rank, size):
     strategy = new_strategy(implementation="NCCL")
-    transport = group_of(strategy).collectives.transports.device
+    transport = group_of(strategy).collectives.resources.transports.device
     pairs = []
     for stream in (posing.Stream.null, posing.Stream(non_blocking=True)):
         with stream:
@@ -422,7 +422,7 @@ def test_nccl_does_not_connect(
         texts = raises_everywhere(ValueError, make)
     else:
         strategy, texts = said_by(make)
-        transports = group_of(strategy).collectives.transports
+        transports = group_of(strategy).collectives.resources.transports
         assert transports.device.name == "staged"
         assert len(texts) == (rank == 0)
         texts = [*texts, transports.reason]
@@ -442,7 +442,7 @@ def test_auto_without_nccl_is_a_warning_on_rank_0(
     strategy, texts = said_by(new_strategy)
     assert len(texts) == (rank == 0)
     why = "NCCL does not load on rank 0 (CuPy does not find libnccl; `pip install"
-    for text in (*texts, group_of(strategy).collectives.transports.reason):
+    for text in (*texts, group_of(strategy).collectives.resources.transports.reason):
         assert why in text
     assert said_by(new_strategy)[1] == []  # once
     for text in texts:
@@ -476,7 +476,7 @@ def test_the_id_of_nccl_is_passed_on_as_it_is(
     nccl = posing.Nccl(id_type=id_type)
     xp = posing.install(monkeypatch, num_devices=size, nccl=nccl)
     strategy = new_strategy(implementation="NCCL" if size == 1 else "AUTO")
-    assert group_of(strategy).collectives.transports.device.name == "nccl"
+    assert group_of(strategy).collectives.resources.transports.device.name == "nccl"
     x = xp.full(5, rank + 1.0)
     total = all_reduce(strategy, "SUM", x)
     check([(total.get(), np.full(5, size * (size + 1) / 2))])
@@ -526,7 +526,7 @@ def test_nccl_for_one_call(own_gpus, nccl, new_strategy, strategy, size):
     """A call may leave NCCL out; to ask for it takes a strategy that has it."""
     x = own_gpus.asarray(np.ones(3))
     automatic = new_strategy()
-    assert group_of(automatic).collectives.transports.reason.startswith(
+    assert group_of(automatic).collectives.resources.transports.reason.startswith(
         "nccl: each rank has"
     )
     options = mpidist.experimental.CommunicationOptions(implementation="STAGED")
@@ -646,7 +646,7 @@ def test_what_a_strategy_takes(
     for name, value in variables.items():
         monkeypatch.setenv(f"MPIDIST_{name}", value)
     strategy = new_strategy(device="gpu", implementation=asked)
-    transports = group_of(strategy).collectives.transports
+    transports = group_of(strategy).collectives.resources.transports
     assert transports.device.name == way
     assert reason in transports.reason
     x = strategy.array_module.ones(3)
@@ -663,7 +663,8 @@ def test_ranks_without_a_gpu(monkeypatch, new_strategy, rank, size):
     if rank:
         posing.install(monkeypatch)
     strategy = new_strategy(device="gpu" if rank else "cpu")
-    assert "some ranks have no GPU" in group_of(strategy).collectives.transports.reason
+    transports = group_of(strategy).collectives.resources.transports
+    assert "some ranks have no GPU" in transports.reason
     xp = strategy.array_module
     x = xp.asarray(counting(rank, 200_000))
     total, parts = local(

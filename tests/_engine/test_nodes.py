@@ -157,7 +157,7 @@ def test_an_interrupt_between_nodes_ends_the_call_everywhere(
         def interrupted(*args):
             raise SignalError
 
-        nodes = group.collectives.nodes
+        nodes = group.collectives.resources.nodes
         way = group.communicator.buffers if nodes is None else nodes.peers
         monkeypatch.setattr(way, "finish", interrupted)
     start = time.monotonic()
@@ -214,7 +214,7 @@ def test_an_interrupt_while_a_slice_travels_keeps_its_memory(
 ):
     """MPI may still write to it, so it is kept forever."""
     strategy = on_nodes(timeout_seconds=50)
-    if group_of(strategy).collectives.nodes is None:
+    if group_of(strategy).collectives.resources.nodes is None:
         pytest.skip("nodes of one rank send no slices")
     x = np.ones(300_000)
     all_reduce(strategy, "SUM", x)
@@ -269,7 +269,7 @@ def test_what_has_no_room_behind_a_header_goes_by_nodes(
     """No size is left to all ranks in one call of MPI, which would be the slowest."""
     monkeypatch.setattr(between, "ROOM", 4096)
     strategy = new_strategy()
-    if group_of(strategy).collectives.nodes is None:
+    if group_of(strategy).collectives.resources.nodes is None:
         pytest.skip("no node of several ranks")
     made = []
     for route in (between_route.BetweenReduce, hierarchical_route.HierarchicalReduce):
@@ -296,9 +296,9 @@ def test_what_goes_by_nodes_unless_asked_otherwise(
 ):
     """Small arrays go to all ranks, large ones by nodes: the sums are right at both."""
     strategy = new_strategy()
-    host = group_of(strategy).collectives.transports.host
+    host = group_of(strategy).collectives.resources.transports.host
     several = _native.available() and len(nodes) < size
-    assert (group_of(strategy).collectives.nodes is not None) == several
+    assert (group_of(strategy).collectives.resources.nodes is not None) == several
     assert host.name == ("shared" if several else "direct")
     made = []
     make = hierarchical_route.HierarchicalReduce.__init__

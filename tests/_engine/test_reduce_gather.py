@@ -725,13 +725,13 @@ def test_all_gather_without_memory_on_one_rank(
     strategy.run(step)
     if rank == size - 1:
         collectives = group_of(strategy).collectives
-        if collectives.node is None:
-            monkeypatch.setattr(collectives.pool, "empty", no_memory)
+        if collectives.resources.node is None:
+            monkeypatch.setattr(collectives.resources.pool, "empty", no_memory)
         else:
             full = types.SimpleNamespace(take=no_memory)
-            for plan in collectives.gather_plans.values():
-                node = dataclasses.replace(plan.node, pool=full)
-                monkeypatch.setattr(plan, "node", node)
+            for plan in collectives.cache.plans():
+                node = dataclasses.replace(plan.large.node, pool=full)
+                monkeypatch.setattr(plan.large, "node", node)
     for message in raises_everywhere(MemoryError, lambda f=step, s=strategy: s.run(f)):
         assert "no memory here" in message
     monkeypatch.undo()

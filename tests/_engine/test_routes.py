@@ -68,7 +68,7 @@ def files_made(monkeypatch):
 
 def channel_of(strategy):
     """Return the channel of the node; None for one rank."""
-    node = group_of(strategy).collectives.node
+    node = group_of(strategy).collectives.resources.node
     return None if node is None else node.channel
 
 
@@ -320,7 +320,7 @@ def test_a_rank_without_room_takes_all_ranks_the_other_way(
         pytest.skip("needs several ranks, and the native core")
     monkeypatch.setattr(node_module, "_LARGEST_ARENA", 16 * 2**20)
     strategy = new_strategy(implementation=SHARED)
-    node, channel = group_of(strategy).collectives.node, channel_of(strategy)
+    node, channel = group_of(strategy).collectives.resources.node, channel_of(strategy)
     x = np.random.default_rng(rank).normal(size=50_000)
     nest = [x, x.astype("f4")]
 
@@ -369,7 +369,7 @@ def test_arrays_in_the_arena_are_read_where_they_are(shared, rank, size):
 def test_a_loss_that_is_kept_does_not_keep_its_gradients(shared, rank, size):
     if size == 1:
         pytest.skip("one rank reduces nothing")
-    pool = group_of(shared).collectives.node.pool
+    pool = group_of(shared).collectives.resources.node.pool
     losses = []
     for k in range(10):
         nest = {"gradient": np.full(30_000, 1.0), "loss": np.array(float(k + rank))}
@@ -412,11 +412,14 @@ def no_memory_once(strategy, monkeypatch):
 
     monkeypatch.setattr(np, "empty", fail)
     full = types.SimpleNamespace(take=fail)
-    plans = group_of(strategy).collectives.plans
-    plans.small.forget()  # the core makes small results itself
-    for plan in plans.by_signature.values():
-        node = dataclasses.replace(plan.node, pool=full)
-        monkeypatch.setattr(plan, "node", node)
+    collectives = group_of(strategy).collectives
+    collectives.plans.forget()  # the core makes small results itself
+    for plan in collectives.cache.plans():
+        if plan.route == "shared":
+            node = dataclasses.replace(plan.node, pool=full)
+            monkeypatch.setattr(plan, "node", node)
+        else:
+            monkeypatch.setattr(plan, "_new", fail)
     assert np.empty is not empty
 
 
@@ -468,7 +471,7 @@ def test_what_fails_on_one_rank_takes_all_ranks_to_mpi(
             if rank == culprit:
                 patch.setattr(node_module, step, fail)
             one = new_strategy()
-        assert group_of(one).collectives.transports.host.name == "direct"
+        assert group_of(one).collectives.resources.transports.host.name == "direct"
         assert all_reduce(one, "SUM", rank) == sum(range(size))
         with monkeypatch.context() as patch:
             if rank == culprit:

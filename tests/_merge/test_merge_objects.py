@@ -137,7 +137,7 @@ def test_the_optimizer_is_not_copied(new_strategy):
             raise AssertionError("copied")
 
     large = Large()
-    messages = group_of(strategy).collectives.messages
+    messages = group_of(strategy).collectives.resources.messages
     send = messages.send
 
     def watched(data):

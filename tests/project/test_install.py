@@ -49,7 +49,7 @@ total = strategy.run(
     lambda: mpidist.get_replica_context().all_reduce("SUM", np.arange(1000.0))
 )
 assert (strategy.experimental_local_results(total)[0] == 2 * np.arange(1000.0)).all()
-host = group_of(strategy).collectives.transports.host.name
+host = group_of(strategy).collectives.resources.transports.host.name
 if strategy.replica_id == 0:
     print("core", _native.available(), host)
 """
@@ -239,8 +239,9 @@ def test_where_one_rank_lacks_it_all_go_by_mpi(
                 patch.setattr(_native, "core", None)
                 patch.setattr(_native, "missing", "no native core: taken away")
             one = new_strategy()
-            assert group_of(one).collectives.transports.host.name == "direct"
-            assert "no native core" in group_of(one).collectives.transports.host_reason
+            transports = group_of(one).collectives.resources.transports
+            assert transports.host.name == "direct"
+            assert "no native core" in transports.host_reason
             sums = one.run(lambda: context().all_reduce("SUM", everything))
             for found, x in zip(own(one, sums), everything, strict=True):
                 np.testing.assert_array_equal(found, x * x.dtype.type(size))
@@ -256,7 +257,7 @@ def test_where_one_rank_lacks_it_all_go_by_mpi(
         assert (f"rank {lacking} has no native core" in caplog.text) == (rank == 0)
         caplog.clear()
     again = new_strategy()
-    assert group_of(again).collectives.transports.host.name == "shared"
+    assert group_of(again).collectives.resources.transports.host.name == "shared"
 
 
 # --- wheels and the source distribution -----------------------------------------------

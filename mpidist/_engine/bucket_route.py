@@ -1,0 +1,222 @@
+"""The route that accepts everything: a header, then buckets by the transports.
+
+For nests that other routes do not accept: without the core, large nests between nodes
+of one rank, GPU buffers that NCCL or MPI moves, operations that the core lacks. Leaves
+are packed into few flat buffers, which a transport reduces. They are planned once:
+which leaf is at which offset of which buffer, and which MPI operation reduces it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from mpidist._base import backend
+from mpidist._base.reduce_op import ReduceOp
+from mpidist._base.types import Array, DType
+from mpidist._engine.compression import LEAST_BYTES, Compression
+from mpidist._engine.dtype_table import Reduction
+from mpidist._engine.plan import Leaf, PreparedPlan, Results, Signature
+from mpidist._engine.pool import SMALLEST
+from mpidist._engine.resources import Resources
+from mpidist._engine.transports import Transport
+from mpidist._mpi.buffers import COMBINE
+from mpidist._mpi.communicator import Communicator, MPIOp
+
+
+@dataclasses.dataclass
+class Bucket:
+    """Leaves in one buffer: their indices, and their offsets in it.
+
+    Attributes:
+        wire: the dtype of the buffer.
+        operation: of MPI; or "gather": one leaf, whose values are gathered.
+        compression: of a buffer that is sent as 16-bit floats.
+    """
+
+    leaves: tuple[int, ...]
+    offsets: tuple[int, ...]
+    size: int
+    wire: DType
+    operation: str
+    compression: Compression | None = None
+
+
+def plan_buckets(
+    leaves: list[Leaf],
+    bytes_per_pack: int,
+    compress: Callable[[], Compression] | None = None,
+) -> list[Bucket]:
+    """Divide leaves into buckets of at most ``bytes_per_pack``, in order, by dtype.
+
+    A leaf that is larger than a bucket has its own.
+
+    Args:
+        leaves: to be reduced.
+        bytes_per_pack: the maximum size of a bucket of several leaves.
+        compress: makes the compression of a bucket whose leaves allow it.
+    """
+    groups: dict[tuple[DType, str, bool, bool], list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        reduction = leaf.reduction
+        lossy = compress is not None and reduction.compressible
+        key = (reduction.wire, reduction.mpi, leaf.on_device, lossy)
+        groups.setdefault(key, []).append(index)
+    buckets: list[Bucket] = []
+    for (wire, operation, _, lossy), members in groups.items():
+        room = max(1, bytes_per_pack // wire.itemsize)
+        bucket: Bucket | None = None
+        for index in members:
+            size = leaves[index].size
+            full = bucket is not None and bucket.size + size > room
+            if bucket is None or full or operation == "gather":
+                compression = compress() if lossy and compress is not None else None
+                bucket = Bucket((), (), 0, wire, operation, compression)
+                buckets.append(bucket)
+            bucket.leaves += (index,)
+            bucket.offsets += (bucket.size,)
+            bucket.size += size
+    return buckets
+
+
+class _Call(NamedTuple):
+    arrays: list[Array]
+    results: Results
+
+
+class BucketReduce(PreparedPlan[_Call]):
+    """All-reduces nests by buckets."""
+
+    def __init__(self, resources: Resources, signature: Signature, route: str) -> None:
+        super().__init__(resources, signature.call)
+        self.route = route
+        self._pool = resources.pool
+        self._leaves = signature.leaves
+        self._root = signature.root
+        self._transports = signature.transports
+        self._wanted = signature.root in (None, resources.comm.rank)
+        self._buckets = plan_buckets(
+            signature.leaves, signature.bytes_per_pack, signature.compress
+        )
+        self._buffers = resources.buffers
+
+    def _prepare(self, arrays: list[Array]) -> _Call:
+        self._transports.device.check()
+        for bucket in self._buckets:
+            if not self._is_direct(bucket) and bucket.operation != "gather":
+                near = arrays[bucket.leaves[0]]
+                self._buffers.get(bucket.size, bucket.wire, near)
+        if not self._wanted:
+            return _Call(arrays, [None] * len(arrays))
+        pairs = zip(arrays, self._leaves, strict=True)
+        return _Call(arrays, [self._new_result(x, leaf) for x, leaf in pairs])
+
+    def _new_result(self, x: Array, leaf: Leaf) -> Array:
+        dtype = leaf.reduction.result
+        if leaf.on_device:
+            return backend.empty_like(x, leaf.shape, dtype)
+        if leaf.size * dtype.itemsize < SMALLEST:
+            return np.empty(leaf.shape, dtype)
+        return self._pool.empty(leaf.shape, dtype)
+
+    def _move(self, work: _Call) -> None:
+        for bucket in self._buckets:
+            near = work.arrays[bucket.leaves[0]]
+            transport = self._transports.of(near)
+            if bucket.operation == "gather":
+                self._gather(bucket.leaves[0], work, transport)
+            elif self._is_direct(bucket):
+                self._reduce(bucket.leaves[0], work, transport)
+            else:
+                self._reduce_packed(bucket, work, transport)
+
+    def _conclude(self, call: object, work: _Call) -> Results:
+        return work.results
+
+    def _is_direct(self, bucket: Bucket) -> bool:
+        """Whether a bucket is one leaf that is reduced from the array to the result."""
+        encoding = self._leaves[bucket.leaves[0]].reduction.encoding
+        alone = len(bucket.leaves) == 1 and bucket.compression is None
+        return alone and encoding == "none" and self._root is None
+
+    def _reduce(self, index: int, work: _Call, transport: Transport) -> None:
+        reduction = self._leaves[index].reduction
+        assert reduction.mpi != "gather"
+        source = backend.flat(backend.contiguous(work.arrays[index]))
+        result = backend.flat(work.results[index])
+        transport.allreduce(reduction.encode(source), result, reduction.mpi)
+        if reduction.op is ReduceOp.MEAN:
+            reduction.decode(result, self._comm.size, result)
+
+    def _reduce_packed(self, bucket: Bucket, work: _Call, transport: Transport) -> None:
+        near = work.arrays[bucket.leaves[0]]
+        packed = self._buffers.get(bucket.size, bucket.wire, near)
+        parts: list[tuple[int, Reduction, Array]] = []
+        for index, offset in zip(bucket.leaves, bucket.offsets, strict=True):
+            leaf = self._leaves[index]
+            part = packed[offset : offset + leaf.size].reshape(leaf.shape)
+            leaf.reduction.encode(work.arrays[index], part)
+            parts.append((index, leaf.reduction, part))
+        operation: MPIOp = bucket.operation  # type: ignore[assignment]
+        if bucket.compression is not None and _compresses(transport, packed):
+            self._reduce_compressed(packed, bucket.compression)
+        elif self._root is None:
+            transport.allreduce_in_place(packed, operation)
+        else:
+            transport.reduce(packed, operation, self._root)
+        if self._wanted:
+            for index, reduction, part in parts:
+                reduction.decode(part, self._comm.size, work.results[index])
+
+    def _reduce_compressed(self, buffer: Array, compression: Compression) -> None:
+        """All-reduce a buffer in place, through the host, as 16-bit floats."""
+        comm = self._comm
+        assert isinstance(comm, Communicator)  # between nodes
+        comm.traffic.count("Allreduce", buffer.nbytes)
+        host = backend.to_host(buffer)
+        compression.begin().allreduce(comm.buffers, host)
+        if host is not buffer:
+            backend.fill(buffer, host)
+
+    def _gather(self, index: int, work: _Call, transport: Transport) -> None:
+        """Gather all values and combine them in rank order: MPI cannot reduce them."""
+        size, x = self._comm.size, work.arrays[index]
+        send = backend.as_bytes(backend.contiguous(x))
+        receive = backend.empty_like(send, (send.size * size,), np.uint8)
+        transport.all_gather(send, receive, [send.size] * size)
+        values = backend.from_bytes(receive, x.dtype, (size, *x.shape))
+        operation = self._leaves[index].reduction.combining
+        combine: Callable[..., Array] = COMBINE[operation].reduce
+        if self._wanted:
+            work.results[index] = combine(values, axis=0).reshape(x.shape)
+
+
+def _compresses(transport: Transport, buffer: Array) -> bool:
+    """Whether the ranks send a buffer as 16-bit floats.
+
+    For nests in the memory of nodes see `hierarchical_route`.
+    """
+    on_host = transport.name == "staged" or not backend.is_device_array(buffer)
+    return buffer.nbytes > LEAST_BYTES and on_host
+
+
+def buckets(resources: Resources, signature: Signature) -> BucketReduce | None:
+    """Return the plan of a nest on GPUs that NCCL or a CUDA-aware MPI moves."""
+    for name in ("nccl", "direct"):
+        if uses(signature, name):
+            return BucketReduce(resources, signature, name)
+    return None
+
+
+def mpi(resources: Resources, signature: Signature) -> BucketReduce:
+    """Return the plan of any nest."""
+    return BucketReduce(resources, signature, "mpi")
+
+
+def uses(signature: Signature, transport: str) -> bool:
+    """Return whether leaves are on a GPU whose buffers this transport moves."""
+    on_device = any(leaf.on_device for leaf in signature.leaves)
+    return on_device and signature.transports.device.name == transport

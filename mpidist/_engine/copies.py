@@ -1,0 +1,350 @@
+"""Values that move as they are: between rank 0 and the others, and buffers for sums.
+
+Arrays and other objects travel as a message (pickled heads, or all) and as buffers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpidist import _native
+from mpidist._agreement.mismatch import Call
+from mpidist._agreement.root_messages import FROM_RANK_0
+from mpidist._base import backend, checksums, nest
+from mpidist._base.memory import LINE, round_up
+from mpidist._base.options import CommunicationOptions
+from mpidist._base.types import Array, DType, HostArray, Nest, Shape
+from mpidist._engine.observed import (
+    has_values,
+    memory_for,
+    nest_of_all,
+    values_from_rank_0,
+    values_of_ranks,
+    values_to_all,
+)
+from mpidist._engine.resources import Resources, timed
+from mpidist._timeline.observer import observed
+
+
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """Dtype and shape of an array whose bytes travel separately; or an object.
+
+    Attributes:
+        dtype: of the array; None for an object.
+        payload: the object.
+    """
+
+    dtype: DType | None
+    shape: Shape = ()
+    kind: backend.LeafKind = "array"
+    on_device: bool = False
+    payload: Any = None  # any object that can be pickled
+
+
+def _head_of(value: Any, call: str) -> _Head:
+    if not backend.is_array(value):
+        return _Head(None, payload=value)
+    x, kind = backend.as_array(value, call)
+    return _Head(x.dtype, tuple(x.shape), kind, backend.is_device_array(x))
+
+
+class Copies:
+    """Copies values between ranks.
+
+    Args:
+        resources: of the strategy.
+    """
+
+    def __init__(self, resources: Resources) -> None:
+        self.resources = resources
+
+    # --- from one rank to all -----------------------------------------------------
+
+    @observed(nest_of_all)
+    @timed
+    def broadcast(
+        self,
+        tree: Nest,
+        root: int = 0,
+        options: CommunicationOptions | None = None,
+        call: str = "broadcast",
+    ) -> Nest:
+        """Return the root's leaves on all ranks. Collective.
+
+        Args:
+            tree: a nest of arrays and numbers, of the same structure, shapes and
+                dtypes on all ranks.
+            root: the rank whose values are copied.
+            options: of this call.
+            call: the name of the call in messages.
+        """
+        resources = self.resources
+        try:
+            merged = resources.merge_options(options)
+            transports = resources.transports_of(merged)
+            leaves, structure = nest.flatten(tree)
+            pairs = [backend.as_array(leaf, call) for leaf in leaves]
+            results = [backend.contiguous(x).copy() for x, _ in pairs]
+        except Exception as error:
+            resources.invalid(call, error)
+        text = structure.render([backend.describe(x) for x in results])
+        text += resources.text_of_devices(results, structure)
+        resources.guard.agree(Call(f"{call} {text}"), merged.timeout_seconds)
+        for x in results:
+            transports.of(x).broadcast(backend.as_bytes(x), root)
+        return structure.unflatten(
+            [
+                backend.restore(x, kind)
+                for x, (_, kind) in zip(results, pairs, strict=True)
+            ]
+        )
+
+    @observed(values_of_ranks, has_values)
+    @timed
+    def share(self, make: Callable[[], list[Any]], text: str) -> list[Any]:
+        """Return rank 0's values on all ranks, which know nothing of them before.
+
+        Collective. ``make`` is called on rank 0 only; if it raises, all ranks do.
+
+        Args:
+            make: returns the values: arrays are sent as buffers, other objects pickled.
+            text: the purpose of the call, the same on all ranks.
+
+        Returns:
+            The values; host arrays on a rank whose device is the host.
+        """
+        call, guard = Call(text), self.resources.guard
+        values: list[Any] = []
+        if self.resources.comm.rank == 0:
+            try:
+                values = make()
+                heads = [_head_of(value, text) for value in values]
+                data = pickle.dumps(heads)
+            except Exception as error:
+                raise guard.fail(call, error) from None
+        guard.agree(call)
+        if self.resources.comm.rank != 0:
+            return self.receive_arrays(text)
+        self.resources.messages.send(data)
+        self._send_values(values, heads, text)
+        return values
+
+    @observed(values_to_all)
+    def send_arrays(self, values: list[Any], call: str) -> None:
+        """Send arrays and objects from rank 0 to ranks that wait for them.
+
+        Without agreement: for the coordinator, whose followers only wait.
+        """
+        heads = [_head_of(value, call) for value in values]
+        self.resources.messages.send(pickle.dumps(heads))
+        self._send_values(values, heads, call)
+
+    @observed(values_from_rank_0, has_values)
+    def receive_arrays(self, call: str = FROM_RANK_0) -> list[Any]:
+        """Return what rank 0 sends with `send_arrays`.
+
+        Raises:
+            MemoryError: on all ranks, if the allocation failed on one.
+        """
+        heads: list[_Head] = pickle.loads(self.resources.messages.receive())
+        device = self.resources.device.array_module
+
+        def allocate() -> list[Array]:
+            return [
+                (device if head.on_device else np).empty(head.shape, head.dtype)
+                for head in heads
+                if head.dtype is not None
+            ]
+
+        received = iter(self._move_arrays(allocate, heads, call))
+        return [
+            head.payload
+            if head.dtype is None
+            else backend.restore(next(received), head.kind)
+            for head in heads
+        ]
+
+    def _send_values(self, values: list[Any], heads: list[_Head], call: str) -> None:
+        """Broadcast the arrays of rank 0."""
+
+        def arrays() -> list[Array]:
+            return [
+                backend.contiguous(backend.as_array(value, call)[0])
+                for value, head in zip(values, heads, strict=True)
+                if head.dtype is not None
+            ]
+
+        self._move_arrays(arrays, heads, call)
+
+    def _move_arrays(
+        self, allocate: Callable[[], list[Array]], heads: list[_Head], call: str
+    ) -> list[Array]:
+        """Broadcast rank 0's arrays, when all ranks have memory for them. Collective.
+
+        Raises:
+            MemoryError: on all ranks, if ``allocate`` failed on one.
+        """
+        if all(head.dtype is None for head in heads):
+            return []
+        arrays = self.resources.comm.together(allocate, call)
+        for x in arrays:
+            transport = self.resources.transports.of(x)
+            transport.broadcast(backend.as_bytes(x), 0)
+        return arrays
+
+    # --- a list of values per rank ------------------------------------------------
+
+    @observed(values_of_ranks)
+    @timed
+    def collect(self, values: list[Any], call: str) -> list[list[Any]]:
+        """Return the values of all ranks on rank 0; an empty list on the others.
+
+        Collective. The values may differ in dtype and shape between ranks.
+
+        Returns:
+            On rank 0 a list with, for each rank, the list of its values.
+        """
+        comm = self.resources.comm
+        try:
+            data = _write(values, call)
+        except Exception as error:
+            self.resources.invalid(call, error)
+        self.resources.guard.agree(Call(f"{call} of {len(values)} values"))
+        counts = [row[0] for row in comm.all_gather_integers([data.size])]
+        room = sum(counts) if comm.rank == 0 else 0
+        received = comm.together(lambda: np.empty(room, np.uint8), call)
+        if comm.rank != 0:
+            comm.gather(data, None, counts, 0)
+            return []
+        comm.gather(data, received, counts, 0)
+        ends = list(itertools.accumulate(counts))
+        rows = [
+            self._read(received[end - n : end])
+            for end, n in zip(ends[1:], counts[1:], strict=True)
+        ]
+        return [list(values), *rows]
+
+    @observed(values_of_ranks, has_values)
+    @timed
+    def scatter(self, values: list[list[Any]] | None, call: str) -> list[Any]:
+        """Give each rank its list of values from rank 0. Collective.
+
+        Args:
+            values: on rank 0 a list of values for each rank; elsewhere None.
+            call: the name of the call in messages.
+        """
+        comm, messages = self.resources.comm, self.resources.messages
+        if values is not None:
+            try:
+                parts = [_write(row, call) for row in values]
+                joined = np.concatenate(parts)
+            except Exception as error:
+                self.resources.invalid(call, error)
+        self.resources.guard.agree(Call(call))
+        if values is not None:
+            counts = [part.size for part in parts]
+            messages.send(pickle.dumps(counts))
+        else:
+            counts = pickle.loads(messages.receive())
+        own = counts[comm.rank]
+        received = comm.together(lambda: np.empty(own, np.uint8), call)
+        comm.scatter(None if values is None else joined, received, counts, 0)
+        return self._read(received) if values is None else list(values[0])
+
+    def _read(self, data: HostArray) -> list[Any]:
+        """Return the values that `_write` has written."""
+        rows: list[tuple[_Head, HostArray | None]] = pickle.loads(data.data)
+        values = []
+        for head, x in rows:
+            if x is None or head.dtype is None:
+                values.append(head.payload)
+                continue
+            array: Array = backend.from_bytes(x, head.dtype, head.shape)
+            if head.on_device:
+                array = backend.place(array, self.resources.device)
+            values.append(backend.restore(array, head.kind))
+        return values
+
+    # --- registered buffers, and checks -------------------------------------------
+
+    @observed(memory_for)
+    @timed
+    def buffers_like(self, tree: Nest) -> Nest:
+        """Return zeros of the same structure, shapes and dtypes. Collective.
+
+        Host arrays are in this rank's arena, which the other ranks can read, if there
+        is room: an all-reduce then reads them in place, without a copy.
+
+        Args:
+            tree: a nest of arrays and numbers, of the same structure, shapes and
+                dtypes on all ranks.
+        """
+        call = "buffers_like"
+        try:
+            leaves, structure = nest.flatten(tree)
+            like = [backend.as_array(leaf, call)[0] for leaf in leaves]
+            results = self._zeros(like)
+        except Exception as error:
+            self.resources.invalid(call, error)
+        text = structure.render([backend.describe(x) for x in like])
+        self.resources.guard.agree(Call(f"{call} {text}"))
+        return structure.unflatten(results)
+
+    def _zeros(self, like: list[Array]) -> list[Array]:
+        """Return zeros; host arrays in one slot, each at the begin of a cache line."""
+        node, slot, start = self.resources.node, None, 0
+        on_host = [x for x in like if not backend.is_device_array(x)]
+        sizes = [round_up(x.nbytes, LINE) for x in on_host]
+        if node is not None and any(sizes):
+            slot = node.pool.take(sum(sizes))
+        if slot is not None:
+            np.frombuffer(slot, np.uint8)[:] = 0
+        zeros: list[Array] = []
+        for x in like:
+            if slot is None or backend.is_device_array(x):
+                zeros.append(backend.module_of(x).zeros(x.shape, x.dtype))
+            else:
+                zeros.append(_array_in(slot, start, x))
+                start += round_up(x.nbytes, LINE)
+        return zeros
+
+    def check_plain(self, call: str, values: list[Nest]) -> None:
+        """Check that each rank passed the same values. Collective."""
+        if not self.resources.guard.checks:
+            return
+        texts = [
+            checksums.summarize(backend.as_array(value, call)[0])
+            for value in values
+            if backend.is_number(value) or backend.is_array(value)
+        ]
+        if texts:
+            self.resources.guard.agree(
+                Call(
+                    f"{call} of {', '.join(texts)}, which is not per replica (what "
+                    "differs between ranks comes from `strategy.run`: write "
+                    "`strategy.run(lambda: value)` in its place)"
+                )
+            )
+
+
+def _array_in(slot: _native.Slot, start: int, like: Array) -> HostArray:
+    return np.ndarray(like.shape, like.dtype, slot, start)
+
+
+def _write(values: list[Any], call: str) -> HostArray:
+    """Return values as bytes: heads, and the bytes of arrays, pickled."""
+    rows = []
+    for value in values:
+        head, raw = _head_of(value, call), None
+        if head.dtype is not None:
+            x = backend.as_array(value, call)[0]
+            raw = backend.as_bytes(backend.contiguous(backend.to_host(x)))
+        rows.append((head, raw))
+    return np.frombuffer(pickle.dumps(rows, protocol=5), np.uint8)

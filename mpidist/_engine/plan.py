@@ -1,0 +1,267 @@
+"""What a plan of a collective is, and the steps that all plans have.
+
+A plan holds what is known of a call before its values: it is made once for a
+signature, kept in `PlanCache`, and called with leaves. It prepares what can fail on one
+rank alone, agrees with the other ranks, and moves. Until they have agreed a failure is
+told to all ranks (`Guard.fail`), and the strategy can be used on; an exception after
+that breaks the call off (`Guard.payload`).
+
+All ranks that agree have the same plan: what decides which one it is is in the text of
+the call, or the same on all ranks of a strategy. What may differ between ranks, such as
+whether an array is contiguous, or where the memory of a result is, is known to the plan
+alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Generic, NoReturn, TypeAlias, TypeVar
+
+import numpy as np
+
+from mpidist import _native
+from mpidist._agreement.mismatch import Call
+from mpidist._base.cache import Cache
+from mpidist._base.types import Array, HostArray, Nest, Shape
+from mpidist._engine.compression import Compression
+from mpidist._engine.dtype_table import Reduction
+from mpidist._engine.resources import Resources
+from mpidist._engine.transports import Transports
+
+_MOST: Final = 1024
+
+_Work = TypeVar("_Work")
+
+Results: TypeAlias = list[Any]
+"""New arrays, one for each leaf; None for each on a rank that wants none."""
+Key: TypeAlias = tuple[object, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What the plan of a reduction knows of a leaf: everything except its values."""
+
+    shape: Shape
+    reduction: Reduction
+    on_device: bool
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """What is known of a reduction before its values.
+
+    Attributes:
+        call: what the header says.
+        leaves: of the nest.
+        root: the one rank that wants the results; None: all do.
+        transports: of the options.
+        bytes_per_pack: the maximum size of a bucket of several leaves.
+        compress: makes the compression of a bucket, if sums are compressed.
+    """
+
+    call: Call
+    leaves: list[Leaf]
+    root: int | None
+    transports: Transports
+    bytes_per_pack: int
+    compress: Callable[[], Compression] | None = None
+
+
+class Plan:
+    """A collective of nests of one signature.
+
+    Attributes:
+        call: what its header says.
+        route: its name, as in traces.
+        quick: runs calls with one small array in the core, without Python
+            (``py_calls.c``); None: there is no such way.
+        quick_bytes: the maximum size of such an array.
+    """
+
+    route: str = ""
+    quick: _native.Reduce | _native.Gather | None = None
+    quick_bytes: int = 0
+
+    def __init__(self, resources: Resources, call: Call) -> None:
+        self.call = call
+        self._guard = resources.guard
+        self._comm = resources.comm
+
+    def __call__(
+        self,
+        arrays: Sequence[Array],
+        call: Call | None = None,
+        timeout: float | None = None,
+    ) -> Results:
+        """Agree with the other ranks, and move. Collective.
+
+        Args:
+            arrays: the leaves, with any memory layout. They are not changed.
+            call: the contents of the header, if they differ from `call`.
+            timeout: seconds to wait for the others; None: the strategy's.
+
+        Returns:
+            The results: new arrays, with the same bits on all ranks. If only the root
+            of a reduction wants them, None for each on the other ranks.
+        """
+        raise NotImplementedError
+
+    def attempt(self, arrays: list[Array], timeout: float | None) -> Results | None:
+        """Do as a call; or return None, without effect, if the signature differs.
+
+        Args:
+            arrays: NumPy arrays.
+            timeout: seconds to wait for the others; None: the strategy's.
+        """
+        return None
+
+    def concluded(self, status: int, x: HostArray, result: HostArray | None) -> Any:
+        """End a call of `quick` whose header has another status than OK.
+
+        The core calls it. ``result`` is None if it has not been made.
+        """
+        raise NotImplementedError
+
+    def interrupted(self, error: BaseException) -> NoReturn:
+        """Break off a call of `quick` that raised. The core calls it."""
+        raise self._guard.abandon(self.call, error) from None
+
+
+class PreparedPlan(Plan, Generic[_Work]):
+    """A plan whose header is a step of its own."""
+
+    def __call__(
+        self,
+        arrays: Sequence[Array],
+        call: Call | None = None,
+        timeout: float | None = None,
+    ) -> Results:
+        """Agree with the other ranks, and move; see `Plan`."""
+        guard, call = self._guard, call or self.call
+        try:
+            # Allocate before the agreement: a failure must be reported to all ranks.
+            work = self._prepare(list(arrays))
+        except Exception as error:
+            raise guard.fail(call, error) from None
+        with self._comm.traffic.timed():
+            self._agree(call, timeout)
+            # An exception of NumPy (`np.seterr`) would leave the others waiting.
+            plain = np.errstate(all="ignore")
+            with guard.payload(call), plain, _native.DefaultFloatState():
+                self._move(work)
+        return self._conclude(call, work)
+
+    def _prepare(self, arrays: list[Array]) -> _Work:
+        """Return all that a call needs, its memory included. Not collective."""
+        raise NotImplementedError
+
+    def _agree(self, call: Call, timeout: float | None) -> None:
+        self._guard.agree(call, timeout)
+
+    def _move(self, work: _Work) -> None:
+        """Move the data, now that all ranks have agreed. Collective."""
+        raise NotImplementedError
+
+    def _conclude(self, call: Call, work: _Work) -> Results:
+        """Return the results, when all ranks have them."""
+        raise NotImplementedError
+
+
+class _PlansOfCall(Cache[Key, Plan]):
+    """The plans of calls that differ in their leaves.
+
+    Attributes:
+        last: the one that was used last, if there is one.
+    """
+
+    __slots__ = ("last",)
+
+    last: Plan | None
+
+
+class PlanCache:
+    """The plans of a strategy: by how a call is made, and by its leaves.
+
+    The leaves are what takes time to describe. A plan can check itself if arrays have
+    its signature (`Plan.attempt`), so the one that was used last is tried before.
+    """
+
+    def __init__(self) -> None:
+        self._calls: Cache[Key, _PlansOfCall] = Cache(_MOST)
+
+    def last(self, how: Key) -> Plan | None:
+        """Return the plan that was used last for such calls."""
+        of_call = self._calls.get(how)
+        return None if of_call is None else of_call.last
+
+    def get(self, how: Key, leaves: Key) -> Plan | None:
+        """Return the plan of such calls with such leaves."""
+        of_call = self._calls.get(how)
+        if of_call is None:
+            return None
+        found = of_call.get(leaves)
+        if found is not None:
+            of_call.last = found
+        return found
+
+    def keep(self, how: Key, leaves: Key, plan: Plan) -> None:
+        """Keep a plan."""
+        of_call = self._calls.get(how)
+        if of_call is None:
+            of_call = self._calls[how] = _PlansOfCall(_MOST)
+        of_call[leaves] = of_call.last = plan
+
+    def clear(self) -> None:
+        """Drop all plans."""
+        self._calls.clear()
+
+    def plans(self) -> list[Plan]:
+        """Return all plans."""
+        return [plan for of_call in self._calls.values() for plan in of_call.values()]
+
+
+class QuickCalls:
+    """A collective with two arguments, of which one is an array.
+
+    Attributes:
+        entry: the collective; the core runs the plans of small arrays itself.
+
+    Args:
+        resources: of the strategy.
+        call: the collective, for all that the core does not do.
+        array: which of its arguments is the array, 0 or 1.
+    """
+
+    def __init__(
+        self, resources: Resources, call: Callable[..., Nest], array: int
+    ) -> None:
+        self.entry: Callable[..., Nest] = call
+        self._calls: _native.ArrayCall = None
+        if _native.core is not None and resources.guard.calls is None:
+            make = _native.core.ArrayCall
+            self._calls = self.entry = make(resources.guard, call, array)
+
+    def keep(self, key: object, x: HostArray, plan: Plan, axis: int = 0) -> None:
+        """Have the core run a plan, if it can.
+
+        Args:
+            key: the argument that is not the array.
+            x: an array of the plan.
+            plan: a plan of an all-reduce, or an all-gather.
+            axis: of a gather, not negative.
+        """
+        quick = plan.quick if x.nbytes <= plan.quick_bytes else None
+        if self._calls is not None and quick is not None:
+            self._calls.keep(key, x, quick, plan.call, plan, axis)
+
+    def forget(self) -> None:
+        """Drop all plans."""
+        if self._calls is not None:
+            self._calls.forget()
