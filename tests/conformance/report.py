@@ -168,8 +168,8 @@ def page_of(runs: Runs, day: datetime.date) -> str:
         f"Results of {day.isoformat()}, with TensorFlow {versions[0].version} and "
         f"mpidist {versions[1].version}:\n",
         _totals(runs),
-        "Differences are shown with the results on 2 replicas; a bar separates the "
-        "replicas.\n",
+        "Each difference is shown by the results of one program on 2 replicas; a bar "
+        "separates the replicas.\n",
     ]
     for section in programs_by_section():
         parts += _section(section, runs)
@@ -232,13 +232,13 @@ def _section(section: str, runs: Runs) -> list[str]:
 
 
 def _difference(reason: str, programs: list[Program], runs: Runs) -> list[str]:
-    pair = next(iter(runs.values()))
-    lines = [f"{reason}\n"]
-    for program in programs:
-        shown = [results.show(result_of(run, program)) for run in pair]
-        texts = [f"`{_cut(text)}`" for text in shown]
-        lines.append(f"- `{program.name}`: TensorFlow {texts[0]}; mpidist {texts[1]}.")
-    return [*lines, ""]
+    """Return the reason, the results of one program, and the names of the others."""
+    first, *others = programs
+    shown = [results.show(result_of(run, first)) for run in next(iter(runs.values()))]
+    texts = [f"`{_cut(text)}`" for text in shown]
+    also = f" (and {', '.join(f'`{p.name}`' for p in others)})" if others else ""
+    line = f"- `{first.name}`{also}: TensorFlow {texts[0]}; mpidist {texts[1]}."
+    return [f"{reason}\n", line, ""]
 
 
 def _cut(text: str) -> str:
