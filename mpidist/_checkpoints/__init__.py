@@ -1,6 +1,7 @@
 """Checkpoints: the state needed to continue a run, in a directory, always complete."""
 
 from mpidist._checkpoints.checkpoint import Checkpoint as Checkpoint
+from mpidist._checkpoints.checkpoint import RestoreStatus as RestoreStatus
 from mpidist._checkpoints.manager import CheckpointManager as CheckpointManager
 from mpidist._checkpoints.manager import latest_checkpoint as latest_checkpoint
 from mpidist._checkpoints.preemption import (
@@ -9,4 +10,3 @@ from mpidist._checkpoints.preemption import (
 from mpidist._checkpoints.preemption import TerminationConfig as TerminationConfig
 from mpidist._checkpoints.reader import CheckpointReader as CheckpointReader
 from mpidist._checkpoints.reader import load_checkpoint as load_checkpoint
-from mpidist._checkpoints.restore_status import RestoreStatus as RestoreStatus

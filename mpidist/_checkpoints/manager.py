@@ -83,11 +83,12 @@ class CheckpointManager:
         self._format = format
         call.agree(f"(max_to_keep={max_to_keep}, checkpoint_name={checkpoint_name!r})")
 
-        def scan() -> tuple[str, _Scan]:
-            return given_directory, _scan(given_directory, checkpoint_name)
+        def scan() -> tuple[str, str, tuple[list[_Entry], int]]:
+            directory = os.path.abspath(given_directory)
+            return given_directory, directory, _scan(directory, checkpoint_name)
 
-        used, found = call.on_rank_0(scan)
-        self._directory, self._entries, self._highest = found
+        used, self._directory, found = call.on_rank_0(scan)
+        self._entries, self._highest = found
         # A program of TensorFlow may delete its own directory on ranks other than 0.
         self._own_directory = self._directory
         if given_directory != used:
@@ -219,24 +220,19 @@ class CheckpointManager:
         return None
 
 
-class _Scan(NamedTuple):
-    directory: str  # absolute
-    entries: list[_Entry]  # the complete checkpoints, in the order of saving
-    highest: int  # of the numbers in use
-
-
-def _scan(directory: str, prefix: str | None) -> _Scan:
+def _scan(directory: str, prefix: str | None) -> tuple[list[_Entry], int]:
     """Find the checkpoints in a directory, and verify the newest.
 
     Args:
-        directory: the directory.
+        directory: the directory, as an absolute path.
         prefix: of the names of those of a manager; None: all checkpoints.
+
+    Returns:
+        The complete checkpoints, in the order of saving, and the highest number in use.
     """
-    directory = os.path.abspath(directory)
     entries = []
-    highest = 0
-    for name, number in _numbered(directory, prefix):
-        highest = max(highest, number)
+    numbers = _numbers(directory, prefix)
+    for name, number in numbers.items():
         path = os.path.join(directory, name)
         try:
             files = CheckpointFiles(path)
@@ -253,20 +249,16 @@ def _scan(directory: str, prefix: str | None) -> _Scan:
         except (CheckpointError, OSError) as error:
             _warn(path, str(error))
             entries.pop()
-    return _Scan(directory, entries, highest)
+    return entries, max(numbers.values(), default=0)
 
 
-def _numbered(directory: str, prefix: str | None) -> list[tuple[str, int]]:
+def _numbers(directory: str, prefix: str | None) -> dict[str, int]:
     """Return names in a directory, with the numbers in them, or 0."""
     if prefix is None:
-        return [(name, 0) for name in manifest.checkpoints_in(directory)]
-    try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
-        names = []
+        return dict.fromkeys(manifest.checkpoints_in(directory), 0)
+    names = os.listdir(directory) if os.path.exists(directory) else []
     pattern = re.compile(rf"{re.escape(prefix)}-(\d+)")
-    matches = [(name, pattern.fullmatch(name)) for name in names]
-    return [(name, int(match[1])) for name, match in matches if match]
+    return {name: int(match[1]) for name in names if (match := pattern.fullmatch(name))}
 
 
 def latest_checkpoint(
@@ -290,7 +282,7 @@ def latest_checkpoint(
     Returns:
         The path; None if there is no checkpoint.
     """
-    entries = _scan(os.fspath(checkpoint_dir), checkpoint_name).entries
+    entries, _ = _scan(os.path.abspath(checkpoint_dir), checkpoint_name)
     return entries[-1].path if entries else None
 
 

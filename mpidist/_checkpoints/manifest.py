@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: what is in it, as JSON that begins with its checksum.
 
-A manifest may have the right checksum and still be malformed: `parse_manifest` checks
+A manifest may have the right checksum and still be malformed: `read_manifest` checks
 every entry, before anything is allocated.
 """
 
@@ -108,16 +108,35 @@ def write_manifest(path: str, manifest: Manifest) -> None:
         os.fsync(file.fileno())
 
 
-def parse_manifest(data: bytes, path: str) -> Manifest:
-    """Return the contents of a manifest.
+def read_manifest(path: str) -> Manifest:
+    """Return the manifest of a checkpoint.
 
     Args:
-        data: its bytes.
-        path: its path, for the messages.
+        path: the path of the checkpoint's directory.
 
     Raises:
+        FileNotFoundError: if there is none.
         CheckpointError: if it is damaged, malformed, or of another version.
     """
+    name = os.path.join(path, MANIFEST)
+    try:
+        with open(open_regular(name), "rb") as file:
+            if os.fstat(file.fileno()).st_size <= _LARGEST_MANIFEST:
+                return _parse(file.read(), name)
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(
+            f"there is no checkpoint at {path!r}: expected a directory with a "
+            f"{MANIFEST} there{_nearby(path)}. A relative path begins at the directory "
+            f"that rank 0 runs in, {os.getcwd()!r}"
+        ) from None
+    raise damaged_checkpoint(
+        f"{name} is damaged: it has more than {_LARGEST_MANIFEST:,} bytes. Restore "
+        "another checkpoint"
+    )
+
+
+def _parse(data: bytes, path: str) -> Manifest:
+    """Return the contents of a manifest; the path is for the messages."""
     start, stop = len(_HEAD), len(_HEAD) + len(_NO_CHECKSUM)
     text = data[:start] + _NO_CHECKSUM.encode() + data[stop:].removesuffix(b"\n")
     found = data[start:stop].decode("ascii", "replace")
@@ -222,38 +241,6 @@ def _state_values(
             expected = f"to be the JSON of a state ({type(error).__name__}: {error})"
             raise _malformed(expected, value, "states", name) from error
     return values
-
-
-def read_manifest(path: str) -> Manifest:
-    """Return the manifest of a checkpoint.
-
-    Args:
-        path: the path of the checkpoint's directory.
-
-    Raises:
-        FileNotFoundError: if there is none.
-        CheckpointError: if it is damaged.
-    """
-    return parse_manifest(read_manifest_bytes(path), os.path.join(path, MANIFEST))
-
-
-def read_manifest_bytes(path: str) -> bytes:
-    name = os.path.join(path, MANIFEST)
-    try:
-        with open(open_regular(name), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size <= _LARGEST_MANIFEST:
-                return file.read()
-    except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(
-            f"there is no checkpoint at {path!r}: expected a directory with a "
-            f"{MANIFEST} there{_nearby(path)}. A relative path begins at the directory "
-            f"that rank 0 runs in, {os.getcwd()!r}"
-        ) from None
-    raise damaged_checkpoint(
-        f"{name} is damaged: it has more than {_LARGEST_MANIFEST:,} bytes. Restore "
-        "another checkpoint"
-    )
 
 
 def checkpoints_in(directory: str) -> list[str]:

@@ -20,8 +20,7 @@ from mpidist._checkpoints.manifest import (
     MANIFEST,
     Part,
     open_regular,
-    parse_manifest,
-    read_manifest_bytes,
+    read_manifest,
 )
 from mpidist._checkpoints.state_json import State
 from mpidist._checkpoints.storage import NOTHING, checksum
@@ -45,24 +44,22 @@ class CheckpointFiles:
     def __init__(self, path: str) -> None:
         self.path = path
         self.manifest_path = os.path.join(path, MANIFEST)
-        seen = b""
+        seen = None
         while True:
-            data = read_manifest_bytes(path)
-            manifest = parse_manifest(data, self.manifest_path)
+            self.manifest = manifest = read_manifest(path)
             self.array_path = os.path.join(path, manifest.file)
             try:
                 self._fd = open_regular(self.array_path)
                 break
             except FileNotFoundError:
                 # Replaced between the two reads? Then there is a new manifest.
-                if data == seen:
+                if manifest == seen:
                     raise damaged_checkpoint(
                         f"{self.array_path} is missing, but {MANIFEST} beside it names "
                         "it: a part of the checkpoint was deleted or not copied"
                     ) from None
-                seen = data
+                seen = manifest
         weakref.finalize(self, os.close, self._fd)
-        self.manifest = manifest
         size = os.fstat(self._fd).st_size
         if size != manifest.rest.end:
             raise damaged_checkpoint(
