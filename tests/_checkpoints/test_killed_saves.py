@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -116,15 +115,8 @@ with strategy.scope():
     v = mpidist.Variable(np.zeros(300_000))
     step = mpidist.Variable(0)
 checkpoint = mpidist.Checkpoint(v=v, step=step)
-try:
-    checkpoint.restore(sys.argv[1])
-except FileNotFoundError:
-    pass
-assert (v.numpy() == step.numpy()).all()
-
 # Not by mpirun, which may pass lines on much later, or never.
 log = open(sys.argv[2] if strategy.replica_id == 0 else os.devnull, "a")
-print("from", step.numpy(), file=log, flush=True)
 while True:
     step.assign_add(1)
     v.assign(np.full(300_000, float(step.numpy())))
@@ -133,62 +125,45 @@ while True:
 """
 
 
-KILLS = int(os.environ.get("CHECKPOINT_TEST_KILLS", "2"))
-
-
-@pytest.mark.timeout(120 + 80 * KILLS)
 def test_a_job_that_is_killed_at_any_time(tmp_path):
-    """By hand any number: ``CHECKPOINT_TEST_KILLS=50``."""
-    rng = random.Random(0)
-    path = tmp_path / "checkpoint"
-    amid = 0
-    for number in range(KILLS):
-        log = tmp_path / f"log-{number}"
-        wait = rng.uniform(0.0, 0.3)
-        kill_when(
-            ["-c", KILLED_AT_ANY_TIME, path, log],
-            tmp_path / f"output-{number}",
-            lambda log=log, wait=wait: (
-                log.exists() and "saved" in log.read_text() and not time.sleep(wait)
-            ),
-        )
-        numbers = [int(line.split()[1]) for line in log.read_text().splitlines()]
-        amid += any(tmp_path.glob(".checkpoint.tmp-*"))
-        reader = mpidist.load_checkpoint(path)
-        reader.verify()
-        found = int(reader["step"])
-        assert (reader["v"] == found).all()
-        assert found in (numbers[-1], numbers[-1] + 1)
-    print(f"{KILLS} kills, {amid} of them with a half-written directory beside")
+    path, log = tmp_path / "checkpoint", tmp_path / "log"
+    kill_when(
+        ["-c", KILLED_AT_ANY_TIME, path, log],
+        tmp_path / "output",
+        lambda: log.exists() and log.read_text().count("saved") > 2,
+    )
+    last = int(log.read_text().split()[-1])
+    reader = mpidist.load_checkpoint(path)
+    reader.verify()
+    found = int(reader["step"])
+    assert (reader["v"] == found).all()
+    assert found in (last, last + 1)
 
 
 def kill_when(argv, output, ready):
     """Start 2 ranks, and kill all processes of the job once ``ready()`` is true."""
-    if not _kill_when(argv, output, ready):
-        assert _kill_when(argv, output, ready), output.read_text()
-
-
-def _kill_when(argv, output, ready):
-    """Return whether the job was started."""
     mark = f"job-{os.getpid()}-{output.name}"
     environment = rank_environment()
     environment[JOB_MARK] = f"{environment.get(JOB_MARK, '')} {mark}"
-    with open(output, "wb") as out:
-        process = subprocess.Popen(
-            [find_mpirun(), "-n", "2", sys.executable, *map(os.fspath, argv)],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            cwd=output.parent,
-            env=environment,
-            start_new_session=True,
-        )
+    command = [find_mpirun(), "-n", "2", sys.executable, *map(os.fspath, argv)]
+    deadline = time.monotonic() + 60
+    started = False
+    while not started:
+        with open(output, "wb") as out:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                cwd=output.parent,
+                env=environment,
+                start_new_session=True,
+            )
         try:
-            deadline = time.monotonic() + 60
-            while not ready():
-                if process.poll() is not None and LAUNCHER_FAULT in output.read_text():
-                    return False
-                assert process.poll() is None, output.read_text()
+            while not (started := ready()):
+                if process.poll() is not None:
+                    assert LAUNCHER_FAULT in output.read_text(), output.read_text()
+                    break
                 assert time.monotonic() < deadline, output.read_text()
                 time.sleep(0.002)
         finally:
@@ -196,7 +171,6 @@ def _kill_when(argv, output, ready):
                 os.kill(process.pid, signal.SIGKILL)
             kill_marked(mark)
             process.wait()
-    return True
 
 
 # The script, but it waits for its kill at the last but one epoch at the latest.
@@ -217,49 +191,35 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("library", ["digits", "torch"])
-def test_training_goes_on_after_a_kill(tmp_path, library):
+def test_training_goes_on_after_a_kill(tmp_path):
     pytest.importorskip("sklearn")
-    if library == "torch":
-        pytest.importorskip("torch")
-    script = ROOT / "examples" / f"train_{library}.py"
-    epochs = 8
-    arguments = ["--epochs", str(epochs), "--batch-size", "100"]
+    script = ROOT / "examples" / "train_digits.py"
+    epochs = 4
+    arguments = ["--epochs", str(epochs), "--batch-size", "100", "--checkpoint"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    result = run_ranks(
-        2,
-        [script, *arguments, "--checkpoint", whole, "--losses", "whole.json"],
-        timeout=100,
-        cwd=tmp_path,
-    )
-    assert result.returncode == 0, result.stderr
+
+    def train(*rest):
+        argv = [script, *arguments, *rest]
+        result = run_ranks(2, argv, timeout=100, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        return result.stderr
+
+    train(whole, "--losses", "whole.json")
+    waiting = WAITING.replace("EPOCHS", str(epochs))
     kill_when(
-        [
-            "-c",
-            WAITING.replace("EPOCHS", str(epochs)),
-            script,
-            *arguments,
-            "--checkpoint",
-            killed,
-        ],
+        ["-c", waiting, script, *arguments, killed],
         tmp_path / "output",
         lambda: any((killed / f"ckpt-{n}").exists() for n in range(2, epochs)),
     )
     assert not (killed / f"ckpt-{epochs}").exists()
-    result = run_ranks(
-        2,
-        [script, *arguments, "--checkpoint", killed, "--resume", "--losses", "k.json"],
-        timeout=100,
-        cwd=tmp_path,
-    )
-    assert result.returncode == 0, result.stderr
-    if library == "digits":
-        assert "epoch 1 of 8" not in result.stderr
-        assert "epoch 8 of 8" in result.stderr
+    log = train(killed, "--resume", "--losses", "killed.json")
+    assert f"epoch 1 of {epochs}" not in log
+    assert f"epoch {epochs} of {epochs}" in log
     ends = [mpidist.load_checkpoint(p / f"ckpt-{epochs}") for p in (whole, killed)]
     assert len(ends[0]) >= 8  # 4 tensors of the model, and as many of the optimizer
     assert set(ends[0]) == set(ends[1])
     for name, x in ends[0].items():
         assert_same_bits(ends[1][name], x)
     assert repr(ends[0].states) == repr(ends[1].states)
-    assert (tmp_path / "whole.json").read_text() == (tmp_path / "k.json").read_text()
+    losses = [(tmp_path / f"{name}.json").read_text() for name in ("whole", "killed")]
+    assert losses[0] == losses[1]

@@ -376,7 +376,7 @@ CASES = [
                 "the disk is full",
                 "`OSError` on all; the older checkpoint is whole",
                 "usable",
-                "checkpoint.py::test_a_full_disk_is_told_to_all",
+                "checkpoint.py::test_a_file_system_that_refuses_is_told_to_all",
             ),
             (
                 "read-only, over quota, a rename that fails or says so",
