@@ -20,7 +20,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from typing import Final, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
 
 from mpidist._base.environment import debugging
 
@@ -220,3 +221,12 @@ def format_ranks(ranks: list[int] | tuple[int, ...]) -> str:
             spans.append(str(start) if start == previous else f"{start}-{previous}")
         start = previous = rank
     return f"rank{'' if len(ordered) == 1 else 's'} {', '.join(spans)}"
+
+
+def by_value(values: Sequence[Any], say: Callable[[Any], str] = str) -> str:
+    """Return a line for each value, with the ranks that have it; none for None."""
+    groups: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        if value is not None:
+            groups.setdefault(value, []).append(rank)
+    return "\n".join(f"  {format_ranks(r)}: {say(v)}" for v, r in groups.items())

@@ -11,8 +11,6 @@ from mpidist.data._ahead import AUTOTUNE as AUTOTUNE
 from mpidist.data._dataset import Dataset as Dataset
 from mpidist.data._distribute import DistributedDataset as DistributedDataset
 from mpidist.data._elements import DatasetIterator as DatasetIterator
-from mpidist.data._elements import Optional as Optional
-from mpidist.data._elements import OutOfRangeError as OutOfRangeError
 from mpidist.data._iterator import DistributedIterator as DistributedIterator
 from mpidist.data._options import INFINITE_CARDINALITY as INFINITE_CARDINALITY
 from mpidist.data._options import UNKNOWN_CARDINALITY as UNKNOWN_CARDINALITY
@@ -26,6 +24,8 @@ from mpidist.data._options import InputReplicationMode as InputReplicationMode
 from mpidist.data._options import OptimizationOptions as OptimizationOptions
 from mpidist.data._options import Options as Options
 from mpidist.data._options import ThreadingOptions as ThreadingOptions
+from mpidist.data._positions import Optional as Optional
+from mpidist.data._positions import OutOfRangeError as OutOfRangeError
 
 __all__ = [
     "AUTOTUNE",

@@ -18,13 +18,12 @@ _Tasks: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], Any] | None]"
 
 AUTOTUNE: Final = -1
 """tf.data's request to choose a number itself."""
-_MOST_BY_DEFAULT: Final = 8
 _END: Final = object()
 
 
 def default_workers() -> int:
     """Return the number of threads for `AUTOTUNE`: the cores of this rank, up to 8."""
-    return min(_MOST_BY_DEFAULT, len(os.sched_getaffinity(0)))
+    return min(8, len(os.sched_getaffinity(0)))
 
 
 class Ahead(Generic[_R]):
@@ -55,7 +54,6 @@ class Ahead(Generic[_R]):
         self._tasks: _Tasks = queue.SimpleQueue()
         self._waiting: collections.deque[Future[_R]] = collections.deque()
         self._threads: list[threading.Thread] = []
-        self._failure: Exception | None = None
         self._more = True
         self._process = os.getpid()
         self._stop = weakref.finalize(
@@ -78,31 +76,31 @@ class Ahead(Generic[_R]):
                 result = self._waiting.popleft().result()
                 if result is not _END:
                     return result
-            elif self._failure is not None:
-                raise self._failure
-        except StopIteration as error:  # of the function: no end
+        except BaseException as error:
             self.close(wait=False)
-            raise RuntimeError("a function raised StopIteration") from error
-        except BaseException:
-            self.close(wait=False)
+            if isinstance(error, StopIteration):  # of the function: no end
+                raise RuntimeError("a function raised StopIteration") from error
             raise
         self.close(wait=False)
         raise StopIteration
 
     def _request(self) -> None:
+        future: Future[_R] = Future()
         try:
             item = next(self._items)
         except StopIteration:
             self._more = False
             return
         except Exception as error:  # what was taken before comes first
-            self._more, self._failure = False, error
+            self._more = False
+            self._waiting.append(future)
+            future.set_exception(error)
             return
-        future: Future[_R] = Future()
         self._waiting.append(future)
         self._tasks.put((future, item))
         if len(self._threads) < self._limit:
-            # A daemon, so that a call that never returns does not keep the process.
+            # A daemon, so that a call that never returns does not keep the process,
+            # as it does in a ThreadPoolExecutor.
             thread = threading.Thread(
                 target=_work,
                 args=(self._function, self._tasks),
@@ -118,7 +116,7 @@ class Ahead(Generic[_R]):
         Args:
             wait: False: do not wait; each thread ends after the call that it is in.
         """
-        self._more, self._failure = False, None
+        self._more = False
         self._stop()
         self._waiting.clear()
         for thread in self._threads if wait else ():

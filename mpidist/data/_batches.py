@@ -5,15 +5,22 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from mpidist._base import backend, nest
 from mpidist._base.types import Array, DType, HostArray, Nest
 from mpidist.data._options import ArraySpec
-from mpidist.data._rows import RowBlock, as_leaf, block_of, map_like
-from mpidist.data._stage import INFINITE, UNKNOWN, Derived, Pass, Token, Tokens
+from mpidist.data._rows import LazyBlock, RowBlock, as_leaf, block_of, map_like
+from mpidist.data._stage import (
+    INFINITE,
+    UNKNOWN,
+    Derived,
+    Pass,
+    Token,
+    Tokens,
+)
 
 _PADDED: Final = "Dataset.padded_batch"
 
@@ -44,8 +51,8 @@ class Batch(Derived):
             for first in starts
         ]
 
-    def in_order(self, in_pass: Pass, start: int) -> Iterator[Token]:
-        tokens = self.parent.tokens(in_pass, start * self.size_of_batch)
+    def in_order(self, in_pass: Pass) -> Iterator[Token]:
+        tokens = self.parent.tokens(in_pass)
         while rows := list(itertools.islice(tokens, self.size_of_batch)):
             if len(rows) == self.size_of_batch or not self.drop_remainder:
                 yield rows
@@ -60,11 +67,10 @@ class Batch(Derived):
         """Return some rows of a batch."""
         return self.parent.block(tokens)
 
-    def rows(self, token: Token) -> int:
-        return len(token)
-
-    def part(self, token: Token, start: int, stop: int) -> RowBlock | None:
-        return self.stacked(token[start:stop])
+    def open(self, token: Token) -> LazyBlock:
+        return LazyBlock(
+            len(token), lambda start, stop: self.stacked(token[start:stop])
+        )
 
     def spec(self, *, trial: bool = False) -> Nest | None:
         inner = self.parent.spec(trial=trial)
@@ -81,11 +87,8 @@ class Batch(Derived):
         return inner
 
 
-@dataclasses.dataclass(frozen=True)
-class _Shape:
-    """A shape that rows are padded to: None where the longest row decides."""
-
-    sizes: tuple[int | None, ...]
+_Shape: TypeAlias = tuple[int | None, ...]
+"""A shape that rows are padded to: None where the longest row decides."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -100,7 +103,7 @@ class PaddedBatch(Batch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not _is_known(self.shapes):
+        if self.shapes is None or {None, -1} & set(nest.flatten(self.shapes)[0]):
             self.whole = (
                 "the `padded_batch`, whose longest row decides (with `padded_shapes` "
                 "without None or -1 it works row by row)"
@@ -125,15 +128,21 @@ class PaddedBatch(Batch):
 
     def _shapes(self, own: list[Any], structure: nest.Structure) -> list[_Shape]:
         if self.shapes is None:
-            return [_Shape((None,) * len(shape)) for shape in own]
-        template = structure.unflatten([None] * len(own))
+            return [(None,) * len(shape) for shape in own]
+        shapes: dict[int, _Shape] = {}
+        numbers = structure.unflatten(range(len(own)))
         try:
-            return nest.flatten(map_like(_as_shape, template, self.shapes))[0]
+            map_like(
+                lambda number, sizes: shapes.update({number: _as_shape(sizes)}),
+                numbers,
+                self.shapes,
+            )
         except LookupError:
             raise TypeError(
                 f"{_PADDED}: expected `padded_shapes` to have a tuple of sizes for "
                 f"each array of an element, got {self.shapes!r}"
             ) from None
+        return [shapes[number] for number in range(len(own))]
 
     def _values(self, structure: nest.Structure, count: int) -> list[Any]:
         values, given = nest.flatten(self.values)
@@ -150,22 +159,13 @@ class PaddedBatch(Batch):
         leaves, structure = nest.flatten(inner)
         shapes = self._shapes([leaf.shape for leaf in leaves], structure)
         both = zip(leaves, shapes, strict=True)
-        return structure.unflatten([ArraySpec(s.sizes, one.dtype) for one, s in both])
+        return structure.unflatten([ArraySpec(s, one.dtype) for one, s in both])
 
 
-def _is_known(shapes: Nest) -> bool:
-    """Whether shapes have no size that the rows of a batch decide."""
-    if isinstance(shapes, dict):
-        return all(map(_is_known, shapes.values()))
-    if isinstance(shapes, (tuple, list)):
-        return all(map(_is_known, shapes))
-    return shapes is not None and bool(shapes != -1)
-
-
-def _as_shape(_: object, sizes: object) -> _Shape:
+def _as_shape(sizes: object) -> _Shape:
     if not isinstance(sizes, (tuple, list)) or not all(map(_is_size, sizes)):
         raise LookupError
-    return _Shape(tuple(None if size in (None, -1) else int(size) for size in sizes))
+    return tuple(None if size in (None, -1) else int(size) for size in sizes)
 
 
 def _is_size(x: object) -> bool:
@@ -175,13 +175,13 @@ def _is_size(x: object) -> bool:
 def _padded(column: tuple[Array, ...], shape: _Shape, value: Any) -> Array:
     """Stack arrays, after padding each at its end."""
     for row in column:
-        if row.ndim != len(shape.sizes):
+        if row.ndim != len(shape):
             raise ValueError(
-                f"{_PADDED}: expected arrays of {len(shape.sizes)} dimensions, got one "
+                f"{_PADDED}: expected arrays of {len(shape)} dimensions, got one "
                 f"of shape {tuple(row.shape)}"
             )
     longest = np.max([row.shape for row in column], axis=0, initial=0)
-    both = zip(longest, shape.sizes, strict=True)
+    both = zip(longest, shape, strict=True)
     target = [int(own) if size is None else size for own, size in both]
     if any(own > size for own, size in zip(longest, target, strict=True)):
         raise ValueError(
@@ -210,17 +210,14 @@ def _padding(value: Any, dtype: DType) -> Any:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Unbatch(Derived):
-    """The rows of the parent's elements. A token is a row, which has been read."""
+    """The rows of the parent's elements."""
 
     def __post_init__(self) -> None:
         size = self.parent.size
         self.inherit(size if size in (0, INFINITE) else UNKNOWN)
         self.indexed, self.batch_size, self.whole = False, None, ""
 
-    def in_order(self, in_pass: Pass, start: int) -> Iterator[Token]:
-        return itertools.islice(self._rows_of(in_pass), start, None)
-
-    def _rows_of(self, in_pass: Pass) -> Iterator[Token]:
+    def in_order(self, in_pass: Pass) -> Iterator[Token]:
         for element in self.parent.load(self.parent.tokens(in_pass)):
             block = block_of(element, "Dataset.unbatch")
             rows = {leaf.shape[:1] for leaf in block.leaves}
@@ -231,9 +228,6 @@ class Unbatch(Derived):
                 )
             ((count,),) = rows
             yield from map(block.row, range(count))
-
-    def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
-        return iter(tokens)
 
     def spec(self, *, trial: bool = False) -> Nest | None:
         inner = self.parent.spec(trial=trial)

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Final
 
-import numpy as np
-
 from mpidist._base import nest
 from mpidist._base.types import HostArray, Nest
 from mpidist.data._ahead import Ahead, read_ahead
 from mpidist.data._batches import Batch
-from mpidist.data._rows import RowBlock, common_spec, join, split_by_plan
+from mpidist.data._rows import LazyBlock, RowBlock, common_spec, join, split_by_plan
 from mpidist.data._stage import (
     INFINITE,
     UNKNOWN,
@@ -59,8 +57,8 @@ class Zip(_Several):
         found = [parent.at(indices, in_pass) for parent in self._parents]
         return list(zip(*found, strict=True))
 
-    def in_order(self, in_pass: Pass, start: int) -> Iterator[Token]:
-        found = [parent.tokens(in_pass, start) for parent in self._parents]
+    def in_order(self, in_pass: Pass) -> Iterator[Token]:
+        found = [parent.tokens(in_pass) for parent in self._parents]
         return zip(*found, strict=False)
 
     def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
@@ -84,18 +82,21 @@ class Zip(_Several):
         leaves, structure = nest.flatten(self._structure.unflatten(found))
         return RowBlock(leaves, structure)
 
-    def rows(self, token: Token) -> int:
-        rows = [one.rows(part) for one, part in zip(self._parents, token, strict=True)]
+    def open(self, token: Token) -> LazyBlock:
+        both = zip(self._parents, token, strict=True)
+        parts = [parent.open(part) for parent, part in both]
+        rows = [part.rows for part in parts]
         if min(rows) < max(rows):
             raise ValueError(
                 f"Dataset.zip: expected batches with the same number of rows, got "
                 f"{rows}; write `zip` before `batch`"
             )
-        return rows[0]
-
-    def part(self, token: Token, start: int, stop: int) -> RowBlock | None:
-        both = zip(self._parents, token, strict=True)
-        return self._side_by_side([one.part(part, start, stop) for one, part in both])
+        return LazyBlock(
+            rows[0],
+            lambda start, stop: self._side_by_side(
+                [x.part(start, stop) for x in parts]
+            ),
+        )
 
     def spec(self, *, trial: bool = False) -> Nest | None:
         specs = [parent.spec(trial=trial) for parent in self._parents]
@@ -110,29 +111,14 @@ class _Pairs(Stage):
             yield from stage.load(map(itemgetter(1), run))
 
     def block(self, tokens: Tokens) -> RowBlock | None:
-        by_stage: dict[Stage, list[int]] = {}
-        for place, (stage, _) in enumerate(tokens):
-            by_stage.setdefault(stage, []).append(place)
-        found = [
-            stage.block([tokens[place][1] for place in places])
-            for stage, places in by_stage.items()
-        ]
+        runs = itertools.groupby(tokens, itemgetter(0))
+        found = [stage.block([token for _, token in run]) for stage, run in runs]
         blocks = [block for block in found if block is not None]
-        if len(blocks) < 2:
-            return blocks[0] if blocks else None
-        joined = join(blocks)
-        order = np.argsort(np.concatenate(list(by_stage.values())))
-        return RowBlock([leaf[order] for leaf in joined.leaves], joined.structure)
+        return join(blocks) if blocks else None
 
-    def rows(self, token: Token) -> int:
+    def open(self, token: tuple[Stage, Token]) -> LazyBlock:
         stage, inner = token
-        rows: int = stage.rows(inner)
-        return rows
-
-    def part(self, token: Token, start: int, stop: int) -> RowBlock | None:
-        stage, inner = token
-        part: RowBlock | None = stage.part(inner, start, stop)
-        return part
+        return stage.open(inner)
 
 
 class Concatenate(_Pairs, _Several):
@@ -151,27 +137,18 @@ class Concatenate(_Pairs, _Several):
         self.text = f"{first.text}.concatenate({second.text})"
 
     def at(self, indices: HostArray, in_pass: Pass) -> Tokens:
-        size = self._first.size
-        tokens: list[Token] = [None] * len(indices)
-        for number, stage in enumerate((self._first, self._second)):
-            places = np.flatnonzero((indices >= size) == bool(number))
-            if len(places):
-                within = indices[places] - number * size
-                found = stage.at(within, (*in_pass, number))
-                for place, token in zip(places, found, strict=True):
-                    tokens[place] = (stage, token)
+        size, tokens = self._first.size, []
+        for index in indices:
+            number = int(index >= size)
+            stage = self._second if number else self._first
+            (token,) = stage.at(index[None] - number * size, (*in_pass, number))
+            tokens.append((stage, token))
         return tokens
 
-    def in_order(self, in_pass: Pass, start: int) -> Iterator[Token]:
-        size = self._first.size
-        if not 0 <= size <= start:
-            size = 0  # where the second begins is known after the first
-            for token in self._first.tokens((*in_pass, 0), 0):
-                if size >= start:
-                    yield self._first, token
-                size += 1
-        for token in self._second.tokens((*in_pass, 1), max(0, start - size)):
-            yield self._second, token
+    def in_order(self, in_pass: Pass) -> Iterator[Token]:
+        for number, stage in enumerate((self._first, self._second)):
+            for token in stage.tokens((*in_pass, number)):
+                yield stage, token
 
     def spec(self, *, trial: bool = False) -> Nest | None:
         one, two = self._first.spec(trial=trial), self._second.spec(trial=trial)
@@ -202,10 +179,7 @@ class Interleave(_Pairs, Derived):
         self.inherit(0 if self.parent.size == 0 else UNKNOWN)
         self.indexed, self.batch_size, self.whole = False, None, ""
 
-    def in_order(self, in_pass: Pass, start: int) -> Iterator[Token]:
-        return itertools.islice(self._turns(in_pass), start, None)
-
-    def _turns(self, in_pass: Pass) -> Iterator[Token]:
+    def in_order(self, in_pass: Pass) -> Iterator[Token]:
         inputs = enumerate(self.parent.load(self.parent.tokens(in_pass)))
         places: list[tuple[Stage, Iterator[Token]] | None] = [None] * self.cycle
         turn, more = 0, True
@@ -277,7 +251,7 @@ def shard_by_file(
                 f"replicas, and the `interleave` of this dataset has {count}; write "
                 "AutoShardPolicy.DATA"
             )
-        mine = Part(stage.parent, "shard", replica, None, replicas)
+        mine = Part(stage.parent, "", replica, None, replicas)
         return dataclasses.replace(stage, parent=mine)
     if stage.method not in (_ROW_BY_ROW if batched else _ROW_BY_ROW + _OF_STEPS):
         raise ValueError(

@@ -12,26 +12,18 @@ from mpidist._base import nest
 from mpidist._base.types import Nest
 from mpidist.data import _stages as stages
 from mpidist.data._ahead import AUTOTUNE
-from mpidist.data._arguments import (
-    as_calls,
-    as_count,
-    as_function,
-    check_same_spec,
-    shuffle_size,
-)
 from mpidist.data._batches import Batch, PaddedBatch, Unbatch
 from mpidist.data._combinations import Concatenate, Interleave, Zip
-from mpidist.data._dataset_sources import Sources
-from mpidist.data._elements import stage_of
-from mpidist.data._options import INFINITE_CARDINALITY, Options
+from mpidist.data._elements import Elements, as_call, as_calls, as_count, stage_of
+from mpidist.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Options
 from mpidist.data._sources import Range
-from mpidist.data._stage import INFINITE, Stage, name_of
+from mpidist.data._stage import INFINITE, Stage
 
 _CYCLE: Final = 16
 _AHEAD: Final = 2  # elements, for AUTOTUNE
 
 
-class Dataset(Sources):
+class Dataset(Elements):
     """Elements, which can be shuffled, batched, mapped and more, as in tf.data.
 
     The methods have the names, the order of arguments and the meaning of those of
@@ -46,14 +38,6 @@ class Dataset(Sources):
     only by going through those before them, on each rank. Then, too, `map` and `batch`
     run for a rank's own rows only.
     """
-
-    def __init__(self, stage: Stage) -> None:
-        """Not for users: call `Dataset.from_tensor_slices`."""
-        if not isinstance(stage, Stage):
-            raise TypeError(
-                "Dataset: write `mpidist.data.Dataset.from_tensor_slices(arrays)`"
-            )
-        super().__init__(stage)
 
     # --- order ----------------------------------------------------------------
 
@@ -89,12 +73,31 @@ class Dataset(Sources):
             ValueError: if there is no size, but the dataset is infinite, or its
                 elements are not found by number.
         """
-        size = shuffle_size(self._stage, buffer_size, seed)
+        stage, size = self._stage, None
+        if buffer_size is None and seed is None:
+            raise TypeError(
+                "Dataset.shuffle: expected a size or a seed; write `shuffle(seed=1)` "
+                "for an order of all elements, or as in tf.data `shuffle(buffer_size)`"
+            )
+        if buffer_size is not None and buffer_size != UNKNOWN_CARDINALITY:
+            size = as_count("shuffle", "buffer_size", buffer_size, least=1)
+        elif stage.size >= INFINITE:
+            raise ValueError(
+                "Dataset.shuffle: this dataset has no end, so there is no order of all "
+                "of it; write `shuffle` before `repeat`, or `shuffle(buffer_size, "
+                "seed=seed)`"
+            )
+        elif not stage.indexed and buffer_size is None:
+            raise ValueError(
+                "Dataset.shuffle: the elements of this dataset can only be read one "
+                "after the other, so they are shuffled in a buffer; write "
+                "`shuffle(buffer_size, seed=seed)`"
+            )
         seed = 0 if seed is None else as_count("shuffle", "seed", seed, least=0)
         anew = reshuffle_each_iteration is None or bool(reshuffle_each_iteration)
         first = "" if size is None else f"{size}, "
         call = f"shuffle({first}seed={seed}{'' if anew else ', always in one order'})"
-        return Dataset(stages.Shuffle(self._stage, call, size, seed, anew))
+        return Dataset(stages.Shuffle(stage, call, size, seed, anew))
 
     def repeat(self, count: int | None = None, name: str | None = None) -> Dataset:
         """Repeat the dataset ``count`` times; None or -1: infinitely."""
@@ -139,9 +142,15 @@ class Dataset(Sources):
         """
         if not isinstance(dataset, Dataset):
             raise TypeError(f"Dataset.concatenate: expected a Dataset, got {dataset!r}")
-        other = stage_of(dataset)
-        check_same_spec(self._stage.spec(), other.spec())
-        return Dataset(Concatenate(self._stage, other))
+        both = Concatenate(self._stage, stage_of(dataset))
+        try:
+            both.spec()
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                "Dataset.concatenate: expected a dataset with elements like those of "
+                f"this one, {self._stage.spec()}, got {stage_of(dataset).spec()}"
+            ) from error
+        return Dataset(both)
 
     def enumerate(self, start: int = 0, name: str | None = None) -> Dataset:
         """Number the elements: each becomes ``(number, element)``, an int64 first."""
@@ -216,11 +225,9 @@ class Dataset(Sources):
             use_unbounded_threadpool: accepted, without effect.
             name: accepted.
         """
-        as_function("map", "map_func", map_func)
+        call = as_call("map", "map_func", map_func)
         calls = as_calls("map", num_parallel_calls)
-        return Dataset(
-            stages.Map(self._stage, f"map({name_of(map_func)})", map_func, calls)
-        )
+        return Dataset(stages.Map(self._stage, call, map_func, calls))
 
     def filter(
         self, predicate: Callable[..., object], name: str | None = None
@@ -233,21 +240,15 @@ class Dataset(Sources):
                 on all.
             name: accepted.
         """
-        as_function("filter", "predicate", predicate)
-        return Dataset(
-            stages.Filter(self._stage, f"filter({name_of(predicate)})", predicate)
-        )
+        call = as_call("filter", "predicate", predicate)
+        return Dataset(stages.Filter(self._stage, call, predicate))
 
     def take_while(
         self, predicate: Callable[..., object], name: str | None = None
     ) -> Dataset:
         """Keep the elements before the first for which a function returns False."""
-        as_function("take_while", "predicate", predicate)
-        return Dataset(
-            stages.TakeWhile(
-                self._stage, f"take_while({name_of(predicate)})", predicate
-            )
-        )
+        call = as_call("take_while", "predicate", predicate)
+        return Dataset(stages.Filter(self._stage, call, predicate))
 
     def interleave(
         self,
@@ -273,7 +274,7 @@ class Dataset(Sources):
             deterministic: accepted: the order is kept with False, too.
             name: accepted.
         """
-        as_function("interleave", "map_func", map_func)
+        call = as_call("interleave", "map_func", map_func)[:-1]
         if cycle_length in (None, AUTOTUNE):
             cycle_length = _CYCLE
         cycle = as_count("interleave", "cycle_length", cycle_length, least=1)
@@ -293,7 +294,7 @@ class Dataset(Sources):
                 )
             return stage_of(made)
 
-        call = f"interleave({name_of(map_func)}, {cycle}, {length})"
+        call += f", {cycle}, {length})"
         return Dataset(Interleave(self._stage, call, open_one, cycle, length, readers))
 
     def flat_map(
@@ -304,7 +305,8 @@ class Dataset(Sources):
 
     def apply(self, transformation_func: Callable[[Dataset], Dataset]) -> Dataset:
         """Return ``transformation_func(self)``, which must be a Dataset."""
-        made = as_function("apply", "transformation_func", transformation_func)(self)
+        as_call("apply", "transformation_func", transformation_func)
+        made = transformation_func(self)
         if not isinstance(made, Dataset):
             raise TypeError(f"Dataset.apply: expected a Dataset, got {made!r}")
         return made

@@ -17,19 +17,17 @@ from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.interruptions import tells
 from mpidist.data._combinations import shard_by_file
 from mpidist.data._dataset import Dataset
-from mpidist.data._elements import stage_of
-from mpidist.data._feed import Feed, describe, empty_of_specs
-from mpidist.data._inputs import DatasetSource, FunctionSource, Source, source_of
+from mpidist.data._feed import Feed, describe, empty_of
+from mpidist.data._inputs import Calls, Items, input_of
 from mpidist.data._iterator import DistributedIterator
 from mpidist.data._options import (
-    INFINITE_CARDINALITY,
-    UNKNOWN_CARDINALITY,
     AutoShardPolicy,
     InputContext,
     InputOptions,
     InputReplicationMode,
     as_policy,
 )
+from mpidist.data._stage import Stage
 
 _NO_POLICY = (AutoShardPolicy.AUTO, AutoShardPolicy.OFF)
 
@@ -62,31 +60,30 @@ class DistributedDataset:
                     f"{call}: InputReplicationMode.PER_REPLICA is only supported in "
                     "`distribute_datasets_from_function`"
                 )
-            source, policy = _split_source(group, dataset, chosen, call)
-            empty = empty_of_specs(source.spec) if source.spec is not None else None
-            by_file = policy is AutoShardPolicy.FILE
-            text = f"{call} of {source.text}"
-            if not by_file:  # there the ranks have different numbers of rows
-                kind = "" if empty is None else f", {describe(empty)}"
-                text += f" ({_many(source)}{kind})"
+            stage, policy = _split_input(group, dataset, chosen, call)
+            feed = Feed(
+                group,
+                stage,
+                policy,
+                bool(chosen.experimental_fetch_to_device),
+                by_file=policy is AutoShardPolicy.FILE,
+                checked=bool(stage.whole) and debugging(),
+                empty=empty_of(stage.spec()),
+            )
+            text = f"{call} of {feed.text}"
+            if feed.by_file:  # there the ranks have different numbers of rows
+                feed.policy, feed.checked = None, False
+            else:
+                kind = "" if feed.empty is None else f", {describe(feed.empty)}"
+                text += f" ({_many(stage)}{kind})"
             text += f", split by {policy.name}"
-            checked = source.reads_whole and debugging() and not by_file
-            if checked:
+            if feed.checked:
                 text += ", compared (MPIDIST_DEBUG)"
         except Exception as error:
             collectives.invalid(call, error)
         collectives.guard.agree(Call(text))
-        return DistributedDataset(
-            Feed(
-                group,
-                source,
-                group.registry.next_key(),
-                None if by_file else policy,
-                bool(chosen.experimental_fetch_to_device),
-                empty=empty,
-                checked=checked,
-            )
-        )
+        feed.number = group.registry.next_key()
+        return DistributedDataset(feed)
 
     @staticmethod
     def _of_function(
@@ -108,14 +105,10 @@ class DistributedDataset:
                 elements, and the mode in the options must be PER_WORKER.
         """
         context.require_program_level(group, call)
-        guard = group.guard
-        input_context = InputContext(
-            group.num_replicas,
-            group.replica_id,
-            group.num_replicas,
-        )
+        replicas = group.num_replicas
+        input_context = InputContext(replicas, group.replica_id, replicas)
 
-        def make(section: SectionResult) -> tuple[InputOptions, Source]:
+        def make(section: SectionResult) -> tuple[InputOptions, Stage]:
             chosen = _check_options(options, call)
             mode = chosen.experimental_replication_mode
             if functions and mode is not InputReplicationMode.PER_WORKER:
@@ -137,20 +130,16 @@ class DistributedDataset:
                     "`strategy.experimental_distribute_dataset(dataset)`"
                 )
             section.kind = "raised"
-            return chosen, _source_of_function(
-                dataset_fn(input_context), call, functions
-            )
+            made = dataset_fn(input_context)
+            if functions and callable(made) and not hasattr(made, "__iter__"):
+                made = Calls(made)
+            return chosen, input_of(made, f"{call}: the function's dataset")
 
-        chosen, source = guard.run_section(Call(call), make)
-        return DistributedDataset(
-            Feed(
-                group,
-                source,
-                group.registry.next_key(),
-                None,
-                bool(chosen.experimental_fetch_to_device),
-            )
-        )
+        chosen, stage = group.guard.run_section(Call(call), make)
+        to_device = bool(chosen.experimental_fetch_to_device)
+        feed = Feed(group, stage, None, to_device)
+        feed.number = group.registry.next_key()
+        return DistributedDataset(feed)
 
     @tells("iter(dataset)", operator.attrgetter("_feed.group"))
     def __iter__(self) -> DistributedIterator:
@@ -172,17 +161,10 @@ class DistributedDataset:
         `mpidist.data.UNKNOWN_CARDINALITY` (-2) if it is known only after reading. If
         each rank has its own input, the number for this rank.
         """
-        return self._feed.source.cardinality()
+        return self._feed.stage.cardinality()
 
     def __len__(self) -> int:
-        count = self.cardinality()
-        if count == INFINITE_CARDINALITY:
-            raise TypeError("DistributedDataset: an infinite dataset has no len()")
-        if count == UNKNOWN_CARDINALITY:
-            raise TypeError(
-                "DistributedDataset: the number of steps is not known before the end"
-            )
-        return count
+        return self._feed.stage.require_length("DistributedDataset")
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Fold all elements into one value. Collective.
@@ -224,13 +206,13 @@ class DistributedDataset:
         feed = self._feed
         return (
             f"<mpidist.DistributedDataset #{feed.number} on {feed.replicas} replicas: "
-            f"{feed.source.text}>"
+            f"{feed.text}>"
         )
 
 
-def _split_source(
+def _split_input(
     group: ReplicaGroup, dataset: object, options: InputOptions, call: str
-) -> tuple[Source, AutoShardPolicy]:
+) -> tuple[Stage, AutoShardPolicy]:
     """Return what this rank reads of a dataset of global batches, and the policy."""
     policy = as_policy(options.auto_shard_policy, "InputOptions")
     if isinstance(dataset, Dataset) and policy is AutoShardPolicy.AUTO:
@@ -242,8 +224,8 @@ def _split_source(
             "distribute_datasets_from_function(fn)`, where `fn` calls `dataset.shard("
             "context.num_input_pipelines, context.input_pipeline_id)`"
         )
-    source = source_of(dataset, call)
-    if isinstance(dataset, Dataset) and source.batch_size is None:
+    stage = input_of(dataset, call)
+    if isinstance(dataset, Dataset) and stage.batch_size is None:
         raise ValueError(
             f"{call}: got {dataset!r}, whose elements are single rows. Call the "
             "`batch` method on the input Dataset in order to be able to split your "
@@ -260,25 +242,13 @@ def _split_source(
                 "its rank: `files[context.input_pipeline_id::context."
                 "num_input_pipelines]`"
             )
-        part = shard_by_file(stage_of(dataset), group.num_replicas, group.replica_id)
-        source = DatasetSource(dataset, part)
-    return source, policy
+        stage = shard_by_file(stage, group.num_replicas, group.replica_id)
+    return stage, policy
 
 
-def _many(source: Source) -> str:
-    count = source.cardinality()
+def _many(stage: Stage) -> str:
+    count = stage.cardinality()
     return {-1: "endless", -2: "of unknown length"}.get(count, f"{count} batches")
-
-
-def _source_of_function(made: object, call: str, functions: bool) -> Source:
-    if (
-        functions
-        and callable(made)
-        and not isinstance(made, Dataset)
-        and not hasattr(made, "__iter__")
-    ):
-        return FunctionSource(made, call)
-    return source_of(made, f"{call}: the function's dataset")
 
 
 def _check_options(options: object, call: str) -> InputOptions:
@@ -311,14 +281,12 @@ def _check_options(options: object, call: str) -> InputOptions:
 
 def describe_feed(feed: Feed) -> str:
     """Return the text of `DistributedDataset.describe`."""
-    source, spec = feed.source, feed.source.spec
-    if feed.empty is not None:
-        spec = feed.element_spec()
+    spec = feed.stage.spec() if feed.empty is None else feed.element_spec()
     elements = "not known before the first is read"
     if spec is not None:
         leaves, structure = nest.flatten(spec)
         elements = structure.render([str(leaf) for leaf in leaves])
-    facts = {"input": source.text, "elements": elements}
+    facts = {"input": feed.text, "elements": elements}
     facts |= _own_facts(feed) if feed.policy is None else _facts_of_batches(feed)
     plural = "" if feed.replicas == 1 else "s"
     lines = [f"DistributedDataset #{feed.number} on {feed.replicas} replica{plural}"]
@@ -326,21 +294,21 @@ def describe_feed(feed: Feed) -> str:
 
 
 def _own_facts(feed: Feed) -> dict[str, str]:
-    count = feed.source.cardinality()
+    count = feed.stage.cardinality()
     steps = f"{count} on this rank; all ranks make as many as the longest input has"
     names = {-1: "without end", -2: "as many as the longest input of a rank has"}
     rows = "each rank reads its own input, and its replica gets all of it"
-    if isinstance(feed.source, DatasetSource) and feed.source.by_file:
+    if feed.by_file:
         rows = (
             f"FILE: each replica opens 1 of {feed.replicas} inputs of the `interleave`"
-            f"; this one takes {feed.source.batch_size} rows in a step"
+            f"; this one takes {feed.batch_size} rows in a step"
         )
     ends = "a rank without rows gets empty arrays until all are done"
     return {"steps": names.get(count, steps), "rows": rows, "uneven ends": ends}
 
 
 def _facts_of_batches(feed: Feed) -> dict[str, str]:
-    count, size, n = feed.source.cardinality(), feed.source.batch_size, feed.replicas
+    count, size, n = feed.stage.cardinality(), feed.batch_size, feed.replicas
     names = {-1: "without end", -2: "their number is not known"}
     many = names.get(count, f"{count} an epoch")
     rule = f"each batch as it comes, in pieces of ceil(rows / {n})"
@@ -349,11 +317,11 @@ def _facts_of_batches(feed: Feed) -> dict[str, str]:
             "by a plan for the full batch, in pieces that differ by one row at most; a "
             "partial batch fills them in order"
         )
+    assert feed.policy is not None
     facts = {
-        "global batches": f"of {'the same number of' if size is None else size} rows, "
-        f"{many}",
-        "split": rule if feed.policy is None else f"{feed.policy.name}: {rule}",
-        "reading": _reading(feed.source),
+        "global batches": f"of {size or 'the same number of'} rows, {many}",
+        "split": f"{feed.policy.name}: {rule}",
+        "reading": _reading(feed.stage),
     }
     if size is None:
         return facts
@@ -370,13 +338,12 @@ def _facts_of_batches(feed: Feed) -> dict[str, str]:
     return facts
 
 
-def _reading(source: Source) -> str:
+def _reading(stage: Stage) -> str:
     text = "each rank reads whole batches, and keeps the rows of its replica"
-    if isinstance(source, DatasetSource):
-        if source.reads_whole:
-            text += f", because of {source.stage.whole}"
-        elif source.stage.indexed:
+    if not stage.whole:
+        text = "each rank goes through all elements, and keeps those of its replica"
+        if stage.indexed:
             text = "each rank reads the rows of its replica, and no others"
-        else:
-            text = "each rank goes through all elements, and keeps those of its replica"
-    return f"{text}; a thread reads {source.depth} ahead" if source.depth else text
+    elif not isinstance(stage, Items):
+        text += f", because of {stage.whole}"
+    return f"{text}; a thread reads {stage.depth} ahead" if stage.depth else text

@@ -1,81 +1,85 @@
-"""What is known of the elements of a `Dataset`, and iterating over them."""
+"""The part of `Dataset` that makes no dataset of another: sources, and iteration."""
 
 from __future__ import annotations
 
-import collections.abc
+import builtins
 import copy
-import dataclasses
+import glob
 import operator
-from collections.abc import Callable, Iterator
-from typing import Any
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from mpidist._base import backend, nest
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Nest
-from mpidist.data._ahead import read_ahead
-from mpidist.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Options
-from mpidist.data._positions import FORMAT, OF_DATASET, check_state
-from mpidist.data._rows import block_of
-from mpidist.data._stage import INFINITE, Stage, open_tokens
+from mpidist._runtime import context
+from mpidist._runtime.group import ReplicaGroup
+from mpidist.data._ahead import AUTOTUNE, default_workers, read_ahead
+from mpidist.data._combinations import Zip
+from mpidist.data._options import Options
+from mpidist.data._positions import PositionedIterator, checked_state
+from mpidist.data._rows import block_of, lists_to_arrays, protected, stack_lists
+from mpidist.data._sources import (
+    Generated,
+    Range,
+    Rows,
+    as_dtype,
+    declared,
+    slices_of,
+)
+from mpidist.data._stage import Stage, name_of
+from mpidist.data._stages import Shuffle
+
+FilePattern: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
-class OutOfRangeError(LookupError):
-    """`DistributedIterator.get_next` was called at the end of the input.
-
-    On all ranks together. It is not a StopIteration, which a generator or a ``for``
-    loop around the call would interpret as its own end.
-    """
+# --- arguments of the methods ------------------------------------------------------
 
 
-class Optional:
-    """An element of an input, or nothing at its end."""
-
-    __slots__ = ("_element", "_has_value", "_spec")
-
-    def __init__(
-        self,
-        element: Nest = None,
-        *,
-        has_value: bool = False,
-        spec: Callable[[], Nest] | None = None,
-    ) -> None:
-        self._element = element
-        self._has_value = has_value
-        self._spec = spec
-
-    def has_value(self) -> bool:
-        """Return whether there is an element."""
-        return self._has_value
-
-    def get_value(self) -> Nest:
-        """Return the element.
-
-        Raises:
-            ValueError: at the end of the input.
-        """
-        if not self._has_value:
-            raise ValueError(
-                "Optional.get_value: the input has ended and this holds no element; "
-                "ask `has_value()` first"
-            )
-        return self._element
-
-    @property
-    def element_spec(self) -> Nest:
-        """The nest of `ArraySpec` of an element, as that of the iterator.
-
-        Raises:
-            ValueError: if it is not known.
-        """
-        if self._spec:
-            return self._spec()
-        return block_of(self.get_value(), "element_spec").spec()
-
-    def __repr__(self) -> str:
-        return f"Optional({self._element!r})" if self._has_value else "Optional()"
+def as_count(method: str, name: str, value: Any, *, least: int) -> int:
+    """Return an int, given one, or a 0-d array of one."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"Dataset.{method}: expected `{name}` to be an int, got {value!r} of type "
+            f"{type(value).__name__}"
+        ) from None
+    if number < least:
+        raise ValueError(
+            f"Dataset.{method}: expected `{name}` to be {least} or more, got {number}"
+        )
+    return number
 
 
-class DatasetIterator(collections.abc.Iterator[Nest]):
+def as_calls(method: str, value: object) -> int:
+    """Return the number of threads for ``num_parallel_calls``; 0: none."""
+    if value is None:
+        return 0
+    if value == AUTOTUNE:
+        return default_workers()
+    return as_count(method, "num_parallel_calls", value, least=1)
+
+
+def as_call(method: str, name: str, function: object) -> str:
+    """Return the text of a call with a function, which this must be."""
+    if not callable(function):
+        raise TypeError(
+            f"Dataset.{method}: expected a function as `{name}`, got {function!r:.80}"
+        )
+    return f"{method}({name_of(function)})"
+
+
+# --- iteration ---------------------------------------------------------------------
+
+
+class DatasetIterator(PositionedIterator):
     """Iterates over the elements of a `Dataset`: the result of ``iter(dataset)``.
 
     Its threads, if there are any, end with it. An exception ends it, too; to continue
@@ -85,72 +89,37 @@ class DatasetIterator(collections.abc.Iterator[Nest]):
     def __init__(self, dataset: Elements) -> None:
         """Not for users: call ``iter(dataset)``."""
         self._dataset = dataset
-        self._iterations = iterations_of(dataset)
-        self._go_to(self._iterations.count, 0)
+        self._go_to(dataset._iterations, 0)
 
     def _go_to(self, iteration: int, position: int) -> None:
         self._iteration, self._position = iteration, position
-        self._iterations.count = iteration + 1
+        self._dataset._iterations = iteration + 1
         self._elements: Iterator[Nest] | None = None
         self._ended = False
 
-    def __iter__(self) -> DatasetIterator:
-        return self
-
-    def __next__(self) -> Nest:
+    def _step(self, call: str) -> tuple[bool, Nest]:
         if self._ended:
-            raise StopIteration
+            return False, None
         try:
             if self._elements is None:
                 stage = stage_of(self._dataset)
                 tokens = stage.tokens((self._iteration,), self._position)
-                elements = stage.load(tokens)
-                self._elements = elements
+                self._elements = stage.load(tokens)
                 if stage.depth:
-                    self._elements = read_ahead(elements, stage.depth)
+                    self._elements = read_ahead(self._elements, stage.depth)
             element = next(self._elements)
-        except BaseException:  # StopIteration too
+        except BaseException as error:
             self._ended, self._elements = True, None
+            if isinstance(error, StopIteration):
+                return False, None
             raise
         self._position += 1
-        return element
-
-    def get_next(self) -> Nest:
-        """Return the next element.
-
-        Raises:
-            OutOfRangeError: the one in `mpidist.data`, at the end.
-        """
-        for element in self:
-            return element
-        raise OutOfRangeError(
-            f"get_next: the dataset has ended, after {self._position} elements"
-        )
-
-    def get_next_as_optional(self) -> Optional:
-        """Return the next element, or nothing at the end."""
-        spec = operator.attrgetter("element_spec")
-        for element in self:
-            return Optional(element, has_value=True, spec=lambda: spec(self))
-        return Optional(spec=lambda: spec(self))
+        return True, element
 
     @property
     def element_spec(self) -> Nest:
         """The nest of `ArraySpec` of an element: that of the dataset."""
         return self._dataset.element_spec
-
-    def state(self) -> dict[str, Any]:
-        """Return the position, as a small nest for JSON.
-
-        It counts the elements that were returned, not those that a thread has read
-        ahead.
-        """
-        return {
-            "format": FORMAT,
-            "input": "dataset",
-            "iteration": self._iteration,
-            "position": self._position,
-        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go to a position: the next element is the one after it.
@@ -161,15 +130,8 @@ class DatasetIterator(collections.abc.Iterator[Nest]):
         Raises:
             ValueError: if it is not such a state.
         """
-        state = check_state("DatasetIterator.restore", state, OF_DATASET)
+        state = checked_state("DatasetIterator.restore", state, self.state())
         self._go_to(int(state["iteration"]), int(state["position"]))
-
-
-@dataclasses.dataclass
-class Iterations:
-    """The number of iterations over a dataset so far: the next one's first pass."""
-
-    count: int = 0
 
 
 class _Names(type):
@@ -177,13 +139,161 @@ class _Names(type):
 
 
 class Elements(metaclass=_Names):
-    """The part of `Dataset` that makes no other dataset."""
+    """The part of `Dataset` that makes no dataset of another."""
 
     def __init__(self, stage: Stage) -> None:
         """Not for users: call `Dataset.from_tensor_slices`."""
+        if not isinstance(stage, Stage):
+            raise TypeError(
+                "Dataset: write `mpidist.data.Dataset.from_tensor_slices(arrays)`"
+            )
         self._stage = stage
-        self._iterations = Iterations()
-        self._spec: Nest | None = None
+        self._iterations = 0  # so far: the number of the next one
+
+    @classmethod
+    def from_tensor_slices(cls, tensors: Nest, name: str | None = None) -> Self:
+        """Create a dataset from the rows of arrays.
+
+        Args:
+            tensors: an array, or a nest (tuples, dicts, lists) of arrays with the same
+                first dimension; element i has row i of each. Anything with ``shape``
+                and slices of rows is accepted as an array (``numpy.memmap``, an HDF5
+                dataset); a list of numbers becomes an array. Or one object with
+                ``__len__`` and ``__getitem__`` that returns a nest for each row, such
+                as a grain MapDataset or a torch dataset.
+            name: accepted.
+
+        Raises:
+            TypeError: if it is none of these.
+            ValueError: if the first dimensions differ, or there is none.
+        """
+        return cls(slices_of(tensors))
+
+    @classmethod
+    def from_tensors(cls, tensors: Nest, name: str | None = None) -> Self:
+        """Create a dataset of one element.
+
+        Args:
+            tensors: the element: a nest of arrays and numbers. It is read-only.
+            name: accepted.
+        """
+        block = block_of(lists_to_arrays(tensors), "Dataset.from_tensors")
+        return cls(Rows([protected(block.nest())], "1 element", block.spec()))
+
+    @classmethod
+    def range(
+        cls, *args: int, output_type: npt.DTypeLike = np.int64, name: str | None = None
+    ) -> Self:
+        """Create a dataset of numbers: ``range(stop)``, ``range(start, stop, step)``.
+
+        Args:
+            *args: as for Python's range.
+            output_type: their dtype.
+            name: accepted.
+        """
+        numbers = [as_count("range", "args", x, least=-(2**63)) for x in args]
+        steps = builtins.range(*numbers)  # raises what Python's does
+        dtype = as_dtype(output_type, "range")
+        return cls(Range(steps.start, steps.stop, steps.step, dtype))
+
+    @classmethod
+    def from_generator(
+        cls,
+        generator: Callable[..., Iterable[Nest]],
+        output_types: Nest | None = None,
+        output_shapes: Nest | None = None,
+        args: Iterable[Any] | None = None,
+        output_signature: Nest | None = None,
+        name: str | None = None,
+    ) -> Self:
+        """Create a dataset from what a function yields.
+
+        Each iteration, and each round of a `repeat`, calls the function again. A saved
+        position is reached by reading up to it.
+
+        Args:
+            generator: a function that returns an iterable of nests of arrays and
+                numbers. In a distributed dataset each rank calls it, so it must yield
+                the same on all.
+            output_types: tf.data's older form: a nest of dtypes.
+            output_shapes: with the former: a nest of shapes, None for any size.
+            args: arguments for the function, which gets them as NumPy values.
+            output_signature: a nest of `ArraySpec`. Not needed; if given, elements are
+                converted to its dtypes, and their shapes are compared with it.
+            name: accepted.
+
+        Raises:
+            TypeError: if an argument is invalid.
+        """
+        as_call("from_generator", "generator", generator)
+        expected = declared(output_signature, output_types, output_shapes)
+        values = tuple(np.asarray(x)[()] for x in args or ())
+        return cls(Generated(generator, values, expected))
+
+    @classmethod
+    def list_files(
+        cls,
+        file_pattern: FilePattern,
+        shuffle: bool | None = None,
+        seed: int | None = None,
+        name: str | None = None,
+    ) -> Self:
+        """Create a dataset of the names of files, for `interleave`.
+
+        Args:
+            file_pattern: a pattern as for ``glob.glob``, or several. The names are
+                sorted.
+            shuffle: whether to shuffle them. None: if there is a seed.
+            seed: as for `shuffle`.
+            name: accepted.
+
+        Raises:
+            ValueError: if no file matches.
+        """
+        if isinstance(file_pattern, (str, os.PathLike)):
+            file_pattern = [file_pattern]
+        patterns = [os.fspath(pattern) for pattern in file_pattern]
+        names = {name for pattern in patterns for name in glob.glob(pattern)}
+        if not names:
+            raise ValueError(f"Dataset.list_files: no file matches {patterns}")
+        stage = slices_of(np.array(sorted(names)))
+        if shuffle or (shuffle is None and seed is not None):
+            number = as_count("list_files", "seed", seed or 0, least=0)
+            stage = Shuffle(stage, f"shuffle(seed={number})", None, number, True)
+        return cls(stage)
+
+    @classmethod
+    def zip(
+        cls, *args: Nest, datasets: Nest | None = None, name: str | None = None
+    ) -> Self:
+        """Create a dataset whose elements are those of several, side by side.
+
+        Args:
+            *args: datasets, for elements that are tuples; or a nest of datasets, for
+                elements with its structure. The shortest one ends it.
+            datasets: the nest, as tf.data's older form names it.
+            name: accepted.
+        """
+        given = args if datasets is None else (*args, datasets)
+        leaves, structure = nest.flatten(given[0] if len(given) == 1 else given)
+        if not leaves or not all(isinstance(one, Elements) for one in leaves):
+            kinds = [type(one).__name__ for one in leaves]
+            raise TypeError(f"Dataset.zip: expected datasets, got {kinds}")
+        return cls(Zip([stage_of(one) for one in leaves], structure))
+
+    @classmethod
+    def _of_numpy(cls, group: ReplicaGroup, arrays: Nest) -> Self:
+        """Run `Strategy.experimental_make_numpy_dataset`, without communication.
+
+        Args:
+            group: the group of the strategy.
+            arrays: a nest of arrays with the same first dimension; a list is stacked.
+        """
+        call = "experimental_make_numpy_dataset"
+        context.require_cross_replica(group, call)
+        return cls.from_tensor_slices(stack_lists(arrays, call))
+
+    # --- elements -------------------------------------------------------------
 
     def options(self) -> Options:
         """Return a copy of the options."""
@@ -199,32 +309,7 @@ class Elements(metaclass=_Names):
         Raises:
             ValueError: if the dataset is empty, and that does not tell it.
         """
-        if self._spec is None:
-            self._spec = self._stage.spec()
-        if self._spec is None:
-            self._spec = self._spec_of_first()
-        return self._spec
-
-    def _spec_of_first(self) -> Nest:
-        stage = self._stage
-        opened = next(open_tokens(stage, stage.tokens((0,))), None)
-        if opened is not None:
-            block = opened.whole or opened.read(0, 1)
-            if block is not None:
-                return block.spec(batched=stage.batch_size is not None)
-        message = (
-            "Dataset.element_spec: the dataset is empty, so its elements are unknown"
-        )
-        try:
-            spec = stage.spec(trial=True)
-        except Exception as error:
-            raise ValueError(
-                f"{message}; the function of a `map`, called with zeros, raised a "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        if spec is None:
-            raise ValueError(message)
-        return spec
+        return self._stage.element_spec
 
     def cardinality(self) -> int:
         """Return the number of elements.
@@ -232,19 +317,13 @@ class Elements(metaclass=_Names):
         `INFINITE_CARDINALITY` (-1) if infinite, `UNKNOWN_CARDINALITY` (-2) if it is
         known only after reading.
         """
-        size = self._stage.size
-        return INFINITE_CARDINALITY if size >= INFINITE else size
+        return self._stage.cardinality()
 
     def __len__(self) -> int:
-        count = self.cardinality()
-        if count == INFINITE_CARDINALITY:
-            raise TypeError("Dataset: an infinite dataset has no len()")
-        if count == UNKNOWN_CARDINALITY:
-            raise TypeError(
-                "Dataset: the number of elements is not known before the end; write "
-                "`sum(1 for _ in dataset)`, or `dataset.assert_cardinality(n)`"
-            )
-        return count
+        return self._stage.require_length(
+            "Dataset",
+            "; write `sum(1 for _ in dataset)`, or `dataset.assert_cardinality(n)`",
+        )
 
     def __bool__(self) -> bool:
         return True
@@ -283,10 +362,8 @@ def stage_of(dataset: Elements) -> Stage:
     return dataset._stage
 
 
-def iterations_of(dataset: Elements) -> Iterations:
-    """Return how often a dataset has been iterated over."""
-    return dataset._iterations
-
-
+for _method in vars(Elements).values():
+    if isinstance(_method, classmethod):  # for messages and tracebacks
+        _method.__func__.__qualname__ = f"Dataset.{_method.__func__.__name__}"
 explain_attributes(_Names, "Dataset")
 explain_attributes(Elements, "Dataset")

@@ -1,47 +1,51 @@
-"""The data that a distributed dataset and its iterators share, and its description."""
+"""The input that a distributed dataset and its iterators share.
+
+A rank without rows gets empty arrays, for which all ranks have to know what elements
+are like. Row shapes may differ between steps and between ranks; those of empty arrays
+are the last ones that this rank has seen, or another rank's if it has seen none.
+"""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
 
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, nest
-from mpidist._base.errors import CollectiveMismatchError, format_ranks, on_rank
-from mpidist._base.types import Array, DType, Nest, Shape
+from mpidist._base.errors import CollectiveMismatchError, by_value, on_rank
+from mpidist._base.types import Array, Nest
 from mpidist._engine.collectives import Collectives
+from mpidist._merge.commands import Pickler
 from mpidist._runtime.group import ReplicaGroup
-from mpidist.data._inputs import Source
+from mpidist.data._inputs import Items, state_of
 from mpidist.data._options import AutoShardPolicy
 from mpidist.data._rows import (
+    LazyBlock,
     RowBlock,
     batch_spec,
+    count_rows,
     split_as_it_comes,
     split_by_plan,
 )
-
-# --- empty blocks: what all ranks know of the elements ------------------------------
-# Row shapes may differ between steps and between ranks; those of an empty block are the
-# last ones that this rank has seen, or another rank's if it has seen none.
+from mpidist.data._stage import Block, Stage
 
 
-def empty_like(block: RowBlock) -> RowBlock:
-    """Return arrays without rows, on the host; a scalar becomes a column."""
-    leaves = [np.empty((0, *leaf.shape[1:]), leaf.dtype) for leaf in block.leaves]
-    return RowBlock(leaves, block.structure)
+def empty_of(spec: Nest | None) -> RowBlock | None:
+    """Return arrays without rows, on the host; None if a size is not known.
 
-
-def empty_of_specs(specs: Nest) -> RowBlock | None:
-    """Return such arrays for specs of batches; None if a size is not known."""
-    leaves, structure = nest.flatten(specs)
+    Args:
+        spec: the nest of specs of a batch. A scalar becomes a column.
+    """
+    if spec is None:
+        return None
+    leaves, structure = nest.flatten(spec)
     shapes = [leaf.shape[1:] for leaf in leaves]
-    if any(size is None for shape in shapes for size in shape):
+    if any(None in shape for shape in shapes):
         return None
     both = zip(leaves, shapes, strict=True)
     empty = [np.empty((0, *shape), leaf.dtype) for leaf, shape in both]
@@ -58,49 +62,37 @@ def describe(block: RowBlock) -> str:
     )
 
 
-def dump_empty(block: RowBlock | None) -> bytes:
-    """Return a message for `load_empty`: what the rows of a block are like.
-
-    Its structure may have named tuples that pickle cannot find by name.
-    """
+def dump_spec(block: RowBlock | None) -> bytes:
+    """Return the pickled specs of a block; none of None."""
     if block is None:
         return b""
-    file = io.BytesIO()
-    dtypes = [leaf.dtype for leaf in block.leaves]
-    shapes = [tuple(map(int, leaf.shape[1:])) for leaf in block.leaves]
-    _Pickler(file).dump((block.structure.unflatten(range(len(dtypes))), dtypes, shapes))
-    return file.getvalue()
+    spec = block.spec()
+    try:
+        return pickle.dumps(spec)
+    except (pickle.PicklingError, AttributeError, ImportError):
+        # A named tuple that pickle cannot find by name. (cloudpickle would copy one of
+        # the program's main module, too, which all ranks have.)
+        file = io.BytesIO()
+        Pickler(file).dump(spec)
+        return file.getvalue()
 
 
-def load_empty(data: bytes) -> RowBlock | None:
-    """Return arrays without rows, or None, as `dump_empty` was given."""
-    if not data:
-        return None
-    found: tuple[Nest, list[DType], list[Shape]] = pickle.loads(data)
-    skeleton, dtypes, shapes = found
-    both = zip(shapes, dtypes, strict=True)
-    leaves = [np.empty((0, *shape), dtype) for shape, dtype in both]
-    return RowBlock(leaves, nest.flatten(skeleton)[1])
+@dataclasses.dataclass
+class Piece:
+    """This rank's part of an element.
 
+    Attributes:
+        rows: rows of the global batch, or of this rank's batch if each rank has its own
+            input.
+        block: this rank's rows; None if there are none and their spec is unknown.
+        source_state: the state of the input after this element, if it is cheap to get.
+        checksum: the checksum of the whole batch, if batches are compared.
+    """
 
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
-        fields = getattr(obj, "_fields", None)
-        if fields is None or not isinstance(obj, tuple):
-            return NotImplemented
-        try:
-            pickle.dumps(type(obj))
-        except (pickle.PicklingError, AttributeError, ImportError):
-            return named_tuple, (type(obj).__name__, fields, tuple(obj))
-        return NotImplemented
-
-
-def named_tuple(name: str, fields: tuple[str, ...], values: tuple[Any, ...]) -> Any:
-    """Return a named tuple like that of another rank, whose class is not known here."""
-    return collections.namedtuple(name, fields)(*values)
-
-
-# --- the feed ----------------------------------------------------------------------
+    rows: int
+    block: RowBlock | None
+    source_state: Any = None
+    checksum: int = 0
 
 
 @dataclasses.dataclass
@@ -109,23 +101,35 @@ class Feed:
 
     Attributes:
         group: the group of the strategy.
-        source: the input that this rank reads.
-        number: the number of the dataset, the same on all ranks.
+        stage: the input that this rank reads.
         policy: how global batches are split; None if each rank has its own input.
         to_device: whether arrays are moved to the replica's device.
-        empty: elements without rows, once all ranks know what they are like.
-        iterations: the number of iterators created.
+        by_file: whether the input is the rank's part of a dataset, by files.
         checked: whether global batches are compared (``MPIDIST_DEBUG``).
+        empty: elements without rows, once all ranks know what they are like.
+        batch_size: the number of rows in a full batch, None if not known (yet).
+        iterations: the number of iterators created.
+        number: the number of the dataset, the same on all ranks.
     """
 
     group: ReplicaGroup
-    source: Source
-    number: int
+    stage: Stage
     policy: AutoShardPolicy | None
-    to_device: bool
+    to_device: bool = True
+    by_file: bool = False
+    checked: bool = False
     empty: RowBlock | None = None
     iterations: int = 0
-    checked: bool = False
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        self.batch_size = self.stage.batch_size
+
+    @property
+    def text(self) -> str:
+        """The description of the input."""
+        text = self.stage.text
+        return text if isinstance(self.stage, Items) else f"Dataset of {text}"
 
     @property
     def collectives(self) -> Collectives:
@@ -140,9 +144,29 @@ class Feed:
     def split(self, rows: int, replica: int) -> tuple[int, int]:
         """Return the range of rows of a global batch that a replica gets."""
         if self.policy is AutoShardPolicy.OFF:
-            size = self.source.batch_size or rows
+            size = self.batch_size or rows
             return split_by_plan(rows, self.replicas, replica, size)
         return split_as_it_comes(rows, self.replicas, replica)
+
+    def read(self, stream: Iterator[Block]) -> Piece | None:
+        """Read this rank's part of the next element. May run in a thread; no MPI."""
+        block = next(stream, None)
+        if block is None:
+            return None
+        state = state_of(stream) if self.stage.again else None
+        rows, checksum = block.rows, 0
+        if self.policy is None:
+            if isinstance(block, LazyBlock):
+                return Piece(rows, block.part(0, rows), state)
+            return Piece(rows, block, state)
+        if isinstance(block, RowBlock):
+            rows = count_rows(block, "experimental_distribute_dataset", self.replicas)
+            if self.checked:
+                checksum = block.checksum()
+        if self.batch_size is None:
+            self.batch_size = rows
+        start, stop = self.split(rows, self.collectives.comm.rank)
+        return Piece(rows, block.part(start, stop), state, checksum)
 
     def why_it_ends_with_a_replica(self) -> str:
         """Return why nobody can read this input when a replica has died, or ""."""
@@ -152,9 +176,9 @@ class Feed:
                 "when replicas are lost; write `strategy.experimental_distribute_"
                 "dataset(dataset)`, with the same global batches on all of them"
             )
-        if self.source.one_shot:
+        if self.stage.one_shot:
             return (
-                f"is a {self.source.text}, which can be read only once, and after a "
+                f"is a {self.text}, which can be read only once, and after a "
                 "loss it is read again; give an object whose `__iter__` starts from "
                 "the beginning, or a `mpidist.data.Dataset.from_generator`"
             )
@@ -179,12 +203,7 @@ class Feed:
         """Return the nest of specs of a replica's part."""
         if self.empty is not None:
             return self.empty.spec(batched=True)
-        if self.source.dataset is None:
-            raise ValueError(
-                f"element_spec: the elements of a {self.source.text} are not known "
-                "before the first was read; call `next(iterator)` first"
-            )
-        spec = self.source.dataset.element_spec
+        spec = self.stage.element_spec
         return spec if self.policy is None else batch_spec(spec)
 
     def seen(self, block: RowBlock) -> None:
@@ -194,13 +213,18 @@ class Feed:
             one.shape[1:] != leaf.shape[1:]
             for one, leaf in zip(known.leaves, block.leaves, strict=True)
         ):
-            self.empty = empty_like(block)
+            self.empty = empty_of(block.spec())
 
     def learn(self, own: bytes) -> None:
-        """Tell ranks that may not know it what elements are like. Collective."""
+        """Tell ranks that may not know it what elements are like. Collective.
+
+        Args:
+            own: what `dump_spec` returned here.
+        """
         comm = self.collectives.comm
         with comm.traffic.timed():
-            found = [load_empty(data) for data in comm.all_gather_objects(own)]
+            dumped = comm.all_gather_objects(own)
+        found = [empty_of(pickle.loads(x)) if x else None for x in dumped]
         texts = [None if block is None else describe(block) for block in found]
         if len(set(texts) - {None}) > 1:
             lines = by_value(texts, lambda text: text or "")
@@ -266,12 +290,3 @@ _SAME_BATCHES: Final = (
     "`experimental_distribute_dataset` needs the same global batches on every rank, of "
     "which each replica gets its part"
 )
-
-
-def by_value(values: list[Any], say: Callable[[Any], str]) -> str:
-    """Return a line for each value, with the ranks that have it; none for None."""
-    groups: dict[Any, list[int]] = {}
-    for rank, value in enumerate(values):
-        if value is not None:
-            groups.setdefault(value, []).append(rank)
-    return "\n".join(f"  {format_ranks(r)}: {say(v)}" for v, r in groups.items())

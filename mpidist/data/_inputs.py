@@ -1,151 +1,98 @@
-"""The inputs of a distributed dataset: a Dataset, a sequence, an iterable, a function.
+"""Inputs of a distributed dataset that are not a `Dataset`, as stages.
 
-A source describes what is known about it; a *stream* iterates over its elements.
+A sequence of batches, an iterable, or a function that returns the next one.
 """
 
 from __future__ import annotations
 
 import base64
+import functools
 import json
-from collections.abc import Callable, Iterator
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
 
 import numpy as np
 
-from mpidist._base import backend, nest
 from mpidist._base.types import Nest
 from mpidist.data._dataset import Dataset
-from mpidist.data._elements import OutOfRangeError, stage_of
-from mpidist.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
-from mpidist.data._positions import Position
-from mpidist.data._rows import RowBlock, protected
-from mpidist.data._stage import INFINITE, Opened, Stage, open_tokens, open_whole
+from mpidist.data._elements import stage_of
+from mpidist.data._positions import OutOfRangeError
+from mpidist.data._rows import RowBlock, block_of, protected
+from mpidist.data._stage import INFINITE, UNKNOWN, Block, Stage, too_short
 
-SourceState: TypeAlias = Any
-"""The state of a user's input, as JSON; None if it has none."""
-Stream: TypeAlias = Iterator[Opened]
 _END: Final = object()
 
 
-class Source:
-    """What is known about an input.
+class Calls(Iterable[Nest]):
+    """The results of a function without arguments, called until it ends the input.
 
-    Attributes:
-        text: a description for users.
-        batch_size: the number of rows in a full batch, None if not known (yet).
-        reads_whole: whether elements can only be read as a whole.
-        depth: how far a thread may read ahead.
-        again: whether a position can be read again after an error.
-        one_shot: whether it can be read only once.
-        spec: the nest of specs of an element, or None if only known after reading.
-        dataset: the `Dataset`, if it is one.
+    StopIteration or OutOfRangeError does that.
     """
 
-    text: str
-    batch_size: int | None = None
-    reads_whole: bool = True
-    depth: int = 0
-    again: bool = True
-    one_shot: bool = False
-    spec: Nest | None = None
-    dataset: Dataset | None = None
+    def __init__(self, function: Callable[[], Nest]) -> None:
+        self.function = function
 
-    def cardinality(self) -> int:
-        """Return the number of elements, or one of the two constants."""
-        raise NotImplementedError
-
-    def open(self, at: Position, stream: Stream | None = None) -> Stream:
-        """Return an iterator over the elements, from a position on.
-
-        Args:
-            at: the position, with the source's own state if it has one.
-            stream: the result of an earlier call, to go on with, of a source that can
-                be read only once.
-        """
-        raise NotImplementedError
+    def __iter__(self) -> Iterator[Nest]:
+        while True:
+            try:
+                element = self.function()
+            except (StopIteration, OutOfRangeError):
+                return
+            yield element
 
 
-def state_of(stream: Stream) -> SourceState:
-    """Return the source's own state at its position; None if it has none."""
-    return stream.state() if isinstance(stream, _Items) else None
-
-
-class DatasetSource(Source):
-    """A `Dataset`.
-
-    Args:
-        dataset: the dataset of which this rank reads its rows.
-        part: the stage that it reads, if that is a part of the dataset, by files.
-    """
-
-    def __init__(self, dataset: Dataset, part: Stage | None = None) -> None:
-        self.dataset = dataset if part is None else Dataset(part)
-        self.by_file = part is not None
-        self.stage = stage_of(self.dataset)
-        self.text = f"Dataset of {stage_of(dataset).text}"
-        self.batch_size = self.stage.batch_size
-        self.reads_whole = bool(self.stage.whole)
-        self.depth = self.stage.depth
-        self.spec = self.stage.spec()
-
-    def cardinality(self) -> int:
-        size = self.stage.size
-        return INFINITE_CARDINALITY if size >= INFINITE else size
-
-    def open(self, at: Position, stream: Stream | None = None) -> Stream:
-        # Up to the position, so that what fails there fails here, on all ranks.
-        skipped = 1 if at.position and not self.stage.indexed else 0
-        tokens = self.stage.tokens((at.iteration,), at.position - skipped)
-        if skipped and next(tokens, _END) is _END:
-            raise _too_short(at.position, "before")
-        return open_tokens(self.stage, tokens)
-
-
-def _too_short(position: int, where: str) -> ValueError:
-    return ValueError(
-        f"restore: expected an input of {position} or more elements, got one that ends "
-        f"{where}; pass the input that the state was taken from"
-    )
-
-
-class ItemsSource(Source):
+class Items(Stage):
     """An object whose items, or what it is iterated over, are elements.
 
     Args:
         items: anything with ``__len__`` and ``__getitem__``, or an iterable.
         call: the name of the call, for messages.
-        text: the description, if it is not the type.
     """
 
-    def __init__(self, items: Any, call: str, text: str = "") -> None:
+    indexed = False
+
+    def __init__(self, items: Any, call: str) -> None:
         self._items, self._call = items, call
         self.again = hasattr(items, "__len__") and hasattr(items, "__getitem__")
-        self.one_shot = hasattr(items, "__next__")
-        self.text = text or type(items).__name__
+        self.one_shot = hasattr(items, "__next__") or isinstance(items, Calls)
+        try:
+            self.size = len(items)
+        except (TypeError, NotImplementedError):
+            self.size = UNKNOWN
+        self.text = type(items).__name__
+        if isinstance(items, Calls):
+            self.text = getattr(items.function, "__qualname__", "a function")
         if self.again:
-            many = (
-                "without end" if len(items) >= INFINITE else f"of {len(items)} elements"
-            )
+            endless = self.size >= INFINITE
+            many = "without end" if endless else f"of {self.size} elements"
             self.text += f" {many}"
+        self.whole = f"the {self.text}"
         self._opened = False
 
-    def cardinality(self) -> int:
-        try:
-            size = len(self._items)
-        except (TypeError, NotImplementedError):
-            return UNKNOWN_CARDINALITY
-        return INFINITE_CARDINALITY if size >= INFINITE else size
+    @functools.cached_property
+    def element_spec(self) -> Nest:
+        raise ValueError(
+            f"element_spec: the elements of a {self.text} are not known before the "
+            "first was read; call `next(iterator)` first"
+        )
 
-    def open(self, at: Position, stream: Stream | None = None) -> Stream:
-        if not isinstance(stream, _Items):
-            stream = _Items(self._begin(), self._call)
-        stream.seek(at.position, at.source)
-        return stream
+    def stream(
+        self,
+        iteration: int,
+        position: int,
+        state: Any = None,
+        earlier: Iterator[Block] | None = None,
+    ) -> Iterator[Block]:
+        found = earlier
+        if not isinstance(found, _ItemStream):
+            found = _ItemStream(self._begin(), self._call)
+        found.seek(position, state)
+        return found
 
     def _begin(self) -> Iterator[Nest]:
         if self.again:
             return _Numbered(self._items)
-        if self.one_shot and self._opened:
+        if self._opened and hasattr(self._items, "__next__"):
             raise RuntimeError(
                 f"{self._call}: a {self.text} can be read only once, and this "
                 "is the second `iter(...)`; give an object whose `__iter__` starts "
@@ -154,26 +101,6 @@ class ItemsSource(Source):
             )
         self._opened = True
         return iter(self._items)
-
-
-class FunctionSource(ItemsSource):
-    """A function without arguments that returns the next element.
-
-    StopIteration or OutOfRangeError ends it.
-    """
-
-    def __init__(self, function: Callable[[], Nest], call: str) -> None:
-        self._function = function
-        super().__init__(None, call, getattr(function, "__qualname__", "a function"))
-        self.one_shot = True
-
-    def _begin(self) -> Iterator[Nest]:
-        while True:
-            try:
-                element = self._function()
-            except (StopIteration, OutOfRangeError):
-                return
-            yield element
 
 
 class _Numbered(Iterator[Nest]):
@@ -197,12 +124,12 @@ class _Numbered(Iterator[Nest]):
         """Return the number of the next item."""
         return self._next
 
-    def set_state(self, state: SourceState) -> None:
+    def set_state(self, state: Any) -> None:
         """Go to an item."""
         self._next = int(state)
 
 
-class _Items(Iterator[Opened]):
+class _ItemStream(Iterator[RowBlock]):
     """Reads what a user's iterator returns."""
 
     def __init__(self, items: Iterator[Nest], call: str) -> None:
@@ -210,7 +137,7 @@ class _Items(Iterator[Opened]):
         self._call = call
         self._position = 0
 
-    def seek(self, position: int, state: SourceState) -> None:
+    def seek(self, position: int, state: Any) -> None:
         """Go to the element with this number; ``state`` is the `state` there."""
         if state is None and isinstance(self._items, _Numbered):
             state = position
@@ -226,30 +153,34 @@ class _Items(Iterator[Opened]):
             )
         while self._position < position:
             if next(self._items, _END) is _END:
-                raise _too_short(position, f"after {self._position}")
+                raise too_short(position, f"after {self._position}")
             self._position += 1
 
-    def __next__(self) -> Opened:
+    def __next__(self) -> RowBlock:
         element = next(self._items)
         self._position += 1
-        opened = open_whole(element, self._call)
-        if isinstance(self._items, _Numbered) and opened.whole is not None:
+        block = block_of(element, self._call)
+        if isinstance(self._items, _Numbered):
             # The item may be requested again, so it must not be written to.
-            opened.whole.leaves = [protected(x) for x in opened.whole.leaves]
-        return opened
+            block.leaves = [protected(x) for x in block.leaves]
+        return block
 
-    def state(self) -> SourceState:
-        if not (
-            hasattr(self._items, "get_state") and hasattr(self._items, "set_state")
-        ):
+    def state(self) -> Any:
+        """Return the state of the user's iterator, as JSON; None if it has none."""
+        if not all(hasattr(self._items, x) for x in ("get_state", "set_state")):
             return None
         return _to_json(self._items.get_state(), type(self._items).__name__)
 
 
-def source_of(dataset: object, call: str) -> Source:
-    """Return the source for a user's dataset."""
+def state_of(stream: Iterator[Block] | None) -> Any:
+    """Return the state of a user's iterator at its position; None if it has none."""
+    return stream.state() if isinstance(stream, _ItemStream) else None
+
+
+def input_of(dataset: object, call: str) -> Stage:
+    """Return the stage for a user's dataset."""
     if isinstance(dataset, Dataset):
-        return DatasetSource(dataset)
+        return stage_of(dataset)
     if _holds_rows(dataset):
         raise TypeError(
             f"{call}: got {_describe(dataset)}, which is not a dataset of batches; "
@@ -258,7 +189,7 @@ def source_of(dataset: object, call: str) -> Source:
         )
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if indexed or hasattr(dataset, "__iter__"):
-        return ItemsSource(dataset, call)
+        return Items(dataset, call)
     raise TypeError(
         f"{call}: expected a `mpidist.data.Dataset`, a list of batches, or an iterable "
         f"of them, got {dataset!r:.80} of type {type(dataset).__name__}"
@@ -281,29 +212,16 @@ def _holds_rows(x: object) -> bool:
 def _describe(x: object) -> str:
     if hasattr(x, "shape"):
         return f"a {type(x).__name__} of shape {tuple(x.shape)}"
-    leaves, structure = nest.flatten(x)
-    if isinstance(x, (str, bytes)):
+    try:
+        return f"{block_of(x, 'dataset')!s:.160}"
+    except TypeError:
         return f"{x!r:.80}"
-    if len(leaves) > 8:
-        return f"a {type(x).__name__} of {len(leaves)} leaves"
-    texts = [
-        backend.describe(backend.as_array(leaf, "dataset")[0])
-        if backend.is_array(leaf)
-        else type(leaf).__name__
-        for leaf in leaves
-    ]
-    return structure.render(texts)
-
-
-def whole_block(opened: Opened) -> RowBlock | None:
-    """Return all rows of an element."""
-    return opened.read(0, opened.rows) if opened.whole is None else opened.whole
 
 
 # --- the state of a source, as JSON -------------------------------------------------
 
 
-def _to_json(value: SourceState, name: str) -> SourceState:
+def _to_json(value: Any, name: str) -> Any:
     if isinstance(value, bytes):
         return {"__bytes__": base64.b64encode(value).decode()}
     if isinstance(value, dict):
@@ -322,7 +240,7 @@ def _to_json(value: SourceState, name: str) -> SourceState:
     return value
 
 
-def _from_json(value: SourceState) -> SourceState:
+def _from_json(value: Any) -> Any:
     if isinstance(value, dict):
         if set(value) == {"__bytes__"}:
             return base64.b64decode(value["__bytes__"])

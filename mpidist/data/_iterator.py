@@ -12,7 +12,6 @@ then on the spec is part of the fingerprint of each header.
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,35 +23,16 @@ from mpidist._runtime import context
 from mpidist._runtime.interruptions import tells
 from mpidist._values.distributed import PerReplica
 from mpidist.data._ahead import Ahead, read_ahead
-from mpidist.data._elements import Optional, OutOfRangeError
-from mpidist.data._feed import Feed, describe, dump_empty
-from mpidist.data._inputs import SourceState, Stream, state_of, whole_block
-from mpidist.data._positions import Position
-from mpidist.data._rows import RowBlock, count_rows
+from mpidist.data._feed import Feed, Piece, describe, dump_spec
+from mpidist.data._inputs import state_of
+from mpidist.data._positions import Optional, PositionedIterator, checked_state
+from mpidist.data._stage import Block
 
 # Structure, dtypes, numbers of dimensions.
 _CallKey = tuple[nest.Structure, tuple[DType, ...], tuple[int, ...]]
 
 
-@dataclasses.dataclass
-class _RankPart:
-    """This rank's part of an element.
-
-    Attributes:
-        rows: rows of the global batch, or of this rank's batch if each rank has its own
-            input.
-        block: this rank's rows; None if there are none and their spec is unknown.
-        source_state: the state of the source after this element, if it is cheap to get.
-        checksum: the checksum of the whole batch, if batches are compared.
-    """
-
-    rows: int
-    block: RowBlock | None
-    source_state: SourceState = None
-    checksum: int = 0
-
-
-class DistributedIterator:
+class DistributedIterator(PositionedIterator):
     """Iterates over the elements of a `DistributedDataset`, one for each step.
 
     An element has the structure of the dataset's, and each of its leaves is a
@@ -60,37 +40,26 @@ class DistributedIterator:
     without rows gets arrays with 0 rows.
     """
 
+    _unit = "steps"
+
     def __init__(self, feed: Feed) -> None:
         """Not for users: call ``iter(dataset)``."""
         self._feed = feed
         self._start(feed.next_iteration(), 0)
 
-    def _start(
-        self, iteration: int, position: int, source_state: SourceState = None
-    ) -> None:
+    def _start(self, iteration: int, position: int, source_state: Any = None) -> None:
         """Go to the position before an element of an iteration."""
         self._iteration = iteration
         self._position = position
         self._source_state = source_state
-        self._stream: Stream | None = None
-        self._ahead: Ahead[_RankPart] | None = None
+        self._stream: Iterator[Block] | None = None
+        self._ahead: Ahead[Piece] | None = None
         self._waiting = False  # a piece was read but not returned
-        self._piece: _RankPart | None = None
+        self._piece: Piece | None = None
         self._failure = ""
         what = f"next(iterator) of dataset #{self._feed.number}, iteration {iteration}"
         self._call = Call(what)
         self._calls: dict[_CallKey, Call] = {}
-
-    # --- elements -------------------------------------------------------------
-
-    def __iter__(self) -> DistributedIterator:
-        return self
-
-    def __next__(self) -> Nest:
-        found, element = self._step("next(iterator)")
-        if not found:
-            raise StopIteration
-        return element
 
     def get_next(self) -> Nest:
         """Return the next element. Collective.
@@ -99,12 +68,7 @@ class DistributedIterator:
             OutOfRangeError: the one in `mpidist.data`, at the end of the input, on all
                 ranks together.
         """
-        found, element = self._step("get_next")
-        if not found:
-            raise OutOfRangeError(
-                f"get_next: the input has ended, after {self._position} steps"
-            )
-        return element
+        return super().get_next()
 
     def get_next_as_optional(self) -> Optional:
         """Return the next element, or nothing at the end. Collective.
@@ -112,9 +76,7 @@ class DistributedIterator:
         The result is the same kind on all ranks:
         ``while (step := it.get_next_as_optional()).has_value():``.
         """
-        found, element = self._step("get_next_as_optional")
-        spec = self._feed.element_spec
-        return Optional(element, has_value=found, spec=spec)
+        return super().get_next_as_optional()
 
     @property
     def element_spec(self) -> Nest:
@@ -154,24 +116,23 @@ class DistributedIterator:
         ``set_state``, like grain's iterators. Pass it to `restore`, in this run or
         another. Not collective; in a checkpoint the state of one rank is enough.
         """
-        return self._position_now().as_state(self._feed.collectives.comm.rank)
+        feed, own = self._feed, self._own_state()
+        # All ranks read the same global batches: one state, for any number of ranks.
+        rank = feed.collectives.comm.rank if feed.policy is None else 0
+        return super().state() | {
+            "input": "own" if feed.policy is None else "global",
+            "batch_size": feed.batch_size,
+            "cardinality": feed.stage.cardinality(),
+            "replicas": feed.replicas,
+            "sources": {} if own is None else {str(rank): own},
+        }
 
-    def _position_now(self) -> Position:
-        feed, source, own = self._feed, self._feed.source, self._source_state
-        if not source.again and self._stream is not None and not self._is_ahead():
-            own = state_of(self._stream)
-        return Position(
-            self._iteration,
-            self._position,
-            feed.policy is None,
-            source.batch_size,
-            source.cardinality(),
-            feed.replicas,
-            own,
-        )
-
-    def _is_ahead(self) -> bool:
-        return self._waiting and self._piece is not None
+    def _own_state(self) -> Any:
+        """Return the state of the user's iterator, as JSON; None if it has none."""
+        read = self._waiting and self._piece is not None  # but not returned
+        if self._feed.stage.again or self._stream is None or read:
+            return self._source_state
+        return state_of(self._stream)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore a position: the next element is the one after it. Collective.
@@ -192,43 +153,45 @@ class DistributedIterator:
                 its position, on all ranks; but a source that can be read only once is
                 lost.
         """
-        feed = self._feed
+        feed, stage = self._feed, self._feed.stage
+        call = "DistributedIterator.restore"
         context.require_program_level(feed.group, "restore")
         try:
-            rank = feed.collectives.comm.rank
-            to = self._position_now().of_state(state, rank)
+            to = checked_state(call, state, self.state())
+            iteration, position = int(to["iteration"]), int(to["position"])
+            source_state = to["sources"].get(str(feed.collectives.comm.rank))
+            if source_state is None and feed.policy is not None:
+                source_state = next(iter(to["sources"].values()), None)
         except Exception as error:
-            feed.collectives.invalid("DistributedIterator.restore", error)
-        source = feed.source
-        stream = self._stream if source.one_shot else None
+            feed.collectives.invalid(call, error)
+        stream = self._stream if stage.one_shot else None
         try:
             # Nothing that was read before is dropped until all ranks have got there.
-            stream = source.open(to, stream)
+            stream = stage.stream(iteration, position, source_state, stream)
         except Exception as error:
             self._spoil()
-            feed.collectives.invalid("DistributedIterator.restore", _no_stop(error))
+            feed.collectives.invalid(call, _no_stop(error))
+        batch_size = feed.batch_size or to["batch_size"]
+        text = (
+            f"restore of dataset #{feed.number} to element {position} of iteration "
+            f"{iteration}"
+        )
+        if feed.policy is not None:
+            text += f", with batch_size={batch_size}"
         try:
-            text = (
-                f"restore of dataset #{feed.number} to element {to.position} of "
-                f"iteration {to.iteration}"
-            )
-            if feed.policy is not None:
-                text += f", with batch_size={source.batch_size or to.batch_size}"
             feed.collectives.guard.agree(Call(text))
         except BaseException:
             self._spoil()
             raise
-        if source.batch_size is None:
-            source.batch_size = to.batch_size
+        feed.batch_size = batch_size
         self._close()
-        own = to.source if source.again else None
-        self._start(to.iteration, to.position, own)
+        self._start(iteration, position, source_state if stage.again else None)
         self._stream = stream
-        feed.iterations = to.iteration + 1
+        feed.iterations = iteration + 1
 
     def _spoil(self) -> None:
         """After a failed restore, mark a source that cannot be reopened as lost."""
-        if self._feed.source.one_shot:
+        if self._feed.stage.one_shot:
             self._failure = (
                 "its `restore` failed, and its source can be read only once; "
                 "restore an iterator of a new source"
@@ -266,7 +229,7 @@ class DistributedIterator:
             call = self._call_for(piece)
             own = b""
             if feed.empty is None:
-                own = dump_empty(None if piece is None else piece.block)
+                own = dump_spec(None if piece is None else piece.block)
         except KeyboardInterrupt as error:
             # Code that catches it and continues must not miss the element being read.
             self._forget_stream(error, wait=False)
@@ -292,7 +255,7 @@ class DistributedIterator:
             self._source_state = piece.source_state
         return True, self._wrap(piece)
 
-    def _wrap(self, piece: _RankPart | None) -> Nest:
+    def _wrap(self, piece: Piece | None) -> Nest:
         feed = self._feed
         block = None if piece is None else piece.block
         if block is not None:
@@ -310,7 +273,7 @@ class DistributedIterator:
             ]
         )
 
-    def _call_for(self, piece: _RankPart | None) -> Call:
+    def _call_for(self, piece: Piece | None) -> Call:
         """Return the call that this rank is about to make, with its elements' spec."""
         block = self._feed.empty
         if block is None:
@@ -328,22 +291,23 @@ class DistributedIterator:
 
     # --- reading --------------------------------------------------------------
 
-    def _read(self) -> _RankPart | None:
+    def _read(self) -> Piece | None:
         feed = self._feed
         if self._stream is None:
-            self._stream = feed.source.open(self._position_now())
-        if not feed.source.depth:
-            return _read_piece(feed, self._stream)
+            self._stream = feed.stage.stream(
+                self._iteration, self._position, self._own_state()
+            )
+        if not feed.stage.depth:
+            return feed.read(self._stream)
         if self._ahead is None:
-            pieces = _read_all(feed, self._stream)
-            self._ahead = read_ahead(pieces, feed.source.depth)
+            self._ahead = read_ahead(_pieces(feed, self._stream), feed.stage.depth)
         return next(self._ahead, None)
 
     def _forget_stream(self, error: BaseException, *, wait: bool = True) -> None:
         """After an error, prepare to read this position again, or never again."""
         self._close(wait=wait)
         self._stream, self._waiting = None, False
-        if not self._feed.source.again:
+        if not self._feed.stage.again:
             self._failure = (
                 f"its input raised a {type(error).__name__} and cannot continue; make "
                 "a new iterator with `iter(dataset)`, or `restore` a state"
@@ -355,30 +319,8 @@ class DistributedIterator:
             self._ahead = None
 
 
-def _read_piece(feed: Feed, stream: Stream) -> _RankPart | None:
-    """Read this rank's part of the next element. May run in a thread; no MPI."""
-    opened = next(stream, None)
-    if opened is None:
-        return None
-    source = feed.source
-    source_state = state_of(stream) if source.again else None
-    if feed.policy is None:
-        return _RankPart(opened.rows, whole_block(opened), source_state)
-    rows, checksum = opened.rows, 0
-    if opened.whole is not None:
-        rows = count_rows(
-            opened.whole, "experimental_distribute_dataset", feed.replicas
-        )
-        if feed.checked:
-            checksum = opened.whole.checksum()
-    if source.batch_size is None:
-        source.batch_size = rows
-    start, stop = feed.split(rows, feed.collectives.comm.rank)
-    return _RankPart(rows, opened.read(start, stop), source_state, checksum)
-
-
-def _read_all(feed: Feed, stream: Stream) -> Iterator[_RankPart]:
-    while (piece := _read_piece(feed, stream)) is not None:
+def _pieces(feed: Feed, stream: Iterator[Block]) -> Iterator[Piece]:
+    while (piece := feed.read(stream)) is not None:
         yield piece
 
 

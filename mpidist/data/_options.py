@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from mpidist._base.types import DType
 
@@ -170,35 +170,6 @@ class InputOptions:
 # --- options of a Dataset ----------------------------------------------------------
 
 
-class IgnoredOptions:
-    """Options that steer TensorFlow's runtime: any name is accepted, without effect."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # protocols, of `copy` for example
-            raise AttributeError(name)
-        return None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        vars(self)[name] = value
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and vars(other) == vars(self)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class ThreadingOptions(IgnoredOptions):
-    """Threads of TensorFlow's runtime."""
-
-
-class AutotuneOptions(IgnoredOptions):
-    """TensorFlow's choice of buffer sizes and threads."""
-
-
-class OptimizationOptions(IgnoredOptions):
-    """Rewriting of TensorFlow's graphs."""
-
-
 @dataclasses.dataclass(slots=True)
 class DistributeOptions:
     """How a distributed dataset is split.
@@ -213,8 +184,54 @@ class DistributeOptions:
     num_devices: int | None = None
 
 
-@dataclasses.dataclass(slots=True)
-class Options:
+class IgnoredOptions:
+    """Options that steer TensorFlow's runtime: any name is accepted, without effect."""
+
+    def __init__(self, **options: Any) -> None:
+        vars(self).update(options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # protocols, of `copy` for example
+            raise AttributeError(name)
+        return None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self)[name] = value
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _merge(self, options: Self) -> Self:
+        merged = copy.deepcopy(self)
+        for name, value in vars(options).items():
+            own = getattr(merged, name)
+            if isinstance(own, IgnoredOptions):
+                setattr(merged, name, own._merge(value))
+            elif isinstance(own, DistributeOptions):
+                given = dataclasses.asdict(value).items()
+                default = dataclasses.asdict(DistributeOptions())
+                changed = {key: x for key, x in given if x != default[key]}
+                setattr(merged, name, dataclasses.replace(own, **changed))
+            elif value is not None:
+                setattr(merged, name, copy.deepcopy(value))
+        return merged
+
+
+class ThreadingOptions(IgnoredOptions):
+    """Threads of TensorFlow's runtime."""
+
+
+class AutotuneOptions(IgnoredOptions):
+    """TensorFlow's choice of buffer sizes and threads."""
+
+
+class OptimizationOptions(IgnoredOptions):
+    """Rewriting of TensorFlow's graphs."""
+
+
+class Options(IgnoredOptions):
     """Options for `Dataset.with_options`.
 
     One has an effect: ``experimental_distribute.auto_shard_policy``. The others steer
@@ -222,45 +239,15 @@ class Options:
     same, also with ``deterministic=False``.
     """
 
-    experimental_distribute: DistributeOptions = dataclasses.field(
-        default_factory=DistributeOptions
-    )
-    deterministic: bool | None = None
-    threading: ThreadingOptions = dataclasses.field(default_factory=ThreadingOptions)
-    autotune: AutotuneOptions = dataclasses.field(default_factory=AutotuneOptions)
-    experimental_optimization: OptimizationOptions = dataclasses.field(
-        default_factory=OptimizationOptions
-    )
-    experimental_service: IgnoredOptions = dataclasses.field(
-        default_factory=IgnoredOptions
-    )
-    experimental_deterministic: bool | None = None
-    experimental_external_state_policy: object = None
-    experimental_slack: bool | None = None
-    experimental_symbolic_checkpoint: bool | None = None
-    experimental_threading: IgnoredOptions = dataclasses.field(
-        default_factory=IgnoredOptions
-    )
-    experimental_warm_start: bool | None = None
-    dataset_name: str | None = None
-    framework_type: object = None
+    def __init__(self, **options: Any) -> None:
+        self.experimental_distribute = DistributeOptions()
+        self.threading = ThreadingOptions()
+        self.autotune = AutotuneOptions()
+        self.experimental_optimization = OptimizationOptions()
+        self.experimental_service = IgnoredOptions()
+        self.experimental_threading = ThreadingOptions()
+        super().__init__(**options)
 
     def merge(self, options: Options) -> Options:
         """Return new options: those of ``options``, and these where it has none."""
-        merged: Options = _merged(self, options)
-        return merged
-
-
-def _merged(first: Any, second: Any) -> Any:
-    """Merge two groups: a value of the second counts if it is not the default."""
-    result, default = copy.deepcopy(first), type(second)()
-    if isinstance(first, IgnoredOptions):
-        vars(result).update(vars(second))
-        return result
-    for field in dataclasses.fields(first):
-        one, two = getattr(first, field.name), getattr(second, field.name)
-        if isinstance(two, (IgnoredOptions, DistributeOptions)):
-            setattr(result, field.name, _merged(one, two))
-        elif two != getattr(default, field.name):
-            setattr(result, field.name, two)
-    return result
+        return self._merge(options)

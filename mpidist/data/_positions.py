@@ -1,22 +1,143 @@
-"""The positions of iterators: their states, and whether `restore` can take one.
+"""What iterators have in common: an end, and positions that can be restored.
 
-States come from checkpoints, so from files, which anyone may have changed.
+The state of an iterator is a small dict for JSON. States come from checkpoints, so from
+files, which anyone may have changed.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import collections.abc
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Self
 
+from mpidist._base.types import Nest
 from mpidist.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
+from mpidist.data._rows import block_of
 
 FORMAT: Final = 1
 _KINDS: Final = {
     "own": "inputs from a function (`distribute_datasets_from_function`)",
     "global": "global batches (`experimental_distribute_dataset`)",
+    "dataset": "a `Dataset` that is not distributed",
 }
+
+
+class OutOfRangeError(LookupError):
+    """`DistributedIterator.get_next` was called at the end of the input.
+
+    On all ranks together. It is not a StopIteration, which a generator or a ``for``
+    loop around the call would interpret as its own end.
+    """
+
+
+class Optional:
+    """An element of an input, or nothing at its end."""
+
+    __slots__ = ("_element", "_has_value", "_spec")
+
+    def __init__(
+        self,
+        element: Nest = None,
+        *,
+        has_value: bool = False,
+        spec: Callable[[], Nest] | None = None,
+    ) -> None:
+        self._element, self._has_value, self._spec = element, has_value, spec
+
+    def has_value(self) -> bool:
+        """Return whether there is an element."""
+        return self._has_value
+
+    def get_value(self) -> Nest:
+        """Return the element.
+
+        Raises:
+            ValueError: at the end of the input.
+        """
+        if not self._has_value:
+            raise ValueError(
+                "Optional.get_value: the input has ended and this holds no element; "
+                "ask `has_value()` first"
+            )
+        return self._element
+
+    @property
+    def element_spec(self) -> Nest:
+        """The nest of `ArraySpec` of an element, as that of the iterator.
+
+        Raises:
+            ValueError: if it is not known.
+        """
+        if self._spec:
+            return self._spec()
+        return block_of(self.get_value(), "element_spec").spec()
+
+    def __repr__(self) -> str:
+        return f"Optional({self._element!r})" if self._has_value else "Optional()"
+
+
+class PositionedIterator(collections.abc.Iterator[Nest]):
+    """An iterator that knows its position: what all iterators have in common.
+
+    Attributes:
+        _iteration: the number of the iteration over the dataset.
+        _position: the number of elements that were returned.
+        _unit: what it counts.
+    """
+
+    _iteration: int
+    _position: int
+    _unit: str = "elements"
+
+    def _step(self, call: str) -> tuple[bool, Nest]:
+        """Return whether there is a next element, and it. ``call``: the user's."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Nest:
+        found, element = self._step("next(iterator)")
+        if not found:
+            raise StopIteration
+        return element
+
+    def get_next(self) -> Nest:
+        """Return the next element.
+
+        Raises:
+            OutOfRangeError: the one in `mpidist.data`, at the end.
+        """
+        found, element = self._step("get_next")
+        if not found:
+            raise OutOfRangeError(
+                f"get_next: the input has ended, after {self._position} {self._unit}"
+            )
+        return element
+
+    def get_next_as_optional(self) -> Optional:
+        """Return the next element, or nothing at the end."""
+        found, element = self._step("get_next_as_optional")
+        return Optional(element, has_value=found, spec=lambda: self.element_spec)
+
+    @property
+    def element_spec(self) -> Nest:
+        """The nest of `mpidist.data.ArraySpec` of an element, as of the dataset."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """Return the position, as a small nest for JSON.
+
+        It counts the elements that were returned, not those that a thread has read
+        ahead. Pass it to `restore`, in this run or another.
+        """
+        return {
+            "format": FORMAT,
+            "input": "dataset",
+            "iteration": self._iteration,
+            "position": self._position,
+        }
 
 
 def _is_count(x: object) -> bool:
@@ -26,14 +147,9 @@ def _is_count(x: object) -> bool:
     return 0 <= operator.index(x) < 2**63
 
 
-_Entries = Mapping[str, Callable[[Any], bool]]
-OF_DATASET: Final[_Entries] = {
-    "input": lambda x: x == "dataset",
-    "iteration": _is_count,
-    "position": _is_count,
-}
-_OF_REPLICAS: Final[_Entries] = {
-    "input": lambda x: x in _KINDS,
+_FITS: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "format": lambda x: bool(x == FORMAT),
+    "input": lambda x: isinstance(x, str) and x in _KINDS,
     "iteration": _is_count,
     "position": _is_count,
     "batch_size": lambda x: x is None or _is_count(x),
@@ -45,118 +161,49 @@ _OF_REPLICAS: Final[_Entries] = {
 }
 
 
-def check_state(call: str, state: object, entries: _Entries) -> dict[str, Any]:
-    """Return a state in which all entries are as they have to be.
+def checked_state(call: str, state: object, own: dict[str, Any]) -> dict[str, Any]:
+    """Return a state that an iterator can restore.
 
     Args:
         call: the name of the call, for the message.
         state: what the program passed.
-        entries: for each name whether a value of it can be.
+        own: the iterator's state.
 
     Raises:
-        ValueError: if it is something else.
+        ValueError: if it is no state, or that of another dataset.
     """
     what = f"{call}: expected the result of an iterator's `state()`, got"
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(f"{what} {state!r:.200}")
-    for name, fits in entries.items():
-        if not fits(state.get(name)):
+    for name in own:
+        if not _FITS[name](state.get(name)):
             raise ValueError(f"{what} one in which {name!r} is {state.get(name)!r:.80}")
+        if name == "input" and state[name] != own[name]:
+            raise ValueError(
+                f"{call}: the state is that of an iterator over "
+                f"{_KINDS[state[name]]}, and this one is over {_KINDS[own[name]]}"
+            )
+    if own["input"] == "own" and state["replicas"] != own["replicas"]:
+        raise ValueError(
+            f"{call}: the state was taken on {state['replicas']} ranks, each with an "
+            f"input of its own, and there are {own['replicas']} now, so the inputs "
+            "differ; restart on the same number of ranks, or use "
+            "`experimental_distribute_dataset`, whose position holds on any number"
+        )
+    if own["input"] == "global" and any(
+        own[name] != state[name]
+        and not {None, UNKNOWN_CARDINALITY} & {own[name], state[name]}
+        for name in ("batch_size", "cardinality")
+    ):
+        raise ValueError(
+            f"{call}: the state is that of a dataset of {_size_in(state)}, and this "
+            f"one has {_size_in(own)}"
+        )
     return state
 
 
-@dataclasses.dataclass(frozen=True)
-class Position:
-    """Where an iterator over a distributed dataset is, and what it iterates over.
-
-    Attributes:
-        iteration: the number of the iteration over the dataset.
-        position: the number of steps so far.
-        own: whether each rank has an input of its own.
-        batch_size: the number of rows in a full batch; None if not known.
-        cardinality: the number of steps, or one of the two constants.
-        replicas: the number of replicas.
-        source: the state of this rank's input, as JSON; None if it has none.
-    """
-
-    iteration: int
-    position: int
-    own: bool
-    batch_size: int | None
-    cardinality: int
-    replicas: int
-    source: Any = None
-
-    def as_state(self, rank: int) -> dict[str, Any]:
-        """Return the state of an iterator."""
-        # All ranks read the same global batches: one state, for any number of ranks.
-        return {
-            "format": FORMAT,
-            "input": "own" if self.own else "global",
-            "iteration": self.iteration,
-            "position": self.position,
-            "batch_size": self.batch_size,
-            "cardinality": self.cardinality,
-            "replicas": self.replicas,
-            "sources": (
-                {}
-                if self.source is None
-                else {str(rank if self.own else 0): self.source}
-            ),
-        }
-
-    def of_state(self, state: object, rank: int) -> Position:
-        """Return the position in a state; this is one in the same dataset.
-
-        Raises:
-            ValueError: if it is no state, or that of another dataset.
-        """
-        call = "DistributedIterator.restore"
-        given = check_state(call, state, _OF_REPLICAS)
-        kind = "own" if self.own else "global"
-        if given["input"] != kind:
-            raise ValueError(
-                f"{call}: the state is that of an iterator over "
-                f"{_KINDS[given['input']]}, and this one is over {_KINDS[kind]}"
-            )
-        if self.own and given["replicas"] != self.replicas:
-            raise ValueError(
-                f"{call}: the state was taken on {given['replicas']} ranks, each with "
-                f"an input of its own, and there are {self.replicas} now, so the "
-                "inputs differ; restart on the same number of ranks, or use "
-                "`experimental_distribute_dataset`, whose position holds on any number"
-            )
-        sources = given["sources"]
-        source = sources.get(str(rank))
-        if source is None and not self.own and sources:
-            source = next(iter(sources.values()))  # all ranks read the same
-        found = dataclasses.replace(
-            self,
-            iteration=int(given["iteration"]),
-            position=int(given["position"]),
-            batch_size=given["batch_size"],
-            cardinality=given["cardinality"],
-            source=source,
-        )
-        if not self.own and self._differs_from(found):
-            raise ValueError(
-                f"{call}: the state is that of a dataset of {found.size}, and this one "
-                f"has {self.size}"
-            )
-        return found
-
-    def _differs_from(self, other: Position) -> bool:
-        pairs = (
-            (self.batch_size, other.batch_size),
-            (self.cardinality, other.cardinality),
-        )
-        unknown = {None, UNKNOWN_CARDINALITY}
-        return any(one != two and not unknown & {one, two} for one, two in pairs)
-
-    @property
-    def size(self) -> str:
-        """For example "6 batches of 4 rows"."""
-        names = {-1: "endlessly many", -2: "an unknown number of"}
-        many = names.get(self.cardinality, self.cardinality)
-        rows = "any number of" if self.batch_size is None else self.batch_size
-        return f"{many} batches of {rows} rows"
+def _size_in(state: dict[str, Any]) -> str:
+    """Return for example "6 batches of 4 rows"."""
+    size, rows = state["cardinality"], state["batch_size"]
+    many = {-1: "endlessly many", -2: "an unknown number of"}.get(size, size)
+    return f"{many} batches of {'any number of' if rows is None else rows} rows"

@@ -25,6 +25,12 @@ class RowBlock:
     leaves: Sequence[Array]
     structure: nest.Structure
 
+    @property
+    def rows(self) -> int:
+        """The first dimension, of which the first leaf decides."""
+        leaves = self.leaves
+        return int(leaves[0].shape[0]) if leaves and leaves[0].ndim else 1
+
     def nest(self) -> Nest:
         """Return the nest."""
         return self.structure.unflatten(self.leaves)
@@ -56,6 +62,20 @@ class RowBlock:
     def __str__(self) -> str:
         """For example ``{'x': float32 (8, 3)}``."""
         return self.structure.render([backend.describe(leaf) for leaf in self.leaves])
+
+
+@dataclasses.dataclass
+class LazyBlock:
+    """A batch of which only the rows that are requested are read.
+
+    Attributes:
+        rows: the number of rows.
+        part: returns the rows from a start to a stop; None if there are none and their
+            spec is unknown.
+    """
+
+    rows: int
+    part: Callable[[int, int], RowBlock | None]
 
 
 # --- leaves ------------------------------------------------------------------------
@@ -99,18 +119,18 @@ def _native(x: HostArray) -> HostArray:
 
 def protected(tree: Nest) -> Nest:
     """Return an element that is kept and given again: its arrays cannot be changed."""
-    return nest.map_structure(_protected, tree)
 
+    def protect(x: Any) -> Any:
+        if isinstance(x, np.ndarray):
+            x = x.view()
+            x.flags.writeable = False
+        return x
 
-def _protected(x: Any) -> Any:
-    if isinstance(x, np.ndarray):
-        x = x.view()
-        x.flags.writeable = False
-    return x
+    return nest.map_structure(protect, tree)
 
 
 def unshared(tree: Nest) -> Nest:
-    """Return such an element, with copies of what cannot be protected."""
+    """Return such an element, with copies of torch tensors, which have no such flag."""
     return nest.map_structure(
         lambda x: x.clone() if guests.kind_of(x) == "torch" else x, tree
     )
@@ -123,39 +143,42 @@ def map_like(function: Callable[[Any, Any], Any], template: Nest, other: Nest) -
     """Return ``function(leaf, part)`` for each leaf of a nest, and the part of another.
 
     That part may be a nest itself, such as a list where an array is expected.
+
+    Raises:
+        LookupError: if the other one has no part for a leaf.
     """
     if isinstance(template, dict):
-        if not isinstance(other, dict) or other.keys() != template.keys():
-            raise LookupError
-        pairs = {key: (part, other[key]) for key, part in template.items()}
-        return type(template)({k: map_like(function, *p) for k, p in pairs.items()})
-    if isinstance(template, (tuple, list)):
-        if not isinstance(other, (tuple, list)) or len(other) != len(template):
-            raise LookupError
-        both = zip(template, other, strict=True)
-        return _like(template, [map_like(function, *pair) for pair in both])
-    return function(template, other)
+        fits = isinstance(other, dict) and other.keys() == template.keys()
+    elif isinstance(template, (tuple, list)):
+        fits = isinstance(other, (tuple, list)) and len(other) == len(template)
+    else:
+        return function(template, other)
+    if not fits:
+        raise LookupError
+    return _rebuild(template, lambda key, x: map_like(function, x, other[key]))
 
 
-def _like(container: Any, parts: list[Nest]) -> Nest:
+def _rebuild(container: Any, function: Callable[[Any, Nest], Nest]) -> Nest:
+    """Return ``function(key, part)`` for the parts of a dict, tuple or list."""
     kind = type(container)
+    if isinstance(container, dict):
+        return kind({key: function(key, x) for key, x in container.items()})
+    parts = [function(key, x) for key, x in enumerate(container)]
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
 
-def convert_lists(tree: Nest, convert: Callable[[list[Any]], Nest]) -> Nest:
+def _convert_lists(tree: Nest, convert: Callable[[list[Any]], Nest]) -> Nest:
     """Return a nest with ``convert(list)`` in place of each outermost list."""
     if isinstance(tree, list):
         return convert(tree)
-    if isinstance(tree, dict):
-        return type(tree)({k: convert_lists(v, convert) for k, v in tree.items()})
-    if isinstance(tree, tuple):
-        return _like(tree, [convert_lists(part, convert) for part in tree])
-    return tree
+    if not isinstance(tree, (dict, tuple)):
+        return tree
+    return _rebuild(tree, lambda _, x: _convert_lists(x, convert))
 
 
 def lists_to_arrays(tree: Nest) -> Nest:
     """Convert lists of numbers in a nest to arrays; other lists stay nests."""
-    return convert_lists(
+    return _convert_lists(
         tree,
         lambda x: np.asarray(x) if _holds_numbers(x) else [*map(lists_to_arrays, x)],
     )
@@ -177,7 +200,7 @@ def stack_lists(tree: Nest, call: str) -> Nest:
         found: Array = backend.module_of(leaves[0]).stack(leaves)
         return found
 
-    return convert_lists(tree, stacked)
+    return _convert_lists(tree, stacked)
 
 
 # --- blocks ------------------------------------------------------------------------
@@ -216,8 +239,6 @@ def stack(rows: Sequence[Nest], call: str) -> RowBlock:
 
 def join(blocks: Sequence[RowBlock]) -> RowBlock:
     """Concatenate blocks into one."""
-    if len(blocks) == 1:
-        return blocks[0]
     return _combine(blocks, "concatenate", lambda leaf: (leaf.dtype, leaf.shape[1:]))
 
 
@@ -246,17 +267,17 @@ def gather(x: Any, indices: HostArray) -> Array:
     """
     count = len(indices)
     first = int(indices[0]) if count else 0
-    if count == 0 or (
+    found: Array
+    if count < 2 or (
         int(indices[-1]) - first + 1 == count and bool((np.diff(indices) == 1).all())
     ):
-        part = x[first : first + count]
-        if backend.is_device_array(part):
-            copy: Array = part.copy()
-            return copy
-        return _native(np.array(part))
+        found = x[first : first + count]
+        if backend.is_device_array(found):
+            return found.copy()
+        return _native(np.array(found))
     if backend.is_device_array(x):
-        rows: Array = x[backend.like(x, indices)]
-        return rows
+        found = x[backend.like(x, indices)]
+        return found
     if isinstance(x, np.ndarray):
         return _native(np.asarray(x[indices]))
     # HDF5 needs increasing indices, others support only slices: read runs of rows.

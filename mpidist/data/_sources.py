@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from mpidist._base import nest
-from mpidist._base.types import DType, HostArray, Nest, Shape
+from mpidist._base.types import DType, HostArray, Nest
 from mpidist.data._options import ArraySpec
 from mpidist.data._rows import (
     RowBlock,
@@ -42,11 +40,7 @@ class Slices(_Numbered):
     """The rows of arrays."""
 
     def __init__(self, leaves: Sequence[Any], structure: nest.Structure) -> None:
-        self._leaves = leaves
-        self._structure = structure
-        self._plain = all(
-            isinstance(leaf, np.ndarray) and leaf.dtype.isnative for leaf in leaves
-        )
+        self._leaves, self._structure = leaves, structure
         self.size = int(leaves[0].shape[0])
         self.text = f"{self.size} rows"
 
@@ -57,13 +51,8 @@ class Slices(_Numbered):
     def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
         if isinstance(tokens, (np.ndarray, Sequence)):
             block = self.block(tokens)  # one access for all
-            yield from map(block.row, range(len(tokens)))
-        elif self._plain:
-            for token in tokens:
-                yield self._structure.unflatten([_row(x, token) for x in self._leaves])
-        else:
-            for token in tokens:
-                yield self.block([token]).row(0)
+            return map(block.row, range(len(tokens)))
+        return (self.block([token]).row(0) for token in tokens)
 
     def spec(self, *, trial: bool = False) -> Nest | None:
         specs = [
@@ -71,11 +60,6 @@ class Slices(_Numbered):
             for leaf in self._leaves
         ]
         return self._structure.unflatten(specs)
-
-
-def _row(x: HostArray, index: int) -> Nest:
-    """Return a row as a new array, or as a number."""
-    return x[index] if x.ndim == 1 else np.array(x[index])
 
 
 def _dtype_of(leaf: Any) -> DType:
@@ -121,47 +105,34 @@ class Range(_Numbered):
         return ArraySpec((), self._dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class Declared:
-    """What a leaf of a generator's elements is declared to be.
-
-    Attributes:
-        dtype: its dtype.
-        shape: its shape, with None for sizes that differ; None: of any shape.
-    """
-
-    dtype: DType
-    shape: tuple[int | None, ...] | None
-
-    def check(self, x: Nest) -> HostArray:
-        """Return a leaf as an array of this dtype."""
-        call = "Dataset.from_generator"
-        try:
-            array: HostArray = np.asarray(x)
-        except Exception as error:
-            raise TypeError(
-                f"{call}: the generator yielded {x!r:.80}, which is not an array of "
-                f"{self.dtype}: {error}"
-            ) from error
-        if not np.can_cast(array.dtype, self.dtype, "same_kind"):
-            raise TypeError(
-                f"{call}: expected elements of dtype {self.dtype}, as in the "
-                f"`output_signature`, but the generator yielded {array.dtype}: "
-                f"{x!r:.80}"
-            )
-        if self.shape is not None and not _fits(array.shape, self.shape):
-            raise ValueError(
-                f"{call}: expected elements of shape {self.shape}, as in the "
-                f"`output_signature`, but the generator yielded one of shape "
-                f"{array.shape}"
-            )
-        return array.astype(self.dtype, copy=False)
+_GENERATOR: Final = "Dataset.from_generator"
 
 
-def _fits(shape: Shape, declared: tuple[int | None, ...]) -> bool:
-    return len(shape) == len(declared) and all(
-        size in (None, own) for own, size in zip(shape, declared, strict=True)
-    )
+def _as_declared(spec: ArraySpec, x: Nest) -> HostArray:
+    """Return a leaf of a generator's element as an array of its declared spec."""
+    try:
+        array: HostArray = np.asarray(x)
+    except Exception as error:
+        raise TypeError(
+            f"{_GENERATOR}: the generator yielded {x!r:.80}, which is not an array of "
+            f"{spec.dtype}: {error}"
+        ) from error
+    if not np.can_cast(array.dtype, spec.dtype, "same_kind"):
+        raise TypeError(
+            f"{_GENERATOR}: expected elements of dtype {spec.dtype}, as in the "
+            f"`output_signature`, but the generator yielded {array.dtype}: {x!r:.80}"
+        )
+    shape: Any = spec.shape  # None: any
+    if shape is not None and not (
+        len(shape) == array.ndim
+        and all(a in (None, b) for a, b in zip(shape, array.shape, strict=True))
+    ):
+        raise ValueError(
+            f"{_GENERATOR}: expected elements of shape {shape}, as in the "
+            "`output_signature`, but the generator yielded one of shape "
+            f"{array.shape}"
+        )
+    return array.astype(spec.dtype, copy=False)
 
 
 class Generated(Stage):
@@ -179,16 +150,16 @@ class Generated(Stage):
         self.text = f"the generator {name_of(function)}"
         self._function, self._args, self._declared = function, args, declared
 
-    def in_order(self, in_pass: Pass, start: int) -> Iterator[Token]:
+    def in_order(self, in_pass: Pass) -> Iterator[Token]:
         made = self._function(*self._args)
         if not hasattr(made, "__iter__"):
             raise TypeError(
-                "Dataset.from_generator: expected a function that returns an iterable, "
-                f"got {made!r:.80} of type {type(made).__name__} from it; write a "
-                "function with `yield`"
+                f"{_GENERATOR}: expected a function that returns an iterable, got "
+                f"{made!r:.80} of type {type(made).__name__} from it; write a function "
+                "with `yield`"
             )
         try:
-            for element in itertools.islice(made, start, None):
+            for element in made:
                 # A copy, as in tf.data: generators may fill one buffer again and again.
                 yield nest.map_structure(_copied, self._converted(element))
         finally:
@@ -200,24 +171,18 @@ class Generated(Stage):
         if self._declared is None:
             return lists_to_arrays(element)
         try:
-            return map_like(Declared.check, self._declared, element)
+            return map_like(_as_declared, self._declared, element)
         except LookupError:
             raise TypeError(
-                "Dataset.from_generator: expected elements like "
+                f"{_GENERATOR}: expected elements like "
                 f"{nest.flatten(self._declared)[1]}, as in the `output_signature`, but "
                 f"the generator yielded {element!r:.80}"
             ) from None
 
-    def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
-        return iter(tokens)
-
     def spec(self, *, trial: bool = False) -> Nest | None:
-        if self._declared is None:
-            return None
-        leaves, structure = nest.flatten(self._declared)
-        if any(leaf.shape is None for leaf in leaves):
-            return None
-        return structure.unflatten([ArraySpec(x.shape, x.dtype) for x in leaves])
+        specs: list[Any] = nest.flatten(self._declared)[0]
+        known = all(spec is not None and spec.shape is not None for spec in specs)
+        return self._declared if known else None
 
 
 def _copied(x: Any) -> Any:
@@ -267,46 +232,52 @@ def _is_array_like(x: Any) -> bool:
 
 
 def declared(signature: Nest, types: Nest, shapes: Nest) -> Nest | None:
-    """Return the nest of `Declared` for the arguments of ``from_generator``."""
-    call = "Dataset.from_generator"
-    if signature is None and types is None:
-        if shapes is None:
-            return None
-        raise TypeError(f"{call}: got `output_shapes` without `output_types`")
-    if signature is None:
-        if shapes is None:
-            return nest.map_structure(lambda one: Declared(as_dtype(one), None), types)
-        try:
-            return map_like(lambda t, s: Declared(as_dtype(t), tuple(s)), types, shapes)
-        except LookupError:
-            raise TypeError(
-                f"{call}: expected `output_shapes` to have a shape for each of "
-                f"`output_types` {types!r}, got {shapes!r}"
-            ) from None
-    if types is not None or shapes is not None:
+    """Return the nest of specs that the arguments of ``from_generator`` declare.
+
+    Their shapes are None where any is allowed.
+    """
+    if signature is not None:
+        if types is None and shapes is None:
+            return nest.map_structure(_declared_spec, signature)
         raise TypeError(
-            f"{call}: got `output_signature` together with `output_types` or "
+            f"{_GENERATOR}: got `output_signature` together with `output_types` or "
             "`output_shapes`; write the first only"
         )
+    if types is None:
+        if shapes is None:
+            return None
+        raise TypeError(f"{_GENERATOR}: got `output_shapes` without `output_types`")
+    if shapes is None:
+        return nest.map_structure(lambda dtype: _spec(None, dtype), types)
+    try:
+        return map_like(lambda dtype, shape: _spec(shape, dtype), types, shapes)
+    except LookupError:
+        raise TypeError(
+            f"{_GENERATOR}: expected `output_shapes` to have a shape for each of "
+            f"`output_types` {types!r}, got {shapes!r}"
+        ) from None
 
-    def one(leaf: Any) -> Declared:
-        if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")):
-            raise TypeError(
-                f"{call}: expected `output_signature` to be a nest of "
-                f"`mpidist.data.ArraySpec(shape, dtype)`, got {leaf!r:.80} in it"
-            )
-        shape = None if leaf.shape is None else tuple(leaf.shape)
-        return Declared(as_dtype(leaf.dtype), shape)
 
-    return nest.map_structure(one, signature)
+def _declared_spec(leaf: Any) -> ArraySpec:
+    if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")):
+        raise TypeError(
+            f"{_GENERATOR}: expected `output_signature` to be a nest of "
+            f"`mpidist.data.ArraySpec(shape, dtype)`, got {leaf!r:.80} in it"
+        )
+    return _spec(leaf.shape, leaf.dtype)
 
 
-def as_dtype(value: Any, method: str = "from_generator") -> DType:
+def _spec(shape: Any, dtype: Any) -> ArraySpec:
+    sizes: Any = None if shape is None else tuple(shape)
+    return ArraySpec(sizes, as_dtype(dtype, "from_generator"))
+
+
+def as_dtype(value: Any, method: str) -> DType:
     """Return a dtype."""
     try:
         dtype: DType = np.dtype(value)
-        return dtype
     except TypeError as error:
         raise TypeError(
             f"Dataset.{method}: expected a dtype of NumPy, got {value!r:.60}"
         ) from error
+    return dtype

@@ -12,11 +12,18 @@ reached by passing those before it.
 Requests for tokens include the *pass*: the number of the iteration over the dataset,
 and of the round of each `repeat` around the stage. A shuffle computes its order from
 its seed and the pass, identically on all ranks.
+
+grain has such stages, and was rejected as their engine: it takes 0.5 s and 360 modules
+to import, protobuf and absl among them, and its wheels need a recent glibc. Its
+shuffles have other orders and states than tf.data's and than existing checkpoints. Its
+datasets are accepted as inputs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
@@ -24,16 +31,30 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from mpidist._base.types import HostArray, Nest
-from mpidist.data._options import UNKNOWN_CARDINALITY, Options
-from mpidist.data._rows import RowBlock, block_of, stack
+from mpidist.data._options import (
+    INFINITE_CARDINALITY,
+    UNKNOWN_CARDINALITY,
+    Options,
+)
+from mpidist.data._rows import LazyBlock, RowBlock, block_of, stack
 
 INFINITE: Final = sys.maxsize
 UNKNOWN: Final = UNKNOWN_CARDINALITY
 _TOKENS_AT_ONCE: Final = 64
+_END: Final = object()
 Pass: TypeAlias = tuple[int, ...]
 Token: TypeAlias = Any
 """The name of an element; only its stage knows what it is."""
 Tokens: TypeAlias = HostArray | Sequence[Token]
+Block: TypeAlias = RowBlock | LazyBlock
+
+
+def too_short(position: int, where: str) -> ValueError:
+    """Return the error of an input that ends before a position."""
+    return ValueError(
+        f"restore: expected an input of {position} or more elements, got one that ends "
+        f"{where}; pass the input that the state was taken from"
+    )
 
 
 class Stage:
@@ -46,6 +67,8 @@ class Stage:
         batch_size: the number of rows in a full batch; None before `batch`.
         whole: why an element can only be read as a whole; empty if it can be read in
             part.
+        again: whether a position can be read again after an error.
+        one_shot: whether it can be read only once.
         depth: how far a thread reads ahead; 0: there is no thread.
         workers: how many elements `load` loads at the same time; 0: no threads.
         options: the options of the dataset.
@@ -56,6 +79,8 @@ class Stage:
     indexed: bool = True
     batch_size: int | None = None
     whole: str = ""
+    again: bool = True
+    one_shot: bool = False
     depth: int = 0
     workers: int = 0
     options: Options = Options()
@@ -65,13 +90,15 @@ class Stage:
         """Return the tokens of elements, if the stage is indexed. Reads nothing."""
         raise NotImplementedError
 
-    def in_order(self, in_pass: Pass, start: int) -> Iterator[Token]:
-        """Yield the tokens from an element on, if the stage is not indexed."""
+    def in_order(self, in_pass: Pass) -> Iterator[Token]:
+        """Yield the tokens of all elements, if the stage is not indexed."""
         raise NotImplementedError
 
     def tokens(self, in_pass: Pass, start: int = 0) -> Iterator[Token]:
         """Return the tokens from an element on."""
-        return (self._by_number if self.indexed else self.in_order)(in_pass, start)
+        if self.indexed:
+            return self._by_number(in_pass, start)
+        return itertools.islice(self.in_order(in_pass), start, None)
 
     def _by_number(self, in_pass: Pass, start: int) -> Iterator[Token]:
         while start < self.size:
@@ -80,25 +107,50 @@ class Stage:
             start = stop
 
     def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
-        """Yield elements, as nests.
+        """Yield elements, as nests; by default the tokens are the elements.
 
         Of an iterator it takes at most `workers` tokens more than it has yielded
         elements, or one. Those of a sequence may be read all at once.
         """
-        raise NotImplementedError
+        return iter(tokens)
 
     def block(self, tokens: Tokens) -> RowBlock | None:
         """Return elements as a block; None if there are none, of unknown spec."""
         found = list(self.load(tokens))
         return stack(found, "Dataset.batch") if found else None
 
-    def rows(self, token: Token) -> int:
-        """Return the number of rows of a batch, if it can be read in part."""
+    def open(self, token: Token) -> LazyBlock:
+        """Return a batch, to read some of its rows, if it can be read in part."""
         raise NotImplementedError
 
-    def part(self, token: Token, start: int, stop: int) -> RowBlock | None:
-        """Return some rows of such a batch; None for none, of unknown spec."""
-        raise NotImplementedError
+    def opened(self, tokens: Iterable[Token]) -> Iterator[Block]:
+        """Return elements, to read some of their rows."""
+        if self.whole or self.batch_size is None:
+            return (block_of(element, "Dataset") for element in self.load(tokens))
+        return map(self.open, tokens)
+
+    def stream(
+        self,
+        iteration: int,
+        position: int,
+        state: Any = None,
+        earlier: Iterator[Block] | None = None,
+    ) -> Iterator[Block]:
+        """Return the elements of an iteration, from a position on.
+
+        Args:
+            iteration: its number.
+            position: the number of the first element.
+            state: the state of a user's iterator there, as JSON; None if it has none.
+            earlier: the result of an earlier call, to go on with, of an input that can
+                be read only once.
+        """
+        # Up to the position, so that what fails there fails here, on all ranks.
+        skipped = 1 if position and not self.indexed else 0
+        tokens = self.tokens((iteration,), position - skipped)
+        if skipped and next(tokens, _END) is _END:
+            raise too_short(position, "before")
+        return self.opened(tokens)
 
     def spec(self, *, trial: bool = False) -> Nest | None:
         """Return the nest of specs of an element; None if only known after reading.
@@ -108,39 +160,49 @@ class Stage:
         """
         return None
 
+    @functools.cached_property
+    def element_spec(self) -> Nest:
+        """The nest of specs of an element, found by reading the first if necessary."""
+        spec = self.spec()
+        if spec is not None:
+            return spec
+        block = next(self.opened(self.tokens((0,))), None)
+        if isinstance(block, LazyBlock):
+            block = block.part(0, 1)
+        if block is not None:
+            return block.spec(batched=self.batch_size is not None)
+        message = (
+            "Dataset.element_spec: the dataset is empty, so its elements are unknown"
+        )
+        try:
+            spec = self.spec(trial=True)
+        except Exception as error:
+            raise ValueError(
+                f"{message}; the function of a `map`, called with zeros, raised a "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if spec is None:
+            raise ValueError(message)
+        return spec
 
-@dataclasses.dataclass
-class Opened:
-    """An element whose rows can be read in part.
+    def cardinality(self) -> int:
+        """Return the number of elements, or one of the two constants."""
+        return INFINITE_CARDINALITY if self.size >= INFINITE else self.size
 
-    Attributes:
-        rows: the number of rows.
-        read: returns the rows from a start to a stop; None if there are none and their
-            spec is unknown.
-        whole: the element, if it has been read as a whole anyway.
-    """
+    def require_length(self, kind: str, remedy: str = "") -> int:
+        """Return ``len`` of a dataset.
 
-    rows: int
-    read: Callable[[int, int], RowBlock | None]
-    whole: RowBlock | None = None
-
-
-def open_whole(element: Nest, call: str = "Dataset") -> Opened:
-    """Return an element that was read as a whole, to read some of its rows."""
-    whole = block_of(element, call)
-    rows = whole.leaves[0].shape[0] if whole.leaves and whole.leaves[0].ndim else 1
-    return Opened(int(rows), whole.part, whole)
-
-
-def open_tokens(stage: Stage, tokens: Iterable[Token]) -> Iterator[Opened]:
-    """Return the elements of tokens, to read some of their rows."""
-    if stage.whole or stage.batch_size is None:
-        return map(open_whole, stage.load(tokens))
-    return (_in_part(stage, token) for token in tokens)
-
-
-def _in_part(stage: Stage, token: Token) -> Opened:
-    return Opened(stage.rows(token), lambda a, b: stage.part(token, a, b))
+        Args:
+            kind: the name of its class.
+            remedy: what to write if the number is not known.
+        """
+        if self.size >= INFINITE:
+            raise TypeError(f"{kind}: an infinite dataset has no len()")
+        if self.size == UNKNOWN:
+            raise TypeError(
+                f"{kind}: the number of elements is not known before the end{remedy}"
+            )
+        return self.size
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -181,8 +243,8 @@ class Derived(Stage):
     def at(self, indices: HostArray, in_pass: Pass) -> Tokens:
         return self.parent.at(indices, in_pass)
 
-    def in_order(self, in_pass: Pass, start: int) -> Iterator[Token]:
-        return self.parent.tokens(in_pass, start)
+    def in_order(self, in_pass: Pass) -> Iterator[Token]:
+        return self.parent.tokens(in_pass)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -202,11 +264,8 @@ class Via(Derived):
     def block(self, tokens: Tokens) -> RowBlock | None:
         return self.parent.block(tokens)
 
-    def rows(self, token: Token) -> int:
-        return self.parent.rows(token)
-
-    def part(self, token: Token, start: int, stop: int) -> RowBlock | None:
-        return self.parent.part(token, start, stop)
+    def open(self, token: Token) -> LazyBlock:
+        return self.parent.open(token)
 
     def spec(self, *, trial: bool = False) -> Nest | None:
         return self.parent.spec(trial=trial)

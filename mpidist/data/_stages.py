@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,7 @@ from mpidist._base.types import HostArray, Nest
 from mpidist.data._ahead import Ahead
 from mpidist.data._options import Options
 from mpidist.data._rows import (
+    LazyBlock,
     RowBlock,
     block_of,
     protected,
@@ -56,11 +58,9 @@ class Part(Via):
     def at(self, indices: HostArray, in_pass: Pass) -> Tokens:
         return self.parent.at(self.start + indices * self.step, in_pass)
 
-    def in_order(self, in_pass: Pass, start: int) -> Iterator[Token]:
-        first = self.start + start * self.step
-        stop = None if self.stop is None else max(0, self.stop - first)
-        tokens = self.parent.tokens(in_pass, first) if stop != 0 else iter(())
-        return itertools.islice(tokens, 0, stop, self.step)
+    def in_order(self, in_pass: Pass) -> Iterator[Token]:
+        tokens = self.parent.tokens(in_pass)
+        return itertools.islice(tokens, self.start, self.stop, self.step)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -88,9 +88,9 @@ class WithCardinality(Via):
         # Else reading finds the difference, so it goes through the elements in order.
         self.indexed = self.parent.indexed and self.parent.size == self.count
 
-    def in_order(self, in_pass: Pass, start: int) -> Iterator[Token]:
-        number = start
-        for token in self.parent.tokens(in_pass, start):
+    def in_order(self, in_pass: Pass) -> Iterator[Token]:
+        number = 0
+        for token in self.parent.tokens(in_pass):
             if number >= self.count:
                 raise ValueError(
                     "Dataset.assert_cardinality: the dataset has more than the "
@@ -134,10 +134,7 @@ class Repeat(Via):
             return np.concatenate(parts)
         return list(itertools.chain(*parts))
 
-    def in_order(self, in_pass: Pass, start: int) -> Iterator[Token]:
-        return itertools.islice(self._rounds(in_pass), start, None)
-
-    def _rounds(self, in_pass: Pass) -> Iterator[Token]:
+    def in_order(self, in_pass: Pass) -> Iterator[Token]:
         rounds = itertools.count() if self.count is None else range(self.count)
         for number in rounds:
             empty = True
@@ -188,10 +185,7 @@ class Shuffle(Via):
         order = self._order(in_pass if self.reshuffle_each_iteration else ())
         return self.parent.at(order[indices], in_pass)
 
-    def in_order(self, in_pass: Pass, start: int) -> Iterator[Token]:
-        return itertools.islice(self._mixed(in_pass), start, None)
-
-    def _mixed(self, in_pass: Pass) -> Iterator[Token]:
+    def in_order(self, in_pass: Pass) -> Iterator[Token]:
         random = self._random(in_pass if self.reshuffle_each_iteration else ())
         tokens = self.parent.tokens(in_pass)
         held = list(itertools.islice(tokens, self.buffer_size))
@@ -206,7 +200,7 @@ class Shuffle(Via):
 def _mixed_numbers(
     random: np.random.RandomState, size: int, buffer_size: int | None
 ) -> HostArray:
-    """Return what `Shuffle._mixed` makes of the numbers from 0, without its loop."""
+    """Return what `Shuffle.in_order` makes of the numbers from 0, without its loop."""
     held = min(size, buffer_size or size)
     if held == size:
         return random.permutation(size)
@@ -238,11 +232,8 @@ class Map(Derived):
     def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
         elements = self.parent.load(tokens)
         if self.calls:
-            return Ahead(self._apply, elements, self.calls)
+            return Ahead(functools.partial(apply, self.function), elements, self.calls)
         return (apply(self.function, element) for element in elements)
-
-    def _apply(self, element: Nest) -> Nest:
-        return apply(self.function, element)
 
     def spec(self, *, trial: bool = False) -> Nest | None:
         inner = self.parent.spec(trial=True) if trial else None
@@ -258,7 +249,10 @@ class Map(Derived):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Filter(Derived):
-    """Elements that a predicate chooses. A token is the element, which it has read."""
+    """Elements that a predicate chooses.
+
+    `take_while` has those before the first that it refuses.
+    """
 
     predicate: Callable[..., object]
 
@@ -268,30 +262,21 @@ class Filter(Derived):
         if self.batch_size is not None:
             self.whole = f"the `{self.method}` after `batch`"
 
-    def in_order(self, in_pass: Pass, start: int) -> Iterator[Token]:
-        elements = self.parent.load(self.parent.tokens(in_pass))
-        return itertools.islice(self._chosen(elements), start, None)
-
-    def _chosen(self, elements: Iterator[Nest]) -> Iterator[Nest]:
-        return (element for element in elements if self.accepts(element))
-
-    def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
-        return iter(tokens)
+    def in_order(self, in_pass: Pass) -> Iterator[Token]:
+        found = self.parent.load(self.parent.tokens(in_pass))
+        if self.method == "take_while":
+            return itertools.takewhile(self._accepts, found)
+        return (element for element in found if self._accepts(element))
 
     def spec(self, *, trial: bool = False) -> Nest | None:
         return self.parent.spec(trial=trial)
 
-    def accepts(self, element: Nest) -> bool:
-        """Return what the predicate says.
-
-        Raises:
-            TypeError: if that is not one bool.
-        """
+    def _accepts(self, element: Nest) -> bool:
         answer: Any = apply(self.predicate, element)
-        if isinstance(answer, (bool, np.bool_)):
-            return bool(answer)
         shape = getattr(answer, "shape", None)
-        if shape == () and answer.dtype == bool:
+        if isinstance(answer, (bool, np.bool_)) or (
+            shape == () and answer.dtype == bool
+        ):
             return bool(answer)
         got = f"{answer!r:.60} of type {type(answer).__name__}"
         raise TypeError(
@@ -299,14 +284,6 @@ class Filter(Derived):
             f"{got if shape is None else f'a {answer.dtype} array of shape {shape}'}; "
             "write `bool(...)` of one value, such as `x.any()`"
         )
-
-
-@dataclasses.dataclass(eq=False, repr=False)
-class TakeWhile(Filter):
-    """The elements before the first that a predicate refuses."""
-
-    def _chosen(self, elements: Iterator[Nest]) -> Iterator[Nest]:
-        return itertools.takewhile(self.accepts, elements)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -335,8 +312,8 @@ class Cache(Via):
     def at(self, indices: HostArray, in_pass: Pass) -> Tokens:
         return indices
 
-    def in_order(self, in_pass: Pass, start: int) -> Iterator[Token]:
-        return itertools.takewhile(self._exists, itertools.count(start))
+    def in_order(self, in_pass: Pass) -> Iterator[Token]:
+        return itertools.takewhile(self._exists, itertools.count())
 
     def _exists(self, number: int) -> bool:
         with self._lock:
@@ -374,20 +351,21 @@ class Cache(Via):
     def block(self, tokens: Tokens) -> RowBlock | None:
         return Stage.block(self, tokens)
 
-    def rows(self, token: Token) -> int:
-        return self.parent.rows(self._parent_token(int(token)))
+    def open(self, token: Token) -> LazyBlock:
+        number = int(token)
+        batch = self.parent.open(self._parent_token(number))
 
-    def part(self, token: Token, start: int, stop: int) -> RowBlock | None:
-        key = (int(token), start, stop)
-        with self._lock:
-            if key not in self._parts:
-                row_token = self._parent_token(key[0])
-                part = self.parent.part(row_token, start, stop)
-                if part is not None:
-                    leaves = [protected(leaf) for leaf in part.leaves]
-                    part = RowBlock(leaves, part.structure)
-                self._parts[key] = part
-            return self._parts[key]
+        def read(start: int, stop: int) -> RowBlock | None:
+            key = (number, start, stop)
+            with self._lock:
+                if key not in self._parts:
+                    part = batch.part(start, stop)
+                    if part is not None:
+                        part = RowBlock(protected(list(part.leaves)), part.structure)
+                    self._parts[key] = part
+                return self._parts[key]
+
+        return LazyBlock(batch.rows, read)
 
 
 _caches: Final = RepairedInChildren(Cache.renew_lock)

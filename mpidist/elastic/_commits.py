@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from mpidist._base import backend
-from mpidist._base.errors import CollectiveMismatchError, format_ranks, on_rank
+from mpidist._base.errors import CollectiveMismatchError, by_value, on_rank
 from mpidist._base.guests import DeviceCopy
 from mpidist._base.types import HostArray
 from mpidist._checkpoints import exchange, state_json
@@ -131,18 +131,16 @@ def _check_differing(
             continue
         column = states[item.name]
         if item.name in plain:
-            groups: dict[str, list[int]] = {}
-            for rank, state in enumerate(column):
-                state = state_json.unpack(state, lambda library, name, device: name)
-                text = f"{state!r:.80}"
-                groups.setdefault(text, []).append(rank)
-            lines = [f"  {format_ranks(r)}: {text}" for text, r in groups.items()]
+            values = [
+                state_json.unpack(state, lambda library, name, device: name)
+                for state in column
+            ]
             problem = (
                 f"{item.name!r} is not the same on all replicas:\n"
-                + "\n".join(lines)
-                + "\nA plain value must be, since a replica that dies would take its "
-                "own with it. Reduce it (`strategy.reduce`), or make an ON_READ "
-                "variable of it"
+                f"{by_value([f'{value!r:.80}' for value in values])}\n"
+                "A plain value must be, since a replica that dies would take its own "
+                "with it. Reduce it (`strategy.reduce`), or make an ON_READ variable "
+                "of it"
             )
         elif item.kind == "object" and item.merge is None:
             problem = (

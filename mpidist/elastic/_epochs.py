@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+from mpidist._base import nest
 from mpidist._base.types import Nest
 from mpidist.data import DistributedDataset, DistributedIterator
 
@@ -80,36 +81,25 @@ class ElasticDataset:
         self._left = False
 
 
-def wrap(value: Any) -> Any:
+def wrap(value: Nest) -> Nest:
     """Return a nest with an `ElasticDataset` in place of each dataset."""
-    if isinstance(value, DistributedDataset):
-        return ElasticDataset(value)
-    if isinstance(value, dict):
-        return {key: wrap(child) for key, child in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(wrap, value))
-    return value
+    return nest.map_structure(
+        lambda x: ElasticDataset(x) if isinstance(x, DistributedDataset) else x, value
+    )
 
 
-def problem_of(value: Any) -> str:
+def problem_of(value: Nest) -> str:
     """Return why an input in a nest does not outlive a replica, or ""."""
-    if isinstance(value, (DistributedDataset, DistributedIterator)):
-        return value.__elastic_problem__()
-    children: Iterable[Any] = ()
-    if isinstance(value, dict):
-        children = value.values()
-    elif isinstance(value, (list, tuple)):
-        children = value
-    return next(filter(None, map(problem_of, children)), "")
+    for x in nest.flatten(value)[0]:
+        if isinstance(x, (DistributedDataset, DistributedIterator)):
+            problem = x.__elastic_problem__()
+            if problem:
+                return problem
+    return ""
 
 
-def stay_open(value: object) -> None:
+def stay_open(value: Nest) -> None:
     """Have the epochs of loops that were left since the last commit stay open."""
-    if isinstance(value, ElasticDataset):
-        value.stay_open()
-    elif isinstance(value, dict):
-        for child in value.values():
-            stay_open(child)
-    elif isinstance(value, (list, tuple)):
-        for child in value:
-            stay_open(child)
+    for x in nest.flatten(value)[0]:
+        if isinstance(x, ElasticDataset):
+            x.stay_open()

@@ -128,13 +128,6 @@ def _check(
             )
 
 
-class _UnanimousVote:
-    """The vote of replicas of which none can be lost."""
-
-    def vote(self) -> bool:
-        return True
-
-
 def _run_once(
     train: Callable[[Any, State], _R],
     state: State,
@@ -153,7 +146,7 @@ def _run_once(
         )
     if size > 1 and threads.current() is None and strategy.replica_id == 0:
         _say_that_it_ends()
-    storage.begin(strategy, _UnanimousVote())
+    storage.begin(strategy, lambda: True)  # none can be lost
     if storage.number:  # of an earlier run
         storage.put_back(storage.number, [True] * size, list(range(size)))
     else:
@@ -295,7 +288,7 @@ class _Survivor:
         storage, placement = self._storage, current.placement
         strategy = self._make_strategy(current.replicas)
         self._strategy = weakref.ref(strategy)
-        storage.begin(strategy, current)
+        storage.begin(strategy, current.vote)
         if placement.commit:
             if not storage.number:
                 self._role = Role.JOINING

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 from mpidist._base.errors import ReplicaLostError, on_rank
 from mpidist._checkpoints import Checkpoint, CheckpointManager, contents
@@ -20,14 +20,7 @@ from mpidist.elastic._commits import Commit
 from mpidist.elastic._members import Claim
 
 _KEPT_ON_DISK: Final = 2
-
-
-class Voting(Protocol):
-    """How the replicas agree that all of them have a commit."""
-
-    def vote(self) -> bool:
-        """Return whether all replicas live and have come here. Collective."""
-        ...
+_Vote: TypeAlias = Callable[[], bool]
 
 
 class StateStorage:
@@ -60,7 +53,7 @@ class StateStorage:
         self._manager: CheckpointManager | None = None
         self._items: list[Item] = []
         self._group: ReplicaGroup | None = None
-        self._voting: Voting | None = None
+        self._vote: _Vote | None = None
         for name, value in objects.items():
             _check_name(name)
             if contents.is_plain(name, value):
@@ -80,13 +73,17 @@ class StateStorage:
 
     # --- the objects of a strategy ------------------------------------------------
 
-    def begin(self, strategy: Strategy, voting: Voting) -> None:
+    def begin(self, strategy: Strategy, vote: _Vote) -> None:
         """Make the objects of a strategy. Collective.
+
+        Args:
+            strategy: the strategy.
+            vote: returns whether all replicas live and have come to it. Collective.
 
         Raises:
             TypeError, ValueError: if ``build`` does not make what it should.
         """
-        self._group, self._voting = group_of(strategy), voting
+        self._group, self._vote = group_of(strategy), vote
         call = CollectiveCall(self._group, "elastic.run")
         self._manager = None
         self.made = {}
@@ -165,7 +162,7 @@ class StateStorage:
         Args:
             why: what a use of one of its variables says.
         """
-        group, self._group, self._voting = self._group, None, None
+        group, self._group, self._vote = self._group, None, None
         self.made, self._items, self._manager = {}, [], None
         if group is None:
             return
@@ -212,23 +209,23 @@ class StateStorage:
             ReplicaLostError: if a replica has died; nothing was committed then.
         """
         try:
-            if self._group is None or self._voting is None:
+            if self._group is None or self._vote is None:
                 raise RuntimeError(
                     f"{name}: the state is not in use; call it in the function that "
                     "`mpidist.elastic.run(train, state)` calls"
                 )
-            self._commit(CollectiveCall(self._group, name), self._voting, last)
+            self._commit(CollectiveCall(self._group, name), self._vote, last)
         except BaseException as error:
             if self._group is not None:
                 interruptions.left(self._group, name, error)
             raise
 
-    def _commit(self, call: CollectiveCall, voting: Voting, last: bool) -> None:
+    def _commit(self, call: CollectiveCall, vote: _Vote, last: bool) -> None:
         number = 1 + (0 if self.newest is None else self.newest.number)
         reused, self.previous = self.previous, None
         made = _commits.take(call, self._items, number, self.values.keys(), reused)
         # Nothing is applied before this: it ends on all replicas in the same way.
-        if not voting.vote():
+        if not vote():
             why = f"{call.name}: a replica has died; nothing is committed"
             raise ReplicaLostError(on_rank(call.rank, why), (), call.name)
         self.newest, self.previous = made, self.newest

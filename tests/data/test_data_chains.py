@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from mpidist.data import UNKNOWN_CARDINALITY, Dataset
 from mpidist.data._elements import stage_of
 from mpidist.data._rows import split_as_it_comes
-from mpidist.data._stage import open_tokens
 
 MOST = 120  # elements
 
@@ -238,7 +237,7 @@ def agrees(pair, expected):
 
 
 def opened_from(stage, start):
-    return open_tokens(stage, stage.tokens((0,), start))
+    return stage.opened(stage.tokens((0,), start))
 
 
 quick = settings(
@@ -281,7 +280,7 @@ def test_parts_of_batches_are_those_of_the_model(pair, start, replicas):
         for rows, batch_of_all, opened in steps:
             assert opened.rows == len(batch_of_all)
             part = split_as_it_comes(opened.rows, replicas, replica)
-            block = opened.read(*part)
+            block = opened.part(*part)
             if block is not None:
                 rows += block.leaves[0].tolist()
     assert found == expected

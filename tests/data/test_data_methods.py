@@ -219,14 +219,6 @@ def test_shuffle_in_a_buffer_of_a_dataset_without_end():
     assert dataset.cardinality() == -1
 
 
-def test_shuffle_takes_the_positional_arguments_of_tensorflow():
-    expected = lists(Dataset.range(9).shuffle(seed=7))
-    assert lists(Dataset.range(9).shuffle(100, 7)) == expected
-    dataset = Dataset.range(9).shuffle(100, 7, False)
-    assert lists(dataset) == lists(dataset)
-    assert lists(Dataset.range(9).shuffle(seed=7, buffer_size=None)) == expected
-
-
 # --- cache --------------------------------------------------------------------------
 
 
@@ -491,48 +483,69 @@ def test_an_iterator_goes_on_after_an_exception_by_restore():
     assert iterator.state()["position"] == 2
 
 
+D, TEN, ENDLESS = Dataset, Dataset.range(10), Dataset.range(3).repeat()
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: Dataset.range(), TypeError, "range expected at least 1"),
-        (lambda: Dataset.range(1, 2, 0), ValueError, "must not be zero"),
-        (lambda: Dataset.range(2.5), TypeError, "expected `args` to be an int"),
-        (lambda: Dataset.range(2, output_type="no"), TypeError, "expected a dtype"),
-        (lambda: Dataset.from_generator([1, 2]), TypeError, "expected a function"),
-        (lambda: list(Dataset.from_generator(int)), TypeError, "returns an iterable"),
+        (lambda: D.range(), TypeError, "range expected at least 1"),
+        (lambda: D.range(1, 2, 0), ValueError, "must not be zero"),
+        (lambda: D.range(2.5), TypeError, "expected `args` to be an int"),
+        (lambda: D.range(2, output_type="no"), TypeError, "expected a dtype"),
+        (lambda: D.from_generator([1, 2]), TypeError, "expected a function"),
+        (lambda: list(D.from_generator(int)), TypeError, "returns an iterable"),
+        (lambda: D.from_generator(list, output_shapes=[]), TypeError, "without `out"),
         (
-            lambda: Dataset.from_generator(list, output_shapes=[]),
-            TypeError,
-            "without `output_types`",
-        ),
-        (
-            lambda: Dataset.from_generator(list, int, output_signature=int),
+            lambda: D.from_generator(list, int, output_signature=int),
             TypeError,
             "together with",
         ),
         (
-            lambda: Dataset.from_generator(list, output_signature=int),
+            lambda: D.from_generator(list, output_signature=int),
             TypeError,
             "expected `output_signature` to be a nest",
         ),
-        (lambda: Dataset.zip(), TypeError, "expected datasets"),
-        (lambda: Dataset.zip(Dataset.range(2), [1]), TypeError, "expected datasets"),
-        (lambda: Dataset.range(2).concatenate([1]), TypeError, "expected a Dataset"),
-        (lambda: Dataset.range(2).filter(None), TypeError, "expected a function"),
         (
-            lambda: Dataset.range(2).map(abs, 0),
+            lambda: D.from_generator(lambda: iter(())).element_spec,
             ValueError,
-            "`num_parallel_calls` to",
+            "the dataset is empty, so its elements are unknown$",
         ),
-        (lambda: Dataset.range(2).interleave(abs, 0), ValueError, "`cycle_length` to"),
+        (lambda: D.from_tensor_slices(np.float32(3)), ValueError, "at least one"),
+        (lambda: D.from_tensor_slices({}), ValueError, "at least one dimension"),
         (
-            lambda: Dataset.range(2).interleave(abs, 1, 0),
+            lambda: D.from_tensor_slices((np.ones(3), np.ones(4))),
             ValueError,
-            "`block_length` to",
+            r"same first dimension, got shapes \(\(3,\), \(4,\)\)",
         ),
-        (lambda: Dataset.range(2).skip(-2), ValueError, "`count` to be -1 or more"),
-        (lambda: Dataset.range(2).shuffle(0, 1), ValueError, "`buffer_size` to be 1"),
-        (lambda: Dataset.range(2).enumerate("a"), TypeError, "`start` to be an int"),
+        (lambda: D.from_tensor_slices("text"), TypeError, "expected"),
+        (lambda: D.from_tensor_slices(None), TypeError, "got None"),
+        (lambda: D.from_tensor_slices(np.ma.masked_array([1])), TypeError, "masked"),
+        (lambda: D([1, 2]), TypeError, "from_tensor_slices"),
+        (lambda: D.zip(), TypeError, "expected datasets"),
+        (lambda: D.zip(TEN, [1]), TypeError, "expected datasets"),
+        (lambda: TEN.concatenate([1]), TypeError, "expected a Dataset"),
+        (lambda: TEN.filter(None), TypeError, "expected a function"),
+        (lambda: TEN.map(3), TypeError, "expected a function"),
+        (lambda: TEN.map(abs, 0), ValueError, "`num_parallel_calls` to"),
+        (lambda: TEN.interleave(abs, 0), ValueError, "`cycle_length` to"),
+        (lambda: TEN.interleave(abs, 1, 0), ValueError, "`block_length` to"),
+        (lambda: TEN.skip(-2), ValueError, "`count` to be -1 or more"),
+        (lambda: TEN.repeat(-2), ValueError, "`count` to be -1 or more"),
+        (lambda: TEN.take("3"), TypeError, "`count` to be an int"),
+        (lambda: TEN.shard(2, 2), ValueError, "0 <= index < 2"),
+        (lambda: TEN.enumerate("a"), TypeError, "`start` to be an int"),
+        (lambda: TEN.batch(0), ValueError, "`batch_size` to be 1 or more"),
+        (lambda: TEN.batch(2.0), TypeError, "`batch_size` to be an int"),
+        (lambda: TEN.batch(True), TypeError, "`batch_size` to be an int"),
+        (lambda: TEN.prefetch(-3), ValueError, "`buffer_size` to be 0"),
+        (lambda: TEN.shuffle(0, 1), ValueError, "`buffer_size` to be 1"),
+        (lambda: TEN.shuffle(), TypeError, "expected a size or a seed"),
+        (lambda: TEN.shuffle(seed="a"), TypeError, "`seed` to be an int"),
+        (lambda: TEN.shuffle(seed=-1), ValueError, "`seed` to be 0 or more"),
+        (lambda: TEN.shuffle(1, 2, seed=3), TypeError, "multiple values"),
+        (lambda: ENDLESS.shuffle(-2), ValueError, "before `repeat`"),
+        (lambda: ENDLESS.shuffle(seed=1), ValueError, "before `repeat`"),
     ],
 )
 def test_bad_arguments(make, error, message):
@@ -623,17 +636,22 @@ def test_map_runs_ahead_by_its_threads_and_not_farther():
     assert len(started) <= 5
 
 
-def test_an_exception_in_a_thread_comes_at_its_place():
-    dataset = Dataset.range(9).map(fails_at(3), num_parallel_calls=4)
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Dataset.range(9).map(fails_at(3)).prefetch(8),
+        Dataset.range(9).map(fails_at(3), num_parallel_calls=4),
+        # Of the source, which is read ahead of the results.
+        Dataset.range(9).map(fails_at(3)).map(lambda x: x, num_parallel_calls=4),
+    ],
+    ids=["prefetch", "map", "source"],
+)
+def test_an_exception_in_a_thread_comes_at_its_place(dataset):
     iterator = iter(dataset)
     assert lists(itertools.islice(iterator, 3)) == [0, 1, 2]
     with pytest.raises(KeyError, match="element 3"):
         next(iterator)
-    # One of the source, which is read ahead of the results.
-    source = Dataset.range(9).map(fails_at(3)).map(lambda x: x, num_parallel_calls=4)
-    iterator = iter(source)
-    assert lists(itertools.islice(iterator, 3)) == [0, 1, 2]
-    with pytest.raises(KeyError, match="element 3"):
+    with pytest.raises(StopIteration):
         next(iterator)
     wait_for_no_thread()
 
@@ -648,10 +666,7 @@ def test_the_threads_end_with_a_break():
     for _ in Dataset.range(9).interleave(Dataset.range, 4, 1, AUTOTUNE):
         break
     gc.collect()
-    deadline = time.monotonic() + 30
-    while any(t.name == "mpidist-data" for t in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for_no_thread()
 
 
 BLOCKED = """

@@ -7,10 +7,11 @@ import json
 import numpy as np
 import pytest
 from replicas import assert_usable, everywhere, own, raises_everywhere, split
-from test_data_state import gathered
+from test_data_distribute import as_list
+from test_data_state import BATCH, ROWS, Resumable, gathered, shuffled
 
 import mpidist
-from mpidist.data import ArraySpec, AutoShardPolicy, Dataset, Options
+from mpidist.data import AutoShardPolicy, Dataset, Options
 from mpidist.data._rows import split_as_it_comes, split_by_plan
 
 pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2, 3)]
@@ -98,14 +99,23 @@ def test_each_replica_gets_its_rows(strategy, rank, size, kind, policy):
             assert own(strategy, part).tolist() == rows[slice(*bounds)].tolist()
 
 
+SOURCES = PIPELINES | {
+    "Dataset": shuffled,
+    "list": lambda: as_list(ROWS, BATCH),
+    "iterator": lambda: iter(as_list(ROWS, BATCH)),
+    "resumable": Resumable,
+}
+
+
 @core
-@pytest.mark.parametrize("kind", sorted(set(PIPELINES) - {"zip"}))
+@pytest.mark.parametrize("kind", sorted(set(SOURCES) - {"zip"}))
 def test_a_position_is_restored_on_any_number_of_ranks(
     strategy, new_strategy, rank, kind
 ):
+    make = SOURCES[kind]
     alone = new_strategy(comm=split(rank))
     for before, after in ((strategy, strategy), (alone, strategy), (strategy, alone)):
-        first = iter(before.experimental_distribute_dataset(PIPELINES[kind]()))
+        first = iter(before.experimental_distribute_dataset(make()))
         states = [json.dumps(first.state())]
         batches = []
         for batch in first:
@@ -114,9 +124,12 @@ def test_a_position_is_restored_on_any_number_of_ranks(
         assert len(batches) >= 3
         # Not all, which would take longer: test_data_chains restores every position.
         for position in (0, 2, len(batches)):
-            second = iter(after.experimental_distribute_dataset(PIPELINES[kind]()))
+            second = iter(after.experimental_distribute_dataset(make()))
             second.restore(json.loads(states[position]))
+            assert second.state()["position"] == position
             assert gathered(after, second) == batches[position:]
+            with pytest.raises(StopIteration):
+                next(second)
 
 
 @core
@@ -217,6 +230,8 @@ def test_a_filter_that_differs_between_ranks_is_told_on_all(strategy, rank, size
     "make",
     [
         lambda rank: Dataset.range(9 + (rank == 0)).batch(4),
+        lambda rank: Dataset.range(9).shuffle(seed=rank).batch(4),
+        lambda rank: [np.arange(3)] * (4 + rank),
         lambda rank: Dataset.range(9).skip((rank == 0 and 1) or 2).batch(4),
         lambda rank: (
             Dataset.range(9).interleave(Dataset.range, 1 + (rank == 0)).batch(4)
@@ -367,24 +382,3 @@ def test_steps_are_counted_after_the_last_batch_by_files(strategy, size):
 
 
 # --- an input for each rank -----------------------------------------------------------
-
-
-@core
-def test_an_input_of_each_rank(strategy, rank):
-    def make(context):
-        number = context.input_pipeline_id
-        rows = Dataset.from_generator(
-            squares, args=(6 + 3 * number,), output_signature=ArraySpec((), np.int64)
-        )
-        return rows.filter(lambda x: x % 2 == 0).map(lambda x: x + number).batch(2)
-
-    first = iter(strategy.distribute_datasets_from_function(make))
-    step = own(strategy, next(first)).tolist()
-    assert step == [rank, 4 + rank]
-    state = first.state()
-    rest = mine_of(strategy, first)
-    second = iter(strategy.distribute_datasets_from_function(make))
-    second.restore(state)
-    assert mine_of(strategy, second) == rest
-    own_rows = [x for batch in [step, *rest] for x in batch]
-    assert own_rows == [n * n + rank for n in range(0, 6 + 3 * rank, 2)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import pickle
 
 import numpy as np
@@ -80,66 +79,6 @@ def flat(batches):
     return list(itertools.chain(*batches))
 
 
-SOURCES = {
-    "Dataset": shuffled,
-    "Dataset without a thread": lambda: shuffled(depth=0),
-    "list": lambda: as_list(ROWS, BATCH),
-    "generator": lambda: iter(as_list(ROWS, BATCH)),
-    "resumable": Resumable,
-}
-
-
-@core
-@pytest.mark.parametrize("steps", [0, 1, 4, 6])
-@pytest.mark.parametrize("kind", SOURCES)
-def test_a_new_iterator_goes_on_from_the_state(strategy, kind, steps):
-    make = SOURCES[kind]
-    first = iter(strategy.experimental_distribute_dataset(make()))
-    seen = gathered(strategy, first, steps)
-    state = json.loads(json.dumps(first.state()))
-    rest = gathered(strategy, first)
-    assert sorted(flat(seen + rest)) == list(range(ROWS))
-    assert state == json.loads(json.dumps(state))
-
-    second = iter(strategy.experimental_distribute_dataset(make()))
-    second.restore(state)
-    assert second.state()["position"] == steps
-    assert gathered(strategy, second) == rest
-    with pytest.raises(StopIteration):
-        next(second)
-
-
-@core
-@pytest.mark.parametrize("kind", ["Dataset", "list", "generator", "resumable"])
-def test_on_another_number_of_ranks(strategy, new_strategy, rank, size, kind):
-    # Rank 0 alone, and then all; and the other way round.
-    make = SOURCES[kind]
-    alone = new_strategy(comm=split(rank))
-    dataset = make()
-    for before, after in ((alone, strategy), (strategy, alone)):
-        dataset = make()
-        first = iter(before.experimental_distribute_dataset(dataset))
-        seen = gathered(before, first, 3)
-        second = iter(after.experimental_distribute_dataset(make()))
-        second.restore(first.state())
-        rest = gathered(after, second)
-        assert len(seen) + len(rest) == 6
-        assert sorted(flat(seen + rest)) == list(range(ROWS))
-
-
-@core
-def test_on_some_of_the_ranks(strategy, new_strategy, rank, size):
-    # From all ranks to all but one, as after the loss of a node.
-    first = iter(strategy.experimental_distribute_dataset(shuffled()))
-    seen = gathered(strategy, first, 2)
-    state = first.state()
-    others = new_strategy(comm=split(min(rank, 1)))
-    second = iter(others.experimental_distribute_dataset(shuffled()))
-    second.restore(state)
-    rest = gathered(others, second)
-    assert sorted(flat(seen + rest)) == list(range(ROWS))
-
-
 def test_later_epochs_have_the_same_order_as_without_the_stop(strategy):
     dataset = strategy.experimental_distribute_dataset(shuffled())
     epochs = [gathered(strategy, iter(dataset)) for _ in range(3)]
@@ -208,13 +147,14 @@ def test_a_generator_can_not_go_back(strategy):
         iterator.restore(start)
 
 
-def test_inputs_of_uneven_length_go_on(strategy, rank, size):
+@pytest.mark.parametrize("kind", ["list", "Dataset"])
+def test_inputs_of_uneven_length_go_on(strategy, rank, size, kind):
     # Rank r has r + 2 batches. After two steps rank 0 has ended.
     def dataset_fn(context):
-        return [np.array([10 * rank + i]) for i in range(rank + 2)]
+        batches = [np.array([10 * rank + i]) for i in range(rank + 2)]
+        return batches if kind == "list" else Dataset.from_generator(lambda: batches)
 
-    dataset = strategy.distribute_datasets_from_function(dataset_fn)
-    first = iter(dataset)
+    first = iter(strategy.distribute_datasets_from_function(dataset_fn))
     for _ in range(2):
         next(first)
     state = first.state()

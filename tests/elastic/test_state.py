@@ -21,16 +21,6 @@ BATCH = 5
 SIZES = range(1, 5)
 
 
-class _Yes:
-    def vote(self) -> bool:
-        return True
-
-
-class _No:
-    def vote(self) -> bool:
-        return False
-
-
 def _build(strategy):
     with_momentum = mpidist.optimizers.SGD(0.5, momentum=0.5)
     weights = mpidist.Variable(np.arange(3.0), name="weights")
@@ -92,11 +82,11 @@ def test_epochs_go_on_over_any_number_of_replicas(before, after, tmp_path):
             assert order == whole
 
 
-def _hold(state, voting=None):
+def _hold(state, vote=lambda: True):
     """Begin to use a state on a new strategy, without `run`; return both."""
     strategy = mpidist.MPIStrategy()
     storage = storage_of_state(state)
-    storage.begin(strategy, voting or _Yes())
+    storage.begin(strategy, vote)
     return strategy, storage
 
 
@@ -177,7 +167,7 @@ def test_nothing_is_committed_if_one_replica_was_lost():
     state = elastic.State(_build, step=0)
     _, storage = _hold(state)
     state.commit()
-    _, storage = _hold(state, _No())
+    _, storage = _hold(state, lambda: False)
     storage.put_back(1, [True, True], [0, 1])
     state.step = 1
     state.weights.assign(np.ones(3))

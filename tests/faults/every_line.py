@@ -170,19 +170,12 @@ def local_results(strategy: mpidist.Strategy, v: mpidist.Variable, folder: str) 
     )
 
 
-class _Everybody:
-    """The vote of replicas of which none can be lost."""
-
-    def vote(self) -> bool:
-        return True
-
-
 def commit(strategy: mpidist.Strategy, v: mpidist.Variable, folder: str) -> Any:
     metric = make(strategy, 0.0, synchronization=ON_READ, aggregation=SUM)
     state = mpidist.elastic.State(
         lambda strategy: {"v": v, "metric": metric}, rng=np.random.default_rng(1)
     )
-    storage_of_state(state).begin(strategy, _Everybody())
+    storage_of_state(state).begin(strategy, lambda: True)
     return state.commit
 
 
