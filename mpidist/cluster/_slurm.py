@@ -23,7 +23,7 @@ class SlurmClusterResolver(ClusterResolver):
     For programs that need addresses of their own, and for batch scripts. It needs no
     MPI, and starts none. In a step (under ``srun``) it describes the step's tasks, and
     which one this process is. In a batch script it describes the tasks that ``srun``
-    would start there; this process is then none of them, and `task_id` is None. Under
+    would start there; this process is then none of them, and ``task_id`` is None. Under
     ``mpirun`` in a job SLURM's variables describe the daemons of mpirun, not the ranks:
     use `mpidist.Strategy.cluster_resolver`.
 
@@ -122,7 +122,7 @@ class SlurmClusterResolver(ClusterResolver):
             )
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the addresses of all tasks; sets `task_type` and `task_id`.
+        """Return the addresses of all tasks; sets ``task_type`` and ``task_id``.
 
         It also sets ``CUDA_VISIBLE_DEVICES``; see ``auto_set_gpu``.
         """
@@ -156,7 +156,7 @@ class SlurmClusterResolver(ClusterResolver):
             os.environ[_VISIBLE] = ",".join(ids[first:])
 
     def get_task_info(self) -> tuple[str | None, int | None]:
-        """Return `task_type` and `task_id`: None before `cluster_spec`."""
+        """Return ``task_type`` and ``task_id``: None before `cluster_spec`."""
         return self.task_type, self.task_id
 
     def _accelerators(self, task_id: int | None) -> dict[str, int]:

@@ -14,6 +14,7 @@ LINE = re.compile(r"^(?:\$ )?((?:mpirun|srun|sbatch|mpidist|export) .*)$", re.M)
 README = "tests/project/test_readme.py"
 SLURM = "tests/slurm/test_batch_jobs.py"
 HOSTS = "tests/_engine/test_hosts.py"
+GPU = "tests/_engine/test_gpu_transports.py"
 
 # Who runs the others: patterns, a file of tests, and a text of that file. Blocks with
 # output, and `mpidist run`, are run as they stand by README.
@@ -27,6 +28,7 @@ ELSEWHERE = [
     (r"srun -n 4 mpidist check", SLURM, 'cluster.run(*srun, *command, "check"'),
     (r"export PRTE_MCA_oob_tcp_keepalive_.*", HOSTS, '"PRTE_MCA_oob_tcp_keepalive_'),
     (r"export MPIDIST_STALL_SECONDS=5", HOSTS, '"MPIDIST_STALL_SECONDS"'),
+    (r"export MPIDIST_CUDA_AWARE=0", GPU, "MPIDIST_CUDA_AWARE"),
     (r"export MPIDIST_TRACE=1", "tests/_timeline/test_trace.py", "MPIDIST_TRACE"),
 ]
 # It takes four GPUs on a node, and as many cores as eight for each of them.

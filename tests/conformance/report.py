@@ -222,12 +222,12 @@ def _section(section: str, runs: Runs) -> list[str]:
         if program.difference is not None:
             by_reason.setdefault(program.difference.reason, []).append(program)
     lines = [f"## {section}\n"]
-    for verdict, title in (("equal", "Equal"), ("FAILED", "**fails**")):
+    for reason, alike in by_reason.items():
+        lines += _difference(reason, alike, runs)
+    for verdict, title in (("FAILED", "**fails**"), ("equal", "Equal")):
         if verdict in by_verdict:
             names = [f"`{program.name}`" for program in by_verdict[verdict]]
             lines.append(textwrap.fill(f"{title}: {', '.join(names)}.", 88) + "\n")
-    for reason, alike in by_reason.items():
-        lines += _difference(reason, alike, runs)
     return lines
 
 
