@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mpidist._base import backend
@@ -157,13 +158,19 @@ class CheckpointManager:
         most = self._max_to_keep
         kept = others if most is None else others[max(len(others) + 1 - most, 0) :]
 
+        excess = [] if most is None else others[:-most]
+
         def tidy(entries: list[_Entry]) -> None:
             """Delete these checkpoints, and what killed jobs have left."""
             replace.clean(self._directory, f"{self._name}-*")
             for entry in entries:
                 _delete(entry.path, name)
 
-        excess = [] if most is None else others[:-most]
+        def around(write: Callable[[int], int]) -> int:
+            tidy(excess)  # before the save too: its disk may be full of them
+            saved_at = write(latest)
+            tidy(others[: len(others) - len(kept)])
+            return saved_at
 
         def ended(saved_at: int | None) -> None:
             if saved_at is None:
@@ -178,10 +185,7 @@ class CheckpointManager:
             name,
             wait=bool(wait),
             details=f" as number {number}",
-            after=latest,
-            # Before the save too: its disk may be full of them.
-            before_writing=lambda: tidy(excess),
-            afterwards=lambda: tidy(others[: len(others) - len(kept)]),
+            around=around,
             ended=ended,
         )
 

@@ -87,9 +87,7 @@ class SavedObjects:
         *,
         wait: bool = True,
         details: str = "",
-        after: int = 0,
-        before_writing: Callable[[], None] = lambda: None,
-        afterwards: Callable[[], None] = lambda: None,
+        around: Callable[[Callable[[int], int]], int] = lambda write: write(0),
         ended: Callable[[int | None], None] = lambda saved_at_ns: None,
     ) -> str:
         """Save all objects. Collective.
@@ -101,9 +99,8 @@ class SavedObjects:
             wait: whether to return when it is complete; otherwise, a thread of rank 0
                 completes it, from a copy.
             details: other data that must be the same on all ranks.
-            after: the time in the manifest must be later than this, in ns.
-            before_writing: called on rank 0 before it writes.
-            afterwards: called on rank 0 when the checkpoint is complete.
+            around: called on rank 0 to write: ``write(after)`` writes the checkpoint
+                with a time later than ``after``, and returns that time, in ns.
             ended: called on all ranks with the time in the manifest when it is
                 complete, or with None when the save has failed.
 
@@ -114,8 +111,7 @@ class SavedObjects:
         call, items, target = self._begin(name, path, details)
         thread: background.Write[int] | None = None
 
-        def write(arrays: Mapping[str, Stored]) -> int:
-            before_writing()
+        def write(arrays: Mapping[str, Stored], after: int) -> int:
             saved_at = max(time.time_ns(), after + 1)
             replace.replace(
                 str(target),
@@ -123,7 +119,6 @@ class SavedObjects:
                     directory, number, arrays, states, call.size, file_format, saved_at
                 ),
             )
-            afterwards()
             return saved_at
 
         def write_on_rank_0() -> tuple[str, int | None]:
@@ -132,9 +127,10 @@ class SavedObjects:
             storage.check_format(arrays, file_format)
             if wait:
                 background.wait_for_threads()
-                return str(target), write(arrays)
+                return str(target), around(functools.partial(write, arrays))
             copies = {array: _copy(x) for array, x in arrays.items()}
-            thread = background.Write(str(target), functools.partial(write, copies))
+            work = functools.partial(around, functools.partial(write, copies))
+            thread = background.Write(str(target), work)
             return str(target), None
 
         with call.guard.span(name):

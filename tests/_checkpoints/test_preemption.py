@@ -54,7 +54,11 @@ def test_all_ranks_save_at_the_same_step(strategy, folder, rank, size, how):
 
     step.assign(0)
     again = mpidist.experimental.PreemptionCheckpointHandler(
-        None, manager, termination_config=config(grace_period=1.0)
+        None,
+        manager,
+        termination_config=config(
+            grace_period=1.0, save_fn=lambda: manager.save(wait=False)
+        ),
     )
     assert again.total_run_calls == 4
     assert step.numpy() == 4
@@ -66,6 +70,7 @@ def test_all_ranks_save_at_the_same_step(strategy, folder, rank, size, how):
         list(iter(lambda: again.run(time.sleep, 0.1), "never"))
     assert time.monotonic() - start >= 1
     assert 4 < again.total_run_calls < 20
+    assert manager.latest_checkpoint == f"{manager.directory}/ckpt-2"
     with pytest.raises(TypeError, match=r"or a `mpidist\.Checkpoint` and"):
         mpidist.experimental.PreemptionCheckpointHandler(None, manager.checkpoint)
 

@@ -391,6 +391,12 @@ CASES = [
                 "checkpoint.py::test_a_folder_that_is_deleted_during_a_save",
             ),
             (
+                "a save with `wait=False` that fails",
+                "its error, on all, where it is waited for; at the end the job fails",
+                "usable",
+                "background.py::test_who_waits_for_it_and_raises_its_error",
+            ),
+            (
                 "copies of a variable that differ",
                 "`CollectiveMismatchError` on all, which names the rank",
                 "usable",
