@@ -129,8 +129,7 @@ def set_deadline(strategy: mpidist.Strategy, seconds: float) -> None:
 
     A strategy that is made with a short one may fail already while it is made.
     """
-    guard = group_of(strategy).guard
-    guard.timeout_seconds, guard.patience_ms = seconds, int(1000 * seconds)
+    group_of(strategy).guard.timeout_seconds = seconds
     everywhere(None)
 
 
@@ -308,7 +307,7 @@ def assert_usable(strategy: mpidist.Strategy) -> None:
     group = group_of(strategy)
     assert len({*everywhere(group.guard.sequence)}) == 1
     assert len({*everywhere(group.registry.count)}) == 1
-    assert group.guard.depth == 0
+    assert group.guard.sections.depth == 0
 
 
 def assert_reduces_nests(

@@ -39,15 +39,15 @@ _STOP_SECONDS: Final = 5.0
 class _Guard(Protocol):
     """What begun calls need of a `Guard`."""
 
-    closed: bool
-    unsettled: bool
+    @property
+    def closed(self) -> bool: ...
 
     @property
     def broken(self) -> str: ...
 
     def interrupted(self, what: str, error: BaseException) -> bool: ...
 
-    def note_unsettled(self, unsettled: bool) -> None: ...
+    def update_blocked(self) -> None: ...
 
 
 class CollectiveHandle(Generic[_T]):
@@ -185,6 +185,7 @@ class BegunCalls:
         guard: of the strategy.
 
     Attributes:
+        unsettled: whether calls may not have ended, or one has failed.
         failure: what a call has raised, until the program raises it.
         has_warned: whether a handle that was dropped has warned.
         generation: of handles; those from before a failure do not warn.
@@ -197,6 +198,7 @@ class BegunCalls:
         self._last: _AnyCall | None = None  # until it has ended
         self._awaited = False  # the program waits, and computes nothing
         self._stop: BaseException | None = None
+        self.unsettled = False
         self.failure: BaseException | None = None
         self.has_warned = False
         self.generation = 0
@@ -217,7 +219,7 @@ class BegunCalls:
             call._run(at_once=True)
             if self.failure is not None:
                 self._last = call
-                self._guard.note_unsettled(True)
+                self._set_unsettled(True)
             return
         if self._thread is None:
             self._thread = threading.Thread(
@@ -229,11 +231,16 @@ class BegunCalls:
             self._thread.start()
         try:
             self._last = call
-            self._guard.note_unsettled(True)
+            self._set_unsettled(True)
             self._queue.put(call)
         except BaseException as error:  # of a signal; the thread may not have it
             call._end(error)
             raise
+
+    def _set_unsettled(self, unsettled: bool) -> None:
+        if self.unsettled is not unsettled:
+            self.unsettled = unsettled
+            self._guard.update_blocked()
 
     def is_own_thread(self) -> bool:
         """Return whether this thread makes the calls."""
@@ -260,7 +267,7 @@ class BegunCalls:
         if self._last is not None:
             self.wait_for(self._last)
             self._last = None
-        self._guard.note_unsettled(False)
+        self._set_unsettled(False)
         failure, self.failure = self.failure, None
         if failure is not None:
             self.generation += 1

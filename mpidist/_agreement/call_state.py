@@ -1,8 +1,8 @@
-"""The call that a rank is in: what messages about a wait say, and what calls need.
+"""The call that a rank is in, which the parts of a guard share.
 
-It is the base of `guard.Guard`. With the native core it is a type of the core, whose
-`ArrayCall` reads and sets the attributes without Python: a small all-reduce of an array
-takes 0.6 us, to which Python's attributes would add 0.1.
+With the native core the base class is a type of the core, whose `ArrayCall` reads and
+sets the attributes without Python: a small all-reduce of an array takes 0.6 us, to
+which Python's attributes would add 0.1.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpidist import _native
+from mpidist._agreement.begun import BegunCalls
+from mpidist._agreement.channel import Channel
 from mpidist._agreement.mismatch import Call
+from mpidist._timeline.observer import Calls
 
 if TYPE_CHECKING or _native.core is None:
 
@@ -34,3 +37,106 @@ if TYPE_CHECKING or _native.core is None:
 
 else:
     CallState = _native.core.CallState
+
+
+class SectionStack:
+    """The sections that a rank is in, outermost first; see `sections`.
+
+    A section that some rank turns out not to be in is *deserted*: its calls raise.
+    """
+
+    def __init__(self) -> None:
+        # Of each section: what its calls raise, because it is deserted; or None.
+        self._errors: list[BaseException | None] = []
+
+    @property
+    def depth(self) -> int:
+        """How many sections this rank is in."""
+        return len(self._errors)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the calls of the innermost section raise; None: it is not deserted."""
+        return self._errors[-1] if self._errors else None
+
+    def enter(self) -> None:
+        """Enter a section; inside a deserted one it is deserted as well."""
+        self._errors.append(self.error)
+
+    def leave(self) -> None:
+        """Leave the innermost section."""
+        self._errors.pop()
+
+    def desert(self, depth: int, error: BaseException) -> None:
+        """Note that some rank is in ``depth`` sections only.
+
+        Args:
+            depth: the fewest sections that a rank is in.
+            error: what the calls of the others raise.
+        """
+        for level in range(depth, self.depth):
+            self._errors[level] = error
+
+
+class SharedState(CallState):
+    """The call that a rank is in, for the parts of its guard.
+
+    Args:
+        channel: where the ranks exchange headers.
+        timeout_seconds: how long a rank waits for the others; 0: forever.
+
+    Attributes:
+        sections: that the rank is in.
+        begun: the calls that were begun and end later; None: there were none.
+        calls: tell the observers of the strategy's calls; None: it has none.
+    """
+
+    # Of the base class; without these lines pyright calls their types ambiguous.
+    timeout_seconds: float
+    sequence: int
+    blocked: bool
+
+    def __init__(self, channel: Channel, timeout_seconds: float) -> None:
+        self.channel: Channel = channel
+        self.timeout_seconds = timeout_seconds
+        self.sequence = 0
+        self.blocked = False
+        self.sections: SectionStack = SectionStack()
+        self.begun: BegunCalls | None = None
+        self.calls: Calls | None = None
+        self._call = self._previous_call = Call("making the strategy")
+        self._timeout = timeout_seconds
+
+    @property
+    def call(self) -> Call:
+        """The call that this rank is in, or made last."""
+        return self._call
+
+    @property
+    def previous_call(self) -> Call:
+        """The call before."""
+        return self._previous_call
+
+    @property
+    def timeout(self) -> float:
+        """How long this rank waits for the others, in seconds; 0: forever."""
+        return self._timeout
+
+    @property
+    def patience_ms(self) -> int:
+        """How long calls wait that name no other time, in milliseconds; 0: forever."""
+        return int(self.timeout_seconds * 1000)
+
+    def set_timeout(self, timeout: float | None) -> int:
+        """Set for how long this rank waits; return it in milliseconds.
+
+        Args:
+            timeout: in seconds; None: the strategy's; 0: forever.
+        """
+        self._timeout = self.timeout_seconds if timeout is None else timeout
+        return int(self._timeout * 1000)
+
+    def begin(self, call: Call, timeout: float | None = None) -> int:
+        """Say which call this rank is in, and how long it waits; see `set_timeout`."""
+        self._previous_call, self._call = self._call, call
+        return self.set_timeout(timeout)

@@ -107,17 +107,9 @@ class Channel(Protocol):
             offset: of its results in its arena, for the core; or `NOWHERE`.
         """
 
-    def start(
-        self,
-        flag: int,
-        fingerprint: int,
-        value: int,
-        largest: int,
-        patience_ms: int,
-        offset: int,
-        /,
-    ) -> object:
-        """Publish a header without waiting for those of the others."""
+    @property
+    def start(self) -> Callable[[int, int, int, int, int, int], object]:
+        """Publishes a header, as `meet`, without waiting for those of the others."""
 
     def test(self) -> int | None:
         """Return the status of the header of `start`; None if some are missing."""
@@ -166,19 +158,10 @@ class SelfChannel:
         self.headers: int = 0
         self.verdict: Verdict = (0, 1, 1, 0, 0)
 
-    def meet(
-        self,
-        flag: int,
-        fingerprint: int,
-        value: int,
-        largest: int,
-        patience_ms: int,
-        offset: int,
-        /,
-    ) -> int:
+    def meet(self, flag: int, *header: int) -> int:
         """Return whether this rank has failed."""
         self.headers += 1
-        self.verdict = (flag, 1, 1, 0, largest)
+        self.verdict = (flag, 1, 1, 0, header[_LARGEST - 1])
         return DIFFERENT if flag else OK
 
     start = meet
@@ -228,18 +211,9 @@ class ExchangeChannel:
         """Seconds since this rank began its last header."""
         return time.monotonic() - self._last
 
-    def meet(
-        self,
-        flag: int,
-        fingerprint: int,
-        value: int,
-        largest: int,
-        patience_ms: int,
-        offset: int,
-        /,
-    ) -> int:
+    def meet(self, *header: int) -> int:
         """Exchange a header, and return a status. Collective."""
-        self.start(flag, fingerprint, value, largest, patience_ms, offset)
+        self.start(*header)
         request = self._request
         assert request is not None
         try:
@@ -249,24 +223,15 @@ class ExchangeChannel:
             raise
         return self._judge(request.result)
 
-    def start(
-        self,
-        flag: int,
-        fingerprint: int,
-        value: int,
-        largest: int,
-        patience_ms: int,
-        offset: int,
-        /,
-    ) -> None:
+    def start(self, *header: int) -> None:
         """Publish a header without waiting for those of the others."""
-        now = time.monotonic()
+        *said, patience_ms, _ = header  # there is no arena, so no offset
         # For how long another rank can have waited for this one.
-        lateness, self._last = int(1000 * (now - self._last)), now
-        patience = patience_ms or _UNLIMITED
+        lateness = int(1000 * self.lateness)
+        self._last = time.monotonic()
         self.headers += 1
         self._request = self._exchange.start(
-            (flag, fingerprint, value, largest, patience, lateness)
+            (*said, patience_ms or _UNLIMITED, lateness)
         )
 
     def test(self) -> int | None:

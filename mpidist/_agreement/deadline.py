@@ -1,11 +1,11 @@
-"""What a communicator waits with: a limit in the set-up of a strategy, then a guard."""
+"""The limit of a communicator's waits: in the set-up of a strategy, and after it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from mpidist._agreement.guard import Guard
 from mpidist._agreement.polling import poll
-from mpidist._agreement.waiting import Waiting
 from mpidist._base.errors import CollectiveTimeoutError, ReplicaLostError, format_ranks
 from mpidist._mpi import survival
 from mpidist._mpi.buffers import Transfer
@@ -21,6 +21,10 @@ class Deadline:
     Args:
         seconds: the limit of each wait; 0: none.
         losses: returns which ranks are lost; see `survival.losses`.
+
+    Attributes:
+        guard: waits for data from now on; None: none does, before there is one and
+            after the communicator was freed.
     """
 
     def __init__(
@@ -30,20 +34,12 @@ class Deadline:
     ) -> None:
         self.seconds = seconds
         self._losses = losses
-        self._guard: Waiting | None = None
-
-    def hand_over(self, guard: Waiting) -> None:
-        """Have a guard wait from now on."""
-        self._guard = guard
-
-    def release(self) -> None:
-        """Drop the guard: the communicator was freed, and nothing is waited for."""
-        self._guard = None
+        self.guard: Guard | None = None
 
     @property
     def broken(self) -> str:
         """Why messages may never complete; "" while they will."""
-        return "" if self._guard is None else self._guard.broken
+        return "" if self.guard is None else self.guard.broken
 
     def wait(self, request: Request, what: str) -> None:
         """Wait for a request of the set-up.
@@ -73,22 +69,22 @@ class Deadline:
         Raises:
             CollectiveTimeoutError: at the limit, or at the guard's.
         """
-        if self._guard is None:
+        if self.guard is None:
             self.wait(transfer, "MPIStrategy(...)")
         else:
-            self._guard.wait_data(transfer)
+            self.guard.waits.wait_data(transfer)
 
     def block(self, call: Callable[[], object]) -> None:
         """Make a call of MPI that blocks, under the watchdog of the guard."""
-        if self._guard is None:
+        if self.guard is None:
             call()
         else:
-            self._guard.block(call)
+            self.guard.waits.block(call)
 
     def failed(self, error: BaseException) -> BaseException:
         """Return what to raise in place of an exception of MPI."""
-        if self._guard is not None:
-            return self._guard.failed(error)
+        if self.guard is not None:
+            return self.guard.breakdown.failed(error)
         lost = survival.losses_behind(error, self._losses)
         return error if lost is None else lost_in_set_up(lost)
 

@@ -18,20 +18,19 @@ What a header can find:
 Every rank's last completed header is the same, which is why the message can say
 what a missing rank called last without having heard from it.
 
-A *section* is a part of the program that every rank enters, and ends by `join`. Ranks
-that differ inside it meet at its end, and can then continue.
+There are two ways to break off: `Guard.fail` before anything of a call has moved (all
+ranks raise, and go on), and `Guard.abandon`, or the context `Guard.payload`, after that
+(`breakdown`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import pickle
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
-from mpidist._agreement.begun import BegunCalls, CollectiveHandle
+from mpidist._agreement.breakdown import Breakdown, Payload, State
+from mpidist._agreement.call_state import SharedState
 from mpidist._agreement.channel import (
     AGAIN,
     DIFFERENT,
@@ -42,124 +41,40 @@ from mpidist._agreement.channel import (
     LeftError,
     SelfChannel,
 )
-from mpidist._agreement.mismatch import Call, ErrorKind, Key, Report, judge
-from mpidist._agreement.notices import AT_END
-from mpidist._agreement.polling import LOOK_SECONDS
-from mpidist._agreement.waiting import Waiting
-from mpidist._base import reporting
+from mpidist._agreement.mismatch import Call, ErrorKind
+from mpidist._agreement.reports import Reports
+from mpidist._agreement.waiting import Waits
 from mpidist._base.errors import (
     CollectiveError,
-    CollectiveTimeoutError,
-    ReplicaLostError,
-    as_told,
-    format_exception,
     is_interruption,
     on_rank,
     was_told,
 )
 from mpidist._mpi.communicator import AnyCommunicator
-from mpidist._timeline.observer import NOTHING, Calls, Span, observed
-
-_NO_FLOOR: Final = sys.maxsize
-
-_ALONE: Final = (0, 1, 1, 0, 0)
+from mpidist._timeline.observer import NOTHING, Span
 
 _R = TypeVar("_R")
-_Context: TypeAlias = contextlib.AbstractContextManager[Any]
 
 
-class Writes(Protocol):
-    """What an update has written to this rank's copies of variables."""
-
-    def undo(self) -> list[Key]:
-        """Undo the writes if the values before are kept; return the variables' keys."""
-
-
-class SectionResult:
-    """What a rank says at the end of a section: whose errors, and what the result is.
-
-    Attributes:
-        kind: of an exception that the section raises on this rank.
-        text: the result, or a function that returns it, for messages.
-        fingerprint: of the result.
-    """
-
-    kind: ErrorKind = "invalid"
-    text: str | Callable[[], str] = ""
-    fingerprint = 0
-
-    def set_result(self, text: str | Callable[[], str], fingerprint: int) -> None:
-        """Say what the result is, which must be the same on all ranks.
-
-        Args:
-            text: the result, or a function that returns it, for the message if the
-                ranks differ.
-            fingerprint: 62 bits that differ if the result does.
-        """
-        self.text, self.fingerprint = text, fingerprint
-
-
-# How the methods of a guard are observed (`observer`).
-
-
-def _name(calls: Calls, guard: Guard, call: Call, *_: object, **__: object) -> _Context:
-    calls.name(call.text, guard.sequence + 1)
-    return NOTHING
-
-
-def _header(
-    calls: Calls, guard: Guard, call: Call, *_: object, **__: object
-) -> _Context:
-    return calls.header(call.text, guard.sequence + 1)
-
-
-def _header_if_enabled(
-    calls: Calls, guard: Guard, call: Call, *_: object, **__: object
-) -> _Context:
-    return (_header if guard.enabled else _name)(calls, guard, call)
-
-
-def _report(
-    calls: Calls, guard: Guard, call: Call, error: BaseException, *_: object
-) -> _Context:
-    """An error that all ranks have is raised without a header."""
-    if isinstance(error, CollectiveError):
-        return NOTHING
-    return _header(calls, guard, call)
-
-
-def _join(calls: Calls, guard: Guard, call: Call, *_: object, **__: object) -> _Context:
-    return calls.header(call.text, guard.sequence + 1, call)
-
-
-def _section(
-    calls: Calls, guard: Guard, call: Call, *_: object, **__: object
-) -> _Context:
-    return calls.section(call, call.text, guard.sequence + 1)
-
-
-def _last_header(
-    calls: Calls, guard: Guard, call: Call, *_: object, **__: object
-) -> _Context:
-    return NOTHING if guard.broken else _header(calls, guard, call)
-
-
-def _ends_with(span: Span | None, error: BaseException | None) -> None:
-    if span is not None:
-        span.raised = "" if error is None else type(error).__name__
-
-
-class Guard(Waiting):
+class Guard(SharedState):
     """Agreement, propagation of errors and deadline for one communicator.
 
-    Attributes:
-        failures: how often ranks have differed; it changes on all ranks, or on none.
-    """
+    Args:
+        comm: the ranks.
+        channel: where they exchange headers; None: a `SelfChannel`, for one rank.
+        timeout_seconds: how long a rank waits for the others; 0: forever.
+        stall_seconds: after which the missing ranks are reported.
+        enabled: whether calls are compared.
 
-    # Of the base class; without these lines pyright calls their types ambiguous.
-    channel: Channel
-    blocked: bool
-    sequence: int
+    Attributes:
+        rank: this one.
+        enabled: as said above.
+        breakdown: whether calls can still be made, and what happens when they cannot.
+        waits: of this rank for the others.
+        reports: of the ranks, if their calls differ.
+        before_call: called before a call of this rank while it is alone (`set_alone`);
+            it makes the call legal.
+    """
 
     def __init__(
         self,
@@ -170,45 +85,32 @@ class Guard(Waiting):
         stall_seconds: float,
         enabled: bool = True,
     ) -> None:
-        """Watch over the calls of the ranks of ``comm``.
-
-        Args:
-            comm: the ranks.
-            channel: where they exchange headers; None: a `SelfChannel`, for one rank.
-            timeout_seconds: how long a rank waits for the others; 0: forever.
-            stall_seconds: after which the missing ranks are reported.
-            enabled: whether calls are compared.
-        """
-        super().__init__(
-            comm, channel, timeout_seconds=timeout_seconds, stall_seconds=stall_seconds
-        )
+        super().__init__(channel or SelfChannel(), timeout_seconds)
+        self._comm = comm
+        self.rank: int = comm.rank
         self.enabled: bool = enabled
-        self.failures: int = 0
-        self._alone = False
-        # Called before a call of this rank while it is alone; it makes the call legal.
+        self.breakdown: Breakdown = Breakdown(comm, self)
+        self.waits: Waits = Waits(comm, self, self.breakdown, stall_seconds)
+        self.waits.watch_headers(self.channel)
+        self.reports: Reports = Reports(comm, self, self.breakdown)
         self.before_call: Callable[[], None] | None = None
-        # Sections that this rank is in. Those above the floor are given up, because
-        # some rank is not in them.
-        self._depth = 0
-        self._floor = _NO_FLOOR
-        self._given_up: BaseException | None = None
-        self._all_joined = False
-        # What the current update has written to this rank's copies, and how all ranks
-        # make copies (given by their keys) equal again if an update has failed.
-        self._writes: Writes | None = None
-        self._repair: Callable[[Sequence[Key]], None] | None = None
-        self._verdict = _ALONE
 
-    # --- settings -----------------------------------------------------------------
-
-    def compare_calls(self, enabled: bool) -> None:
-        """Turn the comparison of calls on or off: as on all other ranks."""
-        self.enabled = enabled
+    # --- settings and state -------------------------------------------------------
 
     @property
     def checks(self) -> bool:
         """Whether calls are compared with those of other ranks."""
         return self.enabled and self._comm.size > 1
+
+    @property
+    def broken(self) -> str:
+        """Why the strategy cannot be used any more; "" while it can."""
+        return self.breakdown.why
+
+    @property
+    def closed(self) -> bool:
+        """Whether the strategy was closed."""
+        return self.breakdown.state is State.CLOSED
 
     def close(self, why: str = "this strategy was closed; make a new one") -> None:
         """Make every later call raise: the strategy is closed. Not collective.
@@ -216,14 +118,12 @@ class Guard(Waiting):
         Args:
             why: and what to do instead.
         """
-        self.closed = True
-        self.unsettled = False
-        self.broken = why
+        self.breakdown.set(State.CLOSED, why)
         if self.begun is not None:
             self.begun.end()
             self.begun = None
         self.channel = SelfChannel()  # without the memory that the ranks share
-        self._watchdog.close()
+        self.waits.watchdog.close()
 
     def set_alone(self, alone: bool) -> bool:
         """Say whether merge_fn runs on this rank alone; return what it was before.
@@ -231,48 +131,26 @@ class Guard(Waiting):
         While it does, collective calls of this rank are errors, since the other ranks
         would not make them; or `before_call` is called first.
         """
-        before = self._alone
-        if before is not alone:
-            self._alone = alone
-            self._update_blocked()
+        before = self._is_alone
+        if before is not alone and not self.broken:
+            self.breakdown.state = State.ALONE if alone else State.USABLE
+            self.update_blocked()
         return before
 
-    def _update_blocked(self) -> None:
-        self.blocked = bool(
-            self._broken or self._alone or self.unsettled or self._floor < self._depth
+    @property
+    def _is_alone(self) -> bool:
+        return self.breakdown.state is State.ALONE
+
+    def update_blocked(self) -> None:
+        """Have calls checked before they begin, if something may be in their way."""
+        self.blocked = (
+            self.breakdown.state is not State.USABLE
+            or self.sections.error is not None
+            or self._cut_off
+            or (self.begun is not None and self.begun.unsettled)
         )
 
     # --- calls that were begun ----------------------------------------------------
-
-    def begin_later(
-        self,
-        name: str,
-        make: Callable[[], _R],
-        *,
-        at_once: bool,
-        warns: bool,
-        check: Callable[[], None] | None,
-    ) -> CollectiveHandle[_R]:
-        """Begin a call, and return at once; see `begun`. Collective.
-
-        Args:
-            name: of the call.
-            make: makes it.
-            at_once: whether this thread makes it before it returns.
-            warns: whether a handle that is dropped warns.
-            check: called by `result`; it may raise.
-        """
-        handle = CollectiveHandle(self, name, make, warns, check)
-        if self.begun is None:
-            self.begun = BegunCalls(self)
-        self.begun.begin(handle, at_once=at_once)
-        return handle
-
-    def note_unsettled(self, unsettled: bool) -> None:
-        """Note whether calls may not have ended that this rank has begun."""
-        if self.unsettled is not unsettled:
-            self.unsettled = unsettled
-            self._update_blocked()
 
     def settle(self) -> None:
         """Wait for the calls that were begun, before another one is made.
@@ -280,16 +158,11 @@ class Guard(Waiting):
         Raises:
             BaseException: what one of them raised, if nobody asked its handle.
         """
-        if self.unsettled and self.begun is not None:
+        if self.begun is not None and self.begun.unsettled:
             self.begun.settle()
-
-    def count(self) -> None:
-        """Count a header, or a message of rank 0, that did not go through `agree`."""
-        self.sequence += 1
 
     # --- the header ---------------------------------------------------------------
 
-    @observed(_header_if_enabled)
     def agree(self, call: Call, timeout: float | None = None) -> None:
         """Return if all ranks make this call; raise on all ranks otherwise.
 
@@ -299,72 +172,52 @@ class Guard(Waiting):
             call: what this rank is about to do.
             timeout: seconds to wait for the others; None: the strategy's.
         """
-        if not self.enabled:
-            self._require_usable()
-            return
-        self.require_section()
-        if not self._exchange(call, 0, 0, timeout):
-            raise self._difference(call)
+        if self.enabled:
+            self._agree(call, timeout=timeout)
+        else:
+            self.enter(call, timeout)
 
-    @observed(_name)
-    def begin(self, call: Call) -> None:
-        """Say which call begins, if nothing is `blocked`; see `enter`."""
-        self._previous_call, self._call = self._call, call
-        self._timeout = self.timeout_seconds
+    def agree_and_compare(
+        self, call: Call, value: int, timeout: float | None = None
+    ) -> bool:
+        """As `agree`; return whether ``value`` is the same on all ranks.
 
-    @observed(_name)
-    def enter(self, call: Call, timeout: float | None = None) -> int:
-        """Begin a call whose header the caller exchanges itself, with a payload.
-
-        Args:
-            call: what this rank is about to do.
-            timeout: seconds to wait for the others; None: the strategy's.
-
-        Returns:
-            For how many milliseconds this rank waits for the others; 0: forever.
+        Also with the guard off, since the caller needs what it returns.
         """
-        if self.blocked:
-            self.require_section()
-            self._require_usable()
-        self._previous_call, self._call = self._call, call
-        if timeout is None:
-            self._timeout = self.timeout_seconds
-            return self.patience_ms
-        self._timeout = timeout
-        return int(timeout * 1000)
+        self._agree(call, value, timeout=timeout)
+        return bool(self.channel.verdict[2])
 
-    def enter_message(self, call: Call, timeout: float | None) -> None:
-        """Count a message of rank 0, and say what this rank waits for.
+    def agree_on_largest(self, call: Call, value: int) -> tuple[int, bool]:
+        """As `agree`; return the largest ``value``, and whether all are the same.
 
-        Args:
-            call: what it is, for the messages of the deadline.
-            timeout: seconds to wait; None: the strategy's; 0: forever.
+        Also with the guard off, since the caller needs what it returns. ``value`` is 0
+        or more.
         """
-        self.sequence += 1
-        self._previous_call, self._call = self._call, call
-        self._timeout = self.timeout_seconds if timeout is None else timeout
+        self._agree(call, value, value)
+        verdict = self.channel.verdict
+        return verdict[4], bool(verdict[2])
 
     def agree_offset(
         self, call: Call, offset: int, timeout: float | None = None
     ) -> bool:
         """As `agree`, by the core; return whether all ranks have results in arenas.
 
-        Args:
-            call: what this rank is about to do.
-            offset: of its results in the arena of this rank, or `NOWHERE`.
-            timeout: seconds to wait for the others; None: the strategy's.
+        ``offset`` is that of this rank's results in its arena, or `NOWHERE`.
         """
-        channel, patience = self.channel, self.enter(call, timeout)
+        self._agree(call, offset=offset, timeout=timeout)
+        return bool(self.channel.verdict[3])
 
-        def exchange(ms: int) -> int:
-            return channel.meet(0, call.fingerprint, 0, 0, ms, offset)
+    def enter(self, call: Call, timeout: float | None = None) -> int:
+        """Begin a call whose header the caller exchanges itself, with a payload.
 
-        try:
-            status = exchange(patience)
-        except BaseException as error:
-            raise self.abandon(call, error) from None
-        self.conclude(status, exchange)
-        return bool(channel.verdict[3])
+        Returns:
+            For how many milliseconds this rank waits for the others; 0: forever.
+        """
+        if self.blocked:
+            self._require_usable()
+        if self.calls is not None:
+            self.calls.name(call.text, self.sequence + 1)
+        return self.begin(call, timeout)
 
     def conclude(self, status: int | None, exchange: Callable[[int], int]) -> None:
         """Deal with the status of a header exchanged after `enter`. Collective.
@@ -377,102 +230,98 @@ class Guard(Waiting):
         Raises:
             BaseException: what the reports of all ranks show, if their calls differ.
         """
-        call = self._call
-        if status == AGAIN:
-            status = self._confirm(exchange)
-        if status == LEFT:
-            raise self.abandon(call, self._left())
+        if self._settled(status, exchange) == DIFFERENT:
+            raise self.reports.exchange(self._call)[0]
+
+    def count(self) -> None:
+        """Count a header, or a message of rank 0, that did not go through `agree`."""
         self.sequence += 1
-        if status == DIFFERENT:
-            raise self._difference(call)
 
-    def _confirm(self, exchange: Callable[[int], int]) -> int:
-        """Exchange a header once more: all ranks are known to be on the way."""
-        status = AGAIN
-        while status == AGAIN:
-            self._read_notices()
-            try:
-                status = exchange(int(self._timeout * 1000))
-            except BaseException as error:
-                raise self.abandon(self._call, error) from None
-        return status
+    def _agree(
+        self,
+        call: Call,
+        value: int = 0,
+        largest: int = 0,
+        offset: int = NOWHERE,
+        timeout: float | None = None,
+    ) -> None:
+        """Exchange a header; raise if the ranks do not make the same call."""
+        with self.observed(call):
+            if not self.exchange(call, 0, value, largest, offset, timeout):
+                raise self.reports.exchange(call)[0]
 
-    def _left(self) -> LeftError:
-        return LeftError(self.channel.who)
+    def observed(
+        self, call: Call, section: Call | None = None
+    ) -> contextlib.AbstractContextManager[Span | None]:
+        """Return a context in which the observers of this strategy see a header.
 
-    @observed(_header)
-    def agree_and_compare(
-        self, call: Call, value: int, timeout: float | None = None
-    ) -> bool:
-        """As `agree`; return whether ``value`` is the same on all ranks.
-
-        Also with the guard off, since the caller needs what it returns.
+        Args:
+            call: of the header.
+            section: the end of the section that ends with it; None: none does.
         """
-        self.require_section()
-        if self._exchange(call, 0, value, timeout):
-            return self.same_value
-        raise self._difference(call)
+        if self.calls is None:
+            return NOTHING
+        return self.calls.header(call.text, self.sequence + 1, section)
 
-    @observed(_header)
-    def agree_on_largest(self, call: Call, value: int) -> tuple[int, bool]:
-        """As `agree`; return the largest ``value``, and whether all are the same.
+    def exchange(
+        self,
+        call: Call,
+        flag: int,
+        value: int = 0,
+        largest: int = 0,
+        offset: int = NOWHERE,
+        timeout: float | None = None,
+    ) -> bool:
+        """Exchange a header; return whether no flag is up and all calls are the same.
 
-        Also with the guard off, since the caller needs what it returns.
+        Collective.
 
         Args:
             call: what this rank is about to do.
-            value: an integer, 0 or more.
+            flag: 1 if this rank has failed.
+            value: may differ; ``channel.verdict`` says whether it does.
+            largest: an integer of which all ranks learn the largest.
+            offset: of results in the arena of this rank.
+            timeout: seconds to wait for the others; None: the strategy's.
         """
-        self.require_section()
-        if self._exchange(call, 0, value, None, value):
-            return self._verdict[4], self.same_value
-        raise self._difference(call)
-
-    @property
-    def published(self) -> int:
-        """How many headers this rank has published; the last may not have completed."""
-        return self.channel.headers
-
-    @property
-    def same_value(self) -> bool:
-        """Whether the values of the last header were the same on all ranks."""
-        return bool(self._verdict[2])
-
-    def _exchange(
-        self, call: Call, flag: int, value: int, timeout: float | None, largest: int = 0
-    ) -> bool:
-        """Return whether no flag is up and all fingerprints are the same."""
-        self._require_usable()
-        channel = self.channel
-        meet, number = channel.meet, call.fingerprint
-        self._previous_call, self._call = self._call, call
-        self._timeout = self.timeout_seconds if timeout is None else timeout
+        ms = self.enter(call, timeout)
+        meet, number = self.channel.meet, call.fingerprint
         try:
-            ms = int(self._timeout * 1000)
-            status = meet(flag, number, value, largest, ms, NOWHERE)
+            status = meet(flag, number, value, largest, ms, offset)
         except BaseException as error:
-            raise self._break_off(call.text, error) from error.__cause__
-        if status == AGAIN:
-            status = self._confirm(
-                lambda ms: meet(flag, number, value, largest, ms, NOWHERE)
-            )
-        if status == LEFT:
-            raise self.abandon(call, self._left())
+            raise self.abandon(call, error) from error.__cause__
+        again = lambda ms: meet(flag, number, value, largest, ms, offset)  # noqa: E731
+        return self._settled(status, again) == OK
+
+    def _settled(
+        self, status: int | None, exchange: Callable[[int], int]
+    ) -> int | None:
+        """Return the status of a header, exchanged again while some rank was late."""
+        if status in (AGAIN, LEFT):
+            with self.payload():
+                while status == AGAIN:  # all ranks are known to be on the way
+                    if self.breakdown.read_notices():
+                        raise self.breakdown.error()
+                    status = exchange(int(self._timeout * 1000))
+                if status == LEFT:
+                    raise LeftError(self.channel.who)
         self.sequence += 1
-        self._verdict = channel.verdict
-        return status == OK
+        return status
 
     def _require_usable(self) -> None:
-        if self.unsettled:
-            self.settle()
-        if self._cut_off and not self._broken:
-            # There was no frame left for `leave_payload`.
-            self._break_off(self._call.text, RecursionError())
-        if self._broken:
-            raise self._broken_error()
-        if self._alone and self.before_call is not None:
+        """Raise if this rank cannot make a collective call now."""
+        self.settle()
+        breakdown = self.breakdown
+        if self._cut_off and not breakdown.why:
+            # There was no frame left for `abandon`.
+            self.abandon(None, RecursionError())
+        if breakdown.why:
+            raise breakdown.error()
+        if self.sections.error is not None:
+            raise self.sections.error
+        if self._is_alone and self.before_call is not None:
             self.before_call()
-        if self._alone:
+        if self._is_alone:
             raise RuntimeError(
                 on_rank(
                     self._comm.rank,
@@ -485,16 +334,68 @@ class Guard(Waiting):
 
     def check_late(self) -> None:
         """Raise if the others have given up on this rank while it was away."""
-        if self._broken or self._cut_off:
+        breakdown = self.breakdown
+        if breakdown.why or self._cut_off:
             self.set_alone(False)
             self._require_usable()
-        channel, timeout = self.channel, self.timeout_seconds
-        if timeout and channel.lateness * 2 > timeout:
-            self._read_notices()
+        timeout = self.timeout_seconds
+        late = timeout and self.channel.lateness * 2 > timeout
+        if late and breakdown.read_notices():
+            raise breakdown.error()
 
     # --- what went wrong ----------------------------------------------------------
 
-    @observed(_report, _ends_with)
+    def payload(self, call: Call | None = None) -> Payload:
+        """Return a context for what all ranks are in the middle of.
+
+        An exception that leaves the block breaks it off (`abandon`).
+
+        Args:
+            call: what it is; None: the last call.
+        """
+        return Payload(self.breakdown, (call or self._call).text)
+
+    def abandon(self, call: Call | None, error: BaseException) -> BaseException:
+        """Break off what all ranks are in the middle of; return what to raise.
+
+        The others would wait for this rank forever: they learn of it, and raise. The
+        strategy cannot be used any more.
+
+        Args:
+            call: what it is; None: the last call.
+            error: what this rank raised in it: usually a signal's, or `LeftError`.
+        """
+        return self.breakdown.abandon((call or self._call).text, error)
+
+    def leave_call(self, error: BaseException) -> BaseException:
+        """As `abandon` of the last call, which takes its place."""
+        return self.abandon(None, error)
+
+    def leave_payload(self, call: Call, error: BaseException) -> BaseException:
+        """As `abandon`, which takes its place."""
+        return self.abandon(call, error)
+
+    def wait_step(
+        self, wait: Callable[[], int], missing: Callable[[], list[int]]
+    ) -> int:
+        """As `Waits.wait_step`, which takes its place."""
+        return self.waits.wait_step(wait, missing)
+
+    def interrupted(self, what: str, error: BaseException) -> bool:
+        """Tell the others if an exception came to this rank from outside, in a call.
+
+        At any line, so it is not known how much of the call is done: the strategy is
+        then unusable. To be called where exceptions leave what ranks do together.
+
+        Returns:
+            Whether ``error`` is such an exception.
+        """
+        if self._is_alone or was_told(error) or not is_interruption(error):
+            return False
+        self.breakdown.abandon(what, error)
+        self.breakdown.repeat_notice()
+        return True
+
     def fail(
         self, call: Call, error: BaseException, kind: ErrorKind = "invalid"
     ) -> BaseException:
@@ -511,96 +412,17 @@ class Guard(Waiting):
         Returns:
             What to raise.
         """
-        if not self.enabled or self._broken or self._alone or self.deserted:
+        can_meet = self.breakdown.state is State.USABLE and not self.sections.error
+        if not (self.enabled and can_meet):
             return error
         if isinstance(error, CollectiveError):
             return error  # all ranks have it already
-        self._exchange(call, 1, 0, None)
-        return self._difference(call, error, kind)
-
-    def _difference(
-        self,
-        call: Call,
-        error: BaseException | None = None,
-        kind: ErrorKind = "none",
-        *,
-        joining: bool = False,
-    ) -> BaseException:
-        """Exchange reports, and return the exception that this rank raises."""
-        try:
-            return self._exchange_reports(call, error, kind, joining)
-        except BaseException as raised:
-            raise self._break_off(call.text, raised) from raised.__cause__
-
-    def _exchange_reports(
-        self,
-        call: Call,
-        error: BaseException | None,
-        kind: ErrorKind,
-        joining: bool,
-    ) -> BaseException:
-        self.failures += 1
-        report = Report.of(self._comm.rank, call, error, kind)
-        report.depth, report.joining = self._depth, joining
-        if self._writes is not None:
-            report.written = self._writes.undo()
-            self._writes = None
-        data = self._comm.all_gather_objects(pickle.dumps(report))
-        reports: list[Report] = [pickle.loads(item) for item in data]
-        found = judge(self._comm.rank, reports) if error is None else error
-        as_told(found)
-        floor = min(report.depth for report in reports)
-        # At the ends of different sections there is nothing more to wait for.
-        self._all_joined = all(
-            report.joining and report.depth == self._depth for report in reports
-        )
-        if floor < self._depth:
-            self._floor, self._given_up = min(floor, self._floor), found
-            self._update_blocked()
-        # All ranks are here now, whatever each was about to do: the only moment at
-        # which an update that some of them did not make can be undone.
-        written = sorted({key for report in reports for key in report.written})
-        if written and self._repair is not None:
-            self._repair(written)
+        with self.observed(call) as span:
+            self.exchange(call, 1)
+            found, _ = self.reports.exchange(call, error, kind)
+            if span is not None:
+                span.raised = type(found).__name__
         return found
-
-    def interrupted(self, what: str, error: BaseException) -> bool:
-        """Tell the others if an exception came to this rank from outside, in a call.
-
-        At any line, so it is not known how much of the call is done: the strategy is
-        then unusable. To be called where exceptions leave what ranks do together.
-
-        Args:
-            what: the call.
-            error: the exception that leaves it.
-
-        Returns:
-            Whether it is such an exception.
-        """
-        if self._alone or was_told(error) or not is_interruption(error):
-            return False
-        self._break_off(what, error)
-        self.repeat_notice()
-        return True
-
-    def repair_with(self, repair: Callable[[Sequence[Key]], None]) -> None:
-        """Set the function that makes copies equal again after a failed update.
-
-        Args:
-            repair: gets the keys of the variables. Collective.
-        """
-        self._repair = repair
-
-    def record(self, writes: Writes | None) -> Writes | None:
-        """Set what the current update writes.
-
-        If the ranks then differ, the variables are made equal again (`repair_with`).
-
-        Returns:
-            What was in use before.
-        """
-        before, self._writes = self._writes, writes
-        return before
 
     # --- sections -----------------------------------------------------------------
 
@@ -614,186 +436,14 @@ class Guard(Waiting):
             return NOTHING
         return self.calls.work(text, self.sequence + 1)
 
-    @property
-    def depth(self) -> int:
-        """How many sections this rank is in."""
-        return self._depth
-
-    @property
-    def deserted(self) -> bool:
-        """Whether some rank is not in the innermost section that this one is in."""
-        return self._floor < self._depth
-
-    def require_section(self) -> None:
-        """Raise if some rank is not in the innermost section that this one is in."""
-        if self.unsettled:
-            self.settle()
-        if self.deserted and self._given_up is not None:
-            raise self._given_up
-
     def enter_section(self) -> None:
         """Enter a section."""
         self.settle()
-        self._depth += 1
-        if self._floor is not _NO_FLOOR:
-            self._update_blocked()
+        self.sections.enter()
 
     def leave_section(self) -> None:
         """Leave the innermost section."""
-        self._depth -= 1
-        if self._floor is not _NO_FLOOR:
-            if self._depth <= self._floor:
-                self._floor, self._given_up = _NO_FLOOR, None
-            self._update_blocked()
-
-    @observed(_join, _ends_with)
-    def join(
-        self,
-        call: Call,
-        error: BaseException | None,
-        kind: ErrorKind = "raised",
-        result: str | Callable[[], str] = "",
-        fingerprint: int = 0,
-    ) -> BaseException | None:
-        """Wait until every rank has come to this call; return what to raise.
-
-        The end of a section: a rank that is here first meets the headers of ranks that
-        are still inside it, tells them what happened to it, and continues to wait until
-        all are here. The results must then be the same on all ranks. If some rank never
-        entered the section, there is nothing to wait for.
-
-        Args:
-            call: the end of the section.
-            error: what this rank raised in it.
-            kind: of that error.
-            result: of the section, or a function that returns it, for messages.
-            fingerprint: of the result.
-        """
-        if error is not None:
-            self.interrupted(call.text, error)
-        if self.begun is not None:
-            if error is not None:
-                self.begun.excuse()
-            failure = self.begun.drain()
-            error = error or failure
-        if self._broken:
-            self.repeat_notice()
-            return error or self._broken_error()
-        if not self.enabled:
-            return error
-        if self.deserted:
-            return error or self._given_up
-        while not self._exchange_chained(call, error, fingerprint):
-            found = self._difference(call, error, kind, joining=True)
-            if error is None:
-                error, kind = found, "agreed"
-            if self._all_joined or self.deserted:
-                return error
-        if not self.same_value:
-            text = result if isinstance(result, str) else result()
-            return self._difference(Call(f"{call.text} -> {text}"))
-        return error
-
-    def _exchange_chained(
-        self, call: Call, error: BaseException | None, value: int
-    ) -> bool:
-        try:
-            return self._exchange(call, 0 if error is None else 1, value, None)
-        except CollectiveTimeoutError as timeout:
-            raise timeout from error  # which would be lost otherwise
-
-    @observed(_section)
-    def run_section(self, call: Call, body: Callable[[SectionResult], _R]) -> _R:
-        """Run ``body`` on every rank, and wait until it has ended on all. Collective.
-
-        If it raises on one rank, all ranks raise.
-
-        Args:
-            call: the end of the section.
-            body: gets a `SectionResult`, to say whose errors its own are, and what the
-                result is.
-        """
-        section = SectionResult()
-        error: BaseException | None = None
-        result: Any = None
-        self.enter_section()
-        try:
-            try:
-                result = body(section)
-                self.settle()
-            except KeyboardInterrupt:
-                raise
-            except BaseException as raised:
-                error = raised
-                if isinstance(error, CollectiveError):
-                    section.kind = "agreed"
-            error = self.join(
-                call, error, section.kind, section.text, section.fingerprint
-            )
-        except BaseException as raised:
-            # Such as Ctrl-C: those who are in the section learn that this rank is not
-            # coming.
-            if not (was_told(raised) or self._alone):  # alone: in merge_fn
-                raise self._break_off(call.text, raised) from raised.__cause__
-            raise
-        finally:
-            self.leave_section()
-        if error is not None:
-            raise error
-        return result  # type: ignore[no-any-return]
-
-    # --- the end of the program ---------------------------------------------------
-
-    @observed(_last_header)
-    def leave(self, call: Call, code: object) -> Iterator[None]:
-        """Wait, at the end of the program, for the end of the others' programs.
-
-        Yields while it waits, so that the caller can wait for several guards. A rank
-        that is still in a collective learns that this one has gone.
-
-        Args:
-            call: what this rank says that it does.
-            code: the argument of `sys.exit`; None: it has reached its end.
-
-        Raises:
-            CollectiveTimeoutError: at the deadline. If another rank has given up on
-                some rank, that one raises, and this one returns.
-        """
-        try:
-            yield from self._leave_with_others(call, SystemExit(code))
-        except CollectiveTimeoutError:
-            if not self._was_told:
-                raise
-        except Exception as error:
-            if not isinstance(self.failed(error), ReplicaLostError):
-                raise
-
-    def _leave_with_others(self, call: Call, gone: SystemExit) -> Iterator[None]:
-        failure = None if self.begun is None else self.begun.drain()
-        if failure is not None:
-            reporting.say(
-                on_rank(
-                    self._comm.rank,
-                    "at the end of the program: nobody asked the handle of a call that "
-                    f"was begun and failed:\n{format_exception(failure)}",
-                )
-            )
-        channel = self.channel
-        self.begin(call)
-        while not self._broken:
-            status = AGAIN
-            while status == AGAIN:
-                channel.start(0, call.fingerprint, 0, 0, self.patience_ms, NOWHERE)
-                start = next_look = time.monotonic()
-                while (answer := channel.test()) is None:
-                    yield
-                    now = time.monotonic()
-                    if now >= next_look:
-                        next_look = now + LOOK_SECONDS
-                        self.look(AT_END, now - start)
-                status = answer
-            self.sequence += 1
-            if status == OK:
-                return
-            self._verdict = channel.verdict
-            self._difference(call, gone, "exit")
+        deserted = self.sections.error is not None
+        self.sections.leave()
+        if deserted:
+            self.update_blocked()

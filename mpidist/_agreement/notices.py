@@ -28,6 +28,8 @@ _LATE_END_SECONDS: Final = 15.0
 _LOST_END_SECONDS: Final = 2.0
 _QUIET_SECONDS: Final = 0.5
 _DELIVERY_SECONDS: Final = 10.0
+COLLECT_SECONDS: Final = 0.25
+"""How long a rank waits for the notices of others before it says who is missing."""
 
 # Groups of waiting ranks in a message, and those that share a line.
 _MOST_GROUPS: Final = 8
@@ -80,8 +82,8 @@ class Wait:
 
     what: str
     sequence: int
-    before: str
-    missing: list[int]
+    before: str = ""
+    missing: list[int] = dataclasses.field(default_factory=list)
     awaited: list[int] | None = None
 
 
@@ -219,7 +221,7 @@ class Notices:
 
     def post_end(self, sequence: int, end: End) -> None:
         """Tell the others how far this process is with its end."""
-        self.post(Wait(AT_END, sequence, "", []), end=end)
+        self.post(Wait(AT_END, sequence), end=end)
 
     def wait_for_ends(
         self, sequence: int, patience: float | None = None, end: End = "ends"

@@ -76,7 +76,7 @@ class RootMessages:
         self.guard.count()
         short = len(data) < comm.message_bytes
         head = b"\1" + data if short else b"\0" + len(data).to_bytes(8, "little")
-        self.guard.wait(comm.start_message(head), "a message")
+        self.guard.waits.wait(comm.start_message(head), "a message")
         if not short:
             raw = np.frombuffer(data, np.uint8)
             if len(data) > _MESSAGE_ROOM:
@@ -86,7 +86,8 @@ class RootMessages:
     def _post(self, ring: _native.Channel, data: bytes) -> None:
         """Send a message through the ring, in parts; the first byte marks the last."""
         room = _native.core.MESSAGE_BYTES - 1
-        self.guard.enter_message(_SENDING, None)
+        self.guard.count()
+        self.guard.begin(_SENDING)
         with self.guard.payload(_SENDING):
             for start in range(0, len(data) or 1, room):
                 last = start + room >= len(data)
@@ -110,7 +111,7 @@ class RootMessages:
         self.guard.count()
         with comm.traffic:
             request = comm.start_message(None)
-            self.guard.wait(request, what, timeout)
+            self.guard.waits.wait(request, what, timeout)
             head: bytes = request.result
             if head[:1] == b"\1":
                 return head[1:]
@@ -125,7 +126,8 @@ class RootMessages:
         """Return a message of rank 0 from the ring."""
         call = call_of(what)
         parts: list[bytes] = []
-        self.guard.enter_message(call, timeout)
+        self.guard.count()
+        self.guard.begin(call, timeout)
         with self.guard.payload(call):
             while True:
                 part = ring.take()

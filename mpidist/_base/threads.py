@@ -41,7 +41,7 @@ class ThreadReplica(Protocol):
 
         Args:
             comm: the argument of `MPIStrategy`.
-            deadline: waits for the pending connection; a `waiting.Deadline`.
+            deadline: waits for the pending connection; a `deadline.Deadline`.
 
         Raises:
             TypeError: if ``comm`` is a communicator of MPI.

@@ -101,7 +101,7 @@ def note(
     def wait_for_rank_0() -> None:
         found = guard()
         if found is not None:
-            found.timeout_seconds, found.patience_ms = 0.0, 0
+            found.timeout_seconds = 0.0
 
     def result() -> _T | None:
         assert write is not None

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from mpidist._agreement import mismatch
-from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call
+from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base.errors import CheckpointError, as_told
 from mpidist._base.types import Array
 from mpidist._base.variable_enums import VariableSynchronization
@@ -75,7 +75,7 @@ class CollectiveCall:
             with self.scope() if scope else contextlib.nullcontext():
                 return work()
 
-        return self.guard.run_section(Call(f"{self.name}, taking part"), body)
+        return run_section(self.guard, Call(f"{self.name}, taking part"), body)
 
     def on_rank_0(self, work: Callable[[], _R]) -> _R:
         """Return the result of ``work`` on rank 0 on all ranks, or raise its exception.

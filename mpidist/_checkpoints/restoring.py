@@ -236,12 +236,10 @@ def put(
         return arrays or {name: np.empty(x[1], x[0]) for name, x in kinds.items()}
 
     arrays = call.together(allocate, scope=False)
-    try:
+    with call.guard.payload():
         for x in arrays.values():
             if x.size:
                 call.comm.broadcast(backend.as_bytes(x), 0)
-    except BaseException as error:
-        raise call.guard.leave_call(error) from None
 
     def prepare() -> tuple[list[Array], list[tuple[StateItem, State]]]:
         values = [_prepared(item, arrays.pop(item.name)) for item in variables]
@@ -261,14 +259,15 @@ def put(
         for item, state in chosen:
             before.append((item, call.together(item.copy)))
             call.together(functools.partial(item.set, state))
-        headers = guard.published
+        headers = guard.channel.headers
         guard.agree_and_compare(Call(f"{call.name}, when all ranks are ready"), 0)
         assign()
     except BaseException as error:
-        if guard.published > headers and not isinstance(error, CollectiveError):
+        has_met = guard.channel.headers > headers
+        if has_met and not isinstance(error, CollectiveError):
             # The others see that header, and restore all, whatever comes to this.
             assign()
-            raise guard.leave_call(error) from None
+            raise guard.abandon(None, error) from None
         guard.interrupted(call.name, error)
         _put_back(call, before, error)
         raise

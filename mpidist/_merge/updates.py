@@ -42,6 +42,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from mpidist._agreement.mismatch import Call, ErrorKind, Key, call_of
+from mpidist._agreement.sections import join
 from mpidist._base import backend, checksums, nest
 from mpidist._base.errors import CollectiveError
 from mpidist._base.fingerprint import (
@@ -137,7 +138,8 @@ class UpdateBatch:
         self._began = time.monotonic()
         if guard.checks:
             guard.enter_section()
-            self._outer = guard.record(self._writes)
+            self._outer = guard.reports.writes
+            guard.reports.writes = self._writes
             self.open = True  # now `leave` has all that it needs
         written = self._writes if self.open else None
         self._frame = context.Frame(group, context.Level.UPDATE, written=written)
@@ -246,12 +248,12 @@ class UpdateBatch:
         if not self.open:
             return error
         guard = self._guard
-        guard.record(self._writes)
+        guard.reports.writes = self._writes
         name = call or failed
         what = call_of(name) if name else _BATCH
         try:
             number = fingerprint_of_numbers(self._numbers)
-            found = guard.join(what, error, kind, self._describe, number)
+            found = join(guard, what, error, kind, self._describe, number)
             if found is None:
                 self._writes.kept = None
             return found
@@ -265,7 +267,7 @@ class UpdateBatch:
             if self._writes.kept is not None:
                 self._writes.undo()
             guard = self._guard
-            guard.record(self._outer)
+            guard.reports.writes = self._outer
             guard.leave_section()
             del self._numbers, self._effects, self._writes
 

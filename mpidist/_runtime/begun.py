@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from mpidist._agreement.begun import CollectiveHandle
+from mpidist._agreement.begun import BegunCalls, CollectiveHandle
 from mpidist._base import threads
 from mpidist._mpi import library
 from mpidist._runtime.group import ReplicaGroup
@@ -48,6 +48,9 @@ def begin(
         check: called by `result`; it may raise.
     """
     at_once = at_once or not has_thread(group)
-    return group.guard.begin_later(
-        name, make, at_once=at_once, warns=warns, check=check
-    )
+    guard = group.guard
+    handle = CollectiveHandle(guard, name, make, warns, check)
+    if guard.begun is None:
+        guard.begun = BegunCalls(guard)
+    guard.begun.begin(handle, at_once=at_once)
+    return handle

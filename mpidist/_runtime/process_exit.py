@@ -77,6 +77,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, Final, NoReturn
 
+from mpidist._agreement import program_end
+from mpidist._agreement.breakdown import Breakdown, State
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.polling import poll
@@ -189,6 +191,10 @@ def watch(guard: Guard, *, waits: bool) -> None:
         _has_begun = True
         _tell_launcher(BEGUN)
     _guards.get()[guard] = waits
+
+
+def _breakdowns() -> list[Breakdown]:
+    return [guard.breakdown for guard in _guards.get()]
 
 
 def forget(guard: Guard) -> None:
@@ -395,10 +401,10 @@ def _end_job(
 def _let_others_first() -> None:
     """Wait for the end of the job by the rank that has made this one raise."""
     start = time.monotonic()
-    guards = [guard for guard in _guards.get() if guard.has_lost]
-    _wait_for([guard.end(_OTHERS_FIRST_SECONDS) for guard in guards])
+    broken = [one for one in _breakdowns() if one.misses_ranks]
+    _wait_for([one.wait_for_ends(_OTHERS_FIRST_SECONDS) for one in broken])
     wait = _OTHERS_FIRST_SECONDS
-    if any(guard.notices.interrupted for guard in guards):
+    if any(one.notices.interrupted for one in broken):
         wait += _CLEAN_UP_SECONDS + _INTERRUPT_SECONDS
     time.sleep(max(0.0, start + wait - time.monotonic()))
 
@@ -407,11 +413,13 @@ def _end_interrupted(rank: int, error: KeyboardInterrupt) -> NoReturn:
     """End the job after Ctrl-C or SIGTERM, when all ranks have cleaned up."""
     termination.ignore()
     # If another thread makes the calls of this rank, it may be in the middle of one.
-    guards = [guard for guard in _guards.get() if context.was_used()]
-    for guard in guards:
-        guard.give_up(error)
-    _wait_for([guard.end(_CLEAN_UP_SECONDS, "interrupted") for guard in guards])
-    tells = all(guard.notices.tells_user for guard in guards)
+    breakdowns = _breakdowns() if context.was_used() else []
+    for one in breakdowns:
+        one.abandon("the program", error)
+    _wait_for(
+        [one.wait_for_ends(_CLEAN_UP_SECONDS, "interrupted") for one in breakdowns]
+    )
+    tells = all(one.notices.tells_user for one in breakdowns)
 
     def tell() -> None:
         sys.stdout.flush()
@@ -421,8 +429,8 @@ def _end_interrupted(rank: int, error: KeyboardInterrupt) -> NoReturn:
 
     reporting.write(tell, _TELL_SECONDS)
     with contextlib.suppress(Exception, SystemExit):
-        for guard in guards if tells else []:
-            guard.notices.post_end(guard.sequence, "told")
+        for one in breakdowns if tells else []:
+            one.post_end("told")
     # Open MPI's mpirun may be about to end all, and prints much about an abort.
     # MPICH's returns the code of the first rank: the one that has told the user.
     time.sleep(_INTERRUPT_SECONDS if tells else 2 * _INTERRUPT_SECONDS)
@@ -433,7 +441,7 @@ def _abort(code: int, *, silently: bool = False) -> NoReturn:
     if silently or reporting.is_stuck():
         with contextlib.suppress(OSError):  # MPICH's MPI_Abort prints a line of its own
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    lost = any(guard.has_lost or guard.has_lost_ranks for guard in _guards.get())
+    lost = any(one.misses_ranks or one.state is State.LOST for one in _breakdowns())
     if lost or survival.is_on():
         # MPI_Abort may wait for the lost rank, and keeps Python from running.
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -470,9 +478,15 @@ def leave(code: Any) -> None:
     for function in list(_last_calls.get()):
         function()
     guards = _guards.get()
-    _wait_for([guard.leave(_LEAVING, code) for guard, waits in guards.items() if waits])
+    _wait_for(
+        [
+            program_end.leave(guard, _LEAVING, code)
+            for guard, waits in guards.items()
+            if waits
+        ]
+    )
     # Also if all others have come to their ends: they wait for this one's.
-    _wait_for([guard.end() for guard in guards if guard.gave_up])
+    _wait_for([one.wait_for_ends() for one in _breakdowns() if one.gave_up])
 
 
 def _end() -> None:
@@ -483,7 +497,7 @@ def _end() -> None:
     finalizes = (_ended_by_signal or _failed_at_end) and not library.is_forbidden()
     if not finalizes and not (
         library.is_forbidden()
-        or any(guard.has_lost for guard in _guards.get())
+        or any(one.misses_ranks for one in _breakdowns())
         or (library.world_rank() is not None and survival.end())
     ):
         if library.world_rank() is not None and survival.is_on():

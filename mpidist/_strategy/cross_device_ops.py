@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeAlias
 
-from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call, fingerprint
+from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import backend, checksums, nest
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
@@ -391,7 +391,7 @@ def _run_on_all(
             raise
         return results
 
-    results = guard.run_section(Call(f"the end of {call}"), checked)
+    results = run_section(guard, Call(f"the end of {call}"), checked)
     # Wrapped again where this rank has a Mirrored already: all ranks count keys.
     return [
         group.registry.wrap_tree(Mirrored, own_component(x)) if for_all else x

@@ -14,8 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call, fingerprint
+from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import backend, checksums, nest
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
@@ -73,7 +73,7 @@ def fold(
             section.set_result(f"giving {text}", fingerprint(text))
         return results
 
-    results = group.guard.run_section(Call(f"{call}, the function"), body)
+    results = run_section(group.guard, Call(f"{call}, the function"), body)
     return structure.unflatten(
         [backend.restore(x, kind) for x, (_, kind) in zip(results, pairs, strict=True)]
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpidist._agreement import mismatch
+from mpidist._agreement.breakdown import State
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.remedies import explain_keywords
 from mpidist._runtime import context
@@ -78,10 +79,11 @@ class MPIStrategy(Strategy):
         """
         group = self._group
         guard, collectives = group.guard, group.collectives
-        if guard.broken and not guard.has_lost_ranks:
+        lost = guard.breakdown.state is State.LOST
+        if guard.broken and not lost:
             return
         context.require_cross_replica(group, "MPIStrategy.close")
-        if guard.has_lost_ranks:
+        if lost:
             finish, free = collectives.abandon, self._communicator.abandon
         else:
             if group.unfinished is not None:

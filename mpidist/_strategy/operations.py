@@ -10,8 +10,8 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call, call_of, fingerprint
+from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import backend, nest
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
@@ -84,7 +84,7 @@ def _call_for_each_replica(
         section.set_result(lambda: f"{text} [#{keys}]", fingerprint(text) ^ keys)
         return result
 
-    result = group.guard.run_section(call, body)
+    result = run_section(group.guard, call, body)
     return registry.wrap_tree(PerReplica, result)
 
 
@@ -354,7 +354,7 @@ def _distribute_values(
         section.set_result(text, fingerprint(text))
         return value
 
-    value = group.guard.run_section(call, body)
+    value = run_section(group.guard, call, body)
     registry = group.registry
     leaves, shape = nest.flatten(value)
     number = registry.next_key()

@@ -113,7 +113,7 @@ def join(strategy: Strategy, comm: Comm, make: Callable[[], Arguments]) -> Commu
         # together, when the last rank has collected its strategy.
         weakref.finalize(collectives, communicator.drop).atexit = False
         collectives.decide_device_transports(deadline.seconds)
-        guard.compare_calls(checks)
+        guard.enabled = checks
         group = ReplicaGroup(collectives, number=next(_numbers.get()), is_mpi=True)
         complete(strategy, group, arguments.cross_device_ops)
         scope.note_open(group)
@@ -173,7 +173,7 @@ def complete(
     group.replica_frame = context.Frame(
         group, context.Level.REPLICA, replica_context=replica_context
     )
-    guard.repair_with(_repairer(group))
+    guard.reports.repair = _repairer(group)
 
 
 def _make_guard(
@@ -190,8 +190,7 @@ def _make_guard(
     shared = None if memory.node is None else memory.node.channel
     channel = open_channel(communicator, shared)
     calls = timelines.observe(communicator, environment)
-    make = Guard if calls is None else calls.observing(Guard)
-    guard = make(
+    guard = Guard(
         communicator,
         channel,
         timeout_seconds=deadline.seconds,
@@ -200,21 +199,21 @@ def _make_guard(
     guard.calls = calls
     in_process = threads.current() is None
     if in_process:
-        guard.end_job_with(process_exit.end_at_deadline)
+        guard.waits.watchdog.end = process_exit.end_at_deadline
         if environment.timeout_abort:
-            guard.when_timed_out = process_exit.end_at_deadline
-    deadline.hand_over(guard)
+            guard.breakdown.when_timed_out = process_exit.end_at_deadline
+    deadline.guard = guard
     if in_process and communicator.size > 1:
-        guard.ask_missing_ranks(Stacks(communicator))
+        guard.waits.ask_missing_ranks(Stacks(communicator))
     forked_child.close_in_children(guard)
 
     def forget() -> None:
         process_exit.forget(guard)
-        deadline.release()
+        deadline.guard = None
 
     communicator.on_free(forget)
     if memory.nodes is not None:
-        guard.watch_steps(memory.nodes.node.channel)
+        guard.waits.watch_steps(memory.nodes.node.channel)
     if shared is None and in_process and communicator.size > 1:
         peers = None if memory.nodes is None else memory.nodes.peers
         _check_bits(communicator, channel, peers)

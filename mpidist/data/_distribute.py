@@ -7,8 +7,8 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call
+from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import nest
 from mpidist._base.environment import debugging
 from mpidist._base.types import Nest
@@ -135,7 +135,7 @@ class DistributedDataset:
                 made = Calls(made)
             return chosen, input_of(made, f"{call}: the function's dataset")
 
-        chosen, stage = group.guard.run_section(Call(call), make)
+        chosen, stage = run_section(group.guard, Call(call), make)
         to_device = bool(chosen.experimental_fetch_to_device)
         feed = Feed(group, stage, None, to_device)
         feed.number = group.registry.next_key()

@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias, TypeVar
 
-from mpidist._agreement.guard import SectionResult
 from mpidist._agreement.mismatch import Call
+from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import reporting, threads
 from mpidist._base.environment import Environment, read_environment
 from mpidist._base.errors import ReplicaLostError, format_ranks
@@ -169,8 +169,8 @@ def _call(train: Callable[[Any, State], _R], strategy: MPIStrategy, state: State
         section.kind = "raised"
         return train(strategy, state)
 
-    return group_of(strategy).guard.run_section(
-        Call("elastic.run, the end of `train`"), body
+    return run_section(
+        group_of(strategy).guard, Call("elastic.run, the end of `train`"), body
     )
 
 

@@ -98,7 +98,7 @@ class _Plan:
     ) -> None:
         self.group, self.named = group, named
         self.order, self.counts, self.last = order, counts, last
-        self.failures = group.guard.failures
+        self.failures = group.guard.reports.failures
         members: list[list[int]] = [[]]
         nbytes = 0
         for i in order:
@@ -184,7 +184,7 @@ class Overlap:
         if plan is None:
             self._ready[id(parameter)] = self._ready.get(id(parameter), 0) + 1
             return
-        if plan.failures != plan.group.guard.failures:
+        if plan.failures != plan.group.guard.reports.failures:
             self._forget()  # the ranks have not begun the same buckets
             return
         can_begin = plan.note(parameter)
@@ -222,7 +222,7 @@ class Overlap:
         """
         plan = self._plan
         if plan is not None and (
-            plan.group is not group or plan.failures != group.guard.failures
+            plan.group is not group or plan.failures != group.guard.reports.failures
         ):
             self._forget()
             plan = None

@@ -147,12 +147,12 @@ def test_a_rank_that_gives_up_after_its_part_of_a_call_does_not_end_it(
         return
     guard = group_of(strategy).guard
     if rank == last:
-        guard.give_up(KeyboardInterrupt())
+        guard.abandon(None, KeyboardInterrupt())
     else:
         while not guard.broken:
-            guard.look("a wait", 0.1)
+            guard.waits.look("a wait", 0.1)
         with pytest.raises(mpidist.CollectiveTimeoutError, match="was interrupted by"):
-            guard.look("a wait", 0.2)
+            guard.waits.look("a wait", 0.2)
     rows = outcomes(lambda: strategy.run(lambda: None))
     assert {row.name for row in rows} == {"CollectiveTimeoutError"}
 

@@ -186,9 +186,10 @@ def test_a_rank_that_knows_the_ends_of_all_others_tells_its_own():
     except mpidist.CollectiveTimeoutError:
         print("told", flush=True)
     (guard,) = process_exit._guards.get()
+    notices = guard.breakdown.notices
     limit = time.monotonic() + 10
-    while RANK == 2 and not guard.notices.all_ended and time.monotonic() < limit:
-        guard.notices.read(guard.sequence)
+    while RANK == 2 and not notices.all_ended and time.monotonic() < limit:
+        notices.read(guard.sequence)
     """,
         timeout=40,
         MPIDIST_TIMEOUT="1",

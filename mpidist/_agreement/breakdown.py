@@ -1,0 +1,272 @@
+"""What happens when a rank cannot go on: the others learn of it, and all raise.
+
+A rank gives up at its deadline, after an exception in the middle of a call, or because
+another one has. Its strategy is then *broken*: another rank may still come to the call,
+and its header may still complete. The others learn of it by a notice (`notices`), and
+those that move data in shared memory there.
+
+A rank may also be *lost*: its process has died, and the job goes on (`lives`). The rank
+that finds that tells the others by MPI, which ends their calls, and in the shared
+memory, and all raise `ReplicaLostError`.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from mpidist._agreement.call_state import SharedState
+from mpidist._agreement.channel import LeftError
+from mpidist._agreement.lives import Lives
+from mpidist._agreement.notices import AT_END, COLLECT_SECONDS, End, Notices, Wait
+from mpidist._agreement.polling import SHORT_SLEEP
+from mpidist._base.errors import (
+    CollectiveTimeoutError,
+    ReplicaLostError,
+    format_ranks,
+    on_rank,
+)
+from mpidist._mpi import survival
+from mpidist._mpi.communicator import AnyCommunicator
+
+_UNUSABLE: Final = "this strategy cannot be used any more"
+
+
+class State(enum.Enum):
+    """Whether a rank can make the calls of its strategy; all but two are for good."""
+
+    USABLE = "it can"
+    ALONE = "not now: merge_fn runs on this rank alone"
+    GAVE_UP = "this rank has given up"
+    TOLD = "another rank has given up, and has told this one"
+    LOST = "the process of a rank has died"
+    CLOSED = "the strategy was closed"
+
+
+class Payload:
+    """The context of what all ranks are in the middle of.
+
+    A class, since a generator would take three times as long. An exception that leaves
+    the block breaks it off.
+
+    Args:
+        breakdown: breaks it off (`Breakdown.abandon`).
+        what: it is.
+    """
+
+    __slots__ = ("_breakdown", "_what")
+
+    def __init__(self, breakdown: Breakdown, what: str) -> None:
+        self._breakdown = breakdown
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            found = self._breakdown.abandon(self._what, error)
+            if found is not error:
+                raise found from None
+
+
+class Breakdown:
+    """Whether the calls of a strategy can still be made; and if not, why.
+
+    Args:
+        comm: the ranks.
+        shared: the call that this rank is in.
+
+    Attributes:
+        state: whether they can.
+        why: they cannot; "" if they can.
+        notices: what the ranks tell each other.
+        when_timed_out: called at the deadline with the error that is about to be
+            raised, here or on a rank that told this one; None: nothing is.
+    """
+
+    when_timed_out: Callable[[CollectiveTimeoutError], None] | None = None
+
+    def __init__(self, comm: AnyCommunicator, shared: SharedState) -> None:
+        self._comm = comm
+        self._shared = shared
+        self.state: State = State.USABLE
+        self.why: str = ""
+        self.notices: Notices = Notices(comm)
+        self.lives: Lives = Lives(comm)
+        self._lost: tuple[int, ...] = ()
+        self._untold = ""  # what this rank has left, until the others know
+
+    def set(self, state: State, why: str) -> None:
+        """Enter a state in which no call can be made any more."""
+        self.state, self.why = state, why
+        self._shared.blocked = True
+
+    def error(self) -> RuntimeError:
+        """Return what the calls of a broken strategy raise."""
+        text = on_rank(self._comm.rank, self.why)
+        if self.state is State.CLOSED:
+            return RuntimeError(text)
+        if self.state is State.LOST:
+            return ReplicaLostError(text, self._lost, self._shared.call.text)
+        return self.timed_out(CollectiveTimeoutError(text))
+
+    def timed_out(self, error: CollectiveTimeoutError) -> CollectiveTimeoutError:
+        """Return an error that is about to be raised at the deadline."""
+        if self.when_timed_out is not None:
+            self.when_timed_out(error)
+        return error
+
+    # --- giving up ----------------------------------------------------------------
+
+    def abandon(self, what: str, error: BaseException) -> BaseException:
+        """Give up after an exception in the middle of a call; return what to raise.
+
+        Args:
+            what: this rank was in.
+            error: the exception: usually a signal's; `LeftError` if another rank has
+                left; or MPI's, because one is lost.
+        """
+        if isinstance(error, LeftError):
+            return self._learn(what, error)
+        shared = self._shared
+        if shared.begun is not None and shared.begun.unsettled:
+            shared.begun.stop(error)
+        if self._comm.outlives_ranks and not isinstance(error, RecursionError):
+            error = self.failed(error)
+        if not self.why and self._comm.size > 1:
+            # Without a call: after a RecursionError there may be no frame for one.
+            self.state = State.GAVE_UP
+            self.why = (
+                f"rank {self._comm.rank} was interrupted by {type(error).__name__} in "
+                f"{what}; {_UNUSABLE}"
+            )
+            shared.blocked = True
+            self._untold = what
+            self.repeat_notice()
+            shared.channel.leave()
+        return error
+
+    def repeat_notice(self) -> None:
+        """Tell the others that this rank has left, if that has failed before.
+
+        For example by a RecursionError, which is over some frames farther up.
+        """
+        if self._untold:
+            self.notices.post(Wait(self._untold, self._shared.sequence), self.why)
+            self._untold = ""
+
+    def give_up_on(self, wait: Wait, why: str) -> CollectiveTimeoutError:
+        """Give up at the deadline; return what to raise.
+
+        Args:
+            wait: that was in vain.
+            why: and what the user can do.
+        """
+        self.notices.post_last(wait, why)
+        self.set(State.GAVE_UP, why)
+        error = CollectiveTimeoutError(on_rank(self._comm.rank, why))
+        return self.timed_out(error)
+
+    def read_notices(self) -> bool:
+        """Return whether another rank has told this one that it has given up."""
+        why = self.notices.read(self._shared.sequence)
+        if why:
+            self.set(State.TOLD, why)
+        return bool(why)
+
+    def _learn(self, what: str, left: LeftError) -> BaseException:
+        """Wait for the notice of the rank that has left; return what to raise."""
+        seconds = COLLECT_SECONDS
+        if self._comm.outlives_ranks:
+            seconds = survival.LEARN_SECONDS
+        end = time.monotonic() + seconds
+        while not self.why and time.monotonic() < end:
+            try:
+                self.check_lives(what)
+                if not self.read_notices():
+                    time.sleep(SHORT_SLEEP)
+            except Exception as told:
+                return self.failed(told)
+        if not self.why:
+            why = f"rank {left.rank} has left {what} before its end; {_UNUSABLE}"
+            self.set(State.GAVE_UP, why)
+            self._untold = what
+            self.repeat_notice()
+        self._shared.channel.leave()
+        return self.error()
+
+    # --- ranks that die -----------------------------------------------------------
+
+    def check_lives(self, what: str) -> None:
+        """Raise if a rank is lost.
+
+        Args:
+            what: this rank is in.
+
+        Raises:
+            ReplicaLostError: if one is.
+        """
+        losses = self.lives.losses()
+        if losses is not None:
+            raise self._lose(what, losses)
+
+    def _lose(self, what: str, replicas: tuple[int, ...]) -> RuntimeError:
+        """Give up since ranks are lost; tell the others; return what to raise."""
+        self._lost = self.notices.missing = self.notices.lost = replicas
+        who = format_ranks(replicas) if replicas else "some rank"
+        self.set(
+            State.LOST,
+            f"the process of {who} has died; this rank was in {what}. This strategy "
+            "cannot be used any more. To go on without it, run the training by "
+            "`mpidist.elastic.run`; or close the strategy, call `Revoke` and `Shrink` "
+            "of its communicator, and make another `MPIStrategy` on the result",
+        )
+        self._comm.revoke()
+        self._shared.channel.leave()
+        return self.error()
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Return what to raise in place of an exception of MPI.
+
+        It is the exception itself if it does not come from a rank that is lost.
+        """
+        losses = survival.losses_behind(error, self.lives.losses)
+        if losses is None:
+            return error
+        return self.error() if self.why else self._lose(self._shared.call.text, losses)
+
+    # --- the end of the program ---------------------------------------------------
+
+    def post_end(self, end: End) -> None:
+        """Tell the others how far this process is with its end."""
+        self.notices.post(Wait(AT_END, self._shared.sequence), end=end)
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether it is to tell the others when this process comes to its end."""
+        if self.state is State.LOST:  # MPI sends no notice if the job goes on
+            return not self._comm.outlives_ranks
+        return self.state in (State.GAVE_UP, State.TOLD)
+
+    @property
+    def misses_ranks(self) -> bool:
+        """Whether it gave up, and some rank has not come to its end since."""
+        return self.gave_up and not self.notices.all_ended
+
+    def wait_for_ends(
+        self, patience: float | None = None, end: End = "ends"
+    ) -> Iterator[None]:
+        """Wait, after giving up, at the end of the program, for those of the others.
+
+        Yields while it waits.
+
+        Args:
+            patience: seconds to wait; None: as long as they may need.
+            end: what this rank tells the others.
+        """
+        if self.state is State.LOST and self._comm.outlives_ranks:
+            return iter(())
+        return self.notices.wait_for_ends(self._shared.sequence, patience, end)

@@ -1,0 +1,88 @@
+"""What all ranks do if a header shows a difference: they meet, and exchange reports."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from mpidist._agreement.breakdown import Breakdown, Payload
+from mpidist._agreement.call_state import SharedState
+from mpidist._agreement.mismatch import Call, ErrorKind, Key, Report, judge
+from mpidist._base.errors import as_told
+from mpidist._mpi.communicator import AnyCommunicator
+
+
+class Writes(Protocol):
+    """What an update has written to this rank's copies of variables."""
+
+    def undo(self) -> list[Key]:
+        """Undo the writes if the values before are kept; return the variables' keys."""
+
+
+class Reports:
+    """Exchanges reports, and repairs what an update has done on some ranks only.
+
+    Args:
+        comm: the ranks.
+        shared: the sections that this rank is in.
+        breakdown: what happens if that fails.
+
+    Attributes:
+        failures: how often ranks have differed; it changes on all ranks, or on none.
+        writes: of the current update, which are undone if the ranks differ.
+        repair: makes the copies of variables, given by their keys, equal again after
+            an update that has failed. Collective.
+    """
+
+    def __init__(
+        self, comm: AnyCommunicator, shared: SharedState, breakdown: Breakdown
+    ) -> None:
+        self._comm = comm
+        self._shared = shared
+        self._breakdown = breakdown
+        self.failures: int = 0
+        self.writes: Writes | None = None
+        self.repair: Callable[[Sequence[Key]], None] | None = None
+
+    def exchange(
+        self,
+        call: Call,
+        error: BaseException | None = None,
+        kind: ErrorKind = "none",
+        *,
+        joining: bool = False,
+    ) -> tuple[BaseException, bool]:
+        """Tell all ranks where this one is, and why. Collective.
+
+        Args:
+            call: of the header that shows a difference.
+            error: what this rank raised.
+            kind: of that error.
+            joining: whether this rank is at the end of a section.
+
+        Returns:
+            The exception that this rank raises; and whether all are at the end of the
+            same section.
+        """
+        sections = self._shared.sections
+        with Payload(self._breakdown, call.text):
+            self.failures += 1
+            report = Report.of(self._comm.rank, call, error, kind)
+            report.depth, report.joining = sections.depth, joining
+            if self.writes is not None:
+                report.written = self.writes.undo()
+                self.writes = None
+            data = self._comm.all_gather_objects(pickle.dumps(report))
+            reports: list[Report] = [pickle.loads(item) for item in data]
+            found = judge(self._comm.rank, reports) if error is None else error
+            as_told(found)
+            sections.desert(min(report.depth for report in reports), found)
+            self._shared.blocked |= sections.error is not None
+            # All ranks are here now, whatever each was about to do: the only moment at
+            # which an update that some of them did not make can be undone.
+            written = sorted({key for report in reports for key in report.written})
+            if written and self.repair is not None:
+                self.repair(written)
+        depth = sections.depth
+        return found, all(one.joining and one.depth == depth for one in reports)

@@ -1,0 +1,163 @@
+"""Sections: parts of the program that every rank enters, and whose end is a header.
+
+A rank that is at the end of a section meets the headers of those that are still inside
+it, so ranks that differ in a section meet at its end, and can then continue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+from mpidist._agreement.breakdown import State
+from mpidist._agreement.guard import Guard
+from mpidist._agreement.mismatch import Call, ErrorKind
+from mpidist._base.errors import CollectiveError, CollectiveTimeoutError, was_told
+from mpidist._timeline.observer import NOTHING
+
+_R = TypeVar("_R")
+
+
+class SectionResult:
+    """What a rank says at the end of a section: whose errors, and what the result is.
+
+    Attributes:
+        kind: of an exception that the section raises on this rank.
+        text: the result, or a function that returns it, for messages.
+        fingerprint: of the result.
+    """
+
+    kind: ErrorKind = "invalid"
+    text: str | Callable[[], str] = ""
+    fingerprint = 0
+
+    def set_result(self, text: str | Callable[[], str], fingerprint: int) -> None:
+        """Say what the result is, which must be the same on all ranks.
+
+        Args:
+            text: the result, or a function that returns it, for the message if the
+                ranks differ.
+            fingerprint: 62 bits that differ if the result does.
+        """
+        self.text, self.fingerprint = text, fingerprint
+
+
+def run_section(guard: Guard, call: Call, body: Callable[[SectionResult], _R]) -> _R:
+    """Run ``body`` on every rank, and wait until it has ended on all. Collective.
+
+    If it raises on one rank, all ranks raise.
+
+    Args:
+        guard: of the ranks.
+        call: the end of the section.
+        body: gets a `SectionResult`, to say whose errors its own are, and what the
+            result is.
+    """
+    calls = guard.calls
+    observed: AbstractContextManager[object] = NOTHING
+    if calls is not None:
+        observed = calls.section(call, call.text, guard.sequence + 1)
+    with observed:
+        section = SectionResult()
+        error: BaseException | None = None
+        result: Any = None
+        guard.enter_section()
+        try:
+            try:
+                result = body(section)
+                guard.settle()
+            except KeyboardInterrupt:
+                raise
+            except BaseException as raised:
+                error = raised
+                if isinstance(error, CollectiveError):
+                    section.kind = "agreed"
+            error = join(
+                guard, call, error, section.kind, section.text, section.fingerprint
+            )
+        except BaseException as raised:
+            # Such as Ctrl-C: those who are in the section learn that this rank is not
+            # coming.
+            in_merge_fn = guard.breakdown.state is State.ALONE
+            if not (was_told(raised) or in_merge_fn):
+                raise guard.abandon(call, raised) from raised.__cause__
+            raise
+        finally:
+            guard.leave_section()
+        if error is not None:
+            raise error
+        return result  # type: ignore[no-any-return]
+
+
+def join(
+    guard: Guard,
+    call: Call,
+    error: BaseException | None,
+    kind: ErrorKind = "raised",
+    result: str | Callable[[], str] = "",
+    fingerprint: int = 0,
+) -> BaseException | None:
+    """Wait until every rank has come to the end of a section; return what to raise.
+
+    A rank that is here first meets the headers of ranks that are still inside it, tells
+    them what happened to it, and continues to wait until all are here. The results must
+    then be the same on all ranks. If some rank never entered the section, there is
+    nothing to wait for.
+
+    Args:
+        guard: of the ranks.
+        call: the end of the section.
+        error: what this rank raised in it.
+        kind: of that error.
+        result: of the section, or a function that returns it, for messages.
+        fingerprint: of the result.
+    """
+    with guard.observed(call, call) as span:
+        found = _join(guard, call, error, kind, result, fingerprint)
+        if span is not None and found is not None:
+            span.raised = type(found).__name__
+    return found
+
+
+def _join(
+    guard: Guard,
+    call: Call,
+    error: BaseException | None,
+    kind: ErrorKind,
+    result: str | Callable[[], str],
+    fingerprint: int,
+) -> BaseException | None:
+    if error is not None:
+        guard.interrupted(call.text, error)
+    if guard.begun is not None:
+        if error is not None:
+            guard.begun.excuse()
+        failure = guard.begun.drain()
+        error = error or failure
+    if guard.broken:
+        guard.breakdown.repeat_notice()
+        return error or guard.breakdown.error()
+    sections = guard.sections
+    if not guard.enabled or sections.error is not None:
+        return error or sections.error
+    while not _exchange(guard, call, error, fingerprint):
+        found, joined = guard.reports.exchange(call, error, kind, joining=True)
+        if error is None:
+            error, kind = found, "agreed"
+        # At the ends of different sections there is nothing more to wait for.
+        if joined or sections.error is not None:
+            return error
+    if not guard.channel.verdict[2]:
+        text = result if isinstance(result, str) else result()
+        return guard.reports.exchange(Call(f"{call.text} -> {text}"))[0]
+    return error
+
+
+def _exchange(
+    guard: Guard, call: Call, error: BaseException | None, value: int
+) -> bool:
+    try:
+        return guard.exchange(call, 0 if error is None else 1, value)
+    except CollectiveTimeoutError as timeout:
+        raise timeout from error  # which would be lost otherwise
