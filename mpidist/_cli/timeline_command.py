@@ -8,9 +8,7 @@ from typing import Final
 
 from mpidist._cli.job import UsageError
 from mpidist._cli.speaking import Parser, say
-from mpidist._timeline import merging, plot, summary
-from mpidist._timeline.parts import PartError
-from mpidist._timeline.trace_events import FormatError
+from mpidist._timeline import files, plot, summary
 
 ABOUT: Final = "summarize or draw what MPIDIST_TIMELINE recorded"
 _DESCRIPTION: Final = """\
@@ -40,10 +38,10 @@ def timeline(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     path = Path(given.path).absolute()
     try:
-        found = merging.load(path)
+        found = files.load(path)
         say(summary.summarize(found).rstrip("\n"))
         if given.plot is not None:
             plot.draw(found, Path(given.plot))
-    except (OSError, FormatError, PartError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
     return 0

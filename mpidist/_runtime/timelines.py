@@ -27,9 +27,8 @@ from mpidist._base.errors import format_ranks
 from mpidist._mpi import library
 from mpidist._mpi.communicator import Communicator
 from mpidist._runtime import process_exit
-from mpidist._timeline import merging
+from mpidist._timeline import files
 from mpidist._timeline.observer import Calls, Observer
-from mpidist._timeline.parts import PartError, are_complete
 from mpidist._timeline.recorder import Recorder
 from mpidist._timeline.trace import Lines
 
@@ -171,9 +170,9 @@ def _merge(recorder: Recorder) -> None:
     path = recorder.path
     deadline = time.monotonic() + _PATIENCE_SECONDS
     try:
-        while not are_complete(parts := merging.read_parts(path)):
+        while not files.are_complete(parts := files.read_parts(path)):
             if time.monotonic() > deadline:
-                ranks = [part.process.rank for part in parts if not part.complete]
+                ranks = [part.rank for part in parts if not part.complete]
                 ends = f"; the recording of {format_ranks(ranks)} ended early"
                 reporting.log(
                     _logger,
@@ -187,8 +186,8 @@ def _merge(recorder: Recorder) -> None:
                 )
                 return
             time.sleep(_PAUSE_SECONDS)
-        merging.merge_files(path, parts)
-    except (OSError, PartError) as error:
+        files.merge_files(path, parts)
+    except (OSError, files.FormatError) as error:
         reporting.log(
             _logger,
             logging.WARNING,

@@ -2,9 +2,8 @@
 
 `observer.Calls` tells the observers of a strategy of each call: `trace.Lines` writes a
 line, `recorder.Recorder` an event in the *part* of its process, a file beside the
-timeline. At the end rank 0 reads the parts and puts them on one clock (`parts`), works
-out who waited for whom (`spans`), and writes one file in the Trace Event Format, which
-Perfetto and Chrome show (`trace_events`). A job that was killed leaves its parts;
-`mpidist timeline` reads these too (`merging`), prints a summary (`summary`), and draws
-it (`plot`).
+timeline. At the end rank 0 reads the parts, puts them on one clock, works out who
+waited for whom, and writes one file in the Trace Event Format, which Perfetto and
+Chrome show (`files`). A job that was killed leaves its parts; `mpidist timeline` reads
+these too, prints a summary (`summary`), and draws it (`plot`).
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from mpidist._timeline.spans import Timeline
+from mpidist._timeline.files import Timeline
 from mpidist._timeline.summary import largest_waits
 
 # Of the palette of Okabe and Ito, which people with colour blindness can tell apart.

@@ -1,14 +1,14 @@
 """Writes one process's part of a timeline.
 
-A part is a text file of JSON lines, which grows while the program runs, so that a
-process that is killed leaves all but its last second. Its first line is about the
-process; a line that is an object is about a strategy, and a list is an event: the
-`FIELDS` of a span. The last line of a complete part is `END`.
+A part is a list in the Trace Event Format (Google, 2016), an event in a line, which
+grows while the program runs, so that a process that is killed leaves all but its last
+second; Perfetto and Chrome show it, too. Complete events (phase X) are spans, with
+times in microseconds; metadata events (phase M) are about the process, which is a rank,
+and about its strategies, which are its threads. A complete part ends with `END`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import logging
@@ -16,41 +16,76 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Any, Final
 
 from mpidist._base import reporting
 from mpidist._base.machine import boot_id
 from mpidist._timeline.observer import END_OF, Span
 
-FORMAT: Final = 1
-END: Final = "end"
-FIELDS: Final = (
-    *("strategy", "kind", "number", "start", "end"),
-    *("nbytes", "route", "raised", "text"),
-)
-"""Of a `Span`: what a line of an event has."""
+FORMAT: Final = 2
+PROCESS: Final = "process_name"
+STRATEGY: Final = "thread_name"
+END: Final = "end of the recording"
 
+_LONGEST_NAME: Final = 60
 _LONGEST_TEXT: Final = 1024
+_MICROSECONDS: Final = 1e6
 _FLUSH_SECONDS: Final = 1.0
 _FLUSH_EVENTS: Final = 1000
 _logger: Final = logging.getLogger("mpidist")
 
 
-@dataclasses.dataclass(frozen=True)
-class Process:
-    """The first line of a part.
+def event_of(span: Span) -> dict[str, Any]:
+    """Return the event of a span."""
+    text = " ".join(span.text.split())
+    args: dict[str, Any] = {
+        "call": span.number,
+        "text": text,
+        "bytes": span.nbytes,
+        "route": span.route,
+    }
+    if span.waited_for >= 0:
+        args["waited for rank"] = span.waited_for
+    if span.waited:
+        args["waited us"] = round(span.waited * _MICROSECONDS, 3)
+    if span.raised:
+        args["raised"] = span.raised
+    return {
+        "ph": "X",
+        "name": text if len(text) <= _LONGEST_NAME else f"{text[:_LONGEST_NAME]}...",
+        "cat": span.kind,
+        "pid": span.rank,
+        "tid": span.strategy,
+        "ts": round(span.start * _MICROSECONDS, 3),
+        "dur": round(span.seconds * _MICROSECONDS, 3),
+        "args": args,
+    }
 
-    Attributes:
-        rank: of the process among those of the job.
-        host: the name of its machine.
-        boot: identifies the clock: the same for processes of one machine.
-        epoch: the time of day, in seconds since 1970, at the clock's zero.
-    """
 
-    rank: int
-    host: str
-    boot: str
-    epoch: float
+def span_of(event: dict[str, Any]) -> Span:
+    """Return the span of an event."""
+    args = event["args"]
+    start = event["ts"] / _MICROSECONDS
+    return Span(
+        rank=event["pid"],
+        strategy=event["tid"],
+        kind=event["cat"],
+        number=args["call"],
+        start=start,
+        end=start + event["dur"] / _MICROSECONDS,
+        nbytes=args["bytes"],
+        route=args["route"],
+        raised=args.get("raised", ""),
+        text=args["text"],
+        waited=args.get("waited us", 0.0) / _MICROSECONDS,
+        waited_for=args.get("waited for rank", -1),
+    )
+
+
+def metadata(name: str, rank: int, strategy: int = 0, /, **args: Any) -> dict[str, Any]:
+    """Return an event that is about a process, or about a strategy of it."""
+    where = {"pid": rank, "tid": strategy}
+    return {"ph": "M", "name": name, **where, "args": args}
 
 
 def part_of(path: Path, rank: int) -> Path:
@@ -75,7 +110,7 @@ class Recorder:
         self._file: IO[str] | None = None
         self._process_id = os.getpid()
         self._stopped = False
-        self._lines: list[object] = []
+        self._events: list[dict[str, Any]] = []
         self._flushed = time.perf_counter()
 
     def open(self, rank: int) -> None:
@@ -95,11 +130,21 @@ class Recorder:
                     errno.EINVAL, "expected a file, or a path where none is", str(path)
                 )
         self._file = open(part, "w", encoding="utf-8")  # noqa: SIM115 - until `close`
-        epoch = time.time() - time.perf_counter()
+        self._file.write("[\n")
         host = socket.gethostname()
-        process = Process(rank, host, boot_id() or host, round(epoch, 6))
-        header = {"mpidist timeline": FORMAT, **dataclasses.asdict(process)}
-        self._lines.insert(0, header)
+        self._events.insert(
+            0,
+            metadata(
+                PROCESS,
+                rank,
+                name=f"rank {rank} on {host}",
+                host=host,
+                format=FORMAT,
+                # Identifies the clock; and the time of day at its zero.
+                boot=boot_id() or host,
+                epoch=round(time.time() - time.perf_counter(), 6),
+            ),
+        )
         self.flush()
 
     def add_strategy(self, number: int, identity: str, rank: int, size: int) -> None:
@@ -112,7 +157,8 @@ class Recorder:
             size: how many ranks it has.
         """
         about = {"identity": identity, "rank": rank, "size": size}
-        self._lines.append({"strategy": number, **about})
+        name = f"strategy {number}"
+        self._events.append(metadata(STRATEGY, 0, number, name=name, **about))
 
     def begins(self, span: Span) -> None:
         """Do nothing: an event is recorded at its end."""
@@ -132,14 +178,14 @@ class Recorder:
         """Record a span; write those that there are now and then."""
         if self._stopped:
             return
-        text = span.text[:_LONGEST_TEXT]
+        event = event_of(span)
+        text: str = event["args"]["text"][:_LONGEST_TEXT]
         if span.kind == "section":
             text = text.removeprefix(END_OF)
-        times = round(span.start, 7), round(span.end, 7)
-        how = span.nbytes, span.route, span.raised, text
-        self._lines.append((span.strategy, span.kind, span.number, *times, *how))
+        event["args"]["text"] = text
+        self._events.append(event)
         late = span.end - self._flushed > _FLUSH_SECONDS
-        if late or len(self._lines) >= _FLUSH_EVENTS or span.raised:
+        if late or len(self._events) >= _FLUSH_EVENTS or span.raised:
             self.flush()
 
     def flush(self) -> None:
@@ -149,9 +195,11 @@ class Recorder:
         self._flushed = time.perf_counter()
         if self._file is None:
             return
-        lines, self._lines = self._lines, []
+        events, self._events = self._events, []
         try:
-            self._file.writelines(f"{json.dumps(line)}\n" for line in lines)
+            for event in events:
+                event["pid"] = self.rank
+                self._file.write(f"{json.dumps(event)},\n")
             self._file.flush()
         except OSError as error:  # what was written can still be read
             self._stop()
@@ -167,13 +215,13 @@ class Recorder:
     def close(self) -> None:
         """Write the rest, and that it is complete."""
         if self._file is not None and os.getpid() == self._process_id:
-            self._lines.append(END)
+            self._events.append(metadata(END, self.rank))
             self.flush()
             self._stop()
 
     def _stop(self) -> None:
         file, self._file = self._file, None
-        self._lines, self._stopped = [], True
+        self._events, self._stopped = [], True
         if file is not None:
             try:
                 file.close()

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
+from mpidist._timeline.files import Timeline
 from mpidist._timeline.observer import Span
-from mpidist._timeline.spans import Timeline
 
 _MOST_WAITS: Final = 3
 _MOST_CALLS: Final = 10

@@ -8,7 +8,7 @@ import sys
 import pytest
 from launching import rank_environment
 
-from mpidist._timeline import spans, trace_events
+from mpidist._timeline import files
 from mpidist._timeline.observer import Span
 
 
@@ -27,7 +27,7 @@ def run(*arguments, cwd):
 def folder(tmp_path):
     """Return a folder with a timeline."""
     span = Span(0, 1, "call", 1, 0.0, 1.0, 8, "eager", "", "all_reduce")
-    trace_events.write(spans.Timeline({0: "a"}, [span]), tmp_path / "run.json")
+    files.write(files.Timeline({0: "a"}, [span]), tmp_path / "run.json")
     return tmp_path
 
 

@@ -7,10 +7,18 @@ import json
 import numpy as np
 import pytest
 
-from mpidist._timeline import merging, parts, plot, spans, summary, trace_events
+from mpidist._timeline import files, plot, summary
 from mpidist._timeline.observer import Span
-from mpidist._timeline.parts import PartError
-from mpidist._timeline.recorder import END, FIELDS, Recorder, part_of
+from mpidist._timeline.recorder import (
+    END,
+    FORMAT,
+    PROCESS,
+    STRATEGY,
+    Recorder,
+    event_of,
+    metadata,
+    part_of,
+)
 
 
 def call(number, start, end, text="all_reduce SUM float64 ()", rank=0, **more):
@@ -28,22 +36,15 @@ def call(number, start, end, text="all_reduce SUM float64 ()", rank=0, **more):
 
 def write(path, rank, events, *, size=2, identity="a", host="", boot="x", end=True):
     """Write a part, as a process on that host would."""
+    host = host or f"host{rank}"
+    about = {"host": host, "boot": boot, "epoch": 0.0, "format": FORMAT}
     lines = [
-        {
-            "mpidist timeline": 1,
-            "rank": rank,
-            "host": host or f"host{rank}",
-            "boot": boot,
-            "epoch": 0.0,
-        },
-        {"strategy": 1, "identity": identity, "rank": rank, "size": size},
-        *(
-            x if isinstance(x, list) else [getattr(x, name) for name in FIELDS]
-            for x in events
-        ),
-        *([END] if end else []),
+        metadata(PROCESS, rank, **about),
+        metadata(STRATEGY, rank, 1, identity=identity, rank=rank, size=size),
+        *(x if isinstance(x, list) else {**event_of(x), "pid": rank} for x in events),
+        *([metadata(END, rank)] if end else []),
     ]
-    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    text = "[\n" + "".join(f"{json.dumps(line)},\n" for line in lines)
     part_of(path, rank).write_text(text, encoding="utf-8")
 
 
@@ -62,17 +63,18 @@ def test_a_recorder_writes_what_is_read(path):
     ]
     for event in events:
         recorder.ends(event, None)
-    (name,) = parts.find_parts(path)
+    (name,) = files.find_parts(path)
     # An event that raised is written at once: the job may end.
-    assert parts.read_part(name).events == events
-    assert not parts.read_part(name).complete
+    assert files.read_part(name).events == events
+    assert not files.read_part(name).complete
     recorder.close()
     recorder.ends(call(3, 3.0, 4.0), None)
-    found = parts.read_part(name)
+    found = files.read_part(name)
     assert found.complete
     assert found.events == events
-    assert found.process.rank == 3
-    assert found.strategies == {1: parts.Strategy("a", 1, 2)}
+    assert found.rank == 3
+    (made,) = found.strategies.values()
+    assert (made["identity"], made["rank"], made["size"]) == ("a", 1, 2)
 
 
 @pytest.mark.parametrize("drift", [0.0, 1e-4])
@@ -82,8 +84,8 @@ def test_clocks_of_hosts_become_one(path, drift):
     shifted = 5000.0 + (1 + drift) * ends + rng.exponential(2e-5, 2000)
     write(path, 0, [call(n, e - 5e-4, e) for n, e in enumerate(ends)])
     write(path, 1, [call(n, e - 2e-4, e) for n, e in enumerate(shifted)], boot="y")
-    one, two = (parts.read_part(name) for name in parts.find_parts(path))
-    parts.align([one, two])
+    one, two = (files.read_part(name) for name in files.find_parts(path))
+    files.align([one, two])
     errors = [b.end - a.end for a, b in zip(one.events, two.events, strict=True)]
     # Exact up to the latencies of messages, and the drift within a window of time.
     assert max(map(abs, errors)) < 5e-4
@@ -93,15 +95,15 @@ def test_clocks_of_hosts_become_one(path, drift):
 def test_clocks_of_one_host_are_not_touched(path):
     write(path, 0, [call(1, 1.0, 2.0)])
     write(path, 1, [call(1, 1.5, 7.0)])
-    read = [parts.read_part(name) for name in parts.find_parts(path)]
-    parts.align(read)
+    read = [files.read_part(name) for name in files.find_parts(path)]
+    files.align(read)
     assert read[1].events == [call(1, 1.5, 7.0, rank=1)]
 
 
 def test_who_waited_for_whom(path):
     write(path, 0, [call(1, 10.0, 13.1), call(2, 14.0, 15.0, kind="message")])
     write(path, 1, [call(1, 13.0, 13.1), call(2, 13.5, 15.0, kind="message")])
-    found = merging.load(path)
+    found = files.load(path)
     waits = [(s.rank, s.number, round(s.waited, 6), s.waited_for) for s in found.spans]
     assert waits == [(0, 1, 3.0, 1), (1, 1, 0.0, -1), (1, 2, 1.5, 0), (0, 2, 0.0, -1)]
     assert found.spans[0].start == 0.0  # from the first event
@@ -111,7 +113,7 @@ def test_what_is_left_of_an_earlier_job_is_ignored(path):
     write(path, 2, [call(1, 1.0, 2.0)], size=3, identity="old")
     write(path, 0, [call(1, 1.0, 2.0)])
     write(path, 1, [call(1, 1.0, 2.0)])
-    assert sorted(merging.load(path).hosts) == [0, 1]
+    assert sorted(files.load(path).hosts) == [0, 1]
     assert [file.name for file in path.parent.iterdir()] == ["run.json"]
 
 
@@ -121,34 +123,36 @@ def test_a_part_that_was_cut_off(path):
     name = part_of(path, 0)
     text = name.read_text()
     name.write_text(text[:-10])
-    found = merging.load(path)
+    found = files.load(path)
     assert [s.number for s in found.spans if s.rank == 0] == [1]
     # They stay: the job may still run, or more may be found.
-    assert len(parts.find_parts(path)) == 2
+    assert len(files.find_parts(path)) == 2
     name.write_text(text)
-    assert [s.number for s in merging.load(path).spans if s.rank == 0] == [1, 2]
+    assert [s.number for s in files.load(path).spans if s.rank == 0] == [1, 2]
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}\n", "[1, 2]\n", "no JSON\n", '{"mpidist timeline": 99}\n']
+    "text", ["", "{}\n", "[1, 2]\n", "[\nno JSON\n", '[\n{"args": {"format": 1}},\n']
 )
 def test_other_files_are_no_parts(path, text):
     part_of(path, 0).write_text(text)
-    with pytest.raises(PartError, match=r"run\.json\.rank0 is not part of a timeline"):
-        merging.load(path)
+    with pytest.raises(
+        files.FormatError, match=r"run\.json\.rank0 is not part of a timeline"
+    ):
+        files.load(path)
 
 
 def test_a_damaged_part_is_named(path):
     write(path, 0, [[1, 2, 3]])
-    with pytest.raises(PartError, match=r"run\.json\.rank0 is damaged"):
-        merging.load(path)
+    with pytest.raises(files.FormatError, match=r"run\.json\.rank0 is damaged"):
+        files.load(path)
 
 
 def test_a_timeline_is_read_as_it_was_written(path):
     write(path, 0, [call(1, 10.0, 13.1), call(2, 14.0, 15.0, raised="ValueError")])
     write(path, 1, [call(1, 13.0, 13.1, text="x " * 100)])
-    merged = merging.load(path)
-    found = trace_events.read(path)
+    merged = files.load(path)
+    found = files.read(path)
     assert found.hosts == merged.hosts
     for ours, read in zip(merged.spans, found.spans, strict=True):
         assert (read.start, read.end) == pytest.approx((ours.start, ours.end), abs=1e-8)
@@ -160,8 +164,8 @@ def test_a_timeline_is_read_as_it_was_written(path):
 def test_other_files_are_no_timelines(path):
     for text in ("", "[]", "{}", '{"traceEvents": [{"ph": "X"}]}'):
         path.write_text(text)
-        with pytest.raises(trace_events.FormatError, match="not a timeline of mpidist"):
-            trace_events.read(path)
+        with pytest.raises(files.FormatError, match="not a timeline of mpidist"):
+            files.read(path)
 
 
 @pytest.fixture
@@ -172,7 +176,7 @@ def timeline():
         some = {"waited": waited, "waited_for": waited_for}
         return Span(rank, 1, "call", number, start, end, **common, **some)
 
-    return spans.Timeline(
+    return files.Timeline(
         {0: "a", 1: "a", 2: "b"},
         [
             span(0, 1, 0.0, 3.0, 2.5, 1),
@@ -211,7 +215,7 @@ def test_the_summary(timeline):
 
 
 def test_the_summary_of_nothing():
-    assert summary.summarize(spans.Timeline({0: "a"}, [])) == (
+    assert summary.summarize(files.Timeline({0: "a"}, [])) == (
         "timeline of 1 rank: no calls\n"
     )
 

@@ -12,14 +12,14 @@ from launching import FORKS, run_ranks
 from replicas import everywhere, raises_everywhere
 
 import mpidist
-from mpidist._timeline import merging, trace_events
-from mpidist._timeline.parts import find_parts
+from mpidist._timeline import files
+from mpidist._timeline.files import find_parts
 
 on_replicas = [pytest.mark.mpi, pytest.mark.replicas(1, 2, 3), pytest.mark.core]
 
 
 def reductions_in(path):
-    spans = trace_events.read(path).spans
+    spans = files.read(path).spans
     return [span for span in spans if span.text == "all_reduce SUM float64 (10,)"]
 
 
@@ -50,7 +50,7 @@ class TestRecording:
                 strategy.run(step, args=(np.ones(10),))
             mpidist.Checkpoint(v=v).save(folder / "saved")
         if rank == 0:  # the others may still be on their way here
-            found = trace_events.read(path)
+            found = files.read(path)
             assert not find_parts(path)
             assert sorted(found.hosts) == list(range(size))
             for process in range(size):
@@ -126,7 +126,7 @@ class TestRecording:
         if rank == 0:
             assert not path.exists()
             assert len(find_parts(path)) == size
-            assert sorted(merging.load(path).hosts) == list(range(size))
+            assert sorted(files.load(path).hosts) == list(range(size))
         everywhere(None)
 
     def test_compressed(self, new_strategy, folder, rank, size):
@@ -135,7 +135,7 @@ class TestRecording:
             new_strategy().run(all_reduce)
         if rank == 0:
             assert path.read_bytes()[:2] == b"\x1f\x8b"
-            assert sorted(trace_events.read(path).hosts) == list(range(size))
+            assert sorted(files.read(path).hosts) == list(range(size))
         everywhere(None)
 
 
@@ -201,7 +201,7 @@ def test_a_full_disk_is_named_and_the_program_goes_on(tmp_path):
     assert done.returncode == 0, done.stderr
     assert f"rank 1 cannot write {path}.rank1: File too large" in done.stderr
     assert "; the recording of rank 1 ended early" in done.stderr
-    assert merging.read_parts(path)[0].complete
+    assert files.read_parts(path)[0].complete
 
 
 @pytest.mark.core
@@ -214,7 +214,7 @@ def test_a_program_that_ends_by_an_exception_leaves_what_it_has_done(tmp_path):
     assert done.returncode != 0
     assert not path.exists()
     # A second after the last event at most is lost: here perhaps all, but the header.
-    assert sorted(merging.load(path).hosts) == [0, 1]
+    assert sorted(files.load(path).hosts) == [0, 1]
     assert path.exists()
 
 
@@ -233,9 +233,7 @@ def test_strategies_of_groups_are_told_apart(tmp_path):
     path = tmp_path / "run.json"
     done = run(body, path, 4)
     assert (done.returncode, done.stderr) == (0, "")
-    spans = [
-        s for s in trace_events.read(path).spans if s.text.startswith("all_reduce")
-    ]
+    spans = [s for s in files.read(path).spans if s.text.startswith("all_reduce")]
     members = {}
     for span in spans:
         members.setdefault(span.strategy, set()).add(span.rank)
@@ -257,7 +255,7 @@ def test_strategies_of_some_ranks_do_not_disturb_the_end(tmp_path):
     """
     done = run_ranks(2, ["-c", textwrap.dedent(body)], timeout=60, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(trace_events.read(tmp_path / "run.json").hosts) == [0, 1]
+    assert sorted(files.read(tmp_path / "run.json").hosts) == [0, 1]
 
 
 def test_a_program_that_closes_its_strategy(tmp_path):
@@ -278,7 +276,5 @@ os.waitpid(child, 0)
     path = tmp_path / "run.json"
     done = run(body, path, 1, **FORKS)
     assert (done.returncode, done.stderr) == (0, "")
-    calls = [
-        s for s in trace_events.read(path).spans if s.text.startswith("all_reduce")
-    ]
+    calls = [s for s in files.read(path).spans if s.text.startswith("all_reduce")]
     assert len(calls) == 5
