@@ -30,7 +30,7 @@ MPI_Finalize, which would wait for the other ranks, or break the connections tha
 in common with its parent. mpi4py calls it after all `atexit` handlers, and there is no
 way to tell it not to, so the process ends in the last of these: with the code of its
 `sys.exit`, or 1 after an uncaught exception. The code of ``raise SystemExit(code)`` is
-lost: it is 1 if the outermost frame did not end by a return.
+lost: it is 1 if the outermost frame did not end by a return (`exit_code`).
 
 The hooks are `sys.excepthook`, `threading.excepthook`, `sys.exit` and an atexit
 function. They are installed when the first strategy is created, and removed when the
@@ -39,32 +39,17 @@ broken: one rank still has to show that exception. A hook that was there before 
 called if it is not Python's own; it then shows the exception. A hook that was
 installed over ours stays, and ours then does nothing.
 
-Why `sys.exit` is replaced. The ranks that wait for one that leaves should leave with
-its exit code, which often tells something to a job script. Python provides no other
-way to learn it: no hook is called for SystemExit, and when atexit functions run, the
-exception, its traceback and its frames no longer exist. So the code is stored when
-`sys.exit` is called. This misses ``raise SystemExit(code)``, and ``from sys import
-exit`` before the strategy was created; the waiting ranks then raise
-CollectiveMismatchError, and the job ends with code 1. A thread's sys.exit ends only
-that thread, and its code is not stored. The code of one that is caught is stored
-nevertheless, and is used if the rank then leaves before the others.
-
 Which exceptions of threads end the job. Python prints them and continues, which is
 right for a thread that draws a progress bar. But a thread that has been in the scope
 of a strategy, or in a call of one, is the thread in which the program makes its
 collective calls (one thread at a time does): the other ranks wait for its next call,
 which does not come. They would learn of it only by the deadline, half an hour later.
-
-Rejected: an audit hook (there is no event for sys.exit, and it cannot be removed);
-keeping the SystemExit, to see at the end how far it came (its traceback keeps the
-frames, and so all arrays of a program that has caught it).
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import dis
 import faulthandler
 import functools
 import logging
@@ -74,14 +59,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType, ModuleType, TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, Final, NoReturn
 
 from mpidist._agreement import program_end
 from mpidist._agreement.breakdown import Breakdown, State
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
-from mpidist._agreement.polling import poll
 from mpidist._base import hints, reporting, threads
 from mpidist._base.errors import (
     CollectiveError,
@@ -91,7 +75,7 @@ from mpidist._base.errors import (
     format_exception,
 )
 from mpidist._mpi import library, survival
-from mpidist._runtime import context, termination
+from mpidist._runtime import context, exit_code, termination
 
 ENDED_FILE: Final = "MPIDIST_ENDED_FILE"
 """The environment variable with the path of a file that a rank creates at its end."""
@@ -113,6 +97,7 @@ _TELL_SECONDS: Final = 5.0
 _CLEAN_UP_SECONDS: Final = 5.0
 _INTERRUPT_SECONDS: Final = 1.0
 _ABORT_SECONDS: Final = 5.0
+_PAUSE_SECONDS: Final = 0.001
 _FINALIZE_SECONDS: Final = 30
 
 
@@ -154,8 +139,6 @@ _Function = Callable[[], Any]
 _last_calls: Final[threads.ReplicaLocal[list[_Function]]] = threads.ReplicaLocal(list)
 _hooks: list[_Hook] = []
 _making = False  # a strategy is being created, or creating it has failed
-_exit_code: Any = None
-_outermost: FrameType | None = None  # of the program
 _ended_by_signal = False  # the only process of a job
 _failed_at_end = False  # a function of `before_end` has
 _has_begun = False  # a strategy has been made
@@ -163,12 +146,11 @@ _has_begun = False  # a strategy has been made
 
 def install() -> None:
     """Install the hooks, unless they are installed: a strategy is being created."""
-    global _making, _exit_code
+    global _making
     _making = True
     if _hooks:
         return
-    _exit_code = None
-    _note_outermost_frame()
+    exit_code.begin()
     _hooks.append(_Hook(sys, "excepthook", _end_program))
     _hooks.append(_Hook(threading, "excepthook", _end_thread))
     _hooks.append(_Hook(sys, "exit", _exit))
@@ -241,37 +223,10 @@ def _call_last() -> None:
 
 def become_child() -> None:
     """Have this process, which a rank has forked, end by itself."""
-    global _exit_code
-    _exit_code = None
+    exit_code.begin()
     if not _hooks:
         _hooks.append(_Hook(sys, "excepthook", _end_program))
         _hooks.append(_Hook(sys, "exit", _exit))
-    _note_outermost_frame()
-
-
-def _note_outermost_frame() -> None:
-    global _outermost
-    if threading.current_thread() is threading.main_thread():
-        frame = sys._getframe()
-        while frame.f_back is not None:
-            frame = frame.f_back
-        _outermost = frame
-
-
-def _ended_by_return(frame: FrameType) -> bool:
-    instruction = frame.f_code.co_code[frame.f_lasti]
-    return dis.opname[instruction].startswith("RETURN")
-
-
-def _was_raised() -> bool | None:
-    """Return whether the program has ended by an exception; None: it is not known."""
-
-    def ends() -> FrameType:
-        return sys._getframe()
-
-    if _outermost is None or not _ended_by_return(ends()):  # Python does not tell
-        return None
-    return not _ended_by_return(_outermost)
 
 
 def end_at_deadline(error: CollectiveTimeoutError) -> None:
@@ -297,12 +252,12 @@ def _end_program(
     trace: TracebackType | None,
 ) -> None:
     """End the job because of an uncaught exception."""
-    global _exit_code, _ended_by_signal
+    global _ended_by_signal
     hints.add_hint(error)
     rank = _rank_of_job()
     interrupt = termination.cause_of(error)
     if rank is None:
-        _exit_code = 1 if interrupt is None else termination.exit_code(interrupt)
+        exit_code.note(1 if interrupt is None else termination.exit_code(interrupt))
         # As for a program without MPI, if Ctrl-C came from a terminal.
         if interrupt is not None and termination.came_from_launcher(interrupt):
             _ended_by_signal = True
@@ -338,10 +293,8 @@ def _end_thread(
 
 
 def _exit(previous: Callable[..., Any], status: Any = None, /) -> None:
-    """Store the exit code, for the ranks that wait for this one."""
-    global _exit_code
-    if threading.current_thread() is threading.main_thread():
-        _exit_code = 0 if status is None and library.is_forbidden() else status
+    """Note the exit code, for the ranks that wait for this one."""
+    exit_code.note(0 if status is None and library.is_forbidden() else status)
     previous(status)
 
 
@@ -456,7 +409,7 @@ def _leave() -> None:
     if rank is None:
         return
     try:
-        leave(_exit_code)
+        leave(exit_code.noted())
     except KeyboardInterrupt as interrupt:
         if _rank_of_job() is None:
             raise
@@ -507,17 +460,7 @@ def _end() -> None:
             return
         finalizes = True
     _flush()
-    code = _exit_code
-    raised = _was_raised()
-    if raised is False:
-        code = 0  # a `sys.exit` before was caught
-    elif raised and code is None:
-        code = 1  # of an exception, or a SystemExit that was not made by `sys.exit`
-    if _failed_at_end:
-        code = 1
-    if code is not None and not isinstance(code, int):
-        code = 1  # a text, which was printed
-    code = (code or 0) & 0xFF
+    code = 1 if _failed_at_end else exit_code.of_process()
     if finalizes:
         library.finalize_and_exit(code)
     os._exit(code)
@@ -546,26 +489,7 @@ def _tell_launcher(what: str = "") -> None:
 atexit.register(_end)  # so early that it runs after the functions of users
 
 
-class _Ends:
-    """Waits for the ends of several strategies' programs, as one request.
-
-    Args:
-        waits: advanced in turn: ranks may wait for the strategies in another order.
-    """
-
-    result = None
-
-    def __init__(self, waits: list[Iterator[None]]) -> None:
-        self._waits = waits
-
-    def Test(self) -> bool:  # noqa: N802 - mpi4py's name
-        """Return whether each has ended."""
-        self._waits = [wait for wait in self._waits if next(wait, _ENDED) is None]
-        return not self._waits
-
-    def leak(self) -> None:
-        """Do nothing: there are no buffers."""
-
-
 def _wait_for(waits: list[Iterator[None]]) -> None:
-    poll(_Ends(waits), lambda waited: None)
+    """Advance waits in turn until all have ended: ranks may wait in another order."""
+    while waits := [wait for wait in waits if next(wait, _ENDED) is None]:
+        time.sleep(_PAUSE_SECONDS)
