@@ -7,13 +7,14 @@ which Python's attributes would add 0.1.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from mpidist import _native
 from mpidist._agreement.begun import BegunCalls
 from mpidist._agreement.channel import Channel
 from mpidist._agreement.mismatch import Call
-from mpidist._timeline.observer import Calls
+from mpidist._timeline.observer import NOTHING, Calls, Span
 
 if TYPE_CHECKING or _native.core is None:
 
@@ -61,11 +62,12 @@ class SectionStack:
 
     def enter(self) -> None:
         """Enter a section; inside a deserted one it is deserted as well."""
-        self._errors.append(self.error)
+        errors = self._errors
+        errors.append(errors[-1] if errors else None)
 
-    def leave(self) -> None:
-        """Leave the innermost section."""
-        self._errors.pop()
+    def leave(self) -> bool:
+        """Leave the innermost section; return whether it was deserted."""
+        return self._errors.pop() is not None
 
     def desert(self, depth: int, error: BaseException) -> None:
         """Note that some rank is in ``depth`` sections only.
@@ -139,4 +141,32 @@ class SharedState(CallState):
     def begin(self, call: Call, timeout: float | None = None) -> int:
         """Say which call this rank is in, and how long it waits; see `set_timeout`."""
         self._previous_call, self._call = self._call, call
-        return self.set_timeout(timeout)
+        # As `set_timeout`, without a call: this is in the path of every call.
+        self._timeout = self.timeout_seconds if timeout is None else timeout
+        return int(self._timeout * 1000)
+
+    def settle(self) -> None:
+        """Wait for the calls that were begun, before another one is made.
+
+        Raises:
+            BaseException: what one of them raised, if nobody asked its handle.
+        """
+        if self.begun is not None and self.begun.unsettled:
+            self.begun.settle()
+
+    def count(self) -> None:
+        """Count a header, or a message of rank 0, that did not go through `agree`."""
+        self.sequence += 1
+
+    def observed(
+        self, call: Call, section: Call | None = None
+    ) -> AbstractContextManager[Span | None]:
+        """Return a context in which the observers of this strategy see a header.
+
+        Args:
+            call: of the header.
+            section: the end of the section that ends with it; None: none does.
+        """
+        if self.calls is None:
+            return NOTHING
+        return self.calls.header(call.text, self.sequence + 1, section)

@@ -34,7 +34,6 @@ from mpidist._agreement.polling import (
     YIELD_SECONDS,
     YIELD_SECONDS_FOR_DATA,
     poll,
-    spins_for,
 )
 from mpidist._mpi.communicator import Communicator, Request
 
@@ -134,7 +133,7 @@ def open_channel(comm: Communicator, shared: Channel | None) -> Channel:
         return SelfChannel()
     headers: Any = comm.open_headers()
     if _native.core is None or type(headers) is not _native.core.Between:
-        return ExchangeChannel(headers, spins_for(comm.machine_size))
+        return ExchangeChannel(headers)
     headers.wait = _wait_for_header
     comm.traffic.core = headers
     return headers  # type: ignore[no-any-return]
@@ -190,19 +189,17 @@ class ExchangeChannel:
 
     Args:
         exchange: of all ranks.
-        spins: how often a rank that waits tests before it yields its core.
     """
 
     moves = False
 
-    def __init__(self, exchange: Exchange, spins: int) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._last = time.monotonic()
         self._request: Request | None = None
         self.who = -1
         self.pause: Callable[[float], None] | None = None
         self.verdict: Verdict = (0, 1, 1, 0, 0)
-        self._spins = spins
         self.headers: int = 0
         """How many headers this rank has published."""
 
@@ -217,7 +214,7 @@ class ExchangeChannel:
         request = self._request
         assert request is not None
         try:
-            poll(request, self.pause or _ignore, spins=self._spins)
+            poll(request, self.pause or _ignore)
         except BaseException:
             request.leak()
             raise

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from mpidist._agreement.breakdown import Breakdown, Payload, State
 from mpidist._agreement.call_state import SharedState
@@ -51,9 +51,12 @@ from mpidist._base.errors import (
     was_told,
 )
 from mpidist._mpi.communicator import AnyCommunicator
-from mpidist._timeline.observer import NOTHING, Span
+from mpidist._timeline.observer import NOTHING
 
 _R = TypeVar("_R")
+
+
+_UNSETTLED: Final = (AGAIN, LEFT)
 
 
 class Guard(SharedState):
@@ -150,17 +153,6 @@ class Guard(SharedState):
             or (self.begun is not None and self.begun.unsettled)
         )
 
-    # --- calls that were begun ----------------------------------------------------
-
-    def settle(self) -> None:
-        """Wait for the calls that were begun, before another one is made.
-
-        Raises:
-            BaseException: what one of them raised, if nobody asked its handle.
-        """
-        if self.begun is not None and self.begun.unsettled:
-            self.begun.settle()
-
     # --- the header ---------------------------------------------------------------
 
     def agree(self, call: Call, timeout: float | None = None) -> None:
@@ -230,12 +222,11 @@ class Guard(SharedState):
         Raises:
             BaseException: what the reports of all ranks show, if their calls differ.
         """
-        if self._settled(status, exchange) == DIFFERENT:
-            raise self.reports.exchange(self._call)[0]
-
-    def count(self) -> None:
-        """Count a header, or a message of rank 0, that did not go through `agree`."""
+        if status in _UNSETTLED:
+            status = self._settle_header(status, exchange)
         self.sequence += 1
+        if status == DIFFERENT:
+            raise self.reports.exchange(self._call)[0]
 
     def _agree(
         self,
@@ -246,22 +237,9 @@ class Guard(SharedState):
         timeout: float | None = None,
     ) -> None:
         """Exchange a header; raise if the ranks do not make the same call."""
-        with self.observed(call):
+        with NOTHING if self.calls is None else self.observed(call):
             if not self.exchange(call, 0, value, largest, offset, timeout):
                 raise self.reports.exchange(call)[0]
-
-    def observed(
-        self, call: Call, section: Call | None = None
-    ) -> contextlib.AbstractContextManager[Span | None]:
-        """Return a context in which the observers of this strategy see a header.
-
-        Args:
-            call: of the header.
-            section: the end of the section that ends with it; None: none does.
-        """
-        if self.calls is None:
-            return NOTHING
-        return self.calls.header(call.text, self.sequence + 1, section)
 
     def exchange(
         self,
@@ -284,28 +262,31 @@ class Guard(SharedState):
             offset: of results in the arena of this rank.
             timeout: seconds to wait for the others; None: the strategy's.
         """
-        ms = self.enter(call, timeout)
+        if self.blocked:
+            self._require_usable()
+        ms = self.begin(call, timeout)
         meet, number = self.channel.meet, call.fingerprint
         try:
-            status = meet(flag, number, value, largest, ms, offset)
+            status: int | None = meet(flag, number, value, largest, ms, offset)
         except BaseException as error:
             raise self.abandon(call, error) from error.__cause__
-        again = lambda ms: meet(flag, number, value, largest, ms, offset)  # noqa: E731
-        return self._settled(status, again) == OK
+        if status in _UNSETTLED:
+            again = lambda ms: meet(flag, number, value, largest, ms, offset)  # noqa: E731
+            status = self._settle_header(status, again)
+        self.sequence += 1
+        return status == OK
 
-    def _settled(
+    def _settle_header(
         self, status: int | None, exchange: Callable[[int], int]
     ) -> int | None:
         """Return the status of a header, exchanged again while some rank was late."""
-        if status in (AGAIN, LEFT):
-            with self.payload():
-                while status == AGAIN:  # all ranks are known to be on the way
-                    if self.breakdown.read_notices():
-                        raise self.breakdown.error()
-                    status = exchange(int(self._timeout * 1000))
-                if status == LEFT:
-                    raise LeftError(self.channel.who)
-        self.sequence += 1
+        with self.payload():
+            while status == AGAIN:  # all ranks are known to be on the way
+                if self.breakdown.read_notices():
+                    raise self.breakdown.error()
+                status = exchange(int(self._timeout * 1000))
+            if status == LEFT:
+                raise LeftError(self.channel.who)
         return status
 
     def _require_usable(self) -> None:
@@ -443,7 +424,5 @@ class Guard(SharedState):
 
     def leave_section(self) -> None:
         """Leave the innermost section."""
-        deserted = self.sections.error is not None
-        self.sections.leave()
-        if deserted:
+        if self.sections.leave():
             self.update_blocked()

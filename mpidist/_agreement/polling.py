@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Final
 
 from mpidist._mpi.communicator import Request
-from mpidist._mpi.library import is_crowded
 
 LOOK_SECONDS: Final = 0.05
 """The time between two looks."""
@@ -26,10 +25,6 @@ SHORT_SLEEP: Final = 0.0002
 YIELD_SECONDS: Final = 0.02
 YIELD_SECONDS_FOR_DATA: Final = 2.0
 
-# Few, since ranks may share cores without knowing it, and a yield takes no time where
-# nobody waits for the core. Four ranks of two virtual hosts on two cores took 2.7 ms
-# for 64 KiB with 2,000 tests, and 0.4 with 24 (MPICH).
-_SPINS: Final = 24
 _LONG_SLEEP: Final = 0.002
 _SHORT_SLEEPS_UNTIL: Final = 1.0
 
@@ -47,20 +42,10 @@ class _Here(threading.local):
 here: Final = _Here()
 
 
-def spins_for(machine_size: int) -> int:
-    """Return how often a rank tests before it yields its core for the first time.
-
-    Args:
-        machine_size: the number of ranks on its machine.
-    """
-    return 0 if is_crowded(machine_size) else _SPINS
-
-
 def poll(
     request: Request,
     look: Callable[[float], bool | None],
     *,
-    spins: int = 0,
     yield_seconds: float = YIELD_SECONDS,
 ) -> None:
     """Test a request until it has completed.
@@ -70,14 +55,9 @@ def poll(
             a loop of tests.
         look: called with the seconds waited, several times a second. It may raise, and
             returns whether the wait starts again.
-        spins: tests before the first pause.
         yield_seconds: how long this rank yields its core before it sleeps.
     """
     wait = getattr(request, "wait_for", None)
-    if wait is None:
-        for _ in range(spins):
-            if request.Test():
-                return
     start = time.monotonic()
     next_look = start + LOOK_SECONDS
     calm = here.calm

@@ -7,14 +7,12 @@ it, so ranks that differ in a section meet at its end, and can then continue.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from mpidist._agreement.breakdown import State
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call, ErrorKind
 from mpidist._base.errors import CollectiveError, CollectiveTimeoutError, was_told
-from mpidist._timeline.observer import NOTHING
 
 _R = TypeVar("_R")
 
@@ -55,39 +53,42 @@ def run_section(guard: Guard, call: Call, body: Callable[[SectionResult], _R]) -
             result is.
     """
     calls = guard.calls
-    observed: AbstractContextManager[object] = NOTHING
-    if calls is not None:
-        observed = calls.section(call, call.text, guard.sequence + 1)
-    with observed:
-        section = SectionResult()
-        error: BaseException | None = None
-        result: Any = None
-        guard.enter_section()
+    if calls is None:
+        return _run_section(guard, call, body)
+    with calls.section(call, call.text, guard.sequence + 1):
+        return _run_section(guard, call, body)
+
+
+def _run_section(guard: Guard, call: Call, body: Callable[[SectionResult], _R]) -> _R:
+    section = SectionResult()
+    error: BaseException | None = None
+    result: Any = None
+    guard.enter_section()
+    try:
         try:
-            try:
-                result = body(section)
-                guard.settle()
-            except KeyboardInterrupt:
-                raise
-            except BaseException as raised:
-                error = raised
-                if isinstance(error, CollectiveError):
-                    section.kind = "agreed"
-            error = join(
-                guard, call, error, section.kind, section.text, section.fingerprint
-            )
-        except BaseException as raised:
-            # Such as Ctrl-C: those who are in the section learn that this rank is not
-            # coming.
-            in_merge_fn = guard.breakdown.state is State.ALONE
-            if not (was_told(raised) or in_merge_fn):
-                raise guard.abandon(call, raised) from raised.__cause__
+            result = body(section)
+            guard.settle()
+        except KeyboardInterrupt:
             raise
-        finally:
-            guard.leave_section()
-        if error is not None:
-            raise error
-        return result  # type: ignore[no-any-return]
+        except BaseException as raised:
+            error = raised
+            if isinstance(error, CollectiveError):
+                section.kind = "agreed"
+        error = join(
+            guard, call, error, section.kind, section.text, section.fingerprint
+        )
+    except BaseException as raised:
+        # Such as Ctrl-C: those who are in the section learn that this rank is not
+        # coming.
+        in_merge_fn = guard.breakdown.state is State.ALONE
+        if not (was_told(raised) or in_merge_fn):
+            raise guard.abandon(call, raised) from raised.__cause__
+        raise
+    finally:
+        guard.leave_section()
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
 
 
 def join(
@@ -113,6 +114,8 @@ def join(
         result: of the section, or a function that returns it, for messages.
         fingerprint: of the result.
     """
+    if guard.calls is None:
+        return _join(guard, call, error, kind, result, fingerprint)
     with guard.observed(call, call) as span:
         found = _join(guard, call, error, kind, result, fingerprint)
         if span is not None and found is not None:
@@ -135,29 +138,26 @@ def _join(
             guard.begun.excuse()
         failure = guard.begun.drain()
         error = error or failure
-    if guard.broken:
-        guard.breakdown.repeat_notice()
-        return error or guard.breakdown.error()
     sections = guard.sections
-    if not guard.enabled or sections.error is not None:
-        return error or sections.error
-    while not _exchange(guard, call, error, fingerprint):
-        found, joined = guard.reports.exchange(call, error, kind, joining=True)
-        if error is None:
-            error, kind = found, "agreed"
-        # At the ends of different sections there is nothing more to wait for.
-        if joined or sections.error is not None:
-            return error
+    if guard.blocked:
+        if guard.broken:
+            guard.breakdown.repeat_notice()
+            return error or guard.breakdown.error()
+        if sections.error is not None:
+            return error or sections.error
+    if not guard.enabled:
+        return error
+    try:
+        while not guard.exchange(call, 0 if error is None else 1, fingerprint):
+            found, joined = guard.reports.exchange(call, error, kind, joining=True)
+            if error is None:
+                error, kind = found, "agreed"
+            # At the ends of different sections there is nothing more to wait for.
+            if joined or sections.error is not None:
+                return error
+    except CollectiveTimeoutError as timeout:
+        raise timeout from error  # which would be lost otherwise
     if not guard.channel.verdict[2]:
         text = result if isinstance(result, str) else result()
         return guard.reports.exchange(Call(f"{call.text} -> {text}"))[0]
     return error
-
-
-def _exchange(
-    guard: Guard, call: Call, error: BaseException | None, value: int
-) -> bool:
-    try:
-        return guard.exchange(call, 0 if error is None else 1, value)
-    except CollectiveTimeoutError as timeout:
-        raise timeout from error  # which would be lost otherwise

@@ -16,14 +16,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 from mpidist._agreement.breakdown import Breakdown, State
 from mpidist._agreement.call_state import SharedState
-from mpidist._agreement.channel import Channel
+from mpidist._agreement.channel import OK, Channel
 from mpidist._agreement.notices import COLLECT_SECONDS, Wait
-from mpidist._agreement.polling import YIELD_SECONDS_FOR_DATA, poll, spins_for
+from mpidist._agreement.polling import YIELD_SECONDS_FOR_DATA, poll
 from mpidist._agreement.stacks import Stacks
 from mpidist._agreement.watchdog import Watchdog
 from mpidist._base import reporting
@@ -59,7 +59,6 @@ class Waits:
         self._shared = shared
         self._breakdown = breakdown
         self._stall = stall_seconds
-        self._spins = spins_for(comm.machine_size)
         self._stacks: Stacks | None = None
         self.watchdog: Watchdog = Watchdog(comm, stall_seconds)
         # Of the wait that is looked at: its length, and what was done about it.
@@ -84,7 +83,7 @@ class Waits:
             observed = shared.calls.call(0, "mpi", what, shared.sequence + 1)
         try:
             with observed:
-                poll(request, lambda waited: self.look(what, waited), spins=self._spins)
+                poll(request, lambda waited: self.look(what, waited))
         except BaseException as error:
             request.leak()
             raise self._breakdown.abandon(what, error) from error.__cause__
@@ -96,39 +95,38 @@ class Waits:
             CollectiveTimeoutError: on every waiting rank, after the strategy's
                 `timeout_seconds`.
         """
-        with self._data_from(list):  # MPI does not say whose data is missing
+
+        def wait() -> int:
             try:
                 poll(
                     transfer,
                     lambda waited: self.look(self._data(), waited),
-                    spins=self._spins,
                     yield_seconds=YIELD_SECONDS_FOR_DATA,
                 )
             except BaseException:
                 transfer.leak()
                 raise
+            return OK
+
+        self.wait_step(wait, list)  # MPI does not say whose data is missing
 
     def wait_step(
         self, wait: Callable[[], int], missing: Callable[[], list[int]]
     ) -> int:
-        """Wait for a step of the data of the last call, in the memory of one node.
+        """Wait for a step of the data of the last call.
 
         Args:
-            wait: of a channel that was given to `watch_steps`; returns its status.
+            wait: waits, and returns a status; such as that of a channel that was given
+                to `watch_steps`, for the memory of one node.
             missing: returns the ranks that have not made the step.
 
         Raises:
             CollectiveTimeoutError: at the deadline, or if another rank has given up.
         """
-        with self._data_from(missing):
-            return wait()
-
-    @contextlib.contextmanager
-    def _data_from(self, missing: Callable[[], list[int]]) -> Iterator[None]:
         self._shared.set_timeout(None)
         self._awaited = missing
         try:
-            yield
+            return wait()
         except BaseException as error:
             text = self._shared.call.text
             raise self._breakdown.abandon(text, error) from error.__cause__

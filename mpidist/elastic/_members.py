@@ -37,7 +37,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from mpidist._agreement.polling import poll, spins_for
+from mpidist._agreement.polling import poll
 from mpidist._base.errors import CollectiveTimeoutError
 from mpidist._mpi import library, survival
 from mpidist._mpi.library import MpiComm, MpiRequest
@@ -191,7 +191,7 @@ class Round:
                     f"of the replicas for {self.timeout:.3g} s: it is stopped, or hangs"
                 )
 
-        poll(request, look, spins=spins_for(self.all.Get_size()))
+        poll(request, look)
 
     def check_all_stay(self) -> None:
         """Raise if a replica has left the run. Not collective."""

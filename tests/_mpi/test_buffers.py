@@ -263,7 +263,7 @@ def test_headers_without_the_core(comm, kind):
         assert request.result == [
             (k, turn, -turn, 2**62 + k, -(2**62), 7) for k in range(size)
         ]
-    channel = ExchangeChannel(headers, spins=10)
+    channel = ExchangeChannel(headers)
     for turn in range(20):
         assert channel.meet(0, 7, turn, rank, 0, -1) == OK
         assert channel.verdict == (0, 1, 1, 0, size - 1)
