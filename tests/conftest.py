@@ -29,8 +29,8 @@ from replicas import everywhere, wait_asleep
 
 import mpidist
 from mpidist._base import threads
-from mpidist._engine import hierarchical_route
 from mpidist._engine import node as node_module
+from mpidist._engine import nodes as nodes_module
 from mpidist._strategy.strategy import group_of
 from mpidist.testing import each_replica
 
@@ -367,7 +367,7 @@ def on_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., mpidist.MPIStrategy]:
     """Make strategies that reduce by nodes whatever the size, in small pieces."""
-    monkeypatch.setattr(hierarchical_route, "LEAST_BYTES", 1)
+    monkeypatch.setattr(nodes_module, "LEAST_BYTES", 1)
     shared = mpidist.experimental.CommunicationImplementation.SHARED
     monkeypatch.setattr(node_module, "_AREA_BETWEEN_NODES", 256 * 1024)
     return lambda **options: new_strategy(implementation=shared, **options)

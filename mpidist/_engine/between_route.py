@@ -1,4 +1,4 @@
-"""The route of nests of host arrays between nodes of one rank.
+"""The route of nests of host arrays between nodes of one rank, and of small ones.
 
 A nest that has room behind the header takes one collective of MPI. A larger one takes
 two, of which the core starts the second when the headers agree, without Python in
@@ -17,6 +17,7 @@ from mpidist import _native
 from mpidist._agreement.mismatch import Call
 from mpidist._base.memory import round_up
 from mpidist._base.types import Array
+from mpidist._engine import nodes
 from mpidist._engine.core_routes import CoreNest, EagerReduce
 from mpidist._engine.plan import Results, Signature
 from mpidist._engine.resources import Resources
@@ -55,7 +56,9 @@ def between(resources: Resources, signature: Signature) -> BetweenReduce | None:
         most = _MOST_COPIED_BYTES if copied else _MOST_BYTES
         kinds = [(x.reduction.compute, x.reduction.combining) for x in leaves]
         runs = sum(1 for _ in itertools.groupby(kinds))  # a collective each
-        if nbytes > most or runs > _MOST_RUNS or resources.nodes is not None:
+        if resources.nodes is not None:
+            most = min(most, nodes.LEAST_BYTES - 1)
+        if nbytes > most or runs > _MOST_RUNS:
             return None
     return BetweenReduce(resources, signature, nest, way) if nbytes else None
 

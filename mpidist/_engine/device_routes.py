@@ -35,10 +35,11 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.memory import round_up
 from mpidist._base.types import Array, DeviceArray, HostArray
+from mpidist._engine import nodes
 from mpidist._engine.between_route import has_same_bits
 from mpidist._engine.bucket_route import uses
 from mpidist._engine.core_routes import CoreNest, EagerReduce, fits_header, takes
-from mpidist._engine.hierarchical_route import exchange_of, least_bytes
+from mpidist._engine.hierarchical_route import exchange_of
 from mpidist._engine.nodes import NodeExchange
 from mpidist._engine.plan import Plan, PreparedPlan, Results, Signature
 from mpidist._engine.resources import Resources
@@ -51,7 +52,7 @@ def staged(resources: Resources, signature: Signature) -> Plan | None:
         return None
     if resources.nodes is not None:
         nbytes = CoreNest(signature.leaves, resources.comm.size, wide=True).nbytes
-        small = nbytes < least_bytes(resources) or signature.compress is not None
+        small = nbytes < nodes.LEAST_BYTES or signature.compress is not None
         small = small or not has_same_bits(resources)
         return None if small else StagedReduce(resources, signature)
     if fits_header(resources, signature):

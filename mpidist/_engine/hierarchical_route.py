@@ -20,7 +20,7 @@ header.
 from __future__ import annotations
 
 import dataclasses
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,16 +28,14 @@ from mpidist import _native
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.types import Array, DType, HostArray
-from mpidist._engine.between_route import has_same_bits, room_behind
+from mpidist._engine import nodes
+from mpidist._engine.between_route import has_same_bits
 from mpidist._engine.compression import LEAST_BYTES as LEAST_COMPRESSED_BYTES
 from mpidist._engine.core_routes import CoreNest, takes
 from mpidist._engine.nodes import NodeExchange, Nodes
 from mpidist._engine.plan import Leaf, PreparedPlan, Results, Signature
 from mpidist._engine.pool import SMALLEST
 from mpidist._engine.resources import Resources
-
-LEAST_BYTES: Final = 64 * 1024
-"""The minimum size of a nest; see `least_bytes`."""
 
 
 def hierarchical(
@@ -55,18 +53,9 @@ def hierarchical(
     groups = _groups(resources, signature)
     nbytes = CoreNest(signature.leaves, resources.comm.size, wide=True).nbytes
     compresses = any(compressed for _, compressed in groups)
-    if nbytes < least_bytes(resources) and not compresses:
+    if nbytes < nodes.LEAST_BYTES and not compresses:
         return None
     return HierarchicalReduce(resources, resources.nodes, signature, groups)
-
-
-def least_bytes(resources: Resources) -> int:
-    """Return the minimum size of a nest, the same on all ranks.
-
-    Smaller ones travel with the header, if the core exchanges headers.
-    """
-    room = room_behind(resources)
-    return min(LEAST_BYTES, room + 1) if room else LEAST_BYTES
 
 
 def _groups(resources: Resources, signature: Signature) -> list[tuple[list[int], bool]]:

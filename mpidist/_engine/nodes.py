@@ -34,6 +34,13 @@ from mpidist._mpi.communicator import Communicator
 from mpidist._mpi.library import is_crowded
 from mpidist._mpi.ops import host_op
 
+LEAST_BYTES: Final = 64 * 1024 + 1
+"""The least bytes of a nest for the memory of the nodes.
+
+The steps of a node cost more than MPI between all ranks takes for a smaller one: on 8
+simulated nodes of two ranks 16 KiB took 3.9 times raw MPI's time, and 1.1 without.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Nodes:

@@ -26,12 +26,12 @@ from mpidist._engine import (
     core_routes,
     device_routes,
     devices,
-    hierarchical_route,
     resources,
     staging,
 )
 from mpidist._engine import nccl as nccl_module
 from mpidist._engine import node as node_module
+from mpidist._engine import nodes as nodes_module
 from mpidist._engine import staged as staged_module
 from mpidist._engine import transports as direct_module
 from mpidist._strategy.strategy import group_of
@@ -307,7 +307,7 @@ def set_up(monkeypatch, new_strategy, way):
         monkeypatch.setattr(node_module, "make_file", no_room)
     if way == "staged between nodes":  # with 2 ranks by messages, with more in slices
         monkeypatch.setenv("MPIDIST_SIMULATED_NODES", "2")
-        monkeypatch.setattr(hierarchical_route, "LEAST_BYTES", 1)
+        monkeypatch.setattr(nodes_module, "LEAST_BYTES", 1)
         monkeypatch.setattr(node_module, "_AREA_BETWEEN_NODES", PIECE)
         monkeypatch.setattr(node_module, "_SLICE_BETWEEN_NODES", PIECE // 4)
     if way == "staged unlocked":

@@ -24,7 +24,7 @@ from replicas import (
 
 import mpidist
 from mpidist import _native
-from mpidist._engine import between_route, hierarchical_route
+from mpidist._engine import hierarchical_route
 from mpidist._engine import nodes as engine_nodes
 from mpidist._mpi import between, buffers
 from mpidist._mpi.buffers import Transfer, Way
@@ -263,34 +263,6 @@ def test_bytes_of_small_nests_are_counted_without_padding(nodes, new_strategy):
 
 @mpi
 @core
-def test_what_has_no_room_behind_a_header_goes_by_nodes(
-    nodes, new_strategy, rank, size, monkeypatch
-):
-    """No size is left to all ranks in one call of MPI, which would be the slowest."""
-    monkeypatch.setattr(between, "ROOM", 4096)
-    strategy = new_strategy()
-    if group_of(strategy).collectives.resources.nodes is None:
-        pytest.skip("no node of several ranks")
-    made = []
-    for route in (between_route.BetweenReduce, hierarchical_route.HierarchicalReduce):
-        make = route.__init__
-
-        def noted(self, *args, make=make):
-            made.append(type(self))
-            make(self, *args)
-
-        monkeypatch.setattr(route, "__init__", noted)
-    for nbytes in (8, 4096, 4104, 60_000, 70_000):
-        x = np.arange(nbytes // 8) + 0.5
-        np.testing.assert_array_equal(all_reduce(strategy, "SUM", x), size * x)
-    assert made == [
-        *[between_route.BetweenReduce] * 2,
-        *[hierarchical_route.HierarchicalReduce] * 3,
-    ]
-
-
-@mpi
-@core
 def test_what_goes_by_nodes_unless_asked_otherwise(
     nodes, new_strategy, rank, size, monkeypatch
 ):
@@ -308,8 +280,8 @@ def test_what_goes_by_nodes_unless_asked_otherwise(
         make(self, *args)
 
     monkeypatch.setattr(hierarchical_route.HierarchicalReduce, "__init__", noted)
-    least = between.ROOM + 8
-    for nbytes in (least - 8, least, 5 * 2**20 + 8):
+    least = (engine_nodes.LEAST_BYTES + 7) // 8 * 8
+    for nbytes in (between.ROOM, least - 8, least, 5 * 2**20 + 8):
         x = np.arange(nbytes // 8) % 1000 + rank * 1.0
         for op, expected in (
             ("SUM", (x - rank) * size + size * (size - 1) / 2),
