@@ -21,7 +21,7 @@ class CommunicationImplementation(enum.Enum):
     memory of each node. ``DIRECT`` passes the buffer to MPI: to its non-blocking
     collectives, and a GPU array, if MPI is CUDA-aware, to its blocking ones.
     ``SHARED`` is what AUTO does for host arrays; it is an error if there is no shared
-    memory. ``STAGED`` copies GPU arrays through host memory, in pieces. ``NCCL`` moves
+    memory. ``STAGED`` copies GPU arrays through host memory. ``NCCL`` moves
     GPU arrays by NCCL, which requires a GPU for each rank; if it is unavailable, it is
     an error on all ranks, not a warning as in TensorFlow. For GPU arrays ``AUTO`` is
     NCCL if it is available, otherwise direct if MPI is CUDA-aware, otherwise staged.

@@ -17,15 +17,15 @@ From a call to a plan:
 - ``between_route``: *between*, with or behind headers that are collectives of MPI;
 - ``bucket_route``: *nccl* and *direct*, of arrays on GPUs; and *mpi*, which takes
   everything, also between nodes;
-- ``device_routes``: *staged*, of arrays on GPUs;
+- ``staged_route``: *staged*, of arrays on GPUs, by the routes of host arrays;
 - ``gather_plans``: the plans of all-gathers.
 
 What they use:
 
 - ``node``: the memory that the ranks of a node share, and how they come to share it;
 - ``nodes``: how several nodes exchange their sums, and a strategy's share of both;
-- ``transports``, ``staged``, ``nccl``: move one flat buffer; ``devices`` chooses them;
-- ``staging``: copies between a GPU and the memory of a node;
+- ``transports``, ``nccl``: move one flat buffer; ``staged``: by way of the host, with
+  all waits for copies of GPUs; ``devices`` chooses them;
 - ``dtype_table``, ``compression``, ``pool``, ``bits``: operations by dtype, sums as
   16-bit floats, memory for results, whether MPI gives all ranks the same bits.
 """

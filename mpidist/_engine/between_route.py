@@ -42,8 +42,6 @@ def between(resources: Resources, signature: Signature) -> BetweenReduce | None:
         return None
     if not has_same_bits(resources):
         return None
-    if signature.transports.mixed:  # a rank with arrays on a GPU uses another route
-        return None
     nest = CoreNest(leaves, comm.size, wide=True)
     if any(leaf.on_device for leaf in leaves) or not nest.has_kernels:
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from mpidist._engine.dtype_table import Reduction
 from mpidist._engine.plan import Leaf, PreparedPlan, Results, Signature
 from mpidist._engine.pool import SMALLEST
 from mpidist._engine.resources import Resources
-from mpidist._engine.transports import Transport
+from mpidist._engine.transports import Reducer
 from mpidist._mpi.buffers import COMBINE
 from mpidist._mpi.communicator import Communicator, MPIOp
 
@@ -57,12 +57,13 @@ def plan_buckets(
     Args:
         leaves: to be reduced.
         bytes_per_pack: the maximum size of a bucket of several leaves.
-        compress: makes the compression of a bucket whose leaves allow it.
+        compress: makes the compression of a bucket whose leaves allow it: on the host,
+            of more than `LEAST_BYTES`.
     """
     groups: dict[tuple[DType, str, bool, bool], list[int]] = {}
     for index, leaf in enumerate(leaves):
         reduction = leaf.reduction
-        lossy = compress is not None and reduction.compressible
+        lossy = compress is not None and reduction.compressible and not leaf.on_device
         key = (reduction.wire, reduction.mpi, leaf.on_device, lossy)
         groups.setdefault(key, []).append(index)
     buckets: list[Bucket] = []
@@ -125,7 +126,7 @@ class BucketReduce(PreparedPlan[_Call]):
     def _move(self, work: _Call) -> None:
         for bucket in self._buckets:
             near = work.arrays[bucket.leaves[0]]
-            transport = self._transports.of(near)
+            transport = cast(Reducer, self._transports.of(near))  # it `takes` them
             if bucket.operation == "gather":
                 self._gather(bucket.leaves[0], work, transport)
             elif self._is_direct(bucket):
@@ -142,7 +143,7 @@ class BucketReduce(PreparedPlan[_Call]):
         alone = len(bucket.leaves) == 1 and bucket.compression is None
         return alone and encoding == "none" and self._root is None
 
-    def _reduce(self, index: int, work: _Call, transport: Transport) -> None:
+    def _reduce(self, index: int, work: _Call, transport: Reducer) -> None:
         reduction = self._leaves[index].reduction
         assert reduction.mpi != "gather"
         source = backend.flat(backend.contiguous(work.arrays[index]))
@@ -151,7 +152,7 @@ class BucketReduce(PreparedPlan[_Call]):
         if reduction.op is ReduceOp.MEAN:
             reduction.decode(result, self._comm.size, result)
 
-    def _reduce_packed(self, bucket: Bucket, work: _Call, transport: Transport) -> None:
+    def _reduce_packed(self, bucket: Bucket, work: _Call, transport: Reducer) -> None:
         near = work.arrays[bucket.leaves[0]]
         packed = self._buffers.get(bucket.size, bucket.wire, near)
         parts: list[tuple[int, Reduction, Array]] = []
@@ -161,8 +162,12 @@ class BucketReduce(PreparedPlan[_Call]):
             leaf.reduction.encode(work.arrays[index], part)
             parts.append((index, leaf.reduction, part))
         operation: MPIOp = bucket.operation  # type: ignore[assignment]
-        if bucket.compression is not None and _compresses(transport, packed):
-            self._reduce_compressed(packed, bucket.compression)
+        if bucket.compression is not None and packed.nbytes > LEAST_BYTES:
+            assert isinstance(self._comm, Communicator)  # between nodes
+            self._comm.traffic.count("Allreduce", packed.nbytes)
+            bucket.compression.begin().allreduce(
+                self._comm.buffers, backend.to_host(packed)
+            )
         elif self._root is None:
             transport.allreduce_in_place(packed, operation)
         else:
@@ -171,17 +176,7 @@ class BucketReduce(PreparedPlan[_Call]):
             for index, reduction, part in parts:
                 reduction.decode(part, self._comm.size, work.results[index])
 
-    def _reduce_compressed(self, buffer: Array, compression: Compression) -> None:
-        """All-reduce a buffer in place, through the host, as 16-bit floats."""
-        comm = self._comm
-        assert isinstance(comm, Communicator)  # between nodes
-        comm.traffic.count("Allreduce", buffer.nbytes)
-        host = backend.to_host(buffer)
-        compression.begin().allreduce(comm.buffers, host)
-        if host is not buffer:
-            backend.fill(buffer, host)
-
-    def _gather(self, index: int, work: _Call, transport: Transport) -> None:
+    def _gather(self, index: int, work: _Call, transport: Reducer) -> None:
         """Gather all values and combine them in rank order: MPI cannot reduce them."""
         size, x = self._comm.size, work.arrays[index]
         send = backend.as_bytes(backend.contiguous(x))
@@ -194,29 +189,15 @@ class BucketReduce(PreparedPlan[_Call]):
             work.results[index] = combine(values, axis=0).reshape(x.shape)
 
 
-def _compresses(transport: Transport, buffer: Array) -> bool:
-    """Whether the ranks send a buffer as 16-bit floats.
-
-    For nests in the memory of nodes see `hierarchical_route`.
-    """
-    on_host = transport.name == "staged" or not backend.is_device_array(buffer)
-    return buffer.nbytes > LEAST_BYTES and on_host
-
-
 def buckets(resources: Resources, signature: Signature) -> BucketReduce | None:
-    """Return the plan of a nest on GPUs that NCCL or a CUDA-aware MPI moves."""
-    for name in ("nccl", "direct"):
-        if uses(signature, name):
-            return BucketReduce(resources, signature, name)
-    return None
+    """Return the plan of a nest on GPUs that NCCL or a CUDA-aware MPI reduces."""
+    transport = signature.transports.device
+    reductions = [leaf.reduction for leaf in signature.leaves if leaf.on_device]
+    if not reductions or not all(transport.takes(r.wire, r.mpi) for r in reductions):
+        return None
+    return BucketReduce(resources, signature, transport.name)
 
 
 def mpi(resources: Resources, signature: Signature) -> BucketReduce:
     """Return the plan of any nest."""
     return BucketReduce(resources, signature, "mpi")
-
-
-def uses(signature: Signature, transport: str) -> bool:
-    """Return whether leaves are on a GPU whose buffers this transport moves."""
-    on_device = any(leaf.on_device for leaf in signature.leaves)
-    return on_device and signature.transports.device.name == transport

@@ -22,12 +22,12 @@ from mpidist._engine.between_route import between
 from mpidist._engine.bucket_route import buckets, mpi
 from mpidist._engine.copies import Copies
 from mpidist._engine.core_routes import eager, shared
-from mpidist._engine.device_routes import staged
 from mpidist._engine.hierarchical_route import hierarchical
 from mpidist._engine.nodes import NO_MEMORY, SharedMemory
 from mpidist._engine.plan import PlanCache
 from mpidist._engine.plans import Plans
 from mpidist._engine.resources import Resources
+from mpidist._engine.staged_route import staged
 from mpidist._mpi.communicator import AnyCommunicator
 
 ROUTES: Final = (eager, shared, between, hierarchical, buckets, staged, mpi)

@@ -18,7 +18,7 @@ from mpidist._base.errors import level_of_caller
 from mpidist._base.options import CommunicationImplementation
 from mpidist._base.types import Array
 from mpidist._engine.nccl import NcclTransport, connect
-from mpidist._engine.staged import StagedTransport
+from mpidist._engine.staged import HostMemory, StagedTransport
 from mpidist._engine.transports import DirectTransport, Transport, Transports
 from mpidist._mpi.communicator import AnyCommunicator
 from mpidist._mpi.library import query_cuda_support
@@ -45,7 +45,6 @@ class Finding:
         cuda_aware: the value of ``MPIDIST_CUDA_AWARE``, if it is set.
         queried: how MPI reports that it is CUDA-aware; "" if it does not.
         no_nccl: why NCCL does not load; "" if it does.
-        piece_bytes: of staged copies.
     """
 
     wanted: str
@@ -54,7 +53,6 @@ class Finding:
     cuda_aware: bool | None = None
     queried: str = ""
     no_nccl: str = ""
-    piece_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +88,6 @@ def look(
         wanted=wanted.name,
         kind=device.kind,
         cuda_aware=environment.cuda_aware,
-        piece_bytes=environment.staging_bytes,
     )
     if device.kind != "gpu":
         return finding
@@ -130,18 +127,15 @@ def decide(findings: list[Finding]) -> Decision:
 
 
 def _check_environment(findings: list[Finding]) -> None:
-    for name, values in (
-        ("MPIDIST_IMPLEMENTATION", [f.wanted.lower() for f in findings]),
-        ("MPIDIST_STAGING_MB", [f.piece_bytes / 2**20 for f in findings]),
-    ):
-        for rank, value in enumerate(values):
-            if value != values[0]:
-                raise ValueError(
-                    f"MPIStrategy: the environment variable {name} must be the same on "
-                    f"all ranks; it means {values[0]} on rank 0 and {value} on rank "
-                    f"{rank}. Launchers pass it on with `mpirun -x {name}` (Open MPI) "
-                    f"or `-genv {name} VALUE` (MPICH)"
-                )
+    name, first = "MPIDIST_IMPLEMENTATION", findings[0].wanted
+    for rank, finding in enumerate(findings):
+        if finding.wanted != first:
+            raise ValueError(
+                f"MPIStrategy: the environment variable {name} must be the same on all "
+                f"ranks; it means {first.lower()} on rank 0 and "
+                f"{finding.wanted.lower()} on rank {rank}. Launchers pass it on with "
+                f"`mpirun -x {name}` (Open MPI) or `-genv {name} VALUE` (MPICH)"
+            )
 
 
 def _direct_or_staged(
@@ -191,7 +185,7 @@ class Devices:
         self._comm = comm
         self._device = device
         self._environment = environment
-        self._staged: dict[str, StagedTransport] = {}
+        self.memory: HostMemory = HostMemory(environment.staging_bytes)
         self._nccl: NcclTransport | None = None
         # Until the ranks have decided: what works on any rank.
         self.decision: Decision = Decision("staged", "staged: one replica", mixed=True)
@@ -199,14 +193,12 @@ class Devices:
     def decide(
         self,
         wanted: CommunicationImplementation,
-        host: DirectTransport,
         deadline: float | None,
     ) -> None:
         """Decide, with the other ranks, how GPU buffers move. Collective.
 
         Args:
             wanted: the request of the options or the environment.
-            host: moves host arrays.
             deadline: seconds for NCCL to connect the ranks; None: no limit.
 
         Raises:
@@ -218,7 +210,6 @@ class Devices:
         )
         decision = decide([Finding(**json.loads(row)) for row in rows])
         self.decision = decision
-        self._staged.clear()
         if not decision.try_nccl:
             if decision.missing and decision.transport == "staged":
                 reason = f"{decision.reason}; {decision.missing}"
@@ -240,7 +231,7 @@ class Devices:
             self._warn(f"NCCL did not connect the ranks ({problem})")
             return
         self._nccl = NcclTransport(
-            communicator, self._comm.rank, self.staged(host), self._comm.traffic.count
+            communicator, self._comm.rank, self._comm.traffic.count
         )
 
     def _warn(self, problem: str) -> None:
@@ -301,7 +292,7 @@ class Devices:
         if wanted not in (kind.DIRECT, kind.SHARED) or comm.size == 1:
             reason = _where_ranks_are(comm, shared is not None, why_not_shared)
         device, why = self._of_gpu_arrays(wanted, host)
-        return Transports(host, device, why, reason, self.decision.mixed)
+        return Transports(host, device, why, reason)
 
     def _of_gpu_arrays(
         self, wanted: CommunicationImplementation, host: DirectTransport
@@ -315,36 +306,26 @@ class Devices:
             )
         if wanted is kind.DIRECT and self.decision.mixed:
             # MPI does not match the blocking calls of GPU buffers with those of others.
-            return self.staged(host), "staged: some ranks have no GPU"
+            return StagedTransport(host, self.memory), "staged: some ranks have no GPU"
         if wanted is kind.DIRECT:
             return DirectTransport(self._comm), f"direct: {asked}"
         if wanted is kind.STAGED:
-            return self.staged(host), f"staged: {asked}"
+            return StagedTransport(host, self.memory), f"staged: {asked}"
         if self._nccl is not None and wanted in (kind.NCCL, *_AUTO):
             one = "each rank has a GPU of its own"
             return self._nccl, f"nccl: {asked if wanted is kind.NCCL else one}"
         if self.decision.transport == "direct":
             return DirectTransport(self._comm), self.decision.reason
-        return self.staged(host), self.decision.reason
-
-    def staged(self, host: DirectTransport) -> StagedTransport:
-        """Return the staged transport whose pieces ``host`` moves."""
-        found = self._staged.get(host.name)
-        if found is None:
-            pieces = None if self.decision.mixed else self._environment.staging_bytes
-            found = self._staged[host.name] = StagedTransport(host, pieces)
-        return found
+        return StagedTransport(host, self.memory), self.decision.reason
 
     def close(self) -> None:
         """Release the resources of NCCL and the host transports. Collective."""
-        self._staged.clear()
         if self._nccl is not None:
             self._nccl.close()
             self._nccl = None
 
     def abandon(self) -> None:
         """Do what `close` does, without the other ranks. Not collective."""
-        self._staged.clear()
         if self._nccl is not None:
             self._nccl.abort()
             self._nccl = None

@@ -48,8 +48,6 @@ def hierarchical(
         return None
     if not has_same_bits(resources):
         return None
-    if signature.compress is not None and signature.transports.mixed:
-        return None  # `staged` does not compress, so no rank does
     groups = _groups(resources, signature)
     nbytes = CoreNest(signature.leaves, resources.comm.size, wide=True).nbytes
     compresses = any(compressed for _, compressed in groups)

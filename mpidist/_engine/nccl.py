@@ -20,7 +20,6 @@ import numpy as np
 
 from mpidist._base import backend
 from mpidist._base.types import DeviceArray, DType
-from mpidist._engine.staged import StagedTransport
 from mpidist._mpi.communicator import AnyCommunicator, MPIOp
 
 NcclCommunicator: TypeAlias = Any
@@ -61,12 +60,11 @@ class _Reduction(NamedTuple):
 
 
 class NcclTransport:
-    """Moves GPU buffers by NCCL, or if it cannot reduce them, by another transport.
+    """Moves GPU buffers by NCCL.
 
     Args:
         communicator: an `NcclCommunicator` of all ranks.
         rank: this rank in it.
-        staged: reduces buffers for which NCCL has no type or operation.
         count: called with the kind and the bytes of each call, for the statistics.
     """
 
@@ -76,21 +74,21 @@ class NcclTransport:
         self,
         communicator: NcclCommunicator,
         rank: int,
-        staged: StagedTransport,
         count: Callable[[str, int], None],
     ) -> None:
         self._nccl = backend.nccl_module()
         self._communicator = communicator
         self._rank = rank
-        self._staged = staged
         self._count = count
+
+    def takes(self, dtype: DType, op: str) -> bool:
+        """Return whether NCCL has the type and the operation."""
+        return self._find(dtype, op) is not None
 
     def allreduce(self, send: DeviceArray, receive: DeviceArray, op: MPIOp) -> None:
         """Reduce ``send`` of all ranks into ``receive``."""
         found = self._find(send.dtype, op)
-        if found is None:
-            self._staged.allreduce(send, receive, op)
-        elif send.size:
+        if found is not None and send.size:
             self._communicator.allReduce(
                 backend.address(send),
                 backend.address(receive),
@@ -108,9 +106,7 @@ class NcclTransport:
     def reduce(self, buffer: DeviceArray, op: MPIOp, root: int) -> None:
         """Reduce ``buffer`` of all ranks into that of the root; others keep theirs."""
         found = self._find(buffer.dtype, op)
-        if found is None:
-            self._staged.reduce(buffer, op, root)
-        elif buffer.size:
+        if found is not None and buffer.size:
             where = backend.address(buffer)
             self._communicator.reduce(
                 where,
@@ -194,7 +190,7 @@ class NcclTransport:
         """End the work that waits for a rank that has died. Not collective."""
         self._communicator.abort()
 
-    def _find(self, dtype: DType, op: MPIOp) -> _Reduction | None:
+    def _find(self, dtype: DType, op: str) -> _Reduction | None:
         """Return how NCCL reduces a dtype; None if it has no such type or operation."""
         name, parts = _TYPES.get(dtype.name, ("", 0))
         if parts == 0 or (parts > 1 and op != "SUM"):

@@ -20,7 +20,6 @@ from mpidist._engine.node import Node
 from mpidist._engine.nodes import NO_MEMORY, Nodes, SharedMemory
 from mpidist._engine.pool import Pool
 from mpidist._engine.staged import StagedTransport
-from mpidist._engine.staging import Staging
 from mpidist._engine.transports import DirectTransport, SharedTransport, Transports
 from mpidist._mpi.communicator import AnyCommunicator
 
@@ -94,7 +93,6 @@ class Resources:
         devices: how GPU buffers move.
         pool: private memory for large results.
         buffers: flat buffers, kept between calls.
-        staging: copies between GPUs and a node's memory; None without such memory.
         compression: of the strategy's sums between nodes.
         transports: of calls without options.
     """
@@ -113,7 +111,6 @@ class Resources:
         self.options = options
         self.environment = environment
         self.device = device
-        self.staging: Staging | None = None
         self._released = False
         self._share(memory)
         self.devices: Devices = Devices(comm, device, environment)
@@ -127,12 +124,9 @@ class Resources:
 
     def _share(self, memory: SharedMemory) -> None:
         """Use the memory that the ranks share, in place of the one before."""
-        if self.staging is not None:
-            self.staging.close()
         self.node: Node | None = memory.node
         self.nodes: Nodes | None = memory.nodes
         own = self.node if self.nodes is None else self.nodes.node
-        self.staging = None if own is None else Staging(own)
         self.buffers: FlatBuffers = FlatBuffers()
         channel = None if self.node is None else self.node.channel
         self._why_not_shared = memory.problem
@@ -159,7 +153,7 @@ class Resources:
             ValueError: on all ranks, if the implementation is not available.
         """
         wanted = self._resolve(self.options.implementation)
-        self.devices.decide(wanted, self.transports.host, timeout_seconds or None)
+        self.devices.decide(wanted, timeout_seconds or None)
         self.transports = self._choose(wanted)
         self.transports.device.check()
         staged = self.transports.device
@@ -171,7 +165,7 @@ class Resources:
         ):
             return
         try:  # page-locked memory, which may be refused on one rank
-            staged.prepare(self.device.array_module.empty(1, np.uint8))
+            self.devices.memory.prepare()
         except Exception as error:
             self.invalid("MPIStrategy(...)", error)
         self.guard.agree(Call("MPIStrategy(...), with memory for GPU buffers"))

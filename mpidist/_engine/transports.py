@@ -13,7 +13,7 @@ from mpidist import _native
 from mpidist._agreement.channel import LEFT, LeftError
 from mpidist._agreement.guard import Guard
 from mpidist._base import backend
-from mpidist._base.types import Array
+from mpidist._base.types import Array, DType
 from mpidist._mpi.communicator import AnyCommunicator, MPIOp
 
 
@@ -28,14 +28,8 @@ class Transport(Protocol):
     def name(self) -> str:
         """The name that `mpidist info` and the trace print."""
 
-    def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
-        """Reduce ``send`` of all ranks into ``receive``."""
-
-    def allreduce_in_place(self, buffer: Any, op: MPIOp) -> None:
-        """Reduce ``buffer`` of all ranks into itself."""
-
-    def reduce(self, buffer: Any, op: MPIOp, root: int) -> None:
-        """Reduce ``buffer`` of all ranks into that of the root."""
+    def takes(self, dtype: DType, op: str) -> bool:
+        """Return whether it reduces buffers of a dtype with an operation of MPI."""
 
     def broadcast(self, buffer: Any, root: int) -> None:
         """Copy the root's ``buffer`` to all ranks."""
@@ -47,16 +41,33 @@ class Transport(Protocol):
         """Raise if an earlier call has failed, which NCCL reports only later."""
 
 
+class Reducer(Transport, Protocol):
+    """A transport that also reduces, what it `takes`."""
+
+    def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
+        """Reduce ``send`` of all ranks into ``receive``."""
+
+    def allreduce_in_place(self, buffer: Any, op: MPIOp) -> None:
+        """Reduce ``buffer`` of all ranks into itself."""
+
+    def reduce(self, buffer: Any, op: MPIOp, root: int) -> None:
+        """Reduce ``buffer`` of all ranks into that of the root."""
+
+
 class DirectTransport:
     """Passes buffers to MPI: host memory, or GPU memory if MPI is CUDA-aware.
 
-    The methods are those of `Transport`.
+    The methods are those of `Reducer`.
     """
 
     name = "direct"
 
     def __init__(self, comm: AnyCommunicator) -> None:
         self.comm = comm
+
+    def takes(self, dtype: DType, op: str) -> bool:
+        """Return True."""
+        return True
 
     def allreduce(self, send: Array, receive: Array, op: MPIOp) -> None:
         """Reduce ``send`` of all ranks into ``receive``."""
@@ -127,14 +138,12 @@ class Transports:
         device: moves GPU arrays.
         reason: why that one.
         host_reason: why the one for host arrays.
-        mixed: whether an array may be on a GPU on one rank and on the host on another.
     """
 
     host: DirectTransport
     device: Transport
     reason: str
     host_reason: str = ""
-    mixed: bool = False
 
     def of(self, x: Array) -> Transport:
         """Return the transport for the array ``x``."""

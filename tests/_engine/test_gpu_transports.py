@@ -39,7 +39,6 @@ def auto(monkeypatch):
 
 @pytest.fixture(params=["late", "early", "random"])
 def cupy(request, monkeypatch, rank):
-    monkeypatch.setattr(staged_module, "SMALLEST_PIECE_BYTES", 4096)
     monkeypatch.setenv("MPIDIST_STAGING_MB", str(PIECE / 2**20))
     return posing.install(monkeypatch, order=request.param, seed=rank)
 
@@ -90,28 +89,6 @@ COUNTS = [0, 1, 1000, 16 * 1024, 40_001, 5 * PIECE // 4 + 3]
 
 @mpi
 @core
-def test_pieces_go_in_the_order_of_the_streams(cupy, staged, rank, size):
-    """What kernels write before is sent; what they write to is overwritten after."""
-    total = size * (size - 1) / 2
-    pairs = []
-    for count in COUNTS:
-        for repeat in range(3):  # slots are used again while copies are under way
-            start = rank + 10 * repeat
-            send = on_gpu(cupy, counting(start, count))
-            receive = cupy.empty(count, np.float32)
-            posing.launch(lambda x=receive: x.memory.fill(-1))
-            staged.allreduce(send, receive, "SUM")
-            sums = Reader(receive)
-            posing.launch(lambda x=send: x.memory.fill(-2))  # after it was read
-            staged.allreduce_in_place(receive, "MAX")
-            again = Reader(receive)
-            want = counting(0, count) * size + total + 10 * repeat * size
-            pairs += [(again.get(), want), (sums.get(), want)]
-    check(pairs)
-
-
-@mpi
-@core
 def test_copies_of_one_rank(cupy, staged, rank, size):
     pairs = []
     for root in range(size):
@@ -119,12 +96,6 @@ def test_copies_of_one_rank(cupy, staged, rank, size):
             x = on_gpu(cupy, counting(rank, count))
             staged.broadcast(x, root)
             pairs.append((Reader(x).get(), counting(root, count)))
-            x = on_gpu(cupy, counting(rank, count, "int64"))
-            staged.reduce(x, "SUM", root)
-            want = counting(rank, count, "int64")
-            if rank == root:
-                want = sum(counting(r, count, "int64") for r in range(size))
-            pairs.append((Reader(x).get(), want))
     check(pairs)
 
 
@@ -175,38 +146,6 @@ def test_a_call_on_another_stream_waits_for_the_buffers(cupy, new_strategy, size
         stream.synchronize()
         for one, n in zip(seen, (10, 30_000), strict=True):
             np.testing.assert_array_equal(one.seen, counting(k, n) * size)
-
-
-@mpi
-def test_copies_overlap_mpi(cupy, staged, size, monkeypatch):
-    """When MPI has piece k, the copies of k + 1 are queued."""
-    if size == 1:
-        return
-    events = []
-    for name in ("start_copy_to_host", "start_copy_to_device"):
-        known = getattr(staged_module.backend, name)
-
-        def copy(*args, known=known, name=name):
-            events.append(name[11:])
-            return known(*args)
-
-        monkeypatch.setattr(staged_module.backend, name, copy)
-    reduce = staged._host.allreduce_in_place
-    monkeypatch.setattr(
-        staged._host,
-        "allreduce_in_place",
-        lambda *args: (events.append("mpi"), reduce(*args)),
-    )
-    x = cupy.zeros(4 * PIECE // 4, np.float32)
-    before = posing.ndarray.synchronized
-    staged.allreduce_in_place(x, "SUM")
-    assert posing.ndarray.synchronized == before  # no stream, only events
-    assert events == [
-        *("to_host", "to_host", "mpi", "to_device"),
-        *("to_host", "mpi", "to_device"),
-        *("to_host", "mpi", "to_device"),
-        *("mpi", "to_device"),
-    ]
 
 
 @mpi
@@ -548,7 +487,7 @@ def test_nccl_for_one_call(own_gpus, nccl, new_strategy, strategy, size):
 
 def findings(*changes, **common):
     ranks = [{"gpu": f"host 0{r}"} | change for r, change in enumerate(changes)]
-    base = {"wanted": "AUTO", "kind": "gpu", "piece_bytes": 1} | common
+    base = {"wanted": "AUTO", "kind": "gpu"} | common
     return [Finding(**(base | rank)) for rank in ranks]
 
 
@@ -614,7 +553,6 @@ def test_what_is_missing_for_nccl(found, missing):
             findings({}, {"wanted": "STAGED"}),
             "MPIDIST_IMPLEMENTATION must be the same.*auto on rank 0 and staged on",
         ),
-        (findings({}, {"piece_bytes": 2}), "MPIDIST_STAGING_MB must be the same"),
     ],
 )
 def test_choices_that_can_not_be(found, message):
@@ -690,9 +628,9 @@ def test_a_variable_that_differs_is_an_error_on_all_ranks(monkeypatch, rank):
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("", 4 * 2**20), ("0.5", 2**19), ("0", 64 * 1024)]
+    ("text", "nbytes"), [("", 16 * 2**20), ("0.5", 2**19), ("0", 64 * 1024)]
 )
-def test_the_size_of_pieces(monkeypatch, text, nbytes):
+def test_the_size_of_page_locked_memory(monkeypatch, text, nbytes):
     from mpidist._base.environment import (
         read_environment,
     )

@@ -449,7 +449,8 @@ def test_local_results_gathers_once(strategy, rank, size):
         assert traffic.bytes == moved  # known by now
         return moved["Gatherv"]
 
-    assert merge(strategy, merge_fn, x, x) == x.nbytes
+    # And a few bytes that say what it is.
+    assert 0 <= merge(strategy, merge_fn, x, x) - x.nbytes < 1000
 
 
 def test_all_verbs_in_merge_fn(strategy, rank, size):
@@ -603,7 +604,7 @@ def test_scattering_sends_each_rank_its_part_only(strategy, rank, size):
     traffic = Traffic(strategy)
     result = merge(strategy, merge_fn)
     moved = traffic.bytes
-    assert moved.pop("Scatterv") == 8 * n
+    assert 0 <= moved.pop("Scatterv") - 8 * n < 1000
     assert sum(moved.values()) < 20_000
     np.testing.assert_array_equal(result, np.full(n, float(rank)))
 

@@ -1,0 +1,89 @@
+"""The route *staged* of nests with leaves on a GPU: by the plan of host arrays.
+
+For the other ranks it is the same as that plan: the same headers and payloads. So a
+nest may have leaves on the host and on a GPU, and a strategy ranks with and without a
+GPU: each rank copies its own arrays to the host and back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from mpidist._agreement.mismatch import Call
+from mpidist._base import backend
+from mpidist._base.types import Array
+from mpidist._engine.between_route import between
+from mpidist._engine.bucket_route import mpi
+from mpidist._engine.core_routes import eager, shared
+from mpidist._engine.hierarchical_route import hierarchical
+from mpidist._engine.plan import Plan, Results, Signature
+from mpidist._engine.resources import Resources
+from mpidist._engine.staged import store
+
+
+def staged(resources: Resources, signature: Signature) -> StagedReduce | None:
+    """Return the plan of a nest with leaves on a GPU."""
+    if not any(leaf.on_device for leaf in signature.leaves):
+        return None
+    leaves = [dataclasses.replace(leaf, on_device=False) for leaf in signature.leaves]
+    on_host = dataclasses.replace(signature, leaves=leaves)
+    plan: Plan | None = None
+    for route in (eager, shared, between, hierarchical, mpi):
+        plan = plan or route(resources, on_host)
+    assert plan is not None
+    return StagedReduce(resources, signature, plan)
+
+
+class StagedReduce(Plan):
+    """All-reduces nests on GPUs through the host.
+
+    Args:
+        resources: of the strategy.
+        signature: of the calls.
+        plan: of host arrays.
+    """
+
+    route = "staged"
+
+    def __init__(self, resources: Resources, signature: Signature, plan: Plan) -> None:
+        super().__init__(resources, signature.call)
+        self._memory = resources.devices.memory
+        self._leaves = signature.leaves
+        self._wanted = signature.root in (None, resources.comm.rank)
+        self.plan = plan
+
+    def __call__(
+        self,
+        arrays: Sequence[Array],
+        call: Call | None = None,
+        timeout: float | None = None,
+    ) -> Results:
+        """Agree with the other ranks, and reduce; see `Plan`."""
+        guard, call = self._guard, call or self.call
+        near = next(x for x in arrays if backend.is_device_array(x))
+        try:
+            with near.device:
+                hosts = self._memory.load(arrays)
+                results = self._new_results(arrays)
+        except Exception as error:
+            raise guard.fail(call, error) from None
+        sums = self.plan(hosts, call, timeout)
+        try:
+            with near.device:
+                for i, result in enumerate(results):
+                    if result is not None:
+                        store(sums[i], result)
+                        sums[i] = result
+        except Exception as error:
+            raise guard.fail(call, error, "raised") from None
+        return sums
+
+    def _new_results(self, arrays: Sequence[Array]) -> Results:
+        """Return memory on GPUs; None for leaves on the host."""
+        return [
+            backend.empty_like(x, leaf.shape, leaf.reduction.result)
+            if leaf.on_device and self._wanted
+            else None
+            for x, leaf in zip(arrays, self._leaves, strict=True)
+        ]

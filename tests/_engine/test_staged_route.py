@@ -1,0 +1,224 @@
+"""The staged route: arrays of a GPU by the routes of host arrays.
+
+On the stand-in for CuPy. That no wait is missing in it:
+tests/_engine/test_gpu_waits.py.
+"""
+
+import itertools
+
+import numpy as np
+import posing
+import pytest
+from replicas import all_reduce, everywhere
+
+import mpidist
+from mpidist._base import nest
+from mpidist._engine import core_routes
+from mpidist._engine import node as node_module
+from mpidist._strategy.strategy import group_of
+from mpidist.experimental import CommunicationOptions
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.core]
+
+PIECE = 16 * 1024
+OPERATIONS = ("SUM", "MEAN", "PROD", "MIN", "MAX")
+DTYPES = [
+    *("bool", "int8", "uint16", "int32", "int64"),
+    *("float16", "float32", "float64", "complex64"),
+]
+# Nothing, with the header, one piece, several, and no multiple of anything.
+COUNTS = [0, 5, 3_000, 9_001, 50_003]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.delenv("MPIDIST_IMPLEMENTATION", raising=False)
+    monkeypatch.setattr(node_module, "_LARGEST_AREA", PIECE)
+    monkeypatch.setattr(core_routes, "_EAGER_BYTES_OF_ALL", 8192)
+    monkeypatch.setattr(core_routes, "_EAGER_BYTES_CROWDED", 4096)
+
+
+def values(rank, count, dtype, seed=0):
+    """Return numbers with both signs, zeros and, of floats, NaN and infinities."""
+    x = np.random.default_rng([seed, rank, count]).integers(-3, 4, count)
+    if dtype == "bool":
+        return x > 0
+    x = np.abs(x).astype(dtype) if dtype.startswith("u") else x.astype(dtype)
+    if x.dtype.kind == "f" and count > 100:
+        x[7 + rank], x[11], x[50 + rank] = np.nan, np.inf, -0.0
+    return x
+
+
+def defined(op, dtype):
+    if dtype == "bool":
+        return op in ("MIN", "MAX")
+    return not (dtype.startswith("c") and op in ("MIN", "MAX"))
+
+
+def same_bits(found, want):
+    found, want = np.asarray(posing.to_host(found)), np.asarray(want)
+    alike = (found.dtype, found.shape) == (want.dtype, want.shape)
+    return alike and found.tobytes() == want.tobytes()
+
+
+def nests():
+    """Return (operation, a function that gives the nest of a rank) for many nests."""
+    for op, dtype in itertools.product(OPERATIONS, DTYPES):
+        if defined(op, dtype):
+            for count in COUNTS:
+                yield op, lambda r, n=count, d=dtype: [values(r, n, d)]
+    for op in ("SUM", "MAX"):
+        for counts in ((2, 3), (5, 9_001, 0, 1, 3_000, 50_003, 7)):
+            yield (
+                op,
+                lambda r, c=counts: [
+                    values(r, n, ("float32", "int8", "float16")[k % 3])
+                    for k, n in enumerate(c)
+                ],
+            )
+
+
+@pytest.mark.parametrize("order", ["late", "random"])
+@pytest.mark.parametrize("room", ["0", "4"])
+def test_the_bits_are_those_of_host_arrays(
+    monkeypatch, new_strategy, order, room, rank
+):
+    xp = posing.install(monkeypatch, order=order, seed=rank)
+    monkeypatch.setenv("MPIDIST_STAGING_MB", room)  # "0": 64 KiB
+    on_gpu = new_strategy(device="gpu", implementation="STAGED")
+    on_host = new_strategy(device="cpu")
+    wrong = []
+    with np.errstate(all="ignore"):
+        for op, make in nests():
+            mine = make(rank)
+            arrays = [xp.asarray(x) for x in mine]
+            want = all_reduce(on_host, op, mine)
+            got = all_reduce(on_gpu, op, arrays)
+            wrong += [
+                (op, x.dtype, x.shape)
+                for x, y, w in zip(mine, got, want, strict=True)
+                if not isinstance(y, posing.ndarray) or not same_bits(y, w)
+            ]
+    assert everywhere(wrong) == [[]] * len(everywhere(0))
+
+
+@pytest.mark.parametrize("guard", [True, False])
+@pytest.mark.parametrize("crowd", ["first", "last"])
+def test_ranks_with_a_gpu_meet_ranks_without(
+    monkeypatch, new_strategy, guard, crowd, rank, size
+):
+    """Small nests and large ones: by the same headers, pieces and steps."""
+    with_gpu = rank > 0 if crowd == "first" else rank < size - 1
+    xp = posing.install(monkeypatch, order="random", seed=rank) if with_gpu else np
+    strategy = new_strategy(device="gpu" if with_gpu else "cpu", guard=guard)
+    wrong = []
+    with np.errstate(all="ignore"):
+        for k, (op, make) in enumerate(nests()):
+            both = [make(r) for r in range(size)]
+            arrays = [xp.asarray(x) for x in both[rank]]
+            if k % 3 == 0:  # of the host everywhere
+                arrays = both[rank]
+            found = all_reduce(strategy, op, arrays)
+            if op in ("SUM", "MIN", "MAX"):
+                function = {"SUM": np.add, "MIN": np.minimum, "MAX": np.maximum}[op]
+                for y, *parts in zip(found, *both, strict=True):
+                    want = parts[0]
+                    for part in parts[1:]:
+                        want = function(want, part)
+                    if parts[0].dtype == np.float16:
+                        continue  # which is not rounded in between
+                    if not np.array_equal(
+                        posing.to_host(y), want, equal_nan=want.dtype.kind == "f"
+                    ):
+                        wrong.append((k, op, want.dtype, want.shape))
+            crcs = [np.asarray(posing.to_host(y)).tobytes() for y in found]
+            if len(set(everywhere(tuple(crcs)))) > 1:
+                wrong.append((k, op, "not alike"))
+    assert everywhere(wrong) == [[]] * size
+
+
+def test_leaves_on_both_sides(monkeypatch, new_strategy, rank, size):
+    xp = posing.install(monkeypatch, order="random", seed=rank)
+    strategy = new_strategy(device="gpu", implementation="STAGED")
+    for counts in ((3, 2, 1), (9_001, 2, 9_001, 50_003), (1, 20_000)):
+        hosts = [
+            [values(r, n, "float64", k) for k, n in enumerate(counts)]
+            for r in range(size)
+        ]
+        tree = [xp.asarray(x) if k % 2 else x for k, x in enumerate(hosts[rank])]
+        found = all_reduce(strategy, "SUM", tree)
+        kinds = [isinstance(y, posing.ndarray) for y in found]
+        assert kinds == [bool(k % 2) for k in range(len(counts))]
+        for k, y in enumerate(found):
+            want = sum(row[k] for row in hosts)
+            np.testing.assert_array_equal(posing.to_host(y), want)
+
+
+@pytest.mark.parametrize("count", [10, 50_003])
+def test_only_the_root_has_results(monkeypatch, new_strategy, count, rank, size):
+    xp = posing.install(monkeypatch)
+    strategy = new_strategy(device="gpu", implementation="STAGED")
+    x = xp.asarray(values(rank, count, "int64"))
+    reduce = group_of(strategy).collectives.all_reduce
+    found = reduce(mpidist.ReduceOp.SUM, {"x": x}, root=1)["x"]
+    if rank == 1:
+        want = sum(values(r, count, "int64") for r in range(size))
+        np.testing.assert_array_equal(found.get(), want)
+    assert everywhere(found is None) == [r != 1 for r in range(size)]
+
+
+# --- errors of CUDA -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", ["1", "2"])
+@pytest.mark.parametrize("name", ["get", "set", "synchronize"])
+@pytest.mark.parametrize("count", [3, 50_003])
+def test_an_error_of_a_copy_is_told_to_all(
+    monkeypatch, new_strategy, name, count, nodes, rank, size
+):
+    """Before the header, where values are read, or after it, where results go."""
+    xp = posing.install(monkeypatch)
+    monkeypatch.setenv("MPIDIST_SIMULATED_NODES", nodes)
+    strategy = new_strategy(device="gpu", implementation="STAGED")
+    reduce = group_of(strategy).collectives.all_reduce
+    x, error = xp.asarray(np.ones(count, np.float32)), None
+    reduce(mpidist.ReduceOp.SUM, x)
+    with monkeypatch.context() as patch:
+        if rank == size - 1:
+            owner = posing.Event if name == "synchronize" else posing.ndarray
+            patch.setattr(owner, name, lambda self, *args, **how: posing.refuse())
+        try:
+            reduce(mpidist.ReduceOp.SUM, x)
+            reduce(mpidist.ReduceOp.SUM, np.ones(3))  # a call of any kind
+        except Exception as raised:
+            error = raised
+    texts = everywhere(str(error))
+    assert all("cudaErrorNotSupported" in text for text in texts)
+    assert np.all(reduce(mpidist.ReduceOp.SUM, x).get() == size)
+
+
+# --- which route ----------------------------------------------------------------------
+
+
+def route_of(strategy, arrays, implementation="AUTO"):
+    options = CommunicationOptions(implementation=implementation)
+    group_of(strategy).collectives.all_reduce(mpidist.ReduceOp.SUM, arrays, options)
+    how = ("all_reduce", "SUM", options, None, nest.flatten(arrays)[1])
+    plan = group_of(strategy).collectives.cache.last(how)
+    return type(plan).__name__, plan.route
+
+
+@pytest.mark.usefixtures("one_node")
+def test_the_routes(monkeypatch, new_strategy, size):
+    xp = posing.install(monkeypatch, num_devices=size, nccl=posing.Nccl())
+    strategy = new_strategy(device="gpu")
+    small, large = xp.zeros(3), xp.zeros(50_003)
+    for arrays, implementation, route in (
+        ([small], "AUTO", ("BucketReduce", "nccl")),
+        ([small], "STAGED", ("StagedReduce", "staged")),
+        ([large], "STAGED", ("StagedReduce", "staged")),
+        ([small, np.zeros(3)], "STAGED", ("StagedReduce", "staged")),
+        ([np.zeros(3)], "STAGED", ("EagerReduce", "eager")),
+        ([large], "DIRECT", ("BucketReduce", "direct")),
+    ):
+        assert route_of(strategy, arrays, implementation) == route
