@@ -19,7 +19,7 @@ from mpidist._base.types import Array, HostArray
 from mpidist._mpi.buffers import COMBINE, Buffer
 from mpidist._mpi.communicator import MPIOp, Request, take_together
 from mpidist._mpi.traffic import Traffic
-from mpidist.testing._world import Channel, Combine, Part, Pending
+from mpidist.testing._world import Channel, Combine, Part, Pending, Round
 
 # Number of bytes sent without a second message, as with MPI.
 _MESSAGE_BYTES: Final = 1016
@@ -86,9 +86,6 @@ class ThreadCommunicator:
     def drop(self) -> None:
         """Do nothing: shared objects are freed when nothing refers to them."""
 
-    def release_unused(self) -> None:
-        """Do nothing."""
-
     def free(self) -> None:
         """Call the registered functions: the strategy was closed."""
         self._when_freed()
@@ -101,12 +98,11 @@ class ThreadCommunicator:
         part: Part,
         combine: Combine | None = None,
         root: int | None = None,
-        read: Callable[[Part], Part] | None = None,
     ) -> Pending:
         """Post this member's part of the next call; see `Channel.post`."""
         self._number += 1
         one = self._channel.post(self.rank, self._number, kind, part, combine, root)
-        return Pending(self._channel, self.rank, one, read)
+        return Pending(self._channel, self.rank, one)
 
     def call(
         self,
@@ -141,7 +137,9 @@ class ThreadCommunicator:
     def start_send(self, data: bytes, receiver: int) -> Request:
         """Start sending a small message to one rank."""
         self._channel.notices[receiver].append(data)
-        return _Sent()
+        sent = Round("a message to one rank", 0)
+        sent.done = True
+        return Pending(self._channel, self.rank, sent)
 
     def receive_any(self) -> bytes | None:
         """Return a message that some rank has sent by `start_send`, or None."""
@@ -251,18 +249,6 @@ class ThreadCommunicator:
         self.traffic.count("Allgather", 8 * len(numbers))
         rows = self.call("an exchange of integers", [int(n) for n in numbers])
         return [list(row) for row in rows]
-
-
-class _Sent:
-    """A request that is complete as soon as it is started."""
-
-    result = None
-
-    def leak(self) -> None:
-        """Do nothing: it is complete."""
-
-    def Test(self) -> bool:  # noqa: N802 - mpi4py's name
-        return True
 
 
 class _Headers:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TypeVar
 
 from mpidist._agreement.deadline import Deadline
-from mpidist._base import threads
-from mpidist._base.environment import Environment
-from mpidist._base.errors import on_rank
-from mpidist._base.options import CommunicationImplementation
 from mpidist.testing._communicator import ThreadCommunicator
-from mpidist.testing._world import Channel, World
+from mpidist.testing._world import Channel
 
 _WAIT_SECONDS = 0.1
 _T = TypeVar("_T")
@@ -89,8 +84,8 @@ class ThreadGroup:
         ranks, channel = dealt.result[color]
         return ThreadGroup(channel, ranks.index(self.rank), self._place)
 
-    def _connect(self, deadline: Deadline) -> ThreadCommunicator:
-        """Return a new communicator over the group. Collective."""
+    def connect(self, deadline: Deadline) -> ThreadCommunicator:
+        """Return a new communicator over the group, for a strategy. Collective."""
         members, world = self._channel.members, self._channel.world
         made = self._comm.start(
             "MPIStrategy(...)", None, lambda _: Channel(world, members)
@@ -98,89 +93,3 @@ class ThreadGroup:
         made.wait_for(_WAIT_SECONDS)
         deadline.wait(made, "MPIStrategy(...)")
         return ThreadCommunicator(made.result, self.rank, self._place, deadline.seconds)
-
-
-class Replica(threads.ThreadReplica):
-    """One replica of a run.
-
-    Args:
-        world: the run.
-        channel: the channel of the group of all replicas.
-        number: the number of this replica.
-        timeout_seconds: the deadline of strategies that do not set one; None: that of
-            the environment.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        channel: Channel,
-        number: int,
-        timeout_seconds: float | None,
-    ) -> None:
-        self.world = world
-        self.rank = number
-        self.size = world.size
-        self.locals = {}
-        self.group = ThreadGroup(channel, number, number)
-        self._timeout = timeout_seconds
-
-    def adapt(self, environment: Environment) -> Environment:
-        """Return the environment's settings for thread replicas.
-
-        GPU arrays are passed directly: `ThreadCommunicator` accepts them.
-        """
-        kind = environment.implementation
-        timeout = self._timeout
-        return dataclasses.replace(
-            environment,
-            abort=True,  # the other replicas are notified when this one ends
-            cuda_aware=True,
-            timeline="",  # the program has not ended when a run ends
-            implementation=(
-                CommunicationImplementation.DIRECT
-                if kind is CommunicationImplementation.AUTO
-                else kind
-            ),
-            simulated_nodes=1,
-            timeout_seconds=(
-                environment.timeout_seconds if timeout is None else timeout
-            ),
-        )
-
-    def connect(self, comm: object, deadline: Deadline) -> ThreadCommunicator:
-        """Return a communicator over the replicas of a group. Collective.
-
-        Raises:
-            TypeError: if ``comm`` is not a `ThreadGroup` or None.
-        """
-        group = self.group if comm is None else comm
-        if not isinstance(group, ThreadGroup):
-            raise TypeError(
-                on_rank(
-                    self.group.rank,
-                    "MPIStrategy: expected `comm` to be a `mpidist.testing.ThreadGroup`"
-                    f" or None, got {comm!r:.80} of type {type(comm).__name__}; "
-                    "replicas of `mpidist.testing.run` are threads, between which MPI "
-                    "does not work: write `MPIStrategy()` for all of them, or "
-                    "`mpidist.testing.current_group().split(color)` for some",
-                )
-            )
-        return group._connect(deadline)
-
-
-def current_group() -> ThreadGroup:
-    """Return the group of all replicas of the `run` that this thread belongs to.
-
-    Not collective.
-
-    Raises:
-        RuntimeError: if called outside a function run by `run`.
-    """
-    replica = threads.current()
-    if not isinstance(replica, Replica):
-        raise RuntimeError(
-            "mpidist.testing.current_group: expected to be called by the function that "
-            "`mpidist.testing.run` runs, in the thread of a replica"
-        )
-    return replica.group

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextvars
 import ctypes
+import dataclasses
 import os
 import sys
 import threading
@@ -24,10 +25,14 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Final
 
+from mpidist._agreement.deadline import Deadline
 from mpidist._base import interactive, threads
-from mpidist._base.errors import CollectiveError, RemoteTraceback
+from mpidist._base.environment import Environment
+from mpidist._base.errors import CollectiveError, RemoteTraceback, on_rank
+from mpidist._base.options import CommunicationImplementation
 from mpidist._runtime import process_exit
-from mpidist.testing._group import Replica
+from mpidist.testing._communicator import ThreadCommunicator
+from mpidist.testing._group import ThreadGroup
 from mpidist.testing._world import Channel, RunStoppedError, World
 
 DEFAULT_TIMEOUT_SECONDS: Final = 60.0
@@ -40,29 +45,89 @@ class ReplicaStopped(BaseException):
     """This replica is stopped, since another one has failed, or by Ctrl-C."""
 
 
-class _Replica:
-    """The thread of a replica, and its result."""
+class Replica(threads.ThreadReplica):
+    """One replica of a run: its thread, and its result.
+
+    Args:
+        world: the run.
+        channel: the channel of the group of all replicas.
+        number: the number of this replica.
+        timeout_seconds: the deadline of strategies that do not set one; None: that of
+            the environment.
+        program: what it runs.
+    """
 
     def __init__(
-        self, replica: Replica, world: World, program: Callable[[], object]
+        self,
+        world: World,
+        channel: Channel,
+        number: int,
+        timeout_seconds: float | None,
+        program: Callable[[], object],
     ) -> None:
-        self.replica = replica
-        self.number = replica.group.rank
+        self.world = world
+        self.rank = number
+        self.size = world.size
+        self.locals = {}
+        self.group = ThreadGroup(channel, number, number)
         self.result: object = None
         self.error: BaseException | None = None
-        self._world = world
+        self._timeout = timeout_seconds
         self._program = program
         context = contextvars.copy_context()
         # A daemon: an abandoned thread does not keep the interpreter running.
         self.thread = threading.Thread(
             target=lambda: context.run(self._work),
-            name=f"mpidist replica {self.number} of {world.size}",
+            name=f"mpidist replica {number} of {world.size}",
             daemon=True,
         )
 
+    def adapt(self, environment: Environment) -> Environment:
+        """Return the environment's settings for thread replicas.
+
+        GPU arrays are passed directly: `ThreadCommunicator` accepts them.
+        """
+        kind = environment.implementation
+        timeout = self._timeout
+        return dataclasses.replace(
+            environment,
+            abort=True,  # the other replicas are notified when this one ends
+            cuda_aware=True,
+            timeline="",  # the program has not ended when a run ends
+            implementation=(
+                CommunicationImplementation.DIRECT
+                if kind is CommunicationImplementation.AUTO
+                else kind
+            ),
+            simulated_nodes=1,
+            timeout_seconds=(
+                environment.timeout_seconds if timeout is None else timeout
+            ),
+        )
+
+    def connect(self, comm: object, deadline: Deadline) -> ThreadCommunicator:
+        """Return a communicator over the replicas of a group. Collective.
+
+        Raises:
+            TypeError: if ``comm`` is not a `ThreadGroup` or None.
+        """
+        group = self.group if comm is None else comm
+        if not isinstance(group, ThreadGroup):
+            raise TypeError(
+                on_rank(
+                    self.rank,
+                    "MPIStrategy: expected `comm` to be a `mpidist.testing.ThreadGroup`"
+                    f" or None, got {comm!r:.80} of type {type(comm).__name__}; "
+                    "replicas of `mpidist.testing.run` are threads, between which MPI "
+                    "does not work: write `MPIStrategy()` for all of them, or "
+                    "`mpidist.testing.current_group().split(color)` for some",
+                )
+            )
+        return group.connect(deadline)
+
     @property
     def has_ended(self) -> bool:
-        return self.number in self._world.ended
+        return self.rank in self.world.ended
 
     def _work(self) -> None:
         try:
@@ -71,9 +136,9 @@ class _Replica:
             pass  # a second exception, while it was ending
         while True:
             try:
-                self._world.release()
-                self._world.add_to(self._world.returned, self.number)
-                self._world.add_to(self._world.ended, self.number)
+                self.world.release()
+                self.world.add_to(self.world.returned, self.rank)
+                self.world.add_to(self.world.ended, self.rank)
                 for _ in range(_LINES):
                     pass  # an exception sent earlier is raised here
                 return
@@ -82,11 +147,11 @@ class _Replica:
 
     def _try(self) -> None:
         try:
-            with threads.entered(self.replica):
+            with threads.entered(self):
                 self._run()
         except BaseException as error:
             self.error = error
-            stop_run(error, self.replica)
+            stop_run(error, self)
 
     def _run(self) -> None:
         code: str | int | None = None
@@ -96,16 +161,16 @@ class _Replica:
             code = error.code
             if code:
                 self.error = error
-        self._world.add_to(self._world.returned, self.number)
+        self.world.add_to(self.world.returned, self.rank)
         process_exit.leave(code)
 
     def interrupt(self) -> None:
         """Raise `ReplicaStopped` in the thread, between two lines of its code."""
-        number = self.thread.ident
-        with self._world.condition:
-            if number is not None and not self.has_ended:
+        with self.world.condition:
+            if not self.has_ended:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(number), ctypes.py_object(ReplicaStopped)
+                    ctypes.c_ulong(self.thread.ident or 0),
+                    ctypes.py_object(ReplicaStopped),
                 )
 
     def where(self) -> str:
@@ -117,6 +182,23 @@ class _Replica:
         return f"{os.path.basename(last.filename)}:{last.lineno} in {last.name}"
 
 
+def current_group() -> ThreadGroup:
+    """Return the group of all replicas of the `run` that this thread belongs to.
+
+    Not collective.
+
+    Raises:
+        RuntimeError: if called outside a function run by `run`.
+    """
+    replica = threads.current()
+    if not isinstance(replica, Replica):
+        raise RuntimeError(
+            "mpidist.testing.current_group: expected to be called by the function that "
+            "`mpidist.testing.run` runs, in the thread of a replica"
+        )
+    return replica.group
+
+
 def stop_run(error: BaseException, replica: Replica | None = None) -> None:
     """Stop the run of a replica that has failed: from now on every wait raises.
 
@@ -126,7 +208,7 @@ def stop_run(error: BaseException, replica: Replica | None = None) -> None:
     """
     one = replica or threads.current()
     assert isinstance(one, Replica)
-    one.world.stop(f"replica {one.group.rank} has failed: {_describe(error)}")
+    one.world.stop(f"replica {one.rank} has failed: {_describe(error)}")
 
 
 def run(
@@ -189,12 +271,12 @@ def run(
     interactive.hide_own_frames()
     world = World(num_replicas)
     channel = Channel(world, tuple(range(num_replicas)), of_program=True)
+
+    def program() -> object:
+        return fn(*args, **kwargs)
+
     replicas = [
-        _Replica(
-            Replica(world, channel, number, timeout_seconds),
-            world,
-            lambda: fn(*args, **kwargs),
-        )
+        Replica(world, channel, number, timeout_seconds, program)
         for number in range(num_replicas)
     ]
     try:
@@ -212,7 +294,7 @@ def run(
     return [one.result for one in replicas]
 
 
-def _end(world: World, replicas: list[_Replica]) -> None:
+def _end(world: World, replicas: list[Replica]) -> None:
     """Wait until all have ended; stop those that do not, within the time allowed."""
 
     def have_ended() -> bool:
@@ -224,7 +306,7 @@ def _end(world: World, replicas: list[_Replica]) -> None:
             one.interrupt()
 
 
-def _error_of(replicas: list[_Replica], failed: list[_Replica]) -> BaseException:
+def _error_of(replicas: list[Replica], failed: list[Replica]) -> BaseException:
     """Return the exception that `run` raises, with notes about each replica's."""
     own = [one for one in failed if not is_because_of_others(one.error)]
     told = (RunStoppedError, ReplicaStopped)
@@ -233,18 +315,18 @@ def _error_of(replicas: list[_Replica], failed: list[_Replica]) -> BaseException
     error = first.error
     assert error is not None
     same = [one for one in failed if _is_same(one.error, error)]
-    which = ", ".join(str(one.number) for one in same)
+    which = ", ".join(str(one.rank) for one in same)
     error.add_note(
         f"raised on replica{'' if len(same) == 1 else 's'} {which} of {len(replicas)} "
         "(mpidist.testing.run)"
     )
     for one in own:
         if one not in same:
-            error.add_note(f"replica {one.number} raised {_describe(one.error)}")
+            error.add_note(f"replica {one.rank} raised {_describe(one.error)}")
     for one in replicas:
         if not one.has_ended:
             error.add_note(
-                f"replica {one.number} did not end, and is left behind at {one.where()}"
+                f"replica {one.rank} did not end, and is left behind at {one.where()}"
             )
     return error
 

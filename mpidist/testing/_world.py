@@ -227,19 +227,12 @@ class Channel:
 class Pending:
     """A call to which a member has posted its part, until the result is there."""
 
-    __slots__ = ("_channel", "_rank", "_read", "_round")
+    __slots__ = ("_channel", "_rank", "_round")
 
-    def __init__(
-        self,
-        channel: Channel,
-        rank: int,
-        one: Round,
-        read: Callable[[Part], Part] | None = None,
-    ) -> None:
+    def __init__(self, channel: Channel, rank: int, one: Round) -> None:
         self._channel = channel
         self._rank = rank
         self._round = one
-        self._read = read
 
     def Test(self) -> bool:  # noqa: N802 - mpi4py's name
         """Return whether the result is there; raise if it never will be."""
@@ -264,5 +257,4 @@ class Pending:
     @property
     def result(self) -> Part:
         """The result for this member, once it is there."""
-        result = self._round.result
-        return result if self._read is None else self._read(result)
+        return self._round.result
