@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from launching import rank_environment, run_ranks
 
+from mpidist import _cli
 from mpidist._cli import bench_command
 from mpidist._cli.bench_cases import CASES
 from mpidist._cli.bench_timing import Bench, Row, Timing
@@ -69,19 +70,29 @@ def test_the_table_has_all_rows(tmp_path):
     assert max(map(len, result.stdout.splitlines())) <= 80, result.stdout
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_some_benchmarks_and_sizes(tmp_path, ranks):
-    path = tmp_path / "r.json"
-    what = ["reduce", "all_reduce", "reduce", "all_gather", "--sizes", "4B,1MB"]
-    result = benched(ranks, path, *what, "--quick")
-    assert result.returncode == 0, result.stdout + result.stderr
-    rows = json.loads(path.read_text())["rows"]
-    assert [(row["bench"], row["nbytes"]) for row in rows] == [
-        *(("reduce", None), ("all_reduce", 4), ("all_reduce", 10**6)),
-        *(("all_gather", 4), ("all_gather", 10**6)),
+WHAT = ["reduce", "all_reduce", "reduce", "all_gather", "--sizes", "4B,1MB", "--quick"]
+ROWS = [
+    *(("reduce", None), ("all_reduce", 4), ("all_reduce", 10**6)),
+    *(("all_gather", 4), ("all_gather", 10**6)),
+]
+
+
+def rows_of(path):
+    return [
+        (row["bench"], row["nbytes"]) for row in json.loads(path.read_text())["rows"]
     ]
-    assert ("One rank: nothing is communicated" in result.stdout) == (ranks == 1)
+
+
+@pytest.mark.core
+def test_some_benchmarks_and_sizes(tmp_path, capsys):
+    path = tmp_path / "r.json"
+    assert _cli.main(["bench", "--json", str(path), *WHAT]) == 0
+    assert "One rank: nothing is communicated" in capsys.readouterr().out
+    assert rows_of(path) == ROWS
+    result = benched(3, path, *WHAT)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "One rank" not in result.stdout
+    assert rows_of(path) == ROWS
 
 
 def test_rows_are_printed_when_they_are_measured():
@@ -166,11 +177,15 @@ def test_between_nodes_it_times_other_work_unless_told(tmp_path):
         ),
     ],
 )
-def test_what_is_wrong_with_simulated_nodes(arguments, env, message):
-    result = on_nodes("run", *arguments, env=env)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert result.stdout == ""
+def test_what_is_wrong_with_simulated_nodes(
+    arguments, env, message, monkeypatch, capsys
+):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert _cli.main(["bench", "run", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""
 
 
 def test_a_job_on_nodes_that_fails_is_the_last(tmp_path):

@@ -4,41 +4,64 @@ from __future__ import annotations
 
 import configparser
 import json
-import subprocess
-import sys
+import re
 
 import pytest
-from launching import ROOT, rank_environment, run_python, run_ranks
+from launching import ROOT, run_python, run_ranks
 
 from mpidist import _cli
 from mpidist._cli.bench_cases import CASES
 
 TIMEOUT = 100.0
+PROGRAM = """
+import json, os, sys
+from mpidist import _cli
+from mpidist._cli.speaking import launched_rank
+for name, words in json.loads(sys.argv[1]).items():
+    rank, before = launched_rank(), dict(os.environ)
+    while "=" in words[0]:
+        variable, _, value = words.pop(0).partition("=")
+        os.environ[variable] = value.format(rank=rank)
+    try:
+        code = _cli.main(words)
+    except SystemExit as end:
+        code = end.code
+    os.environ.clear()
+    os.environ.update(before)
+    if rank == 0:
+        print(f"--- {name} ended with {code}", flush=True)
+"""
+COMMANDS = {
+    "help": ["bench", "--help"],
+    "usage": ["bench", "--seconds", "no"],
+    "file": ["bench", "run", "--json", "/no/such/f"],
+    "info": ["MPIDIST_GUARD=0", "info"],
+    "check": ["check", "--json", "--folder"],
+    "differs": ["MPIDIST_FUSION_MB=1{rank}", "check"],
+    "trace": ["MPIDIST_TRACE={rank}", "check"],
+}
 
 
-def command(ranks, *arguments, env=None):
-    argv = ["-m", "mpidist", *map(str, arguments)]
-    return run_ranks(ranks, argv, timeout=TIMEOUT, env=env)
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory):
+    """Return what commands print on 3 ranks, one after the other in one job.
 
-
-def alone(*arguments, env=None):
-    """Run the command line in one process, without mpirun."""
-    return subprocess.run(
-        [sys.executable, "-m", "mpidist", *arguments],
-        env=rank_environment(env),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-
-
-def the_error(result, code=2):
-    """Return the one message of a command that failed."""
-    assert result.returncode == code, result.stdout + result.stderr
-    assert result.stderr.count("error:") == 1, result.stderr
-    assert "Traceback" not in result.stderr
-    return result.stderr
+    Returns:
+        For each its exit code and standard output; the standard error of all; and the
+        folder that is checked.
+    """
+    folder = tmp_path_factory.mktemp("folder")
+    words = {**COMMANDS, "check": [*COMMANDS["check"], str(folder)]}
+    result = run_ranks(3, ["-c", PROGRAM, json.dumps(words)], timeout=TIMEOUT)
+    assert result.returncode == 0, result.stdout + result.stderr
+    pieces = re.split(r"^--- (\w+) ended with (\d)\n", result.stdout, flags=re.M)
+    found = {
+        name: (int(code), out)
+        for out, name, code in zip(
+            pieces[::3], pieces[1::3], pieces[2::3], strict=False
+        )
+    }
+    return found, result.stderr, folder
 
 
 # --- help and errors ------------------------------------------------------------------
@@ -109,36 +132,28 @@ def test_a_bad_environment_variable(monkeypatch, capsys):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["bench", "--seconds", "no"], "expected a time such as 2us or 1.5e-6, got"),
-        (["bench", "run", "--json", "/no/such/f"], "there is no folder /no/such"),
-    ],
-)
-def test_bad_arguments_are_one_message_of_all_ranks(arguments, message):
-    result = command(3, *arguments)
-    assert message in the_error(result)
-    assert result.stdout == ""
-
-
-def test_the_help_is_printed_once():
-    result = command(2, "bench", "--help")
-    assert result.returncode == 0
-    assert result.stdout.count("usage: mpidist bench") == 1
+def test_ranks_print_a_message_or_help_once(on_ranks):
+    """Also if one rank alone finds the mistake."""
+    found, errors, _ = on_ranks
+    assert found["help"][0] == 0
+    assert found["help"][1].count("usage: mpidist bench") == 1
+    assert found["usage"] == found["file"] == (2, "")
+    assert errors.count("error: argument --seconds: expected a time such as") == 1
+    assert errors.count("there is no folder /no/such") == 1
 
 
 # --- info -------------------------------------------------------------------------
 
 
 @pytest.mark.core
-def test_info_without_mpirun():
-    result = alone("info", "--json", env={"MPIDIST_TIMEOUT": "77"})
-    assert result.returncode == 0, result.stderr
-    facts = json.loads(result.stdout)
+def test_info_without_mpirun(monkeypatch, capsys):
+    monkeypatch.setenv("MPIDIST_TIMEOUT", "77")
+    assert _cli.main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
     assert facts["ranks"] == 1
     assert facts["problems"] == []
     assert facts["nodes"][0]["ranks"] == [0]
+    assert facts["open_files"]["limit"] > facts["open_files"]["needed"] > 0
     assert facts["environment"]["MPIDIST_TIMEOUT"] == "77"
     strategy = facts["strategy"]
     assert strategy["timeout_seconds"] == 77
@@ -147,10 +162,9 @@ def test_info_without_mpirun():
 
 
 @pytest.mark.core
-def test_info_on_ranks():
-    result = command(3, "info", env={"MPIDIST_GUARD": "0"})
-    assert result.returncode == 0, result.stderr
-    text = result.stdout
+def test_info_on_ranks(on_ranks):
+    code, text = on_ranks[0]["info"]
+    assert code == 0
     assert text.count("mpi4py  ") == 1
     assert "ranks        3 on 1 node" in text
     assert ": ranks 0-2, " in text
@@ -161,37 +175,34 @@ def test_info_on_ranks():
     assert "host arrays  " in text
 
 
-def test_info_says_when_the_launcher_is_of_another_mpi():
-    result = alone("info", env={"MV2_COMM_WORLD_SIZE": "2"})
-    assert result.returncode == 1
-    assert "mpirun of MVAPICH2 started 2 processes, but to mpi4py" in result.stdout
-    assert "use the mpirun of the environment that mpi4py is in" in result.stdout
-
-
-def test_check_says_only_that_the_launcher_is_of_another_mpi():
-    result = alone("check", env={"MV2_COMM_WORLD_SIZE": "2"})
-    assert result.returncode == 1
-    first, second, _, last = result.stdout.splitlines()
+def test_a_launcher_of_another_mpi(monkeypatch, capsys):
+    monkeypatch.setenv("MV2_COMM_WORLD_SIZE", "2")
+    assert _cli.main(["info"]) == 1
+    out = capsys.readouterr().out
+    assert "mpirun of MVAPICH2 started 2 processes, but to mpi4py" in out
+    assert "use the mpirun of the environment that mpi4py is in" in out
+    assert _cli.main(["check"]) == 1
+    first, second, _, last = capsys.readouterr().out.splitlines()
     assert first.startswith("ranks           FAILED  mpirun of MVAPICH2 started 2 pro")
     assert "-> the launcher is that of another MPI library; use the mpirun" in second
     assert last == "1 of 1 checks failed"
 
 
-def test_info_says_when_there_can_be_no_strategy():
-    result = alone("info", "--device", "gpu:999")
-    assert result.returncode == 1
-    assert "problems     MPIStrategy cannot be made: " in result.stdout
-    assert "gpu:999" in result.stdout
+def test_info_says_when_there_can_be_no_strategy(capsys):
+    assert _cli.main(["info", "--device", "gpu:999"]) == 1
+    out = capsys.readouterr().out
+    assert "problems     MPIStrategy cannot be made: " in out
+    assert "gpu:999" in out
 
 
 # --- check ------------------------------------------------------------------------
 
 
 @pytest.mark.core
-def test_check_on_ranks(tmp_path):
-    result = command(3, "check", "--json", "--folder", tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
-    found = json.loads(result.stdout)
+def test_check_on_ranks(on_ranks):
+    code, text = on_ranks[0]["check"]
+    assert code == 0, text
+    found = json.loads(text)
     assert found["failed"] == 0
     states = {row["name"]: row["state"] for row in found["checks"]}
     assert list(states) == [
@@ -201,50 +212,37 @@ def test_check_on_ranks(tmp_path):
         *("GPUs", "shared memory", "folder", "clocks", "CUDA-aware MPI"),
     ]
     assert set(states.values()) <= {"ok", "note"}
-    assert "3 ranks on 1 node" in result.stdout
-    assert "rename is atomic" in result.stdout
-    assert list(tmp_path.iterdir()) == []
+    assert "3 ranks on 1 node" in text
+    assert "rename is atomic" in text
+    assert list(on_ranks[2].iterdir()) == []
 
 
-def test_check_prints_a_line_each():
-    result = alone("check")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "\noptimizer       ok      the copies of the weights" in result.stdout
-    assert "\nmismatch        ok      not tried: there is one rank" in result.stdout
-    assert result.stdout.rstrip().endswith("all is well")
+def test_check_prints_a_line_each(capsys):
+    assert _cli.main(["check"]) == 0
+    out = capsys.readouterr().out
+    assert "\noptimizer       ok      the copies of the weights" in out
+    assert "\nmismatch        ok      not tried: there is one rank" in out
+    assert "\nopen files      ok      " in out
+    assert out.rstrip().endswith("all is well")
 
 
-def test_check_finds_what_differs_between_ranks():
-    program = (
-        "import os, sys\n"
-        "from mpidist import _cli\n"
-        "from mpidist._cli.speaking import launched_rank\n"
-        "os.environ['MPIDIST_FUSION_MB'] = str(1 + launched_rank())\n"
-        "_cli.run()\n"
-    )
-    result = run_ranks(2, ["-c", program, "check"], timeout=TIMEOUT)
-    assert result.returncode == 1
-    lines = result.stdout.splitlines()
-    wrong = "settings        FAILED  rank 1: MPIDIST_FUSION_MB is 2 here, and 1 on rank"
-    assert any(line.startswith(wrong) for line in lines), result.stdout
-    assert "-> export it to all ranks" in result.stdout
-    assert "CollectiveMismatchError" in result.stdout
-    assert "there is no strategy to try it with" in result.stdout
+def test_check_finds_what_differs_between_ranks(on_ranks):
+    code, text = on_ranks[0]["differs"]
+    lines = text.splitlines()
+    assert code == 1
+    wrong = "settings        FAILED  ranks 1-2: MPIDIST_FUSION_MB is 11 here, and 10 on"
+    assert any(line.startswith(wrong) for line in lines), text
+    assert "-> export it to all ranks" in text
+    assert "CollectiveMismatchError" in text
+    assert "there is no strategy to try it with" in text
     assert lines[-1].endswith("checks failed")
 
 
-def test_check_lets_one_rank_alone_write_a_trace():
-    program = (
-        "import os\n"
-        "from mpidist import _cli\n"
-        "from mpidist._cli.speaking import launched_rank\n"
-        "os.environ['MPIDIST_TRACE'] = str(launched_rank())\n"
-        "_cli.run()\n"
-    )
-    result = run_ranks(2, ["-c", program, "check"], timeout=TIMEOUT)
-    assert result.returncode == 0, result.stdout
-    assert " rank=1/2 " in result.stderr
-    assert " rank=0/2 " not in result.stderr
+def test_check_lets_some_ranks_alone_write_a_trace(on_ranks):
+    found, errors, _ = on_ranks
+    assert found["trace"][0] == 0, found["trace"][1]
+    assert " rank=1/3 " in errors
+    assert " rank=0/3 " not in errors
 
 
 # --- how it is loaded ----------------------------------------------------------------
