@@ -84,12 +84,13 @@ class ThreadGroup:
         ranks, channel = dealt.result[color]
         return ThreadGroup(channel, ranks.index(self.rank), self._place)
 
-    def connect(self, deadline: Deadline) -> ThreadCommunicator:
-        """Return a new communicator over the group, for a strategy. Collective."""
-        members, world = self._channel.members, self._channel.world
-        made = self._comm.start(
-            "MPIStrategy(...)", None, lambda _: Channel(world, members)
-        )
-        made.wait_for(_WAIT_SECONDS)
-        deadline.wait(made, "MPIStrategy(...)")
-        return ThreadCommunicator(made.result, self.rank, self._place, deadline.seconds)
+
+def connect(group: ThreadGroup, deadline: Deadline) -> ThreadCommunicator:
+    """Return a new communicator over a group, for a strategy. Collective."""
+    channel, comm = group._channel, group._comm
+    made = comm.start(
+        "MPIStrategy(...)", None, lambda _: Channel(channel.world, channel.members)
+    )
+    made.wait_for(_WAIT_SECONDS)
+    deadline.wait(made, "MPIStrategy(...)")
+    return ThreadCommunicator(made.result, group.rank, group._place, deadline.seconds)

@@ -32,7 +32,7 @@ from mpidist._base.errors import CollectiveError, RemoteTraceback, on_rank
 from mpidist._base.options import CommunicationImplementation
 from mpidist._runtime import process_exit
 from mpidist.testing._communicator import ThreadCommunicator
-from mpidist.testing._group import ThreadGroup
+from mpidist.testing._group import ThreadGroup, connect
 from mpidist.testing._world import Channel, RunStoppedError, World
 
 DEFAULT_TIMEOUT_SECONDS: Final = 60.0
@@ -123,7 +123,7 @@ class Replica(threads.ThreadReplica):
                     "`mpidist.testing.current_group().split(color)` for some",
                 )
             )
-        return group.connect(deadline)
+        return connect(group, deadline)
 
     @property
     def has_ended(self) -> bool:
