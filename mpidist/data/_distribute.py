@@ -96,13 +96,8 @@ class DistributedDataset:
     ) -> DistributedDataset:
         """Run `Strategy.distribute_datasets_from_function`. Collective.
 
-        Args:
-            group: the group of the strategy.
-            dataset_fn: creates this rank's input.
-            options: the user's options.
-            call: the user's call, for messages.
-            functions: whether ``dataset_fn`` may return a function that returns
-                elements, and the mode in the options must be PER_WORKER.
+        With ``functions``, for `Strategy.make_input_fn_iterator`, ``dataset_fn`` may
+        return a function that returns elements; the mode must be PER_WORKER.
         """
         context.require_program_level(group, call)
         replicas = group.num_replicas

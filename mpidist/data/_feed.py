@@ -216,11 +216,7 @@ class Feed:
             self.empty = empty_of(block.spec())
 
     def learn(self, own: bytes) -> None:
-        """Tell ranks that may not know it what elements are like. Collective.
-
-        Args:
-            own: what `dump_spec` returned here.
-        """
+        """Tell all ranks what elements are like, by each `dump_spec`. Collective."""
         comm = self.collectives.comm
         with comm.traffic.timed():
             dumped = comm.all_gather_objects(own)
@@ -241,9 +237,7 @@ class Feed:
     def differing(self, what: str, number: int) -> str:
         """Return what each rank has of a batch that differs. Collective.
 
-        Args:
-            what: the batch, for the message.
-            number: the rows of this rank's plus one; 0: its input has ended.
+        ``number`` is the rows of this rank's batch plus one; 0: its input has ended.
         """
         found = self.collectives.comm.all_gather_integers([number])
         lines = by_value(
@@ -256,15 +250,9 @@ class Feed:
         )
 
     def compare(self, what: str, call: Call, checksum: int) -> None:
-        """Check that all ranks have the same global batch. Collective.
+        """Raise, on all ranks, if their global batches differ. Collective.
 
-        Args:
-            what: the batch, for the message.
-            call: the call that reads it.
-            checksum: that of this rank's batch; 0: its input has ended.
-
-        Raises:
-            ValueError: on all ranks, if the batches differ.
+        ``checksum`` is that of this rank's batch; 0: its input has ended.
         """
         comm = self.collectives.comm
         asked = Call(f"{call.text} (MPIDIST_DEBUG: the same batch on all ranks?)")

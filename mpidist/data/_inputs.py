@@ -42,12 +42,7 @@ class Calls(Iterable[Nest]):
 
 
 class Items(Stage):
-    """An object whose items, or what it is iterated over, are elements.
-
-    Args:
-        items: anything with ``__len__`` and ``__getitem__``, or an iterable.
-        call: the name of the call, for messages.
-    """
+    """Elements that are the items of a sequence, or what an iterable iterates over."""
 
     indexed = False
 

@@ -162,12 +162,7 @@ _FITS: Final[Mapping[str, Callable[[Any], bool]]] = {
 
 
 def checked_state(call: str, state: object, own: dict[str, Any]) -> dict[str, Any]:
-    """Return a state that an iterator can restore.
-
-    Args:
-        call: the name of the call, for the message.
-        state: what the program passed.
-        own: the iterator's state.
+    """Return a state that an iterator whose own state is ``own`` can restore.
 
     Raises:
         ValueError: if it is no state, or that of another dataset.

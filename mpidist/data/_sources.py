@@ -29,14 +29,7 @@ from mpidist.data._stage import (
 )
 
 
-class _Numbered(Stage):
-    """A source whose tokens are the numbers of its elements."""
-
-    def at(self, indices: HostArray, in_pass: Pass) -> Tokens:
-        return indices
-
-
-class Slices(_Numbered):
+class Slices(Stage):
     """The rows of arrays."""
 
     def __init__(self, leaves: Sequence[Any], structure: nest.Structure) -> None:
@@ -69,7 +62,7 @@ def _dtype_of(leaf: Any) -> DType:
     return dtype if dtype.isnative else dtype.newbyteorder("=")
 
 
-class Rows(_Numbered):
+class Rows(Stage):
     """The items of a source with ``__len__`` and ``__getitem__``: one row each."""
 
     def __init__(self, source: Any, text: str = "", spec: Nest | None = None) -> None:
@@ -85,7 +78,7 @@ class Rows(_Numbered):
         return self._spec
 
 
-class Range(_Numbered):
+class Range(Stage):
     """Numbers with a constant difference; without end for a stop of None."""
 
     def __init__(self, start: int, stop: int | None, step: int, dtype: DType) -> None:

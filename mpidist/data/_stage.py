@@ -87,8 +87,11 @@ class Stage:
     text: str = ""
 
     def at(self, indices: HostArray, in_pass: Pass) -> Tokens:
-        """Return the tokens of elements, if the stage is indexed. Reads nothing."""
-        raise NotImplementedError
+        """Return the tokens of elements, if the stage is indexed. Reads nothing.
+
+        By default their numbers.
+        """
+        return indices
 
     def in_order(self, in_pass: Pass) -> Iterator[Token]:
         """Yield the tokens of all elements, if the stage is not indexed."""
@@ -155,8 +158,7 @@ class Stage:
     def spec(self, *, trial: bool = False) -> Nest | None:
         """Return the nest of specs of an element; None if only known after reading.
 
-        Args:
-            trial: whether the function of a `map` may be called to find it.
+        With ``trial`` the function of a `map` may be called to find it.
         """
         return None
 
@@ -190,12 +192,7 @@ class Stage:
         return INFINITE_CARDINALITY if self.size >= INFINITE else self.size
 
     def require_length(self, kind: str, remedy: str = "") -> int:
-        """Return ``len`` of a dataset.
-
-        Args:
-            kind: the name of its class.
-            remedy: what to write if the number is not known.
-        """
+        """Return ``len`` of a dataset of a class, or say what to do if unknown."""
         if self.size >= INFINITE:
             raise TypeError(f"{kind}: an infinite dataset has no len()")
         if self.size == UNKNOWN:
@@ -221,11 +218,7 @@ class Derived(Stage):
     call: str
 
     def inherit(self, size: int | None = None) -> None:
-        """Set the attributes of a stage to those of its parent.
-
-        Args:
-            size: the number of elements; None: as many as the parent has.
-        """
+        """Set the attributes to those of the parent; ``size`` too, if it is None."""
         parent = self.parent
         self.size = parent.size if size is None else size
         self.indexed = parent.indexed
