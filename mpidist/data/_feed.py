@@ -208,11 +208,8 @@ class Feed:
 
     def seen(self, block: RowBlock) -> None:
         """Remember the shapes of the rows that this rank has seen last."""
-        known = self.empty
-        if known is None or any(
-            one.shape[1:] != leaf.shape[1:]
-            for one, leaf in zip(known.leaves, block.leaves, strict=True)
-        ):
+        known = [] if self.empty is None else self.empty.leaves
+        if [x.shape[1:] for x in known] != [x.shape[1:] for x in block.leaves]:
             self.empty = empty_of(block.spec())
 
     def learn(self, own: bytes) -> None:

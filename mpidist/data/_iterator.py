@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpidist._agreement.mismatch import Call
-from mpidist._base import nest
-from mpidist._base.types import DType, Nest
+from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.interruptions import tells
 from mpidist._values.distributed import PerReplica
@@ -27,9 +26,6 @@ from mpidist.data._feed import Feed, Piece, describe, dump_spec
 from mpidist.data._inputs import state_of
 from mpidist.data._positions import Optional, PositionedIterator, checked_state
 from mpidist.data._stage import Block
-
-# Structure, dtypes, numbers of dimensions.
-_CallKey = tuple[nest.Structure, tuple[DType, ...], tuple[int, ...]]
 
 
 class DistributedIterator(PositionedIterator):
@@ -59,7 +55,7 @@ class DistributedIterator(PositionedIterator):
         self._failure = ""
         what = f"next(iterator) of dataset #{self._feed.number}, iteration {iteration}"
         self._call = Call(what)
-        self._calls: dict[_CallKey, Call] = {}
+        self._calls: dict[tuple[Any, ...], Call] = {}  # by what elements are like
 
     def get_next(self) -> Nest:
         """Return the next element. Collective.
@@ -280,9 +276,9 @@ class DistributedIterator(PositionedIterator):
             return self._call
         if piece is not None and piece.block is not None:
             block = piece.block
-        dtypes = tuple(leaf.dtype for leaf in block.leaves)
         # A rank without rows has a column where the others have scalars.
-        key = (block.structure, dtypes, tuple(max(1, x.ndim) for x in block.leaves))
+        kinds = [(leaf.dtype, max(1, leaf.ndim)) for leaf in block.leaves]
+        key = (block.structure, *kinds)
         call = self._calls.get(key)
         if call is None:
             text = f"{self._call.text}: {describe(block)}"
