@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import pickle
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import numpy as np
 
@@ -30,6 +31,8 @@ from mpidist._engine.observed import (
 )
 from mpidist._engine.resources import Resources, timed
 from mpidist._timeline.observer import observed
+
+_LARGE: Final = 1 << 20  # bytes of an array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,23 +216,37 @@ class Copies:
         """
         comm = self.resources.comm
         try:
-            data = _write(values, call)
+            data, large = _write(values, call, _LARGE)
         except Exception as error:
             self.resources.invalid(call, error)
         self.resources.guard.agree(Call(f"{call} of {len(values)} values"))
-        counts = [row[0] for row in comm.all_gather_integers([data.size])]
-        room = sum(counts) if comm.rank == 0 else 0
-        received = comm.together(lambda: np.empty(room, np.uint8), call)
+        sizes = comm.all_gather_integers([data.size, *(x.size for x in large)])
+        counts = [0, *(row[0] for row in sizes[1:])]  # rank 0 has its own
+        received = self._gather(data, counts, call)
+        # A large array travels alone, into the memory where it stays: with the others
+        # it would be copied when it is written and when it is read.
+        arrived: list[list[HostArray]] = [[] for _ in sizes]
+        for rank, row in enumerate(sizes[1:], 1):
+            for x, size in zip(large, row[1:], strict=True):
+                only = [size if i == rank else 0 for i in range(comm.size)]
+                arrived[rank].append(self._gather(x, only, call) if size else x)
         if comm.rank != 0:
-            comm.gather(data, None, counts, 0)
             return []
-        comm.gather(data, received, counts, 0)
         ends = list(itertools.accumulate(counts))
         rows = [
-            self._read(received[end - n : end])
-            for end, n in zip(ends[1:], counts[1:], strict=True)
+            self._read(received[ends[rank - 1] : ends[rank]], arrived[rank])
+            for rank in range(1, comm.size)
         ]
         return [list(values), *rows]
+
+    def _gather(self, own: HostArray, counts: list[int], call: str) -> HostArray:
+        """Return the bytes of all ranks that have a count on rank 0. Collective."""
+        comm = self.resources.comm
+        room = sum(counts) if comm.rank == 0 else 0
+        received = comm.together(lambda: np.empty(room, np.uint8), call)
+        to_here = received if comm.rank == 0 else None
+        comm.gather(own[: counts[comm.rank]], to_here, counts, 0)
+        return received
 
     @observed(values_of_ranks, has_values)
     @timed
@@ -243,7 +260,7 @@ class Copies:
         comm, messages = self.resources.comm, self.resources.messages
         if values is not None:
             try:
-                parts = [_write(row, call) for row in values]
+                parts = [_write(row, call)[0] for row in values]
                 joined = np.concatenate(parts)
             except Exception as error:
                 self.resources.invalid(call, error)
@@ -258,14 +275,15 @@ class Copies:
         comm.scatter(None if values is None else joined, received, counts, 0)
         return self._read(received) if values is None else list(values[0])
 
-    def _read(self, data: HostArray) -> list[Any]:
+    def _read(self, data: HostArray, large: Sequence[HostArray] = ()) -> list[Any]:
         """Return the values that `_write` has written."""
         rows: list[tuple[_Head, HostArray | None]] = pickle.loads(data.data)
         values = []
-        for head, x in rows:
-            if x is None or head.dtype is None:
+        for number, (head, x) in enumerate(rows):
+            if head.dtype is None:
                 values.append(head.payload)
                 continue
+            x = large[number] if x is None else x
             array: Array = backend.from_bytes(x, head.dtype, head.shape)
             if head.on_device:
                 array = backend.place(array, self.resources.device)
@@ -338,13 +356,27 @@ def _array_in(slot: _native.Slot, start: int, like: Array) -> HostArray:
     return np.ndarray(like.shape, like.dtype, slot, start)
 
 
-def _write(values: list[Any], call: str) -> HostArray:
-    """Return values as bytes: heads, and the bytes of arrays, pickled."""
-    rows = []
-    for value in values:
+def _write(
+    values: list[Any], call: str, most: float = math.inf
+) -> tuple[HostArray, list[HostArray]]:
+    """Return values as bytes: heads, and the bytes of arrays, pickled.
+
+    Args:
+        values: arrays and other objects.
+        call: the name of the call in messages.
+        most: the most bytes of an array that is pickled.
+
+    Returns:
+        The pickled bytes, and for each value the bytes of an array that has more.
+    """
+    rows: list[tuple[_Head, HostArray | None]] = []
+    large = [np.empty(0, np.uint8) for _ in values]
+    for number, value in enumerate(values):
         head, raw = _head_of(value, call), None
         if head.dtype is not None:
             x = backend.as_array(value, call)[0]
             raw = backend.as_bytes(backend.contiguous(backend.to_host(x)))
+            if raw.size > most:
+                large[number], raw = raw, None
         rows.append((head, raw))
-    return np.frombuffer(pickle.dumps(rows, protocol=5), np.uint8)
+    return np.frombuffer(pickle.dumps(rows, protocol=5), np.uint8), large

@@ -3,10 +3,11 @@
 import collections
 import copy
 import pickle
+import tracemalloc
 
 import numpy as np
 import pytest
-from replicas import mirrored_of, own
+from replicas import context, mirrored_of, own
 
 import mpidist
 
@@ -513,3 +514,30 @@ def test_a_replica_can_not_change_its_copy_of_a_mirrored_argument(strategy, rank
     with pytest.raises(ValueError, match="read-only"):
         strategy.run(step, args=(m,))
     np.testing.assert_array_equal(m, [1.0, 1.0])
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.processes  # threads share their memory
+def test_large_components_are_copied_once(strategy, rank, size):
+    """Rank 0 receives each into the memory where it stays; the others copy nothing."""
+    mebibyte = 2**20
+    other = np.full(mebibyte + 1, 1, np.uint8) if rank == 1 else np.full(mebibyte, 2.0)
+    x = {"a": np.full(mebibyte, float(rank)), "b": other}
+
+    def merge_fn(distribution, x):
+        rows = distribution.experimental_local_results(x)
+        for i, row in enumerate(rows):
+            assert row["a"][-1] == i
+            assert row["b"][-1] == (1 if i == 1 else 2)
+        assert len(rows) == size
+
+    def fn():
+        context().merge_call(merge_fn, args=(x,))
+
+    tracemalloc.start()
+    strategy.run(fn)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    received = (size - 1) * 16 * mebibyte if rank == 0 else 0
+    # And one more where the numbers of rank 2 would not be aligned after rank 1's.
+    assert peak < received + 9 * mebibyte
