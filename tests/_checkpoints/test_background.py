@@ -229,7 +229,6 @@ if how == "killed":
 @pytest.mark.parametrize(
     ("how", "ranks", "code", "text"),
     [
-        ("ends", 2, 0, ""),
         ("forks", 2, 0, ""),
         ("fails", 2, 1, "No space left on device: 'the file'"),
         ("alone", 1, 1, "No space left on device: 'the file'"),
@@ -241,12 +240,9 @@ def test_the_end_of_the_program(tmp_path, how, ranks, code, text):
     start = time.monotonic()
     result = run_ranks(ranks, ["-c", AT_THE_END, how], timeout=60, cwd=tmp_path)
     assert time.monotonic() - start < 40
-    if code is None:
-        assert result.returncode != 0
-    else:
-        assert result.returncode == code, result.stderr
+    assert result.returncode == code or (code is None and result.returncode)
     assert text in result.stderr
-    if how in ("ends", "forks"):
+    if how == "forks":
         assert mpidist.load_checkpoint(tmp_path / "a")["weights"].sum() == 499500
     else:
         assert not (tmp_path / "a").exists()

@@ -21,7 +21,7 @@ from replicas import fuzz_seeds
 
 import mpidist
 
-DEFAULT_SEEDS = 150
+DEFAULT_SEEDS = 60
 MOST_BYTES = 32 * 2**20  # that a reader may allocate; most are a chunk of 8 MiB
 HEAD = b'{\n "crc32": "'
 

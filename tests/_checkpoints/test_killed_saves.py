@@ -101,8 +101,8 @@ def test_killed_before_every_system_call_of_a_save(tmp_path, there_before):
 def test_a_process_that_is_killed_again_and_again(tmp_path):
     """By hand any number: ``python tests/_checkpoints/kill_saves.py 1000``."""
     script = ROOT / "tests" / "_checkpoints" / "kill_saves.py"
-    output = run_python(script, "20", "0", tmp_path)
-    assert output.startswith("20 kills (seed 0)")
+    output = run_python(script, "10", "0", tmp_path)
+    assert output.startswith("10 kills (seed 0)")
 
 
 KILLED_AT_ANY_TIME = """
