@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Final, TypeAlias
@@ -31,6 +32,23 @@ Gradient: TypeAlias = Nest
 def compute_dtype(dtype: DType) -> DType:
     """Return the dtype that steps are computed in and slots are stored in."""
     return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
+
+
+def number(kind: str, argument: str, value: object, below: float = math.inf) -> float:
+    """Return a setting as a float.
+
+    Raises:
+        TypeError, ValueError: if it is not a number, 0 or more, and less than a limit.
+    """
+    x = backend.as_real(value)
+    if x is None:
+        raise TypeError(f"{kind}: expected `{argument}` to be a number, got {value!r}")
+    if not 0 <= x < below:
+        limit = f" and below {below:g}" if below < math.inf else ""
+        raise ValueError(
+            f"{kind}: expected `{argument}` to be 0 or more{limit}, got {value!r}"
+        )
+    return x
 
 
 def listed(names: list[str]) -> str:
@@ -98,32 +116,39 @@ def group_for(
         RuntimeError: if the optimizer cannot use the variables here.
     """
     frame = context.current()
-    group = storage_of(variables[0]).group
-    name = variables[0].name
+    first = variables[0]
+    group = storage_of(first).group
     if frame.level is context.Level.UPDATE:
         raise RuntimeError(
             f"{call}: this code runs {frame.level.value}, which changes one variable "
             f"without communication; call `{call}` before or after the `update`"
         )
-    if context.has_strategy() and frame.group is not group:
+    if frame.group is not group and context.has_strategy():
         if not group.is_mpi:
             raise RuntimeError(
-                f"{call}: Variable {name!r} was created outside every scope, so each "
-                f"rank has its own, but {frame.group} is the current strategy; create "
-                "it in `with strategy.scope():`"
+                f"{call}: Variable {first.name!r} was created outside every scope, so "
+                f"each rank has its own, but {frame.group} is the current strategy; "
+                "create it in `with strategy.scope():`"
             )
         raise RuntimeError(
-            f"{call}: Mixing different Strategy objects: Variable {name!r} belongs to "
-            f"{group}, but {frame.group} is the current strategy; use the optimizer "
-            "in the scope of its own strategy"
+            f"{call}: Mixing different Strategy objects: Variable {first.name!r} "
+            f"belongs to {group}, but {frame.group} is the current strategy; use the "
+            "optimizer in the scope of its own strategy"
         )
     if built_for is not None and built_for is not group:
         raise RuntimeError(
             f"{call}: Mixing different Strategy objects: the optimizer was built for "
-            f"variables of {built_for}, Variable {name!r} belongs to {group}; create "
-            "an optimizer for each strategy"
+            f"variables of {built_for}, Variable {first.name!r} belongs to {group}; "
+            "create an optimizer for each strategy"
         )
     return group
+
+
+def is_cross_replica(group: ReplicaGroup) -> bool:
+    """Whether a call is an operation here, not a call by each replica."""
+    frame = context.current()
+    in_replica = frame.group is group and frame.level is context.Level.REPLICA
+    return group.is_mpi and not in_replica
 
 
 def check_variables(
@@ -189,15 +214,8 @@ def as_gradient(
     in_replica: bool,
     skip: bool,
 ) -> Array:
-    """Return this rank's gradient as an array of the variable's dtype and shape."""
+    """Return this rank's gradient: of the variable's dtype and shape, in C order."""
     array = array_of(variable)
-    if (
-        type(gradient) is np.ndarray
-        and isinstance(array, np.ndarray)
-        and gradient.dtype == array.dtype
-        and gradient.shape == array.shape
-    ):
-        return gradient  # the most common case
     call = f"{APPLY}: the gradient of Variable {variable.name!r}"
     group.registry.check(APPLY, gradient)
     if isinstance(gradient, IndexedSlices):
@@ -240,32 +258,19 @@ def as_gradient(
                 f"; write `gradient.astype({array.dtype.name!r})`"
             )
         x = x.astype(array.dtype)
-    return x
+    return backend.contiguous(x)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class GivenGradients:
     """The gradients of one step on this rank, without those that are None."""
 
-    arrays: list[Array]
-    variables: list[Variable]
-    all_variables: list[Variable]  # also those whose gradient is None
-    summed: list[int]  # the places of those that are summed over the replicas
-    summaries: str  # of the others, for the header
-
-    def copied_if_views(self, *, keep_sums: bool) -> list[Array]:
-        """Copy gradients that are views of variables, because the step changes these.
-
-        Args:
-            keep_sums: whether those that are summed have separate buffers. On one
-                replica they have none.
-        """
-        owners = {id(_owner(array_of(variable))) for variable in self.all_variables}
-        kept = set(self.summed) if keep_sums else ()
-        return [
-            x.copy() if i not in kept and id(_owner(x)) in owners else x
-            for i, x in enumerate(self.arrays)
-        ]
+    arrays: list[Array] = dataclasses.field(default_factory=list)
+    variables: list[Variable] = dataclasses.field(default_factory=list)
+    # The places of those that are summed over the replicas; summaries of the others,
+    # for the header.
+    summed: list[int] = dataclasses.field(default_factory=list)
+    summaries: list[str] = dataclasses.field(default_factory=list)
 
 
 def collect(
@@ -281,35 +286,43 @@ def collect(
         TypeError, ValueError: for a gradient of another shape or dtype, or None for
             all.
     """
-    taken = [i for i, g in enumerate(gradients) if g is not None]
-    if not taken:
+    given = GivenGradients()
+    checks = group.guard.checks
+    for gradient, variable in zip(gradients, variables, strict=True):
+        if gradient is None:
+            continue
+        array = array_of(variable)
+        x: Array
+        if (  # the most common case
+            type(gradient) is np.ndarray
+            and isinstance(array, np.ndarray)
+            and gradient.dtype == array.dtype
+            and gradient.shape == array.shape
+            and gradient.flags.c_contiguous
+        ):
+            x = gradient
+        else:
+            x = as_gradient(group, gradient, variable, in_replica, skip)
+        if not skip and (in_replica or isinstance(gradient, PerReplica)):
+            given.summed.append(len(given.arrays))
+        elif checks and not is_same(group, gradient):
+            given.summaries.append(checksums.summarize(x))
+        given.arrays.append(x)
+        given.variables.append(variable)
+    if not given.arrays:
         raise ValueError(
             f"{APPLY}: No gradients provided for any variable: got None for "
             f"{listed([v.name for v in variables])}"
         )
-    arrays = [
-        backend.contiguous(
-            as_gradient(group, gradients[i], variables[i], in_replica, skip)
-        )
-        for i in taken
-    ]
-    summed = [
-        place
-        for place, i in enumerate(taken)
-        if not skip and (in_replica or isinstance(gradients[i], PerReplica))
-    ]
-    summaries = ""
-    if group.guard.checks and len(summed) < len(taken):
-        others = ", ".join(
-            checksums.summarize(arrays[place])
-            for place in sorted(set(range(len(taken))).difference(summed))
-            if not is_same(group, gradients[taken[place]])
-        )
-        if others:
-            summaries = f", given {others} (which are not per replica)"
-    return GivenGradients(
-        arrays, [variables[i] for i in taken], variables, summed, summaries
-    )
+    # The step changes the variables: it needs copies of gradients that are views of
+    # them, except of those whose sums get buffers of their own.
+    kept = given.summed if group.collectives.comm.size > 1 else []
+    if len(kept) < len(given.arrays):
+        owners = {id(_owner(array_of(variable))) for variable in variables}
+        for i, x in enumerate(given.arrays):
+            if i not in kept and id(_owner(x)) in owners:
+                given.arrays[i] = x.copy()
+    return given
 
 
 def _owner(x: Array) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -17,6 +16,7 @@ from mpidist.optimizers._arguments import array_functions
 # enough to keep it busy.
 HOST_BLOCK: Final = 1 << 15
 DEVICE_BLOCK: Final = 1 << 24
+_NOTHING: Final[Array] = np.empty(0)
 
 
 def clip_by_global_norm(grads: Nest, clip_norm: float) -> tuple[Nest, Nest]:
@@ -66,58 +66,57 @@ def clip_by_global_norm(grads: Nest, clip_norm: float) -> tuple[Nest, Nest]:
     return structure.unflatten(clipped), norm
 
 
-@dataclasses.dataclass(frozen=True)
 class Clipping:
-    """How an optimizer limits summed gradients; at most one setting is not None.
+    """How an optimizer limits summed gradients.
 
-    Attributes:
+    Args:
+        kind: of the optimizer, for messages.
         clipnorm: the maximum norm of each gradient.
         clipvalue: the maximum magnitude of each element.
         global_clipnorm: the maximum norm of all gradients together.
+
+    Attributes:
+        settings: the one that is not None, by its name.
+
+    Raises:
+        TypeError, ValueError: if it is not one number greater than 0.
     """
 
-    clipnorm: float | None
-    clipvalue: float | None
-    global_clipnorm: float | None
-
-    def checked(self, call: str) -> Clipping:
-        """Return it with a float.
-
-        Raises:
-            TypeError, ValueError: if it is not one number greater than 0.
-        """
-        if len(self.settings) > 1:
-            names = " and ".join(f"`{name}`" for name in self.settings)
-            raise ValueError(f"{call}: got {names}; leave out all but one")
-        numbers = {
-            name: check_clip_norm(value, call, name)
-            for name, value in self.settings.items()
+    def __init__(
+        self,
+        kind: str,
+        clipnorm: float | None,
+        clipvalue: float | None,
+        global_clipnorm: float | None,
+    ) -> None:
+        limits = {
+            "clipnorm": clipnorm,
+            "clipvalue": clipvalue,
+            "global_clipnorm": global_clipnorm,
         }
-        return dataclasses.replace(self, **numbers)
+        given = {name: x for name, x in limits.items() if x is not None}
+        if len(given) > 1:
+            names = " and ".join(f"`{name}`" for name in given)
+            raise ValueError(f"{kind}: got {names}; leave out all but one")
+        self.settings: dict[str, float] = {
+            name: check_clip_norm(x, kind, name) for name, x in given.items()
+        }
+        self.clipvalue: float | None = self.settings.get("clipvalue")
 
-    @property
-    def settings(self) -> dict[str, float]:
-        """The setting by its name, if there is one."""
-        every = dataclasses.asdict(self).items()
-        return {name: value for name, value in every if value is not None}
+    def scratch(self, arrays: Sequence[Array]) -> Array:
+        """Return the memory that `scales` needs."""
+        needs_none = self.clipvalue is not None or not self.settings
+        return _NOTHING if needs_none else norm_scratch(arrays)
 
-    def scratch(self, arrays: Sequence[Array]) -> Array | None:
-        """Return the memory that `scales` needs; None if it needs none."""
-        if self.clipnorm is None and self.global_clipnorm is None:
-            return None
-        return norm_scratch(arrays)
-
-    def scales(
-        self, arrays: Sequence[Array], scratch: Array | None
-    ) -> Sequence[Array | None]:
+    def scales(self, arrays: Sequence[Array], scratch: Array) -> Sequence[Array | None]:
         """Return the factor of each gradient; None for 1."""
-        if scratch is not None and self.clipnorm is not None:
-            return [
-                clip_scale(global_norm([x], scratch), self.clipnorm) for x in arrays
-            ]
+        limit = self.settings.get("clipnorm")
+        if limit is not None:
+            return [clip_scale(global_norm([x], scratch), limit) for x in arrays]
         scale = None
-        if scratch is not None and self.global_clipnorm is not None:
-            scale = clip_scale(global_norm(arrays, scratch), self.global_clipnorm)
+        limit = self.settings.get("global_clipnorm")
+        if limit is not None:
+            scale = clip_scale(global_norm(arrays, scratch), limit)
         return [scale] * len(arrays)
 
 
@@ -150,7 +149,7 @@ def blocks(x: Array) -> Iterator[slice]:
 def norm_scratch(arrays: Sequence[Array]) -> Array:
     """Return the scratch memory that `global_norm` of these arrays needs."""
     if not arrays:
-        return np.empty(0)
+        return _NOTHING
     largest = max(arrays, key=lambda x: int(x.size))
     size = max((part.stop - part.start for part in blocks(largest)), default=0)
     scratch: Array = backend.empty_like(largest, (size,), np.float64)

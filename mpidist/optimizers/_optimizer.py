@@ -1,7 +1,7 @@
 """The base of all optimizers: state, one fused reduction, updates in place.
 
-How gradients are applied
--------------------------
+How gradients are applied:
+
 1. Every rank checks its arguments, evaluates the learning rate and allocates memory. It
    reports errors to all ranks.
 2. One header: the ranks agree on the optimizer, the step, the learning rate, the
@@ -10,65 +10,51 @@ How gradients are applied
 4. Every rank changes its own copies, with the same operations on the same bits. Nothing
    here can fail on one rank alone, and nothing is communicated.
 
-This needs neither `merge_call` nor the function of ``update``, because no user code
-runs. In cross-replica context it is one operation (`dispatch`), so inside ``merge_fn``
+In cross-replica context it is one operation (`dispatch`), so inside ``merge_fn``
 it is one command, which every rank executes with its own optimizer.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import re
-from collections.abc import Callable, Iterable
-from typing import ClassVar, Final, NoReturn
-
-import numpy as np
+import itertools
+import weakref
+from collections.abc import Hashable, Iterable
+from typing import Final, NoReturn, TypeAlias
 
 from mpidist._agreement.mismatch import Call
-from mpidist._base import backend
+from mpidist._base import backend, threads
 from mpidist._base.remedies import explain_attributes
-from mpidist._base.types import Array, HostArray
 from mpidist._runtime import context, dispatch, interruptions
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.variable import Variable, array_of, storage_of
 from mpidist.optimizers._arguments import (
     APPLY,
-    GivenGradients,
     Gradient,
-    array_functions,
     check_variables,
     collect,
-    compute_dtype,
     group_among,
     group_for,
+    is_cross_replica,
     listed,
     split_pairs,
-    unique,
 )
-from mpidist.optimizers._blocks import Target, lay_out
-from mpidist.optimizers._clipping import Clipping
-from mpidist.optimizers._gradient_sum import GradientSum
-from mpidist.optimizers._reference import Referable, Reference
+from mpidist.optimizers._gradient_sum import find_plan, sum_gradients
+from mpidist.optimizers._rule import Rule
 from mpidist.optimizers._schedules import LearningRate, check_rate
+from mpidist.optimizers._state import State
 
 _BUILD: Final = "Optimizer.build"
 
-
-@dataclasses.dataclass(slots=True)
-class _PreparedStep:
-    """One step, after everything that can fail on one rank alone."""
-
-    call: Call
-    reduction: GradientSum
-    arrays: list[Array]  # the gradients; sums are put here
-    targets: list[Target]  # for each of them
-    constants: list[tuple[float, ...]]
-    count: Array  # of completed steps
-    norm_scratch: Array | None  # None without clipping by norms
+_Known: TypeAlias = weakref.WeakValueDictionary[Hashable, "Optimizer"]
+_Reference: TypeAlias = tuple[Variable | None, int, str]
+"""What a command carries in place of an optimizer: the count of its steps, the number
+of its construction, and its settings."""
+_numbers: Final = threads.ReplicaLocal(lambda: itertools.count(1))
+_known: Final = threads.ReplicaLocal[_Known](weakref.WeakValueDictionary)
 
 
 @explain_attributes
-class Optimizer(Referable):
+class Optimizer(Rule):
     """The base class of `SGD`, `Adam`, `AdamW` and `RMSprop`.
 
     Gradients are summed over the replicas: divide the loss of each replica by the
@@ -80,15 +66,12 @@ class Optimizer(Referable):
     variables: `iterations` and, next to each variable, its slots.
     """
 
-    _slot_names: ClassVar[tuple[str, ...]] = ()
-
     def __init__(
         self,
         learning_rate: LearningRate,
-        *,
         name: str | None,
-        clipping: Clipping,
-        settings: dict[str, float | bool],
+        clipping: tuple[float | None, float | None, float | None],
+        **settings: float,
     ) -> None:
         kind = type(self).__name__
         if context.current().coordinator is not None:
@@ -96,22 +79,16 @@ class Optimizer(Referable):
                 f"{kind}: an optimizer created in merge_fn exists on rank 0 only; "
                 "create it on all ranks, before `strategy.run`"
             )
-        if name is not None and not isinstance(name, str):
-            raise TypeError(f"{kind}: expected `name` to be a str, got {name!r}")
-        self._name = name or kind.lower()
-        self._clipping = clipping.checked(kind)
-        self._settings = settings
-        self._not_decayed: list[str] = []
-        self._not_decayed_variables: list[Variable] = []
+        super().__init__(kind, name, clipping, settings)
         self.learning_rate = learning_rate
+        self._state: State | None = None  # before it is built
         self._group: ReplicaGroup | None = None
-        self._variables: list[Variable] = []
-        self._slots: list[tuple[Variable, ...]] = []
-        self._index: dict[int, int] = {}
-        self._decayed: list[bool] = []
-        # Buffers that are reused in each step.
-        self._targets: list[Target] = []
-        self._register()
+        self._index: dict[int, int] = {}  # of the variables, by id
+        # An optimizer is the same object of the program on all ranks. Commands of
+        # rank 0 refer to it by the variable that counts its steps or, before that
+        # exists, by the number of its construction.
+        self._number = next(_numbers.get())
+        _known.get()[self._number] = self
 
     def __repr__(self) -> str:
         rate = self._learning_rate
@@ -136,9 +113,7 @@ class Optimizer(Referable):
         Raises:
             RuntimeError: before `build` or the first `apply_gradients`.
         """
-        if self._iterations is None:
-            raise RuntimeError(self._not_built("iterations"))
-        return self._iterations
+        return self._built("iterations").iterations
 
     @property
     def variables(self) -> list[Variable]:
@@ -152,9 +127,8 @@ class Optimizer(Referable):
         Raises:
             RuntimeError: before `build` or the first `apply_gradients`.
         """
-        if self._iterations is None:
-            raise RuntimeError(self._not_built("variables"))
-        return [self._iterations, *(slot for slots in self._slots for slot in slots)]
+        state = self._built("variables")
+        return [state.iterations, *(slot for slots in state.slots for slot in slots)]
 
     @property
     def learning_rate(self) -> float:
@@ -164,8 +138,8 @@ class Optimizer(Referable):
         on all of them: `apply_gradients` compares the number. Do not assign inside
         ``merge_fn``, which only rank 0 runs.
         """
-        count = self._iterations
-        return self._rate(0 if count is None else int(count))
+        state = self._state
+        return self._rate(0 if state is None else int(state.iterations))
 
     @learning_rate.setter
     def learning_rate(self, learning_rate: LearningRate) -> None:
@@ -197,10 +171,9 @@ class Optimizer(Referable):
             group = group_for(given, self._group, _BUILD)
         except Exception as error:
             group_among(given, self._group).collectives.invalid(_BUILD, error)
-        if _is_cross_replica(group):
-            dispatch.perform(
-                group, "build_optimizer", self._reference(), given, call=_BUILD
-            )
+        if is_cross_replica(group):
+            reference = self._reference()
+            dispatch.perform(group, "build_optimizer", reference, given, call=_BUILD)
         else:
             self._build(group, given)
 
@@ -221,13 +194,12 @@ class Optimizer(Referable):
         Raises:
             RuntimeError: if the state has already been created.
         """
-        if self._iterations is not None:
+        if self._state is not None:
             raise RuntimeError(
                 "exclude_from_weight_decay: the optimizer has been built; call it "
                 "before `build` and the first `apply_gradients`"
             )
-        self._not_decayed_variables += list(var_list or ())
-        self._not_decayed += list(var_names or ())
+        self._exclude(list(var_list or ()), list(var_names or ()))
 
     def apply_gradients(
         self,
@@ -280,13 +252,10 @@ class Optimizer(Referable):
                 group = group_for(variables, self._group, APPLY)
             except Exception as error:
                 group_among(pairs, self._group).collectives.invalid(APPLY, error)
-            skip = bool(
-                skip_gradients_aggregation or not experimental_aggregate_gradients
-            )
-            if _is_cross_replica(group):
-                dispatch.perform(
-                    group, APPLY, self._reference(), gradients, variables, skip
-                )
+            skip = skip_gradients_aggregation or not experimental_aggregate_gradients
+            if is_cross_replica(group):
+                reference = self._reference()
+                dispatch.perform(group, APPLY, reference, gradients, variables, skip)
             else:
                 self._apply(group, gradients, variables, in_replica=True, skip=skip)
         except BaseException as error:
@@ -294,134 +263,53 @@ class Optimizer(Referable):
             raise
         return self.iterations
 
-    # --- to be defined by subclasses --------------------------------------------
-
-    def _constants(self, step: int, rate: float, index: int) -> tuple[float, ...]:
-        """Return the numbers that the update of a variable needs.
-
-        Args:
-            step: the number of this step, from 1.
-            rate: its learning rate.
-            index: the index of the variable.
-        """
-        raise NotImplementedError
-
-    @staticmethod
-    def _step(
-        w: Array,
-        g: Array,
-        slots: tuple[Array, ...],
-        t: Array,
-        u: Array,
-        constants: tuple[float, ...],
-    ) -> None:
-        """Change a block of a variable and of its slots in place.
-
-        Args:
-            w: the block of the variable: flat, float32 or wider.
-            g: the block of its gradient; do not write to it.
-            slots: the blocks of its slots.
-            t: scratch memory of the same size.
-            u: scratch memory of the same size, but possibly ``g`` itself: write to it
-                only in or after the last use of ``g``.
-            constants: from `_constants`.
-        """
-        raise NotImplementedError
-
-    # --- arguments --------------------------------------------------------------
-
-    @property
-    def _text(self) -> str:
-        """All settings except the learning rate, which is the same on all ranks."""
-        settings: dict[str, object] = dict(self._settings)
-        settings |= self._clipping.settings
-        if self._not_decayed:
-            settings["not_decayed"] = self._not_decayed
-        settings["name"] = self._name
-        inner = ", ".join(f"{k}={v!r}" for k, v in settings.items())
-        return f"{type(self).__name__}({inner})"
-
-    def _not_built(self, what: str) -> str:
-        return (
-            f"{type(self).__name__}.{what}: the optimizer has no state before the "
-            "first `apply_gradients`; write `optimizer.build(variables)`, for example "
-            "before a checkpoint is saved or restored"
-        )
+    def _built(self, what: str) -> State:
+        if self._state is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.{what}: the optimizer has no state before the "
+                "first `apply_gradients`; write `optimizer.build(variables)`, for "
+                "example before a checkpoint is saved or restored"
+            )
+        return self._state
 
     def _rate(self, step: int) -> float:
         schedule = self._learning_rate
         if not callable(schedule):
             return schedule
-        kind = type(self).__name__
-        return check_rate(
-            schedule(step), f"{kind}: at step {step}, expected the function for"
-        )
+        expected = f"{type(self).__name__}: at step {step}, expected the function for"
+        return check_rate(schedule(step), expected)
 
-    # --- state ------------------------------------------------------------------
+    def _reference(self) -> _Reference:
+        state = self._state
+        return None if state is None else state.iterations, self._number, self._text
 
     def _build(self, group: ReplicaGroup, variables: list[Variable]) -> None:
         """Create the state. All ranks call this, at any level."""
-        collectives = group.collectives
+        collectives, state = group.collectives, self._state
         try:
-            if self._iterations is not None:
-                self._check_known(variables, _BUILD)
-                if len(variables) != len(self._variables):
-                    known = [v.name for v in self._variables]
+            if state is not None:
+                state.check_known(variables, _BUILD)
+                if len(variables) != len(state.variables):
+                    known = [v.name for v in state.variables]
                     raise ValueError(
                         f"{_BUILD}: the optimizer was built for {len(known)} variables "
                         f"({listed(known)}), got {len(variables)}; create another "
                         "optimizer for other variables"
                     )
-            decayed = self._which_decay(variables)
-            names = unique([variable.name for variable in variables])
+            decayed = [self._decays(v) for v in variables]
             described = ", ".join(
                 f"{v.name!r} [#{storage_of(v).key[0]}] {backend.describe(v)}"
                 f"{'' if d else '*'}"
                 for v, d in zip(variables, decayed, strict=True)
             )
-            state = "again" if self._iterations is not None else "anew"
+            when = "anew" if state is None else "again"
         except Exception as error:
             collectives.invalid(_BUILD, error)
-        collectives.guard.agree(Call(f"build {self._text} {state} for {described}"))
-        if self._iterations is not None:
-            return
-
-        def make(initial: Callable[[], HostArray], name: str) -> Variable:
-            return Variable(initial, trainable=False, name=f"{self._name}/{name}")
-
-        with context.entered(group.cross_frame):
-            iterations = make(lambda: np.zeros((), np.int64), "iterations")
-            slots = []
-            for variable, name in zip(variables, names, strict=True):
-                zeros = _zeros_for(variable)
-                slots.append(
-                    tuple(make(zeros, f"{slot}/{name}") for slot in self._slot_names)
-                )
-        self._group = group
-        self._variables, self._slots, self._decayed = variables, slots, decayed
-        self._index = {id(variable): i for i, variable in enumerate(variables)}
-        self._register_built(iterations)
-
-    def _which_decay(self, variables: list[Variable]) -> list[bool]:
-        excluded = {id(variable) for variable in self._not_decayed_variables}
-        return [
-            id(variable) not in excluded
-            and not any(re.search(name, variable.name) for name in self._not_decayed)
-            for variable in variables
-        ]
-
-    def _check_known(self, variables: list[Variable], call: str) -> None:
-        for variable in variables:
-            if id(variable) not in self._index:
-                known = [v.name for v in self._variables]
-                raise ValueError(
-                    f"{call}: Variable {variable.name!r} {backend.describe(variable)} "
-                    f"is not one of those that the optimizer was built for: "
-                    f"{listed(known)}; pass all variables to `optimizer.build"
-                    "(variables)` first, or create another optimizer for this one"
-                )
-
-    # --- one step ---------------------------------------------------------------
+        collectives.guard.agree(Call(f"build {self._text} {when} for {described}"))
+        if state is None:
+            state = State(group, variables, decayed, self._name, self._slot_names)
+            self._state, self._group, self._index = state, group, state.index
+            _known.get()[_identity(state.iterations)] = self
 
     def _apply(
         self,
@@ -438,91 +326,78 @@ class Optimizer(Referable):
             given = collect(group, gradients, variables, in_replica, skip)
         except Exception as error:
             collectives.invalid(APPLY, error)
-        if self._iterations is None:
+        if self._state is None:
             self._build(group, variables)
-        try:
-            step = self._prepare(group, given)
+        state = self._built(APPLY)
+        try:  # what can fail on one rank alone
+            state.check_known(given.variables, APPLY)
+            to_sum = [given.arrays[i] for i in given.summed]
+            plan = find_plan(group, to_sum)
+            step = int(array_of(state.iterations).item())
+            rate = self._rate(step)
+            constants = (
+                self._constants(step + 1, rate, False),
+                self._constants(step + 1, rate, True),
+            )
+            scratch = self._clipping.scratch(given.arrays)
+            state.prepare()
+            text = APPLY
+            if group.guard.checks:
+                keys = [f"#{storage_of(v).key[0]}" for v in given.variables]
+                gradients_text = plan.call.text if plan else f"{len(to_sum)} gradients"
+                text += (
+                    f" of {self._text} at step {step} with learning_rate={rate!r}: "
+                    f"{gradients_text} for {' '.join(keys)}"
+                )
+            if given.summaries:
+                summaries = ", ".join(given.summaries)
+                text += f", given {summaries} (which are not per replica)"
         except Exception as error:
             collectives.invalid(APPLY, error)
-        sums = step.reduction.run(step.call)
+        summed = [given.variables[i] for i in given.summed]
+        sums = sum_gradients(group, plan, Call(text), to_sum, summed)
         # From here on nothing fails on one rank alone.
-        arrays = step.arrays
-        for place, reduced in zip(given.summed, sums, strict=True):
-            arrays[place] = reduced
-        with np.errstate(all="ignore"):
-            scales = self._clipping.scales(arrays, step.norm_scratch)
-            limit = self._clipping.clipvalue
-            for target, gradient, scale, constants in zip(
-                step.targets, arrays, scales, step.constants, strict=True
-            ):
-                target.update(self._step, gradient, scale, limit, constants)
-            array_functions.add(step.count, 1, out=step.count)
+        for place, x in zip(given.summed, sums, strict=True):
+            given.arrays[place] = x
+        state.update(self._step, constants, self._clipping, scratch, given)
 
-    def _prepare(self, group: ReplicaGroup, given: GivenGradients) -> _PreparedStep:
-        """Do everything that can fail on one rank alone."""
-        collectives = group.collectives
-        variables = given.variables
-        self._check_known(variables, APPLY)
-        indices = [self._index[id(variable)] for variable in variables]
-        count = array_of(self.iterations)
-        step = int(count.item())
-        rate = self._rate(step)
-        arrays = given.copied_if_views(keep_sums=collectives.comm.size > 1)
-        reduction = GradientSum(
-            group,
-            [arrays[i] for i in given.summed],
-            [variables[i] for i in given.summed],
+
+def _identity(iterations: Variable) -> Hashable:
+    storage = storage_of(iterations)
+    return (storage.group.number, storage.key)
+
+
+def _find(group: ReplicaGroup, reference: _Reference, call: str) -> Optimizer:
+    """Return this rank's optimizer. All ranks raise if one has none, or another one."""
+    iterations, number, text = reference
+    identity = number if iterations is None else _identity(iterations)
+    found = _known.get().get(identity)
+    mine = "" if found is None else found._reference()[2]
+    if found is None or mine != text:
+        error = RuntimeError(
+            f"{call}: the coordinator uses {text}, which this rank "
+            + ("does not have" if found is None else f"has as {mine}")
+            + "; create optimizers on all ranks, in the same order, or call "
+            "`optimizer.build(variables)` before the `merge_call`"
         )
-        scratch = self._clipping.scratch(arrays)
-        if not self._targets:
-            self._targets = lay_out(self._variables, self._slots)
-        targets = [self._targets[index] for index in indices]
-        constants = [self._constants(step + 1, rate, index) for index in indices]
-        text = APPLY
-        if collectives.guard.checks:
-            keys = " ".join(f"#{storage_of(t.variable).key[0]}" for t in targets)
-            text = (
-                f"{APPLY} of {self._text} at step {step} with learning_rate="
-                f"{rate!r}: {reduction.text} for {keys}{given.summaries}"
-            )
-        return _PreparedStep(
-            Call(text), reduction, arrays, targets, constants, count, scratch
-        )
-
-
-def _is_cross_replica(group: ReplicaGroup) -> bool:
-    """Whether a call is an operation here, not a call by each replica."""
-    if not group.is_mpi:
-        return False
-    frame = context.current()
-    return frame.level is not context.Level.REPLICA or not context.has_strategy()
-
-
-def _zeros_for(variable: Variable) -> Callable[[], HostArray]:
-    return lambda: np.zeros(variable.shape, compute_dtype(variable.dtype))
+        group.collectives.invalid(call, error)
+    return found
 
 
 @dispatch.operation(APPLY)
 def _apply_gradients(
     group: ReplicaGroup,
-    reference: Reference,
+    reference: _Reference,
     gradients: list[Gradient],
     variables: list[Variable],
     skip: bool,
 ) -> None:
-    try:
-        optimizer = reference.find(Optimizer, APPLY)
-    except Exception as error:
-        group.collectives.invalid(APPLY, error)
+    optimizer = _find(group, reference, APPLY)
     optimizer._apply(group, gradients, variables, in_replica=False, skip=skip)
 
 
 @dispatch.operation("build_optimizer")
 def _build_optimizer(
-    group: ReplicaGroup, reference: Reference, variables: list[Variable]
+    group: ReplicaGroup, reference: _Reference, variables: list[Variable]
 ) -> None:
-    try:
-        optimizer = reference.find(Optimizer, _BUILD)
-    except Exception as error:
-        group.collectives.invalid(_BUILD, error)
-    optimizer._build(group, variables)
+    _find(group, reference, _BUILD)._build(group, variables)

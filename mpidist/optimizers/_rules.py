@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-from mpidist._base import backend
 from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Array
 from mpidist.optimizers._arguments import array_functions
-from mpidist.optimizers._clipping import Clipping
 from mpidist.optimizers._optimizer import Optimizer
 from mpidist.optimizers._schedules import LearningRate
 
@@ -46,6 +44,8 @@ class SGD(Optimizer):
         RuntimeError: inside ``merge_fn``, which only rank 0 runs.
     """
 
+    _limits: ClassVar[dict[str, float]] = {"momentum": 1.0, "weight_decay": math.inf}
+
     @explain_keywords("SGD")
     def __init__(
         self,
@@ -60,24 +60,22 @@ class SGD(Optimizer):
         name: str | None = None,
     ) -> None:
         """Check the settings, without communication."""
-        self._momentum = _number("SGD", "momentum", momentum, below=1.0)
-        self._nesterov = bool(nesterov)
-        self._decay = _number("SGD", "weight_decay", weight_decay or 0.0)
-        if self._nesterov and not self._momentum:
+        if nesterov and not momentum:
             raise ValueError("SGD: nesterov=True needs a `momentum` above 0")
-        settings = {
-            "momentum": self._momentum,
-            "nesterov": self._nesterov,
-            "weight_decay": self._decay,
-        }
-        clipping = Clipping(clipnorm, clipvalue, global_clipnorm)
-        super().__init__(learning_rate, name=name, clipping=clipping, settings=settings)
-        if self._momentum:
+        super().__init__(
+            learning_rate,
+            name,
+            (clipnorm, clipvalue, global_clipnorm),
+            momentum=momentum,
+            nesterov=nesterov,
+            weight_decay=weight_decay or 0.0,
+        )
+        if momentum:
             self._slot_names = ("momentum",)  # type: ignore[misc]
 
-    def _constants(self, step: int, rate: float, index: int) -> tuple[float, ...]:
-        decay = self._decay if self._decayed[index] else 0.0
-        return (rate, self._momentum, float(self._nesterov), decay)
+    def _constants(self, step: int, rate: float, decays: bool) -> tuple[float, ...]:
+        momentum, nesterov, decay = self._settings.values()
+        return (rate, momentum, float(nesterov), decay if decays else 0.0)
 
     @staticmethod
     def _step(
@@ -134,6 +132,12 @@ class Adam(Optimizer):
     """
 
     _slot_names: ClassVar[tuple[str, ...]] = ("momentum", "velocity")
+    _limits: ClassVar[dict[str, float]] = {
+        "beta_1": 1.0,
+        "beta_2": 1.0,
+        "epsilon": math.inf,
+        "weight_decay": math.inf,
+    }
 
     @explain_keywords("Adam")
     def __init__(
@@ -149,28 +153,23 @@ class Adam(Optimizer):
         name: str | None = None,
     ) -> None:
         """Check the settings, without communication."""
-        kind = type(self).__name__
-        self._beta_1 = _number(kind, "beta_1", beta_1, below=1.0)
-        self._beta_2 = _number(kind, "beta_2", beta_2, below=1.0)
-        self._epsilon = _number(kind, "epsilon", epsilon)
-        settings = {
-            "beta_1": self._beta_1,
-            "beta_2": self._beta_2,
-            "epsilon": self._epsilon,
-        } | self._more_settings()
-        clipping = Clipping(clipnorm, clipvalue, global_clipnorm)
-        super().__init__(learning_rate, name=name, clipping=clipping, settings=settings)
+        super().__init__(
+            learning_rate,
+            name,
+            (clipnorm, clipvalue, global_clipnorm),
+            beta_1=beta_1,
+            beta_2=beta_2,
+            epsilon=epsilon,
+        )
 
-    def _more_settings(self) -> dict[str, float | bool]:
-        return {}
-
-    def _constants(self, step: int, rate: float, index: int) -> tuple[float, ...]:
+    def _constants(self, step: int, rate: float, decays: bool) -> tuple[float, ...]:
+        beta_1, beta_2, epsilon, *_ = self._settings.values()
         return (
-            1 - self._beta_1,
-            self._beta_2,
-            1 / math.sqrt(1 - self._beta_2**step),
-            self._epsilon,
-            rate / (1 - self._beta_1**step),
+            1 - beta_1,
+            beta_2,
+            1 / math.sqrt(1 - beta_2**step),
+            epsilon,
+            rate / (1 - beta_1**step),
             1.0,
         )
 
@@ -239,25 +238,19 @@ class AdamW(Adam):
         name: str | None = None,
     ) -> None:
         """Check the settings, without communication."""
-        self._decay = _number("AdamW", "weight_decay", weight_decay)
-        super().__init__(
+        super(Adam, self).__init__(
             learning_rate,
-            beta_1,
-            beta_2,
-            epsilon,
-            clipnorm=clipnorm,
-            clipvalue=clipvalue,
-            global_clipnorm=global_clipnorm,
-            name=name,
+            name,
+            (clipnorm, clipvalue, global_clipnorm),
+            beta_1=beta_1,
+            beta_2=beta_2,
+            epsilon=epsilon,
+            weight_decay=weight_decay,
         )
 
-    def _more_settings(self) -> dict[str, float | bool]:
-        return {"weight_decay": self._decay}
-
-    def _constants(self, step: int, rate: float, index: int) -> tuple[float, ...]:
-        constants = super()._constants(step, rate, index)
-        keep = 1 - rate * self._decay if self._decayed[index] else 1.0
-        return (*constants[:-1], keep)
+    def _constants(self, step: int, rate: float, decays: bool) -> tuple[float, ...]:
+        decay = self._settings["weight_decay"] if decays else 0.0
+        return (*super()._constants(step, rate, decays)[:-1], 1 - rate * decay)
 
 
 class RMSprop(Optimizer):
@@ -292,6 +285,12 @@ class RMSprop(Optimizer):
         RuntimeError: inside ``merge_fn``, which only rank 0 runs.
     """
 
+    _limits: ClassVar[dict[str, float]] = {
+        "rho": 1.0,
+        "momentum": 1.0,
+        "epsilon": math.inf,
+    }
+
     @explain_keywords("RMSprop")
     def __init__(
         self,
@@ -307,33 +306,21 @@ class RMSprop(Optimizer):
         name: str | None = None,
     ) -> None:
         """Check the settings, without communication."""
-        self._rho = _number("RMSprop", "rho", rho, below=1.0)
-        self._momentum = _number("RMSprop", "momentum", momentum, below=1.0)
-        self._epsilon = _number("RMSprop", "epsilon", epsilon)
-        self._centered = bool(centered)
-        settings = {
-            "rho": self._rho,
-            "momentum": self._momentum,
-            "epsilon": self._epsilon,
-            "centered": self._centered,
-        }
-        clipping = Clipping(clipnorm, clipvalue, global_clipnorm)
-        super().__init__(learning_rate, name=name, clipping=clipping, settings=settings)
-        names = ["velocity"]
-        if self._centered:
-            names.append("average_gradient")
-        if self._momentum:
-            names.append("momentum")
-        self._slot_names = tuple(names)  # type: ignore[misc]
-
-    def _constants(self, step: int, rate: float, index: int) -> tuple[float, ...]:
-        return (
-            rate,
-            self._rho,
-            self._momentum,
-            self._epsilon,
-            float(self._centered),
+        super().__init__(
+            learning_rate,
+            name,
+            (clipnorm, clipvalue, global_clipnorm),
+            rho=rho,
+            momentum=momentum,
+            epsilon=epsilon,
+            centered=centered,
         )
+        given = {"average_gradient": centered, "momentum": momentum}
+        slots = ("velocity", *(slot for slot, used in given.items() if used))
+        self._slot_names = slots  # type: ignore[misc]
+
+    def _constants(self, step: int, rate: float, decays: bool) -> tuple[float, ...]:
+        return (rate, *self._settings.values())
 
     @staticmethod
     def _step(
@@ -369,15 +356,3 @@ class RMSprop(Optimizer):
             g = array_functions.add(m, g, out=m)
         array_functions.multiply(g, rate, out=t)
         array_functions.subtract(w, t, out=w)
-
-
-def _number(kind: str, argument: str, value: object, below: float = math.inf) -> float:
-    number = backend.as_real(value)
-    if number is None:
-        raise TypeError(f"{kind}: expected `{argument}` to be a number, got {value!r}")
-    if not 0 <= number < below:
-        limit = f" and below {below:g}" if below < math.inf else ""
-        raise ValueError(
-            f"{kind}: expected `{argument}` to be 0 or more{limit}, got {value!r}"
-        )
-    return number

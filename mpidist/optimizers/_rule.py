@@ -1,0 +1,101 @@
+"""The base of all update rules: settings, and the formula of a step."""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+from mpidist._base.types import Array
+from mpidist._values.variable import Variable
+from mpidist.optimizers._arguments import number
+from mpidist.optimizers._clipping import Clipping
+
+
+class Rule:
+    """How an optimizer changes variables: the same on all ranks.
+
+    Args:
+        kind: the name of the class, for messages.
+        name: of the optimizer; None: that of the class.
+        clipping: the arguments of `Clipping` after the first one.
+        settings: all other settings except the learning rate.
+    """
+
+    _slot_names: ClassVar[tuple[str, ...]] = ()
+    # Of the settings that are numbers: what they have to be less than.
+    _limits: ClassVar[dict[str, float]] = {}
+
+    def __init__(
+        self,
+        kind: str,
+        name: str | None,
+        clipping: tuple[float | None, float | None, float | None],
+        settings: dict[str, float],
+    ) -> None:
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"{kind}: expected `name` to be a str, got {name!r}")
+        self._name = name or kind.lower()
+        self._settings: dict[str, float] = {}
+        for key, x in settings.items():
+            limit = self._limits.get(key)
+            self._settings[key] = (
+                bool(x) if limit is None else number(kind, key, x, limit)
+            )
+        self._clipping = Clipping(kind, *clipping)
+        self._not_decayed: list[str] = []
+        self._not_decayed_variables: list[Variable] = []
+        self._describe_settings()
+
+    def _describe_settings(self) -> None:
+        """Note all settings except the learning rate, the same on all ranks."""
+        settings: dict[str, object] = {**self._settings, **self._clipping.settings}
+        if self._not_decayed:
+            settings["not_decayed"] = self._not_decayed
+        settings["name"] = self._name
+        inner = ", ".join(f"{k}={v!r}" for k, v in settings.items())
+        self._text = f"{type(self).__name__}({inner})"
+
+    def _exclude(self, variables: list[Variable], names: list[str]) -> None:
+        """Exclude variables, also by regular expressions, from weight decay."""
+        self._not_decayed_variables += variables
+        self._not_decayed += names
+        self._describe_settings()
+
+    def _decays(self, variable: Variable) -> bool:
+        if any(variable is excluded for excluded in self._not_decayed_variables):
+            return False
+        return not any(re.search(name, variable.name) for name in self._not_decayed)
+
+    # --- to be defined by subclasses --------------------------------------------
+
+    def _constants(self, step: int, rate: float, decays: bool) -> tuple[float, ...]:
+        """Return the numbers that the update of a variable needs.
+
+        Args:
+            step: the number of this step, from 1.
+            rate: its learning rate.
+            decays: whether the weights of the variable decay.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def _step(
+        w: Array,
+        g: Array,
+        slots: tuple[Array, ...],
+        t: Array,
+        u: Array,
+        constants: tuple[float, ...],
+    ) -> None:
+        """Change a block of a variable and of its slots in place.
+
+        Args:
+            w: the block of the variable: flat, float32 or wider.
+            g: the block of its gradient; do not write to it.
+            slots: the blocks of its slots.
+            t: scratch memory of the same size.
+            u: scratch memory of the same size, but possibly ``g`` itself: write to it
+                only in or after the last use of ``g``.
+            constants: from `_constants`.
+        """
+        raise NotImplementedError
