@@ -98,8 +98,6 @@ class Guard(SharedState):
         self.reports: Reports = Reports(comm, self, self.breakdown)
         self.before_call: Callable[[], None] | None = None
 
-    # --- settings and state -------------------------------------------------------
-
     @property
     def checks(self) -> bool:
         """Whether calls are compared with those of other ranks."""
@@ -152,8 +150,6 @@ class Guard(SharedState):
             or self._cut_off
             or (self.begun is not None and self.begun.unsettled)
         )
-
-    # --- the header ---------------------------------------------------------------
 
     def agree(self, call: Call, timeout: float | None = None) -> None:
         """Return if all ranks make this call; raise on all ranks otherwise.
@@ -324,43 +320,24 @@ class Guard(SharedState):
         if late and breakdown.read_notices():
             raise breakdown.error()
 
-    # --- what went wrong ----------------------------------------------------------
-
     def payload(self, call: Call | None = None) -> Payload:
-        """Return a context for what all ranks are in the middle of.
-
-        An exception that leaves the block breaks it off (`abandon`).
+        """Return a context that breaks off (`abandon`) if an exception leaves it.
 
         Args:
-            call: what it is; None: the last call.
+            call: what all ranks are in the middle of; None: the last call.
         """
         return Payload(self.breakdown, (call or self._call).text)
 
     def abandon(self, call: Call | None, error: BaseException) -> BaseException:
         """Break off what all ranks are in the middle of; return what to raise.
 
-        The others would wait for this rank forever: they learn of it, and raise. The
-        strategy cannot be used any more.
+        The others, which would wait for this rank forever, raise too.
 
         Args:
             call: what it is; None: the last call.
             error: what this rank raised in it: usually a signal's, or `LeftError`.
         """
         return self.breakdown.abandon((call or self._call).text, error)
-
-    def leave_call(self, error: BaseException) -> BaseException:
-        """As `abandon` of the last call, which takes its place."""
-        return self.abandon(None, error)
-
-    def leave_payload(self, call: Call, error: BaseException) -> BaseException:
-        """As `abandon`, which takes its place."""
-        return self.abandon(call, error)
-
-    def wait_step(
-        self, wait: Callable[[], int], missing: Callable[[], list[int]]
-    ) -> int:
-        """As `Waits.wait_step`, which takes its place."""
-        return self.waits.wait_step(wait, missing)
 
     def interrupted(self, what: str, error: BaseException) -> bool:
         """Tell the others if an exception came to this rank from outside, in a call.
@@ -386,15 +363,15 @@ class Guard(SharedState):
         The strategy can be used on.
 
         Args:
-            call: what this rank cannot do.
+            call: what this rank cannot do, because of ``error``.
             error: why.
             kind: "raised" if the others raise a `ReplicaError`; "invalid": the same.
 
         Returns:
             What to raise.
         """
-        can_meet = self.breakdown.state is State.USABLE and not self.sections.error
-        if not (self.enabled and can_meet):
+        usable = self.breakdown.state is State.USABLE
+        if not (self.enabled and usable and self.sections.error is None):
             return error
         if isinstance(error, CollectiveError):
             return error  # all ranks have it already
@@ -405,14 +382,8 @@ class Guard(SharedState):
                 span.raised = type(found).__name__
         return found
 
-    # --- sections -----------------------------------------------------------------
-
     def span(self, text: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context for work of this rank that a timeline shows.
-
-        Args:
-            text: what it is.
-        """
+        """Return a context for own work, which a timeline shows as ``text``."""
         if self.calls is None:
             return NOTHING
         return self.calls.work(text, self.sequence + 1)

@@ -212,10 +212,14 @@ class Notices:
         return [rank for rank, end in self._ends.items() if end == "interrupted"]
 
     @property
+    def is_told(self) -> bool:
+        """Whether another rank has told the user why the job ends."""
+        return "told" in self._ends.values()
+
+    @property
     def tells_user(self) -> bool:
         """Whether this rank is the one, of those interrupted, that tells the user."""
-        is_told = "told" in self._ends.values()
-        return not is_told and min([self._comm.rank, *self.interrupted]) == (
+        return not self.is_told and min([self._comm.rank, *self.interrupted]) == (
             self._comm.rank
         )
 

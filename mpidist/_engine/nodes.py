@@ -73,7 +73,7 @@ class Nodes:
         """
         channel = self.node.channel
         channel.publish()
-        if guard.wait_step(channel.wait, self._missing) == LEFT:
+        if guard.waits.wait_step(channel.wait, self._missing) == LEFT:
             raise LeftError(self.ranks[channel.who])
 
     def _missing(self) -> list[int]:

@@ -330,6 +330,8 @@ def _end_job(
     # Several ranks may fail at once: the lowest one prints, and ends the job.
     turn = _OTHERS_TURN_SECONDS if because_of_others else _TURN_SECONDS
     time.sleep(turn * (1 + min(rank, 4)) if rank else 0.0)
+    if because_of_others and _has_another_told():
+        _abort(1, silently=True)
     text = f"mpidist: rank {rank} raised an exception{where}, ending the job:\n"
     if show is None:
         text += format_exception(error)
@@ -346,9 +348,29 @@ def _end_job(
         with contextlib.suppress(Exception, SystemExit):
             show()  # in this thread: it may be a debugger
             sys.stderr.flush()
+    _note_told()
     # MPICH's launcher forwards nothing after it learns of the abort: give it time.
     time.sleep(_FORWARD_SECONDS)
     _abort(1)
+
+
+def _has_another_told() -> bool:
+    """Whether another rank has printed why the job ends, and is about to end it."""
+    with contextlib.suppress(Exception):
+        for one in _breakdowns():
+            if one.gave_up:
+                one.read_notices()
+                if one.notices.is_told:
+                    return True
+    return False
+
+
+def _note_told() -> None:
+    """Tell ranks that have given up as well that the user knows why the job ends."""
+    with contextlib.suppress(Exception):
+        for one in _breakdowns():
+            if one.gave_up:
+                one.post_end("told")
 
 
 def _let_others_first() -> None:
@@ -381,9 +403,8 @@ def _end_interrupted(rank: int, error: KeyboardInterrupt) -> NoReturn:
             termination.tell(line, error)
 
     reporting.write(tell, _TELL_SECONDS)
-    with contextlib.suppress(Exception, SystemExit):
-        for one in breakdowns if tells else []:
-            one.post_end("told")
+    if tells:
+        _note_told()
     # Open MPI's mpirun may be about to end all, and prints much about an abort.
     # MPICH's returns the code of the first rank: the one that has told the user.
     time.sleep(_INTERRUPT_SECONDS if tells else 2 * _INTERRUPT_SECONDS)

@@ -150,6 +150,19 @@ def test_a_rank_that_is_stopped_for_longer_than_the_deadline():
     assert result.returncode == 0, result
 
 
+def test_one_rank_tells_that_another_was_stopped():
+    body = """
+    strategy = mpidist.MPIStrategy()
+    if RANK == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    all_reduce(strategy, 1.0)
+    """
+    result = run_job(body, MPIDIST_TIMEOUT="2")
+    assert result.returncode != 0, result
+    assert result.stderr.count("raised an exception, ending the job") == 1, result
+    assert result.stderr.count("Traceback (most recent call last)") == 1, result
+
+
 def test_the_deadline_of_a_rank_that_comes_after_another_was_stopped():
     """The header is exchanged once more, with the same deadline."""
     body = """
