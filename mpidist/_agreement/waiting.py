@@ -155,10 +155,11 @@ class Waits:
 
     def watch_headers(self, channel: Channel) -> None:
         """Check deadline and notices while a rank waits in the channel of headers."""
-        self._watch(
-            channel,
-            lambda this: this._data() if channel.moves else this._shared.call.text,
-        )
+        self._watch(channel, Waits._header)
+
+    def _header(self) -> str:
+        moves = self._shared.channel.moves
+        return self._data() if moves else self._shared.call.text
 
     def watch_steps(self, channel: Channel) -> None:
         """Check deadline and notices while a rank waits in a channel for data.
