@@ -50,54 +50,31 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
 import functools
 import logging
 import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType, TracebackType
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from mpidist._agreement import program_end
-from mpidist._agreement.breakdown import Breakdown, State
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._base import hints, reporting, threads
 from mpidist._base.errors import (
-    CollectiveError,
     CollectiveTimeoutError,
-    RemoteTraceback,
-    ReplicaLostError,
-    format_exception,
 )
 from mpidist._mpi import library, survival
-from mpidist._runtime import context, exit_code, termination
+from mpidist._runtime import context, exit_code, job_end, termination
 
 ENDED_FILE: Final = "MPIDIST_ENDED_FILE"
 """The environment variable with the path of a file that a rank creates at its end."""
 BEGUN: Final = ".begun"
 """What follows in the path of a file that a rank creates with its first strategy."""
 _LEAVING: Final = Call("nothing more: this rank has left the program")
-_ENDED: Final = object()
-# The rank that failed prints and aborts. The others, which raise because of it, wait
-# for that, so that the user sees one traceback.
-_OTHERS_FIRST_SECONDS: Final = 3.0
-# Long enough for the first rank that aborts to end the others, also on a busy machine.
-_TURN_SECONDS: Final = 0.4
-_OTHERS_TURN_SECONDS: Final = 1.0
-_FORWARD_SECONDS: Final = 0.3
-# How long the text of an uncaught exception may take if nobody reads standard error.
-_TELL_SECONDS: Final = 5.0
-# How long a rank that was interrupted waits for the `finally` blocks of the others; and
-# then for the end by a launcher that interrupts all, or for the line of another.
-_CLEAN_UP_SECONDS: Final = 5.0
-_INTERRUPT_SECONDS: Final = 1.0
-_ABORT_SECONDS: Final = 5.0
-_PAUSE_SECONDS: Final = 0.001
 _FINALIZE_SECONDS: Final = 30
 
 
@@ -133,8 +110,6 @@ class _Hook:
             setattr(self._module, self._name, self._previous)
 
 
-# The guards of all strategies, and whether their ranks wait for each other at the end.
-_guards: Final[threads.ReplicaLocal[dict[Guard, bool]]] = threads.ReplicaLocal(dict)
 _Function = Callable[[], Any]
 _last_calls: Final[threads.ReplicaLocal[list[_Function]]] = threads.ReplicaLocal(list)
 _hooks: list[_Hook] = []
@@ -168,20 +143,16 @@ def watch(guard: Guard, *, waits: bool) -> None:
     global _making, _has_begun
     if threads.current() is None:
         _making = False
-        if waits and _rank_of_job() is not None:
+        if waits and job_end.rank_of_job() is not None:
             reporting.start()
         _has_begun = True
         _tell_launcher(BEGUN)
-    _guards.get()[guard] = waits
-
-
-def _breakdowns() -> list[Breakdown]:
-    return [guard.breakdown for guard in _guards.get()]
+    job_end.guards.get()[guard] = waits
 
 
 def forget(guard: Guard) -> None:
     """Undo `watch`: the strategy was closed. Remove the hooks with the last one."""
-    guards = _guards.get()
+    guards = job_end.guards.get()
     if guards.pop(guard, None) is None or guards or _making:
         return
     if threads.current() is not None:  # replicas as threads have no hooks
@@ -237,12 +208,7 @@ def end_at_deadline(error: CollectiveTimeoutError) -> None:
     """
     rank = library.world_rank()
     if rank is not None:
-        _end_job(rank, error, "", None, waits=False)
-
-
-def _rank_of_job() -> int | None:
-    """Return this process's rank; None if no other could wait for it."""
-    return None if library.world_size() == 1 else library.world_rank()
+        job_end.end_job(rank, error, "", None, waits=False)
 
 
 def _end_program(
@@ -254,7 +220,7 @@ def _end_program(
     """End the job because of an uncaught exception."""
     global _ended_by_signal
     hints.add_hint(error)
-    rank = _rank_of_job()
+    rank = job_end.rank_of_job()
     interrupt = termination.cause_of(error)
     if rank is None:
         exit_code.note(1 if interrupt is None else termination.exit_code(interrupt))
@@ -267,18 +233,18 @@ def _end_program(
             previous(kind, error, trace)
         return
     if interrupt is not None:
-        _end_interrupted(rank, interrupt)
+        job_end.end_interrupted(rank, interrupt)
     show = None
     if previous is not sys.__excepthook__:
         show = lambda: previous(kind, error, trace)  # noqa: E731
-    _end_job(rank, error.with_traceback(trace), "", show)
+    job_end.end_job(rank, error.with_traceback(trace), "", show)
 
 
 def _end_thread(
     previous: Callable[..., Any], args: threading.ExceptHookArgs, /
 ) -> None:
     """End the job because of an exception in a thread that has used a strategy."""
-    rank, error = _rank_of_job(), args.exc_value
+    rank, error = job_end.rank_of_job(), args.exc_value
     if error is not None:
         hints.add_hint(error)
     # This runs in the thread. If it ends by sys.exit, other ranks need not know.
@@ -289,139 +255,13 @@ def _end_thread(
     if previous is not threading.__excepthook__:
         show = lambda: previous(args)  # noqa: E731
     name = "" if args.thread is None else f" in thread {args.thread.name!r}"
-    _end_job(rank, error.with_traceback(args.exc_traceback), name, show)
+    job_end.end_job(rank, error.with_traceback(args.exc_traceback), name, show)
 
 
 def _exit(previous: Callable[..., Any], status: Any = None, /) -> None:
     """Note the exit code, for the ranks that wait for this one."""
     exit_code.note(0 if status is None and library.is_forbidden() else status)
     previous(status)
-
-
-def _end_job(
-    rank: int,
-    error: BaseException,
-    where: str,
-    show: Callable[[], Any] | None,
-    *,
-    waits: bool = True,
-) -> NoReturn:
-    """Print an exception, and abort the job. Does not return.
-
-    Args:
-        rank: this rank.
-        error: the exception.
-        where: " in thread ..." if it is not the main thread's; otherwise "".
-        show: prints it; None: print its traceback without mpidist's frames.
-        waits: whether a rank that raises because of another first waits for that one.
-    """
-    # Ctrl-C reaches ranks one after the other: this one may already be here because of
-    # another, and ends by what follows in any case.
-    termination.ignore()
-    because_of_others = waits and (
-        (
-            isinstance(error, CollectiveError)
-            and not isinstance(error, ReplicaLostError)  # who began it is dead
-        )
-        or isinstance(error.__cause__, RemoteTraceback)
-    )
-    if because_of_others:
-        _let_others_first()
-    # Several ranks may fail at once: the lowest one prints, and ends the job.
-    turn = _OTHERS_TURN_SECONDS if because_of_others else _TURN_SECONDS
-    time.sleep(turn * (1 + min(rank, 4)) if rank else 0.0)
-    if because_of_others and _has_another_told():
-        _abort(1, silently=True)
-    text = f"mpidist: rank {rank} raised an exception{where}, ending the job:\n"
-    if show is None:
-        text += format_exception(error)
-
-    def tell() -> None:
-        # Not with `logging`: the text must be written before MPI_Abort ends the
-        # process, and a handler may buffer it, or be off.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        reporting.write_stderr(text)
-
-    reporting.write(tell, _TELL_SECONDS)
-    if show is not None and not reporting.is_stuck():
-        with contextlib.suppress(Exception, SystemExit):
-            show()  # in this thread: it may be a debugger
-            sys.stderr.flush()
-    _note_told()
-    # MPICH's launcher forwards nothing after it learns of the abort: give it time.
-    time.sleep(_FORWARD_SECONDS)
-    _abort(1)
-
-
-def _has_another_told() -> bool:
-    """Whether another rank has printed why the job ends, and is about to end it."""
-    with contextlib.suppress(Exception):
-        for one in _breakdowns():
-            if one.gave_up:
-                one.read_notices()
-                if one.notices.is_told:
-                    return True
-    return False
-
-
-def _note_told() -> None:
-    """Tell ranks that have given up as well that the user knows why the job ends."""
-    with contextlib.suppress(Exception):
-        for one in _breakdowns():
-            if one.gave_up:
-                one.post_end("told")
-
-
-def _let_others_first() -> None:
-    """Wait for the end of the job by the rank that has made this one raise."""
-    start = time.monotonic()
-    broken = [one for one in _breakdowns() if one.misses_ranks]
-    _wait_for([one.wait_for_ends(_OTHERS_FIRST_SECONDS) for one in broken])
-    wait = _OTHERS_FIRST_SECONDS
-    if any(one.notices.interrupted for one in broken):
-        wait += _CLEAN_UP_SECONDS + _INTERRUPT_SECONDS
-    time.sleep(max(0.0, start + wait - time.monotonic()))
-
-
-def _end_interrupted(rank: int, error: KeyboardInterrupt) -> NoReturn:
-    """End the job after Ctrl-C or SIGTERM, when all ranks have cleaned up."""
-    termination.ignore()
-    # If another thread makes the calls of this rank, it may be in the middle of one.
-    breakdowns = _breakdowns() if context.was_used() else []
-    for one in breakdowns:
-        one.abandon("the program", error)
-    _wait_for(
-        [one.wait_for_ends(_CLEAN_UP_SECONDS, "interrupted") for one in breakdowns]
-    )
-    tells = all(one.notices.tells_user for one in breakdowns)
-
-    def tell() -> None:
-        sys.stdout.flush()
-        if tells:
-            line = f"mpidist: rank {rank}: {termination.describe(error)}\n"
-            termination.tell(line, error)
-
-    reporting.write(tell, _TELL_SECONDS)
-    if tells:
-        _note_told()
-    # Open MPI's mpirun may be about to end all, and prints much about an abort.
-    # MPICH's returns the code of the first rank: the one that has told the user.
-    time.sleep(_INTERRUPT_SECONDS if tells else 2 * _INTERRUPT_SECONDS)
-    _abort(termination.exit_code(error), silently=True)
-
-
-def _abort(code: int, *, silently: bool = False) -> NoReturn:
-    if silently or reporting.is_stuck():
-        with contextlib.suppress(OSError):  # MPICH's MPI_Abort prints a line of its own
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    lost = any(one.misses_ranks or one.state is State.LOST for one in _breakdowns())
-    if lost or survival.is_on():
-        # MPI_Abort may wait for the lost rank, and keeps Python from running.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=nowhere)
-    library.abort(code)
-    os._exit(code)  # MPICH's MPI_Abort may return before the launcher ends the process
 
 
 def _leave() -> None:
@@ -432,12 +272,12 @@ def _leave() -> None:
     try:
         leave(exit_code.noted())
     except KeyboardInterrupt as interrupt:
-        if _rank_of_job() is None:
+        if job_end.rank_of_job() is None:
             raise
-        _end_interrupted(rank, interrupt)
+        job_end.end_interrupted(rank, interrupt)
     except CollectiveTimeoutError as error:
         # Without a traceback: the frames of an atexit function tell a user nothing.
-        _end_job(rank, error.with_traceback(None), "", None, waits=False)
+        job_end.end_job(rank, error.with_traceback(None), "", None, waits=False)
 
 
 def leave(code: Any) -> None:
@@ -451,8 +291,8 @@ def leave(code: Any) -> None:
     """
     for function in list(_last_calls.get()):
         function()
-    guards = _guards.get()
-    _wait_for(
+    guards = job_end.guards.get()
+    job_end.wait_for(
         [
             program_end.leave(guard, _LEAVING, code)
             for guard, waits in guards.items()
@@ -460,7 +300,9 @@ def leave(code: Any) -> None:
         ]
     )
     # Also if all others have come to their ends: they wait for this one's.
-    _wait_for([one.wait_for_ends() for one in _breakdowns() if one.gave_up])
+    job_end.wait_for(
+        [one.wait_for_ends() for one in job_end.breakdowns() if one.gave_up]
+    )
 
 
 def _end() -> None:
@@ -471,7 +313,7 @@ def _end() -> None:
     finalizes = (_ended_by_signal or _failed_at_end) and not library.is_forbidden()
     if not finalizes and not (
         library.is_forbidden()
-        or any(one.misses_ranks for one in _breakdowns())
+        or any(one.misses_ranks for one in job_end.breakdowns())
         or (library.world_rank() is not None and survival.end())
     ):
         if library.world_rank() is not None and survival.is_on():
@@ -508,9 +350,3 @@ def _tell_launcher(what: str = "") -> None:
 
 
 atexit.register(_end)  # so early that it runs after the functions of users
-
-
-def _wait_for(waits: list[Iterator[None]]) -> None:
-    """Advance waits in turn until all have ended: ranks may wait in another order."""
-    while waits := [wait for wait in waits if next(wait, _ENDED) is None]:
-        time.sleep(_PAUSE_SECONDS)

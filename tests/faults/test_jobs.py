@@ -190,7 +190,7 @@ def test_a_rank_that_knows_the_ends_of_all_others_tells_its_own():
     """They wait for it, while it would wait for them in MPI_Finalize."""
     result = run_job(
         """
-    from mpidist._runtime import process_exit
+    from mpidist._runtime import job_end
     strategy = mpidist.MPIStrategy()
     if RANK == 2:
         time.sleep(2)
@@ -198,7 +198,7 @@ def test_a_rank_that_knows_the_ends_of_all_others_tells_its_own():
         all_reduce(strategy, 1.0)
     except mpidist.CollectiveTimeoutError:
         print("told", flush=True)
-    (guard,) = process_exit._guards.get()
+    (guard,) = job_end.guards.get()
     notices = guard.breakdown.notices
     limit = time.monotonic() + 10
     while RANK == 2 and not notices.all_ended and time.monotonic() < limit:

@@ -1,0 +1,187 @@
+"""How a rank ends the whole job: after an exception, or Ctrl-C; see `process_exit`.
+
+The rank that failed prints why, and aborts. Those that raise because of it wait for
+that, and the others that fail too have turns, so that the user sees one traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NoReturn
+
+from mpidist._agreement.breakdown import Breakdown, State
+from mpidist._agreement.guard import Guard
+from mpidist._base import reporting, threads
+from mpidist._base.errors import (
+    CollectiveError,
+    RemoteTraceback,
+    ReplicaLostError,
+    format_exception,
+)
+from mpidist._mpi import library, survival
+from mpidist._runtime import context, termination
+
+_ENDED: Final = object()
+# The rank that failed prints and aborts. The others, which raise because of it, wait
+# for that, so that the user sees one traceback.
+_OTHERS_FIRST_SECONDS: Final = 3.0
+# Long enough for the first rank that aborts to end the others, also on a busy machine.
+_TURN_SECONDS: Final = 0.4
+_OTHERS_TURN_SECONDS: Final = 1.0
+_FORWARD_SECONDS: Final = 0.3
+# How long the text of an uncaught exception may take if nobody reads standard error.
+_TELL_SECONDS: Final = 5.0
+# How long a rank that was interrupted waits for the `finally` blocks of the others; and
+# then for the end by a launcher that interrupts all, or for the line of another.
+_CLEAN_UP_SECONDS: Final = 5.0
+_INTERRUPT_SECONDS: Final = 1.0
+_ABORT_SECONDS: Final = 5.0
+_PAUSE_SECONDS: Final = 0.001
+
+# The guards of all strategies, and whether their ranks wait for each other at the end.
+guards: Final[threads.ReplicaLocal[dict[Guard, bool]]] = threads.ReplicaLocal(dict)
+
+
+def rank_of_job() -> int | None:
+    """Return this process's rank; None if no other could wait for it."""
+    return None if library.world_size() == 1 else library.world_rank()
+
+
+def breakdowns() -> list[Breakdown]:
+    """Return what is broken, or may be, of all strategies of this process."""
+    return [guard.breakdown for guard in guards.get()]
+
+
+def wait_for(waits: list[Iterator[None]]) -> None:
+    """Advance waits in turn until all have ended: ranks may wait in another order."""
+    while waits := [wait for wait in waits if next(wait, _ENDED) is None]:
+        time.sleep(_PAUSE_SECONDS)
+
+
+def end_job(
+    rank: int,
+    error: BaseException,
+    where: str,
+    show: Callable[[], Any] | None,
+    *,
+    waits: bool = True,
+) -> NoReturn:
+    """Print an exception, and abort the job. Does not return.
+
+    Args:
+        rank: this rank.
+        error: the exception.
+        where: " in thread ..." if it is not the main thread's; otherwise "".
+        show: prints it; None: print its traceback without mpidist's frames.
+        waits: whether a rank that raises because of another first waits for that one.
+    """
+    # Ctrl-C reaches ranks one after the other: this one may already be here because of
+    # another, and ends by what follows in any case.
+    termination.ignore()
+    because_of_others = waits and (
+        (
+            isinstance(error, CollectiveError)
+            and not isinstance(error, ReplicaLostError)  # who began it is dead
+        )
+        or isinstance(error.__cause__, RemoteTraceback)
+    )
+    if because_of_others:
+        _let_others_first()
+    # Several ranks may fail at once: the lowest one prints, and ends the job.
+    turn = _OTHERS_TURN_SECONDS if because_of_others else _TURN_SECONDS
+    time.sleep(turn * (1 + min(rank, 4)) if rank else 0.0)
+    if because_of_others and _has_another_told():
+        _abort(1, silently=True)
+    text = f"mpidist: rank {rank} raised an exception{where}, ending the job:\n"
+    if show is None:
+        text += format_exception(error)
+
+    def tell() -> None:
+        # Not with `logging`: the text must be written before MPI_Abort ends the
+        # process, and a handler may buffer it, or be off.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        reporting.write_stderr(text)
+
+    reporting.write(tell, _TELL_SECONDS)
+    if show is not None and not reporting.is_stuck():
+        with contextlib.suppress(Exception, SystemExit):
+            show()  # in this thread: it may be a debugger
+            sys.stderr.flush()
+    _note_told()
+    # MPICH's launcher forwards nothing after it learns of the abort: give it time.
+    time.sleep(_FORWARD_SECONDS)
+    _abort(1)
+
+
+def _has_another_told() -> bool:
+    """Whether another rank has printed why the job ends, and is about to end it."""
+    with contextlib.suppress(Exception):
+        for one in breakdowns():
+            if one.gave_up:
+                one.read_notices()
+                if one.notices.is_told:
+                    return True
+    return False
+
+
+def _note_told() -> None:
+    """Tell ranks that have given up as well that the user knows why the job ends."""
+    with contextlib.suppress(Exception):
+        for one in breakdowns():
+            if one.gave_up:
+                one.post_end("told")
+
+
+def _let_others_first() -> None:
+    """Wait for the end of the job by the rank that has made this one raise."""
+    start = time.monotonic()
+    broken = [one for one in breakdowns() if one.misses_ranks]
+    wait_for([one.wait_for_ends(_OTHERS_FIRST_SECONDS) for one in broken])
+    wait = _OTHERS_FIRST_SECONDS
+    if any(one.notices.interrupted for one in broken):
+        wait += _CLEAN_UP_SECONDS + _INTERRUPT_SECONDS
+    time.sleep(max(0.0, start + wait - time.monotonic()))
+
+
+def end_interrupted(rank: int, error: KeyboardInterrupt) -> NoReturn:
+    """End the job after Ctrl-C or SIGTERM, when all ranks have cleaned up."""
+    termination.ignore()
+    # If another thread makes the calls of this rank, it may be in the middle of one.
+    own = breakdowns() if context.was_used() else []
+    for one in own:
+        one.abandon("the program", error)
+    wait_for([one.wait_for_ends(_CLEAN_UP_SECONDS, "interrupted") for one in own])
+    tells = all(one.notices.tells_user for one in own)
+
+    def tell() -> None:
+        sys.stdout.flush()
+        if tells:
+            line = f"mpidist: rank {rank}: {termination.describe(error)}\n"
+            termination.tell(line, error)
+
+    reporting.write(tell, _TELL_SECONDS)
+    if tells:
+        _note_told()
+    # Open MPI's mpirun may be about to end all, and prints much about an abort.
+    # MPICH's returns the code of the first rank: the one that has told the user.
+    time.sleep(_INTERRUPT_SECONDS if tells else 2 * _INTERRUPT_SECONDS)
+    _abort(termination.exit_code(error), silently=True)
+
+
+def _abort(code: int, *, silently: bool = False) -> NoReturn:
+    if silently or reporting.is_stuck():
+        with contextlib.suppress(OSError):  # MPICH's MPI_Abort prints a line of its own
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    lost = any(one.misses_ranks or one.state is State.LOST for one in breakdowns())
+    if lost or survival.is_on():
+        # MPI_Abort may wait for the lost rank, and keeps Python from running.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=nowhere)
+    library.abort(code)
+    os._exit(code)  # MPICH's MPI_Abort may return before the launcher ends the process
