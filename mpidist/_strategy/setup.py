@@ -210,6 +210,8 @@ def _make_guard(
     def forget() -> None:
         process_exit.forget(guard)
         deadline.guard = None
+        if not guard.closed:
+            guard.close()  # a dropped one: its memory must not wait for the collector
 
     communicator.on_free(forget)
     if memory.nodes is not None:
