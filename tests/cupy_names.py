@@ -29,7 +29,6 @@ _MAKERS = {
     "module_of": "cupy",
     "nccl_module": "cupy.cuda.nccl",
     "new_event": "cupy.cuda.Event",
-    "new_stream": "cupy.cuda.Stream",
 }
 _GIVES = {
     "cupy.cuda.Stream.record": "cupy.cuda.Event",

@@ -473,27 +473,6 @@ def _at_address(x: np.ndarray) -> np.ndarray:
     return shared
 
 
-def host_register(ptr: int, size: int, flags: int) -> None:
-    """Page-lock memory that is there: all of it, or it is an error."""
-    ptr, size = operator.index(ptr), operator.index(size)
-    assert size > 0
-    assert operator.index(flags) == 0
-    if any(a < ptr + size and ptr < a + n for a, n in _pinned.items()):
-        raise CUDARuntimeError("cudaErrorHostMemoryAlreadyRegistered")
-    _pinned[ptr] = size
-    registered[ptr] = size
-
-
-def host_unregister(ptr: int) -> None:
-    """Undo `host_register`: copies without waiting are refused from now on."""
-    if operator.index(ptr) not in registered:
-        raise CUDARuntimeError("cudaErrorHostMemoryNotRegistered")
-    del _pinned[ptr], registered[ptr]
-
-
-registered: dict[int, int] = {}  # address: bytes
-
-
 class CUDARuntimeError(RuntimeError):
     """An error of CUDA."""
 
@@ -716,8 +695,6 @@ def _make_module(num_devices: int) -> types.ModuleType:
         Event=Event,
         runtime=types.SimpleNamespace(
             getDeviceCount=lambda: num_devices,
-            hostRegister=host_register,
-            hostUnregister=host_unregister,
         ),
     )
     module.cuda = cuda  # type: ignore[attr-defined]

@@ -37,8 +37,6 @@ FUNCTIONS = (
     "cupy.cuda.nccl.groupEnd",
     "cupy.cuda.nccl.groupStart",
     "cupy.cuda.runtime.getDeviceCount",
-    "cupy.cuda.runtime.hostRegister",
-    "cupy.cuda.runtime.hostUnregister",
     *(
         f"cupy.{name}"
         for name in (

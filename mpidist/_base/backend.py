@@ -7,14 +7,12 @@ imported there are no CuPy arrays.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import numbers
 import sys
 import types
 import warnings
-from collections.abc import Callable
 from typing import Any, Final, Literal, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
@@ -400,40 +398,9 @@ def pinned_empty(count: int, dtype: npt.DTypeLike) -> HostArray:
     return made
 
 
-def page_lock(x: HostArray) -> Callable[[], None]:
-    """Page-lock the memory of a NumPy array, for copies to and from all GPUs.
-
-    With unified addressing (all 64-bit systems) no flag is needed for that: CUDA
-    runtime API, `cudaHostRegister`.
-
-    Args:
-        x: a contiguous array, of whole pages.
-
-    Returns:
-        A function that unlocks it, to be called when no copy is in progress. It holds
-        a reference to the memory until then.
-
-    Raises:
-        RuntimeError: of CUDA, if the driver or a limit of the system refuses.
-    """
-    runtime = sys.modules["cupy"].cuda.runtime
-    runtime.hostRegister(x.ctypes.data, x.nbytes, 0)
-
-    def unlock() -> None:
-        with contextlib.suppress(Exception):  # if the driver has shut down already
-            runtime.hostUnregister(x.ctypes.data)
-
-    return unlock
-
-
 def current_stream() -> Stream:
     """Return CuPy's current stream, on which this thread queues kernels."""
     return sys.modules["cupy"].cuda.get_current_stream()
-
-
-def new_stream() -> Stream:
-    """Return a stream of the current GPU that does not wait for the default one."""
-    return sys.modules["cupy"].cuda.Stream(non_blocking=True)
 
 
 def new_event() -> Event:

@@ -362,22 +362,6 @@ static PyObject *Reduce_shared(Reduce *self, PyObject *const *args, Py_ssize_t c
   return result;
 }
 
-static PyObject *Reduce_run(Reduce *self, PyObject *args) {
-  PyObject *sources, *results, *status = NULL;
-  if (!PyArg_ParseTuple(args, "OO", &sources, &results)) return NULL;
-  if (self->held) return PyErr_Format(PyExc_RuntimeError, "run: a call is under way");
-  if (!get_views(self, sources, PyBUF_SIMPLE, (void **)self->sources) &&
-      !get_views(self, results, PyBUF_WRITABLE, self->results) && !begin_call(self->channel)) {
-    md_shared shared = {.nest = &self->nest,
-                        .sources = (const unsigned char *const *)self->sources,
-                        .results = (unsigned char *const *)self->results};
-    let_go(self->channel);
-    status = end_call(self->channel, md_shared_run(&self->channel->channel, &shared));
-  }
-  release_views(self);
-  return status;
-}
-
 /* Step by step: `start` after a header, then for each piece copy_in, a step, combine, a
    step, copy_out; see md_shared_run for the order. */
 static PyObject *Reduce_start(Reduce *self, PyObject *args) {
@@ -511,9 +495,6 @@ static PyMethodDef Reduce_methods[] = {
      "Args:\n    sources: C-contiguous arrays, or one.\n"
      "    results: the same, for the results; in the arena, if they are there.\n"
      "    result_offset: where the layout of the results begins in the arena, or NOWHERE."},
-    {"run", (PyCFunction)Reduce_run, METH_VARARGS,
-     "run(sources, results)\n--\n\n"
-     "Reduce after a header, without results in arenas; return OK or LEFT."},
     {"start", (PyCFunction)Reduce_start, METH_VARARGS,
      "start(sources=None, results=None)\n--\n\nBegin to go piece by piece, after a header."},
     {"copy_in", (PyCFunction)Reduce_copy_in, METH_O, "copy_in(piece)\n--\n\nCopy a piece in."},

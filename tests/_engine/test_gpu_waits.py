@@ -451,7 +451,11 @@ def test_copies_from_the_gpu_on_another_stream_are_missed(
             return getattr(backend, name)
 
         def current_stream(self):
-            return posing.Stream.null if other == "null" else backend.new_stream()
+            return (
+                posing.Stream.null
+                if other == "null"
+                else posing.Stream(non_blocking=True)
+            )
 
     monkeypatch.setattr(staged_module, "backend", Elsewhere())
     assert found_by(monkeypatch, new_strategy, ["staged"], of_strategy) is not None

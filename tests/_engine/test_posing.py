@@ -63,15 +63,12 @@ def test_the_sources_are_read():
         "cupy.cuda.Event",
         "cupy.cuda.Event.synchronize",
         "cupy.cuda.MemoryPointer.ptr",
-        "cupy.cuda.Stream",
         "cupy.cuda.Stream.ptr",
         "cupy.cuda.Stream.wait_event",
         "cupy.cuda.nccl.NcclCommunicator",
         "cupy.cuda.nccl.NcclCommunicator.allGather",
         "cupy.cuda.nccl.get_unique_id",
         "cupy.cuda.runtime.getDeviceCount",
-        "cupy.cuda.runtime.hostRegister",
-        "cupy.cuda.runtime.hostUnregister",
         "cupy.ndarray.get",
         "cupy.ndarray.set",
     } <= paths
@@ -281,27 +278,6 @@ def test_page_locked_memory_belongs_to_others_when_it_is_let_go(monkeypatch):
     x.set(host)
     del host  # the copy is still to come
     assert x.get().tolist() == [0xDD] * 8
-
-
-def test_memory_that_is_there_can_be_page_locked(monkeypatch):
-    """Once, as a whole, and until it is unlocked."""
-    xp = posing.install(monkeypatch)
-    x, host = xp.zeros(8, np.uint8), np.zeros(8, np.uint8)
-    where, runtime = host.ctypes.data, xp.cuda.runtime
-    with pytest.raises(ValueError, match="not pinned"):
-        x.get(out=host, blocking=False)
-    runtime.hostRegister(where, 8, 0)
-    with pytest.raises(posing.CUDARuntimeError, match="AlreadyRegistered"):
-        runtime.hostRegister(where + 4, 8, 0)
-    host[...] = 5
-    x.set(host)  # from the memory, and late
-    host[...] = 6
-    assert x.get().tolist() == [6] * 8
-    runtime.hostUnregister(where)
-    with pytest.raises(posing.CUDARuntimeError, match="NotRegistered"):
-        runtime.hostUnregister(where)
-    with pytest.raises(ValueError, match="not pinned"):
-        x.get(out=host, blocking=False)
 
 
 def test_results_of_nccl_are_written_late(monkeypatch, strategy):
