@@ -11,7 +11,8 @@ from mpidist._base import backend, nest
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.types import Array, Nest, Shape
-from mpidist._engine.gather_plans import GatherLeaf, GatherSignature, make
+from mpidist._engine.core_gather import make
+from mpidist._engine.mpi_gather import GatherLeaf, GatherSignature
 from mpidist._engine.observed import nest_of_all
 from mpidist._engine.plan import Key, Plan, PlanCache, QuickCalls
 from mpidist._engine.resources import Resources, timed

@@ -1,0 +1,252 @@
+"""All-gathers by the transports of a call: what is known of leaves, and the plan.
+
+MPI concatenates (``Iallgather``, ``Iallgatherv``), once for each array, or once for all
+if they are small.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+
+from mpidist import _native
+from mpidist._agreement.channel import NOWHERE
+from mpidist._agreement.mismatch import Call, fingerprint
+from mpidist._base import backend
+from mpidist._base.types import Array, DType, Shape
+from mpidist._engine.plan import Plan, Results
+from mpidist._engine.resources import Resources
+from mpidist._engine.transports import Transports
+
+# Arrays of a nest are packed for MPI below this average and this total size.
+_PACKED_BYTES: Final = 16 * 1024
+_PACKED_BYTES_IN_ALL: Final = 2**20
+# Up to this size results are allocated before lengths are known, as if they were the
+# same on all ranks.
+_GUESSED_BYTES: Final = 256 * 2**20
+Lengths: TypeAlias = Sequence[int]
+"""The length of each leaf along the axis, on one rank."""
+HAVE_MEMORY: Final = Call("all_gather, with memory for the result")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GatherLeaf:
+    """What is known of a leaf: everything except its values and its length.
+
+    Attributes:
+        dtype: of the elements.
+        before: the sizes of the dimensions before the axis.
+        after: of those after it.
+        row_bytes: bytes of an array of length 1.
+    """
+
+    dtype: DType
+    before: Shape
+    after: Shape
+    row_bytes: int = dataclasses.field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        size = math.prod(self.before) * math.prod(self.after) * self.dtype.itemsize
+        object.__setattr__(self, "row_bytes", size)
+
+    @property
+    def axis(self) -> int:
+        """The axis, from 0."""
+        return len(self.before)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the arrays of the ranks are contiguous in the result."""
+        return math.prod(self.before) == 1
+
+    def shape(self, length: int) -> Shape:
+        """Return the shape of an array of this length along the axis."""
+        return (*self.before, length, *self.after)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherSignature:
+    """What is known of a call before its values and lengths.
+
+    Attributes:
+        call: what the header says.
+        leaves: of the nest.
+        transports: of the call.
+        on_host: whether all arrays are on the host, on all ranks.
+    """
+
+    call: Call
+    leaves: list[GatherLeaf]
+    transports: Transports
+    on_host: bool
+
+
+class Message(NamedTuple):
+    """What MPI gathers in one call: one leaf, or several that are packed.
+
+    Attributes:
+        leaves: their numbers.
+        send: the bytes of this rank's arrays.
+        receive: memory for those of all ranks.
+        unpacks: whether they are copied from there to the results.
+    """
+
+    leaves: Sequence[int]
+    send: Array
+    receive: Array
+    unpacks: bool
+
+
+class Memory(NamedTuple):
+    """The results of a gather, and what was allocated with them.
+
+    Attributes:
+        results: of each leaf.
+        offset: of their memory in this rank's arena; `NOWHERE`: they are not in it.
+        messages: what MPI sends and receives; for other gathers none.
+    """
+
+    results: list[Array]
+    offset: int = NOWHERE
+    messages: Sequence[Message] = ()
+
+
+class MpiGather(Plan):
+    """All-gathers arrays of any kind by the transports of a call.
+
+    Attributes:
+        core: see `ArenaGather`; not used.
+    """
+
+    core: _native.Gather = None
+
+    def __init__(self, resources: Resources, signature: GatherSignature) -> None:
+        super().__init__(resources, signature.call)
+        self._leaves = signature.leaves
+        self._transports = signature.transports
+        self._pool = resources.pool
+        self._packs = signature.on_host and len(signature.leaves) > 1
+
+    def __call__(
+        self,
+        arrays: Sequence[Array],
+        call: Call | None = None,
+        timeout: float | None = None,
+    ) -> Results:
+        """Agree with the other ranks, and gather; see `Plan`."""
+        with self._comm.traffic.timed():
+            guard, comm = self._guard, self._comm
+            pairs = zip(arrays, self._leaves, strict=True)
+            lengths = [int(x.shape[leaf.axis]) for x, leaf in pairs]
+            try:
+                memory = self.guess(arrays, lengths)
+            except Exception as error:
+                raise guard.fail(self.call, error) from None
+            same = False
+            if guard.enabled:
+                value = lengths[0] if len(lengths) == 1 else fingerprint(str(lengths))
+                same = guard.agree_and_compare(self.call, value, timeout)
+            else:
+                guard.agree(self.call)  # that the strategy can be used
+            rows: list[Lengths] = [lengths] * comm.size
+            if not same:
+                rows = list(comm.all_gather_integers(lengths))
+            return self.gather(arrays, rows, memory, timeout)
+
+    def guess(self, arrays: Sequence[Array], lengths: Lengths) -> Memory | None:
+        """Return memory for results, as if all ranks had arrays of these lengths.
+
+        None if it would be very large: on all ranks, if they have.
+        """
+        if self._nbytes(lengths) * self._comm.size > _GUESSED_BYTES:
+            return None
+        return self._reserve(arrays, [lengths] * self._comm.size)
+
+    def gather(
+        self,
+        arrays: Sequence[Array],
+        rows: list[Lengths],
+        memory: Memory | None,
+        timeout: float | None,
+    ) -> Results:
+        """Return the results, now that all know the lengths of all. Collective.
+
+        Args:
+            arrays: the leaves.
+            rows: the lengths of each rank.
+            memory: for results, if all lengths were those of this rank.
+            timeout: seconds to wait for the others; None: the strategy's.
+        """
+        guard, own = self._guard, list(rows[self._comm.rank])
+        same = all(list(row) == own for row in rows)
+        if memory is None or not same:  # alike on all ranks: see `make`
+            try:
+                memory = self._reserve(arrays, rows)
+            except Exception as error:
+                raise guard.fail(self.call, error) from None
+            guard.agree(HAVE_MEMORY, timeout)
+        for message in memory.messages:
+            counts = [self._nbytes(row, message.leaves) for row in rows]
+            transport = self._transports.of(message.send)
+            transport.all_gather(message.send, message.receive, counts)
+            if message.unpacks:
+                self._unpack(message, counts, rows, memory.results)
+        return memory.results
+
+    def _nbytes(self, row: Lengths, leaves: Sequence[int] | None = None) -> int:
+        """Return the bytes of a rank's leaves; of all, or some."""
+        numbers = range(len(self._leaves)) if leaves is None else leaves
+        return sum(self._leaves[i].row_bytes * row[i] for i in numbers)
+
+    def _reserve(self, arrays: Sequence[Array], rows: list[Lengths]) -> Memory:
+        every = range(len(self._leaves))
+        results: list[Array] = []
+        for i, (x, leaf) in enumerate(zip(arrays, self._leaves, strict=True)):
+            shape = leaf.shape(sum(row[i] for row in rows))
+            if backend.is_device_array(x):
+                results.append(backend.empty_like(x, shape, leaf.dtype))
+            else:
+                results.append(self._pool.empty(shape, leaf.dtype))
+        limit = min(_PACKED_BYTES * len(every), _PACKED_BYTES_IN_ALL)
+        packs = self._packs and max(self._nbytes(row) for row in rows) <= limit
+        messages = []
+        for group in [every] if packs else [[i] for i in every]:
+            parts = [backend.as_bytes(backend.contiguous(arrays[i])) for i in group]
+            send = parts[0] if len(parts) == 1 else _join(parts)
+            if not packs and self._leaves[group[0]].is_flat:
+                receive = backend.as_bytes(results[group[0]])
+                messages.append(Message(group, send, receive, unpacks=False))
+                continue
+            total = sum(self._nbytes(row, group) for row in rows)
+            receive = backend.empty_like(send, (total,), np.uint8)
+            messages.append(Message(group, send, receive, unpacks=True))
+        return Memory(results, NOWHERE, messages)
+
+    def _unpack(
+        self,
+        message: Message,
+        counts: list[int],
+        rows: list[Lengths],
+        results: list[Array],
+    ) -> None:
+        """Copy the arrays of all ranks into the results."""
+        ends = [0] * len(self._leaves)  # along the axis
+        for row, start in zip(rows, itertools.accumulate([0, *counts]), strict=False):
+            for i in message.leaves:
+                leaf, length = self._leaves[i], row[i]
+                part = message.receive[start : start + length * leaf.row_bytes]
+                start += part.size
+                where = (*[slice(None)] * leaf.axis, slice(ends[i], ends[i] + length))
+                results[i][where] = backend.from_bytes(
+                    part, leaf.dtype, leaf.shape(length)
+                )
+                ends[i] += length
+
+
+def _join(parts: list[Any]) -> Array:
+    return np.concatenate(parts)
