@@ -63,7 +63,7 @@ def test_a_program_that_fails_says_so(tmp_path, line, text):
         "import numpy as np\nimport mpidist\n\nstrategy = mpidist.MPIStrategy()\n"
         f"with strategy.scope():\n    v = mpidist.Variable(np.zeros(4))\n{line}\n"
     )
-    done = run_ranks(2, [str(program)], timeout=100)
+    done = run_ranks(1, [str(program)], timeout=100)
     assert done.returncode != 0
     assert "AttributeError" in done.stderr
     assert "\nmpidist: " in done.stderr

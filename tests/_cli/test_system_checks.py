@@ -21,43 +21,61 @@ from mpidist._cli.system_checks import SystemChecks, loaded_libraries
 
 FAULTS = """
 import os, sys, time
+from mpidist import _cli
 from mpidist._cli.speaking import launched_rank
+import mpi4py.MPI  # starts, and needs the variables of the launcher
 rank = launched_rank()
-fault = sys.argv.pop()
+folder = ["--folder", sys.argv[1]]
+rename, fsync = os.rename, os.fsync
 
-if fault == "rename" and rank == 0:
-    def rename(old, new, rename=os.rename):
-        if os.path.exists(new) and os.path.isfile(new):
-            os.unlink(new)
-            time.sleep(0.02)
-        rename(old, new)
-    os.rename = rename
-elif fault == "fsync" and rank == 0:
-    def fsync(descriptor):
-        raise OSError(22, "Invalid argument")
-    os.fsync = fsync
-elif fault == "machine" and rank == 1:
+def check(name, *words):
+    code = _cli.main(["check", "--json", *words])
+    if rank == 0:
+        print(f"--- {name} ended with {code}", flush=True)
+
+def rename_in_two_steps(old, new):
+    if os.path.exists(new) and os.path.isfile(new):
+        os.unlink(new)
+        time.sleep(0.02)
+    rename(old, new)
+
+def fail(descriptor):
+    raise OSError(22, "Invalid argument")
+
+if rank == 0:
+    os.rename = rename_in_two_steps
+check("rename", *folder)
+os.rename = rename
+if rank == 0:
+    os.fsync = fail
+check("fsync", *folder)
+os.fsync = fsync
+if rank == 1:
     seconds = iter(range(0, 10**9, 1000))
     time.time = lambda: float(next(seconds))
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+for name in list(os.environ):
+    if name.startswith(("OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL")):
+        del os.environ[name]
+os.environ.update(SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="1(x2)")
 os.environ["SLURM_GPUS_ON_NODE"] = "2"
-if fault == "machine":
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    os.environ.update(SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="1(x2)")
-    import mpi4py.MPI  # starts, and needs the variables
-    for name in list(os.environ):
-        if name.startswith(("OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL")):
-            del os.environ[name]
-from mpidist import _cli
-_cli.run()
+check("machine")
 """
 
 
-def found_with(fault, *arguments):
-    program = ["-c", FAULTS, "check", "--json", *map(str, arguments), fault]
-    result = run_ranks(2, program, timeout=100)
-    assert result.stdout, result.stderr
-    report = json.loads(result.stdout[result.stdout.index("{") :])
-    return {row["name"]: row for row in report["checks"]}, result.returncode
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Return what is found with each fault, in one job: exit code, rows by name."""
+    folder = tmp_path_factory.mktemp("folder")
+    result = run_ranks(2, ["-c", FAULTS, str(folder)], timeout=100)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert list(folder.iterdir()) == []
+    pieces = re.split(r"^--- (\w+) ended with (\d)\n", result.stdout, flags=re.M)
+    reports = zip(pieces[1::3], pieces[2::3], pieces[::3], strict=False)
+    return {
+        name: (int(code), {row["name"]: row for row in json.loads(text)["checks"]})
+        for name, code, text in reports
+    }
 
 
 @pytest.mark.parametrize(
@@ -67,21 +85,19 @@ def found_with(fault, *arguments):
         ("fsync", "rank 0: a file cannot be replaced or synchronised: [Errno 22]"),
     ],
 )
-def test_a_folder_that_is_not_safe_for_checkpoints(tmp_path, fault, text):
-    rows, code = found_with(fault, "--folder", tmp_path)
+def test_a_folder_that_is_not_safe_for_checkpoints(found, fault, text):
+    code, rows = found[fault]
     assert code == 1
     assert rows["folder"]["state"] == "FAILED"
     assert rows["folder"]["text"].startswith(text)
     assert rows["folder"]["advice"] == "save checkpoints to another file system"
-    assert [name for name, row in rows.items() if row["state"] == "FAILED"] == [
-        "folder"
-    ]
-    assert list(tmp_path.iterdir()) == []
+    failed = [name for name, row in rows.items() if row["state"] == "FAILED"]
+    assert failed == ["folder"]
 
 
 @pytest.mark.core
-def test_what_is_wrong_with_machines():
-    rows, code = found_with("machine")
+def test_what_is_wrong_with_machines(found):
+    code, rows = found["machine"]
     assert code == 0  # notes
     assert rows["clocks"]["text"].startswith("the clock of rank 1 jumped by ")
     assert rows["placement"]["text"] == (

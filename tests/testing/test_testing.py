@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -729,165 +730,173 @@ class TestInAClass:
         assert mine == ("TestInAClass", here.rank)
 
 
-def pytest_of(tmp_path, *sources, folders=None):
-    """Run pytest on files of tests, with the plugin alone.
+MARKS = """
+import pytest
+from mpidist import testing
 
-    Args:
-        folders: where it makes its temporary folders; None: where it likes.
+@pytest.mark.replicas(2)
+def test_fails_on_1():
+    assert testing.current_group().rank == 0
+
+@pytest.mark.replicas(1, 2)
+def test_is_skipped():
+    pytest.skip("not here")
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.replicas(1, 2)
+def test_of_both():
+    assert testing.current_group().size == 2
+
+@pytest.mark.mpi
+def test_of_mpi():
+    raise AssertionError
+
+@pytest.mark.mpi
+@pytest.mark.processes
+@pytest.mark.replicas(2)
+def test_of_processes():
+    raise AssertionError
+"""
+
+FOLDERS = """
+import os
+import time
+import pytest
+from mpidist import testing
+
+make = os.mkdir
+
+@testing.each_replica
+@pytest.fixture
+def folder(tmp_path_factory):
+    testing.current_group().barrier()
+    return tmp_path_factory.mktemp("mine")
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    def later(*args, **kwargs):
+        time.sleep(0.1)
+        make(*args, **kwargs)
+
+    monkeypatch.setattr(os, "mkdir", later)
+
+@pytest.mark.replicas(3)
+def test_folders(slow_disk, folder):
+    assert len(set(testing.current_group().all_gather(folder))) == 3
+"""
+
+FIXTURES = """
+import time
+import pytest
+import mpidist
+from mpidist import testing
+
+ended = []
+
+@testing.each_replica
+@pytest.fixture
+def mine():
+    rank = testing.current_group().rank
+    yield rank
+    ended.append(rank)
+
+@testing.each_replica
+@pytest.fixture
+def strategy(mine):
+    one = mpidist.MPIStrategy()
+    yield one
+    one.close()
+
+@testing.each_replica
+@pytest.fixture
+def bad(mine):
+    yield
+    raise OSError("no folder")
+
+@pytest.mark.replicas(3)
+def test_fails(strategy, mine):
+    if mine == 1:
+        raise ValueError("wrong")
+    strategy.run(lambda: None)
+
+def test_all_were():
+    assert sorted(ended) == [0, 1, 2]
+    ended.clear()
+
+@pytest.mark.replicas(2)
+def test_skips(strategy):
+    pytest.skip("not here")
+
+def test_all_were_again():
+    assert sorted(ended) == [0, 1]
+
+@pytest.mark.replicas(1)
+def test_both(bad):
+    raise ValueError("wrong")
+"""
+
+WRONG = ("replicas", "replicas(0)", "replicas(n=2)", "replicas([2, 3])")
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """Return what pytest prints of these files of tests, with the plugin alone.
+
+    Returns:
+        Its output, and the outcome of each test by its name.
     """
+    path = tmp_path_factory.mktemp("tests")
+    # The first: pytest makes its own folder, at the same moment on all replicas.
+    sources = {"a_folders": FOLDERS, "marks": MARKS, "fixtures": FIXTURES}
+    for k, mark in enumerate(WRONG):
+        test = f"@pytest.mark.{mark}\ndef test_it():\n    pass\n"
+        sources[f"wrong_{k}"] = f"import pytest\n\n{test}"
+    for name, source in sources.items():
+        (path / f"test_{name}.py").write_text(source)
+    options = [f"--basetemp={path / 'folders'}", "-p", "pytest_mpidist", "-q", "-rA"]
+    options += ["-p", "no:cacheprovider", "--continue-on-collection-errors"]
     # On CI pytest has whole messages in its summary; here it is the same everywhere.
-    env = plain_environment()
-    for k, source in enumerate(sources):
-        (tmp_path / f"test_{k}.py").write_text(textwrap.dedent(source))
-    options = ["-p", "pytest_mpidist", "-p", "no:cacheprovider", "-q", "-rA", "-c"]
-    if folders is not None:  # as workers of pytest-xdist are told
-        options = [f"--basetemp={folders}", *options]
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", *options, os.devnull, "--rootdir", "."],
-        cwd=tmp_path,
-        env={**env, "PYTHONPATH": str(ROOT)},
+    env = {**plain_environment(), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "-c", os.devnull, "--rootdir", "."],
+        cwd=path,
+        env=env,
         capture_output=True,
         text=True,
         timeout=100,
     )
+    found = re.findall(r"^([A-Z]+) test_\w+\.py::(\S+)", done.stdout, re.M)
+    return done.stdout, {name: outcome for outcome, name in found}
 
 
-def test_what_pytest_reports(tmp_path):
-    source = """
-        import pytest
-        from mpidist import testing
-
-        @pytest.mark.replicas(2)
-        def test_fails_on_1():
-            assert testing.current_group().rank == 0
-
-        @pytest.mark.replicas(1, 2)
-        def test_is_skipped():
-            pytest.skip("not here")
-
-        @pytest.mark.mpi(min_size=2)
-        @pytest.mark.replicas(1, 2)
-        def test_of_both():
-            assert testing.current_group().size == 2
-
-        @pytest.mark.mpi
-        def test_of_mpi():
-            raise AssertionError
-
-        @pytest.mark.mpi
-        @pytest.mark.processes
-        @pytest.mark.replicas(2)
-        def test_of_processes():
-            raise AssertionError
-    """
-    done = pytest_of(tmp_path, source)
-    assert "1 failed, 1 passed, 4 skipped" in done.stdout, done.stdout
-    assert "raised on replica 1 of 2 (mpidist.testing.run)" in done.stdout
-    assert "assert 1 == 0" in done.stdout
-    assert "PASSED test_0.py::test_of_both[2replicas]" in done.stdout
+def test_what_pytest_reports(reports):
+    out, outcomes = reports
+    assert outcomes["test_of_both[2replicas]"] == "PASSED"
+    assert outcomes["test_fails_on_1[2replicas]"] == "FAILED"
+    assert not {"test_of_mpi", "test_of_processes"} & set(outcomes)  # skipped
+    assert "raised on replica 1 of 2 (mpidist.testing.run)" in out
+    assert "assert 1 == 0" in out
+    assert "3 failed, 4 passed, 5 skipped, 4 errors" in out, out
 
 
-def test_wrong_marks(tmp_path):
-    sources = [
-        f"import pytest\n\n@pytest.mark.{mark}\ndef test_it():\n    pass\n"
-        for mark in ("replicas", "replicas(0)", "replicas(n=2)", "replicas([2, 3])")
-    ]
-    done = pytest_of(tmp_path, *sources)
-    assert done.stdout.count("expected `@pytest.mark.replicas(1, 2, 3)`") == 4
-    assert "4 errors" in done.stdout
+def test_wrong_marks(reports):
+    assert reports[0].count("expected `@pytest.mark.replicas(1, 2, 3)`") == len(WRONG)
 
 
-def test_fixtures_of_replicas_make_folders(tmp_path):
+def test_fixtures_of_replicas_make_folders(reports):
     """The first ones of a run, at the same moment: pytest then makes its own."""
-    source = """
-        import os
-        import time
-        import pytest
-        from mpidist import testing
-
-        make = os.mkdir
-
-        @testing.each_replica
-        @pytest.fixture
-        def folder(tmp_path_factory):
-            testing.current_group().barrier()
-            return tmp_path_factory.mktemp("mine")
-
-        @pytest.fixture
-        def slow_disk(monkeypatch):
-            def later(*args, **kwargs):
-                time.sleep(0.1)
-                make(*args, **kwargs)
-
-            monkeypatch.setattr(os, "mkdir", later)
-
-        @pytest.mark.replicas(3)
-        def test_folders(slow_disk, folder):
-            assert len(set(testing.current_group().all_gather(folder))) == 3
-    """
-    done = pytest_of(tmp_path, source, folders=tmp_path / "folders")
-    assert "1 passed" in done.stdout, done.stdout
+    assert reports[1]["test_folders[3replicas]"] == "PASSED"
 
 
-def test_fixtures_of_a_failed_test_are_taken_down(tmp_path):
+def test_fixtures_of_a_failed_test_are_taken_down(reports):
     """On each replica; without waiting for the others, which are stopped."""
-    source = """
-        import time
-        import pytest
-        import mpidist
-        from mpidist import testing
-
-        ended = []
-
-        @testing.each_replica
-        @pytest.fixture
-        def mine():
-            rank = testing.current_group().rank
-            yield rank
-            ended.append(rank)
-
-        @testing.each_replica
-        @pytest.fixture
-        def strategy(mine):
-            one = mpidist.MPIStrategy()
-            yield one
-            one.close()
-
-        @testing.each_replica
-        @pytest.fixture
-        def bad(mine):
-            yield
-            raise OSError("no folder")
-
-        @pytest.mark.replicas(3)
-        def test_fails(strategy, mine):
-            if mine == 1:
-                raise ValueError("wrong")
-            strategy.run(lambda: None)
-
-        def test_all_were():
-            assert sorted(ended) == [0, 1, 2]
-            ended.clear()
-
-        @pytest.mark.replicas(2)
-        def test_skips(strategy):
-            pytest.skip("not here")
-
-        def test_all_were_again():
-            assert sorted(ended) == [0, 1]
-
-        @pytest.mark.replicas(1)
-        def test_both(bad):
-            raise ValueError("wrong")
-    """
-    start = time.monotonic()
-    done = pytest_of(tmp_path, source)
-    assert "2 failed, 2 passed, 1 skipped" in done.stdout, done.stdout
-    assert "ValueError: wrong" in done.stdout
-    assert "raised on replica 1 of 3" in done.stdout
-    assert "a fixture then raised OSError: no folder" in done.stdout
-    assert "RunStoppedError" not in done.stdout
-    assert time.monotonic() - start < 30
+    out, outcomes = reports
+    assert outcomes["test_all_were"] == outcomes["test_all_were_again"] == "PASSED"
+    assert outcomes["test_fails[3replicas]"] == "FAILED"
+    assert "ValueError: wrong" in out
+    assert "raised on replica 1 of 3" in out
+    assert "a fixture then raised OSError: no folder" in out
+    assert "RunStoppedError" not in out
 
 
 def test_pytest_starts_without_mpidist():
