@@ -53,16 +53,15 @@ class ClusterResolver(abc.ABC):
         Raises:
             ValueError: if there is no such task.
         """
-        spec = self.cluster_spec()
-        job = self.task_type if task_type is None else task_type
-        number = self.task_id if task_id is None else task_id
-        if job is None or number is None:
-            return ""
-        return self._with_protocol(spec.task_address(job, number), rpc_layer)
+        return self._master(task_type, task_id, rpc_layer or self.rpc_layer)
 
-    def _with_protocol(self, address: str, rpc_layer: str | None) -> str:
-        layer = rpc_layer or self.rpc_layer
-        return f"{layer}://{address}" if layer else address
+    def _master(self, job: str | None, task: int | None, layer: str | None) -> str:
+        spec = self.cluster_spec()
+        job = self.task_type if job is None else job
+        task = self.task_id if task is None else task
+        if job is None or task is None:
+            return ""
+        return _with_protocol(spec.task_address(job, task), layer)
 
     def num_accelerators(
         self,
@@ -80,6 +79,10 @@ class ClusterResolver(abc.ABC):
     def _accelerators(self, task_id: int | None) -> dict[str, int]:
         count, _ = backend.count_gpus()
         return {"GPU": count} if count else {}
+
+
+def _with_protocol(address: str, layer: str | None) -> str:
+    return f"{layer}://{address}" if layer else address
 
 
 class SimpleClusterResolver(ClusterResolver):
@@ -121,7 +124,7 @@ class SimpleClusterResolver(ClusterResolver):
                 f"{master!r:.80}"
             )
         self._cluster_spec = cluster_spec
-        self._master = master
+        self._default_master = master
         self._num_accelerators = dict(num_accelerators or {})
         self.task_type = task_type
         self.task_id = task_id
@@ -132,16 +135,10 @@ class SimpleClusterResolver(ClusterResolver):
         """Return the ClusterSpec that was given."""
         return self._cluster_spec
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """As `ClusterResolver.master`; without a task the ``master`` that was given."""
-        if task_type is None or task_id is None:
-            return self._with_protocol(self._master, rpc_layer)
-        return super().master(task_type, task_id, rpc_layer)
+    def _master(self, job: str | None, task: int | None, layer: str | None) -> str:
+        if job is None or task is None:
+            return _with_protocol(self._default_master, layer)
+        return super()._master(job, task, layer)
 
     def _accelerators(self, task_id: int | None) -> dict[str, int]:
         return dict(self._num_accelerators)
@@ -187,6 +184,10 @@ class TFConfigClusterResolver(ClusterResolver):
             "task": {"type": "worker", "index": 0},
         }
 
+    As in TensorFlow `master` is the ``session_master`` of the variable, if that has
+    one, and "" if there are fewer than two tasks. It raises a ValueError if it is not
+    known which task this process is.
+
     Args:
         task_type: overrides that of the variable, and so do the others.
         task_id: of this process.
@@ -221,28 +222,14 @@ class TFConfigClusterResolver(ClusterResolver):
         """
         return ClusterSpec(_section("cluster"))
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """As `ClusterResolver.master`, with the exceptions that TensorFlow makes.
-
-        It is the ``session_master`` of the variable, if that has one, and "" if there
-        are fewer than two tasks.
-
-        Raises:
-            ValueError: if it is not known which task this process is, if there is no
-                such task, or if the variable is wrong.
-        """
+    def _master(self, job: str | None, task: int | None, layer: str | None) -> str:
         given = _tf_config().get("session_master")
         if given is not None:
             return str(given)
         spec = self.cluster_spec()
         if sum(spec.num_tasks(job) for job in spec.jobs) < 2:
             return ""
-        address = super().master(task_type, task_id, rpc_layer)
+        address = super()._master(job, task, layer)
         if not address:
             raise ValueError(
                 "TFConfigClusterResolver.master: TF_CONFIG does not say which task "
@@ -330,17 +317,10 @@ class UnionResolver(ClusterResolver):
                     joined[job] = _joined(job, before, tasks)
         return ClusterSpec(joined)
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """As `ClusterResolver.master`; without a task that of the first resolver."""
-        if task_type is None or task_id is None:
-            layer = rpc_layer or self.rpc_layer
+    def _master(self, job: str | None, task: int | None, layer: str | None) -> str:
+        if job is None or task is None:
             return self._resolvers[0].master(rpc_layer=layer)
-        return super().master(task_type, task_id, rpc_layer)
+        return super()._master(job, task, layer)
 
     def _accelerators(self, task_id: int | None) -> dict[str, int]:
         return self._resolvers[0].num_accelerators(None, task_id)
