@@ -75,6 +75,7 @@ class MPIStrategy(Strategy):
         exist. A strategy that is not closed but garbage-collected on every rank is
         freed when these ranks create or close another one.
 
+        It waits for a save with ``wait=False``, and raises its error; then it is open.
         After a `ReplicaLostError` it is not collective, and waits for nobody.
         """
         group = self._group

@@ -8,6 +8,8 @@ each kill, at a random moment,
   from the path and by the manager, and no newer one that was complete is lost;
 - there are no more files than one kill can leave: nothing has piled up.
 
+A third of the saves is by a thread.
+
 usage: kill_saves.py KILLS [SEED [FOLDER]]
 """
 
@@ -76,9 +78,10 @@ def save_without_pause(training: Training, first: int, told: mmap.mmap) -> NoRet
         training.become(number)
         if number % 2:
             file_format = FORMATS[number // 2 % 2]
-            training.checkpoint.save(training.path, file_format)
+            training.checkpoint.save(training.path, file_format, number % 3 > 0)
         else:
-            training.manager.save(number)
+            training.manager.save(number, wait=number % 3 > 0)
+        training.checkpoint.wait()
         told_numbers[number % 2] = number
     raise AssertionError
 
