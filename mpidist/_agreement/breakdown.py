@@ -188,8 +188,8 @@ class Breakdown:
                 self.check_lives(what)
                 if not self.read_notices():
                     time.sleep(SHORT_SLEEP)
-            except Exception as told:
-                return self.failed(told)
+            except Exception as error:
+                return self.abandon(what, error)
         if not self.why:
             why = f"rank {left.rank} has left {what} before its end; {_UNUSABLE}"
             self.set(State.GAVE_UP, why)

@@ -56,8 +56,7 @@ def test_the_deadline_of_a_rank_whose_stderr_nobody_reads():
     assert result.returncode == 0, result
 
 
-@pytest.mark.parametrize("abort", ["0", "1"])
-@pytest.mark.parametrize("at", ["a call", "the end"])
+@pytest.mark.parametrize(("abort", "at"), [("0", "a call"), ("1", "the end")])
 def test_the_deadline_ends_the_job_if_nobody_reads_stderr(abort, at):
     body = f"""
     {FILL}

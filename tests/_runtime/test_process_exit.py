@@ -36,8 +36,9 @@ def count_tracebacks(stderr):
     return stderr.count("Traceback (most recent call last)")
 
 
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("others", ["wait in run", "wait in reduce", "sleep"])
+@pytest.mark.parametrize(
+    ("n", "others"), [(2, "wait in run"), (2, "wait in reduce"), (4, "sleep")]
+)
 def test_an_uncaught_exception_on_one_rank_ends_the_job(n, others):
     waiting = {
         "wait in run": "strategy.run(step)",
@@ -155,8 +156,7 @@ def test_a_rank_may_end_later_than_the_others():
     assert err == ""
 
 
-@pytest.mark.parametrize("how", ["sleeps", "is stopped"])
-@pytest.mark.parametrize("others", [1, 2])
+@pytest.mark.parametrize(("how", "others"), [("sleeps", 1), ("is stopped", 2)])
 def test_a_rank_that_does_not_come_to_its_end(how, others):
     """The end of the program is a wait as any other: a line, a deadline, an error."""
     late = "time.sleep(600)"
