@@ -60,11 +60,8 @@ _WIDTH: Final = 12
 def info(arguments: Sequence[str]) -> int:
     """Run `mpidist info` with these arguments; return the exit code. Collective."""
     parser = Parser("info", _DESCRIPTION)
-    parser.add_argument(
-        "--device",
-        default="auto",
-        help='as for MPIStrategy: "auto" (default), "cpu", "gpu" or "gpu:K"',
-    )
+    text = 'as for MPIStrategy: "auto" (default), "cpu", "gpu" or "gpu:K"'
+    parser.add_argument("--device", default="auto", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(list(arguments))
     facts = facts_of_job(given.device)
@@ -102,13 +99,14 @@ def facts_of_job(device: str) -> Facts:
         "cores": placement.core_use(),
     }
     ranks: list[Facts] = job.comm.allgather(mine)
-    strategy, problem = _strategy_facts(device, job, ranks)
+    nodes = _nodes(job, ranks)
+    strategy, problem = _strategy_facts(device, nodes, ranks)
     facts: Facts = {
         "software": ranks[0]["software"],
         "launcher": job.from_root(placement.launcher_facts(os.environ)),
         "ranks": job.size,
         "network": placement.measure_network(job),
-        "nodes": _nodes(job, ranks),
+        "nodes": nodes,
         "open_files": placement.open_file_use(job),
         "mpi_nodes": len(job.near_sizes),
         "crowded": is_crowded(job),
@@ -129,11 +127,10 @@ def _nodes(job: Job, ranks: Sequence[Facts]) -> list[Facts]:
     nodes: list[Facts] = []
     for number, first in enumerate(job.first_ranks):
         here = [one for one in ranks if job.node_of[one["rank"]] == number]
-        machine = ranks[first]["machine"]
         nodes.append(
             {
-                "host": machine["host"],
-                "processor": machine["processor"],
+                "host": ranks[first]["machine"]["host"],
+                "processor": ranks[first]["machine"]["processor"],
                 "gpus": ranks[first]["gpu"]["gpus"],
                 "ranks": [one["rank"] for one in here],
                 "cores": placement.cores_text([one["cores"] for one in here]),
@@ -158,7 +155,7 @@ def _problems(ranks: Sequence[Facts]) -> list[str]:
 
 
 def _strategy_facts(
-    device: str, job: Job, ranks: Sequence[Facts]
+    device: str, nodes: Sequence[Facts], ranks: Sequence[Facts]
 ) -> tuple[Facts | None, str | None]:
     """Create a strategy; return its choices, or why there is none. Collective."""
     try:
@@ -166,15 +163,10 @@ def _strategy_facts(
     except (ValueError, TypeError, RuntimeError) as error:  # the same on all ranks
         return None, f"MPIStrategy cannot be made: {error}"
     environment = read_environment()
+    devices = strategy.extended.worker_devices
     facts: Facts = {
-        "devices": strategy.extended.worker_devices,
-        "why_devices": placement.describe_devices(
-            job.node_of,
-            strategy.extended.worker_devices,
-            [one["gpu"]["gpus"] for one in ranks],
-            [one["environment"].get("CUDA_VISIBLE_DEVICES") for one in ranks],
-            device,
-        ),
+        "devices": devices,
+        "why_devices": placement.describe_devices(devices, nodes, ranks, device),
         "transports": transport_facts(strategy),
         "guard": group_of(strategy).guard.enabled,
         "stall_seconds": environment.stall_seconds,

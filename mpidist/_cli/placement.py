@@ -175,50 +175,38 @@ def sizes_text(sizes: Sequence[int]) -> str:
 
 
 def describe_devices(
-    node_of: Sequence[int],
-    devices: Sequence[str],
-    gpus: Sequence[int],
-    visible: Sequence[str | None],
-    request: str,
+    devices: Sequence[str], nodes: Sequence[Facts], ranks: Sequence[Facts], request: str
 ) -> list[str]:
     """Return which device each rank has, and why: a line for each kind of node.
 
     Args:
-        node_of: the node of each rank.
         devices: the device of each rank, such as "/rank:0/device:GPU:1".
-        gpus: how many GPUs each rank sees.
-        visible: ``CUDA_VISIBLE_DEVICES`` of each rank; None if it is not set.
+        nodes: the ``ranks`` of each node.
+        ranks: of each rank ``gpu`` and ``environment``.
         request: the device that the strategy was asked for.
     """
     lines = []
-    for node in range(max(node_of) + 1):
-        ranks = [rank for rank, other in enumerate(node_of) if other == node]
-        names = [devices[rank].rpartition("device:")[2] for rank in ranks]
+    for node in nodes:
+        names = [devices[rank].rpartition("device:")[2] for rank in node["ranks"]]
         shown = ", ".join(names)
         if len(set(names)) == 1:
-            shown = names[0] + (" for all ranks" if len(node_of) > 1 else "")
-        lines.append(f"{shown}; {_why(ranks, names, gpus, visible, request)}")
+            shown = names[0] + (" for all ranks" if len(ranks) > 1 else "")
+        mine = [ranks[rank] for rank in node["ranks"]]
+        visible = [one["environment"].get("CUDA_VISIBLE_DEVICES") for one in mine]
+        if request != "auto":
+            why = f"--device {request}"
+        elif all(name.startswith("CPU") for name in names):
+            why = "no GPU is found"
+        elif len(set(visible)) > 1:
+            own = ", ".join(map(str, visible))
+            why = f"each rank sees its own: CUDA_VISIBLE_DEVICES={own}"
+        else:
+            count = mine[0]["gpu"]["gpus"]
+            why = f"the rank's number on its node, modulo {count} GPUs that it sees"
+            if visible[0] is not None:
+                why += f" (CUDA_VISIBLE_DEVICES={visible[0]})"
+        lines.append(f"{shown}; {why}")
     return _lines_of_nodes(lines)
-
-
-def _why(
-    ranks: Sequence[int],
-    names: Sequence[str],
-    gpus: Sequence[int],
-    visible: Sequence[str | None],
-    request: str,
-) -> str:
-    seen = {visible[rank] for rank in ranks}
-    if request != "auto":
-        return f"--device {request}"
-    if all(name.startswith("CPU") for name in names):
-        return "no GPU is found"
-    if len(seen) > 1:
-        own = ", ".join(str(visible[rank]) for rank in ranks)
-        return f"each rank sees its own: CUDA_VISIBLE_DEVICES={own}"
-    count = gpus[ranks[0]]
-    limited = "" if seen == {None} else f" (CUDA_VISIBLE_DEVICES={seen.pop()})"
-    return f"the rank's number on its node, modulo {count} GPUs that it sees{limited}"
 
 
 # --- the network ------------------------------------------------------------------

@@ -84,27 +84,34 @@ def test_sizes_of_nodes(sizes, text):
     assert placement.sizes_text(sizes) == text
 
 
-def test_devices_and_why():
-    def devices(*names):
-        return [f"/rank:{rank}/device:{name}" for rank, name in enumerate(names)]
+def describe(names, gpus, visible, request="auto"):
+    """Return the lines of two nodes of two ranks, or of one of one."""
+    devices = [f"/rank:{rank}/device:{name}" for rank, name in enumerate(names)]
+    ranks = [
+        {"gpu": {"gpus": n}, "environment": {"CUDA_VISIBLE_DEVICES": v} if v else {}}
+        for n, v in zip(gpus, visible, strict=True)
+    ]
+    nodes = (
+        [{"ranks": [0, 1]}, {"ranks": [2, 3]}] if len(names) == 4 else [{"ranks": [0]}]
+    )
+    return placement.describe_devices(devices, nodes, ranks, request)
 
-    nodes = [0, 0, 1, 1]
-    four = devices("GPU:0", "GPU:1", "GPU:0", "GPU:1")
-    describe = placement.describe_devices
-    (line,) = describe(nodes, four, [2] * 4, [None] * 4, "auto")
+
+def test_devices_and_why():
+    names = ("GPU:0", "GPU:1", "GPU:0", "GPU:1")
+    (line,) = describe(names, [2] * 4, [None] * 4)
     assert line == (
         "GPU:0, GPU:1; the rank's number on its node, modulo 2 GPUs that it sees"
     )
-    (line,) = describe(nodes, four, [2] * 4, ["2,3"] * 4, "auto")
+    (line,) = describe(names, [2] * 4, ["2,3"] * 4)
     assert line.endswith("sees (CUDA_VISIBLE_DEVICES=2,3)")
-    own = devices("GPU:0", "GPU:0", "GPU:0", "GPU:0")
-    (line,) = describe(nodes, own, [1] * 4, ["0", "1", "0", "1"], "auto")
+    (line,) = describe(("GPU:0",) * 4, [1] * 4, ["0", "1", "0", "1"])
     assert line == (
         "GPU:0 for all ranks; each rank sees its own: CUDA_VISIBLE_DEVICES=0, 1"
     )
-    mixed = devices("GPU:0", "GPU:1", "CPU:0", "CPU:0")
-    first, second = describe(nodes, mixed, [2, 2, 0, 0], [None] * 4, "auto")
+    mixed = ("GPU:0", "GPU:1", "CPU:0", "CPU:0")
+    first, second = describe(mixed, [2, 2, 0, 0], [None] * 4)
     assert first.startswith("node 0: GPU:0, GPU:1; ")
     assert second == "node 1: CPU:0 for all ranks; no GPU is found"
-    (line,) = describe([0], devices("CPU:0"), [1], [None], "cpu")
+    (line,) = describe(("CPU:0",), [1], [None], "cpu")
     assert line == "CPU:0; --device cpu"
