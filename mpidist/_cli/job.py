@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, TypeAlias, TypeVar
@@ -100,10 +99,6 @@ class Job:
         receive = np.empty_like(send)
         self.comm.Allreduce(send, receive, self.mpi.MAX)
         return [float(value) for value in receive]
-
-    def cores(self) -> int:
-        """Return the smallest number of cores of any node. Collective."""
-        return int(self.comm.allreduce(os.cpu_count() or 1, self.mpi.MIN))
 
     def everywhere(self, truth: bool) -> bool:
         """Return whether ``truth`` is true on all ranks. Collective."""
