@@ -60,7 +60,7 @@ def metric(strategy, rank):
     return make_metric
 
 
-# --- the whole of b.8 -----------------------------------------------------------------
+# --- every write in every context -----------------------------------------------------
 
 
 def write_in_a_replica(strategy, v, how, x):
@@ -172,6 +172,9 @@ def test_who_may_write_what(strategy, rank, size, synchronization, aggregation):
             for message in messages:
                 assert how in message, (where, message)
                 assert "write" in message.lower(), (where, message)
+                if want is TypeError:  # a PerReplica
+                    assert f"variable.{how}(strategy.reduce(" in message
+                    assert "strategy.extended.reduce_to(" in message
             want = [1.0] * size
         else:
             write(strategy, v, how, x)
@@ -182,16 +185,6 @@ def test_who_may_write_what(strategy, rank, size, synchronization, aggregation):
         elif aggregation is not NONE:
             total = {SUM: sum(want), MEAN: sum(want) / size, FIRST: want[0]}
             assert float(v) == pytest.approx(total[aggregation])
-
-
-def test_as_on_the_page_of_the_table(strategy, rank, size):
-    """The example of b.8 on two replicas: 6 under SUM is stored as 3 and 3."""
-    v = make(strategy, 1.0, synchronization=ON_READ, aggregation=SUM)
-    v.assign(6.0)
-    assert_copies(strategy, v, [6.0 / size] * size)
-    assert float(v) == pytest.approx(6.0)
-    if size == 2:
-        assert_copies(strategy, v, [3.0, 3.0])
 
 
 # --- reading --------------------------------------------------------------------------
