@@ -126,7 +126,7 @@ def ported(program, folder):
     return path
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 3])
 def test_a_custom_training_loop(tmp_path, n):
     done = run_ranks(n, [str(ported(CUSTOM_LOOP, tmp_path))], timeout=100)
     assert done.returncode == 0, done.stderr
@@ -144,8 +144,8 @@ def test_a_custom_training_loop(tmp_path, n):
     assert sorted(done.stdout.splitlines()) == sorted(lines * n)
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_library_code_with_a_merge_call(tmp_path, n):
+def test_library_code_with_a_merge_call(tmp_path):
+    n = 2
     done = run_ranks(n, [str(ported(MERGE_CALL, tmp_path))], timeout=100)
     assert done.returncode == 0, done.stderr
     lines = [
