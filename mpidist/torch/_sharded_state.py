@@ -1,4 +1,4 @@
-"""The state of a sharded optimizer: parts of parameters, and their state as bytes."""
+"""Parts of the state of an optimizer: classes that have them, settings, and bytes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,21 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from mpidist.torch._optimizer import DistributedOptimizer
+
+# Their steps treat each element by itself, so that a parameter may be cut.
+ELEMENTWISE: Final = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam",
+        "RMSprop", "Rprop", "SGD",
+    )
+)  # fmt: skip
+_REFUSED: Final = {
+    torch.optim.LBFGS: "it needs the products of all gradients",
+    torch.optim.SparseAdam: "mpidist reduces dense gradients only",
+}
+_NOT_SETTINGS: Final = ("params", "param_names")
 _ALIGNED: Final = 16  # bytes: where the tensors of a state begin in a message
 
 
@@ -115,3 +130,50 @@ def cut(x: Any, key: str, part: Part, call: str) -> Any:
             f"{tuple(part.parameter.shape)}, got {tuple(x.shape)}"
         )
     return x.reshape(-1)[part.start : part.stop].clone()
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a parameter group: all but the parameters."""
+    return {key: x for key, x in group.items() if key not in _NOT_SETTINGS}
+
+
+def text_of_settings(groups: list[dict[str, Any]]) -> str:
+    """Return the settings of parameter groups as a text, the same on all ranks."""
+    texts = []
+    for group in groups:
+        shown = {key: _shown(x) for key, x in settings_of(group).items()}
+        texts.append(", ".join(f"{key}={text}" for key, text in shown.items() if text))
+    return "; ".join(dict.fromkeys(texts))
+
+
+def _shown(x: object) -> str:
+    """Return a setting as a text that is the same on all ranks, or ""."""
+    if isinstance(x, torch.Tensor):
+        return repr(x.item()) if x.numel() == 1 and x.device.type == "cpu" else ""
+    return repr(x) if isinstance(x, (bool, int, float, str, tuple)) else ""
+
+
+def check_class(given: object, call: str) -> None:
+    """Check the class of the local optimizer.
+
+    Raises:
+        TypeError, ValueError: if it cannot be used.
+    """
+    if not isinstance(given, type) or not issubclass(given, torch.optim.Optimizer):
+        kind = type(given).__name__
+        what = f"a {kind}" if not isinstance(given, type) else given.__name__
+        raise TypeError(
+            f"{call}: expected `optimizer_class` to be a class of optimizers, got "
+            f"{what}; write `{call}(model.parameters(), torch.optim.Adam, lr=0.001)`"
+        )
+    if issubclass(given, DistributedOptimizer) or hasattr(given, "state_is_collective"):
+        raise TypeError(
+            f"{call}: expected `optimizer_class` to be a class of torch, got "
+            f"{given.__name__}; write `DistributedOptimizer({call}(model.parameters(), "
+            "torch.optim.Adam, lr=0.001))`"
+        )
+    for refused, why in _REFUSED.items():
+        if issubclass(given, refused):
+            raise ValueError(
+                f"{call}: the state of {given.__name__} cannot be divided, as {why}"
+            )

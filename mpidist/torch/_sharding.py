@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -30,22 +30,16 @@ from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.current import group_of_call
 from mpidist._strategy.strategy import Strategy
 from mpidist._values.consistency import digest
-from mpidist.torch._optimizer import DistributedOptimizer
-from mpidist.torch._sharded_state import Part, cut, pack, unpack
-
-# Their steps treat each element by itself, so that a parameter may be cut.
-_ELEMENTWISE: Final = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam",
-        "RMSprop", "Rprop", "SGD",
-    )
-)  # fmt: skip
-_REFUSED: Final = {
-    torch.optim.LBFGS: "it needs the products of all gradients",
-    torch.optim.SparseAdam: "mpidist reduces dense gradients only",
-}
-_NOT_SETTINGS: Final = ("params", "param_names")
+from mpidist.torch._sharded_state import (
+    ELEMENTWISE,
+    Part,
+    check_class,
+    cut,
+    pack,
+    settings_of,
+    text_of_settings,
+    unpack,
+)
 
 
 class _Sequence(NamedTuple):
@@ -126,8 +120,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._parts: list[list[Part]] = []
         self._checked = self._ranks == 1
         try:
-            _check_class(optimizer_class, call)
-            self._cuts = optimizer_class in _ELEMENTWISE
+            check_class(optimizer_class, call)
+            self._cuts = optimizer_class in ELEMENTWISE
             super().__init__(params, {})
             self._divide(self.param_groups)
             groups = [self._local_group(i) for i in range(len(self._parts))]
@@ -135,7 +129,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             self.defaults = self._local_optimizer.defaults
             self._read_settings(only_new=True)
             self._name = f"{call} of {optimizer_class.__name__}"
-            text = f"{self._name} with {self._settings()} for {self._described()}"
+            text = f"{self._name} with {self._described()}"
         except Exception as error:
             group.collectives.invalid(call, error)
         group.collectives.guard.agree(Call(text))
@@ -220,7 +214,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             group_of_parts = self._local_group(len(self._parts) - 1)
             self._local_optimizer.add_param_group(group_of_parts)
             self._read_settings(only_new=True)
-            text = f"{call} with {self._settings()} for {self._described()}"
+            text = f"{call} with {self._described()}"
         except Exception as error:
             group.collectives.invalid(call, error)
         group.guard.agree(Call(text))
@@ -276,7 +270,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 state[i] = {key: cut(x, key, part, call) for key, x in values.items()}
         groups = self._local_optimizer.state_dict()["param_groups"]
         for group, other in zip(groups, saved, strict=True):
-            group.update(_settings_of(other))
+            group.update(settings_of(other))
         self._local_optimizer.load_state_dict({"state": state, "param_groups": groups})
         self._read_settings()
         self._show_state()
@@ -328,7 +322,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             for sequence in self._sequences
             for p in sequence.parameters
         ]
-        return f"{len(shapes)} parameters: {', '.join(shapes)}"
+        settings = text_of_settings(self.param_groups)
+        return f"{settings} for {len(shapes)} parameters: {', '.join(shapes)}"
 
     def _own_elements(self) -> dict[str, torch.Tensor]:
         """Return this rank's elements of the sequences that may have changed."""
@@ -360,20 +355,20 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def _local_group(self, index: int) -> dict[str, Any]:
         parts = self._parts[index]
-        settings = _settings_of(self.param_groups[index])
+        settings = settings_of(self.param_groups[index])
         return {**settings, "params": [part.tensor for part in parts]}
 
     def _write_settings(self) -> None:
         """Give the local optimizer the settings of the groups, such as ``lr``."""
         pairs = zip(self._local_optimizer.param_groups, self.param_groups, strict=True)
         for local, group in pairs:
-            local.update(_settings_of(group))
+            local.update(settings_of(group))
 
     def _read_settings(self, *, only_new: bool = False) -> None:
         """Take the settings of the local optimizer, which a step may change."""
         pairs = zip(self.param_groups, self._local_optimizer.param_groups, strict=True)
         for group, local in pairs:
-            settings = _settings_of(local)
+            settings = settings_of(local)
             group.update({**settings, **group} if only_new else settings)
 
     def _show_state(self) -> None:
@@ -385,14 +380,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             if part.tensor in self._local_optimizer.state:
                 self.state[part.parameter] = self._local_optimizer.state[part.tensor]
 
-    def _settings(self) -> str:
-        shown = []
-        for group in self.param_groups:
-            settings = _settings_of(group).items()
-            values = [f"{k}={_shown(x)}" for k, x in settings if _shown(x)]
-            shown.append(", ".join(values))
-        return "; ".join(dict.fromkeys(shown))
-
     def _text_of_step(self, call: str) -> str:
         parameters = [p for group in self.param_groups for p in group["params"]]
         without = [
@@ -401,7 +388,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             if p.requires_grad and p.grad is None
         ]
         text = f", without gradients for {', '.join(without)}" if without else ""
-        return f"{call} with {self._settings()}{text}"
+        return f"{call} with {text_of_settings(self.param_groups)}{text}"
 
     def _digests(self) -> Iterator[bytes]:
         for group in self.param_groups:
@@ -411,40 +398,3 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def _group(self, method: str) -> ReplicaGroup:
         return group_of_call(self._strategy, f"{self._name}.{method}")
-
-
-def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: x for key, x in group.items() if key not in _NOT_SETTINGS}
-
-
-def _shown(x: object) -> str:
-    """Return a setting as a text that is the same on all ranks, or ""."""
-    if isinstance(x, torch.Tensor):
-        return repr(x.item()) if x.numel() == 1 and x.device.type == "cpu" else ""
-    return repr(x) if isinstance(x, (bool, int, float, str, tuple)) else ""
-
-
-def _check_class(given: object, call: str) -> None:
-    """Check the class of the local optimizer.
-
-    Raises:
-        TypeError, ValueError: if it cannot be used.
-    """
-    if not isinstance(given, type) or not issubclass(given, torch.optim.Optimizer):
-        kind = type(given).__name__
-        what = f"a {kind}" if not isinstance(given, type) else given.__name__
-        raise TypeError(
-            f"{call}: expected `optimizer_class` to be a class of optimizers, got "
-            f"{what}; write `{call}(model.parameters(), torch.optim.Adam, lr=0.001)`"
-        )
-    if issubclass(given, (DistributedOptimizer, ZeroRedundancyOptimizer)):
-        raise TypeError(
-            f"{call}: expected `optimizer_class` to be a class of torch, got "
-            f"{given.__name__}; write `DistributedOptimizer({call}(model.parameters(), "
-            "torch.optim.Adam, lr=0.001))`"
-        )
-    for refused, why in _REFUSED.items():
-        if issubclass(given, refused):
-            raise ValueError(
-                f"{call}: the state of {given.__name__} cannot be divided, as {why}"
-            )
