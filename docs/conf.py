@@ -57,9 +57,11 @@ if not repository and "GITHUB_REPOSITORY" in os.environ:
     repository = "{GITHUB_SERVER_URL}/{GITHUB_REPOSITORY}".format_map(os.environ)
 if repository:
     html_theme_options = {
-        "source_repository": repository,
-        "source_branch": "main",
-        "source_directory": "docs/",
+        "source_view_link": f"{repository}/blob/main/docs/{{filename}}",
+        "source_edit_link": f"{repository}/edit/main/docs/{{filename}}",
+        "footer_icons": [
+            {"name": "Repository", "url": repository, "html": "Repository", "class": ""}
+        ],
     }
 
 # napoleon takes what is before a colon for a type: in the first line of a property's
