@@ -91,6 +91,11 @@ def test_links_lead_somewhere(page):
     assert broken_links(page, text_of(page)) == []
 
 
+@by_page
+def test_a_merge_was_ended(page):
+    assert not re.search(r"^(<<<<<<<|>>>>>>>) ", text_of(page), re.M)
+
+
 @pytest.mark.parametrize(
     ("text", "broken"),
     [
