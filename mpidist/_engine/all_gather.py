@@ -63,7 +63,8 @@ class AllGathers:
         if type(tree) is np.ndarray and options is None and type(axis) is int:
             shape, k = tree.shape, axis if axis >= 0 else axis + tree.ndim
             leaf = (tree.dtype, shape[:k], shape[k + 1 :], False)
-            plan = self._cache.get((call, axis, None, None), (leaf,))
+            of_call = self._cache.get((call, axis, None, None))
+            plan = None if of_call is None else of_call.get((leaf,))
             if plan is not None and 0 <= k < tree.ndim:
                 if call == "all_gather":
                     self._quick.keep(axis, tree, plan, k)
@@ -114,7 +115,7 @@ class AllGathers:
         around = [(s[:k], s[k + 1 :]) for s, k in zip(shapes, axes, strict=True)]
         rows = zip(arrays, around, on_device, strict=True)
         key = tuple([(x.dtype, *sizes, where) for x, sizes, where in rows])
-        found = self._cache.get(how, key)
+        found = self._cache.find(how, key)
         if found is not None:
             return found
         call, axis, *_ = how

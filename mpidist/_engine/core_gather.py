@@ -102,7 +102,7 @@ class HeaderGather(Plan):
         ]
         number, patience = signature.call.fingerprint, resources.guard.patience_ms
         self._core = core = _native.core.Gather(channel, rows, number, patience)
-        large.core = core
+        large.use(core)
         self._raw = any(backend.is_bfloat16(leaf.dtype) for leaf in leaves)
         if len(leaves) == 1 and not self._raw:
             self.quick = core
@@ -162,7 +162,7 @@ class HeaderGather(Plan):
         """
         totals = self._core.totals()
         if totals is None:
-            return self.large.gather(sources, self._core.lengths(), memory, timeout)
+            return self.large.gather(sources, memory, timeout)
         try:  # of a small result: the others learn of it with the next call
             results: Results = [
                 np.empty(leaf.shape(n), leaf.dtype)
@@ -187,8 +187,6 @@ class ArenaGather:
         core: the nest in the core.
     """
 
-    core: _native.Gather
-
     def __init__(
         self,
         resources: Resources,
@@ -201,6 +199,12 @@ class ArenaGather:
         self.node = node
         self._by_mpi = by_mpi
         self._call = signature.call
+        self.core: _native.Gather = None
+
+    def use(self, core: _native.Gather) -> None:
+        """Use the nest of a header."""
+        self.core = core
+        self._by_mpi.use(core)
 
     def guess(self, arrays: Sequence[Array], lengths: Lengths) -> Memory:
         """Return memory for results, as if all ranks had arrays of these lengths."""
@@ -209,7 +213,6 @@ class ArenaGather:
     def gather(
         self,
         sources: list[Array],
-        rows: list[Lengths],
         memory: Memory | None,
         timeout: float | None,
     ) -> Results:
@@ -219,11 +222,12 @@ class ArenaGather:
         if memory is not None and same_lengths and in_arenas:
             return memory.results
         try:
+            rows = self.core.lengths()
             memory = self._reserve([sum(n) for n in zip(*rows, strict=True)])
         except Exception as error:
             raise guard.fail(self._call, error) from None
         if not guard.agree_offset(HAVE_MEMORY, memory.offset, timeout):
-            return self._by_mpi.gather(sources, rows, None, timeout)
+            return self._by_mpi.gather(sources, None, timeout)
         with guard.payload(self._call):
             if self.core.spread(sources) == LEFT:
                 raise LeftError(self.node.channel.who)

@@ -226,7 +226,7 @@ class CoreReduce(Plan):
         """Agree with the other ranks, and reduce; see `Plan`."""
         call = call or self.call
         try:
-            sources = self._nest.sources(arrays)
+            sources = arrays if self._plain else self._nest.sources(arrays)
         except Exception as error:
             raise self._guard.fail(call, error) from None
         results = self._run(sources, call, timeout)
@@ -244,25 +244,28 @@ class CoreReduce(Plan):
         return self._run(arrays, self.call, timeout) if self._plain else None
 
     def _run(
-        self, sources: list[Array], call: Call, timeout: float | None
+        self, sources: Sequence[Array], call: Call, timeout: float | None
     ) -> Results | None:
         guard, exchange = self._guard, self._exchange
         try:
-            results: Results
-            results, *where = self._new_results()
+            results, where = self._new_results()
             targets = results if self._plain else self._nest.raw(results)
         except Exception as error:
             raise guard.fail(call, error) from None
-        arguments = (sources, targets, *where, call.fingerprint)
-        patience = guard.enter(call, timeout)
+        number, patience = call.fingerprint, guard.enter(call, timeout)
         try:  # not `guard.payload`, which would be 2% of a small call
-            status = exchange(*arguments, patience)
+            if call is self.call and timeout is None:  # as the core knows it
+                status = exchange(sources, targets, *where)
+            else:
+                status = exchange(sources, targets, *where, number, patience)
         except BaseException as error:
             raise guard.abandon(call, error) from None
         if status is None:
             return None
         if status:
-            guard.conclude(status, lambda ms: exchange(*arguments, ms))
+            guard.conclude(
+                status, lambda ms: exchange(sources, targets, *where, number, ms)
+            )
         else:
             guard.sequence += 1
         if self._to_root:  # the core counts calls without a root
@@ -270,7 +273,7 @@ class CoreReduce(Plan):
             return results if self._wanted else [None] * len(results)
         return results
 
-    def _new_results(self) -> tuple[Any, ...]:
+    def _new_results(self) -> tuple[Results, tuple[int, ...]]:
         """Return memory for the results, and where it is, if that matters."""
         raise NotImplementedError
 
@@ -309,9 +312,9 @@ class EagerReduce(CoreReduce):
         self._guard.conclude(status, lambda ms: exchange(x, result, number, ms))
         return result
 
-    def _new_results(self) -> tuple[Any, ...]:
+    def _new_results(self) -> tuple[Results, tuple[int, ...]]:
         new = self._new
-        return ([new(shape, dtype) for shape, dtype in self._shapes],)
+        return [new(shape, dtype) for shape, dtype in self._shapes], ()
 
 
 class SharedReduce(CoreReduce):
@@ -336,7 +339,7 @@ class SharedReduce(CoreReduce):
         ]
 
     def _run(
-        self, sources: list[Array], call: Call, timeout: float | None
+        self, sources: Sequence[Array], call: Call, timeout: float | None
     ) -> Results | None:
         results = super()._run(sources, call, timeout)
         if results is not None and self._wanted:
@@ -344,13 +347,13 @@ class SharedReduce(CoreReduce):
                 results[i] = results[i].copy()
         return results
 
-    def _new_results(self) -> tuple[Any, ...]:
+    def _new_results(self) -> tuple[Results, tuple[int, ...]]:
         """Return the results, and their offset in the arena."""
         slot = self.node.pool.take(self._room)
         if slot is None:
             results = [np.empty(shape, dtype) for shape, dtype in self._shapes]
-            return results, _native.core.NOWHERE
+            return results, (_native.core.NOWHERE,)
         array: Callable[..., Array] = np.ndarray
         return [
             array(shape, dtype, slot, start) for shape, dtype, start in self._layout
-        ], slot.offset
+        ], (slot.offset,)

@@ -120,7 +120,7 @@ class MpiGather(Plan):
     """All-gathers arrays of any kind by the transports of a call.
 
     Attributes:
-        core: see `ArenaGather`; not used.
+        core: the nest in the core, if it exchanges the headers.
     """
 
     core: _native.Gather = None
@@ -156,7 +156,11 @@ class MpiGather(Plan):
             rows: list[Lengths] = [lengths] * comm.size
             if not same:
                 rows = list(comm.all_gather_integers(lengths))
-            return self.gather(arrays, rows, memory, timeout)
+            return self.gather(arrays, memory, timeout, rows)
+
+    def use(self, core: _native.Gather) -> None:
+        """Use the nest of a header, which tells the lengths."""
+        self.core = core
 
     def guess(self, arrays: Sequence[Array], lengths: Lengths) -> Memory | None:
         """Return memory for results, as if all ranks had arrays of these lengths.
@@ -170,18 +174,19 @@ class MpiGather(Plan):
     def gather(
         self,
         arrays: Sequence[Array],
-        rows: list[Lengths],
         memory: Memory | None,
         timeout: float | None,
+        rows: list[Lengths] | None = None,
     ) -> Results:
         """Return the results, now that all know the lengths of all. Collective.
 
         Args:
             arrays: the leaves.
-            rows: the lengths of each rank.
             memory: for results, if all lengths were those of this rank.
             timeout: seconds to wait for the others; None: the strategy's.
+            rows: the lengths of each rank; None: the core knows them.
         """
+        rows = self.core.lengths() if rows is None else rows
         guard, own = self._guard, list(rows[self._comm.rank])
         same = all(list(row) == own for row in rows)
         if memory is None or not same:  # alike on all ranks: see `make`

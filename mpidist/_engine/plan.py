@@ -174,8 +174,8 @@ class PreparedPlan(Plan, Generic[_Work]):
         raise NotImplementedError
 
 
-class _PlansOfCall(Cache[Key, Plan]):
-    """The plans of calls that differ in their leaves.
+class PlansOfCall(Cache[Key, Plan]):
+    """The plans of calls that differ in their leaves, by what is known of these.
 
     Attributes:
         last: the one that was used last, if there is one.
@@ -183,48 +183,37 @@ class _PlansOfCall(Cache[Key, Plan]):
 
     __slots__ = ("last",)
 
-    last: Plan | None
+    last: Plan
 
 
-class PlanCache:
-    """The plans of a strategy: by how a call is made, and by its leaves.
+class PlanCache(Cache[Key, PlansOfCall]):
+    """The plans of a strategy: by how a call is made, and then by its leaves.
 
     The leaves are what takes time to describe. A plan can check itself if arrays have
     its signature (`Plan.attempt`), so the one that was used last is tried before.
     """
 
     def __init__(self) -> None:
-        self._calls: Cache[Key, _PlansOfCall] = Cache(_MOST)
+        super().__init__(_MOST)
 
-    def last(self, how: Key) -> Plan | None:
-        """Return the plan that was used last for such calls."""
-        of_call = self._calls.get(how)
-        return None if of_call is None else of_call.last
-
-    def get(self, how: Key, leaves: Key) -> Plan | None:
+    def find(self, how: Key, leaves: Key) -> Plan | None:
         """Return the plan of such calls with such leaves."""
-        of_call = self._calls.get(how)
-        if of_call is None:
-            return None
-        found = of_call.get(leaves)
-        if found is not None:
+        of_call = self.get(how)
+        found = None if of_call is None else of_call.get(leaves)
+        if of_call is not None and found is not None:
             of_call.last = found
         return found
 
     def keep(self, how: Key, leaves: Key, plan: Plan) -> None:
         """Keep a plan."""
-        of_call = self._calls.get(how)
+        of_call = self.get(how)
         if of_call is None:
-            of_call = self._calls[how] = _PlansOfCall(_MOST)
+            of_call = self[how] = PlansOfCall(_MOST)
         of_call[leaves] = of_call.last = plan
-
-    def clear(self) -> None:
-        """Drop all plans."""
-        self._calls.clear()
 
     def plans(self) -> list[Plan]:
         """Return all plans."""
-        return [plan for of_call in self._calls.values() for plan in of_call.values()]
+        return [plan for of_call in self.values() for plan in of_call.values()]
 
 
 class QuickCalls:

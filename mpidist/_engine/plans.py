@@ -104,15 +104,18 @@ class Plans:
             return self._first_time(op, tree, options, call, root)  # which refuses it
         kind = type(tree)
         if kind is np.ndarray or kind in _NUMBERS:
-            x = np.asarray(tree)
+            x = tree if kind is np.ndarray else np.asarray(tree)
             how: Key = (call, op._name_, options, root, None)
-            plan = self.cache.get(how, ((x.dtype, x.shape),))
+            of_call = self.cache.get(how)
+            plan = None if of_call is None else of_call.get((x.dtype, x.shape))
             if plan is None or (kind is int and x.dtype.kind != "i"):
                 return self._first_time(op, tree, options, call, root)
-            if x is tree and (call, options, root) == _USUAL:
+            timeout = None if options is None else self._timeout_of(options)
+            if x is not tree:
+                return _as_number(plan([x], None, timeout)[0], kind)
+            if (call, options, root) == _USUAL:
                 self._quick.keep(op, tree, plan)
-            result = plan([x], None, self._timeout_of(options))[0]
-            return result if x is tree else _as_number(result, kind)
+            return plan([x], None, timeout)[0]
         try:
             leaves, structure = nest.flatten(tree)
             timeout = self._timeout_of(options)
@@ -120,11 +123,12 @@ class Plans:
             return self._first_time(op, tree, options, call, root)
         if {*map(type, leaves)} == _ARRAYS:
             how = (call, op._name_, options, root, structure)
-            plan = self.cache.last(how)
-            results = None if plan is None else plan.attempt(leaves, timeout)
-            if results is not None:
-                return structure.unflatten(results)
-            plan = self.cache.get(how, _describe(leaves))
+            of_call = self.cache.get(how)
+            if of_call is not None:
+                results = of_call.last.attempt(leaves, timeout)
+                if results is not None:
+                    return structure.unflatten(results)
+            plan = self.cache.find(how, _describe(leaves))
             if plan is not None:
                 return structure.unflatten(plan(leaves, None, timeout))
         return self._first_time(op, tree, options, call, root)
@@ -181,7 +185,7 @@ class Plans:
         root: int | None,
     ) -> Plan:
         described = _describe(arrays)
-        plan = self.cache.get(how, described)
+        plan = self.cache.find(how, described)
         if plan is None:
             signature = self._sign(op, structure, arrays, call, options, root)
             plan = self._make(signature)
@@ -240,14 +244,12 @@ class Plans:
 
 def _describe(arrays: list[Array]) -> Key:
     """Return what is known of leaves before their values."""
-    return tuple(
-        [
-            (x.dtype, x.shape)
-            if isinstance(x, np.ndarray)
-            else (x.dtype, tuple(x.shape), "on a device")
-            for x in arrays
-        ]
-    )
+    found: list[object] = []
+    for x in arrays:
+        found += (x.dtype, x.shape)
+        if not isinstance(x, np.ndarray):
+            found[-1] = (*x.shape, "on a device")
+    return tuple(found)
 
 
 def _as_number(x: HostArray | None, kind: type) -> Any:

@@ -204,7 +204,7 @@ def route_of(strategy, arrays, implementation="AUTO"):
     options = CommunicationOptions(implementation=implementation)
     group_of(strategy).collectives.all_reduce(mpidist.ReduceOp.SUM, arrays, options)
     how = ("all_reduce", "SUM", options, None, nest.flatten(arrays)[1])
-    plan = group_of(strategy).collectives.cache.last(how)
+    plan = group_of(strategy).collectives.cache[how].last
     return type(plan).__name__, plan.route
 
 
