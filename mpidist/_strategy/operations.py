@@ -27,6 +27,7 @@ from mpidist._strategy.folds import reduce_with
 from mpidist._strategy.reductions import (
     Destination,
     Pair,
+    all_reduce,
     broadcast_value,
     check_destinations,
     reduce_components,
@@ -97,39 +98,29 @@ def _reduce(
 ) -> Nest:
     if type(reduce_op) is not ReduceOp and callable(reduce_op):
         return reduce_with(group, reduce_op, value, axis)
+    call = "Strategy.reduce"
     collectives = group.collectives
-    custom = group.custom_ops
-    if type(value) is PerReplica and axis is None and custom is None:
+    if type(value) is PerReplica and axis is None:  # the usual case
         try:
-            op = as_reduce_op(reduce_op, "Strategy.reduce")
-            group.registry.check("Strategy.reduce", value)
+            op = as_reduce_op(reduce_op, call)
+            group.registry.check(call, value)
         except Exception as error:
-            collectives.invalid("Strategy.reduce", error)
-        return collectives.all_reduce(op, component(value), call="Strategy.reduce")
+            collectives.invalid(call, error)
+        return all_reduce(group, op, component(value), call=call)
     try:
-        op = as_reduce_op(reduce_op, "Strategy.reduce")
-        leaves, structure = nest.flatten(value)
-        moving = [i for i, x in enumerate(leaves) if differs(x)]
+        op = as_reduce_op(reduce_op, call)
         axes = axis_reduction.as_axes(axis)
-        results = list(leaves)
-        plain = _plain_of(group, leaves)
-        for i, leaf in enumerate(leaves):
-            group.registry.check("Strategy.reduce", leaf)
-            if i not in moving:
-                results[i] = _reduce_same(group, op, leaf, axes, "Strategy.reduce")
+        leaves, structure = nest.flatten(value)
+        moving, results, plain = _reduce_others(group, op, leaves, axes, call)
         local = [component_of(leaves[i]) for i in moving]
         if axes is not None:
             parts = [axis_reduction.reduce_axes(op, x, axes) for x in local]
     except Exception as error:
-        collectives.invalid("Strategy.reduce", error)
+        collectives.invalid(call, error)
     if plain:
-        collectives.check_plain("Strategy.reduce", plain)
-    if axes is None and custom is not None:
-        pairs = [(leaves[i], leaves[i]) for i in moving]
-        done = custom.batch_reduce(op, pairs)
-        reduced = [own_component(x) for x in done]
-    elif axes is None:
-        reduced = collectives.all_reduce(op, local, call="Strategy.reduce")
+        collectives.check_plain(call, plain)
+    if axes is None:
+        reduced = all_reduce(group, op, local, call=call)
     else:
         reduced = axis_reduction.combine(collectives, op, parts)
     for i, x in zip(moving, reduced, strict=True):
@@ -137,13 +128,43 @@ def _reduce(
     return structure.unflatten(results)
 
 
-def _plain_of(group: ReplicaGroup, leaves: list[Nest]) -> list[Nest]:
-    """Return the values that are local to each rank but must be the same."""
-    return [
-        to_plain(own_component(x))
-        for x in leaves
-        if not differs(x) and not is_same(group, x)
-    ]
+def _reduce_others(
+    group: ReplicaGroup,
+    op: ReduceOp,
+    leaves: list[Nest],
+    axes: tuple[int, ...] | None,
+    call: str,
+    *,
+    kept: tuple[type, ...] = (),
+) -> tuple[list[int], list[Nest], list[Nest]]:
+    """Reduce the values that do not differ by replica. Not collective.
+
+    Args:
+        group: the ranks.
+        op: the operation.
+        leaves: all values.
+        axes: the axes of each value to reduce over, too.
+        call: the name of the call, for messages.
+        kept: types of values that are returned unchanged, if the operation is the
+            identity for them.
+
+    Returns:
+        The places of the values that differ; a list with the results at all other
+        places; and the values that all ranks have to compare.
+    """
+    moving: list[int] = []
+    results = list(leaves)
+    plain: list[Nest] = []
+    for i, leaf in enumerate(leaves):
+        group.registry.check(call, leaf)
+        if differs(leaf):
+            moving.append(i)
+            continue
+        if not (isinstance(leaf, kept) and op in _IDEMPOTENT):
+            results[i] = _reduce_same(group, op, leaf, axes, call)
+        if not is_same(group, leaf):
+            plain.append(to_plain(own_component(leaf)))
+    return moving, results, plain
 
 
 def _reduce_same(
@@ -208,40 +229,22 @@ def _reduce_pairs(
 
     Ranks may take different paths, for example if one passes a list and not a tuple.
     """
-    registry = group.registry
-    if type(pairs) is list and group.custom_ops is None:
-        own = _components(group, pairs)
-        if own is not None:
-            try:
-                op = as_reduce_op(reduce_op, call)
-            except Exception as error:
-                group.collectives.invalid(call, error)
-            reduced = group.collectives.all_reduce(op, own, options, call)
-            return registry.wrap_list(Mirrored, reduced, registry.next_key())
+    registry, collectives = group.registry, group.collectives
+    own = _components(group, pairs)
     try:
         op = as_reduce_op(reduce_op, call)
-        structures = []
-        leaves = []
-        wanted = []  # the destinations of each leaf
-        for value, destinations in _check_pairs(pairs, call):
-            check_destinations(group, destinations, call)
-            flat, structure = nest.flatten(value)
-            structures.append(structure)
-            leaves += flat
-            wanted += [destinations] * len(flat)
-        results = list(leaves)
-        moving = [i for i, x in enumerate(leaves) if differs(x)]
-        for i, leaf in enumerate(leaves):
-            registry.check(call, leaf)
-            if not differs(leaf) and not (
-                op in _IDEMPOTENT and isinstance(leaf, (Mirrored, Variable))
-            ):
-                results[i] = _reduce_same(group, op, leaf, None, call)
-        plain = _plain_of(group, leaves)
+        if own is None:
+            structures, leaves, wanted = _flatten_pairs(group, pairs, call)
+            moving, results, plain = _reduce_others(
+                group, op, leaves, None, call, kept=(Mirrored, Variable)
+            )
     except Exception as error:
-        group.collectives.invalid(call, error)
+        collectives.invalid(call, error)
+    if own is not None:
+        reduced = collectives.all_reduce(op, own, options, call)
+        return registry.wrap_list(Mirrored, reduced, registry.next_key())
     if plain:
-        group.collectives.check_plain(call, plain)
+        collectives.check_plain(call, plain)
     asked = [(leaves[i], wanted[i]) for i in moving]
     custom = group.custom_ops
     if custom is not None and asked:
@@ -263,8 +266,10 @@ def _reduce_pairs(
     ]
 
 
-def _components(group: ReplicaGroup, pairs: list[Pair]) -> list[Nest] | None:
+def _components(group: ReplicaGroup, pairs: object) -> list[Nest] | None:
     """Return this rank's values if all are for variables, the most common case."""
+    if type(pairs) is not list or group.custom_ops is not None:
+        return None
     registry = group.registry
     own = []
     for pair in pairs:
@@ -277,6 +282,22 @@ def _components(group: ReplicaGroup, pairs: list[Pair]) -> list[Nest] | None:
             return None
         own.append(component(value))
     return own
+
+
+def _flatten_pairs(
+    group: ReplicaGroup, pairs: object, call: str
+) -> tuple[list[nest.Structure], list[Nest], list[Destination]]:
+    """Return the structures of the values, all leaves, and the destination of each."""
+    structures: list[nest.Structure] = []
+    leaves: list[Nest] = []
+    wanted: list[Destination] = []
+    for value, destinations in _check_pairs(pairs, call):
+        check_destinations(group, destinations, call)
+        flat, structure = nest.flatten(value)
+        structures.append(structure)
+        leaves += flat
+        wanted += [destinations] * len(flat)
+    return structures, leaves, wanted
 
 
 def _check_pairs(pairs: object, call: str) -> list[Pair]:
