@@ -120,35 +120,53 @@ def merge_call(
             call = call_of(f"merge_call {structure.render(kinds)}")
         fingerprints = [fingerprint_of_function(merge_fn)]
         if _OBJECT in kinds:
-            for i, kind in enumerate(kinds):
-                if kind == _OBJECT:
-                    where = _argument(args, kwargs, i)
-                    number = fingerprint_of_argument(leaves[i], where, group)
-                    fingerprints.append(number)
+            fingerprints += [
+                fingerprint_of_argument(leaf, _argument(args, kwargs, i), group)
+                for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True))
+                if kind == _OBJECT
+            ]
     except Exception as error:
         collectives.invalid("merge_call", error)
     same = _compare(collectives, call, fingerprints)
     try:
-        held: dict[Key, Registered] = {}
-        objects: list[tuple[int, Nest]] = []
+        side = _side_of(group, merge_fn, leaves, kinds, same)
         if leaves:
-            held, objects = _wrap(group, leaves, kinds, same[1:])
             args, kwargs = structure.unflatten(leaves)
-        names = None
-        if same[0] and collectives.comm.size > 1 and (objects or may_reach(merge_fn)):
-            names = Names(merge_fn, objects, group.public_objects)
-        side: Coordinator | Follower
-        if collectives.comm.rank == 0:
-            side = Coordinator(group, held, names)
-        else:
-            side = Follower(group, held, names)
     except BaseException as error:  # the others wait for commands, or obey them
         raise collectives.guard.abandon(None, error) from None
-    del leaves, held  # on rank 0 only merge_fn keeps its arguments
+    del leaves  # on rank 0 only merge_fn keeps its arguments
     if isinstance(side, Coordinator):
         return side.lead(merge_fn, args, kwargs)
     del args, kwargs
     return side.follow()
+
+
+def _side_of(
+    group: ReplicaGroup,
+    merge_fn: Callable[..., Nest],
+    leaves: list[Nest],
+    kinds: list[str],
+    same: list[bool],
+) -> Coordinator | Follower:
+    """Return this rank's side of the call; replace the leaves that become handles.
+
+    Args:
+        group: the ranks.
+        merge_fn: the function.
+        leaves: of the arguments.
+        kinds: of the leaves.
+        same: whether the code of the function and each object is the same everywhere.
+    """
+    held: dict[Key, Registered] = {}
+    objects: list[tuple[int, Nest]] = []
+    if leaves:
+        held, objects = _wrap(group, leaves, kinds, same[1:])
+    names = None
+    if same[0] and group.num_replicas > 1 and (objects or may_reach(merge_fn)):
+        names = Names(merge_fn, objects, group.public_objects)
+    if group.replica_id == 0:
+        return Coordinator(group, held, names)
+    return Follower(group, held, names)
 
 
 def _wrap(

@@ -137,24 +137,19 @@ def _find_kind(kind: type) -> _Kind | None:
         return _CLASS
     if str(kind.__module__).partition(".")[0] == _PACKAGE:
         return _THING
-    slots: list[tuple[str, types.MemberDescriptorType]] = []
-    has_dict = False
-    for base in kind.__mro__:
-        for name, what in vars(base).items():
-            if type(what) is types.MemberDescriptorType:
-                slots.append((name, what))
-            elif name == "__dict__":
-                if type(what) is not types.GetSetDescriptorType:
-                    return _THING  # reading it might run code
-                has_dict = True
     base = next((x for x in (list, tuple, dict) if issubclass(kind, x)), object)
-    items = _PLAIN[base].parts if base is not object else _THING.parts
-    if not slots and not has_dict:
-        return _PLAIN[base] if base is not object else _THING
+    plain = _PLAIN.get(base, _THING)
+    members = [(name, x) for c in kind.__mro__ for name, x in vars(c).items()]
+    slots = [(k, x) for k, x in members if type(x) is types.MemberDescriptorType]
+    dicts = [x for name, x in members if name == "__dict__"]
+    if any(type(x) is not types.GetSetDescriptorType for x in dicts):
+        return _THING  # reading it might run code
+    if not slots and not dicts:
+        return plain
 
     def parts(x: Any) -> list[Part]:
-        found = [*items(x)]
-        if has_dict:
+        found = [*plain.parts(x)]
+        if dicts:
             found += object.__getattribute__(x, "__dict__").items()
         for name, descriptor in slots:
             try:

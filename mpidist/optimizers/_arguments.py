@@ -292,16 +292,8 @@ def collect(
         if gradient is None:
             continue
         array = array_of(variable)
-        x: Array
-        if (  # the most common case
-            type(gradient) is np.ndarray
-            and isinstance(array, np.ndarray)
-            and gradient.dtype == array.dtype
-            and gradient.shape == array.shape
-            and gradient.flags.c_contiguous
-        ):
-            x = gradient
-        else:
+        x: Array = gradient
+        if not _is_usual(gradient, array):
             x = as_gradient(group, gradient, variable, in_replica, skip)
         if not skip and (in_replica or isinstance(gradient, PerReplica)):
             given.summed.append(len(given.arrays))
@@ -314,15 +306,32 @@ def collect(
             f"{APPLY}: No gradients provided for any variable: got None for "
             f"{listed([v.name for v in variables])}"
         )
-    # The step changes the variables: it needs copies of gradients that are views of
-    # them, except of those whose sums get buffers of their own.
+    # Sums get buffers of their own, if there are several replicas.
     kept = given.summed if group.collectives.comm.size > 1 else []
     if len(kept) < len(given.arrays):
-        owners = {id(_owner(array_of(variable))) for variable in variables}
-        for i, x in enumerate(given.arrays):
-            if i not in kept and id(_owner(x)) in owners:
-                given.arrays[i] = x.copy()
+        _copy_views(given.arrays, kept, variables)
     return given
+
+
+def _is_usual(gradient: Gradient, array: Array) -> bool:
+    """Return whether a gradient can be used unchanged, as most can."""
+    return (
+        type(gradient) is np.ndarray
+        and isinstance(array, np.ndarray)
+        and gradient.dtype == array.dtype
+        and gradient.shape == array.shape
+        and gradient.flags.c_contiguous
+    )
+
+
+def _copy_views(
+    arrays: list[Array], kept: Sequence[int], variables: list[Variable]
+) -> None:
+    """Replace gradients that are views of variables, which the step changes."""
+    owners = {id(_owner(array_of(variable))) for variable in variables}
+    for i, x in enumerate(arrays):
+        if i not in kept and id(_owner(x)) in owners:
+            arrays[i] = x.copy()
 
 
 def _owner(x: Array) -> Array:
