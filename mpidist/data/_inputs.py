@@ -50,10 +50,7 @@ class Items(Stage):
         self._items, self._call = items, call
         self.again = hasattr(items, "__len__") and hasattr(items, "__getitem__")
         self.one_shot = hasattr(items, "__next__") or isinstance(items, Calls)
-        try:
-            self.size = len(items)
-        except (TypeError, NotImplementedError):
-            self.size = UNKNOWN
+        self.cardinality()
         self.text = type(items).__name__
         if isinstance(items, Calls):
             self.text = getattr(items.function, "__qualname__", "a function")
@@ -63,6 +60,14 @@ class Items(Stage):
             self.text += f" {many}"
         self.whole = f"the {self.text}"
         self._opened = False
+
+    def cardinality(self) -> int:
+        # Each time: the length of a DataLoader may differ from epoch to epoch.
+        try:
+            self.size = len(self._items)
+        except (TypeError, NotImplementedError):
+            self.size = UNKNOWN
+        return super().cardinality()
 
     @functools.cached_property
     def element_spec(self) -> Nest:

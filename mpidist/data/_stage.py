@@ -193,13 +193,14 @@ class Stage:
 
     def require_length(self, kind: str, remedy: str = "") -> int:
         """Return ``len`` of a dataset of a class, or say what to do if unknown."""
-        if self.size >= INFINITE:
+        count = self.cardinality()
+        if count == INFINITE_CARDINALITY:
             raise TypeError(f"{kind}: an infinite dataset has no len()")
-        if self.size == UNKNOWN:
+        if count == UNKNOWN_CARDINALITY:
             raise TypeError(
                 f"{kind}: the number of elements is not known before the end{remedy}"
             )
-        return self.size
+        return count
 
 
 @dataclasses.dataclass(eq=False, repr=False)

@@ -630,7 +630,10 @@ def test_length_cardinality_and_spec(strategy):
     assert len(dataset) == dataset.cardinality() == 2
     assert dataset.element_spec == ArraySpec((None,), np.dtype(np.int64))
     assert iter(dataset).element_spec == dataset.element_spec
-    assert len(distribute(as_list(14, 8))) == 2
+    growing = as_list(14, 8)
+    dataset = distribute(growing)
+    growing.append(np.arange(8))  # as of a DataLoader that changes with the epoch
+    assert len(dataset) == len(list(dataset)) == 3
     endless = distribute(Dataset.from_tensor_slices(np.arange(3)).repeat().batch(2))
     assert endless.cardinality() == data.INFINITE_CARDINALITY
     with pytest.raises(TypeError, match="an infinite dataset"):

@@ -5,7 +5,6 @@ No MPI here.
 
 from __future__ import annotations
 
-import collections
 import itertools
 import time
 import types
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_data_methods import map_threads, wait_for_no_thread
+from test_data_methods import Pair, lists, map_threads, wait_for_no_thread
 
 import mpidist
 from mpidist.data import ArraySpec, Dataset
@@ -24,13 +23,7 @@ from mpidist.data._elements import stage_of
 from mpidist.data._feed import Feed
 from mpidist.data._rows import split_as_it_comes, split_by_plan
 
-Pair = collections.namedtuple("Pair", ["x", "y"])
 ROWS = 10
-
-
-def numbers(dataset):
-    """Return the elements as nested lists."""
-    return [np.asarray(element).tolist() for element in dataset]
 
 
 def arange(count=ROWS):
@@ -104,7 +97,7 @@ def test_slices_of_nests_keep_their_structure():
 
 
 def test_lists_of_numbers_are_arrays():
-    assert numbers(Dataset.from_tensor_slices([1, 2, 3]).batch(2)) == [[1, 2], [3]]
+    assert lists(Dataset.from_tensor_slices([1, 2, 3]).batch(2)) == [[1, 2], [3]]
     dataset = Dataset.from_tensor_slices({"a": [[1, 2], [3, 4]], "b": [5, 6]})
     assert [(e["a"].tolist(), int(e["b"])) for e in dataset] == [
         ([1, 2], 5),
@@ -113,42 +106,42 @@ def test_lists_of_numbers_are_arrays():
 
 
 def test_batch_and_drop_remainder():
-    assert numbers(arange(5).batch(2)) == [[0, 1], [2, 3], [4]]
-    assert numbers(arange(5).batch(2, drop_remainder=True)) == [[0, 1], [2, 3]]
+    assert lists(arange(5).batch(2)) == [[0, 1], [2, 3], [4]]
+    assert lists(arange(5).batch(2, drop_remainder=True)) == [[0, 1], [2, 3]]
     assert arange(5).batch(2).element_spec.shape == (None,)
     assert arange(5).batch(2, drop_remainder=True).element_spec.shape == (2,)
-    assert numbers(arange(5).batch(2).batch(2))[0] == [[0, 1], [2, 3]]
+    assert lists(arange(5).batch(2).batch(2))[0] == [[0, 1], [2, 3]]
 
 
 def test_take_repeat_shard_and_their_lengths():
-    assert numbers(arange(3).repeat(2)) == [0, 1, 2, 0, 1, 2]
-    assert numbers(arange(3).repeat().take(7)) == [0, 1, 2, 0, 1, 2, 0]
-    assert numbers(arange(3).repeat(2).batch(4)) == [[0, 1, 2, 0], [1, 2]]
-    assert numbers(arange(7).shard(3, 1)) == [1, 4]
-    assert numbers(arange(2).shard(3, 2)) == []
+    assert lists(arange(3).repeat(2)) == [0, 1, 2, 0, 1, 2]
+    assert lists(arange(3).repeat().take(7)) == [0, 1, 2, 0, 1, 2, 0]
+    assert lists(arange(3).repeat(2).batch(4)) == [[0, 1, 2, 0], [1, 2]]
+    assert lists(arange(7).shard(3, 1)) == [1, 4]
+    assert lists(arange(2).shard(3, 2)) == []
     assert len(arange(7).shard(3, 0)) == 3
     assert len(arange(3).repeat(2).batch(4)) == 2
     assert arange(3).repeat().cardinality() == mpidist.data.INFINITE_CARDINALITY
     assert arange(3).repeat().batch(2).cardinality() == -1
-    assert numbers(arange(3).repeat(0)) == []
-    assert numbers(arange(3).repeat(-1).take(4)) == [0, 1, 2, 0]
-    assert numbers(arange(3).take(-1)) == [0, 1, 2]
-    assert numbers(arange(0).repeat()) == []
+    assert lists(arange(3).repeat(0)) == []
+    assert lists(arange(3).repeat(-1).take(4)) == [0, 1, 2, 0]
+    assert lists(arange(3).take(-1)) == [0, 1, 2]
+    assert lists(arange(0).repeat()) == []
     with pytest.raises(TypeError, match="no len"):
         len(arange(3).repeat())
 
 
 def test_map_gets_rows_before_batch_and_batches_after_it():
-    assert numbers(arange(4).map(lambda x: x * 2).batch(3)) == [[0, 2, 4], [6]]
-    assert numbers(arange(4).batch(3).map(lambda x: x.sum())) == [3, 3]
+    assert lists(arange(4).map(lambda x: x * 2).batch(3)) == [[0, 2, 4], [6]]
+    assert lists(arange(4).batch(3).map(lambda x: x.sum())) == [3, 3]
     pairs = Dataset.from_tensor_slices((np.arange(3), np.arange(3) * 10))
-    assert numbers(pairs.map(lambda x, y: x + y)) == [0, 11, 22]
+    assert lists(pairs.map(lambda x, y: x + y)) == [0, 11, 22]
     named = Dataset.from_tensor_slices({"a": np.arange(3)})
-    assert numbers(named.map(lambda row: row["a"] + 1).batch(3)) == [[1, 2, 3]]
+    assert lists(named.map(lambda row: row["a"] + 1).batch(3)) == [[1, 2, 3]]
     # The second function brings rows of different lengths to one.
     ragged = arange(3).map(lambda n: np.ones(int(n)))
     padded = ragged.map(lambda x: np.pad(x, (0, 3 - len(x)))).batch(3)
-    assert numbers(padded) == [[[0, 0, 0], [1, 0, 0], [1, 1, 0]]]
+    assert lists(padded) == [[[0, 0, 0], [1, 0, 0], [1, 1, 0]]]
     with pytest.raises(ValueError, match=r"dtype and shape, got float64 \(0,\) and"):
         list(ragged.batch(3))
 
@@ -167,16 +160,16 @@ def test_shuffle_takes_the_size_of_a_buffer_as_tensorflow_does():
     expected = list(arange().shuffle(seed=7))
     for size in (ROWS, 1000, np.array(1000), mpidist.data.UNKNOWN_CARDINALITY):
         assert list(arange().shuffle(size, seed=np.array(7))) == expected
-    assert numbers(arange().shuffle(1)) == list(range(ROWS))
+    assert lists(arange().shuffle(1)) == list(range(ROWS))
     # Without a seed: 0, the same on all ranks and in all runs.
-    assert numbers(arange(50).shuffle(9)) == numbers(arange(50).shuffle(9, 0))
+    assert lists(arange(50).shuffle(9)) == lists(arange(50).shuffle(9, 0))
 
 
 def test_the_order_of_a_shuffle_does_not_change_with_versions():
     # A run that is continued from a checkpoint depends on it.
     dataset = arange(8).shuffle(seed=7)
-    assert numbers(dataset) == [7, 4, 3, 0, 1, 5, 2, 6]
-    assert numbers(dataset) == [3, 7, 1, 4, 5, 2, 6, 0]
+    assert lists(dataset) == [7, 4, 3, 0, 1, 5, 2, 6]
+    assert lists(dataset) == [3, 7, 1, 4, 5, 2, 6, 0]
 
 
 def test_elements_are_copies(tmp_path):
@@ -206,7 +199,7 @@ def test_arrays_in_the_other_byte_order_are_turned():
     dataset = Dataset.from_tensor_slices(swapped).batch(2)
     assert dataset.element_spec.dtype.isnative
     assert next(iter(dataset)).dtype.isnative
-    assert numbers(dataset) == [[0, 1], [2, 3]]
+    assert lists(dataset) == [[0, 1], [2, 3]]
 
 
 def test_repr_tells_the_pipeline():

@@ -6,6 +6,7 @@ import inspect
 
 import numpy as np
 import pytest
+from test_data_methods import lists
 
 import mpidist
 from mpidist import data
@@ -72,10 +73,6 @@ ARGUMENTS = {
     "take_while": (lambda x: x < 2,),
     "with_options": (Options(),),
 }
-
-
-def lists(dataset):
-    return [np.asarray(element).tolist() for element in dataset]
 
 
 @pytest.mark.parametrize("method", SIGNATURES)
