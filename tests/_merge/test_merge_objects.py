@@ -404,40 +404,8 @@ def test_merge_fns_of_other_code_have_no_names(strategy, rank):
     assert_usable(strategy)
 
 
-def test_an_error_in_encoding_does_not_lose_what_was_told(strategy, rank):
-    """Codes and names that were on their way when a message was given up."""
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("nothing is sent")
-    v = make(strategy, np.zeros(2))
-    slotted = Slotted(v)
-
-    def merge_fn(distribution):
-        handle = distribution.extended.update(v, lambda v: v + 1.0)
-        lock = threading.Lock()
-
-        def inner(v):
-            slotted.add(v)
-
-        def outer(v, taken=None):
-            inner(v)
-
-        outer.__defaults__ = (lock,)
-        with pytest.raises(TypeError, match="default"):
-            distribution.extended.update(v, outer)
-        outer.__defaults__ = (None,)
-        distribution.extended.update(v, outer)
-        distribution.extended.update(v, inner)
-        return handle
-
-    merge(strategy, merge_fn)
-    merge(strategy, merge_fn)
-    assert_mirrored(strategy, v, [4.0, 4.0])
-    assert same_everywhere(slotted.count) == 4
-    assert_usable(strategy)
-
-
-def test_what_was_told_with_an_update_that_a_rank_has_dropped(strategy, rank, size):
-    """The news of a message count also where the message does not."""
+def test_what_an_update_refers_to_that_a_rank_has_dropped(strategy, rank, size):
+    """The next update refers to it again."""
     if size == 1:
         pytest.skip("rank 0 alone raises at once")
     v = make(strategy, np.zeros(2), name="v")
