@@ -46,12 +46,10 @@ _SPARE_SECONDS: Final = 0.02
 
 
 class Role(enum.IntEnum):
-    """What a process was in the round before."""
+    """How far the run was for a process, in the round before."""
 
     STARTING = enum.auto()  # it begins, or began with all others and nobody committed
-    REPLICA = enum.auto()  # it has commits
-    JOINING = enum.auto()  # it was a spare, and has taken a place, but not committed
-    SPARE = enum.auto()
+    RUNNING = enum.auto()  # the replicas have commits; it is one, or a spare
     FINISHED = enum.auto()  # all replicas have
 
 

@@ -118,10 +118,8 @@ def _check(
             "elastic.run: expected `make_strategy` to be a function of a communicator, "
             f"got {make_strategy!r:.80}"
         )
-    for name, value, least in (
-        ("min_replicas", min_replicas, 1),
-        ("spares", spares, 0),
-    ):
+    numbers = (("min_replicas", min_replicas, 1), ("spares", spares, 0))
+    for name, value, least in numbers:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(
                 f"elastic.run: expected `{name}` to be an int >= {least}, got {value!r}"
@@ -146,16 +144,30 @@ def _run_once(
         )
     if size > 1 and threads.current() is None and strategy.replica_id == 0:
         _say_that_it_ends()
-    storage.begin(strategy, lambda: True)  # none can be lost
-    if storage.number:  # of an earlier run
-        storage.put_back(storage.number, [True] * size, list(range(size)))
-    else:
-        storage.restore_from_disk()
-    storage.commit("elastic.run, at its beginning")
+    # The commit is that of an earlier run, if there is one. None can be lost.
+    everybody = list(range(size))
+    placement = Placement(everybody, everybody, [True] * size, storage.number, 0)
+    _begin(storage, strategy, lambda: True, placement)
     result = _call(train, strategy, state)
     storage.commit_last()
     strategy.close()
     return result
+
+
+def _begin(
+    storage: StateStorage,
+    strategy: MPIStrategy,
+    vote: Callable[[], bool],
+    placement: Placement,
+) -> None:
+    """Make the objects of a strategy, with the values of a commit or checkpoint."""
+    storage.begin(strategy, vote)
+    if placement.commit:
+        storage.put_back(placement.commit, placement.has, placement.places)
+    else:
+        storage.restore_from_disk()
+    # What is put back becomes a commit of these replicas; spares have it then, too.
+    storage.commit("elastic.run, at its beginning")
 
 
 def _call(train: Callable[[Any, State], _R], strategy: MPIStrategy, state: State) -> _R:
@@ -208,7 +220,7 @@ class _Survivor:
                     + _HOW_TO_GO_ON
                 ) from None
             if current.replicas is None:
-                self._role = Role.SPARE
+                self._role = Role.RUNNING
                 try:
                     needed = current.wait_as_spare()
                 except NobodyLeftError:
@@ -238,8 +250,7 @@ class _Survivor:
 
     def _meet(self, problem: str) -> Round:
         """Begin the next round, with all processes that live."""
-        storage, before = self._storage, self._round
-        wanted = self._wanted
+        storage, before, wanted = self._storage, self._round, self._wanted
         member = Member(
             self._role, storage.number, storage.claim, wanted, self._settings
         )
@@ -273,13 +284,8 @@ class _Survivor:
                     f"them. It raised {problem}"
                 )
             if current.replicas is not None and current.replicas.Get_rank() == 0:
-                _say(
-                    describe(
-                        placement,
-                        len(before.placement.ranks),
-                        _members.lost(before, current),
-                    )
-                )
+                lost = _members.lost(before, current)
+                _say(describe(placement, len(before.placement.ranks), lost))
         return current
 
     def _take_part(
@@ -288,18 +294,10 @@ class _Survivor:
         storage, placement = self._storage, current.placement
         strategy = self._make_strategy(current.replicas)
         self._strategy = weakref.ref(strategy)
-        storage.begin(strategy, current.vote)
-        if placement.commit:
-            if not storage.number:
-                self._role = Role.JOINING
-            storage.put_back(placement.commit, placement.has, placement.places)
-        else:
-            self._role = Role.STARTING
-            storage.restore_from_disk()
-        # What is put back becomes a commit of these replicas; spares have it then, too.
-        storage.commit("elastic.run, at its beginning")
+        self._role = Role.RUNNING if placement.commit else Role.STARTING
+        _begin(storage, strategy, current.vote, placement)
         self._first = storage.number
-        self._role = Role.REPLICA
+        self._role = Role.RUNNING
         result = _call(train, strategy, state)
         storage.commit_last()
         return result

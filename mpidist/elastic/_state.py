@@ -129,15 +129,14 @@ class StateStorage:
                 raise ValueError(f"State: {name!r} {problem}")
         return {name: _epochs.wrap(value) for name, value in made.items()}
 
-    def restore_from_disk(self) -> str | None:
-        """Restore the newest checkpoint, if there is one; return its path. Collective.
+    def restore_from_disk(self) -> None:
+        """Restore the newest checkpoint, if there is one. Collective.
 
         Its state becomes that of the next commit.
         """
-        if self._manager is None or self._group is None:
-            return None
-        with CollectiveCall(self._group, "elastic.run").scope():
-            return self._manager.restore_or_initialize()
+        if self._manager is not None and self._group is not None:
+            with CollectiveCall(self._group, "elastic.run").scope():
+                self._manager.restore_or_initialize()
 
     def put_back(self, number: int, has: list[bool], places: list[int]) -> None:
         """Set all objects to a commit. Collective.
@@ -383,9 +382,7 @@ class State:
 
     def __repr__(self) -> str:
         storage = self._storage
-        values = ", ".join(
-            f"{key}={value!r:.40}" for key, value in storage.values.items()
-        )
+        values = ", ".join(f"{key}={x!r:.40}" for key, x in storage.values.items())
         others = ", ".join([*storage.given, *storage.made])
         return f"<mpidist.elastic.State of {others or 'no objects'}; {values}>"
 

@@ -59,16 +59,13 @@ NONE = Claim(-1, 0)
 )
 def test_what_is_said_of_a_loss(claims, wanted, before, lost, said):
     started = claims[0] == NONE
-    roles = [
-        Role.STARTING if started else Role.REPLICA if claim.size else Role.SPARE
-        for claim in claims
-    ]
+    roles = [Role.STARTING if started else Role.RUNNING for claim in claims]
     placement = make_placement(roles, claims, 0 if started else 7, wanted)
     assert describe(placement, before, lost) == said
 
 
 def test_nobody_goes_on_without_the_state():
     with pytest.raises(_members.NobodyLeftError):
-        make_placement([Role.SPARE, Role.JOINING], [NONE, NONE], 0, 2)
+        make_placement([Role.RUNNING, Role.RUNNING], [NONE, NONE], 0, 2)
     with pytest.raises(_members.FinishedError):
-        make_placement([Role.SPARE, Role.FINISHED], [NONE, Claim(0, 1)], 4, 1)
+        make_placement([Role.RUNNING, Role.FINISHED], [NONE, Claim(0, 1)], 4, 1)
