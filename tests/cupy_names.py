@@ -39,8 +39,8 @@ _GIVES = {
 # What parameters are, by their names, in these modules; arrays only in the first.
 _MODULES = (
     "_base/backend.py",
-    "_engine/nccl.py",
-    "_engine/staged.py",
+    "_collectives/nccl.py",
+    "_collectives/staged.py",
 )
 _PARAMETERS = {
     "communicator": "cupy.cuda.nccl.NcclCommunicator",

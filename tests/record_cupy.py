@@ -5,7 +5,7 @@
 makes ``VERSION.json`` there, from the CuPy that this Python imports. It needs no GPU
 and no driver, but the library of NCCL (`pip install cupy-cuda12x nvidia-nccl-cu12`).
 The stand-in of the tests is held to these records everywhere, and they to the package
-where it is installed (tests/_engine/test_posing.py).
+where it is installed (tests/_collectives/test_posing.py).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base.errors import CheckpointError, as_told
 from mpidist._base.types import Array
 from mpidist._base.variable_enums import VariableSynchronization
-from mpidist._engine.collectives import Collectives
+from mpidist._collectives.collectives import Collectives
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.variable import Variable, storage_of

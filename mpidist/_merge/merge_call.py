@@ -55,7 +55,7 @@ from mpidist._base import backend, nest
 from mpidist._base.fingerprint import fingerprint_of_numbers
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.types import Nest
-from mpidist._engine.collectives import Collectives
+from mpidist._collectives.collectives import Collectives
 from mpidist._merge.argument_equality import (
     fingerprint_of_argument,
     fingerprint_of_function,

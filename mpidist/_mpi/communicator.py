@@ -131,7 +131,6 @@ class AnyCommunicator(Protocol):
     def together(self, step: Callable[[], _T], what: str) -> _T: ...
     def all_min(self, number: int) -> int: ...
     def allreduce(self, send: Buffer, receive: Buffer, op: MPIOp) -> None: ...
-    def reducer(self, op: MPIOp) -> Callable[[Buffer, Buffer], None]: ...
     def allreduce_in_place(self, buffer: Buffer, op: MPIOp) -> None: ...
     def reduce(self, buffer: Buffer, op: MPIOp, root: int) -> None: ...
     def broadcast(self, buffer: Buffer, root: int) -> None: ...
@@ -391,18 +390,6 @@ class Communicator:
         """Reduce ``send`` of all ranks into ``receive`` of all ranks."""
         self.buffers.allreduce(send, receive, op)
         self.traffic.count("Allreduce", send.nbytes)
-
-    def reducer(self, op: MPIOp) -> Callable[[Buffer, Buffer], None]:
-        """Return a function that reduces as `allreduce`, without counting it.
-
-        Its arrays are C-contiguous, and may have any number of dimensions.
-        """
-        reduce = self.buffers.allreduce
-
-        def reduce_flat(send: Buffer, receive: Buffer) -> None:
-            reduce(send.reshape(-1), receive.reshape(-1), op)
-
-        return reduce_flat
 
     def allreduce_in_place(self, buffer: Buffer, op: MPIOp) -> None:
         """Reduce ``buffer`` of all ranks into itself, on all ranks."""

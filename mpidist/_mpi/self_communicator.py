@@ -37,10 +37,6 @@ class SelfCommunicator:
         """Copy ``send`` into ``receive``."""
         receive[...] = send
 
-    def reducer(self, op: MPIOp) -> Callable[[Buffer, Buffer], None]:
-        """Return a function that does as `allreduce`."""
-        return lambda send, receive: self.allreduce(send, receive, op)
-
     def allreduce_in_place(self, buffer: Buffer, op: MPIOp) -> None:
         """Do nothing."""
 

@@ -10,8 +10,8 @@ import numpy as np
 from mpidist._base import backend
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, DType, Nest
-from mpidist._engine import dtype_table
-from mpidist._engine.collectives import Collectives
+from mpidist._collectives import dtype_table
+from mpidist._collectives.collectives import Collectives
 
 _CALL = "Strategy.reduce"
 _NO_AXES: Final = "; each replica has a number, which has no axes: write `axis=None`"

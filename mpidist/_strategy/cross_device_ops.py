@@ -17,7 +17,7 @@ from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import ReduceOp, as_reduce_op
 from mpidist._base.types import Nest
-from mpidist._engine import dtype_table
+from mpidist._collectives import dtype_table
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import home_of

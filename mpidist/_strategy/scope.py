@@ -21,7 +21,7 @@ from mpidist._base.errors import level_of_caller
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Nest
-from mpidist._engine.collectives import Collectives
+from mpidist._collectives.collectives import Collectives
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values import creators

@@ -23,9 +23,9 @@ from mpidist._agreement.stacks import Stacks
 from mpidist._base import backend, interactive, threads
 from mpidist._base.environment import Environment, read_environment
 from mpidist._base.options import CommunicationImplementation, CommunicationOptions
-from mpidist._engine.bits import same_on_all_ranks
-from mpidist._engine.collectives import Collectives
-from mpidist._engine.nodes import SharedMemory, open_shared_memory
+from mpidist._collectives.bits import same_on_all_ranks
+from mpidist._collectives.collectives import Collectives
+from mpidist._collectives.nodes import SharedMemory, open_shared_memory
 from mpidist._merge import updates
 from mpidist._merge.merge_call import merge_call
 from mpidist._mpi import survival

@@ -19,7 +19,7 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, nest
 from mpidist._base.errors import CollectiveMismatchError, by_value, on_rank
 from mpidist._base.types import Array, Nest
-from mpidist._engine.collectives import Collectives
+from mpidist._collectives.collectives import Collectives
 from mpidist._merge.commands import Pickler
 from mpidist._runtime.group import ReplicaGroup
 from mpidist.data._inputs import Items, state_of

@@ -6,7 +6,7 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base import checksums
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array
-from mpidist._engine.plan import Plan
+from mpidist._collectives.plan import Plan
 from mpidist._runtime import context
 from mpidist._runtime.group import BatchReducer, ReplicaGroup
 from mpidist._values.distributed import PerReplica

@@ -164,10 +164,6 @@ class ThreadCommunicator:
         """Reduce ``buffer`` of all ranks into itself, on all ranks."""
         self.allreduce(buffer, buffer, op)
 
-    def reducer(self, op: MPIOp) -> Callable[[Buffer, Buffer], None]:
-        """Return a function that reduces like `allreduce`, without counting it."""
-        return lambda send, receive: self._all_reduce(send, receive, op)
-
     def _all_reduce(self, send: Buffer, receive: Buffer, op: MPIOp) -> None:
         # A number may have one dimension on some ranks and none on others.
         combine = functools.partial(_reduce, op)

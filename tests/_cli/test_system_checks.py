@@ -2,7 +2,7 @@
 
 The faults are made in the ranks of a real job: a rename in two steps, an fsync that
 fails, a clock that jumps, ranks that are bound to one core. Those that need several
-hosts are in tests/_engine/test_hosts.py.
+hosts are in tests/_collectives/test_hosts.py.
 """
 
 import json

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from mpidist._base.reduce_op import ReduceOp
-from mpidist._engine import dtype_table
+from mpidist._collectives import dtype_table
 
 SOURCE = pathlib.Path(__file__).parents[2] / "mpidist" / "_native" / "kernels.c"
 FLAGS = "-O3 -std=c11 -ffp-contract=off -fno-math-errno -fno-trapping-math"

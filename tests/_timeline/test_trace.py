@@ -12,7 +12,7 @@ from replicas import SUM, after_the_others, context, everywhere, make, own
 
 import mpidist
 from mpidist._agreement.guard import Guard
-from mpidist._engine.collectives import Collectives
+from mpidist._collectives.collectives import Collectives
 from mpidist._strategy.strategy import group_of
 from mpidist._timeline.observer import Calls
 from mpidist._timeline.trace import Lines

@@ -13,8 +13,8 @@ PAGES = ("launching", "slurm", "gpus", "troubleshooting")
 LINE = re.compile(r"^(?:\$ )?((?:mpirun|srun|sbatch|mpidist|export) .*)$", re.M)
 README = "tests/project/test_readme.py"
 SLURM = "tests/slurm/test_batch_jobs.py"
-HOSTS = "tests/_engine/test_hosts.py"
-GPU = "tests/_engine/test_gpu_transports.py"
+HOSTS = "tests/_collectives/test_hosts.py"
+GPU = "tests/_collectives/test_gpu_transports.py"
 
 # Who runs the others: patterns, a file of tests, and a text of that file. Blocks with
 # output, and `mpidist run`, are run as they stand by README.

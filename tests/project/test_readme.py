@@ -39,7 +39,7 @@ from launching import (
 import mpidist
 from mpidist import _cli
 from mpidist._base import environment as settings
-from mpidist._engine import dtype_table
+from mpidist._collectives import dtype_table
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]

@@ -97,7 +97,7 @@ def _names_in(node: ast.AST, is_module: set[str]) -> Iterator[str]:
 
 
 def module_name(path: Path) -> str:
-    """Return ``mpidist._engine.staged`` for its file."""
+    """Return ``mpidist._collectives.staged`` for its file."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

@@ -21,10 +21,10 @@ from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, HostArray, Nest
-from mpidist._engine import dtype_table
-from mpidist._engine.compression import Compression
-from mpidist._engine.observed import ObservedPlan
-from mpidist._engine.plan import (
+from mpidist._collectives import dtype_table
+from mpidist._collectives.compression import Compression
+from mpidist._collectives.observed import ObservedPlan
+from mpidist._collectives.plan import (
     Key,
     Leaf,
     Plan,
@@ -32,7 +32,7 @@ from mpidist._engine.plan import (
     QuickCalls,
     Signature,
 )
-from mpidist._engine.resources import UNCOMPRESSED, Resources
+from mpidist._collectives.resources import UNCOMPRESSED, Resources
 
 _USUAL: Final = ("all_reduce", None, None)  # call, options and root
 _NUMBERS: Final = frozenset((float, int, np.float32, np.float64))

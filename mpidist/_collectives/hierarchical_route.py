@@ -28,14 +28,14 @@ from mpidist import _native
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.types import Array, DType, HostArray
-from mpidist._engine import nodes
-from mpidist._engine.between_route import has_same_bits
-from mpidist._engine.compression import LEAST_BYTES as LEAST_COMPRESSED_BYTES
-from mpidist._engine.core_routes import CoreNest, takes
-from mpidist._engine.nodes import NodeExchange, Nodes
-from mpidist._engine.plan import Leaf, PreparedPlan, Results, Signature
-from mpidist._engine.pool import SMALLEST
-from mpidist._engine.resources import Resources
+from mpidist._collectives import nodes
+from mpidist._collectives.between_route import has_same_bits
+from mpidist._collectives.compression import LEAST_BYTES as LEAST_COMPRESSED_BYTES
+from mpidist._collectives.core_routes import CoreNest, takes
+from mpidist._collectives.nodes import NodeExchange, Nodes
+from mpidist._collectives.plan import Leaf, PreparedPlan, Results, Signature
+from mpidist._collectives.pool import SMALLEST
+from mpidist._collectives.resources import Resources
 
 
 def hierarchical(

@@ -25,10 +25,10 @@ from mpidist import _native
 from mpidist._agreement.mismatch import Call
 from mpidist._base.cache import Cache
 from mpidist._base.types import Array, HostArray, Nest, Shape
-from mpidist._engine.compression import Compression
-from mpidist._engine.dtype_table import Reduction
-from mpidist._engine.resources import Resources
-from mpidist._engine.transports import Transports
+from mpidist._collectives.compression import Compression
+from mpidist._collectives.dtype_table import Reduction
+from mpidist._collectives.resources import Resources
+from mpidist._collectives.transports import Transports
 
 _MOST: Final = 1024
 

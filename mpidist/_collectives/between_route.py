@@ -17,10 +17,10 @@ from mpidist import _native
 from mpidist._agreement.mismatch import Call
 from mpidist._base.memory import round_up
 from mpidist._base.types import Array
-from mpidist._engine import nodes
-from mpidist._engine.core_routes import CoreNest, EagerReduce
-from mpidist._engine.plan import Results, Signature
-from mpidist._engine.resources import Resources
+from mpidist._collectives import nodes
+from mpidist._collectives.core_routes import CoreNest, EagerReduce
+from mpidist._collectives.plan import Results, Signature
+from mpidist._collectives.resources import Resources
 from mpidist._mpi.buffers import Way
 from mpidist._mpi.communicator import Communicator
 from mpidist._mpi.ops import handles_of

@@ -17,9 +17,9 @@ from mpidist._base.environment import Environment
 from mpidist._base.errors import level_of_caller
 from mpidist._base.options import CommunicationImplementation
 from mpidist._base.types import Array
-from mpidist._engine.nccl import NcclTransport, connect
-from mpidist._engine.staged import HostMemory, StagedTransport
-from mpidist._engine.transports import DirectTransport, Transport, Transports
+from mpidist._collectives.nccl import NcclTransport, connect
+from mpidist._collectives.staged import HostMemory, StagedTransport
+from mpidist._collectives.transports import DirectTransport, Transport, Transports
 from mpidist._mpi.communicator import AnyCommunicator
 from mpidist._mpi.library import query_cuda_support
 

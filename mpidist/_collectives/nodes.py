@@ -27,8 +27,8 @@ from mpidist._agreement.guard import Guard
 from mpidist._base import threads
 from mpidist._base.memory import LINE
 from mpidist._base.types import DType, HostArray
-from mpidist._engine.compression import Compression
-from mpidist._engine.node import Node, open_node
+from mpidist._collectives.compression import Compression
+from mpidist._collectives.node import Node, open_node
 from mpidist._mpi.buffers import BufferCollectives, Transfer
 from mpidist._mpi.communicator import Communicator
 from mpidist._mpi.library import is_crowded

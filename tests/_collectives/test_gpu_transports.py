@@ -2,7 +2,7 @@
 
 All of it on host memory that poses as a GPU, whose streams do their work as late as
 they may, as early, or at random (tests/posing.py): a copy that nothing waits for gives
-wrong data. tests/_engine/test_gpu_waits.py has more of that.
+wrong data. tests/_collectives/test_gpu_waits.py has more of that.
 """
 
 import functools
@@ -17,12 +17,12 @@ from replicas import all_reduce, context, local, no_room, raises_everywhere
 
 import mpidist
 from mpidist._base.backend import Device
-from mpidist._engine import devices
-from mpidist._engine import nccl as _nccl
-from mpidist._engine import node as node_module
-from mpidist._engine import staged as staged_module
-from mpidist._engine.devices import Finding, decide
-from mpidist._engine.staged import StagedTransport
+from mpidist._collectives import devices
+from mpidist._collectives import nccl as _nccl
+from mpidist._collectives import node as node_module
+from mpidist._collectives import staged as staged_module
+from mpidist._collectives.devices import Finding, decide
+from mpidist._collectives.staged import StagedTransport
 from mpidist._strategy.strategy import group_of
 
 mpi = pytest.mark.mpi

@@ -24,8 +24,8 @@ from replicas import (
 
 import mpidist
 from mpidist import _native
-from mpidist._engine import hierarchical_route
-from mpidist._engine import nodes as engine_nodes
+from mpidist._collectives import hierarchical_route
+from mpidist._collectives import nodes as engine_nodes
 from mpidist._mpi import between, buffers
 from mpidist._mpi.buffers import Transfer, Way
 from mpidist._strategy.strategy import group_of

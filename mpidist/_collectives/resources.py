@@ -15,12 +15,12 @@ from mpidist._base import backend, nest
 from mpidist._base.environment import Environment
 from mpidist._base.options import CommunicationImplementation, CommunicationOptions
 from mpidist._base.types import Array, DType
-from mpidist._engine.devices import Devices, place_text
-from mpidist._engine.node import Node
-from mpidist._engine.nodes import NO_MEMORY, Nodes, SharedMemory
-from mpidist._engine.pool import Pool
-from mpidist._engine.staged import StagedTransport
-from mpidist._engine.transports import DirectTransport, SharedTransport, Transports
+from mpidist._collectives.devices import Devices, place_text
+from mpidist._collectives.node import Node
+from mpidist._collectives.nodes import NO_MEMORY, Nodes, SharedMemory
+from mpidist._collectives.pool import Pool
+from mpidist._collectives.staged import StagedTransport
+from mpidist._collectives.transports import DirectTransport, SharedTransport, Transports
 from mpidist._mpi.communicator import AnyCommunicator
 
 _P = ParamSpec("_P")

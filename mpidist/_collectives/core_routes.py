@@ -25,9 +25,9 @@ from mpidist._base import backend
 from mpidist._base.memory import round_up
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, DType, HostArray, Shape
-from mpidist._engine.plan import Leaf, Plan, Results, Signature
-from mpidist._engine.pool import SMALLEST
-from mpidist._engine.resources import Resources
+from mpidist._collectives.plan import Leaf, Plan, Results, Signature
+from mpidist._collectives.pool import SMALLEST
+from mpidist._collectives.resources import Resources
 
 # Every rank adds all data: above this size in all it is faster to divide the work.
 _EAGER_BYTES_OF_ALL: Final = 128 * 1024

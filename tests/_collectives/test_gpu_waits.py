@@ -19,16 +19,16 @@ from replicas import all_reduce, context, everywhere, local, no_room
 
 import mpidist
 from mpidist._base import backend
-from mpidist._engine import (
+from mpidist._collectives import (
     core_routes,
     devices,
     staged_route,
 )
-from mpidist._engine import nccl as nccl_module
-from mpidist._engine import node as node_module
-from mpidist._engine import nodes as nodes_module
-from mpidist._engine import staged as staged_module
-from mpidist._engine import transports as direct_module
+from mpidist._collectives import nccl as nccl_module
+from mpidist._collectives import node as node_module
+from mpidist._collectives import nodes as nodes_module
+from mpidist._collectives import staged as staged_module
+from mpidist._collectives import transports as direct_module
 from mpidist._strategy.strategy import group_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]

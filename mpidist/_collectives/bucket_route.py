@@ -17,12 +17,12 @@ import numpy as np
 from mpidist._base import backend
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, DType
-from mpidist._engine.compression import LEAST_BYTES, Compression
-from mpidist._engine.dtype_table import Reduction
-from mpidist._engine.plan import Leaf, PreparedPlan, Results, Signature
-from mpidist._engine.pool import SMALLEST
-from mpidist._engine.resources import Resources
-from mpidist._engine.transports import Reducer
+from mpidist._collectives.compression import LEAST_BYTES, Compression
+from mpidist._collectives.dtype_table import Reduction
+from mpidist._collectives.plan import Leaf, PreparedPlan, Results, Signature
+from mpidist._collectives.pool import SMALLEST
+from mpidist._collectives.resources import Resources
+from mpidist._collectives.transports import Reducer
 from mpidist._mpi.buffers import COMBINE
 from mpidist._mpi.communicator import Communicator, MPIOp
 

@@ -9,8 +9,8 @@ from replicas import all_reduce, context, everywhere, own, raises_everywhere, sa
 
 import mpidist
 from mpidist._base import backend
-from mpidist._engine import compression as _compression
-from mpidist._engine.compression import CODECS, Compression
+from mpidist._collectives import compression as _compression
+from mpidist._collectives.compression import CODECS, Compression
 from mpidist._strategy.strategy import group_of
 
 Options = mpidist.experimental.CommunicationOptions

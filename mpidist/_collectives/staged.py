@@ -20,7 +20,7 @@ import numpy as np
 from mpidist._base import backend
 from mpidist._base.memory import LINE, round_up
 from mpidist._base.types import Array, DeviceArray, DType, HostArray
-from mpidist._engine.transports import DirectTransport
+from mpidist._collectives.transports import DirectTransport
 from mpidist._mpi.communicator import MPIOp
 
 

@@ -14,8 +14,8 @@ from mpidist._base import backend, nest
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.types import Array, Nest
-from mpidist._engine.plan import Plan, Results
-from mpidist._engine.resources import Resources
+from mpidist._collectives.plan import Plan, Results
+from mpidist._collectives.resources import Resources
 from mpidist._timeline.observer import NO_ROUTE, Calls, Span
 
 

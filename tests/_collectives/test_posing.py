@@ -16,7 +16,7 @@ import posing
 import pytest
 import record_cupy
 
-from mpidist._engine import nccl as _nccl
+from mpidist._collectives import nccl as _nccl
 
 VERSIONS = [posing.NEWEST, posing.OLDER]
 # What only NumPy's arrays have, and is asked only of those.

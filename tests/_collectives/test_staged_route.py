@@ -1,7 +1,7 @@
 """The staged route: arrays of a GPU by the routes of host arrays.
 
 On the stand-in for CuPy. That no wait is missing in it:
-tests/_engine/test_gpu_waits.py.
+tests/_collectives/test_gpu_waits.py.
 """
 
 import itertools
@@ -13,8 +13,8 @@ from replicas import all_reduce, everywhere
 
 import mpidist
 from mpidist._base import nest
-from mpidist._engine import core_routes
-from mpidist._engine import node as node_module
+from mpidist._collectives import core_routes
+from mpidist._collectives import node as node_module
 from mpidist._strategy.strategy import group_of
 from mpidist.experimental import CommunicationOptions
 

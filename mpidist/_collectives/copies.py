@@ -21,7 +21,7 @@ from mpidist._base import backend, checksums, nest
 from mpidist._base.memory import LINE, round_up
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.types import Array, DType, HostArray, Nest, Shape
-from mpidist._engine.observed import (
+from mpidist._collectives.observed import (
     has_values,
     memory_for,
     nest_of_all,
@@ -29,7 +29,7 @@ from mpidist._engine.observed import (
     values_of_ranks,
     values_to_all,
 )
-from mpidist._engine.resources import Resources, timed
+from mpidist._collectives.resources import Resources, timed
 from mpidist._timeline.observer import observed
 
 _LARGE: Final = 1 << 20  # bytes of an array

@@ -31,7 +31,7 @@ from replicas import (
 
 import mpidist
 from mpidist import _native
-from mpidist._engine import node as node_module
+from mpidist._collectives import node as node_module
 from mpidist._strategy.strategy import group_of
 
 SHARED = mpidist.experimental.CommunicationImplementation.SHARED

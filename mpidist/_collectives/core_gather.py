@@ -35,16 +35,16 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.memory import LINE
 from mpidist._base.types import Array, HostArray
-from mpidist._engine.mpi_gather import (
+from mpidist._collectives.mpi_gather import (
     HAVE_MEMORY,
     GatherSignature,
     Lengths,
     Memory,
     MpiGather,
 )
-from mpidist._engine.node import Node
-from mpidist._engine.plan import Plan, Results
-from mpidist._engine.resources import Resources
+from mpidist._collectives.node import Node
+from mpidist._collectives.plan import Plan, Results
+from mpidist._collectives.resources import Resources
 
 _QUICK_BYTES: Final = 32 * 1024  # which travel with the header on one node
 

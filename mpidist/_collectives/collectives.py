@@ -17,17 +17,17 @@ from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Nest
-from mpidist._engine.all_gather import AllGathers
-from mpidist._engine.between_route import between
-from mpidist._engine.bucket_route import buckets, mpi
-from mpidist._engine.copies import Copies
-from mpidist._engine.core_routes import eager, shared
-from mpidist._engine.hierarchical_route import hierarchical
-from mpidist._engine.nodes import NO_MEMORY, SharedMemory
-from mpidist._engine.plan import PlanCache
-from mpidist._engine.plans import Plans
-from mpidist._engine.resources import Resources
-from mpidist._engine.staged_route import staged
+from mpidist._collectives.all_gather import AllGathers
+from mpidist._collectives.between_route import between
+from mpidist._collectives.bucket_route import buckets, mpi
+from mpidist._collectives.copies import Copies
+from mpidist._collectives.core_routes import eager, shared
+from mpidist._collectives.hierarchical_route import hierarchical
+from mpidist._collectives.nodes import NO_MEMORY, SharedMemory
+from mpidist._collectives.plan import PlanCache
+from mpidist._collectives.plans import Plans
+from mpidist._collectives.resources import Resources
+from mpidist._collectives.staged_route import staged
 from mpidist._mpi.communicator import AnyCommunicator
 
 ROUTES: Final = (eager, shared, between, hierarchical, buckets, staged, mpi)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpidist._engine import pool as _pool
+from mpidist._collectives import pool as _pool
 
 
 def test_memory_in_use_is_not_given_away():

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpidist
-from mpidist._engine import dtype_table
-from mpidist._engine.bucket_route import plan_buckets
-from mpidist._engine.plan import Leaf
+from mpidist._collectives import dtype_table
+from mpidist._collectives.bucket_route import plan_buckets
+from mpidist._collectives.plan import Leaf
 
 
 @given(

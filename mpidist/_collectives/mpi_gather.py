@@ -19,9 +19,9 @@ from mpidist._agreement.channel import NOWHERE
 from mpidist._agreement.mismatch import Call, fingerprint
 from mpidist._base import backend
 from mpidist._base.types import Array, DType, Shape
-from mpidist._engine.plan import Plan, Results
-from mpidist._engine.resources import Resources
-from mpidist._engine.transports import Transports
+from mpidist._collectives.plan import Plan, Results
+from mpidist._collectives.resources import Resources
+from mpidist._collectives.transports import Transports
 
 # Arrays of a nest are packed for MPI below this average and this total size.
 _PACKED_BYTES: Final = 16 * 1024

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.types import Array
-from mpidist._engine.between_route import between
-from mpidist._engine.bucket_route import mpi
-from mpidist._engine.core_routes import eager, shared
-from mpidist._engine.hierarchical_route import hierarchical
-from mpidist._engine.plan import Plan, Results, Signature
-from mpidist._engine.resources import Resources
-from mpidist._engine.staged import store
+from mpidist._collectives.between_route import between
+from mpidist._collectives.bucket_route import mpi
+from mpidist._collectives.core_routes import eager, shared
+from mpidist._collectives.hierarchical_route import hierarchical
+from mpidist._collectives.plan import Plan, Results, Signature
+from mpidist._collectives.resources import Resources
+from mpidist._collectives.staged import store
 
 
 def staged(resources: Resources, signature: Signature) -> StagedReduce | None:
