@@ -1,4 +1,7 @@
-"""The limit of a communicator's waits: in the set-up of a strategy, and after it."""
+"""The waits of a communicator: first with a limit, then those of the strategy's guard.
+
+The deadline of the calls of a strategy is in `waiting`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from mpidist._mpi.communicator import Request
 
 
 class Deadline:
-    """What a communicator waits with, from the moment that it is made.
+    """Waits for the requests of a communicator.
 
     While a strategy is set up there is only a limit for each wait. The guard, which is
     made after the communicator and needs it, then takes over.

@@ -94,8 +94,13 @@ class CheckpointManager:
         self._own_directory = self._directory
         if given_directory != used:
             self._own_directory = given_directory
+            self._make_own_directory()
+
+    def _make_own_directory(self) -> None:
+        """Make what a program of TensorFlow deletes after each save."""
+        if self._own_directory != self._directory:
             with contextlib.suppress(OSError):
-                os.makedirs(given_directory, exist_ok=True)
+                os.makedirs(self._own_directory, exist_ok=True)
 
     def __repr__(self) -> str:
         return (
@@ -149,6 +154,7 @@ class CheckpointManager:
         name = "CheckpointManager.save"
         call = objects_of(self._checkpoint).call(name)
         background.finish(call)
+        self._make_own_directory()
         number = self._highest + 1
         if checkpoint_number is not None:
             number = call.attempt(lambda: _as_number(checkpoint_number))

@@ -18,7 +18,7 @@ From a call to a plan:
 - ``bucket_route``: *nccl* and *direct*, of arrays on GPUs; and *mpi*, which takes
   everything, also between nodes;
 - ``staged_route``: *staged*, of arrays on GPUs, by the routes of host arrays;
-- ``core_gather``, ``mpi_gather``: the plans of all-gathers.
+- ``header_gather``, ``mpi_gather``: the plans of all-gathers.
 
 What they use:
 

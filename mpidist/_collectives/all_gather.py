@@ -11,7 +11,7 @@ from mpidist._base import backend, nest
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.types import Array, Nest, Shape
-from mpidist._collectives.core_gather import make
+from mpidist._collectives.header_gather import make
 from mpidist._collectives.mpi_gather import GatherLeaf, GatherSignature
 from mpidist._collectives.observed import nest_of_all
 from mpidist._collectives.plan import Key, Plan, PlanCache, QuickCalls

@@ -90,6 +90,17 @@ class Optimizer(Rule):
         self._number = next(_numbers.get())
         _known.get()[self._number] = self
 
+    def __setattr__(self, name: str, value: object) -> None:
+        # Without it a setting that is assigned later would change nothing.
+        if not name.startswith("_") and not hasattr(type(self), name):
+            kind = type(self).__name__
+            raise AttributeError(
+                f"{kind}: {name!r} cannot be assigned: the settings of an optimizer "
+                f"are those of its constructor; write `{kind}(..., {name}=...)`. "
+                "`optimizer.learning_rate = 0.1` is the one that can change"
+            )
+        super().__setattr__(name, value)
+
     def __repr__(self) -> str:
         rate = self._learning_rate
         return f"<mpidist.optimizers.{self._text}, learning_rate={rate!r}>"

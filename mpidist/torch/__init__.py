@@ -8,6 +8,7 @@ not import this module; importing it imports torch.
 
 from __future__ import annotations
 
+from mpidist._base.remedies import explain_module
 from mpidist.torch._batch_norm import SyncBatchNorm as SyncBatchNorm
 from mpidist.torch._gradients import all_reduce_gradients as all_reduce_gradients
 from mpidist.torch._optimizer import DistributedOptimizer as DistributedOptimizer
@@ -27,3 +28,6 @@ __all__ = [
     "broadcast_parameters",
     "check_in_sync",
 ]
+
+explain_module(__name__)
+del explain_module

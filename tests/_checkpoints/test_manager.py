@@ -135,7 +135,6 @@ def test_a_directory_of_each_rank_as_in_tensorflows_tutorial(strategy, folder, r
         if rank != 0:
             assert os.listdir(parent / "ckpt") == []
             shutil.rmtree(manager.directory)
-            (parent / "ckpt").mkdir()
     assert everywhere(manager.latest_checkpoint) == [manager.latest_checkpoint] * len(
         everywhere(0)
     )

@@ -72,6 +72,16 @@ def test_none_is_skipped():
         optimizer.apply_gradients([(None, w), (None, b)])
 
 
+@pytest.mark.parametrize("name", ["lr", "momentum", "weight_decay", "learning_rat"])
+def test_settings_cannot_be_assigned(name):
+    """Otherwise the next step would not know of it."""
+    sgd = mpidist.optimizers.SGD(0.1, momentum=0.5)
+    with pytest.raises(AttributeError, match=rf"'{name}' cannot be assigned.*SGD\("):
+        setattr(sgd, name, 0.9)
+    sgd.learning_rate = 0.2
+    assert sgd.learning_rate == 0.2
+
+
 def test_an_optimizer_is_not_pickled():
     import pickle
 

@@ -5,6 +5,7 @@ import pytest
 from replicas import everywhere, raises_everywhere
 
 import mpidist
+from mpidist._base import remedies
 
 pytestmark = [
     pytest.mark.mpi,
@@ -372,6 +373,14 @@ def test_keywords_of_horovod(strategy, torch, mt):
     ):
         for message in raises_everywhere(TypeError, call):
             assert text in message
+
+
+def test_names_of_horovod(mt):
+    """Of programs that begin with ``import mpidist.torch as hvd``."""
+    for name, remedy in remedies.tables()["names"]["mpidist.torch"].items():
+        with pytest.raises(AttributeError) as caught:
+            getattr(mt, name)
+        assert remedy in str(caught.value)
 
 
 def test_seeds(strategy, rank, torch, mt):
