@@ -138,11 +138,11 @@ class Breakdown:
             error = self.failed(error)
         if not self.why and self._comm.size > 1:
             # Without a call: after a RecursionError there may be no frame for one.
-            self.state = State.GAVE_UP
-            self.why = (
+            why = (
                 f"rank {self._comm.rank} was interrupted by {type(error).__name__} in "
                 f"{what}; {_UNUSABLE}"
             )
+            self.state, self.why = State.GAVE_UP, why
             shared.blocked = True
             self._untold = what
             self.repeat_notice()

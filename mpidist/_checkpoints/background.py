@@ -109,8 +109,8 @@ def note(
 
     def finish(name: str) -> None:
         call = CollectiveCall(group, name)
-        group.unfinished = None  # once: perhaps it is interrupted
         call.agree(", waiting for the save before it")
+        group.unfinished = None  # once: perhaps it is interrupted
         process_exit.not_before_end(wait_for_rank_0)
         saved: _T | None = None
         try:

@@ -138,7 +138,8 @@ class Checkpoint:
                 thread of it writes while the program goes on. The checkpoint is found
                 when it is complete. `wait`, the next save or restore with this
                 strategy, `MPIStrategy.close` and the end of the program wait for it;
-                there all ranks raise what the thread has raised.
+                there all ranks raise what the thread has raised. A program that ends by
+                an uncaught exception does not wait: the checkpoint before it stays.
 
         Returns:
             The path of rank 0.

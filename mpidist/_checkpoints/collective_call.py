@@ -87,8 +87,8 @@ class CollectiveCall:
             try:
                 result = work()
                 data = pickle.dumps((True, result, ""))
-            except KeyboardInterrupt:
-                raise
+            except KeyboardInterrupt as error:  # often in a frame of a library
+                raise self.guard.abandon(Call(self.name), error) from None
             except BaseException as error:  # sys.exit() too: the others wait
                 trace = mismatch.describe_exception(error)
                 dumped = mismatch.dump_exception(error)

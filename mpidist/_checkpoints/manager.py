@@ -128,7 +128,8 @@ class CheckpointManager:
         """The path of the newest complete checkpoint; None if there is none.
 
         As of the creation of this manager, including checkpoints it has saved since;
-        those saved with ``wait=False`` after a call that has waited for them.
+        those saved with ``wait=False`` after a call that has waited for them, such as
+        `Checkpoint.wait`.
         """
         return self._entries[-1].path if self._entries else None
 
@@ -143,7 +144,8 @@ class CheckpointManager:
         Args:
             checkpoint_number: an int or a variable, such as the step; None: the
                 highest number plus 1.
-            wait: False: a thread of rank 0 writes it, as for `Checkpoint.save`.
+            wait: False: a thread of rank 0 writes it, as for `Checkpoint.save`. Of one
+                kept checkpoint the one before stays, too, until the next save.
 
         Returns:
             Its path.
@@ -163,7 +165,8 @@ class CheckpointManager:
         others = [entry for entry in self._entries if entry.number != number]
         most = self._max_to_keep
         kept = others if most is None else others[max(len(others) + 1 - most, 0) :]
-
+        if not wait:  # `latest_checkpoint` names it until the ranks have waited
+            kept = kept or others[-1:]
         excess = [] if most is None else others[:-most]
 
         def tidy(entries: list[_Entry]) -> None:

@@ -24,6 +24,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
@@ -185,6 +186,13 @@ class PreemptionCheckpointHandler:
             self._told_at = time.monotonic()
         if state != _TIME_IS_UP:
             return
+        try:
+            background.finish(call)
+        except Exception as error:  # of an earlier save; this one may succeed
+            if call.guard.broken:
+                raise
+            text = f"{call.name}: an earlier save has failed: {error}"
+            call.on_rank_0(lambda: warnings.warn(text, RuntimeWarning, stacklevel=2))
         save = self._config.save_fn or self._manager.save
         call.together(lambda: save(*args, **kwargs), scope=False)
         background.finish(call)

@@ -100,8 +100,9 @@ class Copies:
         text = structure.render([backend.describe(x) for x in results])
         text += resources.text_of_devices(results, structure)
         resources.guard.agree(Call(f"{call} {text}"), merged.timeout_seconds)
-        for x in results:
-            transports.of(x).broadcast(backend.as_bytes(x), root)
+        with resources.guard.payload():
+            for x in results:
+                transports.of(x).broadcast(backend.as_bytes(x), root)
         return structure.unflatten(
             [
                 backend.restore(x, kind)
@@ -197,9 +198,10 @@ class Copies:
         if all(head.dtype is None for head in heads):
             return []
         arrays = self.resources.comm.together(allocate, call)
-        for x in arrays:
-            transport = self.resources.transports.of(x)
-            transport.broadcast(backend.as_bytes(x), 0)
+        with self.resources.guard.payload():
+            for x in arrays:
+                transport = self.resources.transports.of(x)
+                transport.broadcast(backend.as_bytes(x), 0)
         return arrays
 
     # --- a list of values per rank ------------------------------------------------

@@ -128,8 +128,12 @@ class HeaderGather(Plan):
         number, patience = call.fingerprint, guard.enter(call, timeout)
         with guard.payload(call):
             status = meet(sources, lengths, number, patience, offset)
-            if status is None:  # not contiguous
+        if status is None:  # not contiguous, and nothing was sent
+            try:
                 sources = [x.copy("C") for x in sources]
+            except Exception as error:
+                raise guard.fail(call, error) from None
+            with guard.payload(call):
                 status = meet(sources, lengths, number, patience, offset)
         if status:
             guard.conclude(

@@ -193,7 +193,8 @@ class _Group:
         for (x, result), (shape, dtype) in zip(pairs, self._shapes, strict=True):
             x = x if x.dtype == dtype else x.astype(dtype)
             x = backend.contiguous(x)
-            sources.append(x if x.flags.aligned else x.copy())
+            # NumPy calls an empty array aligned wherever it is
+            sources.append(x if x.flags.aligned and x.size else x.copy())
             fits = result is None or result.dtype == dtype
             sums.append(result if fits else np.empty(shape, dtype))
         return _Work(sources, sums)

@@ -144,6 +144,7 @@ class MpiGather(Plan):
             pairs = zip(arrays, self._leaves, strict=True)
             lengths = [int(x.shape[leaf.axis]) for x, leaf in pairs]
             try:
+                self._transports.device.check()
                 memory = self.guess(arrays, lengths)
             except Exception as error:
                 raise guard.fail(self.call, error) from None
@@ -195,12 +196,13 @@ class MpiGather(Plan):
             except Exception as error:
                 raise guard.fail(self.call, error) from None
             guard.agree(HAVE_MEMORY, timeout)
-        for message in memory.messages:
-            counts = [self._nbytes(row, message.leaves) for row in rows]
-            transport = self._transports.of(message.send)
-            transport.all_gather(message.send, message.receive, counts)
-            if message.unpacks:
-                self._unpack(message, counts, rows, memory.results)
+        with guard.payload(self.call):
+            for message in memory.messages:
+                counts = [self._nbytes(row, message.leaves) for row in rows]
+                transport = self._transports.of(message.send)
+                transport.all_gather(message.send, message.receive, counts)
+                if message.unpacks:
+                    self._unpack(message, counts, rows, memory.results)
         return memory.results
 
     def _nbytes(self, row: Lengths, leaves: Sequence[int] | None = None) -> int:

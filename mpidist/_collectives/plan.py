@@ -156,7 +156,8 @@ class PreparedPlan(Plan, Generic[_Work]):
             plain = np.errstate(all="ignore")
             with guard.payload(call), plain, _native.DefaultFloatState():
                 self._move(work)
-        return self._conclude(call, work)
+        with _native.DefaultFloatState():  # the same bits on all ranks
+            return self._conclude(call, work)
 
     def _prepare(self, arrays: list[Array]) -> _Work:
         """Return all that a call needs, its memory included. Not collective."""

@@ -110,6 +110,9 @@ class StagedTransport:
         self, send: DeviceArray, receive: DeviceArray, counts: list[int]
     ) -> None:
         """Concatenate bytes of all ranks, on all ranks."""
+        if self._host.comm.size == 1:
+            receive[...] = send
+            return
         if not sum(counts):
             return
         with receive.device:

@@ -14,7 +14,7 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.types import Array
 from mpidist._collectives.between_route import between
-from mpidist._collectives.bucket_route import mpi
+from mpidist._collectives.bucket_route import BucketReduce, mpi
 from mpidist._collectives.core_routes import eager, shared
 from mpidist._collectives.hierarchical_route import hierarchical
 from mpidist._collectives.plan import Plan, Results, Signature
@@ -22,10 +22,15 @@ from mpidist._collectives.resources import Resources
 from mpidist._collectives.staged import store
 
 
-def staged(resources: Resources, signature: Signature) -> StagedReduce | None:
+def staged(resources: Resources, signature: Signature) -> Plan | None:
     """Return the plan of a nest with leaves on a GPU."""
     if not any(leaf.on_device for leaf in signature.leaves):
         return None
+    if resources.comm.size == 1:  # a copy on the GPU
+        host = signature.transports.host
+        here = dataclasses.replace(signature.transports, device=host)
+        signature = dataclasses.replace(signature, transports=here)
+        return BucketReduce(resources, signature, "staged")
     leaves = [dataclasses.replace(leaf, on_device=False) for leaf in signature.leaves]
     on_host = dataclasses.replace(signature, leaves=leaves)
     plan: Plan | None = None
@@ -62,6 +67,7 @@ class StagedReduce(Plan):
         """Agree with the other ranks, and reduce; see `Plan`."""
         guard, call = self._guard, call or self.call
         near = next(x for x in arrays if backend.is_device_array(x))
+        guard.settle()  # calls begun before, in a thread, still read that memory
         try:
             with near.device:
                 hosts = self._memory.load(arrays)

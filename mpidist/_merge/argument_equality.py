@@ -137,6 +137,11 @@ class _CanonicalPickler(Pickler):  # type: ignore[misc]
         kind = type(obj)
         if kind is str:
             return obj.encode(errors="surrogatepass")  # a new object each time
+        # Nor has it an effect whether two immutable parts are one object.
+        if kind is bytes:
+            return ("bytes", bytearray(obj))
+        if kind is tuple:
+            return ("tuple", list(obj))
         if isinstance(obj, io.IOBase):
             raise TypeError("cannot pickle an open file")
         if isinstance(obj, type):

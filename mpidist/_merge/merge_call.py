@@ -130,7 +130,7 @@ def merge_call(
     same = _compare(collectives, call, fingerprints)
     try:
         side = _side_of(group, merge_fn, leaves, kinds, same)
-        if leaves:
+        if args or kwargs:  # also empty lists, which are copied
             args, kwargs = structure.unflatten(leaves)
     except BaseException as error:  # the others wait for commands, or obey them
         raise collectives.guard.abandon(None, error) from None

@@ -332,13 +332,8 @@ class Communicator:
         """Free the communicators that none of their ranks uses. Collective."""
         collective_release.release_unused(self.all_gather_objects)
 
-    def free(self) -> None:
-        """Free the communicator, and what else none of its ranks uses. Collective."""
-        self.release_unused()
-        self._resource.give_back()
-
-    def abandon(self) -> None:
-        """Free it without the other ranks, of which some have died. Not collective."""
+    def give_back(self) -> None:
+        """Free it after `release_unused`, or without lost ranks. Not collective."""
         self._resource.give_back()
 
     def _in_use(self) -> bool:

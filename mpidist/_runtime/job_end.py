@@ -96,6 +96,8 @@ def end_job(
     turn = _OTHERS_TURN_SECONDS if because_of_others else _TURN_SECONDS
     time.sleep(turn * (1 + min(rank, 4)) if rank else 0.0)
     if because_of_others and _has_another_told():
+        # The one that told ends the job, when its text is out: see `_FORWARD_SECONDS`.
+        time.sleep(2 * _FORWARD_SECONDS)
         _abort(1, silently=True)
     text = f"mpidist: rank {rank} raised an exception{where}, ending the job:\n"
     if show is None:

@@ -189,7 +189,11 @@ def _call_last() -> None:
             function()
     except BaseException as error:
         _failed_at_end = True
-        _end_program(sys.__excepthook__, type(error), error, error.__traceback__)
+        ends_job = _hooks or job_end.rank_of_job() is None
+        end = functools.partial(_end_program, sys.__excepthook__)
+        (end if ends_job else sys.__excepthook__)(
+            type(error), error, error.__traceback__
+        )
 
 
 def become_child() -> None:
@@ -269,6 +273,7 @@ def _leave() -> None:
     rank = library.world_rank()
     if rank is None:
         return
+    _call_last()  # also if this was registered after it
     try:
         leave(exit_code.noted())
     except KeyboardInterrupt as interrupt:
@@ -323,7 +328,7 @@ def _end() -> None:
             return
         finalizes = True
     _flush()
-    code = 1 if _failed_at_end else exit_code.of_process()
+    code = exit_code.of_process() or int(_failed_at_end)
     if finalizes:
         library.finalize_and_exit(code)
     os._exit(code)

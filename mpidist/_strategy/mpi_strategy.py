@@ -85,14 +85,17 @@ class MPIStrategy(Strategy):
             return
         context.require_cross_replica(group, "MPIStrategy.close")
         if lost:
-            finish, free = collectives.abandon, self._communicator.abandon
+            finish = collectives.abandon
         else:
             if group.unfinished is not None:
                 group.unfinished("MPIStrategy.close")
             guard.agree(mismatch.Call("MPIStrategy.close"))
-            finish, free = collectives.close, self._communicator.free
+            finish = collectives.close
+        with guard.payload():  # the others wait for this rank until all are here
+            note_closed(group)
+            finish()
+            collectives.release()
+            if not lost:
+                self._communicator.release_unused()
         guard.close()
-        note_closed(group)
-        finish()
-        collectives.release()
-        free()
+        self._communicator.give_back()

@@ -207,7 +207,7 @@ class IgnoredOptions:
         merged = copy.deepcopy(self)
         for name, value in vars(options).items():
             own = getattr(merged, name)
-            if isinstance(own, IgnoredOptions):
+            if isinstance(own, IgnoredOptions) and isinstance(value, IgnoredOptions):
                 setattr(merged, name, own._merge(value))
             elif isinstance(own, DistributeOptions):
                 given = dataclasses.asdict(value).items()
@@ -231,6 +231,15 @@ class OptimizationOptions(IgnoredOptions):
     """Rewriting of TensorFlow's graphs."""
 
 
+_NAMES: Final = {
+    *("experimental_distribute", "deterministic", "threading", "autotune"),
+    *("experimental_optimization", "experimental_service", "experimental_threading"),
+    *("experimental_deterministic", "experimental_external_state_policy"),
+    *("experimental_slack", "experimental_symbolic_checkpoint"),
+    *("experimental_warm_start", "dataset_name", "framework_type"),
+}
+
+
 class Options(IgnoredOptions):
     """Options for `Dataset.with_options`.
 
@@ -246,7 +255,16 @@ class Options(IgnoredOptions):
         self.experimental_optimization = OptimizationOptions()
         self.experimental_service = IgnoredOptions()
         self.experimental_threading = ThreadingOptions()
-        super().__init__(**options)
+        for name, value in options.items():
+            setattr(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _NAMES:  # such as a policy that would be without effect
+            raise AttributeError(
+                f"Options has no option {name!r}; a policy of sharding is in "
+                "`options.experimental_distribute.auto_shard_policy`"
+            )
+        super().__setattr__(name, value)
 
     def merge(self, options: Options) -> Options:
         """Return new options: those of ``options``, and these where it has none."""

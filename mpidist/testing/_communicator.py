@@ -86,7 +86,10 @@ class ThreadCommunicator:
     def drop(self) -> None:
         """Do nothing: shared objects are freed when nothing refers to them."""
 
-    def free(self) -> None:
+    def release_unused(self) -> None:
+        """Do nothing, as `drop`."""
+
+    def give_back(self) -> None:
         """Call the registered functions: the strategy was closed."""
         self._when_freed()
 

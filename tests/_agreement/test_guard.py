@@ -8,6 +8,7 @@ import pytest
 from replicas import after_the_others, assert_usable, context, everywhere, set_deadline
 
 import mpidist
+from mpidist._base import threads
 from mpidist._strategy.strategy import group_of
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.core, pytest.mark.replicas(2, 3)]
@@ -502,15 +503,36 @@ def test_a_slow_close(new_strategy, rank, last, monkeypatch):
     strategy = new_strategy()
     communicator = group_of(strategy).communicator
     if rank == last:
-        free = communicator.free
+        release = communicator.release_unused
 
-        def free_later():
+        def release_later():
             time.sleep(0.3)  # several looks of the others
-            free()
+            release()
 
-        monkeypatch.setattr(communicator, "free", free_later)
+        monkeypatch.setattr(communicator, "release_unused", release_later)
     strategy.close()
     assert_usable(new_strategy())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_exception_in_close_is_told(new_strategy, rank, last, monkeypatch):
+    """The others wait for this rank to free what they share."""
+    if threads.current() is not None:
+        pytest.skip("replicas that are threads free nothing together")
+    strategy = new_strategy(timeout_seconds=60)
+    if rank == last:
+
+        def interrupt():
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(
+            group_of(strategy).communicator, "release_unused", interrupt
+        )
+    error = KeyboardInterrupt if rank == last else mpidist.CollectiveTimeoutError
+    start = time.monotonic()
+    with pytest.raises(error):
+        strategy.close()
+    assert time.monotonic() - start < 30
 
 
 def test_options_differ_between_ranks(rank, last):

@@ -740,6 +740,20 @@ def test_all_gather_without_memory_on_one_rank(
     )
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_all_gather_without_memory_for_a_copy(new_strategy, rank, nodes, monkeypatch):
+    """An array that is not contiguous is copied before anything has moved."""
+    monkeypatch.setenv("MPIDIST_SIMULATED_NODES", str(nodes))
+    strategy = new_strategy()
+    huge = np.broadcast_to(np.float64(0.0), (2**44,))  # of one number in memory
+
+    def step(x):
+        return mpidist.get_replica_context().all_gather(x, 0)
+
+    raises_everywhere(MemoryError, lambda: strategy.run(step, args=(huge,)))
+    assert own(strategy, strategy.run(step, args=(np.ones(2),))).all()
+
+
 def no_memory(*args):
     raise MemoryError("no memory here")
 

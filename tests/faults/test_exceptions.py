@@ -258,6 +258,8 @@ def test_a_recursion_error_that_leaves_no_frame_to_say_so(
 def test_a_memory_error_where_the_ranks_no_longer_wait_for_each_other(
     new_strategy, rank, size, last, what, same_folder, monkeypatch
 ):
+    if what == "checksum" and size == 1:
+        pytest.skip("one rank compares no copies")
     strategy = new_strategy()
     values = np.arange(4.0)
     v = make(strategy, values)

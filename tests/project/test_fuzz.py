@@ -183,7 +183,7 @@ class World:
         self.state()
 
     def in_sync(self) -> list[mpidist.Variable]:
-        built = [o for o in self.optimizers if o._iterations is not None]
+        built = [o for o in self.optimizers if o._state is not None]
         slots = [variable for o in built for variable in o.variables]
         return [*self.mirrored, self.none, *slots]
 
