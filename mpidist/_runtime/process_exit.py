@@ -182,11 +182,17 @@ def not_before_end(function: Callable[[], Any]) -> None:
         _last_calls.get().remove(function)
 
 
+def _make_last_calls() -> None:
+    """Call the functions of `before_end`, each once."""
+    functions = _last_calls.get()
+    while functions:
+        functions.pop(0)()
+
+
 def _call_last() -> None:
     global _failed_at_end
     try:
-        for function in list(_last_calls.get()):
-            function()
+        _make_last_calls()
     except BaseException as error:
         _failed_at_end = True
         ends_job = _hooks or job_end.rank_of_job() is None
@@ -294,8 +300,7 @@ def leave(code: Any) -> None:
     Raises:
         CollectiveTimeoutError: at the deadline.
     """
-    for function in list(_last_calls.get()):
-        function()
+    _make_last_calls()
     guards = job_end.guards.get()
     job_end.wait_for(
         [
