@@ -20,7 +20,6 @@ from mpidist._base.types import Array, DType
 from mpidist._collectives.compression import LEAST_BYTES, Compression
 from mpidist._collectives.dtype_table import Reduction
 from mpidist._collectives.plan import Leaf, PreparedPlan, Results, Signature
-from mpidist._collectives.pool import SMALLEST
 from mpidist._collectives.resources import Resources
 from mpidist._collectives.transports import Reducer
 from mpidist._mpi.buffers import COMBINE
@@ -119,8 +118,6 @@ class BucketReduce(PreparedPlan[_Call]):
         dtype = leaf.reduction.result
         if leaf.on_device:
             return backend.empty_like(x, leaf.shape, dtype)
-        if leaf.size * dtype.itemsize < SMALLEST:
-            return np.empty(leaf.shape, dtype)
         return self._pool.empty(leaf.shape, dtype)
 
     def _move(self, work: _Call) -> None:

@@ -27,14 +27,13 @@ import numpy as np
 from mpidist import _native
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
-from mpidist._base.types import Array, DType, HostArray
+from mpidist._base.types import Array, DType
 from mpidist._collectives import nodes
 from mpidist._collectives.between_route import has_same_bits
 from mpidist._collectives.compression import LEAST_BYTES as LEAST_COMPRESSED_BYTES
 from mpidist._collectives.core_routes import CoreNest, takes
 from mpidist._collectives.nodes import NodeExchange, Nodes
-from mpidist._collectives.plan import Leaf, PreparedPlan, Results, Signature
-from mpidist._collectives.pool import SMALLEST
+from mpidist._collectives.plan import PreparedPlan, Results, Signature
 from mpidist._collectives.resources import Resources
 
 
@@ -112,7 +111,8 @@ class HierarchicalReduce(PreparedPlan["_Call"]):
     def _prepare(self, arrays: list[Array]) -> _Call:
         results: Results = [None] * len(arrays)
         if self._wanted:
-            results = [self._new_result(leaf) for leaf in self._leaves]
+            new = self._pool.empty
+            results = [new(x.shape, x.reduction.result) for x in self._leaves]
         works = [
             group.prepare([(arrays[i], results[i]) for i in members])
             for members, group in self._groups
@@ -137,12 +137,6 @@ class HierarchicalReduce(PreparedPlan["_Call"]):
         nbytes = sum(group.nbytes for _, group in self._groups)
         self._comm.traffic.count(self._kind, nbytes)
         return results
-
-    def _new_result(self, leaf: Leaf) -> HostArray:
-        dtype = leaf.reduction.result
-        if leaf.size * dtype.itemsize < SMALLEST:
-            return np.empty(leaf.shape, dtype)
-        return self._pool.empty(leaf.shape, dtype)
 
 
 def _part_of(signature: Signature, members: list[int], compressed: bool) -> Signature:
