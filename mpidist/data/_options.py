@@ -232,11 +232,20 @@ class OptimizationOptions(IgnoredOptions):
 
 
 _NAMES: Final = {
-    *("experimental_distribute", "deterministic", "threading", "autotune"),
-    *("experimental_optimization", "experimental_service", "experimental_threading"),
-    *("experimental_deterministic", "experimental_external_state_policy"),
-    *("experimental_slack", "experimental_symbolic_checkpoint"),
-    *("experimental_warm_start", "dataset_name", "framework_type"),
+    "experimental_distribute",
+    "deterministic",
+    "threading",
+    "autotune",
+    "experimental_optimization",
+    "experimental_service",
+    "experimental_threading",
+    "experimental_deterministic",
+    "experimental_external_state_policy",
+    "experimental_slack",
+    "experimental_symbolic_checkpoint",
+    "experimental_warm_start",
+    "dataset_name",
+    "framework_type",
 }
 
 
