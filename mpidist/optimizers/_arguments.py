@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Final, TypeAlias
 
@@ -34,20 +33,36 @@ def compute_dtype(dtype: DType) -> DType:
     return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
 
 
-def number(kind: str, argument: str, value: object, below: float = math.inf) -> float:
+def number(
+    where: str,
+    argument: str,
+    value: object,
+    fits: Callable[[float], bool],
+    which: str,
+    kind: str = "a number",
+) -> float:
     """Return a setting as a float.
 
+    Args:
+        where: the beginning of messages, such as "SGD: ".
+        argument: its name.
+        value: the setting.
+        fits: returns whether a number is allowed.
+        which: the numbers that are, in words.
+        kind: what else would be allowed, in words.
+
     Raises:
-        TypeError, ValueError: if it is not a number, 0 or more, and less than a limit.
+        TypeError: if it is not a number.
+        ValueError: if the number is not allowed.
     """
     x = backend.as_real(value)
     if x is None:
-        raise TypeError(f"{kind}: expected `{argument}` to be a number, got {value!r}")
-    if not 0 <= x < below:
-        limit = f" and below {below:g}" if below < math.inf else ""
-        raise ValueError(
-            f"{kind}: expected `{argument}` to be 0 or more{limit}, got {value!r}"
+        raise TypeError(
+            f"{where}expected `{argument}` to be {kind}, got {value!r:.80} of type "
+            f"{type(value).__name__}"
         )
+    if not fits(x):
+        raise ValueError(f"{where}expected `{argument}` to be {which}, got {value!r}")
     return x
 
 

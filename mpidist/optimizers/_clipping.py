@@ -10,7 +10,7 @@ import numpy as np
 from mpidist._base import backend, nest
 from mpidist._base.types import Array, Nest
 from mpidist._values.distributed import is_per_replica
-from mpidist.optimizers._arguments import array_functions
+from mpidist.optimizers._arguments import array_functions, number
 
 # Elements processed at a time: on the host as many as fit into a core's cache, on a GPU
 # enough to keep it busy.
@@ -45,7 +45,7 @@ def clip_by_global_norm(grads: Nest, clip_norm: float) -> tuple[Nest, Nest]:
         ValueError: if ``clip_norm`` is not greater than 0.
     """
     call = "clip_by_global_norm"
-    clip = check_clip_norm(clip_norm, call, "clip_norm")
+    clip = _limit(f"{call}: ", "clip_norm", clip_norm)
     leaves, structure = nest.flatten(grads)
     for leaf in leaves:
         if is_per_replica(leaf):
@@ -99,7 +99,7 @@ class Clipping:
             names = " and ".join(f"`{name}`" for name in given)
             raise ValueError(f"{kind}: got {names}; leave out all but one")
         self.settings: dict[str, float] = {
-            name: check_clip_norm(x, kind, name) for name, x in given.items()
+            name: _limit(f"{kind}: ", name, x) for name, x in given.items()
         }
         self.clipvalue: float | None = self.settings.get("clipvalue")
 
@@ -120,22 +120,8 @@ class Clipping:
         return [scale] * len(arrays)
 
 
-def check_clip_norm(clip_norm: object, call: str, argument: str) -> float:
-    """Return a maximum norm as a float.
-
-    Raises:
-        TypeError, ValueError: if it is not a number greater than 0.
-    """
-    number = backend.as_real(clip_norm)
-    if number is None:
-        raise TypeError(
-            f"{call}: expected `{argument}` to be a number, got {clip_norm!r}"
-        )
-    if not number > 0:
-        raise ValueError(
-            f"{call}: expected `{argument}` to be above 0, got {clip_norm!r}"
-        )
-    return number
+def _limit(where: str, argument: str, value: object) -> float:
+    return number(where, argument, value, lambda x: x > 0, "above 0")
 
 
 def blocks(x: Array) -> Iterator[slice]:

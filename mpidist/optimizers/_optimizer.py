@@ -17,6 +17,7 @@ it is one command, which every rank executes with its own optimizer.
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Hashable, Iterable
 from typing import Final, NoReturn, TypeAlias
@@ -36,11 +37,12 @@ from mpidist.optimizers._arguments import (
     group_for,
     is_cross_replica,
     listed,
+    number,
     split_pairs,
 )
 from mpidist.optimizers._gradient_sum import find_plan, sum_gradients
 from mpidist.optimizers._rule import Rule
-from mpidist.optimizers._schedules import LearningRate, check_rate
+from mpidist.optimizers._schedules import LearningRate
 from mpidist.optimizers._state import State
 
 _BUILD: Final = "Optimizer.build"
@@ -156,7 +158,7 @@ class Optimizer(Rule):
     def learning_rate(self, learning_rate: LearningRate) -> None:
         kind = type(self).__name__
         if not callable(learning_rate):
-            learning_rate = check_rate(learning_rate, f"{kind}: expected")
+            learning_rate = _check_rate(f"{kind}: ", learning_rate)
         self._learning_rate = learning_rate
 
     def build(self, variables: Iterable[Variable]) -> None:
@@ -287,8 +289,7 @@ class Optimizer(Rule):
         schedule = self._learning_rate
         if not callable(schedule):
             return schedule
-        expected = f"{type(self).__name__}: at step {step}, expected the function for"
-        return check_rate(schedule(step), expected)
+        return _check_rate(f"{type(self).__name__}: at step {step}, ", schedule(step))
 
     def _reference(self) -> _Reference:
         state = self._state
@@ -371,6 +372,17 @@ class Optimizer(Rule):
         for place, x in zip(given.summed, sums, strict=True):
             given.arrays[place] = x
         state.update(self._step, constants, self._clipping, scratch, given)
+
+
+def _check_rate(where: str, rate: object) -> float:
+    return number(
+        where,
+        "learning_rate",
+        rate,
+        lambda x: 0 <= x < math.inf,
+        "finite and 0 or more",
+        "a number or a function of the step",
+    )
 
 
 def _identity(iterations: Variable) -> Hashable:

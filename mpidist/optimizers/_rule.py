@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
 from typing import ClassVar
 
@@ -9,6 +11,25 @@ from mpidist._base.types import Array
 from mpidist._values.variable import Variable
 from mpidist.optimizers._arguments import number
 from mpidist.optimizers._clipping import Clipping
+
+Numbers = tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A block of a variable and of its slots, and scratch memory: all flat.
+
+    ``t``, ``u`` and ``wide`` are scratch memory of the same size. ``u`` may be the
+    gradient itself: write to it only in or after the last use of that. ``wide`` is None
+    if the step is computed in the variable's own dtype.
+    """
+
+    part: slice
+    w: Array
+    slots: tuple[Array, ...]
+    t: Array
+    u: Array
+    wide: Array | None
 
 
 class Rule:
@@ -38,9 +59,15 @@ class Rule:
         self._settings: dict[str, float] = {}
         for key, x in settings.items():
             limit = self._limits.get(key)
-            self._settings[key] = (
-                bool(x) if limit is None else number(kind, key, x, limit)
-            )
+            if limit is None:
+                self._settings[key] = bool(x)
+                continue
+
+            def fits(x: float, limit: float = limit) -> bool:
+                return 0 <= x < limit
+
+            which = f"0 or more{f' and below {limit:g}' if limit < math.inf else ''}"
+            self._settings[key] = number(f"{kind}: ", key, x, fits, which)
         self._clipping = Clipping(kind, *clipping)
         self._not_decayed: list[str] = []
         self._not_decayed_variables: list[Variable] = []
@@ -68,7 +95,7 @@ class Rule:
 
     # --- to be defined by subclasses --------------------------------------------
 
-    def _constants(self, step: int, rate: float, decays: bool) -> tuple[float, ...]:
+    def _constants(self, step: int, rate: float, decays: bool) -> Numbers:
         """Return the numbers that the update of a variable needs.
 
         Args:
@@ -79,23 +106,13 @@ class Rule:
         raise NotImplementedError
 
     @staticmethod
-    def _step(
-        w: Array,
-        g: Array,
-        slots: tuple[Array, ...],
-        t: Array,
-        u: Array,
-        constants: tuple[float, ...],
-    ) -> None:
+    def _step(w: Array, g: Array, block: Block, constants: Numbers) -> None:
         """Change a block of a variable and of its slots in place.
 
         Args:
-            w: the block of the variable: flat, float32 or wider.
+            w: the block of the variable, float32 or wider: its own array, or a copy.
             g: the block of its gradient; do not write to it.
-            slots: the blocks of its slots.
-            t: scratch memory of the same size.
-            u: scratch memory of the same size, but possibly ``g`` itself: write to it
-                only in or after the last use of ``g``.
+            block: its slots and scratch memory.
             constants: from `_constants`.
         """
         raise NotImplementedError

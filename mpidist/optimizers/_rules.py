@@ -9,6 +9,7 @@ from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Array
 from mpidist.optimizers._arguments import array_functions
 from mpidist.optimizers._optimizer import Optimizer
+from mpidist.optimizers._rule import Block, Numbers
 from mpidist.optimizers._schedules import LearningRate
 
 
@@ -73,25 +74,19 @@ class SGD(Optimizer):
         if momentum:
             self._slot_names = ("momentum",)  # type: ignore[misc]
 
-    def _constants(self, step: int, rate: float, decays: bool) -> tuple[float, ...]:
+    def _constants(self, step: int, rate: float, decays: bool) -> Numbers:
         momentum, nesterov, decay = self._settings.values()
         return (rate, momentum, float(nesterov), decay if decays else 0.0)
 
     @staticmethod
-    def _step(
-        w: Array,
-        g: Array,
-        slots: tuple[Array, ...],
-        t: Array,
-        u: Array,
-        constants: tuple[float, ...],
-    ) -> None:
+    def _step(w: Array, g: Array, block: Block, constants: Numbers) -> None:
         rate, momentum, nesterov, decay = constants
+        t, u = block.t, block.u
         if decay:
             array_functions.multiply(w, decay, out=t)
             g = array_functions.add(g, t, out=u)
-        if slots:
-            (m,) = slots
+        if block.slots:
+            (m,) = block.slots
             array_functions.multiply(m, momentum, out=m)
             array_functions.add(m, g, out=m)
             if nesterov:
@@ -162,7 +157,7 @@ class Adam(Optimizer):
             epsilon=epsilon,
         )
 
-    def _constants(self, step: int, rate: float, decays: bool) -> tuple[float, ...]:
+    def _constants(self, step: int, rate: float, decays: bool) -> Numbers:
         beta_1, beta_2, epsilon, *_ = self._settings.values()
         return (
             1 - beta_1,
@@ -174,16 +169,9 @@ class Adam(Optimizer):
         )
 
     @staticmethod
-    def _step(
-        w: Array,
-        g: Array,
-        slots: tuple[Array, ...],
-        t: Array,
-        u: Array,
-        constants: tuple[float, ...],
-    ) -> None:
+    def _step(w: Array, g: Array, block: Block, constants: Numbers) -> None:
         new_1, beta_2, correction, epsilon, size, keep = constants
-        m, v = slots
+        t, (m, v) = block.t, block.slots
         array_functions.subtract(g, m, out=t)
         array_functions.multiply(t, new_1, out=t)
         array_functions.add(m, t, out=m)
@@ -248,7 +236,7 @@ class AdamW(Adam):
             weight_decay=weight_decay,
         )
 
-    def _constants(self, step: int, rate: float, decays: bool) -> tuple[float, ...]:
+    def _constants(self, step: int, rate: float, decays: bool) -> Numbers:
         decay = self._settings["weight_decay"] if decays else 0.0
         return (*super()._constants(step, rate, decays)[:-1], 1 - rate * decay)
 
@@ -319,19 +307,13 @@ class RMSprop(Optimizer):
         slots = ("velocity", *(slot for slot, used in given.items() if used))
         self._slot_names = slots  # type: ignore[misc]
 
-    def _constants(self, step: int, rate: float, decays: bool) -> tuple[float, ...]:
+    def _constants(self, step: int, rate: float, decays: bool) -> Numbers:
         return (rate, *self._settings.values())
 
     @staticmethod
-    def _step(
-        w: Array,
-        g: Array,
-        slots: tuple[Array, ...],
-        t: Array,
-        u: Array,
-        constants: tuple[float, ...],
-    ) -> None:
+    def _step(w: Array, g: Array, block: Block, constants: Numbers) -> None:
         rate, rho, momentum, epsilon, centered = constants
+        t, u, slots = block.t, block.u, block.slots
         v = slots[0]
         array_functions.multiply(v, rho, out=v)
         array_functions.multiply(g, g, out=t)

@@ -3,89 +3,53 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
-
-from mpidist._base import backend
 
 LearningRate = float | Callable[[int], float]
 
 
-@dataclasses.dataclass(frozen=True)
-class _CosineDecay:
-    initial: float
-    steps: int
-    alpha: float
-
-    def __call__(self, step: int) -> float:
-        done = min(step, self.steps) / self.steps
-        cosine = 0.5 * (1 + math.cos(math.pi * done))
-        return self.initial * ((1 - self.alpha) * cosine + self.alpha)
+# Functions of this module with their constants: these can be pickled, closures cannot.
 
 
-@dataclasses.dataclass(frozen=True)
-class _PiecewiseConstant:
-    boundaries: tuple[int, ...]
-    values: tuple[float, ...]
-
-    def __call__(self, step: int) -> float:
-        return self.values[bisect.bisect_left(self.boundaries, step)]
+def _cosine(initial: float, steps: int, alpha: float, step: int) -> float:
+    cosine = 0.5 * (1 + math.cos(math.pi * min(step, steps) / steps))
+    return initial * ((1 - alpha) * cosine + alpha)
 
 
-@dataclasses.dataclass(frozen=True)
-class _ExponentialDecay:
-    initial: float
-    steps: int
-    rate: float
-    staircase: bool
-
-    def __call__(self, step: int) -> float:
-        return self.initial * float(self.rate ** _periods(self, step))
+def _periods(steps: int, staircase: bool, step: int) -> float:
+    return step // steps if staircase else step / steps
 
 
-@dataclasses.dataclass(frozen=True)
-class _InverseTimeDecay:
-    initial: float
-    steps: int
-    rate: float
-    staircase: bool
-
-    def __call__(self, step: int) -> float:
-        return self.initial / (1 + self.rate * _periods(self, step))
+def _exponential(
+    initial: float, steps: int, rate: float, staircase: bool, step: int
+) -> float:
+    return initial * float(rate ** _periods(steps, staircase, step))
 
 
-def _periods(decay: _ExponentialDecay | _InverseTimeDecay, step: int) -> float:
-    return step // decay.steps if decay.staircase else step / decay.steps
+def _inverse_time(
+    initial: float, steps: int, rate: float, staircase: bool, step: int
+) -> float:
+    return initial / (1 + rate * _periods(steps, staircase, step))
 
 
-@dataclasses.dataclass(frozen=True)
-class _PolynomialDecay:
-    initial: float
-    steps: int
-    end: float
-    power: float
-    cycle: bool
-
-    def __call__(self, step: int) -> float:
-        steps = self.steps
-        if self.cycle:
-            steps *= max(1, math.ceil(step / self.steps))
-        left = 1 - min(step, steps) / steps
-        return (self.initial - self.end) * float(left**self.power) + self.end
+def _polynomial(
+    initial: float, steps: int, end: float, power: float, cycle: bool, step: int
+) -> float:
+    if cycle:
+        steps *= max(1, math.ceil(step / steps))
+    left = 1 - min(step, steps) / steps
+    return (initial - end) * float(left**power) + end
 
 
-@dataclasses.dataclass(frozen=True)
-class _LinearWarmup:
-    learning_rate: LearningRate
-    steps: int
+def _piecewise(boundaries: list[int], values: list[float], step: int) -> float:
+    return values[bisect.bisect_left(boundaries, step)]
 
-    def __call__(self, step: int) -> float:
-        if callable(self.learning_rate):
-            rate = self.learning_rate(step)
-        else:
-            rate = self.learning_rate
-        return rate * min(1.0, (step + 1) / self.steps)
+
+def _warming_up(learning_rate: LearningRate, steps: int, step: int) -> float:
+    rate = learning_rate(step) if callable(learning_rate) else learning_rate
+    return rate * min(1.0, (step + 1) / steps)
 
 
 def cosine_decay(
@@ -107,7 +71,8 @@ def cosine_decay(
         ValueError: if ``decay_steps`` is not greater than 0.
     """
     _check_steps("cosine_decay", "decay_steps", decay_steps)
-    return _CosineDecay(float(initial_learning_rate), decay_steps, float(alpha))
+    initial = float(initial_learning_rate)
+    return functools.partial(_cosine, initial, decay_steps, float(alpha))
 
 
 def exponential_decay(
@@ -130,9 +95,8 @@ def exponential_decay(
         ValueError: if ``decay_steps`` is not greater than 0.
     """
     _check_steps("exponential_decay", "decay_steps", decay_steps)
-    return _ExponentialDecay(
-        float(initial_learning_rate), decay_steps, float(decay_rate), bool(staircase)
-    )
+    initial, rate = float(initial_learning_rate), float(decay_rate)
+    return functools.partial(_exponential, initial, decay_steps, rate, staircase)
 
 
 def inverse_time_decay(
@@ -156,9 +120,8 @@ def inverse_time_decay(
         ValueError: if ``decay_steps`` is not greater than 0.
     """
     _check_steps("inverse_time_decay", "decay_steps", decay_steps)
-    return _InverseTimeDecay(
-        float(initial_learning_rate), decay_steps, float(decay_rate), bool(staircase)
-    )
+    initial, rate = float(initial_learning_rate), float(decay_rate)
+    return functools.partial(_inverse_time, initial, decay_steps, rate, staircase)
 
 
 def polynomial_decay(
@@ -186,7 +149,7 @@ def polynomial_decay(
     """
     _check_steps("polynomial_decay", "decay_steps", decay_steps)
     initial, end = float(initial_learning_rate), float(end_learning_rate)
-    return _PolynomialDecay(initial, decay_steps, end, float(power), bool(cycle))
+    return functools.partial(_polynomial, initial, decay_steps, end, power, cycle)
 
 
 def piecewise_constant(
@@ -214,8 +177,7 @@ def piecewise_constant(
             f"piecewise_constant: expected `boundaries` to increase, got "
             f"{list(boundaries)}"
         )
-    rates = tuple(float(value) for value in values)
-    return _PiecewiseConstant(tuple(boundaries), rates)
+    return functools.partial(_piecewise, list(boundaries), list(map(float, values)))
 
 
 def linear_warmup(
@@ -235,32 +197,9 @@ def linear_warmup(
         ValueError: if ``warmup_steps`` is not greater than 0.
     """
     _check_steps("linear_warmup", "warmup_steps", warmup_steps)
-    return _LinearWarmup(learning_rate, warmup_steps)
+    return functools.partial(_warming_up, learning_rate, warmup_steps)
 
 
 def _check_steps(call: str, argument: str, steps: int) -> None:
     if not steps > 0:
         raise ValueError(f"{call}: expected `{argument}` to be above 0, got {steps!r}")
-
-
-def check_rate(rate: object, expected: str) -> float:
-    """Return a learning rate as a float.
-
-    Args:
-        rate: the learning rate.
-        expected: the beginning of the message, up to "expected".
-
-    Raises:
-        TypeError, ValueError: if it is not a finite number, 0 or more.
-    """
-    number = backend.as_real(rate)
-    if number is None:
-        raise TypeError(
-            f"{expected} `learning_rate` to be a number or a function of the step, "
-            f"got {rate!r:.80} of type {type(rate).__name__}"
-        )
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(
-            f"{expected} `learning_rate` to be finite and 0 or more, got {rate!r}"
-        )
-    return number

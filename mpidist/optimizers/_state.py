@@ -24,23 +24,10 @@ from mpidist.optimizers._arguments import (
     unique,
 )
 from mpidist.optimizers._clipping import Clipping, blocks
+from mpidist.optimizers._rule import Block, Numbers
 
-Formula = Callable[
-    [Array, Array, tuple[Array, ...], Array, Array, tuple[float, ...]], None
-]
-"""`Optimizer._step` of a class: the weights, gradient, slots, scratch, constants."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Block:
-    """A part of a variable that is processed at a time, and its scratch memory."""
-
-    part: slice
-    w: Array
-    slots: tuple[Array, ...]
-    t: Array
-    u: Array
-    wide: Array | None  # None if the step is computed in the variable's own dtype
+Formula = Callable[[Array, Array, Block, Numbers], None]
+"""`Optimizer._step` of a class."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +36,7 @@ class _Target:
 
     array: Array
     copy: Array | None  # in C order, of an array that is not in C order
-    blocks: tuple[_Block, ...]
+    blocks: tuple[Block, ...]
 
     def update(
         self,
@@ -57,7 +44,7 @@ class _Target:
         gradient: Array,
         scale: Array | None,
         limit: float | None,
-        constants: tuple[float, ...],
+        constants: Numbers,
     ) -> None:
         """Apply one step to this rank's copy of the variable. Not collective.
 
@@ -86,7 +73,7 @@ class _Target:
             if limit is not None:
                 g = array_functions.minimum(g, limit, out=block.u)
                 g = array_functions.maximum(g, -limit, out=block.u)
-            formula(w, g, block.slots, block.t, block.u, constants)
+            formula(w, g, block, constants)
             if block.wide is not None:
                 block.w[...] = w
         if copy is not None:
@@ -117,7 +104,7 @@ def _lay_out(
         for part in parts:
             t, u, wide = (x[: part.stop - part.start] for x in scratch[dtype])
             own = tuple(slot[part] for slot in flat_slots)
-            made.append(_Block(part, flat[part], own, t, u, wide if narrow else None))
+            made.append(Block(part, flat[part], own, t, u, wide if narrow else None))
         targets[index] = _Target(array, copy, tuple(made))
     return [targets[index] for index in range(len(variables))]
 
@@ -182,7 +169,7 @@ class State:
     def update(
         self,
         formula: Formula,
-        constants: tuple[tuple[float, ...], tuple[float, ...]],
+        constants: tuple[Numbers, Numbers],
         clipping: Clipping,
         scratch: Array,
         given: GivenGradients,
