@@ -193,7 +193,10 @@ def _totals(runs: Runs) -> str:
         # The worst of the sizes: a program is equal if it is so for all of them.
         worst = Counter(_worst(p, runs) for p in programs)
         total += worst
-        lines.append(_total_row(f"[{section}](#{_slug(section)})", worst))
+        # A section where all are equal is in this table only.
+        linked = f"[{section}](#{_slug(section)})"
+        name = linked if worst.keys() - {"equal"} else section
+        lines.append(_total_row(name, worst))
     lines.append(_total_row("all", total))
     return "\n".join(lines) + "\n"
 
@@ -215,20 +218,20 @@ def _slug(title: str) -> str:
 
 
 def _section(section: str, runs: Runs) -> list[str]:
-    by_verdict: dict[Verdict, list[Program]] = {}
     by_reason: dict[str, list[Program]] = {}
+    failed = []
     for program in programs_by_section()[section]:
-        by_verdict.setdefault(_worst(program, runs), []).append(program)
+        if _worst(program, runs) == "FAILED":
+            failed.append(program)
         if program.difference is not None:
             by_reason.setdefault(program.difference.reason, []).append(program)
     lines = [f"## {section}\n"]
     for reason, alike in by_reason.items():
         lines += _difference(reason, alike, runs)
-    for verdict, title in (("FAILED", "**fails**"), ("equal", "Equal")):
-        if verdict in by_verdict:
-            names = [f"`{program.name}`" for program in by_verdict[verdict]]
-            lines.append(textwrap.fill(f"{title}: {', '.join(names)}.", 88) + "\n")
-    return lines
+    if failed:
+        names = ", ".join(f"`{program.name}`" for program in failed)
+        lines.append(textwrap.fill(f"**fails**: {names}.", 88) + "\n")
+    return lines if len(lines) > 1 else []
 
 
 def _difference(reason: str, programs: list[Program], runs: Runs) -> list[str]:
