@@ -52,6 +52,7 @@ RANK = next((int(os.environ[n]) for n in RANK_VARIABLES if n in os.environ), 0)
 
 # What modules import to start programs.
 _STARTERS = (
+    "subprocess",
     "launching",
     "run_ranks",
     "run_job",
@@ -91,20 +92,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Under mpirun leave out files without tests for it, which take time to import."""
-    if not _under_mpi(config) or collection_path.suffix != ".py":
+    """Leave out files without tests for this run, which take time to import."""
+    if _under_mpi(config):
+        needed = r"\bmark\.(mpi|gpu)\b"
+    elif re.search(r"\band jobs\b", config.option.markexpr):
+        needed = "|".join(_STARTERS)
+    else:
+        return None
+    if collection_path.suffix != ".py":
         return None
     text = collection_path.read_text(encoding="utf-8")
-    return None if re.search(r"\bmark\.(mpi|gpu)\b", text) else True
+    return None if re.search(needed, text) else True
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--deal",
         metavar="K/N",
-        help="deal tests into N hands, and run hand K: those that also run as threads "
-        "(mark replicas), and the cases of each other test, of which every hand gets "
-        "one at least; tests that run once only (mark one_size) are in every hand",
+        help="deal tests into N hands, and run hand K: of each test that also runs as "
+        "threads (mark replicas) a third of the cases, one at least, each in one hand; "
+        "the cases of each other test, of which every hand gets one at least; tests "
+        "that run once only (mark one_size) are in every hand",
     )
 
 
@@ -123,17 +131,22 @@ def pytest_collection_modifyitems(
     for item in items:
         if item.get_closest_marker("one_size"):
             kept.add(item.nodeid)
-        elif item.get_closest_marker("replicas"):
-            if zlib.crc32(item.nodeid.encode()) % hands == number - 1:
-                kept.add(item.nodeid)
         else:
             dealt.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in dealt.values():
         # By what they are called: by their order one hand might get all of one value.
-        cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        kept.update(case.nodeid for case in cases[number - 1 :: hands] or cases[:1])
+        cases.sort(key=_number_of)
+        if cases[0].get_closest_marker("replicas"):
+            mine = [x for x in cases[::3] if _number_of(x) % hands == number - 1]
+        else:
+            mine = cases[number - 1 :: hands] or cases[:1]
+        kept.update(case.nodeid for case in mine)
     config.hook.pytest_deselected(items=[i for i in items if i.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
+
+
+def _number_of(item: pytest.Item) -> int:
+    return zlib.crc32(item.nodeid.encode())
 
 
 def pytest_collection_finish() -> None:
@@ -144,7 +157,7 @@ def pytest_collection_finish() -> None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark the tests of modules that start programs: they take the longest."""
     module = getattr(item, "module", None)
-    if any(hasattr(module, name) for name in ("subprocess", *_STARTERS)):
+    if any(hasattr(module, name) for name in _STARTERS):
         item.add_marker(pytest.mark.jobs)
 
 
